@@ -1,0 +1,139 @@
+"""What the native engine adds to a bare llama_decode on the same slice: `python -m benches.bench_engine [--quick]`.
+
+A random Q4_0 llama is made in a temporary directory. The engine and a bare ctypes loop (no capture callback; norm and
+head computed) decode the same rows in alternation, so that drift of the machine meets both; medians and their ratio
+are printed. The goal is a ratio of at most 1.03. Below 1 means that stopping before norm and head saved more than the
+engine costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from llama_cpp import llama_cpp as llama
+
+from stage.native import EngineConfig, NativeEngine
+from tests.tiny_slices import TinyShape, write_stage
+
+ROW_COUNTS = (1, 4, 8, 32)
+GOAL_RATIO = 1.03
+FULL = TinyShape(n_layers=5, n_embd=1024, n_heads=16, n_kv_heads=4, n_ff=2816, n_vocab=4096)
+QUICK = TinyShape(n_layers=3, n_embd=256, n_heads=4, n_kv_heads=2, n_ff=512, n_vocab=512)
+
+
+class BareLoop:
+    """The least that decodes hidden rows: one context with the engine's parameters and llama.cpp's own batch."""
+
+    def __init__(self, path: Path, config: EngineConfig, n_embd: int) -> None:
+        self._model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
+        params = llama.llama_context_default_params()
+        params.n_ctx = config.n_lanes * config.ctx_tokens
+        params.n_batch = params.n_ubatch = config.max_rows
+        params.n_seq_max = config.n_lanes
+        params.n_threads = params.n_threads_batch = config.n_threads
+        params.kv_unified, params.swa_full, params.no_perf = True, True, True
+        self._context = llama.llama_init_from_model(self._model, params)
+        self._batch: Any = llama.llama_batch_init(config.max_rows, n_embd, 1)
+        self.rows = np.ctypeslib.as_array(self._batch.embd, (config.max_rows, n_embd))
+        self.n_lanes = config.n_lanes
+        for row in range(config.max_rows):
+            self._batch.n_seq_id[row], self._batch.seq_id[row][0], self._batch.logits[row] = 1, row, 1
+
+    def step(self, n_rows: int, position: int) -> None:
+        """Decode one row of each of `n_rows` lanes and wait for it."""
+        self._batch.n_tokens = n_rows
+        for row in range(n_rows):
+            self._batch.pos[row] = position
+        assert llama.llama_decode(self._context, self._batch) == 0
+        llama.llama_synchronize(self._context)
+
+    def clear(self) -> None:
+        """Empty the cache."""
+        llama.llama_memory_clear(llama.llama_get_memory(self._context), ctypes.c_bool(False))
+
+    def close(self) -> None:
+        """Free everything native."""
+        llama.llama_batch_free(self._batch)
+        llama.llama_free(self._context)
+        llama.llama_model_free(self._model)
+
+
+def engine_step(engine: NativeEngine, n_rows: int, position: int) -> None:
+    """The same step through the engine, with what its caller does for it."""
+    engine.positions[:n_rows] = position
+    engine.decode(n_rows)
+    if engine.is_last:
+        engine.logits(n_rows - 1)
+
+
+def measure(engine: NativeEngine, bare: BareLoop, n_rows: int, n_steps: int) -> dict[str, float]:
+    """Median step time of each, in milliseconds, over `n_steps` alternating decode steps of `n_rows` lanes."""
+    times_ns: dict[str, list[int]] = {"bare": [], "engine": []}
+    steps = {
+        "bare": lambda position: bare.step(n_rows, position),
+        "engine": lambda position: engine_step(engine, n_rows, position),
+    }
+    for position in range(n_steps + 2):
+        # The one that goes second finds caches the first one left; so they take turns.
+        for name in sorted(steps, reverse=position % 2 == 0):
+            started_ns = time.perf_counter_ns()
+            steps[name](position)
+            if position >= 2:  # the first two build graphs
+                times_ns[name].append(time.perf_counter_ns() - started_ns)
+    bare.clear()
+    for lane in range(n_rows):
+        engine.clear(lane)
+    bare_ms, engine_ms = (statistics.median(times_ns[name]) / 1e6 for name in ("bare", "engine"))
+    return {"bare_ms": bare_ms, "engine_ms": engine_ms, "ratio": engine_ms / bare_ms}
+
+
+def run(shape: TinyShape, n_steps: int, n_threads: int) -> list[dict[str, float | int | str]]:
+    """Measure a stage without head and one with it, at every row count."""
+    results: list[dict[str, float | int | str]] = []
+    cut = shape.n_layers - 1
+    rng = np.random.default_rng(1)
+    with tempfile.TemporaryDirectory() as directory:
+        for kind, index, cuts in (("not last", 0, [cut]), ("last", 1, [1])):
+            path = write_stage(Path(directory) / f"{kind}.gguf", shape, index, cuts)
+            config = EngineConfig(path, max(ROW_COUNTS), 512, max_rows=max(ROW_COUNTS), n_threads=n_threads)
+            bare = BareLoop(path, config, shape.n_embd)
+            with NativeEngine(config) as engine:
+                engine.input_rows[:] = rng.standard_normal(engine.input_rows.shape, np.float32)
+                engine.seq_ids[:] = range(engine.max_rows)
+                bare.rows[:] = engine.input_rows
+                for n_rows in ROW_COUNTS:
+                    results.append({"stage": kind, "rows": n_rows, **measure(engine, bare, n_rows, n_steps)})
+            bare.close()
+    return results
+
+
+def main() -> None:
+    """Print one line per stage kind and row count, or one JSON document."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="a toy model and few steps: checks the bench itself")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=None, help="steps per row count (default 60, quick 10)")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    shape = QUICK if options.quick else FULL
+    shape = TinyShape(**{**shape.__dict__, "type": gguf.GGMLQuantizationType.Q4_0})
+    results = run(shape, options.steps or (10 if options.quick else 60), options.threads)
+    if options.json:
+        print(json.dumps({"goal_ratio": GOAL_RATIO, "n_threads": options.threads, "results": results}))
+        return
+    print(f"{'stage':>9} {'rows':>5} {'bare ms':>9} {'engine ms':>10} {'ratio':>7}   (goal <= {GOAL_RATIO})")
+    for result in results:
+        print("{stage:>9} {rows:>5} {bare_ms:>9.3f} {engine_ms:>10.3f} {ratio:>7.3f}".format(**result))
+
+
+if __name__ == "__main__":
+    main()

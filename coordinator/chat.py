@@ -1,0 +1,132 @@
+"""Chat messages to one prompt text, by the model's own Jinja template.
+
+Templates come with the model, hence from strangers: they run in Jinja's immutable sandbox, and whatever they raise is
+the request's error, not ours. This module knows message dictionaries and text; it knows no HTTP and no token ids.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from wire.errors import InvalidRequestError
+
+Message = Mapping[str, Any]
+_NO_VARIABLES: Mapping[str, Any] = {}
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's own words for training tools. Here it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Replace the block by the nodes inside it."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+    # Jinja's own filter escapes HTML, which would put &lt; into prompts.
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.datetime.now().strftime(layout)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """One model's chat template, compiled once."""
+
+    def __init__(self, source: str | None, *, bos_text: str = "", eos_text: str = "") -> None:
+        """`source` None means that the model has no template; rendering then always refuses.
+
+        A template that does not compile is kept as its error and refuses likewise: completions still work.
+        """
+        self._specials = {"bos_token": bos_text, "eos_token": eos_text}
+        self._knows_developer = source is not None and "developer" in source
+        self._template: jinja2.Template | None = None
+        self._refusal = "this model has no chat template; use /v1/completions"
+        if source is not None:
+            try:
+                self._template = _environment().from_string(source)
+            except jinja2.TemplateError as error:
+                self._refusal = f"this model's chat template does not compile ({error}); use /v1/completions"
+
+    def render(self, messages: Sequence[Message], variables: Mapping[str, Any] = _NO_VARIABLES) -> str:
+        """Return the prompt text, ending where the assistant is to speak.
+
+        `messages` have a `role` and a `content` (text, text parts, or None beside tool calls); other keys pass
+        through. `variables` reach the template by name, but for its messages and special tokens. Raises
+        InvalidRequestError (param `messages`) without a template, for a part that is not text, and when the template
+        itself refuses.
+        """
+        if self._template is None:
+            raise InvalidRequestError(self._refusal, param="messages")
+        plain = [self._plain(message, index) for index, message in enumerate(messages)]
+        try:
+            return self._template.render(
+                {"add_generation_prompt": True, **variables, **self._specials, "messages": plain}
+            )
+        except Exception as error:
+            # A template written for other message shapes fails in any way at all; the shapes came from the client.
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            text = f"the model's chat template refuses this chat: {reason[0]}"
+            raise InvalidRequestError(text, param="messages") from error
+
+    def _plain(self, message: Message, index: int) -> dict[str, Any]:
+        """Return the message as templates expect it: content as one text, tool arguments as objects."""
+        plain = dict(message)
+        if plain.get("role") == "developer" and not self._knows_developer:
+            plain["role"] = "system"
+        plain["content"] = _content_text(plain.get("content"), f"messages[{index}].content")
+        if plain.get("tool_calls"):
+            plain["tool_calls"] = [_with_object_arguments(call) for call in plain["tool_calls"]]
+        return plain
+
+
+def _content_text(content: Any, param: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for at, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequestError(f"{param}[{at}]: only text parts are supported", f"{param}[{at}]")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _with_object_arguments(call: Any) -> Any:
+    """Return the tool call with `function.arguments` parsed: the API carries JSON text, templates want the object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

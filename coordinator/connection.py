@@ -1,0 +1,110 @@
+"""One epoch of a pipeline: every stage checked and configured, the streams open. Made anew after any loss."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from coordinator.pipeline_file import PipelineFile
+from coordinator.stage_client import StageClient
+from wire import bounds
+from wire.errors import HandshakeError, RelaylineError
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+from wire.relay_link import RelayLink
+
+
+class Connection:
+    """All streams of one epoch. Make it with `Connection.open`."""
+
+    def __init__(self, epoch: int, stages: Sequence[StageClient], facts: Sequence[pb.DescribeResponse]) -> None:
+        self.epoch = epoch
+        self.stages, self.facts = stages, facts
+        self.link: RelayLink
+
+    @property
+    def n_lanes(self) -> int:
+        """Sessions that every stage can hold."""
+        return min(facts.n_lanes for facts in self.facts)
+
+    @property
+    def ctx_tokens(self) -> int:
+        """Tokens of one session that every stage can hold."""
+        return min(facts.ctx_tokens for facts in self.facts)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of one frame that every stage accepts."""
+        return min(facts.max_rows for facts in self.facts)
+
+    @classmethod
+    async def open(
+        cls,
+        addresses: Sequence[str],
+        pipeline: PipelineFile,
+        *,
+        route_id: int,
+        epoch: int,
+        wire_dtype: int,
+        on_return: Callable[[pb.ReturnEnvelope], None],
+        on_lost: Callable[[RelaylineError], None],
+    ) -> Connection:
+        """Check, configure (downstream first) and connect every stage.
+
+        Raises HandshakeError when stages do not fit the pipeline or each other, StageLostError when one cannot be
+        reached; then nothing stays open.
+        """
+        stages = [StageClient(address) for address in addresses]
+        try:
+            facts = list(await asyncio.gather(*(stage.describe() for stage in stages)))
+            check_stages(addresses, facts, pipeline)
+            for index in reversed(range(len(stages))):
+                request = pb.ConfigureRequest(
+                    protocol_version=bounds.PROTOCOL_VERSION,
+                    route_id=route_id,
+                    epoch=epoch,
+                    pipeline_id=pipeline.pipeline_id,
+                    stage_index=index,
+                    next_address=addresses[index + 1] if index + 1 < len(addresses) else "",
+                    wire_dtype=pb.Dtype.ValueType(wire_dtype),
+                )
+                await stages[index].configure(request)
+            connection = cls(epoch, stages, facts)
+            subscription = pb.ReturnRequest(route_id=route_id, epoch=epoch)
+            await asyncio.gather(*(stage.listen(subscription, on_return, on_lost) for stage in stages))
+            hello = pb.LinkOpen(
+                protocol_version=bounds.PROTOCOL_VERSION,
+                route_id=route_id,
+                epoch=epoch,
+                pipeline_id=pipeline.pipeline_id,
+                source_sha256=pipeline.source.sha256,
+                next_layer=0,
+                n_embd=pipeline.n_embd,
+                dtype=pb.DTYPE_TOKENS,
+            )
+            connection.link = await RelayLink.open(addresses[0], hello, on_lost)
+        except BaseException:
+            await asyncio.gather(*(stage.close() for stage in stages), return_exceptions=True)
+            raise
+        return connection
+
+    async def close(self) -> None:
+        """Close every stream of this epoch; stages free what the sessions held."""
+        await self.link.close()
+        await asyncio.gather(*(stage.close() for stage in self.stages), return_exceptions=True)
+
+
+def check_stages(addresses: Sequence[str], facts: Sequence[pb.DescribeResponse], pipeline: PipelineFile) -> None:
+    """Hold what the stages say of themselves against the pipeline, in order. Raises HandshakeError."""
+    if len(addresses) != len(pipeline.stages):
+        raise HandshakeError(f"the pipeline has {len(pipeline.stages)} stages, but {len(addresses)} addresses were given")
+    for index, (address, fact) in enumerate(zip(addresses, facts, strict=True)):
+        if fact.pipeline_id != pipeline.pipeline_id:
+            what = "another model" if fact.source_sha256 != pipeline.source.sha256 else "another split of this model"
+            raise HandshakeError(f"{address} holds {what}; start it with an artifact of this pipeline")
+        if fact.stage_index != index:
+            raise HandshakeError(
+                f"stages are in the wrong order: {address} is stage {fact.stage_index} "
+                f"(layers {fact.layer_start}-{fact.layer_end - 1}), but stands at place {index}"
+            )
+        if fact.n_embd != pipeline.n_embd:
+            raise HandshakeError(f"{address} has rows of {fact.n_embd} values, the pipeline {pipeline.n_embd}")

@@ -1,0 +1,60 @@
+"""GET /v1/pipeline: stages and their live counters as JSON-ready values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.pipeline_file import PipelineFile
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+
+
+def percentile(sorted_values: Sequence[int], share: float) -> int:
+    """Return the value at `share` (0..1) of an ascending sequence by nearest rank; 0 when it is empty."""
+    if not sorted_values:
+        return 0
+    return sorted_values[min(len(sorted_values) - 1, int(share * len(sorted_values)))]
+
+
+def describe_stages(
+    file: PipelineFile, addresses: Sequence[str], statuses: Sequence[pb.StatusResponse | None]
+) -> list[dict[str, object]]:
+    """Return one entry per stage; counters are missing where a stage did not answer."""
+    described: list[dict[str, object]] = []
+    for index, (stage, address) in enumerate(zip(file.stages, addresses, strict=True)):
+        entry: dict[str, object] = {
+            "index": stage.index,
+            "address": address,
+            "layers": [stage.layer_start, stage.layer_end],
+            "artifact_bytes": stage.size_bytes,
+        }
+        status = statuses[index] if index < len(statuses) else None
+        entry["up"] = status is not None
+        if status is not None:
+            entry |= _counters(status)
+        described.append(entry)
+    return described
+
+
+def _counters(status: pb.StatusResponse) -> dict[str, object]:
+    waits = sorted(status.recent_wait_ns)
+    return {
+        "instance_id": status.instance_id,
+        "steps": status.n_steps,
+        "rows": status.n_rows,
+        "frames": status.n_frames,
+        "steps_by_rows": {str(rows): status.steps_by_rows[rows] for rows in sorted(status.steps_by_rows)},
+        "steps_by_sessions": {str(n): status.steps_by_sessions[n] for n in sorted(status.steps_by_sessions)},
+        "wait_p50_ns": percentile(waits, 0.5),
+        "wait_p95_ns": percentile(waits, 0.95),
+        "busy_ns": status.busy_ns,
+        "uptime_ns": status.uptime_ns,
+        "lanes_used": status.lanes_used,
+        "lanes_total": status.lanes_total,
+        "queued_rows": status.queued_rows,
+        "envelopes_in": status.envelopes_in,
+        "envelopes_out": status.envelopes_out,
+        "payload_bytes_in": status.payload_bytes_in,
+        "payload_bytes_out": status.payload_bytes_out,
+        "close_reasons": dict(status.close_reasons),
+        "faults": dict(status.faults_by_label),
+    }

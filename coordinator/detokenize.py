@@ -1,0 +1,86 @@
+"""Token bytes become text, one piece at a time, and stop strings end it. Pure: no tokenizer, no clock, no I/O.
+
+House rules, both checked against decoding everything at once:
+* What has been handed out is never taken back. Bytes that may be the start of a longer character, and text that may be
+  the start of a stop string, are held until the next piece decides.
+* How the bytes were cut into pieces changes nothing about the text.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+
+class StopFinder:
+    """Finds the first stop string to be completed in text that arrives in pieces.
+
+    When two stop strings end at the same character the longer one, which starts earlier, wins.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops` are non-empty strings; with none, text passes straight through."""
+        if any(not stop for stop in stops):
+            raise ValueError("a stop string is empty")
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """Take the next text; return what is now certain to lie before any stop string."""
+        if self.stopped:
+            return ""
+        if not self._stops:
+            return text
+        text = self._held + text
+        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            self.stopped, self._held = True, ""
+            return text[: min(ends)[1]]
+        n_held = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - n_held :]
+        return text[: len(text) - n_held]
+
+    def finish(self) -> str:
+        """Return what was held: no more text comes that could complete a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
+
+
+class TextAssembler:
+    """Turns the byte pieces of one choice into text that is safe to show.
+
+    UTF-8 sequences split over pieces are held back; bytes that are not UTF-8 become U+FFFD, as
+    `bytes.decode(errors="replace")` would make them.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._finder = StopFinder(stops)
+        self.n_chars_decoded = 0  # characters decoded so far, whether shown, held or cut
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was completed; nothing after it is ever returned."""
+        return self._finder.stopped
+
+    def push(self, piece: bytes) -> str:
+        """Take one token's bytes; return the text that became safe to show, often empty."""
+        return self._search(self._decoder.decode(piece))
+
+    def finish(self) -> str:
+        """Return the rest at the end of generation. An unfinished UTF-8 sequence becomes U+FFFD."""
+        text = self._search(self._decoder.decode(b"", final=True))
+        return text + self._finder.finish()
+
+    def _search(self, decoded: str) -> str:
+        self.n_chars_decoded += len(decoded)
+        return self._finder.push(decoded) if decoded else ""

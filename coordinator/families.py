@@ -1,0 +1,206 @@
+"""The one table of what is special to a model family when its layers are cut apart.
+
+Everything that can be derived from a file is derived from it (layer count, tied embeddings, leading dense blocks,
+per-layer arrays, prediction layers) and has no place here. A row is added only together with the tiny random model
+in the tests that proves it: every legal cut of it equals the unsplit model.
+
+The facts are about the llama.cpp that pyproject.toml pins; the function that shows each is named beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+
+from coordinator.gguf_file import GgufModel, Value
+from coordinator.gguf_write import F32, I32, U32
+from wire.errors import UnsupportedArchitectureError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Metadata:
+    """What a rule may look at."""
+
+    architecture: str
+    values: Mapping[str, Value]  # decoded entries; keys of the family's own namespace without the prefix
+    tensor_names: Collection[str]
+    n_layers: int  # decoded layers; prediction layers at the end are not counted
+    n_vocab: int
+
+    def integer(self, key: str) -> int | None:
+        """Return an integer value, or None when it is absent."""
+        found = self.values.get(key)
+        return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
+# Key (without the family's prefix) -> (GGUF type, value) that every slice carries in place of the source's. For a
+# tuple, which becomes an array, the type is that of its items.
+Overrides = Mapping[str, tuple[int, Value]]
+
+
+def _no_overrides(_: Metadata) -> Overrides:
+    return {}
+
+
+def _no_refusal(_: Metadata) -> str | None:
+    return None
+
+
+def _no_lengths(_: Metadata) -> frozenset[int]:
+    return frozenset()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """How one architecture is cut."""
+
+    architecture: str  # general.architecture
+    head_required: bool = False  # llama.cpp demands output.weight; otherwise it falls back to token_embd.weight
+    cut_period: int = 1  # a slice must start at a multiple of this, because a layer's kind follows from its index
+    embedding_scale: float | None = None  # llama.cpp's default for <arch>.embedding_scale; None: no such key is read
+    overrides: Callable[[Metadata], Overrides] = _no_overrides  # keys that every slice must carry changed
+    refusal: Callable[[Metadata], str | None] = _no_refusal  # why a certain model of the family cannot be cut
+    forbidden_lengths: Callable[[Metadata], frozenset[int]] = _no_lengths  # layer counts that load as another model
+    certified: bool = True  # False only for the generic rule of --experimental
+
+
+def _granite_refusal(facts: Metadata) -> str | None:
+    # llama_model_granite::load_arch_hparams: such a model takes wider rows, with image features per layer.
+    mapping = facts.values.get("deepstack_mapping")
+    if isinstance(mapping, tuple) and any(isinstance(index, int) and index >= 0 for index in mapping):
+        return "its deepstack layers take image features beside the hidden state, which stages do not forward"
+    return None
+
+
+def _command_r_refusal(facts: Metadata) -> str | None:
+    # llama_model_command_r::load_arch_tensors reads the query and key norms only if n_layer >= 64.
+    if "blk.0.attn_q_norm.weight" in facts.tensor_names:
+        return "its query and key norms are loaded by llama.cpp only from files of 64 or more layers"
+    return None
+
+
+DEEPSEEK2_LITE_LAYERS = frozenset({26, 27})
+GATING_SOFTMAX, GATING_SIGMOID = 1, 2
+
+
+def _deepseek2_is_lite(facts: Metadata) -> bool:
+    return facts.n_layers in DEEPSEEK2_LITE_LAYERS or (facts.n_layers == 48 and facts.n_vocab == 128_256)
+
+
+def _deepseek2_overrides(facts: Metadata) -> Overrides:
+    # llama_model_deepseek2::load_arch_hparams guesses two things from the layer count: whether queries are low-rank
+    # (the Lite models are not) and, in old files, the gating function. A slice has to say both outright.
+    stated: dict[str, tuple[int, Value]] = {}
+    if _deepseek2_is_lite(facts):
+        stated["attention.q_lora_rank"] = (U32, 0)
+    if not facts.integer("expert_gating_func"):
+        flash = facts.n_layers in (47, 48) and facts.n_vocab == 154_880
+        stated["expert_gating_func"] = (U32, GATING_SIGMOID if flash else GATING_SOFTMAX)
+    return stated
+
+
+def _deepseek2_lengths(facts: Metadata) -> frozenset[int]:
+    if _deepseek2_is_lite(facts):
+        return frozenset()
+    return DEEPSEEK2_LITE_LAYERS | ({48} if facts.n_vocab == 128_256 else frozenset())
+
+
+def _n_rotated(facts: Metadata) -> int:
+    """Return how many values of a head are rotated, by llama.cpp's rules for the absent keys."""
+    n_embd, n_heads = facts.integer("embedding_length") or 0, facts.integer("attention.head_count") or 0
+    head_width = facts.integer("attention.key_length") or (n_embd // n_heads if n_heads else 0)
+    return facts.integer("rope.dimension_count") or head_width
+
+
+def _glm4moe_overrides(facts: Metadata) -> Overrides:
+    # llama_model_glm4_moe::graph aborts the process on rows that come in as embeddings unless the file has multi-axis
+    # rope. With all axes at one position, as text has them, multi-axis rope is the very rotation of the plain one.
+    sections = facts.values.get("rope.dimension_sections")
+    if isinstance(sections, tuple) and len(sections) > 1 and sections[0] and sections[1]:
+        return {}
+    n_pairs = _n_rotated(facts) // 2
+    third = -(-n_pairs // 3)
+    return {"rope.dimension_sections": (I32, (third, third, n_pairs - 2 * third, 0))}
+
+
+def _glm4moe_refusal(facts: Metadata) -> str | None:
+    if _glm4moe_overrides(facts) and _n_rotated(facts) < 4:
+        return "its rope is too narrow to be written with several axes, which stages need for this architecture"
+    return None
+
+
+FAMILIES: dict[str, Family] = {
+    family.architecture: family
+    for family in (
+        Family("llama"),
+        Family("mistral3"),
+        Family("qwen2"),
+        Family("qwen2moe", head_required=True),
+        Family("qwen3"),
+        Family("qwen3moe"),
+        Family("phi3"),
+        Family("phimoe", head_required=True),
+        # build_inp_embd multiplies rows that come in as embeddings too, so only the lookup may scale.
+        Family("granite", embedding_scale=0.0, refusal=_granite_refusal),
+        Family("granitemoe", embedding_scale=0.0),
+        Family("deepseek2", overrides=_deepseek2_overrides, forbidden_lengths=_deepseek2_lengths),
+        Family("glm4moe", overrides=_glm4moe_overrides, refusal=_glm4moe_refusal),
+        Family("olmo"),
+        Family("olmoe", head_required=True),
+        Family("falcon"),
+        Family("stablelm", head_required=True),
+        Family("starcoder2"),
+        # Rotary positions are left out at every fourth layer, counted from the first one in the file.
+        Family("smollm3", cut_period=4),
+        Family("command-r", refusal=_command_r_refusal),
+        Family("internlm2", head_required=True),
+        Family("gptneox", head_required=True),
+    )
+}
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """Return the certified architectures, sorted."""
+    return tuple(sorted(FAMILIES))
+
+
+def family_of(architecture: str, *, experimental: bool = False) -> Family:
+    """Return the family's row.
+
+    With `experimental`, an architecture outside the table gets the generic rule; otherwise
+    UnsupportedArchitectureError names the supported ones.
+    """
+    family = FAMILIES.get(architecture)
+    if family is not None:
+        return family
+    if experimental:
+        # The generic row always ships output.weight, since nothing says that the family could do without it.
+        return Family(architecture, head_required=True, certified=False)
+    raise UnsupportedArchitectureError(
+        f"architecture {architecture!r} has not been certified for splitting; supported: "
+        f"{', '.join(supported_architectures())}; --experimental tries it anyway"
+    )
+
+
+def metadata_of(model: GgufModel, n_layers: int, n_vocab: int) -> Metadata:
+    """Collect what the rules look at."""
+    architecture = model.text("general.architecture")
+    prefix = architecture + "."
+    values = {key.removeprefix(prefix): entry.value for key, entry in model.entries.items() if entry.value is not None}
+    return Metadata(architecture, values, model.tensors.keys(), n_layers, n_vocab)
+
+
+def scale_of(family: Family, facts: Metadata) -> float:
+    """Return the factor for looked-up embedding rows; 1.0 when the family has none (llama.cpp reads 0 as none)."""
+    if family.embedding_scale is None:
+        return 1.0
+    found = facts.values.get("embedding_scale")
+    return (float(found) if isinstance(found, int | float) else family.embedding_scale) or 1.0
+
+
+def slice_overrides(family: Family, facts: Metadata) -> Overrides:
+    """Return the keys that every slice of the model carries in place of the source's."""
+    stated = dict(family.overrides(facts))
+    if scale_of(family, facts) != 1.0:
+        stated["embedding_scale"] = (F32, 0.0)
+    return stated

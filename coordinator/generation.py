@@ -1,0 +1,90 @@
+"""The seam between the HTTP side and the pipeline side of the coordinator: what is asked for, what comes back.
+
+This module knows neither HTTP nor gRPC. The HTTP side turns a request body into a `GenerationRequest` (validated:
+past this point nothing re-checks) and reads `TokenEvent`s; the pipeline side turns it into frames.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Literal, Protocol
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the last stage picks tokens of one session. Order: top-k, top-p, min-p, temperature, draw."""
+
+    temperature: float = 1.0  # 0 picks the largest logit and ignores everything below
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0  # 1.0 keeps all
+    min_p: float = 0.0  # 0.0 keeps all
+    seed: int = 0  # u64; the draw for a position depends on (seed, position) only
+    n_logprobs: int = -1  # -1: no logprobs; 0: the chosen token's; k: also the k largest (bounds.LOGPROBS_MAX)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One admitted-or-refused unit of work: a prompt and how far to continue it."""
+
+    request_id: str  # shown to the client and in logs; unique per request
+    prompt_tokens: tuple[int, ...]  # at least one, each inside the vocabulary
+    max_tokens: int  # >= 1; len(prompt_tokens) + max_tokens <= tokens per stream
+    sampling: SamplingParams
+    ignore_eos: bool = False  # go on past an end-of-generation token
+    trace_parent: str | None = None  # W3C traceparent of the caller, if it sent one
+    wants_logits: bool = False  # certification: whole rows of logits with every token
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One generated token. The last event of a stream carries `finish_reason`; exactly one event does.
+
+    When a session ends at an end-of-generation token, that token's event carries finish_reason "stop" and
+    `is_end_token` is true: it counts as a completion token but contributes no text.
+    """
+
+    token: int
+    logprob: float | None  # natural log of the raw softmax (before sampling filters); None unless asked for
+    top_logprobs: tuple[tuple[int, float], ...]  # (token, logprob), largest first; empty unless asked for
+    finish_reason: FinishReason | None = None
+    is_end_token: bool = False
+    logits: bytes = b""  # f32 per vocabulary entry; empty unless asked for
+
+
+class TokenStream(Protocol):
+    """The tokens of one admitted session, in order. One reader; iterate it once, then close it, always.
+
+    `__anext__` raises a RelaylineError at most once, in place of an event, after which the stream has ended. A reader
+    that is cancelled inside `__anext__` loses no lane: `aclose` still cancels the session.
+    """
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        """Return the iterator over this stream's events."""
+
+    async def aclose(self) -> None:
+        """Cancel the session if it still runs and give its lane back. Idempotent; raises nothing deliberate."""
+
+
+class Generator(Protocol):
+    """What the HTTP side needs of the pipeline side."""
+
+    @property
+    def ctx_tokens(self) -> int:
+        """Tokens that one stream may hold, prompt and completion together."""
+
+    def is_ready(self) -> bool:
+        """Return whether a request would be admitted now (all stages connected, not draining)."""
+
+    async def describe(self) -> dict[str, object]:
+        """Return the JSON-ready topology and live counters shown by GET /v1/pipeline."""
+
+    def open(self, request: GenerationRequest) -> TokenStream:
+        """Admit the request and start it, or refuse it now, without waiting.
+
+        A refusal leaves nothing behind: OverloadedError, LaneLimitError, NotReadyError or ContextLengthError. It is
+        synchronous so that the HTTP side can still answer with a real status before it sends a byte, and can open
+        several choices as all or nothing. What goes wrong later comes out of the stream.
+        """

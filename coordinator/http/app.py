@@ -1,0 +1,59 @@
+"""The application: routes, middleware and the parts that handlers share, put together."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from aiohttp import web
+
+from coordinator.chat import ChatTemplate
+from coordinator.generation import Generator
+from coordinator.http.choice import Speller
+from coordinator.http.handlers import Handlers
+from coordinator.http.limits import HttpLimits
+from coordinator.http.middleware import add_request_id, errors_as_json
+from coordinator.http.service import Service
+from coordinator.tokenizer import Tokenizer
+
+
+def make_app(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    chat: ChatTemplate,
+    model_id: str,
+    created: int,
+    limits: HttpLimits | None = None,
+) -> web.Application:
+    """Return the OpenAI-compatible application.
+
+    `model_id` is the one model name that is served, `created` when it came up (unix seconds). Serve the application
+    with `coordinator.http.server.start_http`: handlers count on being cancelled when their client goes away. Further
+    routes (metrics) may be added before it is started.
+    """
+    limits = limits or HttpLimits()
+    service = Service(generator, tokenizer, Speller(tokenizer), chat, model_id, created, _fingerprint(), limits)
+    handlers = Handlers(service)
+    app = web.Application(client_max_size=limits.body_bytes_max, middlewares=[errors_as_json])
+    app.on_response_prepare.append(add_request_id)
+    app.add_routes(
+        [
+            web.get("/health", handlers.health),
+            web.get("/v1/health", handlers.health),
+            web.get("/v1/models", handlers.models),
+            web.get("/v1/models/{id:.+}", handlers.model),
+            web.get("/v1/pipeline", handlers.pipeline),
+            web.post("/v1/completions", handlers.completions),
+            web.post("/v1/chat/completions", handlers.chat_completions),
+            web.post("/tokenize", handlers.tokenize),
+            web.post("/detokenize", handlers.detokenize),
+        ]
+    )
+    return app
+
+
+def _fingerprint() -> str:
+    """Return `system_fingerprint`: what computed the answer, as far as its arithmetic goes."""
+    try:
+        return f"relayline-{metadata.version('relayline')}"
+    except metadata.PackageNotFoundError:  # run from a checkout that was never installed
+        return "relayline-dev"

@@ -1,0 +1,141 @@
+"""Request bodies as types: what the API reads, with the type and the range of each field. Pure.
+
+Fields that are not listed are ignored: clients send new ones every month (`user`, `store`, `metadata`, ...). Fields
+that would change the answer and are not supported are listed, so that `validation` can refuse them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from wire.bounds import LOGPROBS_MAX
+from wire.errors import InvalidRequestError
+
+Positive = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+LogprobCount = Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)]
+
+
+class StreamOptions(Struct):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class ResponseFormat(Struct):
+    """`response_format`; only the type is looked at."""
+
+    type: str
+
+
+class GenerationBody(Struct, kw_only=True):
+    """The fields that both generating routes share. None stands for absent, as in OpenAI's own schema."""
+
+    model: str | None = None
+    max_tokens: Positive | None = None
+    n: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Share | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[int | str | list[int]]
+    logprobs: LogprobCount | None = None
+    echo: bool | None = None
+    best_of: Positive | None = None
+    suffix: str | None = None
+
+
+class MessageBody(Struct, kw_only=True, omit_defaults=True):
+    """One chat message. Only `role` and `content` have a meaning here; the rest is for the model's template."""
+
+    role: Annotated[str, Meta(min_length=1)]
+    content: str | list[Any] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[MessageBody], Meta(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: LogprobCount | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+
+
+class TokenizeBody(Struct, kw_only=True):
+    """POST /tokenize, as llama-server has it."""
+
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeBody(Struct, kw_only=True):
+    """POST /detokenize, as llama-server has it."""
+
+    tokens: list[int]
+
+
+Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+
+_AT = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
+
+
+def decode_body(raw: bytes, kind: type[Body]) -> Body:
+    """Return the body of a request as `kind`.
+
+    Raises InvalidRequestError, naming the field in `param` when one is to blame.
+    """
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    except RecursionError:
+        raise InvalidRequestError("the body is not acceptable JSON: nested too deeply") from None
+
+
+def _field_error(text: str) -> InvalidRequestError:
+    at = _AT.match(text)
+    what, path = (at["what"], at["path"]) if at else (text, "")
+    missing = _MISSING.search(what)
+    if missing:
+        path = f"{path}.{missing['name']}" if path else missing["name"]
+        return InvalidRequestError(f"{path}: required field is missing", param=path)
+    what = what.replace("`", "")
+    what = what[:1].lower() + what[1:]
+    if not path:
+        return InvalidRequestError(f"the body: {what}")
+    return InvalidRequestError(f"{path}: {what}", param=path)

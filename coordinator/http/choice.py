@@ -1,0 +1,107 @@
+"""One choice as it grows: token events in, text and log probabilities out. Pure; shared by both routes and by streams.
+
+A choice ends by a stop string (found here), by an end-of-generation token or by its length (both said by the event).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from coordinator.detokenize import TextAssembler
+from coordinator.generation import FinishReason, TokenEvent
+from coordinator.tokenizer import Tokenizer
+
+LOGPROB_MIN = -9999.0  # stands for minus infinity, which JSON cannot carry
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scored:
+    """One generated token with its log probability."""
+
+    token: int
+    logprob: float  # natural log
+    top: tuple[tuple[int, float], ...]  # (token, logprob), largest first
+    offset_chars: int  # characters of text before this token
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Growth:
+    """What one event, or a whole choice, adds."""
+
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    scored: tuple[Scored, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.tokens or self.scored)
+
+
+class ChoiceState:
+    """Follows one choice from its first event to its finish reason."""
+
+    def __init__(
+        self,
+        piece: Callable[[int], bytes],
+        stops: tuple[str, ...],
+        *,
+        wants_logprobs: bool,
+        wants_tokens: bool,
+        offset_chars: int = 0,
+    ) -> None:
+        """`piece` gives a token's bytes; `offset_chars` is the length of text shown before (an echoed prompt)."""
+        self._piece = piece
+        self._assembler = TextAssembler(stops)
+        self._wants_logprobs = wants_logprobs
+        self._wants_tokens = wants_tokens
+        self._offset_chars = offset_chars
+        self.n_tokens = 0  # generated, whether they became text or not
+        self.finish_reason: FinishReason | None = None
+
+    def is_finished(self) -> bool:
+        """Return whether the choice has its finish reason."""
+        return self.finish_reason is not None
+
+    def on_event(self, event: TokenEvent) -> Growth:
+        """Take the next event; events after the finish change nothing."""
+        if self.is_finished():
+            return Growth()
+        self.n_tokens += 1
+        text = ""
+        scored: tuple[Scored, ...] = ()
+        if not event.is_end_token:
+            scored = self._score(event)
+            text = self._assembler.push(self._piece(event.token))
+        if event.finish_reason is not None:
+            text += self._assembler.finish()
+            self.finish_reason = event.finish_reason
+        if self._assembler.stopped:
+            self.finish_reason = "stop"
+        return Growth(text, (event.token,) if self._wants_tokens else (), scored)
+
+    def _score(self, event: TokenEvent) -> tuple[Scored, ...]:
+        if not self._wants_logprobs or event.logprob is None:
+            return ()
+        top = tuple((token, max(logprob, LOGPROB_MIN)) for token, logprob in event.top_logprobs)
+        offset_chars = self._offset_chars + self._assembler.n_chars_decoded
+        return (Scored(event.token, max(event.logprob, LOGPROB_MIN), top, offset_chars),)
+
+
+class Speller:
+    """Names tokens in log probabilities, where each needs a text of its own even if it is half a character."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def spell(self, token: int) -> tuple[str, bytes]:
+        """Return the token's name and bytes.
+
+        Bytes that are no text are written `bytes:\\xe2\\x82`, as OpenAI does; without a tokenizer, `token_id:5`.
+        """
+        if not self._tokenizer.has_text:
+            return f"token_id:{token}", b""
+        raw = self._tokenizer.piece(token, special=True)
+        try:
+            return raw.decode(), raw
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw

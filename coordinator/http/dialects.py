@@ -1,0 +1,162 @@
+"""The two reply formats: how growing choices are written for /v1/completions and for /v1/chat/completions. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec import UNSET, UnsetType
+
+from coordinator.generation import FinishReason
+from coordinator.http import shapes
+from coordinator.http.choice import Growth, Scored, Speller
+from coordinator.http.shapes import Usage
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Header:
+    """What every body and every event of one reply repeats."""
+
+    id: str
+    created: int  # unix seconds
+    model: str
+    fingerprint: str
+    include_usage: bool  # events carry a `usage` field, null except in the last
+    return_token_ids: bool
+
+
+class Dialect(Protocol):
+    """Writes one reply. Methods that end in `event` return the JSON of one SSE event."""
+
+    def opening_event(self, index: int, echo: str) -> bytes | None:
+        """Return the event that opens a choice before its first token, if there is one."""
+
+    def growth_event(self, index: int, growth: Growth) -> bytes:
+        """Return the event for what one token added."""
+
+    def finish_event(self, index: int, reason: FinishReason) -> bytes:
+        """Return the event that ends a choice."""
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """Return the event without choices that carries the usage."""
+
+    def reply(self, choices: Sequence[tuple[Growth, FinishReason]], usage: Usage) -> bytes:
+        """Return the body of a reply that was not streamed."""
+
+
+class CompletionDialect:
+    """/v1/completions."""
+
+    def __init__(self, header: Header, speller: Speller, n_top: int) -> None:
+        """`n_top`: alternatives per position, or below 0 for no log probabilities."""
+        self._header, self._speller, self._n_top = header, speller, n_top
+
+    def opening_event(self, index: int, echo: str) -> bytes | None:
+        """Return the echoed prompt, or None: a completion has no role to announce."""
+        return self._event([shapes.CompletionChoice(echo, index)]) if echo else None
+
+    def growth_event(self, index: int, growth: Growth) -> bytes:
+        """Return the event for what one token added."""
+        return self._event([self._choice(index, growth, None)])
+
+    def finish_event(self, index: int, reason: FinishReason) -> bytes:
+        """Return the event that ends a choice."""
+        return self._event([shapes.CompletionChoice("", index, None, reason)])
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """Return the event that carries the usage."""
+        return self._event([], usage)
+
+    def reply(self, choices: Sequence[tuple[Growth, FinishReason]], usage: Usage) -> bytes:
+        """Return the whole reply."""
+        written = [self._choice(index, growth, reason) for index, (growth, reason) in enumerate(choices)]
+        return shapes.encode(self._body(written, usage))
+
+    def _event(self, choices: list[shapes.CompletionChoice], usage: Usage | None = None) -> bytes:
+        return shapes.encode(self._body(choices, usage if self._header.include_usage else UNSET))
+
+    def _body(self, choices: list[shapes.CompletionChoice], usage: Usage | UnsetType | None) -> shapes.Completion:
+        header = self._header
+        return shapes.Completion(header.id, header.created, header.model, header.fingerprint, choices, usage)
+
+    def _choice(self, index: int, growth: Growth, reason: FinishReason | None) -> shapes.CompletionChoice:
+        logprobs = self._logprobs(growth.scored) if self._n_top >= 0 else None
+        return shapes.CompletionChoice(growth.text, index, logprobs, reason, _token_ids(self._header, growth))
+
+    def _logprobs(self, scored: Sequence[Scored]) -> shapes.CompletionLogprobs:
+        name = [self._speller.spell(one.token)[0] for one in scored]
+        top = None
+        if self._n_top > 0:  # the chosen token is always among them, as OpenAI has it
+            top = [
+                {self._speller.spell(token)[0]: logprob for token, logprob in one.top} | {chosen: one.logprob}
+                for chosen, one in zip(name, scored, strict=True)
+            ]
+        return shapes.CompletionLogprobs(
+            name, [one.logprob for one in scored], top, [one.offset_chars for one in scored]
+        )
+
+
+class ChatDialect:
+    """/v1/chat/completions."""
+
+    def __init__(self, header: Header, speller: Speller, n_top: int) -> None:
+        """`n_top`: alternatives per position, or below 0 for no log probabilities."""
+        self._header, self._speller, self._n_top = header, speller, n_top
+
+    def opening_event(self, index: int, echo: str) -> bytes | None:
+        """Return the event that announces the assistant's role."""
+        return self._event([shapes.ChunkChoice(index, shapes.Delta("assistant", echo))])
+
+    def growth_event(self, index: int, growth: Growth) -> bytes:
+        """Return the event for what one token added."""
+        delta = shapes.Delta(content=growth.text)
+        ids = _token_ids(self._header, growth)
+        return self._event([shapes.ChunkChoice(index, delta, self._logprobs(growth.scored), None, ids)])
+
+    def finish_event(self, index: int, reason: FinishReason) -> bytes:
+        """Return the event that ends a choice: an empty delta."""
+        return self._event([shapes.ChunkChoice(index, shapes.Delta(), None, reason)])
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """Return the event that carries the usage."""
+        return self._event([], usage)
+
+    def reply(self, choices: Sequence[tuple[Growth, FinishReason]], usage: Usage) -> bytes:
+        """Return the whole reply."""
+        written = [
+            shapes.ChatChoice(
+                index,
+                shapes.AssistantMessage(growth.text),
+                self._logprobs(growth.scored),
+                reason,
+                _token_ids(self._header, growth),
+            )
+            for index, (growth, reason) in enumerate(choices)
+        ]
+        header = self._header
+        body = shapes.ChatCompletion(header.id, header.created, header.model, header.fingerprint, written, usage)
+        return shapes.encode(body)
+
+    def _event(self, choices: list[shapes.ChunkChoice], usage: Usage | None = None) -> bytes:
+        header = self._header
+        shown = usage if header.include_usage else UNSET
+        body = shapes.ChatChunk(header.id, header.created, header.model, header.fingerprint, choices, shown)
+        return shapes.encode(body)
+
+    def _logprobs(self, scored: Sequence[Scored]) -> shapes.ChatLogprobs | None:
+        if self._n_top < 0:
+            return None
+        return shapes.ChatLogprobs([self._entry(one) for one in scored])
+
+    def _entry(self, one: Scored) -> shapes.TokenLogprob:
+        name, raw = self._speller.spell(one.token)
+        top = []
+        for token, logprob in one.top[: self._n_top]:
+            rival, rival_raw = self._speller.spell(token)
+            top.append(shapes.TopLogprob(rival, logprob, list(rival_raw)))
+        return shapes.TokenLogprob(name, one.logprob, list(raw), top)
+
+
+def _token_ids(header: Header, growth: Growth) -> list[int] | UnsetType:
+    return list(growth.tokens) if header.return_token_ids else UNSET

@@ -1,0 +1,70 @@
+"""Errors as HTTP: status, headers and the body that OpenAI clients unwrap. Nothing else in the HTTP side makes them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from wire.errors import (
+    Fault,
+    InvalidRequestError,
+    LaneLimitError,
+    ModelNotFoundError,
+    NotReadyError,
+    OverloadedError,
+    RelaylineError,
+    http_status,
+)
+
+RETRY_AFTER_S = 1  # for retryable errors that name no time of their own: a lane or a recovery takes about that long
+_RETRY_AFTER_LOADING_S = 2
+
+# OpenAI's own codes where it has one for the case; elsewhere the label of the error is the code.
+_CODES = {
+    OverloadedError.label: "rate_limit_exceeded",
+    LaneLimitError.label: "rate_limit_exceeded",
+    ModelNotFoundError.label: "model_not_found",
+}
+_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error"}
+
+
+class ErrorDetail(msgspec.Struct):
+    """The inside of an error body."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """`{"error": {...}}`, as a reply body and as the last event of a broken stream."""
+
+    error: ErrorDetail
+
+
+def error_body(error: RelaylineError) -> ErrorBody:
+    """Return the body that carries `error`."""
+    status = http_status(error)
+    param = error.param if isinstance(error, InvalidRequestError) else None
+    kind = "invalid_request_error" if error.fault is Fault.CLIENT else _TYPES.get(status, "server_error")
+    return ErrorBody(ErrorDetail(error.message, kind, param, _CODES.get(error.label, error.label)))
+
+
+def plain_body(status: int, message: str, code: str) -> ErrorBody:
+    """Return the body of an error that the web server itself found (no such route, body too large)."""
+    return ErrorBody(ErrorDetail(message, "invalid_request_error" if status < 500 else "server_error", None, code))
+
+
+def retry_headers(error: RelaylineError) -> dict[str, str]:
+    """Return the headers that tell a client whether and when to try again.
+
+    OpenAI's clients retry every 5xx unless `x-should-retry` says that it would not help.
+    """
+    if isinstance(error, OverloadedError):
+        return {"Retry-After": str(max(1, error.retry_after_s))}
+    if isinstance(error, NotReadyError):
+        return {"Retry-After": str(_RETRY_AFTER_LOADING_S)}
+    status = http_status(error)
+    if error.retryable and status in (429, 503):
+        return {"Retry-After": str(RETRY_AFTER_S)}
+    return {"x-should-retry": "false"} if status >= 500 and not error.retryable else {}

@@ -1,0 +1,111 @@
+"""The routes. Each reads a body, has it checked, and answers; the work is done elsewhere."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+import msgspec
+from aiohttp import web
+
+from coordinator.http import shapes, validation
+from coordinator.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode_body
+from coordinator.http.dialects import ChatDialect, CompletionDialect, Header
+from coordinator.http.middleware import json_response
+from coordinator.http.reply import run
+from coordinator.http.service import Prompt, Service, make_job, random_seed, trace_parent
+from wire.errors import InvalidRequestError
+
+
+class Handlers:
+    """The handlers of one application."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def health(self, _request: web.Request) -> web.StreamResponse:
+        """GET /health: 200 when a request would be admitted, else 503."""
+        if self._service.generator.is_ready():
+            return json_response(b'{"status":"ok"}')
+        return json_response(b'{"status":"loading"}', 503, {"Retry-After": "1"})
+
+    async def models(self, _request: web.Request) -> web.StreamResponse:
+        """GET /v1/models."""
+        return json_response(shapes.encode(shapes.ModelList([self._model()])))
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/models/{id}; ids may contain slashes."""
+        validation.check_model(request.match_info["id"], self._service.model_id, self._service.limits)
+        return json_response(shapes.encode(self._model()))
+
+    async def pipeline(self, _request: web.Request) -> web.StreamResponse:
+        """GET /v1/pipeline: topology and live counters."""
+        return json_response(msgspec.json.encode(await self._service.generator.describe()))
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions."""
+        service = self._service
+        body = decode_body(await request.read(), CompletionBody)
+        model = validation.check_model(body.model, service.model_id, service.limits)
+        plan = validation.plan_completion(body, service.limits, random_seed())
+        prompts = []
+        for prompt in validation.split_prompt(body.prompt, plan.n, service.limits):
+            tokens = tuple(await service.encode(prompt) if isinstance(prompt, str) else prompt)
+            echo = "" if not plan.echo else prompt if isinstance(prompt, str) else service.tokenizer.decode(tokens)
+            prompts.append(Prompt(tokens, echo))
+        header = self._header("cmpl", model, plan)
+        job = make_job(service, header, plan, prompts, "prompt", trace_parent(request.headers.get("traceparent")))
+        return await run(request, service, job, CompletionDialect(header, service.speller, plan.sampling.n_logprobs))
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        service = self._service
+        body = decode_body(await request.read(), ChatBody)
+        model = validation.check_model(body.model, service.model_id, service.limits)
+        plan = validation.plan_chat(body, service.limits, random_seed())
+        if not service.tokenizer.has_text:
+            text = "this model has no tokenizer; send token ids to /v1/completions"
+            raise InvalidRequestError(text, param="messages")
+        messages = [msgspec.to_builtins(message) for message in body.messages]
+        rendered = service.chat.render(messages, body.chat_template_kwargs or {})
+        prompts = [Prompt(tuple(await service.encode_chat(rendered)))]
+        header = self._header("chatcmpl", model, plan)
+        job = make_job(service, header, plan, prompts, "messages", trace_parent(request.headers.get("traceparent")))
+        return await run(request, service, job, ChatDialect(header, service.speller, plan.sampling.n_logprobs))
+
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        """POST /tokenize: text to token ids, or to ids with their pieces."""
+        body = decode_body(await request.read(), TokenizeBody)
+        tokenizer = self._service.tokenizer
+        ids = tokenizer.encode(body.content, add_special=body.add_special, parse_special=body.parse_special)
+        if not body.with_pieces:
+            return json_response(shapes.encode({"tokens": ids}))
+        pieces = [{"id": token, "piece": _piece(tokenizer.piece(token, special=True))} for token in ids]
+        return json_response(shapes.encode({"tokens": pieces}))
+
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+        """POST /detokenize: token ids to text, special tokens by name."""
+        body = decode_body(await request.read(), DetokenizeBody)
+        validation.check_tokens(body.tokens, self._service.tokenizer.n_vocab, "tokens")
+        return json_response(shapes.encode({"content": self._service.tokenizer.decode(body.tokens)}))
+
+    def _model(self) -> shapes.Model:
+        return shapes.Model(self._service.model_id, self._service.created)
+
+    def _header(self, prefix: str, model: str, plan: validation.Plan) -> Header:
+        return Header(
+            id=f"{prefix}-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=model,
+            fingerprint=self._service.fingerprint,
+            include_usage=plan.include_usage,
+            return_token_ids=plan.return_token_ids,
+        )
+
+
+def _piece(raw: bytes) -> str | list[int]:
+    """Return a piece as text, or as its bytes when it is only part of a character."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)

@@ -1,0 +1,21 @@
+"""What one HTTP request may ask for, and how long a client may keep the server waiting."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Bounds of the HTTP side. Every field has a default that suits one pipeline on a small network."""
+
+    body_bytes_max: int = 16 * 1024 * 1024  # a million token ids written as JSON fit twice
+    choices_per_prompt_max: int = 16  # the ceiling of `n`
+    choices_max: int = 128  # prompts times `n` of one request
+    stops_max: int = 16  # stop strings of one request; OpenAI allows 4, llama-server any number
+    stop_chars_max: int = 256  # length of one stop string; each token's text is compared with every beginning of it
+    text_inline_bytes_max: int = 32 * 1024  # longer prompts are tokenised off the event loop
+    backlog_events_max: int = 256  # tokens read from the pipeline and not yet written, per request
+    ping_interval_s: float = 15.0  # an SSE comment after this long without a token, so that proxies keep the connection
+    write_timeout_s: float = 30.0  # a reader that takes nothing for this long loses its request and frees its lanes
+    any_model_name: bool = False  # answer under whatever name is asked for; for conformance suites with fixed names

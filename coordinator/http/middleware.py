@@ -1,0 +1,86 @@
+"""What every reply has: a request id, and OpenAI's error body when something went wrong."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from coordinator.http import shapes
+from coordinator.http.errors import ErrorBody, error_body, plain_body, retry_headers
+from coordinator.http.sse import ClientGoneError
+from wire.errors import InternalError, RelaylineError, http_status
+
+log = logging.getLogger("relayline.http")
+
+REQUEST_ID = "x-request-id"
+_ID_KEY = web.RequestKey("request_id", str)
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_PLAIN_CODES = {404: "route_not_found", 405: "method_not_allowed", 413: "body_too_large"}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def json_response(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """Return a JSON reply from bytes that are JSON already."""
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+def request_id(request: web.Request) -> str:
+    """Return the id of this request: the client's own if it sent a sane one."""
+    found = request.get(_ID_KEY)
+    if found is None:
+        sent = request.headers.get(REQUEST_ID, "")
+        found = sent if _SANE_ID.fullmatch(sent) else uuid.uuid4().hex
+        request[_ID_KEY] = found
+    return found
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Put the request id on any response, streams included (an on_response_prepare signal)."""
+    response.headers[REQUEST_ID] = request_id(request)
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn every failure before the first byte into a status and an error body."""
+    try:
+        return await handler(request)
+    except RelaylineError as error:
+        if http_status(error) >= 500:
+            log.warning("%s %s: %s: %s [%s]", request.method, request.path, error.label, error, request_id(request))
+        return _failure(error)
+    except web.HTTPException as error:
+        return _plain_failure(request, error)
+    except web.RequestPayloadError:
+        text = "the request body cannot be read; is it what its Content-Encoding says?"
+        return _respond(plain_body(400, text, "bad_body"), 400, {})
+    except ClientGoneError as gone:
+        log.info("%s %s: %s [%s]", request.method, request.path, gone, request_id(request))
+        return web.Response(status=499)  # never sent; the connection is gone
+    except Exception:
+        log.exception("%s %s failed [%s]", request.method, request.path, request_id(request))
+        return _failure(InternalError(f"internal error; the server's log has the details under {request_id(request)}"))
+
+
+def _failure(error: RelaylineError) -> web.Response:
+    return _respond(error_body(error), http_status(error), retry_headers(error))
+
+
+def _plain_failure(request: web.Request, error: web.HTTPException) -> web.Response:
+    messages = {
+        404: f"no route {request.path}",
+        405: f"{request.method} is not allowed on {request.path}",
+        413: f"the body is larger than {request.client_max_size} bytes",
+    }
+    text = messages.get(error.status, error.reason)
+    body = plain_body(error.status, text, _PLAIN_CODES.get(error.status, "http_error"))
+    allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+    return _respond(body, error.status, allow)
+
+
+def _respond(body: ErrorBody, status: int, headers: dict[str, str]) -> web.Response:
+    return json_response(shapes.encode(body), status, headers)

@@ -1,0 +1,109 @@
+"""Running a job: read its streams to the end and answer, as one body or as server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from coordinator.http import shapes
+from coordinator.http.choice import ChoiceState, Growth, Scored
+from coordinator.http.dialects import Dialect
+from coordinator.http.errors import error_body
+from coordinator.http.merge import Arrival, Merge
+from coordinator.http.middleware import json_response
+from coordinator.http.service import Job, Service, open_streams
+from coordinator.http.shapes import Usage
+from coordinator.http.sse import DONE, EventWriter
+from wire.errors import InternalError, RelaylineError
+
+
+async def run(request: web.Request, service: Service, job: Job, dialect: Dialect) -> web.StreamResponse:
+    """Admit the job and answer it in the form that it asks for. Raises the refusal, before any byte is sent."""
+    streams = await open_streams(service.generator, job.requests)
+    async with Merge(streams, service.limits.backlog_events_max) as merge:
+        if job.plan.stream:
+            return await _stream(request, service, job, dialect, merge)
+        return await _collect(service, job, dialect, merge)
+
+
+async def _collect(service: Service, job: Job, dialect: Dialect, merge: Merge) -> web.StreamResponse:
+    states = job.choice_states(service)
+    grown: list[list[Growth]] = [[Growth(text=job.prompt_of(index).echo)] for index in range(len(states))]
+    while _is_open(states):
+        for arrival in await merge.next(None):
+            growth = _advance(states, merge, arrival)
+            if growth is not None:
+                grown[arrival.index].append(growth)
+    choices = [(_sum(parts), state.finish_reason or "stop") for parts, state in zip(grown, states, strict=True)]
+    return json_response(dialect.reply(choices, _usage(job, states)))
+
+
+async def _stream(
+    request: web.Request, service: Service, job: Job, dialect: Dialect, merge: Merge
+) -> web.StreamResponse:
+    writer = EventWriter(request, service.limits.write_timeout_s)
+    await writer.start()
+    states = job.choice_states(service)
+    opening = [dialect.opening_event(index, job.prompt_of(index).echo) for index in range(len(states))]
+    await writer.send([event for event in opening if event is not None])
+    while _is_open(states):
+        arrivals = await merge.next(service.limits.ping_interval_s)
+        if not arrivals:
+            await writer.ping()
+            continue
+        events: list[bytes] = []
+        try:
+            for arrival in arrivals:
+                events += _events(dialect, states, merge, arrival)
+        except RelaylineError as error:
+            # The status is long sent. The event makes OpenAI's clients raise; without [DONE] no one takes it for whole.
+            events.append(shapes.encode(error_body(error)))
+            await writer.send(events)
+            break
+        if not _is_open(states):
+            events += [dialect.usage_event(_usage(job, states))] if job.plan.include_usage else []
+            events.append(DONE)
+        await writer.send(events)
+    await writer.finish()
+    return writer.response
+
+
+def _events(dialect: Dialect, states: Sequence[ChoiceState], merge: Merge, arrival: Arrival) -> list[bytes]:
+    growth = _advance(states, merge, arrival)
+    if growth is None:
+        return []
+    events = [dialect.growth_event(arrival.index, growth)] if growth else []
+    reason = states[arrival.index].finish_reason
+    if reason is not None:
+        events.append(dialect.finish_event(arrival.index, reason))
+    return events
+
+
+def _advance(states: Sequence[ChoiceState], merge: Merge, arrival: Arrival) -> Growth | None:
+    """Give an arrival to its choice. None: the choice had finished. Raises the error that ended a stream too soon."""
+    state = states[arrival.index]
+    if state.is_finished():
+        return None  # tokens computed after a stop string, or the end of a stream that said why before
+    if arrival.event is None:
+        raise arrival.error or InternalError("generation ended without a reason; this is a bug of the server")
+    growth = state.on_event(arrival.event)
+    if state.is_finished() and arrival.event.finish_reason is None:
+        merge.drop(arrival.index)  # a stop string: the pipeline does not know that this choice is done
+    return growth
+
+
+def _is_open(states: Sequence[ChoiceState]) -> bool:
+    return not all(state.is_finished() for state in states)
+
+
+def _sum(parts: Sequence[Growth]) -> Growth:
+    text = "".join([part.text for part in parts])
+    tokens = tuple(token for part in parts for token in part.tokens)
+    scored: tuple[Scored, ...] = tuple(one for part in parts for one in part.scored)
+    return Growth(text, tokens, scored)
+
+
+def _usage(job: Job, states: Sequence[ChoiceState]) -> Usage:
+    n_completion = sum(state.n_tokens for state in states)
+    return Usage(job.n_prompt_tokens, n_completion, job.n_prompt_tokens + n_completion)

@@ -1,0 +1,34 @@
+"""Starting the application on a port."""
+
+from __future__ import annotations
+
+import errno
+
+from aiohttp import web
+
+from wire.errors import StartError
+
+
+async def start_http(
+    app: web.Application, host: str, port: int, *, shutdown_timeout_s: float = 1.0
+) -> tuple[web.AppRunner, int]:
+    """Serve `app` on host:port (port 0 takes a free one); return the runner, and the port that it got.
+
+    Handlers are cancelled when their client goes away, which is what frees its lanes. Stop with `runner.cleanup()`,
+    which waits `shutdown_timeout_s` for running requests; drain before it. Raises StartError when the address cannot
+    be listened on.
+    """
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        await runner.cleanup()
+        if error.errno == errno.EADDRINUSE:
+            raise StartError(f"HTTP port {host}:{port} is taken; choose another with --http") from error
+        raise StartError(f"cannot listen on {host}:{port} for HTTP: {error.strerror or error}") from error
+    except OverflowError as error:
+        await runner.cleanup()
+        raise StartError(f"{port} is not a port; use 0 to 65535") from error
+    actual_port: int = runner.addresses[0][1]
+    return runner, actual_port

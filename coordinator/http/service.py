@@ -1,0 +1,133 @@
+"""What a generating request needs from the rest of the coordinator, and the opening of its streams, all or none."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import secrets
+from collections.abc import Sequence
+
+from coordinator.chat import ChatTemplate
+from coordinator.generation import GenerationRequest, Generator, TokenStream
+from coordinator.http.choice import ChoiceState, Speller
+from coordinator.http.dialects import Header
+from coordinator.http.limits import HttpLimits
+from coordinator.http.validation import Plan, check_tokens, fit_tokens
+from coordinator.tokenizer import Tokenizer
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Service:
+    """The parts that handlers share; one per application."""
+
+    generator: Generator
+    tokenizer: Tokenizer
+    speller: Speller
+    chat: ChatTemplate
+    model_id: str
+    created: int  # unix seconds when the model came up
+    fingerprint: str
+    limits: HttpLimits
+
+    async def encode(self, text: str) -> list[int]:
+        """Return the token ids of a completion prompt. Long texts are tokenised in a thread."""
+        if len(text) <= self.limits.text_inline_bytes_max:
+            return self.tokenizer.encode(text)
+        return await asyncio.to_thread(self.tokenizer.encode, text)
+
+    async def encode_chat(self, text: str) -> list[int]:
+        """Return the token ids of a rendered chat. Long texts are tokenised in a thread."""
+        if len(text) <= self.limits.text_inline_bytes_max:
+            return self.tokenizer.encode_chat(text)
+        return await asyncio.to_thread(self.tokenizer.encode_chat, text)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as token ids, with the text to repeat before its choices (empty without `echo`)."""
+
+    tokens: tuple[int, ...]
+    echo: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """A checked request, ready to open."""
+
+    header: Header
+    plan: Plan
+    prompts: tuple[Prompt, ...]
+    requests: tuple[GenerationRequest, ...]  # one per choice: every prompt's choices in turn
+
+    @property
+    def n_prompt_tokens(self) -> int:
+        """Prompt tokens of the request, each prompt counted once."""
+        return sum(len(prompt.tokens) for prompt in self.prompts)
+
+    def prompt_of(self, choice: int) -> Prompt:
+        """Return the prompt that a choice continues."""
+        return self.prompts[choice // self.plan.n]
+
+    def choice_states(self, service: Service) -> list[ChoiceState]:
+        """Return a fresh state for each choice."""
+        return [
+            ChoiceState(
+                service.tokenizer.piece,
+                self.plan.stops,
+                wants_logprobs=self.plan.sampling.n_logprobs >= 0,
+                wants_tokens=self.plan.return_token_ids,
+                offset_chars=len(self.prompt_of(index).echo),
+            )
+            for index in range(len(self.requests))
+        ]
+
+
+def random_seed() -> int:
+    """Return a seed for a request that brought none (u64)."""
+    return secrets.randbits(64)
+
+
+def trace_parent(value: str | None) -> str | None:
+    """Return a `traceparent` header if it is well formed, else None, as W3C asks."""
+    return value if value is not None and _TRACEPARENT.fullmatch(value) else None
+
+
+def make_job(
+    service: Service, header: Header, plan: Plan, prompts: Sequence[Prompt], param: str, parent: str | None
+) -> Job:
+    """Check prompts against vocabulary and context and lay out one generation request per choice.
+
+    Raises InvalidRequestError or ContextLengthError naming `param`.
+    """
+    requests: list[GenerationRequest] = []
+    for prompt in prompts:
+        check_tokens(prompt.tokens, service.tokenizer.n_vocab, param)
+        max_tokens = fit_tokens(len(prompt.tokens), plan, service.generator.ctx_tokens, param)
+        for choice in range(plan.n):
+            requests.append(
+                GenerationRequest(
+                    request_id=f"{header.id}-{len(requests)}",
+                    prompt_tokens=prompt.tokens,
+                    max_tokens=max_tokens,
+                    sampling=plan.sampling_of(choice),
+                    ignore_eos=plan.ignore_eos,
+                    trace_parent=parent,
+                )
+            )
+    return Job(header, plan, tuple(prompts), tuple(requests))
+
+
+async def open_streams(generator: Generator, requests: Sequence[GenerationRequest]) -> list[TokenStream]:
+    """Admit every choice, or none: when one is refused, those before it are closed and the refusal is raised."""
+    streams: list[TokenStream] = []
+    try:
+        for request in requests:
+            streams.append(generator.open(request))
+    except BaseException:
+        for stream in streams:
+            await stream.aclose()
+        raise
+    return streams

@@ -1,0 +1,147 @@
+"""Reply bodies as types, in the field order that OpenAI's API has. `UNSET` fields are left out of the JSON."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from coordinator.generation import FinishReason
+
+encode = msgspec.json.Encoder().encode
+
+
+class Usage(Struct):
+    """Token counts. A prompt counts once however many choices continue it; tokens cut by a stop string count."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionLogprobs(Struct):
+    """Legacy log probabilities: four lists with one entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]  # characters before the token in the choice's text, the echoed prompt included
+
+
+class CompletionChoice(Struct):
+    """One choice of a completion, or what one event adds to it."""
+
+    text: str
+    index: int
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(Struct):
+    """Reply of /v1/completions, whole or one event of it."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["text_completion"] = "text_completion"
+
+
+class TopLogprob(Struct):
+    """One alternative at one position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """The chosen token at one position, and its rivals."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """Log probabilities of a chat choice."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class Delta(Struct, omit_defaults=True):
+    """What one event adds to a message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(Struct):
+    """One choice inside a chat event."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Struct):
+    """One event of a streamed chat completion."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+class AssistantMessage(Struct):
+    """The message of a whole chat choice."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    """One whole chat choice."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(Struct):
+    """Reply of /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class Model(Struct):
+    """One entry of /v1/models."""
+
+    id: str
+    created: int
+    owned_by: str = "relayline"
+    object: Literal["model"] = "model"
+
+
+class ModelList(Struct):
+    """Reply of /v1/models."""
+
+    data: list[Model]
+    object: Literal["list"] = "list"

@@ -1,0 +1,67 @@
+"""Server-sent events to one client: one write for everything that is ready, and no write that waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Mapping
+
+from aiohttp import web
+
+PING = b": ping\n\n"
+DONE = b"[DONE]"
+
+HEADERS: Mapping[str, str] = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would otherwise collect the stream
+}
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection or stopped reading. There is nobody left to answer."""
+
+
+class EventWriter:
+    """Writes the events of one reply."""
+
+    def __init__(self, request: web.Request, write_timeout_s: float) -> None:
+        self._request = request
+        self._write_timeout_s = write_timeout_s
+        self.response = web.StreamResponse(headers=HEADERS)
+
+    async def start(self) -> None:
+        """Send status 200 and the headers at once."""
+        async with self._bounded():
+            await self.response.prepare(self._request)
+
+    async def send(self, events: Iterable[bytes]) -> None:
+        """Send events in one write. Raises ClientGoneError; a client that reads nothing is cut off."""
+        payload = b"".join([b"data: " + event + b"\n\n" for event in events])
+        if payload:
+            await self._write(payload)
+
+    async def ping(self) -> None:
+        """Send a comment, which clients skip and proxies count as life."""
+        await self._write(PING)
+
+    async def finish(self) -> None:
+        """End the reply."""
+        async with self._bounded():
+            await self.response.write_eof()
+
+    async def _write(self, payload: bytes) -> None:
+        async with self._bounded():
+            await self.response.write(payload)
+
+    @contextlib.asynccontextmanager
+    async def _bounded(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                yield
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ClientGoneError("the client stopped reading") from None
+        except ConnectionError as error:
+            raise ClientGoneError("the client closed the connection") from error

@@ -1,0 +1,188 @@
+"""From a well-typed body to a plan that can be run: every rule that one field's type cannot say. Pure.
+
+Each refusal is one line that says what is wrong with which field. Fields that would change the answer and are not
+supported are refused rather than ignored, unless their value changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from coordinator.generation import SamplingParams
+from coordinator.http.bodies import ChatBody, CompletionBody, GenerationBody
+from coordinator.http.limits import HttpLimits
+from wire.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+
+COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat goes on to the end of the context
+_U64 = 1 << 64
+
+Prompts = str | Sequence[int | str | list[int]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What a checked request wants, the same for both routes."""
+
+    n: int  # choices per prompt
+    max_tokens: int | None  # as asked for; None when the client left it open
+    max_tokens_default: int | None  # when left open: this many, or None for all that the context leaves
+    sampling: SamplingParams  # of the first choice; the others derive their seed from it
+    stops: tuple[str, ...]
+    ignore_eos: bool
+    stream: bool
+    include_usage: bool
+    echo: bool
+    return_token_ids: bool
+
+    def sampling_of(self, choice: int) -> SamplingParams:
+        """Return the sampling of the n-th choice of any prompt: seed + choice, so each can be asked for alone."""
+        return dataclasses.replace(self.sampling, seed=(self.sampling.seed + choice) % _U64)
+
+
+def plan_completion(body: CompletionBody, limits: HttpLimits, random_seed: int) -> Plan:
+    """Check a /v1/completions body. `random_seed` (u64) is used when the client sent none."""
+    n = _choices(body, limits)
+    if body.best_of not in (None, 1, n):
+        raise _unsupported("best_of", "only 1 or the value of n")
+    if body.suffix:
+        raise _unsupported("suffix", "only an empty one")
+    n_logprobs = -1 if body.logprobs is None else body.logprobs
+    if body.echo and n_logprobs >= 0:
+        raise InvalidRequestError("echo: log probabilities of prompt tokens are not supported", param="echo")
+    return _plan(body, limits, n, body.max_tokens, COMPLETION_TOKENS_DEFAULT, n_logprobs, random_seed)
+
+
+def plan_chat(body: ChatBody, limits: HttpLimits, random_seed: int) -> Plan:
+    """Check a /v1/chat/completions body. `random_seed` (u64) is used when the client sent none."""
+    if body.tools:
+        raise _unsupported("tools", "send none")
+    if body.functions:
+        raise _unsupported("functions", "send none")
+    if body.modalities and set(body.modalities) != {"text"}:
+        raise _unsupported("modalities", 'only ["text"]')
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError("top_logprobs: needs logprobs to be true", param="top_logprobs")
+    n_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    return _plan(body, limits, _choices(body, limits), max_tokens, None, n_logprobs, random_seed)
+
+
+def split_prompt(prompt: Prompts, n: int, limits: HttpLimits) -> list[str | list[int]]:
+    """Return the prompts of a /v1/completions body: a text, token ids, several texts, or several lists of ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [item for item in prompt if isinstance(item, int)]
+    if ids and len(ids) == len(prompt):
+        return [ids]
+    if not prompt or ids:
+        raise InvalidRequestError("prompt: must be text, token ids, a list of texts or of token id lists", "prompt")
+    several = [item if isinstance(item, str) else [*item] for item in prompt if not isinstance(item, int)]
+    if len({type(item) for item in several}) > 1:
+        raise InvalidRequestError("prompt: texts and token id lists cannot be mixed", "prompt")
+    if len(several) * n > limits.choices_max:
+        raise InvalidRequestError(
+            f"prompt: {len(several)} prompts with n={n} are {len(several) * n} choices; at most {limits.choices_max}",
+            param="prompt",
+        )
+    return several
+
+
+def check_tokens(tokens: Sequence[int], n_vocab: int, param: str) -> None:
+    """Refuse token ids outside the vocabulary; llama.cpp would abort on them."""
+    if not tokens or (min(tokens) >= 0 and max(tokens) < n_vocab):
+        return
+    for at, token in enumerate(tokens):
+        if not 0 <= token < n_vocab:
+            raise InvalidRequestError(f"{param}: token {token} at index {at} is not in [0, {n_vocab})", param=param)
+
+
+def fit_tokens(n_prompt: int, plan: Plan, ctx_tokens: int, param: str) -> int:
+    """Return how many tokens to generate after a prompt of `n_prompt` tokens.
+
+    Raises InvalidRequestError for an empty prompt, ContextLengthError when what was asked for cannot fit.
+    """
+    if n_prompt < 1:
+        raise InvalidRequestError(f"{param}: the prompt has no tokens", param=param)
+    room = ctx_tokens - n_prompt
+    wanted = plan.max_tokens
+    if wanted is None:
+        wanted = max(1, room if plan.max_tokens_default is None else min(room, plan.max_tokens_default))
+    if wanted > room:
+        raise ContextLengthError(
+            f"prompt {n_prompt} tokens + max_tokens {wanted} > context {ctx_tokens} tokens; shorten one of them", param
+        )
+    return wanted
+
+
+def check_model(name: str | None, model_id: str, limits: HttpLimits) -> str:
+    """Return the name to answer under. No name at all means the one model there is."""
+    if not name or name == model_id:
+        return model_id
+    if limits.any_model_name:
+        return name
+    raise ModelNotFoundError(f"the model {name[:200]!r} does not exist; this server has {model_id!r}", param="model")
+
+
+def _plan(
+    body: GenerationBody,
+    limits: HttpLimits,
+    n: int,
+    max_tokens: int | None,
+    max_tokens_default: int | None,
+    n_logprobs: int,
+    random_seed: int,
+) -> Plan:
+    _refuse_unsupported(body)
+    sampling = SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=max(0, body.top_k or 0),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        seed=(random_seed if body.seed is None else body.seed) % _U64,
+        n_logprobs=n_logprobs,
+    )
+    return Plan(
+        n=n,
+        max_tokens=max_tokens,
+        max_tokens_default=max_tokens_default,
+        sampling=sampling,
+        stops=_stops(body.stop, limits),
+        ignore_eos=bool(body.ignore_eos),
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        echo=isinstance(body, CompletionBody) and bool(body.echo),
+        return_token_ids=bool(body.return_token_ids),
+    )
+
+
+def _choices(body: GenerationBody, limits: HttpLimits) -> int:
+    n = body.n or 1
+    if n > limits.choices_per_prompt_max:
+        raise InvalidRequestError(f"n: at most {limits.choices_per_prompt_max} choices, got {n}", param="n")
+    return n
+
+
+def _stops(stop: str | list[str] | None, limits: HttpLimits) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > limits.stops_max:
+        raise InvalidRequestError(f"stop: at most {limits.stops_max} strings, got {len(stops)}", param="stop")
+    for text in stops:
+        if not 1 <= len(text) <= limits.stop_chars_max:
+            raise InvalidRequestError(f"stop: each string has 1 to {limits.stop_chars_max} characters", param="stop")
+    return stops
+
+
+def _refuse_unsupported(body: GenerationBody) -> None:
+    if body.frequency_penalty:
+        raise _unsupported("frequency_penalty", "only 0")
+    if body.presence_penalty:
+        raise _unsupported("presence_penalty", "only 0")
+    if body.logit_bias and any(body.logit_bias.values()):
+        raise _unsupported("logit_bias", "only an empty one")
+    if body.response_format and body.response_format.type != "text":
+        raise _unsupported("response_format", 'only {"type": "text"}')
+
+
+def _unsupported(param: str, allowed: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{param}: not supported by this server yet; {allowed}", param=param)

@@ -1,0 +1,336 @@
+"""The coordinator's engine room: admits requests, drives sessions through the stages, survives the loss of one.
+
+Decisions live in `session` (one request) and `admission` (who runs); this module carries their frames out and the
+stages' answers in. Everything here runs on the event loop.
+
+Losing a link or a stage ends an epoch, not a request: running sessions pause, a new connection is made at the next
+epoch, and each session starts again from its history. Only when that takes longer than `recovery_timeout_s` do they
+end with a retryable error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from coordinator.admission import Admission
+from coordinator.connection import Connection
+from coordinator.description import describe_stages
+from coordinator.generation import GenerationRequest, TokenEvent
+from coordinator.pipeline_file import PipelineFile
+from coordinator.session import REPLAYS_MAX, OutFrame, Session, State
+from coordinator.token_sender import TokenSender
+from wire import bounds
+from wire.errors import (
+    HandshakeError,
+    NotReadyError,
+    RelaylineError,
+    StageLostError,
+    StaleEpochError,
+    StartError,
+    from_wire,
+)
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+
+log = logging.getLogger("relayline.coordinator")
+
+RECONNECT_FIRST_S, RECONNECT_MAX_S = 0.1, 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PipelineConfig:
+    """How the coordinator drives one pipeline."""
+
+    addresses: tuple[str, ...]
+    """host:port of every stage, in layer order."""
+    wire_dtype: int
+    """Dtype of activations between stages (wire.envelope.DTYPE_F16 or DTYPE_F32)."""
+    prefill_chunk_rows: int = 64
+    """Rows of one prefill frame; chunks of one prompt follow each other through the stages."""
+    waiting_max: int = 256
+    """Requests that may wait for a lane; one more is refused with 429."""
+    start_timeout_s: float = 60.0
+    """How long the stages may take to become reachable at the start."""
+    recovery_timeout_s: float = 120.0
+    """How long running requests wait for a lost stage to come back."""
+
+
+class Phase(enum.Enum):
+    """What the pipeline can do now."""
+
+    LOADING = "loading"
+    READY = "ready"
+    RECOVERING = "recovering"
+    DRAINING = "draining"
+
+
+class SessionStream:
+    """Token events of one session for the HTTP side; see coordinator.generation.TokenStream."""
+
+    def __init__(self, pipeline: Pipeline, session: Session) -> None:
+        self.session = session
+        self._pipeline = pipeline
+        # Bounded by the session's max_tokens: the pipeline never waits for a slow reader.
+        self._events: asyncio.Queue[TokenEvent | RelaylineError] = asyncio.Queue()
+        self._ended = False
+
+    def put(self, event: TokenEvent | RelaylineError) -> None:
+        """Hand an event over; an error is the last."""
+        self._events.put_nowait(event)
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        if self._ended:
+            raise StopAsyncIteration
+        event = await self._events.get()
+        if isinstance(event, RelaylineError):
+            self._ended = True
+            raise event
+        self._ended = event.finish_reason is not None
+        return event
+
+    async def aclose(self) -> None:
+        """Cancel the session if it still runs."""
+        self._ended = True
+        self._pipeline.cancel(self.session)
+
+
+class Pipeline:
+    """One served pipeline; implements coordinator.generation.Generator."""
+
+    def __init__(self, config: PipelineConfig, file: PipelineFile, is_end: Callable[[int], bool]) -> None:
+        self.config, self.file, self._is_end = config, file, is_end
+        self.phase = Phase.LOADING
+        self.ready = asyncio.Event()
+        self.epoch = 0
+        self._route_id = secrets.randbits(63)
+        self._next_session_id = secrets.randbits(31) << 32
+        self._streams: dict[int, SessionStream] = {}
+        self._admission = Admission(1, 0, config.waiting_max)
+        self._connection: Connection | None = None
+        self._sender: TokenSender | None = None
+        self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # --- what the HTTP side sees --------------------------------------------------------------------------------------
+
+    @property
+    def ctx_tokens(self) -> int:
+        """Tokens that one stream may hold."""
+        return self._admission.ctx_tokens
+
+    @property
+    def n_lanes(self) -> int:
+        """Streams that may run at once."""
+        return self._admission.n_lanes
+
+    def is_ready(self) -> bool:
+        """Return whether a request would be admitted now."""
+        return self.phase is Phase.READY
+
+    def open(self, request: GenerationRequest) -> SessionStream:
+        """Admit and start a request; see Generator.open."""
+        if self.phase is not Phase.READY:
+            raise NotReadyError(f"the pipeline is {self.phase.value}; try again shortly")
+        session = Session(self._next_session_id, request, self._is_end)
+        has_lane = self._admission.admit(session)
+        self._next_session_id += 1
+        stream = self._streams[session.session_id] = SessionStream(self, session)
+        self._idle.clear()
+        if has_lane:
+            self._start(session)
+        return stream
+
+    def cancel(self, session: Session) -> None:
+        """End a session that its client gave up."""
+        if session.session_id in self._streams:
+            self._finish(session, session.cancel())
+
+    async def describe(self) -> dict[str, object]:
+        """Return topology and live counters."""
+        stages = self._connection.stages if self._connection else ()
+        statuses = await asyncio.gather(*(stage.status() for stage in stages))
+        return {
+            "model": self.file.model_name,
+            "architecture": self.file.architecture,
+            "pipeline_id": self.file.pipeline_id,
+            "phase": self.phase.value,
+            "epoch": self.epoch,
+            "ctx_tokens": self.ctx_tokens,
+            "lanes": self._admission.n_lanes,
+            "running": len(self._admission.running),
+            "waiting": len(self._admission.waiting),
+            "stages": describe_stages(self.file, self.config.addresses, statuses),
+        }
+
+    # --- life of the connection ---------------------------------------------------------------------------------------
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Connect, serve and recover until `stopping` is set; then drain.
+
+        Raises StartError or HandshakeError if the pipeline never became ready.
+        """
+        stop = asyncio.ensure_future(stopping.wait())
+        try:
+            while not stop.done():
+                connected = asyncio.ensure_future(self._connect(self.config.start_timeout_s))
+                await asyncio.wait({stop, connected}, return_when=asyncio.FIRST_COMPLETED)
+                if not connected.done():
+                    connected.cancel()
+                    await asyncio.gather(connected, return_exceptions=True)
+                    break
+                connected.result()
+                await asyncio.wait({stop, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+                if self._lost.done():
+                    await self._disconnect(self._lost.result())
+            await self._drain()
+        finally:
+            stop.cancel()
+            await self._teardown()
+
+    async def _connect(self, start_timeout_s: float) -> None:
+        """Try until a connection stands. At the first start a misfit or a timeout is final; later nothing is."""
+        began_s = time.monotonic()
+        delay_s = RECONNECT_FIRST_S
+        while True:
+            self.epoch += 1
+            self._lost = asyncio.get_running_loop().create_future()
+            try:
+                self._connection = await Connection.open(
+                    self.config.addresses,
+                    self.file,
+                    route_id=self._route_id,
+                    epoch=self.epoch,
+                    wire_dtype=self.config.wire_dtype,
+                    on_return=self._on_return,
+                    on_lost=self._on_lost,
+                )
+                break
+            except RelaylineError as error:
+                waited_s = time.monotonic() - began_s
+                if self.phase is Phase.LOADING:
+                    if isinstance(error, HandshakeError):
+                        raise
+                    if waited_s > start_timeout_s:
+                        raise StartError(f"{error.message}; gave up after {waited_s:.0f} s") from error
+                elif waited_s > self.config.recovery_timeout_s:
+                    self._fail_all(error)
+                log.debug("not connected yet: %s", error.message)
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, RECONNECT_MAX_S)
+        self._resume(self._connection)
+
+    def _resume(self, connection: Connection) -> None:
+        self._admission.n_lanes, self._admission.ctx_tokens = connection.n_lanes, connection.ctx_tokens
+        self._sender = TokenSender(connection.link, self.epoch, self._on_lost)
+        for session in self._admission.running.values():
+            self._start(session)
+        self.phase = Phase.READY
+        self.ready.set()
+        fields = {"epoch": self.epoch, "stages": len(self.config.addresses), "resumed": len(self._admission.running)}
+        log.info("pipeline ready", extra={"fields": fields})
+
+    async def _disconnect(self, error: RelaylineError) -> None:
+        self.phase = Phase.RECOVERING
+        self.ready.clear()
+        fields = {"epoch": self.epoch, "reason": error.message, "paused": len(self._admission.running)}
+        log.warning("pipeline lost, recovering", extra={"fields": fields})
+        await self._teardown()
+
+    async def _teardown(self) -> None:
+        if self._sender is not None:
+            await self._sender.close()
+            self._sender = None
+        if self._connection is not None:
+            await self._connection.close()
+            self._connection = None
+
+    async def _drain(self) -> None:
+        """Let running requests end, bounded by DRAIN_TIMEOUT_S, then end the rest."""
+        self.phase = Phase.DRAINING
+        self.ready.clear()
+        try:
+            async with asyncio.timeout(bounds.DRAIN_TIMEOUT_S):
+                await self._idle.wait()
+        except TimeoutError:
+            self._fail_all(NotReadyError("the server is shutting down"))
+        if self._sender is not None:
+            await self._sender.flush()
+
+    # --- frames out, answers in ---------------------------------------------------------------------------------------
+
+    def _start(self, session: Session) -> None:
+        if self._connection is not None:
+            chunk = min(self.config.prefill_chunk_rows, self._connection.max_rows)
+            self._push(session.start(chunk))
+
+    def _push(self, frames: Sequence[OutFrame]) -> None:
+        if self._sender is not None:
+            self._sender.push(frames)
+
+    def _on_lost(self, error: RelaylineError) -> None:
+        if not self._lost.done():
+            self._lost.set_result(error)
+
+    def _on_return(self, message: pb.ReturnEnvelope) -> None:
+        if message.epoch != self.epoch:
+            return
+        for sample in message.samples:
+            stream = self._streams.get(sample.session_id)
+            if stream is None:
+                continue
+            session = stream.session
+            wants_logprob = session.request.sampling.n_logprobs >= 0
+            top = tuple((entry.token, entry.logprob) for entry in sample.top)
+            event, frames = session.sampled(
+                sample.position, sample.token, sample.logprob if wants_logprob else None, top, sample.logits
+            )
+            if event is not None:
+                stream.put(event)
+            if session.state is State.DONE:
+                self._finish(session, frames)
+            else:
+                self._push(frames)
+        for fault in message.faults:
+            self._on_fault(fault)
+
+    def _on_fault(self, fault: pb.SessionFault) -> None:
+        error = from_wire(fault.label, f"stage {fault.stage_index}: {fault.message}")
+        if fault.session_id == 0:
+            self._on_lost(error)
+            return
+        stream = self._streams.get(fault.session_id)
+        if stream is None:
+            return
+        session = stream.session
+        if fault.retryable and not isinstance(error, StaleEpochError) and session.replays < REPLAYS_MAX:
+            session.replays += 1
+            log.info("replaying a session", extra={"fields": {"request": session.request.request_id, "why": str(error)}})
+            self._start(session)
+            return
+        stream.put(error)
+        self._finish(session, session.cancel())
+
+    def _finish(self, session: Session, frames: Sequence[OutFrame]) -> None:
+        """Send the session's last frames, give its lane to the next in line."""
+        self._streams.pop(session.session_id, None)
+        self._push(frames)
+        following = self._admission.leave(session)
+        if following is not None:
+            self._start(following)
+        if not self._streams:
+            self._idle.set()
+
+    def _fail_all(self, error: RelaylineError) -> None:
+        lost = error if error.retryable else StageLostError(error.message)
+        for stream in list(self._streams.values()):
+            stream.put(lost)
+            self._finish(stream.session, stream.session.cancel())

@@ -1,0 +1,105 @@
+"""One request's life at the coordinator: which frames it sends, what a sampled token means. Pure.
+
+The coordinator owns the truth, `history`: prompt and generated tokens. Stages hold only caches of it. So recovery is
+nothing special: at a new epoch `start` opens the session again and replays the history as prefill, and the token at
+position `len(history)` is the only one that is ever accepted, whoever sends it and however often.
+
+    WAITING --start--> PREFILL --first sample--> DECODE --last sample--> DONE
+       |                  |  ^------ start (new epoch) -----|               ^
+       +---- cancel ------+------------- cancel ------------+---------------+
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+
+from coordinator.generation import FinishReason, GenerationRequest, TokenEvent
+from wire.frames import Flag
+
+REPLAYS_MAX = 3  # times one session is replayed after a fault of its own before it is given up
+
+
+class State(enum.Enum):
+    """See the module's diagram."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    DONE = "done"
+
+
+@dataclasses.dataclass(slots=True)
+class OutFrame:
+    """One frame for stage 0."""
+
+    session: Session
+    position: int
+    tokens: tuple[int, ...]  # empty for controls
+    flags: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Session:
+    """One generation."""
+
+    session_id: int
+    request: GenerationRequest
+    is_end: Callable[[int], bool]
+    """Whether a token ends generation (the vocabulary's end-of-generation set)."""
+    state: State = State.WAITING
+    history: list[int] = dataclasses.field(default_factory=list)
+    replays: int = 0
+
+    def __post_init__(self) -> None:
+        """Begin with the prompt."""
+        self.history.extend(self.request.prompt_tokens)
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.history) - len(self.request.prompt_tokens)
+
+    def start(self, chunk_rows: int) -> list[OutFrame]:
+        """Open the session at every stage and prefill its history; also how a new epoch resumes it."""
+        if self.state is State.DONE:
+            return []
+        self.state = State.PREFILL
+        frames = [OutFrame(self, 0, (), Flag.OPEN)]
+        for at in range(0, len(self.history), chunk_rows):
+            tokens = tuple(self.history[at : at + chunk_rows])
+            is_last = at + chunk_rows >= len(self.history)
+            flags = Flag.PREFILL | Flag.WANTS_SAMPLE if is_last else Flag.PREFILL
+            frames.append(OutFrame(self, at, tokens, flags))
+        return frames
+
+    def sampled(
+        self,
+        position: int,
+        token: int,
+        logprob: float | None = None,
+        top: tuple[tuple[int, float], ...] = (),
+        logits: bytes = b"",
+    ) -> tuple[TokenEvent | None, list[OutFrame]]:
+        """Take a sampled token. Returns the event for the client and the frames that follow from it.
+
+        A token for any other position than the next is an echo of a retry: nothing happens.
+        """
+        if self.state not in (State.PREFILL, State.DECODE) or position != len(self.history):
+            return None, []
+        self.history.append(token)
+        is_end = not self.request.ignore_eos and self.is_end(token)
+        is_full = self.n_generated >= self.request.max_tokens
+        reason: FinishReason | None = "stop" if is_end else "length" if is_full else None
+        event = TokenEvent(token, logprob, top, reason, is_end, logits)
+        if event.finish_reason is not None:
+            return event, self.cancel()
+        self.state = State.DECODE
+        return event, [OutFrame(self, position, (token,), Flag.WANTS_SAMPLE)]
+
+    def cancel(self) -> list[OutFrame]:
+        """End the session wherever it is; stages give its lane back."""
+        was_open = self.state in (State.PREFILL, State.DECODE)
+        self.state = State.DONE
+        return [OutFrame(self, 0, (), Flag.CLOSE)] if was_open else []

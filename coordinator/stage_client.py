@@ -1,0 +1,97 @@
+"""The coordinator's side of one stage: describe, configure, status, and its return stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from wire import bounds, rpc
+from wire.errors import HandshakeError, ProtocolError, RelaylineError, StageLostError
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+
+STATUS_TIMEOUT_S = 2.0  # a status that takes longer is left out of the picture
+
+
+class StageClient:
+    """One stage as seen from the coordinator. Event loop only."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = rpc.open_channel(address)
+        self._reader: asyncio.Task[None] | None = None
+
+    async def describe(self) -> pb.DescribeResponse:
+        """Ask what the stage holds. Raises StageLostError, HandshakeError."""
+        request = pb.DescribeRequest(protocol_version=bounds.PROTOCOL_VERSION)
+        facts: pb.DescribeResponse = await rpc.call(
+            self._channel, "Describe", request, pb.DescribeResponse, self.address, bounds.HANDSHAKE_TIMEOUT_S
+        )
+        if facts.protocol_version != bounds.PROTOCOL_VERSION:
+            raise HandshakeError(
+                f"{self.address} speaks protocol {facts.protocol_version}, this coordinator "
+                f"{bounds.PROTOCOL_VERSION}; run the same relayline version on both"
+            )
+        return facts
+
+    async def configure(self, request: pb.ConfigureRequest) -> None:
+        """Begin a new epoch at the stage. Raises the stage's typed refusal."""
+        timeout_s = 2 * bounds.HANDSHAKE_TIMEOUT_S  # the stage itself shakes hands with its neighbour meanwhile
+        await rpc.call(self._channel, "Configure", request, pb.ConfigureResponse, self.address, timeout_s)
+
+    async def status(self) -> pb.StatusResponse | None:
+        """Return live counters, None if the stage does not answer in time."""
+        try:
+            status: pb.StatusResponse = await rpc.call(
+                self._channel, "Status", pb.StatusRequest(), pb.StatusResponse, self.address, STATUS_TIMEOUT_S
+            )
+        except RelaylineError:
+            return None
+        return status
+
+    async def listen(
+        self,
+        request: pb.ReturnRequest,
+        on_message: Callable[[pb.ReturnEnvelope], None],
+        on_lost: Callable[[RelaylineError], None],
+    ) -> None:
+        """Subscribe to samples and faults; returns once nothing can be missed any more."""
+        stream = self._channel.unary_stream(
+            rpc.method("Return"),
+            request_serializer=rpc.serialize,
+            response_deserializer=rpc.parser(pb.ReturnEnvelope),
+        )
+        call = stream(request)
+        try:
+            async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
+                first = await call.read()
+        except grpc.aio.AioRpcError as error:
+            raise rpc.typed(error, self.address) from error
+        except TimeoutError as error:
+            raise StageLostError(f"{self.address} did not open its return stream") from error
+        if not isinstance(first, pb.ReturnEnvelope) or not first.subscribed:
+            raise ProtocolError(f"{self.address} opened its return stream with something else")
+        self._reader = asyncio.create_task(self._read(call, on_message, on_lost))
+
+    async def _read(
+        self,
+        call: grpc.aio.UnaryStreamCall[pb.ReturnRequest, pb.ReturnEnvelope],
+        on_message: Callable[[pb.ReturnEnvelope], None],
+        on_lost: Callable[[RelaylineError], None],
+    ) -> None:
+        error: RelaylineError = StageLostError(f"stage at {self.address} closed its return stream")
+        try:
+            while isinstance(message := await call.read(), pb.ReturnEnvelope):
+                on_message(message)
+        except grpc.aio.AioRpcError as failure:
+            error = rpc.typed(failure, f"stage at {self.address}")
+        on_lost(error)
+
+    async def close(self) -> None:
+        """Close everything towards this stage."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        await self._channel.close()

@@ -1,0 +1,96 @@
+"""Frames of many sessions into token envelopes for stage 0: whatever one event produced travels as one message."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from coordinator.session import OutFrame
+from wire import bounds
+from wire.envelope import with_extras
+from wire.errors import RelaylineError
+from wire.frames import Flag
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+from wire.relay_link import RelayLink
+
+
+class TokenSender:
+    """Collects frames during one turn of the event loop and sends them in order. One per epoch.
+
+    Bounded: a session has at most its history queued here, sessions are bounded by lanes.
+    """
+
+    def __init__(self, link: RelayLink, epoch: int, on_error: Callable[[RelaylineError], None]) -> None:
+        self._link, self._epoch, self._on_error = link, epoch, on_error
+        self._waiting: collections.deque[OutFrame] = collections.deque()
+        self._wake = asyncio.Event()
+        self._sequence = 0
+        self._task = asyncio.create_task(self._run())
+
+    def push(self, frames: Iterable[OutFrame]) -> None:
+        """Queue frames; they leave at the end of this turn of the loop."""
+        self._waiting.extend(frames)
+        self._wake.set()
+
+    async def flush(self) -> None:
+        """Wait until everything queued has been handed to gRPC."""
+        while self._waiting and not self._task.done():
+            await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        """Stop sending."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                while batch := self._next_batch():
+                    await self._send(batch)
+                self._wake.clear()
+        except RelaylineError as error:
+            self._on_error(error)
+
+    def _next_batch(self) -> list[OutFrame]:
+        batch: list[OutFrame] = []
+        n_rows = 0
+        while self._waiting and len(batch) < bounds.FRAMES_PER_ENVELOPE_MAX:
+            n_rows += len(self._waiting[0].tokens)
+            if batch and n_rows > bounds.ROWS_PER_ENVELOPE_MAX:
+                break
+            batch.append(self._waiting.popleft())
+        return batch
+
+    async def _send(self, batch: Sequence[OutFrame]) -> None:
+        now_ns = time.monotonic_ns()
+        tokens = [token for frame in batch for token in frame.tokens]
+        buffer = self._link.pool.lease(len(batch), len(tokens))
+        buffer.payload[:, 0] = tokens
+        records = buffer.frames
+        records["session_id"] = [frame.session.session_id for frame in batch]
+        records["epoch"] = self._epoch
+        records["position"] = [frame.position for frame in batch]
+        records["n_rows"] = [len(frame.tokens) for frame in batch]
+        records["flags"] = [frame.flags for frame in batch]
+        records["argument"] = 0
+        records["enqueued_ns"] = now_ns
+        self._sequence += 1
+        buffer.seal(self._epoch, self._sequence, now_ns)
+        options = [_options(frame) for frame in batch if frame.flags & Flag.OPEN]
+        await self._link.send(buffer, with_extras(buffer, None, options))
+
+
+def _options(frame: OutFrame) -> pb.SessionOptions:
+    sampling = frame.session.request.sampling
+    return pb.SessionOptions(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        n_logprobs=sampling.n_logprobs,
+        wants_logits=frame.session.request.wants_logits,
+    )

@@ -1,0 +1,104 @@
+"""One supervised child process: started with its output prefixed, its ready line read, ended without a trace.
+
+A child never outlives its supervisor: it holds the read end of a pipe as stdin (`--exit-with-stdin`) and leaves when
+that closes, however the supervisor ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from wire.errors import StartError
+
+LAST_LINES_MAX = 20  # kept to explain a death
+LINE_BYTES_MAX = 1 << 20
+
+
+class Child:
+    """One `relayline` process. Event loop only."""
+
+    def __init__(self, name: str, arguments: Sequence[str], on_line: Callable[[str, str], None]) -> None:
+        self.name, self.arguments = name, tuple(arguments)
+        self._on_line = on_line
+        self._process: asyncio.subprocess.Process | None = None
+        self._readers: list[asyncio.Task[None]] = []
+        self._last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES_MAX)
+        self.ready: asyncio.Future[dict[str, Any]]
+        self.exited = asyncio.Event()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the current run."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Start (or start again). `ready` is a fresh future: the ready event, or StartError if the child dies first."""
+        self.ready = asyncio.get_running_loop().create_future()
+        self.exited = asyncio.Event()
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "deploy.cli",
+            *self.arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=LINE_BYTES_MAX,
+            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends children in order
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._readers = [
+            asyncio.create_task(self._read(self._process.stdout, is_stdout=True)),
+            asyncio.create_task(self._read(self._process.stderr, is_stdout=False)),
+            asyncio.create_task(self._watch()),
+        ]
+
+    async def _read(self, stream: asyncio.StreamReader, *, is_stdout: bool) -> None:
+        while line := await stream.readline():
+            text = line.decode(errors="replace").rstrip()
+            if is_stdout and not self.ready.done() and text.startswith('{"event": "ready"'):
+                self.ready.set_result(json.loads(text))
+                continue
+            self._last_lines.append(text)
+            self._on_line(self.name, text)
+
+    async def _watch(self) -> None:
+        assert self._process is not None
+        await self._process.wait()
+        await asyncio.gather(*self._readers[:2], return_exceptions=True)
+        if not self.ready.done():
+            self.ready.set_exception(StartError(self.cause_of_death()))
+            self.ready.exception()  # whoever still waits sees it; nobody waiting is no error
+        self.exited.set()
+
+    def cause_of_death(self) -> str:
+        """Return one line: how the child ended, and the most telling line it printed."""
+        assert self._process is not None
+        code = self._process.returncode
+        how = f"exit code {code}"
+        if code is not None and code < 0:
+            how = f"signal {signal.Signals(-code).name}"
+        telling = [line for line in self._last_lines if "error" in line.lower() or "GGML_ASSERT" in line]
+        why = (telling or list(self._last_lines) or ["it printed nothing"])[-1]
+        return f"{self.name} ended with {how}: {why.removeprefix('relayline: error: ')}"
+
+    async def stop(self, timeout_s: float) -> None:
+        """Ask the child to end; kill it if it has not within `timeout_s`."""
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            self._process.terminate()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self.exited.wait()
+            except TimeoutError:
+                self._process.kill()
+        await self.exited.wait()

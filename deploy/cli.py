@@ -1,0 +1,81 @@
+"""The `relayline` command. Each subcommand lives beside what it starts and is imported only when it is called.
+
+Exit codes: 0 success, 1 failure, 2 usage. A user's mistake prints one line, never a traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+
+import click
+
+from wire.errors import RelaylineError, UsageError
+
+# name -> (module, attribute, one line for --help)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "inspect": ("deploy.cli_model", "inspect_command"),
+    "split": ("deploy.cli_model", "split_command"),
+    "stage": ("deploy.cli_processes", "stage_command"),
+    "serve": ("deploy.cli_processes", "serve_command"),
+    "up": ("deploy.cli_up", "up_command"),
+    "certify": ("deploy.cli_certify", "certify_command"),
+}
+
+
+class _LazyGroup(click.Group):
+    """Imports a subcommand's module when it is used, so that `relayline --help` loads no llama.cpp."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[cmd_name]
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(importlib.metadata.version("relayline"), prog_name="relayline")
+def relayline() -> None:
+    """Span one large language model over several machines, with batched decode and an OpenAI-compatible API."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        relayline.main(standalone_mode=False)
+    except click.exceptions.Abort:
+        _end(1, "interrupted")
+    except click.UsageError as error:
+        if error.ctx is not None:
+            click.echo(error.ctx.get_usage(), err=True)
+        _end(2, error.format_message())
+    except click.ClickException as error:
+        _end(error.exit_code, error.format_message())
+    except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
+    except UsageError as error:
+        _end(2, error.message)
+    except RelaylineError as error:
+        _end(1, error.message)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; nothing to report
+        sys.exit(1)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _end(1, f"{where}{error.strerror or error}")
+
+
+def _end(code: int, message: str) -> None:
+    click.echo(f"relayline: error: {' '.join(message.split())}", err=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

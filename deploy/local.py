@@ -1,0 +1,162 @@
+"""A whole pipeline on this machine: split if needed, start stages and coordinator, watch them, end them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from coordinator.pipeline_file import PipelineFile, load_pipeline
+from deploy.child import Child
+from wire import bounds
+from wire.errors import StartError, UsageError
+
+log = logging.getLogger("relayline.up")
+
+RESTARTS_MAX = 5  # of one stage within RESTART_WINDOW_S; a stage that keeps dying ends the whole
+RESTART_WINDOW_S = 60.0
+RESTART_DELAY_S = 0.5
+STAGE_STOP_TIMEOUT_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalConfig:
+    """What `relayline up` starts."""
+
+    pipeline_dir: Path
+    """A finished split."""
+    http: tuple[str, int]
+    """Host and port of the API; port 0 lets the system choose."""
+    n_threads: int = 0
+    """Threads per stage; 0 divides this process's cores among the stages."""
+    stage_arguments: tuple[str, ...] = ()
+    """Passed on to every `relayline stage`."""
+    serve_arguments: tuple[str, ...] = ()
+    """Passed on to `relayline serve`."""
+
+
+def cache_dir() -> Path:
+    """Return where splits are kept: $XDG_CACHE_HOME/relayline, ~/.cache/relayline without it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relayline"
+
+
+def threads_per_stage(n_stages: int) -> int:
+    """Return this process's cores divided by the stages on it: two stages that spin on all cores ruin each other."""
+    return max(1, len(os.sched_getaffinity(0)) // n_stages)
+
+
+def print_prefixed(name: str, text: str) -> None:
+    """Show a child's line on stderr."""
+    print(f"[{name}] {text}", file=sys.stderr, flush=True)
+
+
+class LocalPipeline:
+    """Running children of one `up`. Use `running`, which also ends them."""
+
+    def __init__(self, config: LocalConfig, on_line: Callable[[str, str], None]) -> None:
+        self.config = config
+        self.file: PipelineFile = load_pipeline(config.pipeline_dir)
+        self.stages: list[Child] = []
+        self.coordinator: Child | None = None
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_line = on_line
+        self._watchers: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    async def start(self) -> dict[str, Any]:
+        """Start everything; returns the coordinator's ready event. Raises StartError."""
+        n_threads = self.config.n_threads or threads_per_stage(len(self.file.stages))
+        self.stages = [self._stage(index, n_threads, "127.0.0.1:0") for index in range(len(self.file.stages))]
+        await asyncio.gather(*(stage.start() for stage in self.stages))
+        addresses = [event["address"] for event in await asyncio.gather(*(stage.ready for stage in self.stages))]
+        host, port = self.config.http
+        self.coordinator = Child(
+            "coordinator",
+            ("serve", "--pipeline", str(self.config.pipeline_dir), "--stages", ",".join(addresses),
+             "--http", f"{host}:{port}", "--json", "--exit-with-stdin", *self.config.serve_arguments),
+            self._on_line,
+        )  # fmt: skip
+        await self.coordinator.start()
+        ready = await self.coordinator.ready
+        for index, address in enumerate(addresses):
+            # A restarted stage comes back where its neighbours look for it.
+            self.stages[index].arguments = self._stage(index, n_threads, address).arguments
+            self._watchers.append(asyncio.create_task(self._keep_alive(self.stages[index])))
+        self._watchers.append(asyncio.create_task(self._watch_coordinator(self.coordinator)))
+        return ready
+
+    def _stage(self, index: int, n_threads: int, listen: str) -> Child:
+        artifact = self.config.pipeline_dir / self.file.stages[index].file
+        return Child(
+            f"stage-{index}",
+            ("stage", "--artifact", str(artifact), "--listen", listen, "--threads", str(n_threads),
+             "--json", "--exit-with-stdin", *self.config.stage_arguments),
+            self._on_line,
+        )  # fmt: skip
+
+    async def _keep_alive(self, stage: Child) -> None:
+        starts_s: list[float] = []
+        while True:
+            await stage.exited.wait()
+            if self._stopping:
+                return
+            now_s = time.monotonic()
+            starts_s = [at_s for at_s in starts_s if now_s - at_s < RESTART_WINDOW_S]
+            if len(starts_s) >= RESTARTS_MAX:
+                self._fail(f"{stage.cause_of_death()}; it died {RESTARTS_MAX} times in {RESTART_WINDOW_S:.0f} s")
+                return
+            starts_s.append(now_s)
+            log.warning("%s; starting it again", stage.cause_of_death())
+            await asyncio.sleep(RESTART_DELAY_S * len(starts_s))
+            await stage.start()
+
+    async def _watch_coordinator(self, coordinator: Child) -> None:
+        await coordinator.exited.wait()
+        if not self._stopping:
+            self._fail(coordinator.cause_of_death())
+
+    def _fail(self, reason: str) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(StartError(reason))
+
+    async def stop(self) -> None:
+        """Drain the coordinator, then end the stages; no process is left behind."""
+        self._stopping = True
+        if self.coordinator is not None:
+            await self.coordinator.stop(bounds.DRAIN_TIMEOUT_S + STAGE_STOP_TIMEOUT_S)
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*(stage.stop(STAGE_STOP_TIMEOUT_S) for stage in self.stages))
+        if self.failed.done():
+            self.failed.exception()
+
+
+@contextlib.asynccontextmanager
+async def running(
+    config: LocalConfig, on_line: Callable[[str, str], None] = print_prefixed
+) -> AsyncIterator[tuple[LocalPipeline, dict[str, Any]]]:
+    """Run a pipeline on this machine; yields it and the ready event. Raises StartError."""
+    pipeline = LocalPipeline(config, on_line)
+    try:
+        yield pipeline, await pipeline.start()
+    finally:
+        await pipeline.stop()
+
+
+def check_stage_count(file: PipelineFile, n_stages: int | None) -> None:
+    """Raise UsageError if a given split has another number of stages than asked for."""
+    if n_stages is not None and n_stages != len(file.stages):
+        raise UsageError(f"--stages {n_stages} does not fit this split, which has {len(file.stages)} stages")
+
+
+def forwarded(pairs: Sequence[tuple[str, object]]) -> tuple[str, ...]:
+    """Return flags with their values as command-line arguments."""
+    return tuple(part for flag, value in pairs for part in (flag, str(value)))

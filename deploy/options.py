@@ -1,0 +1,79 @@
+"""Command-line values and options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from wire.envelope import DTYPE_BY_NAME
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Address(click.ParamType):
+    """HOST:PORT; a bracketed host for IPv6. Converts to (host, port)."""
+
+    name = "host:port"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:  # noqa: ANN401
+        """Split and check one address."""
+        if isinstance(value, tuple):
+            return value
+        host, colon, port = str(value).rpartition(":")
+        if not colon or not host or not port.isdigit() or int(port) > 65_535:
+            self.fail(f"{value!r} is not HOST:PORT", param, ctx)
+        return host, int(port)
+
+
+class AddressList(click.ParamType):
+    """Comma-separated HOST:PORT addresses. Converts to a tuple of "host:port" strings."""
+
+    name = "host:port,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:  # noqa: ANN401
+        """Check every address."""
+        if isinstance(value, tuple):
+            return value
+        parts = [Address().convert(part.strip(), param, ctx) for part in str(value).split(",")]
+        return tuple(f"{host}:{port}" for host, port in parts)
+
+
+WIRE_NAMES = tuple(DTYPE_BY_NAME)
+
+
+def _apply(*options: Decorator) -> Decorator:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+log_options = _apply(
+    click.option("--log-json", is_flag=True, help="Log one JSON object per line."),
+    click.option("--verbose", is_flag=True, help="Log more."),
+)
+
+engine_options = _apply(
+    click.option("--ctx", type=int, default=2048, show_default=True, help="Tokens per stream, prompt and answer."),
+    click.option("--lanes", type=int, default=32, show_default=True, help="Streams that may run at once."),
+    click.option("--gpu-layers", type=int, default=0, show_default=True, help="Layers on the GPU; -1 for all."),
+    click.option("--max-rows", type=int, default=512, show_default=True, help="Rows of one native step."),
+    click.option("--prefill-rows", type=int, default=128, show_default=True, help="Prefill rows beside decoders."),
+    click.option("--kv-type", default="f16", show_default=True, help="Element type of the KV cache."),
+)
+
+pipeline_options = _apply(
+    click.option("--wire", type=click.Choice(WIRE_NAMES), default="f16", show_default=True, help="Rows on the wire."),
+    click.option("--prefill-chunk", type=click.IntRange(1, 2048), default=64, show_default=True,
+                 help="Prompt rows per frame."),
+    click.option("--queue", type=click.IntRange(0, 100_000), default=256, show_default=True,
+                 help="Requests that may wait for a lane."),
+    click.option("--model-id", default="", help="Model name in the API [default: the model's own]."),
+)  # fmt: skip
+
+# Hidden: a supervisor holds the other end of this process's stdin, so that no child outlives it however it ends.
+supervised_option = click.option("--exit-with-stdin", is_flag=True, hidden=True)

@@ -1,0 +1,227 @@
+"""One stage artifact: what it says of itself, and whether it is byte for byte what the splitter wrote.
+
+An artifact is an ordinary GGUF with `relayline.*` metadata. Stage 0 carries the token embedding table behind the last
+tensor, where llama.cpp does not look; `EmbeddingSection` says where. `pipeline.json` beside the artifacts lists size
+and sha256 of each.
+
+This module reads; it never writes into the artifact's directory. Verified hashes are remembered in the user's cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from stage.ggml import GgufMetadata
+from wire.errors import ArtifactError, ModelFileError
+
+ARTIFACT_VERSION = 1  # relayline.version and pipeline.json's version; raised on any incompatible change
+PIPELINE_FILE = "pipeline.json"
+_HASH_CHUNK_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EmbeddingSection:
+    """Where stage 0's embedding table lies in the artifact: `rows` rows of `n_embd` values of a ggml type."""
+
+    offset_bytes: int  # from the start of the file; 32-byte aligned
+    type_id: int  # ggml type id
+    rows: int  # tokens in the vocabulary
+    scale: float  # factor that the family applies to looked-up rows; 1.0 for most
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageArtifact:
+    """The facts of one artifact, as its metadata states them."""
+
+    path: Path
+    architecture: str
+    n_embd: int
+    n_vocab: int  # of the source model, whichever stage this is
+    stage_index: int
+    stage_count: int
+    layer_start: int  # first source layer
+    layer_end: int  # one past the last source layer
+    source_layers: int  # layers of the whole source model
+    source_sha256: str  # content key of the source model
+    pipeline_id: str
+    embedding: EmbeddingSection | None  # stage 0 only
+
+    @property
+    def is_first(self) -> bool:
+        """Whether token ids enter here."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether logits leave here."""
+        return self.stage_index == self.stage_count - 1
+
+
+class _StageEntry(msgspec.Struct, frozen=True):
+    index: int
+    file: str
+    size_bytes: int
+    sha256: str
+
+
+class _Pipeline(msgspec.Struct, frozen=True):
+    version: int
+    pipeline_id: str
+    stages: list[_StageEntry]
+
+
+class _Stamp(msgspec.Struct, frozen=True):
+    """A file that once hashed to `sha256`, and how it looked on disk then."""
+
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+    sha256: str
+
+
+class _Reader:
+    """Typed access to one artifact's metadata; every miss is the same kind of ArtifactError."""
+
+    def __init__(self, path: Path, metadata: GgufMetadata) -> None:
+        self._path, self._metadata = path, metadata
+
+    def integer(self, key: str) -> int:
+        value = self._metadata.get(key)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        raise ArtifactError(f"{self._path}: metadata key {key} is missing or not an integer; split the model again")
+
+    def text(self, key: str) -> str:
+        value = self._metadata.get(key)
+        if isinstance(value, str):
+            return value
+        raise ArtifactError(f"{self._path}: metadata key {key} is missing or not a string; split the model again")
+
+    def embedding(self) -> EmbeddingSection:
+        scale = self._metadata.get("relayline.embedding.scale")
+        return EmbeddingSection(
+            offset_bytes=self.integer("relayline.embedding.offset_bytes"),
+            type_id=self.integer("relayline.embedding.type"),
+            rows=self.integer("relayline.embedding.rows"),
+            scale=float(scale) if isinstance(scale, int | float) else 1.0,
+        )
+
+
+def open_artifact(path: Path) -> StageArtifact:
+    """Read what an artifact says of itself. Content is not verified; `verify_artifact` does that.
+
+    Raises ArtifactError (missing file, no artifact of ours, unknown version) or ModelFileError (not a GGUF).
+    """
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such file")
+    try:
+        metadata = GgufMetadata(str(path))
+    except ValueError as error:
+        raise ModelFileError(f"{path}: cannot be read as GGUF: {error}") from None
+    with metadata:
+        return _describe(path, metadata)
+
+
+def _describe(path: Path, metadata: GgufMetadata) -> StageArtifact:
+    version = metadata.get("relayline.version")
+    if version is None:
+        raise ArtifactError(f"{path}: not a relayline stage artifact (a whole model?); make one with `relayline split`")
+    if version != ARTIFACT_VERSION:
+        raise ArtifactError(f"{path}: artifact version {version}, this build reads {ARTIFACT_VERSION}; split again")
+    reader = _Reader(path, metadata)
+    stage_index, stage_count = reader.integer("relayline.stage_index"), reader.integer("relayline.stage_count")
+    layer_start, layer_end = reader.integer("relayline.layer_start"), reader.integer("relayline.layer_end")
+    source_layers = reader.integer("relayline.source_layers")
+    if not (0 <= stage_index < stage_count and 0 <= layer_start < layer_end <= source_layers):
+        raise ArtifactError(
+            f"{path}: metadata contradicts itself: stage {stage_index} of {stage_count}, "
+            f"layers {layer_start} to {layer_end} of {source_layers}; split the model again"
+        )
+    return StageArtifact(
+        path=path,
+        architecture=reader.text("general.architecture"),
+        n_embd=reader.integer("relayline.n_embd"),
+        n_vocab=reader.integer("relayline.n_vocab"),
+        stage_index=stage_index,
+        stage_count=stage_count,
+        layer_start=layer_start,
+        layer_end=layer_end,
+        source_layers=source_layers,
+        source_sha256=reader.text("relayline.source_sha256"),
+        pipeline_id=reader.text("relayline.pipeline_id"),
+        embedding=reader.embedding() if stage_index == 0 else None,
+    )
+
+
+def verify_artifact(path: Path) -> StageArtifact:
+    """Check an artifact's size and sha256 against the pipeline.json beside it, and return what it says of itself.
+
+    A file once verified is not hashed again while its size, modification time and inode stay the same.
+    Raises ArtifactError or ModelFileError, each one line.
+    """
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such file")
+    pipeline = _read_pipeline(path.parent / PIPELINE_FILE)
+    entry = next((entry for entry in pipeline.stages if entry.file == path.name), None)
+    if entry is None:
+        raise ArtifactError(f"{path}: {PIPELINE_FILE} beside it does not list this file")
+    size_bytes = path.stat().st_size
+    if size_bytes != entry.size_bytes:
+        raise ArtifactError(f"{path}: {size_bytes} bytes where {PIPELINE_FILE} says {entry.size_bytes}; copy it again")
+    if _sha256_of(path) != entry.sha256:
+        raise ArtifactError(f"{path}: its sha256 is not the one in {PIPELINE_FILE}; it was altered, copy it again")
+    artifact = open_artifact(path)
+    if artifact.pipeline_id != pipeline.pipeline_id or artifact.stage_index != entry.index:
+        raise ArtifactError(f"{path}: is stage {artifact.stage_index} of another split than {PIPELINE_FILE} beside it")
+    return artifact
+
+
+def _read_pipeline(path: Path) -> _Pipeline:
+    try:
+        pipeline = msgspec.json.decode(path.read_bytes(), type=_Pipeline)
+    except FileNotFoundError:
+        raise ArtifactError(f"{path}: no such file; it belongs beside the stage artifacts") from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ArtifactError(f"{path}: cannot be read: {error}") from None
+    if pipeline.version != ARTIFACT_VERSION:
+        raise ArtifactError(f"{path}: version {pipeline.version}, this build reads {ARTIFACT_VERSION}; split again")
+    return pipeline
+
+
+def _cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relayline"
+
+
+def _sha256_of(path: Path) -> str:
+    """Return the file's sha256, from the user's cache if the file looks as it did when it was last hashed."""
+    status = path.stat()
+    stamp_path = _cache_dir() / "verified" / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]}.json"
+    try:
+        stamp = msgspec.json.decode(stamp_path.read_bytes(), type=_Stamp)
+        if (stamp.size_bytes, stamp.mtime_ns, stamp.inode) == (status.st_size, status.st_mtime_ns, status.st_ino):
+            return stamp.sha256
+    except (OSError, msgspec.DecodeError):
+        pass  # no stamp, or none that can be used: hash the file
+    sha256 = _hash(path)
+    stamp = _Stamp(status.st_size, status.st_mtime_ns, status.st_ino, sha256)
+    try:
+        stamp_path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = stamp_path.with_suffix(f".{os.getpid()}")
+        scratch.write_bytes(msgspec.json.encode(stamp))
+        scratch.replace(stamp_path)
+    except OSError:
+        pass  # a cache that cannot be written costs time at the next start, nothing else
+    return sha256
+
+
+def _hash(path: Path) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(_HASH_CHUNK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while n_bytes := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:n_bytes])
+    return digest.hexdigest()

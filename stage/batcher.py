@@ -1,0 +1,116 @@
+"""The decode-frame batcher: frames of independent sessions in, one step for the native engine out.
+
+Pure: frames are pushed as they arrive, `take` is asked when the engine is free, time is an argument. The decode
+thread and the event loop share it under the runner's lock.
+
+Theory of operation. Each session has a queue of its own, so frames of one session never overtake each other. The
+*head* of every non-empty session queue stands in one of two lines, decode or prefill, in order of arrival; `take` asks
+the policy how far down each line to go. A control at the head is applied by the next step at no cost in rows, and the
+frame behind it becomes the head at once, so that an open and the first rows of a prompt run in the same step. Controls
+of one step are applied in the order in which they came, whichever sessions they belong to: a close gives the lane that
+the next open takes. A prefix is copied only after the source's rows that came before it.
+
+A close makes the session's waiting frames pointless: they are dropped when it arrives.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+
+from stage.policy import Policy
+from stage.queue_types import QueuedFrame, Step
+from wire.frames import Flag
+
+CONTROLS_ONLY = "controls_only"
+
+
+class Batcher:
+    """Waiting frames of one stage. Bounded by the links' credits, which are given back as frames leave."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.queued_rows = 0
+        self._sessions: dict[tuple[int, int], collections.deque[QueuedFrame]] = {}  # by QueuedFrame.session_key
+        self._decode: dict[tuple[int, int], QueuedFrame] = {}  # heads; dicts keep the order of arrival in line
+        self._prefill: dict[tuple[int, int], QueuedFrame] = {}
+        self._controls: dict[tuple[int, int], QueuedFrame] = {}
+        self._push_orders, self._line_orders = itertools.count(), itertools.count()
+
+    def push(self, frame: QueuedFrame) -> list[QueuedFrame]:
+        """Queue one frame. Returns the session's frames that a close made pointless (their credit is free again)."""
+        dropped: list[QueuedFrame] = []
+        if frame.flags & Flag.CLOSE:
+            dropped = self._drop(frame.session_key)
+        frame.push_order = next(self._push_orders)
+        queue = self._sessions.setdefault(frame.session_key, collections.deque())
+        queue.append(frame)
+        self.queued_rows += frame.n_rows
+        if len(queue) == 1:
+            self._stand_in_line(frame)
+        return dropped
+
+    def drop_route(self, route_id: int) -> list[QueuedFrame]:
+        """Forget every waiting frame of a route (its epoch ended). Returns the dropped frames."""
+        mine = [key for key in self._sessions if key[0] == route_id]
+        return [frame for key in mine for frame in self._drop(key)]
+
+    def take(self, now_ns: int) -> Step | None:
+        """Return the next step, or None when nothing waits or the policy holds everything back."""
+        before = self.queued_rows
+        controls = self._take_controls()
+        decode, prefill = list(self._decode.values()), list(self._prefill.values())
+        if not decode and not prefill:
+            return Step(controls, [], CONTROLS_ONLY, now_ns, before, before) if controls else None
+        choice = self.policy.choose(decode, prefill, now_ns)
+        frames = decode[: choice.n_decode] + prefill[: choice.n_prefill]
+        if not frames and not controls:
+            return None
+        for frame in frames:
+            self._remove_head(frame)
+        return Step(controls, frames, choice.close_reason, now_ns, before, self.queued_rows)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._sessions.values()))
+
+    def _take_controls(self) -> list[QueuedFrame]:
+        taken: list[QueuedFrame] = []
+        while ready := [frame for frame in self._controls.values() if not self._waits_for_rows(frame)]:
+            for frame in ready:
+                self._remove_head(frame)
+            taken += ready
+        return sorted(taken, key=lambda frame: frame.push_order)
+
+    def _waits_for_rows(self, control: QueuedFrame) -> bool:
+        """Return whether a prefix would be copied before the source's rows that came before it are decoded."""
+        if not control.flags & Flag.COPY_PREFIX:
+            return False
+        source = self._sessions.get((control.route_id, control.argument), ())
+        return any(frame.n_rows and frame.push_order < control.push_order for frame in source)
+
+    def _line_of(self, frame: QueuedFrame) -> dict[tuple[int, int], QueuedFrame]:
+        if frame.is_control:
+            return self._controls
+        return self._prefill if frame.is_prefill else self._decode
+
+    def _stand_in_line(self, head: QueuedFrame) -> None:
+        head.line_order = next(self._line_orders)
+        self._line_of(head)[head.session_key] = head
+
+    def _remove_head(self, head: QueuedFrame) -> None:
+        del self._line_of(head)[head.session_key]
+        queue = self._sessions[head.session_key]
+        queue.popleft()
+        self.queued_rows -= head.n_rows
+        if queue:
+            self._stand_in_line(queue[0])
+        else:
+            del self._sessions[head.session_key]
+
+    def _drop(self, session_key: tuple[int, int]) -> list[QueuedFrame]:
+        queue = self._sessions.pop(session_key, None)
+        if not queue:
+            return []
+        del self._line_of(queue[0])[session_key]
+        self.queued_rows -= sum(frame.n_rows for frame in queue)
+        return list(queue)

@@ -1,0 +1,62 @@
+"""What a stage process can be told, with its bounds checked once at the start."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from wire import bounds
+from wire.errors import UsageError
+
+KV_TYPES = ("f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageConfig:
+    """One stage process."""
+
+    artifact: Path
+    """The stage's own GGUF, made by `relayline split`."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 0
+    """Port to listen on; 0 lets the system choose, and the ready line tells."""
+    ctx_tokens: int = 2_048
+    """Tokens that one session may hold, prompt and completion together."""
+    n_lanes: int = 32
+    """Sessions that may be open at once; the KV cache holds n_lanes * ctx_tokens cells."""
+    n_threads: int = 0
+    """Threads of a native decode; 0 takes every core of the host."""
+    gpu_layers: int = 0
+    """Layers to put on a GPU; -1 means all."""
+    max_rows: int = 512
+    """Rows of one native step; also the largest prefill chunk this stage accepts."""
+    prefill_rows: int = 128
+    """Prefill rows that may run beside waiting decoders in one step."""
+    kv_type: str = "f16"
+    """Element type of the KV cache."""
+    verify: bool = True
+    """Check the artifact's sha256 against pipeline.json (remembered, so the second start is quick)."""
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for the first value out of range."""
+        checks = (
+            ("--port", self.port, 0, 65_535),
+            ("--ctx", self.ctx_tokens, 8, bounds.CTX_TOKENS_MAX),
+            ("--lanes", self.n_lanes, 1, bounds.SESSIONS_PER_LINK_MAX),
+            ("--threads", self.n_threads, 0, 1_024),
+            ("--gpu-layers", self.gpu_layers, -1, 100_000),
+            ("--max-rows", self.max_rows, 1, bounds.ROWS_PER_ENVELOPE_MAX),
+            ("--prefill-rows", self.prefill_rows, 1, bounds.ROWS_PER_ENVELOPE_MAX),
+        )
+        for flag, value, low, high in checks:
+            if not low <= value <= high:
+                raise UsageError(f"{flag} {value} is outside {low}..{high}")
+        if self.kv_type not in KV_TYPES:
+            raise UsageError(f"--kv-type {self.kv_type} is unknown; choose one of {', '.join(KV_TYPES)}")
+
+    @property
+    def threads_used(self) -> int:
+        """Threads after resolving 0 to the cores this process may run on."""
+        return self.n_threads or len(os.sched_getaffinity(0))

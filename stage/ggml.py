@@ -1,0 +1,186 @@
+"""The few functions of ggml that llama_cpp does not wrap, bound in the libraries that llama_cpp has already loaded.
+
+Symbols are looked up through libllama's own handle, which searches its dependencies: opening libggml-base by path
+could load a second copy beside the first. This module also owns llama.cpp's log: it is kept in a bounded ring, and
+nothing of it reaches stderr, so that an error can quote the line that says why.
+
+It knows nothing of stages, sessions or decoding.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import re
+from typing import Any, NamedTuple
+
+from llama_cpp import llama_cpp as llama
+
+LOG_LINES_MAX = 64  # newest warnings and errors kept; enough for the cascade of one failed load
+_LEVEL_WARN, _LEVEL_ERROR, _LEVEL_CONT = 3, 4, 5  # enum ggml_log_level
+
+_lib: Any = llama._lib
+
+
+class _TypeTraits(ctypes.Structure):
+    _fields_ = [
+        ("type_name", ctypes.c_char_p),
+        ("block_elements", ctypes.c_int64),
+        ("block_interleave", ctypes.c_int64),
+        ("block_bytes", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
+        ("from_float_ref", ctypes.c_void_p),
+    ]
+
+
+class TypeTraits(NamedTuple):
+    """How ggml stores one tensor type: `block_elements` values in `block_bytes` bytes.
+
+    `to_float(source, destination, n)` is ggml's own conversion of n values (addresses; n a multiple of
+    `block_elements`), or None for f32, which needs none.
+    """
+
+    name: str
+    block_elements: int
+    block_bytes: int
+    to_float: Any | None
+
+
+_lib.ggml_get_type_traits.argtypes = [ctypes.c_int]
+_lib.ggml_get_type_traits.restype = ctypes.POINTER(_TypeTraits)
+
+
+def type_traits(type_id: int) -> TypeTraits | None:
+    """Return the traits of a ggml type id, or None if this ggml has no such type."""
+    if not 0 <= type_id < llama.GGML_TYPE_COUNT:
+        return None
+    traits = _lib.ggml_get_type_traits(type_id).contents
+    if traits.block_bytes == 0:  # the id of a type that ggml has removed
+        return None
+    to_float = traits.to_float if traits.to_float else None
+    return TypeTraits(traits.type_name.decode(), traits.block_elements, traits.block_bytes, to_float)
+
+
+def address_of(symbol: str) -> int:
+    """Return the address of a C function of llama.cpp or ggml. AttributeError if this build lacks it."""
+    address = ctypes.cast(getattr(_lib, symbol), ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+# --- GGUF metadata ----------------------------------------------------------------------------------------------------
+
+
+class _GgufInitParams(ctypes.Structure):
+    _fields_ = [("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p)]
+
+
+_lib.gguf_init_from_file.argtypes = [ctypes.c_char_p, _GgufInitParams]
+_lib.gguf_init_from_file.restype = ctypes.c_void_p
+_lib.gguf_free.argtypes = [ctypes.c_void_p]
+_lib.gguf_free.restype = None
+_lib.gguf_find_key.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+_lib.gguf_find_key.restype = ctypes.c_int64
+_lib.gguf_get_kv_type.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+_lib.gguf_get_kv_type.restype = ctypes.c_int
+
+# GGUF value type id -> the getter of that scalar type. Arrays are not read here.
+_SCALARS: dict[int, Any] = {}
+for _type_id, _name, _c_type in (
+    (0, "u8", ctypes.c_uint8),
+    (1, "i8", ctypes.c_int8),
+    (2, "u16", ctypes.c_uint16),
+    (3, "i16", ctypes.c_int16),
+    (4, "u32", ctypes.c_uint32),
+    (5, "i32", ctypes.c_int32),
+    (6, "f32", ctypes.c_float),
+    (7, "bool", ctypes.c_bool),
+    (8, "str", ctypes.c_char_p),
+    (10, "u64", ctypes.c_uint64),
+    (11, "i64", ctypes.c_int64),
+    (12, "f64", ctypes.c_double),
+):
+    _getter = getattr(_lib, f"gguf_get_val_{_name}")
+    _getter.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    _getter.restype = _c_type
+    _SCALARS[_type_id] = _getter
+
+Scalar = int | float | bool | str
+
+
+class GgufMetadata:
+    """Scalar metadata of one GGUF file, read by ggml's own parser (tens of milliseconds for a 150k vocabulary).
+
+    Tensor data is not touched. Use as a context manager; values copied out stay valid afterwards.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raise ValueError, with ggml's reason, if the file does not parse as GGUF."""
+        LOG.clear()
+        self._handle = _lib.gguf_init_from_file(path.encode(), _GgufInitParams(True, None))
+        if not self._handle:
+            raise ValueError(LOG.reason("not a GGUF file"))
+
+    def get(self, key: str) -> Scalar | None:
+        """Return a scalar value, or None if the key is absent or holds an array."""
+        index = _lib.gguf_find_key(self._handle, key.encode())
+        if index < 0:
+            return None
+        getter = _SCALARS.get(_lib.gguf_get_kv_type(self._handle, index))
+        if getter is None:
+            return None
+        value: Any = getter(self._handle, index)
+        return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+    def __enter__(self) -> GgufMetadata:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _lib.gguf_free(self._handle)
+        self._handle = None
+
+
+# --- log --------------------------------------------------------------------------------------------------------------
+
+
+class LogRing:
+    """The newest warnings and errors that llama.cpp and ggml logged in this process, oldest first."""
+
+    def __init__(self) -> None:
+        self._lines: collections.deque[tuple[int, str]] = collections.deque(maxlen=LOG_LINES_MAX)
+        self._level = 0
+
+    def append(self, level: int, text: str) -> None:
+        """Take one message; a continuation belongs to the level of the message before it."""
+        if level != _LEVEL_CONT:
+            self._level = level
+        if self._level in (_LEVEL_WARN, _LEVEL_ERROR) and text.strip():
+            self._lines.append((self._level, text.strip()))
+
+    def clear(self) -> None:
+        """Forget everything, so that `reason` speaks of what follows."""
+        self._lines.clear()
+
+    def reason(self, default: str) -> str:
+        """Return the line that says most, as one line without the C function's name.
+
+        llama.cpp logs the cause first and then one general line per caller on the way up, so the first error wins.
+        """
+        errors = [text for level, text in self._lines if level == _LEVEL_ERROR]
+        lines = errors or [text for _, text in self._lines]
+        if not lines:
+            return default
+        text = re.sub(r"^\w+: ", "", lines[0])
+        return re.sub(r"\s+", " ", re.sub(r"^error loading model: ", "", text))
+
+
+LOG = LogRing()
+
+
+@llama.llama_log_callback  # type: ignore[untyped-decorator]
+def _on_log(level: int, text: bytes, _user: ctypes.c_void_p) -> None:
+    LOG.append(level, text.decode("utf-8", "replace"))
+
+
+llama.llama_log_set(_on_log, ctypes.c_void_p(0))

@@ -1,0 +1,114 @@
+"""The receiving end of one Relay stream: parsed envelopes become queued frames, decoded bytes become credit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from stage.queue_types import QueuedFrame
+from stage.routes import Route
+from wire import bounds
+from wire.envelope import NUMPY_DTYPE, EnvelopeView, parse
+from wire.errors import ProtocolError, StaleEpochError
+from wire.frames import Flag
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+
+# Credit is given back in quarters of the window: the sender never starves and steady decode needs no extra messages.
+CREDIT_REPLY_BYTES = bounds.BYTES_IN_FLIGHT_DEFAULT // 4
+
+
+class Inbound:
+    """One upstream neighbour at one epoch. Event loop only."""
+
+    def __init__(self, route: Route, hello: pb.LinkOpen, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self.route = route
+        self._dtype: int = hello.dtype
+        self._width = 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd
+        self._context = context
+        self._owed_bytes = 0
+        self._replying: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @staticmethod
+    def hello(message: Any) -> pb.LinkOpen:  # noqa: ANN401 - bytes, or gRPC's end-of-stream marker
+        """Read the first message of a stream. Raises ProtocolError."""
+        if not isinstance(message, bytes):
+            raise ProtocolError("the link closed before its handshake")
+        try:
+            envelope = pb.Envelope.FromString(message)
+        except DecodeError as error:
+            raise ProtocolError("the first message is not a relayline envelope") from error
+        if not envelope.HasField("open") or envelope.dtype or envelope.frames:
+            raise ProtocolError("a link must begin with its handshake and nothing else")
+        if envelope.open.dtype not in NUMPY_DTYPE:
+            raise ProtocolError(f"unknown dtype {envelope.open.dtype}")
+        return envelope.open
+
+    async def next(self) -> EnvelopeView | None:
+        """Return the next envelope, None when the neighbour has closed. Raises ProtocolError, StaleEpochError."""
+        message = await self._context.read()
+        if not isinstance(message, bytes):
+            return None
+        view = parse(message)
+        if view.epoch != self.route.epoch:
+            raise StaleEpochError(f"envelope of epoch {view.epoch} on a link of epoch {self.route.epoch}")
+        if view.dtype != self._dtype or view.width != self._width:
+            raise ProtocolError(f"envelope of dtype {view.dtype} and width {view.width} does not fit the handshake")
+        return view
+
+    def frames(self, view: EnvelopeView) -> list[QueuedFrame]:
+        """Turn an envelope into frames for the batcher; rows stay views of the received message."""
+        now_ns = time.monotonic_ns()
+        records = view.frames
+        options = iter(view.options)
+        frames: list[QueuedFrame] = []
+        row = 0
+        columns = ("session_id", "epoch", "position", "n_rows", "flags", "argument", "enqueued_ns")
+        for (session_id, epoch, position, n_rows, flags, argument, enqueued_ns), trace in zip(
+            zip(*(records[name].tolist() for name in columns), strict=True), records["trace"], strict=True
+        ):
+            frames.append(
+                QueuedFrame(
+                    route_id=self.route.route_id,
+                    session_id=session_id,
+                    epoch=epoch,
+                    position=position,
+                    n_rows=n_rows,
+                    flags=flags,
+                    argument=argument,
+                    rows=view.payload[row : row + n_rows] if n_rows else None,
+                    exponents=view.exponents[row : row + n_rows] if view.exponents is not None and n_rows else None,
+                    options=next(options) if flags & Flag.OPEN else None,
+                    trace=trace.tobytes(),
+                    arrived_ns=now_ns,
+                    upstream_wait_ns=max(0, view.sent_ns - enqueued_ns),
+                    on_consumed=self._consumed,
+                )
+            )
+            row += n_rows
+        return frames
+
+    def _consumed(self, size_bytes: int) -> None:
+        self._owed_bytes += size_bytes
+        if self._owed_bytes >= CREDIT_REPLY_BYTES and not self._closed and self._replying is None:
+            self._replying = asyncio.create_task(self._reply())
+
+    async def _reply(self) -> None:
+        try:
+            while self._owed_bytes >= CREDIT_REPLY_BYTES and not self._closed:
+                owed, self._owed_bytes = self._owed_bytes, 0
+                await self._context.write(pb.LinkReply(credit_bytes=owed))
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            self._closed = True  # the reader sees the end of the stream and cleans up
+        finally:
+            self._replying = None
+
+    def close(self) -> None:
+        """Stop giving credit."""
+        self._closed = True
+        if self._replying is not None:
+            self._replying.cancel()

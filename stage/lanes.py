@@ -1,0 +1,110 @@
+"""Lanes: which session owns which native sequence, and the next position each one expects.
+
+Pure: no clock, no llama.cpp. House rules:
+* A position is absolute. At `next_position`: decode. Below: forget from there, then decode (a retry, a trim, a
+  rejected speculation). Above: a gap, refused, nothing changes.
+* Every refusal leaves the table as it was.
+* Opening an open session of the same route again and closing a closed one change nothing, so that a control
+  repeated by a retry is a control done once.
+* A session belongs to its route. Two coordinators may choose the same session id; they never meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from wire.errors import InternalError, LaneLimitError, PositionGapError, SessionError
+
+
+@dataclasses.dataclass(slots=True)
+class Lane:
+    """One native sequence and the session that owns it."""
+
+    index: int  # llama_seq_id
+    session_id: int
+    route_id: int
+    next_position: int = 0  # positions 0..next_position-1 are in the KV cache
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a frame's rows go."""
+
+    lane: Lane
+    drop_from: int | None  # forget KV at and above this position first; None when there is nothing to forget
+
+
+class LaneTable:
+    """All lanes of a stage."""
+
+    def __init__(self, n_lanes: int, ctx_tokens: int) -> None:
+        self.n_lanes, self.ctx_tokens = n_lanes, ctx_tokens
+        self._by_session: dict[tuple[int, int], Lane] = {}  # by (route_id, session_id)
+        self._free = list(range(n_lanes - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._by_session)
+
+    def open(self, session_id: int, route_id: int) -> Lane:
+        """Give the session a lane. Raises LaneLimitError when none is free."""
+        lane = self._by_session.get((route_id, session_id))
+        if lane is not None:
+            return lane
+        if not self._free:
+            raise LaneLimitError(f"all {self.n_lanes} lanes of this stage are taken")
+        lane = Lane(self._free.pop(), session_id, route_id)
+        self._by_session[route_id, session_id] = lane
+        return lane
+
+    def close(self, session_id: int, route_id: int) -> Lane | None:
+        """Take the session's lane back; returns it so that the caller clears its KV, None if it was not open."""
+        lane = self._by_session.pop((route_id, session_id), None)
+        if lane is not None:
+            self._free.append(lane.index)
+        return lane
+
+    def sessions_of(self, route_id: int) -> list[int]:
+        """Return the open sessions of one route."""
+        return [lane.session_id for lane in self._by_session.values() if lane.route_id == route_id]
+
+    def place(self, session_id: int, route_id: int, position: int, n_rows: int) -> Placement:
+        """Decide where rows starting at `position` go. Raises SessionError, PositionGapError, LaneLimitError."""
+        lane = self._owned(session_id, route_id)
+        if position > lane.next_position:
+            raise PositionGapError(
+                f"session {session_id:x} continues at position {position}, but this stage holds {lane.next_position}"
+            )
+        if position + n_rows > self.ctx_tokens:
+            raise LaneLimitError(f"position {position + n_rows} is beyond the {self.ctx_tokens} tokens of a lane")
+        return Placement(lane, position if position < lane.next_position else None)
+
+    def trim(self, session_id: int, route_id: int, length: int) -> Placement:
+        """Shorten the session to `length` positions. Raises SessionError, PositionGapError."""
+        lane = self._owned(session_id, route_id)
+        if length > lane.next_position:
+            raise PositionGapError(f"session {session_id:x} cannot be trimmed to {length}, it holds {lane.next_position}")
+        placement = Placement(lane, length if length < lane.next_position else None)
+        lane.next_position = length
+        return placement
+
+    def prefix(self, source_id: int, target_id: int, route_id: int, length: int) -> tuple[Lane, Lane]:
+        """Return (source, target) for copying `length` positions. The target must be empty. Raises as `trim`."""
+        source, target = self._owned(source_id, route_id), self._owned(target_id, route_id)
+        if length > source.next_position:
+            raise PositionGapError(f"session {source_id:x} holds {source.next_position} positions, {length} were asked for")
+        if target.next_position:
+            raise SessionError(f"session {target_id:x} already holds {target.next_position} positions")
+        target.next_position = length
+        return source, target
+
+    def check(self) -> None:
+        """Hold the table's own invariants (tests call this after every event)."""
+        used = [lane.index for lane in self._by_session.values()]
+        if sorted(used + self._free) != list(range(self.n_lanes)):
+            raise InternalError("a lane is lost or owned twice")
+
+    def _owned(self, session_id: int, route_id: int) -> Lane:
+        lane = self._by_session.get((route_id, session_id))
+        if lane is None:
+            raise SessionError(f"session {session_id:x} is not open on this stage")
+        return lane

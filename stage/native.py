@@ -1,0 +1,321 @@
+"""The native engine of a stage: one llama.cpp context over one layer range, one decode per batch of many lanes.
+
+It knows rows, positions and lanes. It does not know sessions, frames, sampling or clocks. Every method runs on the
+stage's one decode thread: llama.cpp contexts are not thread-safe, and the GIL is released while it computes.
+
+Every stage is fed hidden rows, stage 0 too (embedding.py looks tokens up). The batch arrays are allocated once and
+llama_batch points into them for good, so a step in steady state allocates nothing payload-sized here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp as llama
+
+from stage import ggml
+from stage.artifact import StageArtifact, open_artifact
+from stage.capture import RowCapture
+from wire.bounds import CTX_TOKENS_MAX, ROWS_PER_ENVELOPE_MAX
+from wire.errors import InternalError, LaneLimitError, ModelFileError, NativeError, UsageError
+
+KV_TYPES: dict[str, int] = {
+    "f32": llama.GGML_TYPE_F32,
+    "f16": llama.GGML_TYPE_F16,
+    "q8_0": llama.GGML_TYPE_Q8_0,
+    "q5_1": llama.GGML_TYPE_Q5_1,
+    "q5_0": llama.GGML_TYPE_Q5_0,
+    "q4_1": llama.GGML_TYPE_Q4_1,
+    "q4_0": llama.GGML_TYPE_Q4_0,
+}
+LANES_MAX: int = llama.llama_max_parallel_sequences()  # compiled into llama.cpp
+_CTX_STEP_TOKENS = 256  # llama.cpp rounds a context up to this; done here first, so that n_batch is not clipped
+_NO_KV_SLOT = 1  # return code of llama_decode
+_ROPE_TYPES_4D = (llama.LLAMA_ROPE_TYPE_MROPE, llama.LLAMA_ROPE_TYPE_IMROPE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How to load one artifact. KV cells for all lanes are allocated at load."""
+
+    artifact_path: Path  # a stage's GGUF
+    n_lanes: int  # sequences that may be open at once; at most LANES_MAX
+    ctx_tokens: int  # tokens that one lane may hold; the cache has n_lanes times as many cells, shared
+    max_rows: int = 512  # rows of the largest step, hence of every array below
+    n_threads: int = 1  # CPU threads of one decode
+    gpu_layers: int = 0  # layers held on the GPU; -1 for all
+    kv_type: str = "f16"  # element type of the KV cache; a key of KV_TYPES
+    max_wanted: int = 0  # last stage: rows of one step that may want logits (4 x n_vocab bytes each); 0: max_rows
+
+    def check(self) -> None:
+        """Raise UsageError if a value cannot be used."""
+        for name, value, low, high in (
+            ("lanes", self.n_lanes, 1, LANES_MAX),
+            ("ctx", self.ctx_tokens, 1, CTX_TOKENS_MAX),
+            ("max-rows", self.max_rows, 1, ROWS_PER_ENVELOPE_MAX),
+            ("threads", self.n_threads, 1, 4096),
+            ("gpu-layers", self.gpu_layers, -1, 1 << 16),
+            ("max-wanted", self.max_wanted, 0, self.max_rows),
+        ):
+            if not low <= value <= high:
+                raise UsageError(f"--{name} is {value}; it must be between {low} and {high}")
+        if self.n_lanes * self.ctx_tokens > (1 << 31) - _CTX_STEP_TOKENS:
+            raise UsageError(f"--lanes {self.n_lanes} x --ctx {self.ctx_tokens} is more cells than llama.cpp counts")
+        if self.kv_type not in KV_TYPES:
+            raise UsageError(f"--kv-type is {self.kv_type!r}; it must be one of {', '.join(KV_TYPES)}")
+
+
+class NativeEngine:
+    """One loaded slice with its KV cache.
+
+    A caller fills rows [0:n_rows) of `input_rows`, `positions`, `seq_ids` and, on the last stage, `wants`, calls
+    `decode(n_rows)`, and reads `output_rows` or `logits`. Rows of one lane have ascending, consecutive positions that
+    continue what the lane holds; rows of several lanes may be mixed in any order.
+    """
+
+    input_rows: npt.NDArray[np.float32]  # [max_rows, n_embd], C-contiguous; filled by the caller
+    positions: npt.NDArray[np.int32]  # [max_rows]; filled by the caller
+    seq_ids: npt.NDArray[np.int32]  # [max_rows], lane of each row; filled by the caller
+    wants: npt.NDArray[np.int8]  # [max_rows]; last stage: 1 where logits are wanted, by the caller; else all ones
+    output_rows: npt.NDArray[np.float32]  # [max_rows, n_embd]; hidden state after the last layer, not on the last
+    # stage (there it has no rows). Filled by decode, valid until the next one.
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Load the artifact and prove, with a one-row decode, that it delivers what it should.
+
+        Raises UsageError, ArtifactError, ModelFileError (the file) or NativeError (everything else).
+        """
+        config.check()
+        self.config = config
+        self.artifact: StageArtifact = open_artifact(config.artifact_path)
+        self.max_rows = config.max_rows
+        self.max_wanted = config.max_wanted or config.max_rows
+        self.n_embd = self.artifact.n_embd
+        self.is_last = self.artifact.is_last
+        self.n_vocab = self.artifact.n_vocab if self.is_last else 0
+        self._model: Any = None
+        self._context: Any = None
+        self._capture: RowCapture | None = None
+        try:
+            self._model = self._load_model()
+            self._n_positions = 4 if llama.llama_model_rope_type(self._model) in _ROPE_TYPES_4D else 1
+            self._check_model()
+            self._allocate()
+            self._context = self._open_context()
+            self._memory: Any = llama.llama_get_memory(self._context)
+            self._check_itself()
+        except BaseException:
+            self.close()
+            raise
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    def _load_model(self) -> Any:
+        llama.llama_backend_init()
+        params = llama.llama_model_default_params()
+        params.n_gpu_layers = self.config.gpu_layers
+        params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
+        ggml.LOG.clear()
+        model = llama.llama_model_load_from_file(str(self.config.artifact_path).encode(), params)
+        if not model:
+            reason = ggml.LOG.reason("llama.cpp gave no reason")
+            text = f"{self.config.artifact_path}: cannot be loaded: {reason}"
+            raise NativeError(text) if re.search(r"alloc|memory|CUDA|device", reason) else ModelFileError(text)
+        return model
+
+    def _check_model(self) -> None:
+        model, name = self._model, self.artifact.architecture
+        if llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model):
+            # Their state cannot be rewound to a position, and llama.cpp regroups their rows by sequence.
+            raise NativeError(f"{name} keeps recurrent state, which this version cannot serve in stages")
+        widths = (llama.llama_model_n_embd(model), llama.llama_model_n_embd_inp(model))
+        if widths != (self.n_embd, self.n_embd):
+            raise NativeError(f"{name} takes rows of {widths[1]} values and gives {widths[0]}, not {self.n_embd}")
+        n_layers = self.artifact.layer_end - self.artifact.layer_start
+        if llama.llama_model_n_layer(model) != n_layers:
+            found = llama.llama_model_n_layer(model)
+            raise NativeError(f"{self.artifact.path}: holds {found} layers where its metadata says {n_layers}")
+        n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+        if self.is_last and n_vocab != self.n_vocab:
+            raise NativeError(f"{self.artifact.path}: vocabulary of {n_vocab} where its metadata says {self.n_vocab}")
+
+    def _allocate(self) -> None:
+        n_rows = self.max_rows
+        self.input_rows = np.zeros((n_rows, self.n_embd), np.float32)
+        self.positions = np.zeros(n_rows, np.int32)
+        self.seq_ids = np.zeros(n_rows, np.int32)
+        self.wants = np.ones(n_rows, np.int8)
+        self.output_rows = np.zeros((0 if self.is_last else n_rows, self.n_embd), np.float32)
+        # Multi-axis rope reads four positions a row, axis by axis: a copy laid out that way is made for each step.
+        self._positions_4d = np.zeros(4 * n_rows, np.int32) if self._n_positions == 4 else self.positions
+        self._seq_counts = np.ones(n_rows, np.int32)
+        lane_addresses = self.seq_ids.ctypes.data + 4 * np.arange(n_rows, dtype=np.uintp)
+        self._seq_pointers = np.ascontiguousarray(lane_addresses)
+        self._lane_first = np.empty(self.config.n_lanes, np.int32)
+        self._logits_type = ctypes.c_float * self.n_vocab
+        self._batch = llama.llama_batch(
+            n_tokens=0,
+            token=None,
+            embd=_pointer(self.input_rows, ctypes.c_float),
+            pos=_pointer(self._positions_4d, llama.llama_pos),
+            n_seq_id=_pointer(self._seq_counts, ctypes.c_int32),
+            seq_id=_pointer(self._seq_pointers, ctypes.POINTER(llama.llama_seq_id)),
+            logits=_pointer(self.wants, ctypes.c_int8),
+        )
+
+    def _open_context(self) -> Any:
+        config = self.config
+        # llama.cpp sizes its graphs for one row of each lane, and aborts where a batch or its outputs could hold fewer.
+        n_rows = max(config.max_rows, config.n_lanes)
+        n_cells = max(config.n_lanes * config.ctx_tokens, n_rows)
+        params = llama.llama_context_default_params()
+        params.n_ctx = -(-n_cells // _CTX_STEP_TOKENS) * _CTX_STEP_TOKENS
+        params.n_batch = params.n_ubatch = n_rows
+        params.n_seq_max = config.n_lanes
+        params.n_outputs_max = max(self.max_wanted, config.n_lanes) if self.is_last else n_rows
+        params.n_threads = params.n_threads_batch = config.n_threads
+        params.type_k = params.type_v = KV_TYPES[config.kv_type]
+        params.kv_unified = True  # one micro-batch keeps its row order, lanes share cells, and prefixes are free
+        params.swa_full = True  # a lane can be rewound to any position
+        params.embeddings = False
+        params.no_perf = True
+        if not self.is_last:
+            last_layer = self.artifact.layer_end - self.artifact.layer_start - 1
+            self._capture = RowCapture(f"l_out-{last_layer}", self.output_rows)
+            self._capture.install(params)
+        ggml.LOG.clear()
+        context = llama.llama_init_from_model(self._model, params)
+        if not context:
+            reason = ggml.LOG.reason("llama.cpp gave no reason")
+            raise NativeError(f"cannot make a context of {params.n_ctx} tokens ({config.kv_type}): {reason}")
+        return context
+
+    def _check_itself(self) -> None:
+        """Decode one row and forget it: proves that the output arrives, and touches the weights once."""
+        self.input_rows[0] = 0.01
+        self.decode(1)
+        row = self.logits(0) if self.is_last else self.output_rows[0]
+        if not np.isfinite(row).all():
+            raise NativeError(f"{self.artifact.path}: the self-check at load gave values that are not finite")
+        self.clear(0)
+        self.input_rows[0] = 0.0
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def decode(self, n_rows: int) -> None:
+        """Run one llama_decode over rows [0:n_rows).
+
+        Raises LaneLimitError when no KV cells are left and NativeError otherwise. After an error every lane of this
+        batch ends before its first row of the batch, and no other lane has changed.
+        """
+        if not 0 < n_rows <= self.max_rows:
+            raise InternalError(f"a step of {n_rows} rows; the engine was made for 1 to {self.max_rows}")
+        batch, capture = self._batch, self._capture
+        batch.n_tokens = n_rows
+        if self._n_positions == 4:
+            axes = self._positions_4d[: 4 * n_rows].reshape(4, n_rows)
+            axes[:3] = self.positions[:n_rows]
+            axes[3] = 0
+        if capture is not None:
+            self.wants[:n_rows] = 1  # a row that is not wanted would be dropped inside the last layer
+            capture.begin()
+        elif np.count_nonzero(self.wants[:n_rows]) > self.max_wanted:  # llama.cpp would abort the process
+            raise InternalError(f"a step wants more than {self.max_wanted} rows of logits")
+        code = llama.llama_decode(self._context, batch)
+        try:
+            if code != 0:
+                self._raise_for(code, n_rows)
+            if capture is not None:
+                capture.check(n_rows)
+        except BaseException:
+            self._drop_batch(n_rows)
+            raise
+
+    def _raise_for(self, code: int, n_rows: int) -> None:
+        reason = ggml.LOG.reason("llama.cpp gave no reason")
+        ggml.LOG.clear()
+        if code == _NO_KV_SLOT:
+            raise LaneLimitError(f"no KV cells are left for a step of {n_rows} rows")
+        raise NativeError(f"llama_decode failed with code {code} on {n_rows} rows: {reason}")
+
+    def _drop_batch(self, n_rows: int) -> None:
+        first = self._lane_first
+        first.fill(np.iinfo(np.int32).max)
+        lanes = self.seq_ids[:n_rows]
+        known = (lanes >= 0) & (lanes < self.config.n_lanes)  # an impossible lane is what may have failed
+        np.minimum.at(first, lanes[known], self.positions[:n_rows][known])
+        for lane in np.unique(lanes[known]):
+            self.drop_from(int(lane), max(0, int(first[lane])))
+
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """Return the logits of a wanted row of the last step: f32 [n_vocab], a view valid until the next decode.
+
+        Raises InternalError if the row was not wanted, or on a stage that is not last.
+        """
+        if not self.is_last:
+            raise InternalError("logits are asked of a stage that has no head")
+        pointer = llama.llama_get_logits_ith(self._context, row)
+        if not pointer:
+            ggml.LOG.clear()
+            raise InternalError(f"logits of row {row} are asked, but that row was not wanted")
+        memory: Any = self._logits_type.from_address(ctypes.addressof(pointer.contents))
+        view: npt.NDArray[np.float32] = np.frombuffer(memory, np.float32)
+        return view
+
+    # --- lanes --------------------------------------------------------------------------------------------------------
+
+    def drop_from(self, lane: int, position: int) -> None:
+        """Forget what the lane holds at `position` and above. Dropping what is not there does nothing."""
+        self._check_lane(lane)
+        if not llama.llama_memory_seq_rm(self._memory, lane, max(0, position), -1):
+            raise NativeError(f"{self.artifact.architecture}: the cache of lane {lane} cannot be cut at {position}")
+
+    def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
+        """Let the target lane hold exactly the source's first `n_tokens` positions. No cell is copied: both share."""
+        self._check_lane(source_lane)
+        self._check_lane(target_lane)
+        if source_lane == target_lane:
+            self.drop_from(target_lane, n_tokens)
+            return
+        self.clear(target_lane)
+        if n_tokens > 0:
+            llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, 0, n_tokens)
+
+    def clear(self, lane: int) -> None:
+        """Forget everything the lane holds and give its cells back."""
+        self.drop_from(lane, 0)
+
+    def lane_tokens(self, lane: int) -> int:
+        """Return how many positions the lane holds, counted from 0."""
+        self._check_lane(lane)
+        return int(llama.llama_memory_seq_pos_max(self._memory, lane)) + 1
+
+    def _check_lane(self, lane: int) -> None:
+        # llama.cpp aborts the process on a sequence id out of range.
+        if not 0 <= lane < self.config.n_lanes:
+            raise InternalError(f"lane {lane} of an engine with {self.config.n_lanes} lanes")
+
+    def close(self) -> None:
+        """Free context and model. Views that `logits` returned must not be read afterwards. May be called twice."""
+        if self._context is not None:
+            llama.llama_free(self._context)
+            self._context = None
+        if self._model is not None:
+            llama.llama_model_free(self._model)
+            self._model = None
+
+    def __enter__(self) -> NativeEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _pointer(array: npt.NDArray[Any], c_type: Any) -> Any:
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(c_type))

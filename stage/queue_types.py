@@ -1,0 +1,67 @@
+"""What moves between the gRPC handlers, the batcher and the decode thread: queued frames and steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wire.frames import CONTROL, Flag
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class QueuedFrame:
+    """One frame waiting at this stage; rows are views into the received message."""
+
+    route_id: int
+    session_id: int
+    epoch: int
+    position: int
+    n_rows: int
+    flags: int
+    argument: int
+    rows: npt.NDArray[Any] | None  # (n_rows, width): i32 tokens, f16 or f32; None for controls
+    exponents: npt.NDArray[np.int8] | None  # (n_rows,) for f16 rows that were scaled
+    options: pb.SessionOptions | None  # with Flag.OPEN
+    trace: bytes  # 25 bytes, see wire.frames
+    arrived_ns: int  # this process's monotonic clock
+    upstream_wait_ns: int  # how long the frame had waited at the sender
+    on_consumed: Callable[[int], None] | None = None  # gives payload bytes back to the link as credit
+    push_order: int = 0  # set by the batcher: counts frames as they arrive
+    line_order: int = 0  # set by the batcher: counts frames as they reach the head of their session's queue
+
+    @property
+    def session_key(self) -> tuple[int, int]:
+        """(route_id, session_id): a session id means something only within its route."""
+        return self.route_id, self.session_id
+
+    @property
+    def is_control(self) -> bool:
+        """Whether the frame carries no rows."""
+        return bool(self.flags & CONTROL)
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether the rows belong to a prompt."""
+        return bool(self.flags & Flag.PREFILL)
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """What one native decode will run, and how it came to be."""
+
+    controls: list[QueuedFrame]  # applied first, in order
+    frames: list[QueuedFrame]  # one per session
+    close_reason: str  # why the batch took no more, see stage.policy
+    taken_ns: int
+    queued_rows_before: int
+    queued_rows_after: int
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the native decode."""
+        return sum(frame.n_rows for frame in self.frames)

@@ -1,0 +1,82 @@
+"""Routes of a stage: one coordinator's use of it, with its epoch, its downstream link and its listeners.
+
+Event loop only. The decode thread sees a route as `stage.step.RouteWiring`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from stage.step import RouteOutput
+from wire.errors import RelaylineError, StageLostError, StaleEpochError
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+from wire.relay_link import RelayLink
+
+RETURN_QUEUE_MAX = 1_024  # unread return messages of a coordinator; one that lags further is cut off
+ROUTES_MAX = 64  # coordinators that may use one stage
+
+
+@dataclasses.dataclass(eq=False)
+class Listener:
+    """One Return stream: messages on their way to the coordinator. None ends it."""
+
+    epoch: int
+    queue: asyncio.Queue[pb.ReturnEnvelope | None] = dataclasses.field(
+        default_factory=lambda: asyncio.Queue(RETURN_QUEUE_MAX)
+    )
+
+
+class Route:
+    """One coordinator's use of this stage at one epoch."""
+
+    def __init__(self, route_id: int, epoch: int, stage_index: int, link: RelayLink | None) -> None:
+        self.route_id, self.epoch, self.stage_index = route_id, epoch, stage_index
+        self.link = link
+        self.has_upstream = False  # one upstream neighbour per epoch; another link is a mistake
+        self.ended = asyncio.Event()  # upstream handlers and the sender leave when the epoch is over
+        self.reason: RelaylineError = StaleEpochError(f"epoch {epoch} of this route is over")
+        self._listeners: list[Listener] = []
+
+    def listen(self) -> Listener:
+        """Add a Return stream."""
+        listener = Listener(self.epoch)
+        listener.queue.put_nowait(pb.ReturnEnvelope(epoch=self.epoch, stage_index=self.stage_index, subscribed=True))
+        self._listeners.append(listener)
+        return listener
+
+    def unlisten(self, listener: Listener) -> None:
+        """Remove a Return stream."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+
+    def report(self, output: RouteOutput) -> None:
+        """Pass one step's samples and faults to the coordinator as one message."""
+        if not output.samples and not output.faults:
+            return
+        message = pb.ReturnEnvelope(
+            epoch=output.epoch, stage_index=self.stage_index, samples=output.samples, faults=output.faults
+        )
+        for listener in list(self._listeners):
+            if listener.queue.full():
+                self.end(StageLostError("the coordinator stopped reading its return stream"))
+                return
+            listener.queue.put_nowait(message)
+
+    def report_lost(self, error: RelaylineError) -> None:
+        """Tell the coordinator that the whole route is broken here."""
+        fault = pb.SessionFault(
+            session_id=0, stage_index=self.stage_index, label=error.label, message=error.message, retryable=True
+        )
+        self.report(RouteOutput(self.route_id, self.epoch, faults=[fault]))
+
+    def end(self, reason: RelaylineError | None = None) -> None:
+        """End the epoch: every stream of this route closes."""
+        if reason is not None:
+            self.reason = reason
+        self.ended.set()
+        for listener in self._listeners:
+            if listener.queue.full():
+                listener.queue.get_nowait()
+            listener.queue.put_nowait(None)
+        self._listeners.clear()

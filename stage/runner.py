@@ -1,0 +1,138 @@
+"""The decode thread: takes steps from the batcher, runs them, hands results to the event loop.
+
+Theory of operation. One thread owns the native engine for its whole life. It shares the batcher with the event loop
+under one condition variable: the loop pushes frames and notifies, the thread takes the next step the moment the last
+one is done, without a round trip through the loop. So frames that arrive during a native step form the next batch,
+and the event loop never waits for a decode.
+
+`OUTBOX_STEPS_MAX` bounds the results that the loop has not yet carried away: when the downstream link has no credit
+the thread stops taking steps, the queue holds its frames, and upstream runs out of credit in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stage.batcher import Batcher
+from stage.queue_types import QueuedFrame
+from stage.step import StepExecutor, StepResult
+from wire.errors import InternalError
+from wire.frames import Flag
+
+OUTBOX_STEPS_MAX = 4  # steps computed but not yet sent; enough to hide the send behind the next decode
+
+
+class Runner:
+    """Owns the decode thread. `deliver` is called on the event loop with each step's result, in order."""
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        executor: StepExecutor,
+        deliver: Callable[[StepResult], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self._batcher, self._executor = batcher, executor
+        self._deliver, self._on_crash = deliver, on_crash
+        self._loop = asyncio.get_running_loop()
+        self._changed = threading.Condition()
+        self._calls: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
+        self._outbox_steps = 0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+        self._thread.start()
+
+    @property
+    def queued_rows(self) -> int:
+        """Rows waiting for a step."""
+        return self._batcher.queued_rows
+
+    def push(self, frames: list[QueuedFrame]) -> list[QueuedFrame]:
+        """Queue frames in order and wake the thread. Returns waiting frames that a close made pointless."""
+        dropped: list[QueuedFrame] = []
+        with self._changed:
+            for frame in frames:
+                if frame.flags & Flag.CLOSE:
+                    self._executor.cancelled.add(frame.session_id)
+                dropped += self._batcher.push(frame)
+            self._changed.notify()
+        return dropped
+
+    def drop_route(self, route_id: int) -> list[QueuedFrame]:
+        """Forget the waiting frames of a route."""
+        with self._changed:
+            return self._batcher.drop_route(route_id)
+
+    def sent(self) -> None:
+        """Say that one step's result has left the process (or never will)."""
+        with self._changed:
+            self._outbox_steps -= 1
+            self._changed.notify()
+
+    async def call(self, function: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Run a function in the decode thread between two steps and return its result."""
+        future: asyncio.Future[Any] = self._loop.create_future()
+        with self._changed:
+            if self._stopping:
+                raise InternalError("the decode thread has stopped")
+            self._calls.append((function, future))
+            self._changed.notify()
+        return await future
+
+    async def stop(self) -> None:
+        """Let the current step end, then end the thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # a bug of ours: the process must not linger without its engine
+            self._loop.call_soon_threadsafe(self._on_crash, error)
+            raise
+
+    def _turn(self) -> bool:
+        """Wait for work and do one piece of it; False once stopping."""
+        step = None
+        with self._changed:
+            while True:
+                if self._stopping:
+                    return False
+                calls, self._calls = self._calls, []
+                if calls:
+                    break
+                if self._outbox_steps < OUTBOX_STEPS_MAX:
+                    step = self._batcher.take(time.monotonic_ns())
+                    if step is not None:
+                        self._outbox_steps += 1
+                        break
+                self._changed.wait()
+        for function, future in calls:
+            self._answer(function, future)
+        if step is not None:
+            self._loop.call_soon_threadsafe(self._deliver, self._executor.execute(step))
+        return True
+
+    def _answer(self, function: Callable[[], Any], future: asyncio.Future[Any]) -> None:
+        try:
+            result = function()
+        except Exception as error:
+            self._loop.call_soon_threadsafe(_settle, future, None, error)
+        else:
+            self._loop.call_soon_threadsafe(_settle, future, result, None)
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:  # noqa: ANN401
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,337 @@
+"""The gRPC face of a stage: carries envelopes in, results out. Holds no decisions about batches or lanes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+import uuid
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from stage.artifact import StageArtifact
+from stage.config import StageConfig
+from stage.inbound import Inbound
+from stage.routes import ROUTES_MAX, Route
+from stage.runner import Runner
+from stage.stats import StageStats
+from stage.step import RouteOutput, RouteWiring, StepExecutor, StepResult
+from wire import bounds, rpc
+from wire.envelope import EnvelopeView
+from wire.errors import (
+    HandshakeError,
+    LaneLimitError,
+    ProtocolError,
+    RelaylineError,
+    StageLostError,
+    StaleEpochError,
+)
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+from wire.relay_link import RelayLink
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageFacts:
+    """What a stage says of itself in every handshake."""
+
+    artifact: StageArtifact
+    config: StageConfig
+    software_version: str
+    instance_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+
+
+class StageService:
+    """All calls of relayline.v1.StageService."""
+
+    def __init__(self, facts: StageFacts, executor: StepExecutor, stats: StageStats) -> None:
+        self._facts, self._executor, self._stats = facts, executor, stats
+        self._routes: dict[int, Route] = {}
+        self._configuring = asyncio.Lock()
+        # Bounded by runner.OUTBOX_STEPS_MAX: the decode thread takes no step while that many are unsent.
+        self._sends: asyncio.Queue[list[tuple[Route, RouteOutput]]] = asyncio.Queue()
+        self._started_ns = time.monotonic_ns()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.runner: Runner  # set by attach, before the server starts
+
+    def attach(self, runner: Runner) -> None:
+        """Connect the decode thread."""
+        self.runner = runner
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """Return the generic handler to register with a server."""
+        unary, serialize, parser = grpc.unary_unary_rpc_method_handler, rpc.serialize, rpc.parser
+        return grpc.method_handlers_generic_handler(
+            rpc.SERVICE,
+            {
+                "Describe": unary(self.describe, parser(pb.DescribeRequest), serialize),
+                "Configure": unary(self.configure, parser(pb.ConfigureRequest), serialize),
+                "Status": unary(self.status, parser(pb.StatusRequest), serialize),
+                "Relay": grpc.stream_stream_rpc_method_handler(self.relay, None, serialize),
+                "Return": grpc.unary_stream_rpc_method_handler(self.return_, parser(pb.ReturnRequest), serialize),
+            },
+        )
+
+    # --- results of the decode thread ---------------------------------------------------------------------------------
+
+    def deliver(self, result: StepResult) -> None:
+        """Carry one step's results away; called on the event loop in step order."""
+        self._stats.step_done(result.n_rows, result.waits_ns, result.decode_ns, result.close_reason)
+        for frame in result.consumed:
+            if frame.on_consumed is not None and frame.rows is not None:
+                frame.on_consumed(frame.rows.nbytes)
+        sends: list[tuple[Route, RouteOutput]] = []
+        for output in result.outputs:
+            route = self._routes.get(output.route_id)
+            if route is None or route.epoch != output.epoch:
+                continue  # buffers of an ended epoch go with their link
+            for fault in output.faults:
+                self._stats.faults_by_label[fault.label] += 1
+            route.report(output)
+            if output.buffer is not None:
+                sends.append((route, output))
+        if sends:
+            self._sends.put_nowait(sends)
+        else:
+            self.runner.sent()
+
+    async def send_forever(self) -> None:
+        """Send every step's envelopes, one step after the other: gRPC allows one write at a time per stream."""
+        while True:
+            for route, output in await self._sends.get():
+                await self._send(route, output)
+            self.runner.sent()
+
+    async def _send(self, route: Route, output: RouteOutput) -> None:
+        if route.link is None or output.buffer is None:
+            return
+        payload_bytes = output.buffer.payload_bytes
+        try:
+            await route.link.send(output.buffer, output.message)
+        except RelaylineError as error:
+            self._link_lost(route, error)
+            return
+        self._stats.envelopes_out += 1
+        self._stats.payload_bytes_out += payload_bytes
+
+    def _link_lost(self, route: Route, error: RelaylineError) -> None:
+        if self._routes.get(route.route_id) is route and not route.ended.is_set():
+            route.report_lost(error)
+
+    def _spawn(self, work: Any) -> None:  # noqa: ANN401 - a coroutine
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- unary calls --------------------------------------------------------------------------------------------------
+
+    async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
+        """Say what this stage holds."""
+        artifact, config = self._facts.artifact, self._facts.config
+        return pb.DescribeResponse(
+            protocol_version=bounds.PROTOCOL_VERSION,
+            software_version=self._facts.software_version,
+            architecture=artifact.architecture,
+            source_sha256=artifact.source_sha256,
+            pipeline_id=artifact.pipeline_id,
+            stage_index=artifact.stage_index,
+            stage_count=artifact.stage_count,
+            layer_start=artifact.layer_start,
+            layer_end=artifact.layer_end,
+            n_embd=artifact.n_embd,
+            n_vocab=artifact.n_vocab,
+            n_lanes=config.n_lanes,
+            ctx_tokens=config.ctx_tokens,
+            max_rows=config.max_rows,
+            instance_id=self._facts.instance_id,
+        )
+
+    async def configure(self, request: pb.ConfigureRequest, context: Context) -> pb.ConfigureResponse:
+        """Begin a new epoch of a route: forget its sessions and connect downstream."""
+        try:
+            async with self._configuring:
+                await self._configure(request)
+        except RelaylineError as error:
+            await rpc.abort(context, error)
+        return pb.ConfigureResponse()
+
+    async def _configure(self, request: pb.ConfigureRequest) -> None:
+        artifact = self._facts.artifact
+        if request.protocol_version != bounds.PROTOCOL_VERSION:
+            raise HandshakeError(
+                f"coordinator speaks protocol {request.protocol_version}, this stage {bounds.PROTOCOL_VERSION}; "
+                "run the same relayline version on both"
+            )
+        if request.pipeline_id != artifact.pipeline_id or request.stage_index != artifact.stage_index:
+            raise HandshakeError(
+                f"asked to be stage {request.stage_index} of pipeline {request.pipeline_id[:12]}, but this artifact is "
+                f"stage {artifact.stage_index} of {artifact.pipeline_id[:12]}"
+            )
+        if bool(request.next_address) == artifact.is_last:
+            raise HandshakeError("only the last stage has no downstream neighbour")
+        previous = self._routes.get(request.route_id)
+        if previous is not None and request.epoch <= previous.epoch:
+            raise StaleEpochError(f"epoch {request.epoch} is not newer than {previous.epoch}")
+        if previous is None and len(self._routes) >= ROUTES_MAX:
+            raise LaneLimitError(f"this stage already serves {ROUTES_MAX} coordinators")
+        if previous is not None:
+            await self._end_route(previous)
+        link = await self._connect(request) if request.next_address else None
+        route = Route(request.route_id, request.epoch, artifact.stage_index, link)
+        wiring = RouteWiring(request.epoch, link.pool if link else None)
+        await self.runner.call(lambda: self._executor.reset_route(request.route_id, wiring))
+        self._routes[request.route_id] = route
+
+    async def _connect(self, request: pb.ConfigureRequest) -> RelayLink:
+        artifact = self._facts.artifact
+        hello = pb.LinkOpen(
+            protocol_version=bounds.PROTOCOL_VERSION,
+            route_id=request.route_id,
+            epoch=request.epoch,
+            pipeline_id=artifact.pipeline_id,
+            source_sha256=artifact.source_sha256,
+            next_layer=artifact.layer_end,
+            n_embd=artifact.n_embd,
+            dtype=request.wire_dtype,
+        )
+
+        def on_lost(error: RelaylineError) -> None:
+            route = self._routes.get(request.route_id)
+            if route is not None and route.epoch == request.epoch:
+                self._link_lost(route, error)
+
+        return await RelayLink.open(request.next_address, hello, on_lost)
+
+    async def _end_route(self, route: Route) -> None:
+        """End an epoch and free what it held. The caller holds the configuring lock; an ended route stays ended."""
+        if self._routes.get(route.route_id) is not route:
+            return
+        route.end()
+        del self._routes[route.route_id]
+        self.runner.drop_route(route.route_id)
+        await self.runner.call(lambda: self._executor.reset_route(route.route_id, None))
+        if route.link is not None:
+            await route.link.close()
+
+    async def status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
+        """Report live counters."""
+        message = self._stats.message()
+        message.stage_index = self._facts.artifact.stage_index
+        message.instance_id = self._facts.instance_id
+        message.uptime_ns = time.monotonic_ns() - self._started_ns
+        message.lanes_used, message.lanes_total = len(self._executor.lanes), self._executor.lanes.n_lanes
+        message.queued_rows = self.runner.queued_rows
+        return message
+
+    # --- streams ------------------------------------------------------------------------------------------------------
+
+    async def relay(self, requests: Any, context: Context) -> None:  # noqa: ANN401 - unused: read() is quicker
+        """Take envelopes of one upstream neighbour until it leaves or its epoch ends."""
+        try:
+            route, hello = await self._accept(context)
+        except RelaylineError as error:
+            await rpc.abort(context, error)
+        inbound = Inbound(route, hello, context)
+        route.has_upstream = True
+        await context.write(
+            pb.LinkReply(
+                accepted=pb.LinkAccepted(
+                    credit_bytes=bounds.BYTES_IN_FLIGHT_DEFAULT, max_rows=self._facts.config.max_rows
+                )
+            )
+        )
+        ended = asyncio.create_task(route.ended.wait())
+        reading = asyncio.create_task(self._read(inbound))
+        try:
+            await asyncio.wait({ended, reading}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                await reading
+            else:
+                await rpc.abort(context, route.reason)
+        except RelaylineError as error:
+            await rpc.abort(context, error)
+        finally:
+            ended.cancel()
+            reading.cancel()
+            inbound.close()
+            self._upstream_left(route)
+
+    async def _read(self, inbound: Inbound) -> None:
+        while True:
+            view = await inbound.next()
+            if view is None:
+                return
+            self._take(inbound, view)
+
+    def _take(self, inbound: Inbound, view: EnvelopeView) -> None:
+        self._stats.envelopes_in += 1
+        self._stats.payload_bytes_in += view.payload_bytes
+        for frame in self.runner.push(inbound.frames(view)):
+            if frame.on_consumed is not None and frame.rows is not None:
+                frame.on_consumed(frame.rows.nbytes)
+
+    async def _accept(self, context: Context) -> tuple[Route, pb.LinkOpen]:
+        """Read and check the first message of a Relay stream."""
+        try:
+            async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
+                first = await context.read()
+        except TimeoutError as error:
+            raise ProtocolError("no handshake came on this link") from error
+        hello = Inbound.hello(first)
+        artifact = self._facts.artifact
+        route = self._routes.get(hello.route_id)
+        if route is not None and hello.epoch < route.epoch:
+            raise StaleEpochError(f"epoch {hello.epoch} is over, this stage is at {route.epoch}")
+        if route is None or hello.epoch != route.epoch:
+            raise HandshakeError(f"stage {artifact.stage_index} has not been configured for this route and epoch")
+        if route.has_upstream:
+            raise HandshakeError(f"stage {artifact.stage_index} already has an upstream link for this route and epoch")
+        differences = [
+            f"{what} {theirs} here {ours}"
+            for what, theirs, ours in (
+                ("protocol", hello.protocol_version, bounds.PROTOCOL_VERSION),
+                ("pipeline", hello.pipeline_id[:12], artifact.pipeline_id[:12]),
+                ("model", hello.source_sha256[:12], artifact.source_sha256[:12]),
+                ("next layer", hello.next_layer, artifact.layer_start),
+                ("width", hello.n_embd, artifact.n_embd),
+            )
+            if theirs != ours
+        ]
+        if differences:
+            raise HandshakeError(f"upstream does not fit stage {artifact.stage_index}: {'; '.join(differences)}")
+        if (hello.dtype == pb.DTYPE_TOKENS) != artifact.is_first:
+            raise HandshakeError("token rows go to stage 0, hidden rows to every other stage")
+        return route, hello
+
+    def _upstream_left(self, route: Route) -> None:
+        """Free what a vanished upstream left behind: without its closes the sessions would stay for ever."""
+        if self._routes.get(route.route_id) is route and not route.ended.is_set():
+            route.report_lost(StageLostError(f"the upstream link of stage {route.stage_index} closed"))
+            self._spawn(self._end_later(route))
+
+    async def _end_later(self, route: Route) -> None:
+        async with self._configuring:
+            await self._end_route(route)
+
+    async def return_(self, request: pb.ReturnRequest, context: Context) -> None:
+        """Stream samples and faults of one route to its coordinator."""
+        route = self._routes.get(request.route_id)
+        if route is None or route.epoch != request.epoch:
+            await rpc.abort(context, StaleEpochError(f"this stage is not at epoch {request.epoch} of the route"))
+        listener = route.listen()
+        try:
+            while (message := await listener.queue.get()) is not None:
+                await context.write(message)
+            await rpc.abort(context, route.reason)
+        finally:
+            route.unlisten(listener)
+
+    async def close(self) -> None:
+        """End every route; their streams close with it."""
+        async with self._configuring:
+            for route in list(self._routes.values()):
+                await self._end_route(route)
+        await asyncio.gather(*self._tasks, return_exceptions=True)

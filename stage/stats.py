@@ -1,0 +1,58 @@
+"""Live counters of one stage: what batches formed, how long frames waited, how busy the engine was.
+
+Written by the decode thread, read by the event loop; every field is replaced or incremented in one bytecode-sized
+step, so a reader sees a value that was true, never a torn one.
+"""
+
+from __future__ import annotations
+
+import collections
+
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+
+RECENT_WAITS_MAX = 8_192  # frame waits kept for percentiles
+
+
+class StageStats:
+    """Counters since the process started."""
+
+    def __init__(self) -> None:
+        self.steps_by_rows: collections.Counter[int] = collections.Counter()
+        self.steps_by_sessions: collections.Counter[int] = collections.Counter()
+        self.close_reasons: collections.Counter[str] = collections.Counter()
+        self.faults_by_label: collections.Counter[str] = collections.Counter()
+        self.recent_wait_ns: collections.deque[int] = collections.deque(maxlen=RECENT_WAITS_MAX)
+        self.n_steps = self.n_rows = self.n_frames = self.busy_ns = 0
+        self.envelopes_in = self.payload_bytes_in = 0
+        self.envelopes_out = self.payload_bytes_out = 0
+
+    def step_done(self, n_rows: int, waits_ns: list[int], busy_ns: int, close_reason: str) -> None:
+        """Count one step; `waits_ns` has one entry per frame. A step of controls alone is no native step."""
+        if not waits_ns:
+            return
+        self.steps_by_rows[n_rows] += 1
+        self.steps_by_sessions[len(waits_ns)] += 1
+        self.close_reasons[close_reason] += 1
+        self.recent_wait_ns.extend(waits_ns)
+        self.n_steps += 1
+        self.n_rows += n_rows
+        self.n_frames += len(waits_ns)
+        self.busy_ns += busy_ns
+
+    def message(self) -> pb.StatusResponse:
+        """Return the counters in wire form; the caller adds what it knows of lanes and queues."""
+        return pb.StatusResponse(
+            steps_by_rows=dict(self.steps_by_rows),
+            steps_by_sessions=dict(self.steps_by_sessions),
+            n_steps=self.n_steps,
+            n_rows=self.n_rows,
+            n_frames=self.n_frames,
+            busy_ns=self.busy_ns,
+            recent_wait_ns=list(self.recent_wait_ns),
+            envelopes_in=self.envelopes_in,
+            envelopes_out=self.envelopes_out,
+            payload_bytes_in=self.payload_bytes_in,
+            payload_bytes_out=self.payload_bytes_out,
+            faults_by_label=dict(self.faults_by_label),
+            close_reasons=dict(self.close_reasons),
+        )

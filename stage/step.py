@@ -1,0 +1,365 @@
+"""Runs one step: controls, placement, one native decode, and what leaves the stage because of it.
+
+Lives in the decode thread, which alone owns lanes, engine and samplers. Engine and embedding lookup are passed in, so
+tests run this very code on a fake engine. Everything about a single session that goes wrong becomes a fault of that
+session; the others of the step go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from stage.lanes import Lane, LaneTable
+from stage.queue_types import QueuedFrame, Step
+from stage.sampler import SamplingOptions, SessionSampler
+from wire.envelope import DTYPE_F16, DTYPE_F32, Buffer, BufferPool, with_extras
+from wire.errors import NumericError, ProtocolError, RelaylineError
+from wire.frames import Flag
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+from wire.rows import RowEncoder, decode_f16
+
+
+class Engine(Protocol):
+    """What a step needs of the native engine; see stage.native.NativeEngine for the meaning of each member."""
+
+    n_embd: int
+    n_vocab: int
+    max_rows: int
+    is_last: bool
+    input_rows: npt.NDArray[np.float32]
+    positions: npt.NDArray[np.int32]
+    seq_ids: npt.NDArray[np.int32]
+    wants: npt.NDArray[np.int8]
+    output_rows: npt.NDArray[np.float32]
+
+    def decode(self, n_rows: int) -> None: ...  # noqa: D102
+    def logits(self, row: int) -> npt.NDArray[np.float32]: ...  # noqa: D102
+    def drop_from(self, lane: int, position: int) -> None: ...  # noqa: D102
+    def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None: ...  # noqa: D102
+    def clear(self, lane: int) -> None: ...  # noqa: D102
+
+
+class Embeddings(Protocol):
+    """Token ids to hidden rows; only stage 0 has them."""
+
+    def lookup(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None: ...  # noqa: D102
+
+
+@dataclasses.dataclass(slots=True)
+class RouteOutput:
+    """What one step sends on for one route. `buffer` is None when nothing travels downstream."""
+
+    route_id: int
+    epoch: int
+    buffer: Buffer | None = None
+    message: bytes = b""
+    sent_ns: int = 0
+    samples: list[pb.Sampled] = dataclasses.field(default_factory=list)
+    faults: list[pb.SessionFault] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
+class StepResult:
+    """Everything the event loop has to carry away after a step."""
+
+    outputs: list[RouteOutput]
+    consumed: list[QueuedFrame]  # their links get the payload bytes back as credit
+    n_rows: int
+    decode_ns: int
+    waits_ns: list[int]
+    close_reason: str
+
+
+@dataclasses.dataclass(slots=True)
+class RouteWiring:
+    """The decode thread's view of a route: its epoch and the buffers of its downstream link (None on the last stage)."""
+
+    epoch: int
+    pool: BufferPool | None
+    sequence: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class _Placed:
+    frame: QueuedFrame
+    row: int  # first row in the batch
+    lane: Lane
+
+    @property
+    def position_after(self) -> int:
+        return self.frame.position + self.frame.n_rows
+
+
+class StepExecutor:
+    """Owns lanes, samplers and the engine's batch arrays."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        lanes: LaneTable,
+        stage_index: int,
+        embeddings: Embeddings | None,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.engine, self.lanes, self.stage_index = engine, lanes, stage_index
+        self.routes: dict[int, RouteWiring] = {}
+        self.cancelled: set[int] = set()  # sessions whose close has arrived; the event loop adds, a close removes
+        self._embeddings, self._close_engine = embeddings, close
+        self._samplers: dict[int, SessionSampler] = {}
+        self._wants_logits: set[int] = set()
+        self._encoder = RowEncoder(engine.max_rows, engine.n_embd)
+
+    def execute(self, step: Step) -> StepResult:
+        """Run the step. Session errors become faults in the result; nothing is raised for them."""
+        outputs: dict[int, RouteOutput] = {}
+        controls = [frame for frame in step.controls if self._apply_control(outputs, frame)]
+        # Rows of one route stand together, so that each route's output is one slice of the native result.
+        frames = sorted(step.frames, key=lambda frame: frame.route_id) if len(self.routes) > 1 else step.frames
+        placed: list[_Placed] = []
+        n_rows = 0
+        for frame in frames:
+            if not self._is_current(frame):
+                continue
+            try:
+                placed.append(_Placed(frame, n_rows, self._place(frame, n_rows)))
+                n_rows += frame.n_rows
+            except RelaylineError as error:
+                self._fault(outputs, frame, error)
+        decode_ns = 0
+        if placed:
+            started_ns = time.monotonic_ns()
+            try:
+                self.engine.decode(n_rows)
+            except RelaylineError as error:
+                for item in placed:
+                    self._fault(outputs, item.frame, error)
+                placed = []
+            decode_ns = time.monotonic_ns() - started_ns
+        for item in placed:
+            item.lane.next_position = item.position_after
+        if self.engine.is_last:
+            self._sample(outputs, placed)
+        else:
+            self._encode(outputs, controls, placed)
+        return StepResult(
+            outputs=list(outputs.values()),
+            consumed=step.frames,
+            n_rows=n_rows,
+            decode_ns=decode_ns,
+            waits_ns=[step.taken_ns - frame.arrived_ns for frame in step.frames],
+            close_reason=step.close_reason,
+        )
+
+    def reset_route(self, route_id: int, wiring: RouteWiring | None) -> None:
+        """Forget all sessions of a route; with a wiring, begin its new epoch."""
+        for session_id in self.lanes.sessions_of(route_id):
+            self._close(session_id, route_id)
+        self.cancelled.clear()  # only a shortcut: closes that other routes still have queued lose nothing
+        if wiring is None:
+            self.routes.pop(route_id, None)
+        else:
+            self.routes[route_id] = wiring
+
+    def close(self) -> None:
+        """Give every session's lane and sampler back, then the engine's memory."""
+        for route_id in list(self.routes):
+            self.reset_route(route_id, None)
+        self._close_engine()
+
+    # --- controls and placement ---------------------------------------------------------------------------------------
+
+    def _is_current(self, frame: QueuedFrame) -> bool:
+        """Return false when the frame's epoch ended while it waited: nobody is left to tell."""
+        wiring = self.routes.get(frame.route_id)
+        return wiring is not None and wiring.epoch == frame.epoch
+
+    def _apply_control(self, outputs: dict[int, RouteOutput], frame: QueuedFrame) -> bool:
+        """Apply a control; returns whether it goes on downstream."""
+        if not self._is_current(frame):
+            return False
+        try:
+            self._control(frame)
+        except RelaylineError as error:
+            self._fault(outputs, frame, error)
+            return False
+        return True
+
+    def _control(self, frame: QueuedFrame) -> None:
+        if frame.flags & Flag.OPEN:
+            self._open(frame)
+        elif frame.flags & Flag.CLOSE:
+            self._close(frame.session_id, frame.route_id)
+        elif frame.flags & Flag.TRIM:
+            placement = self.lanes.trim(frame.session_id, frame.route_id, frame.position)
+            if placement.drop_from is not None:
+                self.engine.drop_from(placement.lane.index, placement.drop_from)
+        elif frame.flags & Flag.COPY_PREFIX:
+            pair = self.lanes.prefix(frame.argument, frame.session_id, frame.route_id, frame.position)
+            self.engine.copy_prefix(pair[0].index, pair[1].index, frame.position)
+
+    def _open(self, frame: QueuedFrame) -> None:
+        options = frame.options or pb.SessionOptions()
+        self.lanes.open(frame.session_id, frame.route_id)
+        if not self.engine.is_last:
+            return
+        if previous := self._samplers.pop(frame.session_id, None):
+            previous.close()
+        if options.wants_logits:
+            self._wants_logits.add(frame.session_id)
+        self._samplers[frame.session_id] = SessionSampler(
+            SamplingOptions(
+                temperature=options.temperature,
+                top_k=options.top_k,
+                top_p=options.top_p,
+                min_p=options.min_p,
+                seed=options.seed,
+                n_logprobs=options.n_logprobs,
+            ),
+            self.engine.n_vocab,
+        )
+
+    def _close(self, session_id: int, route_id: int) -> None:
+        lane = self.lanes.close(session_id, route_id)
+        if lane is not None:
+            self.engine.clear(lane.index)
+        if sampler := self._samplers.pop(session_id, None):
+            sampler.close()
+        self.cancelled.discard(session_id)
+        self._wants_logits.discard(session_id)
+
+    def _place(self, frame: QueuedFrame, row: int) -> Lane:
+        """Put the frame's rows into the batch arrays from `row` on; nothing changes if this raises."""
+        placement = self.lanes.place(frame.session_id, frame.route_id, frame.position, frame.n_rows)
+        engine, rows = self.engine, frame.rows
+        if rows is None or row + frame.n_rows > engine.max_rows:
+            raise ProtocolError(f"a frame of {frame.n_rows} rows does not fit a step of {engine.max_rows}")
+        self._fill(frame, rows, engine.input_rows[row : row + frame.n_rows])
+        if placement.drop_from is not None:
+            engine.drop_from(placement.lane.index, placement.drop_from)
+            placement.lane.next_position = placement.drop_from
+        engine.positions[row : row + frame.n_rows] = np.arange(frame.position, frame.position + frame.n_rows)
+        engine.seq_ids[row : row + frame.n_rows] = placement.lane.index
+        engine.wants[row : row + frame.n_rows] = 0
+        if frame.flags & Flag.WANTS_SAMPLE:
+            engine.wants[row + frame.n_rows - 1] = 1
+        return placement.lane
+
+    def _fill(self, frame: QueuedFrame, rows: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
+        if self._embeddings is not None:
+            if rows.dtype != np.int32:
+                raise ProtocolError("stage 0 takes token ids, but hidden rows came")
+            self._embeddings.lookup(rows[:, 0], out)
+        elif rows.dtype == np.float16:
+            decode_f16(rows, frame.exponents, out)
+        else:
+            np.copyto(out, rows)
+
+    # --- what leaves --------------------------------------------------------------------------------------------------
+
+    def _output(self, outputs: dict[int, RouteOutput], route_id: int) -> RouteOutput:
+        if route_id not in outputs:
+            outputs[route_id] = RouteOutput(route_id, self.routes[route_id].epoch)
+        return outputs[route_id]
+
+    def _fault(self, outputs: dict[int, RouteOutput], frame: QueuedFrame, error: RelaylineError) -> None:
+        self._output(outputs, frame.route_id).faults.append(
+            pb.SessionFault(
+                session_id=frame.session_id,
+                stage_index=self.stage_index,
+                position=frame.position,
+                label=error.label,
+                message=error.message,
+                retryable=error.retryable,
+            )
+        )
+
+    def _sample(self, outputs: dict[int, RouteOutput], placed: list[_Placed]) -> None:
+        for item in placed:
+            frame = item.frame
+            if not frame.flags & Flag.WANTS_SAMPLE or frame.session_id in self.cancelled:
+                continue
+            logits = self.engine.logits(item.row + frame.n_rows - 1)
+            try:
+                sampled = self._samplers[frame.session_id].sample(logits, item.position_after)
+            except RelaylineError as error:
+                self._fault(outputs, frame, error)
+                continue
+            self._output(outputs, frame.route_id).samples.append(
+                pb.Sampled(
+                    session_id=frame.session_id,
+                    position=item.position_after,
+                    token=sampled.token,
+                    logprob=sampled.logprob if sampled.logprob is not None else 0.0,
+                    top=[pb.TokenLogprob(token=token, logprob=logprob) for token, logprob in sampled.top],
+                    logits=logits.tobytes() if frame.session_id in self._wants_logits else b"",
+                )
+            )
+
+    def _encode(
+        self, outputs: dict[int, RouteOutput], controls: list[QueuedFrame], placed: list[_Placed]
+    ) -> None:
+        for route_id in {frame.route_id for frame in controls} | {item.frame.route_id for item in placed}:
+            wiring = self.routes[route_id]
+            if wiring.pool is None:
+                continue
+            mine = [item for item in placed if item.frame.route_id == route_id]
+            rows, largest, mine = self._finite_rows(outputs, mine)
+            forwarded = [frame for frame in controls if frame.route_id == route_id] + [item.frame for item in mine]
+            if not forwarded:
+                continue
+            buffer = wiring.pool.lease(len(forwarded), rows.shape[0])
+            exponents = None
+            if wiring.pool.dtype == DTYPE_F16:
+                exponents = self._encoder.encode_f16(rows, largest, buffer.payload)
+            elif wiring.pool.dtype == DTYPE_F32:
+                np.copyto(buffer.payload, rows)
+            fill_frames(buffer, forwarded)
+            wiring.sequence += 1
+            output = self._output(outputs, route_id)
+            output.sent_ns = time.monotonic_ns()
+            buffer.seal(wiring.epoch, wiring.sequence, output.sent_ns)
+            options = [frame.options or pb.SessionOptions() for frame in forwarded if frame.flags & Flag.OPEN]
+            output.buffer, output.message = buffer, with_extras(buffer, exponents, options)
+
+    def _finite_rows(
+        self, outputs: dict[int, RouteOutput], placed: list[_Placed]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], list[_Placed]]:
+        """Return the rows to send, their largest magnitudes and their frames; sessions with NaN or inf are faulted."""
+        if not placed:
+            return self.engine.output_rows[:0], np.zeros(0, dtype=np.float32), []
+        first, last = placed[0], placed[-1]
+        rows = self.engine.output_rows[first.row : last.row + last.frame.n_rows]
+        largest = self._encoder.measure(rows)
+        if np.isfinite(largest).all():
+            return rows, largest, placed
+        good: list[_Placed] = []
+        keep: list[int] = []
+        for item in placed:
+            at = range(item.row - first.row, item.row - first.row + item.frame.n_rows)
+            if np.isfinite(largest[at.start : at.stop]).all():
+                good.append(item)
+                keep.extend(at)
+            else:
+                problem = NumericError(f"stage {self.stage_index} computed NaN or infinity for this session")
+                self._fault(outputs, item.frame, problem)
+        return rows[keep], largest[keep], good
+
+
+def fill_frames(buffer: Buffer, forwarded: list[QueuedFrame]) -> None:
+    """Write the header records of frames that go on to the next stage."""
+    records = buffer.frames
+    records["session_id"] = [frame.session_id for frame in forwarded]
+    records["epoch"] = [frame.epoch for frame in forwarded]
+    records["position"] = [frame.position for frame in forwarded]
+    records["n_rows"] = [frame.n_rows for frame in forwarded]
+    records["flags"] = [frame.flags for frame in forwarded]
+    records["argument"] = [frame.argument for frame in forwarded]
+    records["enqueued_ns"] = [frame.arrived_ns for frame in forwarded]
+    records["trace"] = [np.void(frame.trace) for frame in forwarded]
+

@@ -1,0 +1,196 @@
+"""The whole way over real processes: `relayline up`, HTTP in, tokens out, faults, a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from processes import Running, children, running, wait_gone
+
+DEMO = Path(__file__).parents[1] / "deploy" / "demo" / "relayline-demo.gguf"
+PROMPTS = (
+    "def read_lines(path):\n",
+    "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n",
+    "import os\n",
+    '"""Return a list of the names',
+    "    def close(self):\n        ",
+    "for key, value in sorted(",
+    "x",
+    "# This module provides a class and the functions to read it.\n" * 8,
+)
+NEAR_TIE = 0.05  # nats between the two best tokens below which batch shape may decide
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    directory = tmp_path_factory.mktemp("split")
+    with running("up", "--model", DEMO, "--stages", "3", "--split-dir", directory, "--http", "127.0.0.1:0", "--json",
+                 "--ctx", "512", "--lanes", "16", "--threads", "1") as process:  # fmt: skip
+        yield process
+
+
+class Client:
+    """A client of one served pipeline that shows what comes when."""
+
+    def __init__(self, session: aiohttp.ClientSession, event: dict[str, Any]) -> None:
+        self.session, self.url, self.model = session, event["url"], event["model"]
+
+    def body(self, prompt: str, **more: Any) -> dict[str, Any]:
+        return {"model": self.model, "prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": 40} | more
+
+    async def complete(self, prompt: str, **more: Any) -> dict[str, Any]:
+        async with self.session.post(f"{self.url}/v1/completions", json=self.body(prompt, **more)) as response:
+            assert response.status == 200, await response.text()
+            return await response.json()
+
+    async def stream(self, prompt: str, on_event: Any = None, **more: Any) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        body = self.body(prompt, stream=True, **more)
+        async with self.session.post(f"{self.url}/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    events.append(json.loads(line[6:]))
+                    assert "error" not in events[-1], events[-1]
+                    if on_event is not None:
+                        on_event(events[-1])
+        return events
+
+    async def pipeline(self) -> dict[str, Any]:
+        async with self.session.get(f"{self.url}/v1/pipeline") as response:
+            return await response.json()
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+async def assert_same_greedy(client: Client, prompt: str, alone: str, together: str) -> None:
+    """Equal, or different from a near-tie on: batch shape may move the last bits of a sum."""
+    if alone == together:
+        return
+    reply = await client.complete(prompt, logprobs=2)
+    logprobs = reply["choices"][0]["logprobs"]
+    common = os.path.commonprefix([alone, together])
+    margins = [
+        max(top.values()) - min(top.values())
+        for top, offset in zip(logprobs["top_logprobs"], logprobs["text_offset"], strict=True)
+        if offset <= len(common)
+    ]
+    assert min(margins[-2:]) < NEAR_TIE, f"{prompt!r}: {alone!r} became {together!r}"
+
+
+async def test_eight_streams_equal_one_at_a_time_and_share_batches(served: Running) -> None:
+    order: list[tuple[int, str]] = []
+    async with aiohttp.ClientSession() as session:
+        client = Client(session, served.event)
+        alone = [text_of(await client.stream(prompt)) for prompt in PROMPTS]
+        before = await client.pipeline()
+
+        async def one(index: int, prompt: str) -> str:
+            def note(event: dict[str, Any]) -> None:
+                order.append((index, "end" if event["choices"][0]["finish_reason"] else "token"))
+
+            return text_of(await client.stream(prompt, note))
+
+        together = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(PROMPTS)))
+        after = await client.pipeline()
+        for prompt, left, right in zip(PROMPTS, alone, together, strict=True):
+            assert left
+            await assert_same_greedy(client, prompt, left, right)
+    # Stream 2 began before stream 1 ended: they really ran side by side.
+    assert order.index((1, "token")) < order.index((0, "end"))
+    for stage_before, stage_after in zip(before["stages"], after["stages"], strict=True):
+        batched = sum(
+            count - stage_before["steps_by_sessions"].get(size, 0)
+            for size, count in stage_after["steps_by_sessions"].items()
+            if int(size) > 1
+        )
+        assert batched > 0, f"no batch formed at stage {stage_after['index']}"
+        assert stage_after["lanes_used"] == 0
+
+
+async def test_a_client_that_leaves_frees_its_lane(served: Running) -> None:
+    async with aiohttp.ClientSession() as session:
+        client = Client(session, served.event)
+        body = client.body("def f(", stream=True, max_tokens=480)
+        async with session.post(f"{client.url}/v1/completions", json=body) as response:
+            await response.content.readline()
+        async with asyncio.timeout(30):
+            while any(stage["lanes_used"] for stage in (await client.pipeline())["stages"]):
+                pass  # each turn is a round trip to every stage
+
+
+async def test_seeded_sampling_is_reproducible(served: Running) -> None:
+    async with aiohttp.ClientSession() as session:
+        client = Client(session, served.event)
+        options = {"temperature": 0.9, "top_p": 0.95, "top_k": 40}
+        first, again, other = await asyncio.gather(
+            *(client.complete("def main(", seed=seed, **options) for seed in (7, 7, 8))
+        )
+        assert first["choices"][0]["text"] == again["choices"][0]["text"]
+        assert first["choices"][0]["text"] != other["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b"{not json", 400, None),
+        ({"model": "another", "prompt": "x"}, 404, "model_not_found"),
+        ({"prompt": "x " * 2000, "max_tokens": 8}, 400, "context_length_exceeded"),
+        ({"prompt": "x", "max_tokens": 5000}, 400, "context_length_exceeded"),
+        ({"prompt": [999999], "max_tokens": 1}, 400, None),
+    ],
+)
+async def test_wrong_requests_get_one_clear_line(served: Running, body: Any, status: int, code: str | None) -> None:
+    async with aiohttp.ClientSession() as session:
+        raw = body if isinstance(body, bytes) else json.dumps({"model": served.event["model"]} | body).encode()
+        async with session.post(f"{served.event['url']}/v1/completions", data=raw) as response:
+            answer = (await response.json())["error"]
+            assert response.status == status
+            assert "\n" not in answer["message"]
+            assert code is None or answer["code"] == code
+            if code == "context_length_exceeded":
+                assert "512" in answer["message"]
+
+
+async def test_a_killed_stage_is_a_pause_not_a_failure(served: Running) -> None:
+    async with aiohttp.ClientSession() as session:
+        client = Client(session, served.event)
+        undisturbed = text_of(await client.stream(PROMPTS[1], max_tokens=400))
+        epoch = (await client.pipeline())["epoch"]
+        victims = [pid for pid in children(served.process.pid) if b"stage-1.gguf" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        seen = 0
+
+        def kill_once(_: dict[str, Any]) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == 3:
+                os.kill(victims[0], signal.SIGKILL)
+
+        disturbed = text_of(await client.stream(PROMPTS[1], kill_once, max_tokens=400))
+        assert (await client.pipeline())["epoch"] > epoch
+        await assert_same_greedy(client, PROMPTS[1], undisturbed, disturbed)
+
+
+def test_stop_leaves_no_process(tmp_path: Path) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = Running(["up", "--model", DEMO, "--stages", "2", "--split-dir", tmp_path, "--http", "127.0.0.1:0", "--json"])
+        pids = children(process.process.pid)
+        assert len(pids) == 3
+        assert process.stop(number) == 0
+        wait_gone(pids)
+
+
+def test_children_leave_when_their_supervisor_is_killed(tmp_path: Path) -> None:
+    process = Running(["up", "--model", DEMO, "--stages", "2", "--split-dir", tmp_path, "--http", "127.0.0.1:0", "--json"])
+    pids = children(process.process.pid)
+    process.stop(signal.SIGKILL)
+    wait_gone(pids)

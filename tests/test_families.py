@@ -1,0 +1,172 @@
+"""Every family of the table, cut everywhere, equals its unsplit self: prefill and decode, f32 between the stages."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coordinator.cuts import balanced_cuts
+from coordinator.families import FAMILIES, family_of
+from coordinator.gguf_file import open_model
+from coordinator.inspection import inspect_model
+from coordinator.split import split_model
+from tests.chain import Chain
+from tests.reference import ReferenceModel
+from tests.tiny_models import N_EMBD, RECIPES, UNCERTIFIED, make_tiny
+from wire.errors import CutError, UnsupportedArchitectureError
+
+PREFILL, DECODE = 20, 5
+ERROR_MAX = 1e-3  # of the logits' standard deviation
+TIED = [name for name, recipe in RECIPES.items() if recipe.may_tie and not recipe.always_tied and ":" not in name]
+
+
+@functools.cache
+def tokens(n_vocab: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(7).integers(0, n_vocab, PREFILL + DECODE)]
+
+
+def whole_logits(model: Path, n_vocab: int) -> np.ndarray:
+    fed = tokens(n_vocab)
+    with ReferenceModel(model, n_ctx=256, n_seq_max=1) as reference:
+        logits = [reference.decode(fed[:PREFILL], range(PREFILL), [0] * PREFILL, [True] * PREFILL)]
+        logits += [reference.decode([fed[at]], [at], [0], [True]) for at in range(PREFILL, PREFILL + DECODE)]
+    return np.concatenate(logits)
+
+
+def split_logits(model: Path, cuts: tuple[int, ...], out_dir: Path, n_vocab: int) -> np.ndarray:
+    fed = tokens(n_vocab)
+    pipeline = split_model(model, out_dir, cuts=cuts)
+    with Chain(out_dir, pipeline) as chain:
+        return np.concatenate([chain.step(fed[:PREFILL]), *(chain.step([token]) for token in fed[PREFILL:])])
+
+
+def check(model: Path, all_cuts: list[tuple[int, ...]], out_dir: Path) -> None:
+    n_vocab = inspect_model(model).n_vocab
+    expected = whole_logits(model, n_vocab)
+    assert np.isfinite(expected).all()
+    assert len(set(expected.argmax(axis=1))) > 4, "a model that always says the same proves nothing"
+    for cuts in all_cuts:
+        found = split_logits(model, cuts, out_dir / "-".join(map(str, cuts)), n_vocab)
+        error = np.abs(found - expected).max() / expected.std()
+        assert error < ERROR_MAX, f"cuts {cuts}: {error}"
+
+
+def test_every_family_has_a_model() -> None:
+    assert {recipe.architecture for recipe in RECIPES.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_legal_cut_equals_whole(name: str, tmp_path: Path) -> None:
+    model = make_tiny(name, tmp_path / "model.gguf")
+    facts = inspect_model(model)
+    assert facts.supported
+    assert facts.legal_cuts
+    more = [balanced_cuts(facts, n) for n in (1, 3, 4) if (n - 1) <= len(facts.legal_cuts)]
+    check(model, [*((cut,) for cut in facts.legal_cuts), *more], tmp_path)
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_tied_embeddings(name: str, tmp_path: Path) -> None:
+    model = make_tiny(name, tmp_path / "model.gguf", tied=True)
+    facts = inspect_model(model)
+    assert facts.tied_embeddings
+    check(model, [facts.legal_cuts[:1], ()], tmp_path)
+
+
+@pytest.mark.parametrize("quant", ["f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "internlm2", "granite"])
+def test_quantised(name: str, quant: str, tmp_path: Path) -> None:
+    model = make_tiny(name, tmp_path / "model.gguf", quant=quant)
+    check(model, [(2,)], tmp_path)
+
+
+def test_smollm3_keeps_to_its_period(tmp_path: Path) -> None:
+    model = make_tiny("smollm3", tmp_path / "model.gguf")
+    facts = inspect_model(model)
+    assert facts.legal_cuts == (4, 8)
+    with pytest.raises(CutError, match=r"cut 5 .* repeats every 4 layers; legal cuts: 4,8"):
+        split_model(model, tmp_path / "out", cuts=(5,))
+
+
+def test_granite_scales_once(tmp_path: Path) -> None:
+    """The embedding multiplier moves from every slice's graph to the lookup."""
+    model = make_tiny("granite", tmp_path / "model.gguf")
+    split_model(model, tmp_path / "out", cuts=(2,))
+    first, second = (open_model(tmp_path / "out" / f"stage-{index}.gguf") for index in range(2))
+    assert first.value("granite.embedding_scale") == second.value("granite.embedding_scale") == 0.0
+    assert first.value("relayline.embedding.scale") == 3.0
+    assert "relayline.embedding.scale" not in second.entries
+
+
+def test_granite_with_deepstack_is_refused(tmp_path: Path) -> None:
+    mapping = {"deepstack_mapping": [-1, 0, -1, 1, -1]}
+    model = make_tiny("granite", tmp_path / "model.gguf", extra_values=mapping)
+    with pytest.raises(UnsupportedArchitectureError, match="deepstack"):
+        split_model(model, tmp_path / "out", cuts=(2,))
+
+
+def test_command_r_with_query_norms_is_refused(tmp_path: Path) -> None:
+    norms = {"blk.0.attn_q_norm.weight": np.ones((4, 16), np.float32)}
+    model = make_tiny("command-r", tmp_path / "model.gguf", extra_tensors=norms)
+    facts = inspect_model(model)
+    assert not facts.supported
+    assert facts.refusal is not None
+    assert "64 or more layers" in facts.refusal
+
+
+def test_deepseek2_lengths_that_look_like_lite(tmp_path: Path) -> None:
+    """llama.cpp takes 26 or 27 layers for a Lite model, so a slice of another model must not have so many."""
+    model = make_tiny("deepseek2", tmp_path / "model.gguf", n_layers=30)
+    facts = inspect_model(model)
+    with pytest.raises(CutError, match="another model"):
+        split_model(model, tmp_path / "out", cuts=(26,))
+    with pytest.raises(CutError, match="layers 3 to 29"):
+        split_model(model, tmp_path / "out", cuts=(3,))
+    check(model, [(25,), (2,), balanced_cuts(facts, 2)], tmp_path)
+
+
+def test_leading_dense_blocks_and_prediction_blocks(tmp_path: Path) -> None:
+    model = make_tiny("glm4moe", tmp_path / "model.gguf")
+    facts = inspect_model(model)
+    assert (facts.n_layers, facts.n_prediction_layers) == (5, 1)
+    split_model(model, tmp_path / "out", cuts=(1, 3))
+    stages = [open_model(tmp_path / "out" / f"stage-{index}.gguf") for index in range(3)]
+    assert [stage.value("glm4moe.leading_dense_block_count") for stage in stages] == [1, 1, 0]
+    assert [stage.value("glm4moe.block_count") for stage in stages] == [1, 2, 2]
+    assert all(stage.value("glm4moe.nextn_predict_layers") == 0 for stage in stages)
+    assert not any("nextn" in name for stage in stages for name in stage.tensors)
+
+
+def test_per_layer_arrays_are_sliced(tmp_path: Path) -> None:
+    model = make_tiny("llama:arrays", tmp_path / "model.gguf")
+    split_model(model, tmp_path / "out", cuts=(2,))
+    first, second = (open_model(tmp_path / "out" / f"stage-{index}.gguf") for index in range(2))
+    assert first.value("llama.attention.head_count") == (4, 4)
+    assert second.value("llama.feed_forward_length") == (96, 96, 96)
+
+
+def test_head_is_stored_once(tmp_path: Path) -> None:
+    """Where the family falls back to token_embd, the last stage has the head there; else beside a tiny stand-in."""
+    for name, cheap in (("llama", False), ("internlm2", True)):
+        model = make_tiny(name, tmp_path / f"{name}.gguf", vocab=4096)
+        split_model(model, tmp_path / name, cuts=(2,))
+        middle, last = (open_model(tmp_path / name / f"stage-{index}.gguf").tensors for index in range(2))
+        assert ("output.weight" in last) is cheap
+        assert (last["token_embd.weight"].type_name == "Q4_0") is cheap
+        assert last["token_embd.weight"].dims == (N_EMBD, 4096)
+        assert middle["token_embd.weight"].dims == (N_EMBD, 32)
+
+
+def test_unknown_architecture_names_the_supported(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedArchitectureError) as caught:
+        family_of("gemma9")
+    assert "\n" not in caught.value.message
+    assert all(name in caught.value.message for name in FAMILIES)
+    for name in UNCERTIFIED:
+        model = make_tiny(name, tmp_path / f"{name}.gguf")
+        with pytest.raises(UnsupportedArchitectureError, match="--experimental"):
+            split_model(model, tmp_path / "out", n_stages=2)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,200 @@
+"""What every route has in common: ids, error bodies, limits; and the small routes beside generation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from aiohttp import web
+from http_support import CREATED, MODEL, FakeGenerator, Served, serving, write_no_tokenizer, write_tokenizer
+
+from coordinator.http.server import start_http
+from coordinator.tokenizer import Tokenizer
+from wire.errors import HandshakeError, StartError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
+
+
+@contextlib.asynccontextmanager
+async def session_of(
+    tokenizer: Tokenizer, generator: FakeGenerator | None = None, **options: object
+) -> AsyncIterator[tuple[aiohttp.ClientSession, Served]]:
+    async with serving(tokenizer, generator, **options) as served, aiohttp.ClientSession(served.url) as session:
+        yield session, served
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/health"])
+async def test_health_follows_the_generator(tokenizer: Tokenizer, path: str) -> None:
+    async with session_of(tokenizer) as (session, served):
+        async with session.get(path) as reply:
+            assert (reply.status, await reply.json()) == (200, {"status": "ok"})
+        served.generator.ready = False
+        async with session.get(path) as reply:
+            assert (reply.status, await reply.json()) == (503, {"status": "loading"})
+            assert reply.headers["Retry-After"] == "1"
+
+
+async def test_models_and_pipeline(tokenizer: Tokenizer) -> None:
+    entry = {"id": MODEL, "created": CREATED, "owned_by": "relayline", "object": "model"}
+    async with session_of(tokenizer) as (session, served):
+        async with session.get("/v1/models") as reply:
+            assert await reply.json() == {"data": [entry], "object": "list"}
+        async with session.get("/v1/models/org%2Ftiny") as reply:
+            assert await reply.json() == entry
+        async with session.get("/v1/pipeline") as reply:
+            assert await reply.json() == await served.generator.describe()
+
+
+async def test_tokenize_and_back(tokenizer: Tokenizer) -> None:
+    async with session_of(tokenizer) as (session, _):
+        async with session.post("/tokenize", json={"content": "hello é<|im_end|>"}) as reply:
+            ids = (await reply.json())["tokens"]
+        assert ids == tokenizer.encode("hello é<|im_end|>")
+        async with session.post("/detokenize", json={"tokens": ids}) as reply:
+            assert await reply.json() == {"content": "hello é<|im_end|>"}
+        async with session.post("/tokenize", json={"content": "hello é", "with_pieces": True}) as reply:
+            pieces = [entry["piece"] for entry in (await reply.json())["tokens"]]
+        assert pieces == ["hello", " ", [0xC3], [0xA9]]
+        async with session.post("/detokenize", json={"tokens": [1, -1]}) as reply:
+            assert (reply.status, (await reply.json())["error"]["param"]) == (400, "tokens")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nothing", 404, "route_not_found"),
+        ("GET", "/v1/nothing", 404, "route_not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+    ],
+)
+async def test_wrong_routes(tokenizer: Tokenizer, method: str, path: str, status: int, code: str) -> None:
+    async with session_of(tokenizer) as (session, _), session.request(method, path) as reply:
+        assert reply.status == status
+        error = (await reply.json())["error"]
+        assert sorted(error) == ["code", "message", "param", "type"]
+        assert (error["code"], error["type"]) == (code, "invalid_request_error")
+        assert path in error["message"]
+        assert ("Allow" in reply.headers) == (status == 405)
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"), [("abc-1.2:3_4", True), ("bad id", False), ("x" * 129, False), ("<script>", False)]
+)
+async def test_every_reply_has_a_request_id(tokenizer: Tokenizer, sent: str, kept: bool) -> None:
+    stream = {"prompt": "x", "stream": True}
+    async with session_of(tokenizer) as (session, _):
+        for method, path, body in [
+            ("GET", "/health", None),
+            ("GET", "/nothing", None),
+            ("POST", "/v1/completions", {}),
+            ("POST", "/v1/completions", stream),
+        ]:
+            async with session.request(method, path, json=body, headers={"x-request-id": sent}) as reply:
+                assert (reply.headers["x-request-id"] == sent) == kept
+                assert reply.headers["x-request-id"]
+
+
+async def test_body_limits_and_encodings(tokenizer: Tokenizer) -> None:
+    async with session_of(tokenizer, body_bytes_max=1000) as (session, _):
+        async with session.post("/v1/completions", data=b'{"prompt":"' + b"x" * 2000 + b'"}') as reply:
+            assert reply.status == 413
+            error = (await reply.json())["error"]
+            assert (error["code"], error["message"]) == ("body_too_large", "the body is larger than 1000 bytes")
+        headers = {"Content-Encoding": "gzip"}
+        async with session.post("/v1/completions", data=b"not gzip at all", headers=headers) as reply:
+            assert (reply.status, (await reply.json())["error"]["code"]) == (400, "bad_body")
+
+
+async def test_an_error_that_retrying_cannot_mend_says_so(tokenizer: Tokenizer) -> None:
+    async with session_of(tokenizer) as (session, served):
+        served.generator.refusals = [HandshakeError("stage 1 has another model")]
+        async with session.post("/v1/completions", json={"prompt": "x"}) as reply:
+            assert (reply.status, reply.headers["x-should-retry"]) == (503, "false")
+            assert "Retry-After" not in reply.headers
+            assert (await reply.json())["error"]["code"] == "handshake"
+
+
+async def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(tmp_path_factory: pytest.TempPathFactory) -> None:
+    textless = Tokenizer.load(write_no_tokenizer(tmp_path_factory.mktemp("tok") / "none.gguf", n_vocab=300))
+    async with session_of(textless) as (session, _):
+        for path, body in [
+            ("/v1/completions", {"prompt": "text"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+            ("/tokenize", {"content": "text"}),
+        ]:
+            async with session.post(path, json=body) as reply:
+                assert reply.status == 400
+                assert "no tokenizer; send token ids" in (await reply.json())["error"]["message"]
+        ids = {"prompt": [1, 2], "return_token_ids": True, "logprobs": 0}
+        async with session.post("/v1/completions", json=ids) as reply:
+            choice = (await reply.json())["choices"][0]
+        assert choice["text"] == ""
+        assert choice["token_ids"] == [*b"hello", 257]
+        assert choice["logprobs"]["tokens"][0] == "token_id:104"
+        async with session.post("/v1/completions", json={"prompt": [300]}) as reply:
+            assert reply.status == 400
+
+
+async def test_no_template_points_at_completions(tokenizer: Tokenizer) -> None:
+    async with session_of(tokenizer, template=None) as (session, _):
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        async with session.post("/v1/chat/completions", json=body) as reply:
+            assert reply.status == 400
+            assert "use /v1/completions" in (await reply.json())["error"]["message"]
+
+
+async def test_template_variables_reach_the_template(tokenizer: Tokenizer) -> None:
+    async with session_of(tokenizer, template="{{ mood }}{{ messages|length }}") as (session, served):
+        body = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "chat_template_kwargs": {"mood": "calm", "messages": [], "self": 1, "variables": 2},
+        }
+        async with session.post("/v1/chat/completions", json=body) as reply:
+            assert reply.status == 200
+        assert served.generator.requests[0].prompt_tokens == tuple(tokenizer.encode("calm1"))
+
+
+async def test_long_prompts_are_tokenised_alike_off_the_loop(tokenizer: Tokenizer) -> None:
+    async with session_of(tokenizer, text_inline_bytes_max=4) as (session, served):
+        async with session.post("/v1/completions", json={"prompt": "hello world"}) as reply:
+            assert reply.status == 200
+        assert served.generator.requests[0].prompt_tokens == tuple(tokenizer.encode("hello world"))
+
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.mark.parametrize(("sent", "kept"), [(PARENT, PARENT), ("junk", None), (None, None)])
+async def test_trace_parent_is_passed_on(tokenizer: Tokenizer, sent: str | None, kept: str | None) -> None:
+    async with session_of(tokenizer) as (session, served):
+        headers = {} if sent is None else {"traceparent": sent}
+        async with session.post("/v1/completions", json={"prompt": "x"}, headers=headers) as reply:
+            assert reply.status == 200
+        assert served.generator.requests[0].trace_parent == kept
+
+
+async def test_any_model_name_may_be_allowed(tokenizer: Tokenizer) -> None:
+    async with (
+        session_of(tokenizer, any_model_name=True) as (session, _),
+        session.post("/v1/completions", json={"prompt": "x", "model": "gpt-6-astra"}) as reply,
+    ):
+        assert (await reply.json())["model"] == "gpt-6-astra"
+
+
+async def test_start_errors_are_one_line() -> None:
+    holder = await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0)
+    async with holder:
+        port = holder.sockets[0].getsockname()[1]
+        with pytest.raises(StartError, match=f"port 127.0.0.1:{port} is taken"):
+            await start_http(web.Application(), "127.0.0.1", port)
+    with pytest.raises(StartError, match=r"cannot listen on 203\.0\.113\.1:0"):
+        await start_http(web.Application(), "203.0.113.1", 0)
+    with pytest.raises(StartError, match="65536 is not a port"):
+        await start_http(web.Application(), "127.0.0.1", 65536)

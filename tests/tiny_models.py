@@ -1,0 +1,408 @@
+"""Tiny random models of every supported family, as llama.cpp loads them: a few hundred KiB each, always the same.
+
+A recipe says which hyperparameters and which tensors a family needs. Weights are scaled so that the hidden state
+keeps its size through the layers and the largest logit stands out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+N_EMBD, N_HEADS, N_KV_HEADS, HEAD, N_FF, N_EXPERTS = 64, 4, 2, 16, 96, 4
+Q_RANK, KV_RANK, ROPE = 32, 32, 16  # latent attention
+CTX = 512
+
+Shape = tuple[int, ...]  # numpy order: (outputs, inputs), experts first
+Shapes = Mapping[str, Shape]
+Value = int | float | str | bool | list[int] | list[float]
+
+RMS = {"attention.layer_norm_rms_epsilon": 1e-5}
+NORM = {"attention.layer_norm_epsilon": 1e-5}
+MOE: dict[str, Value] = {"expert_count": N_EXPERTS, "expert_used_count": 2}
+LATENT: dict[str, Value] = {
+    "attention.head_count_kv": 1,
+    "attention.key_length": KV_RANK + ROPE,
+    "attention.value_length": KV_RANK,
+    "attention.key_length_mla": HEAD + ROPE,
+    "attention.value_length_mla": HEAD,
+    "attention.kv_lora_rank": KV_RANK,
+    "rope.dimension_count": ROPE,
+    "expert_feed_forward_length": 32,
+    "expert_shared_count": 1,
+    "leading_dense_block_count": 1,
+    "expert_weights_scale": 1.5,
+    "expert_weights_norm": True,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What one family (or one variant of it) consists of."""
+
+    architecture: str
+    values: Mapping[str, Value]  # without the architecture's prefix; replace the common ones
+    block: Callable[[int], Shapes]  # layer -> tensors, without "blk.N."
+    # Tensors outside the blocks, besides the embedding table and the head.
+    tops: Shapes = dataclasses.field(default_factory=lambda: {"output_norm.weight": (N_EMBD,)})
+    n_layers: int = 5
+    may_tie: bool = True
+    always_tied: bool = False
+    per_layer: tuple[str, ...] = ()  # keys written as one value per layer
+
+
+def _attention(bias: bool = False, n_kv: int = N_KV_HEADS, out_bias: bool = False) -> dict[str, Shape]:
+    widths = {"q": N_HEADS * HEAD, "k": n_kv * HEAD, "v": n_kv * HEAD}
+    shapes: dict[str, Shape] = {f"attn_{name}.weight": (width, N_EMBD) for name, width in widths.items()}
+    if bias:
+        shapes |= {f"attn_{name}.bias": (width,) for name, width in widths.items()}
+    shapes["attn_output.weight"] = (N_EMBD, N_HEADS * HEAD)
+    return shapes | ({"attn_output.bias": (N_EMBD,)} if out_bias else {})
+
+
+def _fused(bias: bool = False) -> dict[str, Shape]:
+    width = (N_HEADS + 2 * N_KV_HEADS) * HEAD
+    shapes: dict[str, Shape] = {"attn_qkv.weight": (width, N_EMBD), "attn_output.weight": (N_EMBD, N_EMBD)}
+    return shapes | ({"attn_qkv.bias": (width,), "attn_output.bias": (N_EMBD,)} if bias else {})
+
+
+def _norms(*names: str, bias: bool = False) -> dict[str, Shape]:
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return {f"{name}.{kind}": (N_EMBD,) for name in names for kind in kinds}
+
+
+def _dense(gate: bool = True, bias: bool = False) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {"ffn_up.weight": (N_FF, N_EMBD), "ffn_down.weight": (N_EMBD, N_FF)}
+    if gate:
+        shapes["ffn_gate.weight"] = (N_FF, N_EMBD)
+    return shapes | ({"ffn_up.bias": (N_FF,), "ffn_down.bias": (N_EMBD,)} if bias else {})
+
+
+def _experts(n_ff: int = N_FF, shared: int = 0) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {
+        "ffn_gate_inp.weight": (N_EXPERTS, N_EMBD),
+        "ffn_gate_exps.weight": (N_EXPERTS, n_ff, N_EMBD),
+        "ffn_up_exps.weight": (N_EXPERTS, n_ff, N_EMBD),
+        "ffn_down_exps.weight": (N_EXPERTS, N_EMBD, n_ff),
+    }
+    if shared:
+        shapes |= {f"ffn_{name}_shexp.weight": (shared, N_EMBD) for name in ("gate", "up")}
+        shapes["ffn_down_shexp.weight"] = (N_EMBD, shared)
+    return shapes
+
+
+def _plain(_: int) -> Shapes:
+    return _norms("attn_norm", "ffn_norm") | _attention() | _dense()
+
+
+def _plain_moe(_: int) -> Shapes:
+    return _norms("attn_norm", "ffn_norm") | _attention() | _experts()
+
+
+def _qwen2moe(_: int) -> Shapes:
+    gate: Shapes = {"ffn_gate_inp_shexp.weight": (N_EMBD,)}
+    return _norms("attn_norm", "ffn_norm") | _attention(bias=True) | _experts(32, shared=64) | gate
+
+
+def _head_norms() -> dict[str, Shape]:
+    return {"attn_q_norm.weight": (HEAD,), "attn_k_norm.weight": (HEAD,)}
+
+
+def _phi3(_: int) -> Shapes:
+    feed: Shapes = {"ffn_up.weight": (2 * N_FF, N_EMBD), "ffn_down.weight": (N_EMBD, N_FF)}
+    return _norms("attn_norm", "ffn_norm") | _fused() | feed
+
+
+def _phimoe(_: int) -> Shapes:
+    return _norms("attn_norm", "ffn_norm", bias=True) | _attention(bias=True, out_bias=True) | _experts()
+
+
+def _latent(layer: int, *, low_rank_queries: bool = True, absorbed: bool = True) -> Shapes:
+    width = N_HEADS * (HEAD + ROPE)
+    shapes = _norms("attn_norm", "ffn_norm") | {
+        "attn_kv_a_norm.weight": (KV_RANK,),
+        "attn_kv_a_mqa.weight": (KV_RANK + ROPE, N_EMBD),
+        "attn_output.weight": (N_EMBD, N_HEADS * HEAD),
+    }
+    if low_rank_queries:
+        shapes |= {"attn_q_a.weight": (Q_RANK, N_EMBD), "attn_q_a_norm.weight": (Q_RANK,)}
+        shapes["attn_q_b.weight"] = (width, Q_RANK)
+    else:
+        shapes["attn_q.weight"] = (width, N_EMBD)
+    if absorbed:
+        shapes["attn_k_b.weight"] = (N_HEADS, KV_RANK, HEAD)
+        shapes["attn_v_b.weight"] = (N_HEADS, HEAD, KV_RANK)
+    else:
+        shapes["attn_kv_b.weight"] = (N_HEADS * 2 * HEAD, KV_RANK)
+    bias: dict[str, Shape] = {"exp_probs_b.bias": (N_EXPERTS,)}
+    return shapes | (_dense() if layer < 1 else _experts(32, shared=32) | bias)
+
+
+def _glm4moe(layer: int) -> Shapes:
+    shapes = _norms("attn_norm", "post_attention_norm") | _attention(bias=True) | _head_norms()
+    bias: dict[str, Shape] = {"exp_probs_b.bias": (N_EXPERTS,)}
+    shapes |= _dense() if layer < 2 else _experts(32, shared=32) | bias
+    if layer == 5:  # the prediction block behind the decoded ones
+        shapes |= _norms("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm")
+        shapes["nextn.eh_proj.weight"] = (N_EMBD, 2 * N_EMBD)
+    return shapes
+
+
+BIASED_NORM = _norms("output_norm", bias=True)
+ROPE_TOPS: Shapes = {"rope_factors_long.weight": (HEAD // 2,), "rope_factors_short.weight": (HEAD // 2,)}
+LONG_ROPE: dict[str, Value] = {"rope.scaling.original_context_length": 16, "rope.scaling.attn_factor": 1.2}
+GRANITE: dict[str, Value] = {
+    **RMS,
+    "embedding_scale": 3.0,
+    "residual_scale": 0.6,
+    "logit_scale": 2.0,
+    "attention.scale": 0.2,
+}
+
+RECIPES: dict[str, Recipe] = {
+    "llama": Recipe("llama", RMS, _plain, _norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)}, n_layers=6),
+    "llama:moe": Recipe("llama", {**RMS, **MOE}, _plain_moe),
+    "llama:arrays": Recipe(
+        "llama", RMS, _plain, per_layer=("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+    ),
+    "mistral3": Recipe(
+        "mistral3",
+        {**RMS, "attention.temperature_scale": 0.3, "rope.scaling.original_context_length": 8},
+        _plain,
+    ),
+    "qwen2": Recipe("qwen2", RMS, lambda _: _norms("attn_norm", "ffn_norm") | _attention(bias=True) | _dense()),
+    "qwen2moe": Recipe(
+        "qwen2moe",
+        {**RMS, **MOE, "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 64},
+        _qwen2moe,
+        may_tie=False,
+    ),
+    "qwen3": Recipe("qwen3", RMS, lambda layer: {**_plain(layer), **_head_norms()}),
+    "qwen3moe": Recipe(
+        "qwen3moe",
+        {**RMS, **MOE, "expert_feed_forward_length": N_FF},
+        lambda layer: {**_plain_moe(layer), **_head_norms()},
+    ),
+    "phi3": Recipe(
+        "phi3", {**RMS, **LONG_ROPE, "attention.sliding_window": 8}, _phi3, _norms("output_norm") | ROPE_TOPS
+    ),
+    "phimoe": Recipe(
+        "phimoe", {**RMS, **MOE, **LONG_ROPE}, _phimoe, BIASED_NORM | ROPE_TOPS | {"output.bias": (0,)}, may_tie=False
+    ),
+    "granite": Recipe("granite", GRANITE, _plain),
+    "granitemoe": Recipe(
+        "granitemoe",
+        {**GRANITE, **MOE, "expert_shared_feed_forward_length": 32},
+        lambda _: _norms("attn_norm", "ffn_norm") | _attention() | _experts(shared=32),
+    ),
+    "deepseek2": Recipe("deepseek2", {**RMS, **MOE, **LATENT, "attention.q_lora_rank": Q_RANK}, _latent),
+    "deepseek2:legacy": Recipe(
+        "deepseek2",
+        {**RMS, **MOE, **LATENT, "attention.q_lora_rank": Q_RANK, "attention.head_count_kv": N_HEADS,
+         "attention.key_length": HEAD + ROPE, "attention.value_length": HEAD, "attention.key_length_mla": 0,
+         "attention.value_length_mla": 0},
+        lambda layer: _latent(layer, absorbed=False),
+    ),
+    "deepseek2:lite": Recipe(
+        "deepseek2", {**RMS, **MOE, **LATENT}, lambda layer: _latent(layer, low_rank_queries=False), n_layers=27
+    ),
+    "glm4moe": Recipe(
+        "glm4moe",
+        {**RMS, **MOE, "expert_feed_forward_length": 32, "expert_shared_count": 1, "leading_dense_block_count": 2,
+         "expert_weights_scale": 1.5, "expert_weights_norm": True, "nextn_predict_layers": 1},
+        _glm4moe,
+        n_layers=6,
+    ),
+    "olmo": Recipe("olmo", {**NORM, "attention.clamp_kqv": 2.0}, lambda _: _attention() | _dense(), {}),
+    "olmoe": Recipe(
+        "olmoe",
+        {**RMS, **MOE, "attention.head_count_kv": N_HEADS},
+        lambda _: _norms("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm") | _attention(n_kv=N_HEADS) | _experts(),
+        may_tie=False,
+    ),
+    "falcon": Recipe(
+        "falcon", NORM, lambda _: _norms("attn_norm", "attn_norm_2", bias=True) | _fused() | _dense(gate=False),
+        BIASED_NORM,
+    ),
+    "stablelm": Recipe(
+        "stablelm",
+        {**NORM, "rope.dimension_count": HEAD // 2},
+        lambda _: _norms("attn_norm", "ffn_norm", bias=True) | _attention(bias=True) | _dense(),
+        BIASED_NORM,
+        may_tie=False,
+    ),
+    "starcoder2": Recipe(
+        "starcoder2",
+        NORM,
+        lambda _: _norms("attn_norm", "ffn_norm", bias=True) | _attention(bias=True, out_bias=True)
+        | _dense(gate=False, bias=True),
+        BIASED_NORM,
+    ),
+    "smollm3": Recipe("smollm3", RMS, _plain, n_layers=10),
+    "command-r": Recipe(
+        "command-r", {**NORM, "logit_scale": 0.5}, lambda _: _norms("attn_norm") | _attention() | _dense(),
+        always_tied=True,
+    ),
+    "internlm2": Recipe("internlm2", RMS, _plain, may_tie=False),
+    "gptneox": Recipe(
+        "gptneox",
+        {**NORM, "use_parallel_residual": True, "rope.dimension_count": HEAD // 2},
+        lambda _: _norms("attn_norm", "ffn_norm", bias=True) | _fused(bias=True) | _dense(gate=False, bias=True),
+        BIASED_NORM,
+        may_tie=False,
+    ),
+    "gptneox:serial": Recipe(
+        "gptneox",
+        {**NORM, "use_parallel_residual": False},
+        lambda _: _norms("attn_norm", "ffn_norm", bias=True) | _fused(bias=True) | _dense(gate=False, bias=True),
+        BIASED_NORM,
+        may_tie=False,
+    ),
+}  # fmt: skip
+
+
+# Families outside the table of coordinator/families.py, for what `--experimental` does with them.
+UNCERTIFIED: dict[str, Recipe] = {
+    # Three layers with a sliding window, one without: llama.cpp aborts on a slice that has none with a window.
+    "cohere2": Recipe(
+        "cohere2",
+        {**NORM, "logit_scale": 0.5, "attention.sliding_window": 8, "attention.sliding_window_pattern": [1, 1, 1, 0]},
+        lambda _: _norms("attn_norm") | _attention() | _dense(),
+        n_layers=4,
+        always_tied=True,
+    ),
+    "olmo2": Recipe(
+        "olmo2",
+        RMS,
+        lambda _: _norms("attn_q_norm", "post_attention_norm", "post_ffw_norm")
+        | {"attn_k_norm.weight": (N_KV_HEADS * HEAD,)}
+        | _attention()
+        | _dense(),
+        may_tie=False,
+    ),
+}
+
+
+def make_tiny(
+    family: str,
+    path: Path,
+    *,
+    n_layers: int | None = None,
+    quant: str = "f32",
+    tied: bool = False,
+    vocab: int = 128,
+    tokenizer: bool = False,
+    seed: int = 1,
+    extra_values: Mapping[str, Value] | None = None,
+    extra_tensors: Mapping[str, np.ndarray] | None = None,
+) -> Path:
+    """Write a model of a recipe and return its path.
+
+    `quant` is the type of every matrix (f32, f16, q8_0, q4_0); vectors stay f32. With `tokenizer` the vocabulary is a
+    byte-level one with text (`vocab` is then ignored: see TOKENS); without, it is nameless.
+    """
+    recipe = (RECIPES | UNCERTIFIED)[family]
+    n_layers = n_layers or recipe.n_layers
+    vocab = len(TOKENS) if tokenizer else vocab
+    writer = gguf.GGUFWriter(None, recipe.architecture)
+    common: dict[str, Value] = {
+        "block_count": n_layers,
+        "context_length": CTX,
+        "embedding_length": N_EMBD,
+        "feed_forward_length": N_FF,
+        "attention.head_count": N_HEADS,
+        "attention.head_count_kv": N_KV_HEADS,
+        "vocab_size": vocab,
+    }
+    writer.add_name(f"tiny {family}")
+    for key, value in {**common, **recipe.values, **(extra_values or {})}.items():
+        if not (key.endswith("_mla") and value == 0):
+            _add(writer, f"{recipe.architecture}.{key}", [value] * n_layers if key in recipe.per_layer else value)
+    _add_tokenizer(writer) if tokenizer else writer.add_tokenizer_model("none")
+    shapes: dict[str, Shape] = {"token_embd.weight": (vocab, N_EMBD), **recipe.tops}
+    if not (recipe.always_tied or (tied and recipe.may_tie)):
+        shapes["output.weight"] = (vocab, N_EMBD)
+    for layer in range(n_layers):
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in recipe.block(layer).items()}
+    for name, shape in shapes.items():
+        _add_tensor(writer, name, _weights(name, (vocab,) if name == "output.bias" else shape, seed), quant)
+    for name, array in (extra_tensors or {}).items():
+        writer.add_tensor(name, array)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Value | list[Value]) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, array: np.ndarray, quant: str) -> None:
+    plain = array.ndim == 1 or "gate_inp" in name  # routers stay f32 in real files too
+    kind = gguf.GGMLQuantizationType.F32 if plain else gguf.GGMLQuantizationType[quant.upper()]
+    if kind == gguf.GGMLQuantizationType.F32:
+        writer.add_tensor(name, array)
+    else:
+        writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+
+
+def _weights(name: str, shape: Shape, seed: int) -> np.ndarray:
+    random = np.random.default_rng((seed, zlib.crc32(name.encode())))
+    values = random.standard_normal(shape, np.float32)
+    if name.startswith("rope_"):
+        return 1.0 + np.abs(values)
+    if "norm" in name and name.endswith("weight"):
+        return 1.0 + 0.2 * values
+    if len(shape) == 1:
+        return 0.2 * values
+    if name == "token_embd.weight":
+        return values
+    gain = 4.0 if name == "output.weight" else 1.5
+    return values * np.float32(gain / np.sqrt(shape[-1]))
+
+
+def _byte_characters() -> list[str]:
+    """Return the printable stand-ins that byte-level vocabularies use for the 256 bytes."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in kept else chr(next(others)) for byte in range(256)]
+
+
+END_TOKEN = "<|end|>"
+CONTROLS = (END_TOKEN, "<|user|>", "<|assistant|>")
+_WORDS = ("th", "the", "in", "er", "an", "Ġt", "Ġthe")
+_MERGES = ("t h", "th e", "i n", "e r", "a n", "Ġ t", "Ġt he")
+TOKENS: tuple[str, ...] = (*_byte_characters(), *_WORDS, *CONTROLS)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(list(TOKENS))
+    writer.add_token_types([control if token in CONTROLS else normal for token in TOKENS])
+    writer.add_token_merges(list(_MERGES))
+    writer.add_eos_token_id(TOKENS.index(END_TOKEN))
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)

@@ -1,0 +1,31 @@
+"""Every bound of the wire in one place, with its reason. Relations between bounds are asserted below.
+
+A bound that a user may lower is a configuration field whose default and ceiling come from here.
+"""
+
+from __future__ import annotations
+
+PROTOCOL_VERSION = 1  # raised on any incompatible change of the contract; checked in every handshake
+
+N_EMBD_MAX = 65_536  # widest hidden state accepted; four times the widest open model of 2026
+ROWS_PER_ENVELOPE_MAX = 2_048  # rows of one native step, hence of one envelope; also the ceiling of --max-rows
+ROWS_PER_FRAME_MAX = ROWS_PER_ENVELOPE_MAX  # a single prefill chunk may fill a step
+FRAMES_PER_ENVELOPE_MAX = 4_096  # every session of a full pipeline, plus one control frame for each
+SESSIONS_PER_LINK_MAX = 2_048  # sessions one route may have open on a stage; the ceiling of --lanes
+OPTIONS_BYTES_MAX = 4_096  # serialized SessionOptions of one open frame
+CTX_TOKENS_MAX = 1 << 20  # tokens per stream
+
+# One message holds at most the payload of a full step in the exact (f32) dtype, plus headers.
+ENVELOPE_BYTES_MAX = 256 * 1024 * 1024
+BYTES_IN_FLIGHT_DEFAULT = 64 * 1024 * 1024  # credit window of one link: payload sent but not yet decoded
+ERROR_TEXT_BYTES_MAX = 2_000  # longer native messages are cut
+LOGPROBS_MAX = 20  # the OpenAI API's ceiling for top_logprobs
+
+HANDSHAKE_TIMEOUT_S = 10.0  # both ends are up when a handshake starts, so this covers a slow link only
+DRAIN_TIMEOUT_S = 30.0  # running requests may finish for this long after SIGTERM
+KEEPALIVE_TIME_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 10_000
+
+assert ROWS_PER_FRAME_MAX <= ROWS_PER_ENVELOPE_MAX
+assert BYTES_IN_FLIGHT_DEFAULT <= ENVELOPE_BYTES_MAX
+assert FRAMES_PER_ENVELOPE_MAX >= 2 * SESSIONS_PER_LINK_MAX

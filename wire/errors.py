@@ -1,0 +1,244 @@
+"""Every error relayline raises on purpose: one root, leaves that answer two questions, one status table.
+
+The questions are *whose fault is it* (`fault`) and *may the same thing be tried again* (`retryable`). `label` is the
+stable short name that travels on the wire, in metrics and in HTTP bodies; it never changes once released.
+
+House rules for this file:
+* A leaf exists only where somebody acts differently on it. The text carries the detail.
+* `STATUS` is the only place that knows gRPC and HTTP status codes; nothing else maps errors.
+* Messages are one line: what is wrong, then what to do.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import ClassVar
+
+import grpc
+
+
+class Fault(enum.Enum):
+    """Who has to change something before the operation can succeed."""
+
+    CLIENT = "client"  # the caller of the HTTP API
+    OPERATOR = "operator"  # whoever typed the command, wrote the manifest or made the file
+    PEER = "peer"  # the process on the other end of a link
+    SERVER = "server"  # this process
+
+
+class RelaylineError(Exception):
+    """Root of all deliberate errors. Not raised itself."""
+
+    label: ClassVar[str] = "internal"
+    fault: ClassVar[Fault] = Fault.SERVER
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str) -> None:
+        if type(self) is RelaylineError:
+            raise TypeError("raise a leaf of RelaylineError, not the root")
+        super().__init__(message)
+        self.message = message
+
+
+# --- the operator's input ---------------------------------------------------------------------------------------------
+
+
+class UsageError(RelaylineError):
+    """A flag, a combination of flags or a configuration value that cannot be used. Exit code 2."""
+
+    label, fault = "usage", Fault.OPERATOR
+
+
+class CutError(UsageError):
+    """Cuts that this model does not allow: out of range, out of order, or not on the family's period."""
+
+    label = "bad_cut"
+
+
+class ModelFileError(RelaylineError):
+    """A model file that cannot be read as GGUF: wrong magic, truncated, a shard missing."""
+
+    label, fault = "bad_model_file", Fault.OPERATOR
+
+
+class UnsupportedArchitectureError(RelaylineError):
+    """A readable model of a family that has not been certified for splitting."""
+
+    label, fault = "unsupported_architecture", Fault.OPERATOR
+
+
+class ArtifactError(RelaylineError):
+    """A stage artifact or pipeline.json that is missing, altered or does not fit its neighbours."""
+
+    label, fault = "bad_artifact", Fault.OPERATOR
+
+
+class StartError(RelaylineError):
+    """A process that cannot start: port taken, stage unreachable, child died before it was ready."""
+
+    label, fault = "cannot_start", Fault.OPERATOR
+
+
+# --- the HTTP client's request ----------------------------------------------------------------------------------------
+
+
+class InvalidRequestError(RelaylineError):
+    """A request that can never succeed as sent. `param` names the offending field, if one does."""
+
+    label, fault = "invalid_request", Fault.CLIENT
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt plus requested tokens do not fit the tokens that one stream may hold."""
+
+    label = "context_length_exceeded"
+
+
+class ModelNotFoundError(InvalidRequestError):
+    """The request names a model that this pipeline does not serve."""
+
+    label = "model_not_found"
+
+
+class OverloadedError(RelaylineError):
+    """All lanes and queue places are taken now. `retry_after_s` says when to come back (whole seconds)."""
+
+    label, fault, retryable = "overloaded", Fault.SERVER, True
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NotReadyError(RelaylineError):
+    """The pipeline is still loading, or draining."""
+
+    label, fault, retryable = "not_ready", Fault.SERVER, True
+
+
+# --- links and stages -------------------------------------------------------------------------------------------------
+
+
+class ProtocolError(RelaylineError):
+    """Bytes or a message order that the wire contract forbids. Nothing was changed by them."""
+
+    label, fault = "protocol", Fault.PEER
+
+
+class ChecksumError(ProtocolError):
+    """A frame whose payload does not match its checksum."""
+
+    label, retryable = "checksum", True
+
+
+class HandshakeError(RelaylineError):
+    """Two ends that do not belong together: version, model, layer range, width or dtype differ."""
+
+    label, fault = "handshake", Fault.OPERATOR
+
+
+class StaleEpochError(RelaylineError):
+    """A frame of an epoch that this stage has left behind."""
+
+    label, fault = "stale_epoch", Fault.PEER
+
+
+class PositionGapError(RelaylineError):
+    """A frame that starts above the lane's next position. Nothing changed; replay from that position."""
+
+    label, fault, retryable = "position_gap", Fault.PEER, True
+
+
+class SessionError(RelaylineError):
+    """A frame for a session that is not open here, or an open for one that already is."""
+
+    label, fault = "bad_session", Fault.PEER
+
+
+class LaneLimitError(RelaylineError):
+    """No free lane, or no KV cells left for this session."""
+
+    label, retryable = "no_lane", True
+
+
+class NumericError(RelaylineError):
+    """A native decode that produced NaN or infinity for this session."""
+
+    label = "not_finite"
+
+
+class NativeError(RelaylineError):
+    """llama.cpp refused to load or to decode. The message carries its own last log lines."""
+
+    label = "native"
+
+
+class StageLostError(RelaylineError):
+    """A stage or a link to it went away while a session was running."""
+
+    label, fault, retryable = "stage_lost", Fault.SERVER, True
+
+
+class InternalError(RelaylineError):
+    """A broken invariant of ours. The text is for the bug report."""
+
+    label = "internal"
+
+
+Code = grpc.StatusCode
+
+# label -> (gRPC status on a link, HTTP status at the coordinator's API).
+STATUS: dict[str, tuple[grpc.StatusCode, int]] = {
+    UsageError.label: (Code.INVALID_ARGUMENT, 400),
+    CutError.label: (Code.INVALID_ARGUMENT, 400),
+    ModelFileError.label: (Code.FAILED_PRECONDITION, 500),
+    UnsupportedArchitectureError.label: (Code.FAILED_PRECONDITION, 500),
+    ArtifactError.label: (Code.FAILED_PRECONDITION, 500),
+    StartError.label: (Code.FAILED_PRECONDITION, 500),
+    InvalidRequestError.label: (Code.INVALID_ARGUMENT, 400),
+    ContextLengthError.label: (Code.INVALID_ARGUMENT, 400),
+    ModelNotFoundError.label: (Code.NOT_FOUND, 404),
+    OverloadedError.label: (Code.RESOURCE_EXHAUSTED, 429),
+    NotReadyError.label: (Code.UNAVAILABLE, 503),
+    ProtocolError.label: (Code.INVALID_ARGUMENT, 502),
+    ChecksumError.label: (Code.DATA_LOSS, 502),
+    HandshakeError.label: (Code.FAILED_PRECONDITION, 503),
+    StaleEpochError.label: (Code.ABORTED, 503),
+    PositionGapError.label: (Code.FAILED_PRECONDITION, 503),
+    SessionError.label: (Code.FAILED_PRECONDITION, 500),
+    LaneLimitError.label: (Code.RESOURCE_EXHAUSTED, 429),
+    NumericError.label: (Code.INTERNAL, 500),
+    NativeError.label: (Code.INTERNAL, 500),
+    StageLostError.label: (Code.UNAVAILABLE, 503),
+    InternalError.label: (Code.INTERNAL, 500),
+}
+
+
+def leaves(root: type[RelaylineError] = RelaylineError) -> dict[str, type[RelaylineError]]:
+    """Return every leaf by its label, so that a label from the wire becomes a typed error again."""
+    found: dict[str, type[RelaylineError]] = {}
+    for child in root.__subclasses__():
+        found.setdefault(child.label, child)
+        for label, leaf in leaves(child).items():
+            found.setdefault(label, leaf)
+    return found
+
+
+def from_wire(label: str, message: str) -> RelaylineError:
+    """Rebuild a typed error from its wire form. An unknown label (a newer peer) becomes InternalError."""
+    leaf = leaves().get(label, InternalError)
+    return leaf(message)
+
+
+def grpc_status(error: RelaylineError) -> grpc.StatusCode:
+    """Return the gRPC status that carries this error on a link."""
+    return STATUS[error.label][0]
+
+
+def http_status(error: RelaylineError) -> int:
+    """Return the HTTP status that carries this error to an API client."""
+    return STATUS[error.label][1]

@@ -1,0 +1,100 @@
+"""Frame headers: the fixed part of what travels, as numpy records that overlay the protobuf bytes.
+
+A `Frame` message whose fields are all fixed-width has a constant size, tags included. So a whole row of frame headers
+is one numpy record array: encoding is a few column assignments, decoding is a view plus one comparison of the tag
+columns. The same bytes parse with any protobuf library.
+
+This module does not know envelopes, links or sessions' meaning.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+TRACE_BYTES = 25  # trace id (16), span id (8), flags (1)
+
+Records = np.ndarray[Any, np.dtype[np.void]]
+
+
+class Flag(enum.IntFlag):
+    """Bits of `Frame.flags`; the values are FrameFlag's in the .proto."""
+
+    NONE = 0
+    PREFILL = 1
+    WANTS_SAMPLE = 2
+    OPEN = 16
+    CLOSE = 32
+    TRIM = 64
+    COPY_PREFIX = 128
+
+
+CONTROL = Flag.OPEN | Flag.CLOSE | Flag.TRIM | Flag.COPY_PREFIX
+
+# The `_t*` columns are protobuf tags (and lengths): constants of every canonical frame.
+FRAME_DTYPE: np.dtype[np.void] = np.dtype(
+    [
+        ("_tag", "u1"),
+        ("_size", "u1"),
+        ("_t1", "u1"),
+        ("session_id", "<u8"),
+        ("_t2", "u1"),
+        ("epoch", "<u4"),
+        ("_t3", "u1"),
+        ("position", "<u4"),
+        ("_t4", "u1"),
+        ("n_rows", "<u4"),
+        ("_t5", "u1"),
+        ("flags", "<u4"),
+        ("_t6", "u1"),
+        ("argument", "<u8"),
+        ("_t7", "u1"),
+        ("checksum", "<u8"),
+        ("_t8", "u1"),
+        ("enqueued_ns", "<u8"),
+        ("_t9", "u1"),
+        ("_trace_size", "u1"),
+        ("trace", f"V{TRACE_BYTES}"),
+    ]
+)
+FRAME_BYTES = FRAME_DTYPE.itemsize
+
+FRAME_CONSTANTS: dict[str, int] = {
+    "_tag": 0x42,  # Envelope field 8, length-delimited
+    "_size": FRAME_BYTES - 2,
+    "_t1": 0x09,
+    "_t2": 0x15,
+    "_t3": 0x1D,
+    "_t4": 0x25,
+    "_t5": 0x2D,
+    "_t6": 0x31,
+    "_t7": 0x39,
+    "_t8": 0x41,
+    "_t9": 0x4A,
+    "_trace_size": TRACE_BYTES,
+}
+
+_offsets: list[int] = [FRAME_DTYPE.fields[name][1] for name in FRAME_CONSTANTS]  # type: ignore[index]
+_CONSTANT_OFFSETS = np.array(_offsets)
+_CONSTANT_VALUES = np.array(list(FRAME_CONSTANTS.values()), dtype=np.uint8)
+
+
+def new_frames(n_frames: int) -> Records:
+    """Return n_frames zeroed records with every protobuf tag in place."""
+    frames: Records = np.zeros(n_frames, dtype=FRAME_DTYPE)
+    stamp_tags(frames)
+    return frames
+
+
+def stamp_tags(frames: Records) -> None:
+    """Write the constant protobuf columns into freshly allocated records."""
+    for name, value in FRAME_CONSTANTS.items():
+        frames[name] = value
+
+
+def has_canonical_tags(raw: npt.NDArray[np.uint8]) -> bool:
+    """Return whether raw, u8 of shape (n_frames, FRAME_BYTES), carries every constant at its place."""
+    return bool((raw[:, _CONSTANT_OFFSETS] == _CONSTANT_VALUES).all())

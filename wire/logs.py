@@ -1,0 +1,50 @@
+"""Structured logs for every process: human lines by default, one JSON object per line with --log-json.
+
+Fields go in `extra={"fields": {...}}`; both formats print them. Logs go to stderr: stdout belongs to results.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import sys
+
+
+class _HumanFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", {})
+        clock = datetime.datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+        tail = "".join(f" {key}={value}" for key, value in fields.items())
+        line = f"{clock} {record.levelname.lower():<7} {record.getMessage()}{tail}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat()
+        line = {
+            "time": clock,
+            "level": record.levelname.lower(),
+            "role": self._role,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def setup(role: str, *, as_json: bool, verbose: bool = False) -> None:
+    """Send this process's logs to stderr. Call once, before anything logs."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter(role) if as_json else _HumanFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.DEBUG if verbose else logging.INFO)
+    for chatty in ("grpc", "asyncio", "aiohttp.access"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)

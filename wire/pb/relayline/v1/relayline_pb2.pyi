@@ -1,0 +1,338 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Dtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DTYPE_UNSPECIFIED: _ClassVar[Dtype]
+    DTYPE_TOKENS: _ClassVar[Dtype]
+    DTYPE_F16: _ClassVar[Dtype]
+    DTYPE_F32: _ClassVar[Dtype]
+
+class FrameFlag(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FRAME_FLAG_UNSPECIFIED: _ClassVar[FrameFlag]
+    FRAME_FLAG_PREFILL: _ClassVar[FrameFlag]
+    FRAME_FLAG_WANTS_SAMPLE: _ClassVar[FrameFlag]
+    FRAME_FLAG_OPEN: _ClassVar[FrameFlag]
+    FRAME_FLAG_CLOSE: _ClassVar[FrameFlag]
+    FRAME_FLAG_TRIM: _ClassVar[FrameFlag]
+    FRAME_FLAG_COPY_PREFIX: _ClassVar[FrameFlag]
+DTYPE_UNSPECIFIED: Dtype
+DTYPE_TOKENS: Dtype
+DTYPE_F16: Dtype
+DTYPE_F32: Dtype
+FRAME_FLAG_UNSPECIFIED: FrameFlag
+FRAME_FLAG_PREFILL: FrameFlag
+FRAME_FLAG_WANTS_SAMPLE: FrameFlag
+FRAME_FLAG_OPEN: FrameFlag
+FRAME_FLAG_CLOSE: FrameFlag
+FRAME_FLAG_TRIM: FrameFlag
+FRAME_FLAG_COPY_PREFIX: FrameFlag
+
+class DescribeRequest(_message.Message):
+    __slots__ = ("protocol_version",)
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
+
+class DescribeResponse(_message.Message):
+    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_SHA256_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
+    STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    STAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LAYER_START_FIELD_NUMBER: _ClassVar[int]
+    LAYER_END_FIELD_NUMBER: _ClassVar[int]
+    N_EMBD_FIELD_NUMBER: _ClassVar[int]
+    N_VOCAB_FIELD_NUMBER: _ClassVar[int]
+    N_LANES_FIELD_NUMBER: _ClassVar[int]
+    CTX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    software_version: str
+    architecture: str
+    source_sha256: str
+    pipeline_id: str
+    stage_index: int
+    stage_count: int
+    layer_start: int
+    layer_end: int
+    n_embd: int
+    n_vocab: int
+    n_lanes: int
+    ctx_tokens: int
+    max_rows: int
+    instance_id: str
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
+
+class ConfigureRequest(_message.Message):
+    __slots__ = ("protocol_version", "route_id", "epoch", "pipeline_id", "stage_index", "next_address", "wire_dtype")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
+    STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NEXT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    route_id: int
+    epoch: int
+    pipeline_id: str
+    stage_index: int
+    next_address: str
+    wire_dtype: Dtype
+    def __init__(self, protocol_version: _Optional[int] = ..., route_id: _Optional[int] = ..., epoch: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., next_address: _Optional[str] = ..., wire_dtype: _Optional[_Union[Dtype, str]] = ...) -> None: ...
+
+class ConfigureResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LinkOpen(_message.Message):
+    __slots__ = ("protocol_version", "route_id", "epoch", "pipeline_id", "source_sha256", "next_layer", "n_embd", "dtype")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_SHA256_FIELD_NUMBER: _ClassVar[int]
+    NEXT_LAYER_FIELD_NUMBER: _ClassVar[int]
+    N_EMBD_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    route_id: int
+    epoch: int
+    pipeline_id: str
+    source_sha256: str
+    next_layer: int
+    n_embd: int
+    dtype: Dtype
+    def __init__(self, protocol_version: _Optional[int] = ..., route_id: _Optional[int] = ..., epoch: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., source_sha256: _Optional[str] = ..., next_layer: _Optional[int] = ..., n_embd: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ...) -> None: ...
+
+class Envelope(_message.Message):
+    __slots__ = ("epoch", "sequence", "dtype", "n_rows", "width", "sent_ns", "n_frames", "frames", "payload", "row_exponents", "options", "open")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    N_ROWS_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    SENT_NS_FIELD_NUMBER: _ClassVar[int]
+    N_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    ROW_EXPONENTS_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    sequence: int
+    dtype: int
+    n_rows: int
+    width: int
+    sent_ns: int
+    n_frames: int
+    frames: _containers.RepeatedCompositeFieldContainer[Frame]
+    payload: bytes
+    row_exponents: bytes
+    options: _containers.RepeatedCompositeFieldContainer[SessionOptions]
+    open: LinkOpen
+    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., dtype: _Optional[int] = ..., n_rows: _Optional[int] = ..., width: _Optional[int] = ..., sent_ns: _Optional[int] = ..., n_frames: _Optional[int] = ..., frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ..., payload: _Optional[bytes] = ..., row_exponents: _Optional[bytes] = ..., options: _Optional[_Iterable[_Union[SessionOptions, _Mapping]]] = ..., open: _Optional[_Union[LinkOpen, _Mapping]] = ...) -> None: ...
+
+class Frame(_message.Message):
+    __slots__ = ("session_id", "epoch", "position", "n_rows", "flags", "argument", "checksum", "enqueued_ns", "trace")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    N_ROWS_FIELD_NUMBER: _ClassVar[int]
+    FLAGS_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENT_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    ENQUEUED_NS_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    epoch: int
+    position: int
+    n_rows: int
+    flags: int
+    argument: int
+    checksum: int
+    enqueued_ns: int
+    trace: bytes
+    def __init__(self, session_id: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., n_rows: _Optional[int] = ..., flags: _Optional[int] = ..., argument: _Optional[int] = ..., checksum: _Optional[int] = ..., enqueued_ns: _Optional[int] = ..., trace: _Optional[bytes] = ...) -> None: ...
+
+class SessionOptions(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "n_logprobs", "wants_logits")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    N_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    WANTS_LOGITS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    n_logprobs: int
+    wants_logits: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., n_logprobs: _Optional[int] = ..., wants_logits: _Optional[bool] = ...) -> None: ...
+
+class LinkReply(_message.Message):
+    __slots__ = ("accepted", "credit_bytes")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    accepted: LinkAccepted
+    credit_bytes: int
+    def __init__(self, accepted: _Optional[_Union[LinkAccepted, _Mapping]] = ..., credit_bytes: _Optional[int] = ...) -> None: ...
+
+class LinkAccepted(_message.Message):
+    __slots__ = ("credit_bytes", "max_rows")
+    CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    credit_bytes: int
+    max_rows: int
+    def __init__(self, credit_bytes: _Optional[int] = ..., max_rows: _Optional[int] = ...) -> None: ...
+
+class ReturnRequest(_message.Message):
+    __slots__ = ("route_id", "epoch")
+    ROUTE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    route_id: int
+    epoch: int
+    def __init__(self, route_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class ReturnEnvelope(_message.Message):
+    __slots__ = ("epoch", "stage_index", "samples", "faults", "subscribed")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    FAULTS_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIBED_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    stage_index: int
+    samples: _containers.RepeatedCompositeFieldContainer[Sampled]
+    faults: _containers.RepeatedCompositeFieldContainer[SessionFault]
+    subscribed: bool
+    def __init__(self, epoch: _Optional[int] = ..., stage_index: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., faults: _Optional[_Iterable[_Union[SessionFault, _Mapping]]] = ..., subscribed: _Optional[bool] = ...) -> None: ...
+
+class Sampled(_message.Message):
+    __slots__ = ("session_id", "position", "token", "logprob", "top", "logits")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    position: int
+    token: int
+    logprob: float
+    top: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    logits: bytes
+    def __init__(self, session_id: _Optional[int] = ..., position: _Optional[int] = ..., token: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., logits: _Optional[bytes] = ...) -> None: ...
+
+class TokenLogprob(_message.Message):
+    __slots__ = ("token", "logprob")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    token: int
+    logprob: float
+    def __init__(self, token: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
+
+class SessionFault(_message.Message):
+    __slots__ = ("session_id", "stage_index", "position", "label", "message", "retryable")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    stage_index: int
+    position: int
+    label: str
+    message: str
+    retryable: bool
+    def __init__(self, session_id: _Optional[int] = ..., stage_index: _Optional[int] = ..., position: _Optional[int] = ..., label: _Optional[str] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusResponse(_message.Message):
+    __slots__ = ("stage_index", "instance_id", "steps_by_rows", "steps_by_sessions", "n_steps", "n_rows", "n_frames", "busy_ns", "uptime_ns", "recent_wait_ns", "lanes_used", "lanes_total", "queued_rows", "envelopes_in", "envelopes_out", "payload_bytes_in", "payload_bytes_out", "faults_by_label", "close_reasons")
+    class StepsByRowsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class StepsBySessionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class FaultsByLabelEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class CloseReasonsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    STEPS_BY_ROWS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_BY_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    N_STEPS_FIELD_NUMBER: _ClassVar[int]
+    N_ROWS_FIELD_NUMBER: _ClassVar[int]
+    N_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    BUSY_NS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_NS_FIELD_NUMBER: _ClassVar[int]
+    RECENT_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    LANES_USED_FIELD_NUMBER: _ClassVar[int]
+    LANES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    ENVELOPES_IN_FIELD_NUMBER: _ClassVar[int]
+    ENVELOPES_OUT_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_IN_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
+    FAULTS_BY_LABEL_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_REASONS_FIELD_NUMBER: _ClassVar[int]
+    stage_index: int
+    instance_id: str
+    steps_by_rows: _containers.ScalarMap[int, int]
+    steps_by_sessions: _containers.ScalarMap[int, int]
+    n_steps: int
+    n_rows: int
+    n_frames: int
+    busy_ns: int
+    uptime_ns: int
+    recent_wait_ns: _containers.RepeatedScalarFieldContainer[int]
+    lanes_used: int
+    lanes_total: int
+    queued_rows: int
+    envelopes_in: int
+    envelopes_out: int
+    payload_bytes_in: int
+    payload_bytes_out: int
+    faults_by_label: _containers.ScalarMap[str, int]
+    close_reasons: _containers.ScalarMap[str, int]
+    def __init__(self, stage_index: _Optional[int] = ..., instance_id: _Optional[str] = ..., steps_by_rows: _Optional[_Mapping[int, int]] = ..., steps_by_sessions: _Optional[_Mapping[int, int]] = ..., n_steps: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_frames: _Optional[int] = ..., busy_ns: _Optional[int] = ..., uptime_ns: _Optional[int] = ..., recent_wait_ns: _Optional[_Iterable[int]] = ..., lanes_used: _Optional[int] = ..., lanes_total: _Optional[int] = ..., queued_rows: _Optional[int] = ..., envelopes_in: _Optional[int] = ..., envelopes_out: _Optional[int] = ..., payload_bytes_in: _Optional[int] = ..., payload_bytes_out: _Optional[int] = ..., faults_by_label: _Optional[_Mapping[str, int]] = ..., close_reasons: _Optional[_Mapping[str, int]] = ...) -> None: ...

@@ -1,0 +1,111 @@
+"""The gRPC edge: channel and server options, method names, and typed errors across a call, both ways.
+
+Envelopes cross as ready-made bytes (no serializer), everything else as protobuf messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from wire import bounds
+from wire.errors import (
+    STATUS,
+    HandshakeError,
+    InternalError,
+    ProtocolError,
+    RelaylineError,
+    StageLostError,
+    from_wire,
+    grpc_status,
+)
+
+SERVICE = "relayline.v1.StageService"
+_LABEL_KEY = "relayline-error"
+
+_KEEPALIVE: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", bounds.KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", bounds.KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_MESSAGE_SIZE: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", bounds.ENVELOPE_BYTES_MAX),
+    ("grpc.max_send_message_length", bounds.ENVELOPE_BYTES_MAX),
+)
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_KEEPALIVE,
+    *_MESSAGE_SIZE,
+    ("grpc.enable_retries", 0),  # a lost stream is an epoch change, never a silent retry
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel is a new connection, so recovery never meets a dead one
+)
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_KEEPALIVE,
+    *_MESSAGE_SIZE,
+    # gRPC ignores unknown keys in silence; this is the one that stops GOAWAY "too_many_pings" (a test holds it).
+    ("grpc.http2.min_ping_interval_without_data_ms", bounds.KEEPALIVE_TIME_MS // 2),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),  # a taken port must fail loudly
+)
+
+
+def method(name: str) -> str:
+    """Return the full path of a StageService method."""
+    return f"/{SERVICE}/{name}"
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """Open a plaintext channel; must be called inside the running event loop."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def serialize(message: Any) -> bytes:  # noqa: ANN401 - any protobuf message
+    """Return the wire bytes of a control message."""
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+def parser(message_type: type[Any]) -> Callable[[bytes], Any]:
+    """Return a deserializer for gRPC. Bytes that do not parse end the call; the process goes on."""
+    return message_type.FromString  # type: ignore[no-any-return]
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RelaylineError) -> NoReturn:
+    """End a server call with the status, text and label of a typed error."""
+    await context.abort(grpc_status(error), error.message, ((_LABEL_KEY, error.label),))
+    raise AssertionError("context.abort always raises")
+
+
+def typed(error: grpc.aio.AioRpcError, peer: str) -> RelaylineError:
+    """Turn a failed call to `peer` back into the typed error its server raised, or into the loss of that peer."""
+    for key, value in error.trailing_metadata() or ():
+        if key == _LABEL_KEY and isinstance(value, str) and value in STATUS:
+            return from_wire(value, error.details() or value)
+    detail = (error.details() or error.code().name).splitlines()[0]
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return StageLostError(f"{peer} cannot be reached ({detail})")
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return StageLostError(f"{peer} did not answer in time")
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return HandshakeError(f"{peer} is not a relayline stage of this version ({detail})")
+    if error.code() is grpc.StatusCode.CANCELLED:
+        return StageLostError(f"{peer} closed the stream")
+    if error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
+        return InternalError(f"{peer} failed: {detail}")
+    return ProtocolError(f"{peer} answered {error.code().name}: {detail}")
+
+
+async def call(
+    channel: grpc.aio.Channel, name: str, request: Any, reply: type[Any], peer: str, timeout_s: float  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Make one unary call. Raises the typed error of the other side, StageLostError if it cannot be reached."""
+    unary = channel.unary_unary(method(name), request_serializer=serialize, response_deserializer=parser(reply))
+    try:
+        return await unary(request, timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        raise typed(error, peer) from error

@@ -1,9 +1,9 @@
 """What the native engine adds to a bare llama_decode on the same slice: `python -m benches.bench_engine [--quick]`.
 
 A random Q4_0 llama is made in a temporary directory. The engine and a bare ctypes loop (no capture callback; norm and
-head computed) decode the same rows in alternation, so that drift of the machine meets both; medians and their ratio
-are printed. The goal is a ratio of at most 1.03. Below 1 means that stopping before norm and head saved more than the
-engine costs.
+head computed) decode the same rows in alternation, so that drift of the machine meets both. Printed are medians, their
+ratio, and the ratio of minima, which a busy machine disturbs least. The goal is a ratio of at most 1.03. Below 1 means
+that stopping before norm and head saved more than the engine costs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def engine_step(engine: NativeEngine, n_rows: int, position: int) -> None:
 
 
 def measure(engine: NativeEngine, bare: BareLoop, n_rows: int, n_steps: int) -> dict[str, float]:
-    """Median step time of each, in milliseconds, over `n_steps` alternating decode steps of `n_rows` lanes."""
+    """Median step time of each in milliseconds, over `n_steps` alternating decode steps of `n_rows` lanes."""
     times_ns: dict[str, list[int]] = {"bare": [], "engine": []}
     steps = {
         "bare": lambda position: bare.step(n_rows, position),
@@ -93,7 +93,8 @@ def measure(engine: NativeEngine, bare: BareLoop, n_rows: int, n_steps: int) -> 
     for lane in range(n_rows):
         engine.clear(lane)
     bare_ms, engine_ms = (statistics.median(times_ns[name]) / 1e6 for name in ("bare", "engine"))
-    return {"bare_ms": bare_ms, "engine_ms": engine_ms, "ratio": engine_ms / bare_ms}
+    of_minima = min(times_ns["engine"]) / min(times_ns["bare"])
+    return {"bare_ms": bare_ms, "engine_ms": engine_ms, "ratio": engine_ms / bare_ms, "of_minima": of_minima}
 
 
 def run(shape: TinyShape, n_steps: int, n_threads: int) -> list[dict[str, float | int | str]]:
@@ -130,9 +131,11 @@ def main() -> None:
     if options.json:
         print(json.dumps({"goal_ratio": GOAL_RATIO, "n_threads": options.threads, "results": results}))
         return
-    print(f"{'stage':>9} {'rows':>5} {'bare ms':>9} {'engine ms':>10} {'ratio':>7}   (goal <= {GOAL_RATIO})")
+    print(f"goal: ratio <= {GOAL_RATIO}")
+    print(f"{'stage':>9} {'rows':>5} {'bare ms':>9} {'engine ms':>10} {'ratio':>7} {'of minima':>10}")
+    row = "{stage:>9} {rows:>5} {bare_ms:>9.3f} {engine_ms:>10.3f} {ratio:>7.3f} {of_minima:>10.3f}"
     for result in results:
-        print("{stage:>9} {rows:>5} {bare_ms:>9.3f} {engine_ms:>10.3f} {ratio:>7.3f}".format(**result))
+        print(row.format(**result))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Admission:
             if session in self.waiting:
                 self.waiting.remove(session)
             return None
-        if not self.waiting:
+        if not self.waiting or len(self.running) >= self.n_lanes:  # a stage may have come back with fewer lanes
             return None
         following = self.waiting.popleft()
         self.running[following.session_id] = following

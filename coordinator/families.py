@@ -155,6 +155,17 @@ FAMILIES: dict[str, Family] = {
         Family("command-r", refusal=_command_r_refusal),
         Family("internlm2", head_required=True),
         Family("gptneox", head_required=True),
+        Family("arcee"),
+        Family("deepseek"),
+        Family("dots1", head_required=True),
+        Family("ernie4_5"),
+        Family("exaone"),
+        Family("hunyuan-moe"),
+        Family("minimax-m2", head_required=True),
+        Family("nemotron", head_required=True),
+        Family("orion", head_required=True),
+        Family("seed_oss"),
+        Family("xverse", head_required=True),
     )
 }
 

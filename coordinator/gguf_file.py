@@ -39,10 +39,11 @@ ARRAY_TYPE = 9
 # GGUF scalar type id -> struct format (little endian).
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
-# ggml type id -> (name, values per block, bytes per block). The gguf package lags behind the newest type.
+# ggml type id -> (name, values per block, bytes per block). The gguf package lags behind the newest type and has
+# another size for Q8_1 than ggml; a test holds this table to the installed ggml.
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     int(kind): (kind.name, block, size) for kind, (block, size) in gguf.GGML_QUANT_SIZES.items()
-} | {42: ("Q2_0", 64, 18)}
+} | {9: ("Q8_1", 32, 36), 42: ("Q2_0", 64, 18)}
 
 Scalar = int | float | bool | str
 Value = Scalar | tuple[Scalar, ...]

@@ -257,13 +257,14 @@ class Pipeline:
         """Let running requests end, bounded by DRAIN_TIMEOUT_S, then end the rest."""
         self.phase = Phase.DRAINING
         self.ready.clear()
-        try:
-            async with asyncio.timeout(bounds.DRAIN_TIMEOUT_S):
-                await self._idle.wait()
-        except TimeoutError:
-            self._fail_all(NotReadyError("the server is shutting down"))
-        if self._sender is not None:
-            await self._sender.flush()
+        if self._connection is not None:  # else nobody is left to end them
+            idle = asyncio.ensure_future(self._idle.wait())
+            both = {idle, self._lost}
+            await asyncio.wait(both, timeout=bounds.DRAIN_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            idle.cancel()
+        self._fail_all(NotReadyError("the server is shutting down"))
+        if self._sender is not None and not self._lost.done():
+            await self._sender.flush(bounds.HANDSHAKE_TIMEOUT_S)
 
     # --- frames out, answers in ---------------------------------------------------------------------------------------
 

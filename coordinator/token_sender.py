@@ -25,19 +25,21 @@ class TokenSender:
     def __init__(self, link: RelayLink, epoch: int, on_error: Callable[[RelaylineError], None]) -> None:
         self._link, self._epoch, self._on_error = link, epoch, on_error
         self._waiting: collections.deque[OutFrame] = collections.deque()
-        self._wake = asyncio.Event()
+        self._wake, self._all_sent = asyncio.Event(), asyncio.Event()
         self._sequence = 0
         self._task = asyncio.create_task(self._run())
 
     def push(self, frames: Iterable[OutFrame]) -> None:
         """Queue frames; they leave at the end of this turn of the loop."""
         self._waiting.extend(frames)
+        self._all_sent.clear()
         self._wake.set()
 
-    async def flush(self) -> None:
-        """Wait until everything queued has been handed to gRPC."""
-        while self._waiting and not self._task.done():
-            await asyncio.sleep(0)
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until everything queued has been handed to gRPC, or can no longer be, or the time is over."""
+        sent = asyncio.ensure_future(self._all_sent.wait())
+        await asyncio.wait({sent, self._task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        sent.cancel()
 
     async def close(self) -> None:
         """Stop sending."""
@@ -47,10 +49,11 @@ class TokenSender:
     async def _run(self) -> None:
         try:
             while True:
-                await self._wake.wait()
                 while batch := self._next_batch():
                     await self._send(batch)
+                self._all_sent.set()
                 self._wake.clear()
+                await self._wake.wait()
         except RelaylineError as error:
             self._on_error(error)
 

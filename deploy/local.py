@@ -57,6 +57,24 @@ def print_prefixed(name: str, text: str) -> None:
     print(f"[{name}] {text}", file=sys.stderr, flush=True)
 
 
+def stage_child(
+    index: int,
+    artifact: Path,
+    arguments: Sequence[str],
+    on_line: Callable[[str, str], None],
+    *,
+    n_threads: int,
+    listen: str = "127.0.0.1:0",
+) -> Child:
+    """Return one stage of this machine as a child that has not been started; `arguments` are passed on."""
+    return Child(
+        f"stage-{index}",
+        ("stage", "--artifact", str(artifact), "--listen", listen, "--threads", str(n_threads),
+         "--json", "--exit-with-stdin", *arguments),
+        on_line,
+    )  # fmt: skip
+
+
 class LocalPipeline:
     """Running children of one `up`. Use `running`, which also ends them."""
 
@@ -94,12 +112,8 @@ class LocalPipeline:
 
     def _stage(self, index: int, n_threads: int, listen: str) -> Child:
         artifact = self.config.pipeline_dir / self.file.stages[index].file
-        return Child(
-            f"stage-{index}",
-            ("stage", "--artifact", str(artifact), "--listen", listen, "--threads", str(n_threads),
-             "--json", "--exit-with-stdin", *self.config.stage_arguments),
-            self._on_line,
-        )  # fmt: skip
+        arguments = self.config.stage_arguments
+        return stage_child(index, artifact, arguments, self._on_line, n_threads=n_threads, listen=listen)
 
     async def _keep_alive(self, stage: Child) -> None:
         starts_s: list[float] = []

@@ -38,6 +38,7 @@ struct relayline_capture {
     uint64_t     capacity;
     uint64_t     row_floats; /* floats of one row (n_embd) */
     uint64_t     written;    /* floats copied since the caller last set it to 0; micro-batches append */
+    uint64_t     n_calls;    /* micro-batches that delivered rows since the caller last set it to 0 */
     int32_t      error;      /* enum relayline_capture_error; the caller resets it */
     int32_t      stop;       /* non-zero: nothing behind the wanted tensor is computed */
     const char * (*get_name)(const struct ggml_tensor *);
@@ -62,6 +63,7 @@ static int32_t copy_rows(struct relayline_capture * capture, const struct ggml_t
     }
     capture->tensor_get(tensor, capture->destination + capture->written, 0, (size_t) n_floats * sizeof(float));
     capture->written += n_floats;
+    capture->n_calls += 1;
     return CAPTURE_OK;
 }
 

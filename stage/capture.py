@@ -32,6 +32,7 @@ class _State(ctypes.Structure):
         ("capacity", ctypes.c_uint64),
         ("row_floats", ctypes.c_uint64),
         ("written", ctypes.c_uint64),
+        ("n_calls", ctypes.c_uint64),
         ("error", ctypes.c_int32),
         ("stop", ctypes.c_int32),
         ("get_name", ctypes.c_void_p),
@@ -84,6 +85,7 @@ class RowCapture:
     def begin(self) -> None:
         """Forget the rows of the step before. Call before each decode."""
         self._state.written = 0
+        self._state.n_calls = 0
         self._state.error = 0
 
     def check(self, n_rows: int) -> None:
@@ -96,4 +98,8 @@ class RowCapture:
             raise NativeError(
                 f"tensor {self.tensor_name} gave {self._state.written} floats where {n_expected} were expected: "
                 "this architecture does not expose its hidden state under that name"
+            )
+        if self._state.n_calls != 1:  # llama.cpp may then have grouped the rows by sequence
+            raise NativeError(
+                f"llama.cpp cut a step into {self._state.n_calls} parts; the order of its rows is unknown"
             )

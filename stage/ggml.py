@@ -117,7 +117,7 @@ class GgufMetadata:
 
     def __init__(self, path: str) -> None:
         """Raise ValueError, with ggml's reason, if the file does not parse as GGUF."""
-        LOG.clear()
+        LOG.watch()
         self._handle = _lib.gguf_init_from_file(path.encode(), _GgufInitParams(True, None))
         if not self._handle:
             raise ValueError(LOG.reason("not a GGUF file"))
@@ -158,9 +158,13 @@ class LogRing:
         if self._level in (_LEVEL_WARN, _LEVEL_ERROR) and text.strip():
             self._lines.append((self._level, text.strip()))
 
-    def clear(self) -> None:
-        """Forget everything, so that `reason` speaks of what follows."""
+    def watch(self) -> None:
+        """Forget everything and take llama.cpp's one log callback, so that `reason` speaks of what follows.
+
+        Called before each thing that may fail: another module of the process may have set a callback since.
+        """
         self._lines.clear()
+        llama.llama_log_set(_on_log, ctypes.c_void_p(0))
 
     def reason(self, default: str) -> str:
         """Return the line that says most, as one line without the C function's name.
@@ -183,4 +187,4 @@ def _on_log(level: int, text: bytes, _user: ctypes.c_void_p) -> None:
     LOG.append(level, text.decode("utf-8", "replace"))
 
 
-llama.llama_log_set(_on_log, ctypes.c_void_p(0))
+LOG.watch()

@@ -17,15 +17,17 @@ from wire.errors import ProtocolError, StaleEpochError
 from wire.frames import Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
-# Credit is given back in quarters of the window: the sender never starves and steady decode needs no extra messages.
-CREDIT_REPLY_BYTES = bounds.BYTES_IN_FLIGHT_DEFAULT // 4
+CREDIT_REPLY_BYTES = bounds.BYTES_IN_FLIGHT_DEFAULT // bounds.CREDIT_SHARE
 
 
 class Inbound:
     """One upstream neighbour at one epoch. Event loop only."""
 
-    def __init__(self, route: Route, hello: pb.LinkOpen, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    def __init__(
+        self, route: Route, hello: pb.LinkOpen, context: grpc.aio.ServicerContext[Any, Any], max_rows: int
+    ) -> None:
         self.route = route
+        self._max_rows = max_rows
         self._dtype: int = hello.dtype
         self._width = 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd
         self._context = context
@@ -53,9 +55,9 @@ class Inbound:
         message = await self._context.read()
         if not isinstance(message, bytes):
             return None
-        view = parse(message)
-        if view.epoch != self.route.epoch:
-            raise StaleEpochError(f"envelope of epoch {view.epoch} on a link of epoch {self.route.epoch}")
+        view = parse(message, max_rows=self._max_rows)
+        if view.epoch != self.route.epoch or (view.frames["epoch"] != self.route.epoch).any():
+            raise StaleEpochError(f"envelope or frame of another epoch on a link of epoch {self.route.epoch}")
         if view.dtype != self._dtype or view.width != self._width:
             raise ProtocolError(f"envelope of dtype {view.dtype} and width {view.width} does not fit the handshake")
         return view

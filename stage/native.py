@@ -121,7 +121,7 @@ class NativeEngine:
         params = llama.llama_model_default_params()
         params.n_gpu_layers = self.config.gpu_layers
         params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
-        ggml.LOG.clear()
+        ggml.LOG.watch()
         model = llama.llama_model_load_from_file(str(self.config.artifact_path).encode(), params)
         if not model:
             reason = ggml.LOG.reason("llama.cpp gave no reason")
@@ -189,7 +189,7 @@ class NativeEngine:
             last_layer = self.artifact.layer_end - self.artifact.layer_start - 1
             self._capture = RowCapture(f"l_out-{last_layer}", self.output_rows)
             self._capture.install(params)
-        ggml.LOG.clear()
+        ggml.LOG.watch()
         context = llama.llama_init_from_model(self._model, params)
         if not context:
             reason = ggml.LOG.reason("llama.cpp gave no reason")
@@ -239,7 +239,7 @@ class NativeEngine:
 
     def _raise_for(self, code: int, n_rows: int) -> None:
         reason = ggml.LOG.reason("llama.cpp gave no reason")
-        ggml.LOG.clear()
+        ggml.LOG.watch()
         if code == _NO_KV_SLOT:
             raise LaneLimitError(f"no KV cells are left for a step of {n_rows} rows")
         raise NativeError(f"llama_decode failed with code {code} on {n_rows} rows: {reason}")
@@ -262,7 +262,7 @@ class NativeEngine:
             raise InternalError("logits are asked of a stage that has no head")
         pointer = llama.llama_get_logits_ith(self._context, row)
         if not pointer:
-            ggml.LOG.clear()
+            ggml.LOG.watch()
             raise InternalError(f"logits of row {row} are asked, but that row was not wanted")
         memory: Any = self._logits_type.from_address(ctypes.addressof(pointer.contents))
         view: npt.NDArray[np.float32] = np.frombuffer(memory, np.float32)

@@ -57,7 +57,7 @@ class Runner:
         with self._changed:
             for frame in frames:
                 if frame.flags & Flag.CLOSE:
-                    self._executor.cancelled.add(frame.session_id)
+                    self._executor.cancelled.add(frame.session_key)
                 dropped += self._batcher.push(frame)
             self._changed.notify()
         return dropped
@@ -97,6 +97,16 @@ class Runner:
         except BaseException as error:  # a bug of ours: the process must not linger without its engine
             self._loop.call_soon_threadsafe(self._on_crash, error)
             raise
+        finally:
+            self._refuse_calls()
+
+    def _refuse_calls(self) -> None:
+        """Answer whoever still waits for `call`; nobody may wait for a thread that has ended."""
+        with self._changed:
+            self._stopping = True
+            calls, self._calls = self._calls, []
+        for _, future in calls:
+            self._loop.call_soon_threadsafe(_settle, future, None, InternalError("the decode thread has stopped"))
 
     def _turn(self) -> bool:
         """Wait for work and do one piece of it; False once stopping."""

@@ -234,7 +234,7 @@ class StageService:
             route, hello = await self._accept(context)
         except RelaylineError as error:
             await rpc.abort(context, error)
-        inbound = Inbound(route, hello, context)
+        inbound = Inbound(route, hello, context, self._facts.config.max_rows)
         route.has_upstream = True
         await context.write(
             pb.LinkReply(
@@ -262,7 +262,7 @@ class StageService:
     async def _read(self, inbound: Inbound) -> None:
         while True:
             view = await inbound.next()
-            if view is None:
+            if view is None or inbound.route.ended.is_set():
                 return
             self._take(inbound, view)
 
@@ -308,9 +308,11 @@ class StageService:
 
     def _upstream_left(self, route: Route) -> None:
         """Free what a vanished upstream left behind: without its closes the sessions would stay for ever."""
-        if self._routes.get(route.route_id) is route and not route.ended.is_set():
+        if self._routes.get(route.route_id) is not route:
+            return
+        if not route.ended.is_set():
             route.report_lost(StageLostError(f"the upstream link of stage {route.stage_index} closed"))
-            self._spawn(self._end_later(route))
+        self._spawn(self._end_later(route))
 
     async def _end_later(self, route: Route) -> None:
         async with self._configuring:

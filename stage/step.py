@@ -18,8 +18,9 @@ import numpy.typing as npt
 from stage.lanes import Lane, LaneTable
 from stage.queue_types import QueuedFrame, Step
 from stage.sampler import SamplingOptions, SessionSampler
+from wire import bounds
 from wire.envelope import DTYPE_F16, DTYPE_F32, Buffer, BufferPool, with_extras
-from wire.errors import NumericError, ProtocolError, RelaylineError
+from wire.errors import NumericError, PositionGapError, ProtocolError, RelaylineError, SessionError
 from wire.frames import Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.rows import RowEncoder, decode_f16
@@ -109,10 +110,14 @@ class StepExecutor:
     ) -> None:
         self.engine, self.lanes, self.stage_index = engine, lanes, stage_index
         self.routes: dict[int, RouteWiring] = {}
-        self.cancelled: set[int] = set()  # sessions whose close has arrived; the event loop adds, a close removes
+        # Sessions are named by QueuedFrame.session_key here: (route_id, session_id).
+        self.cancelled: set[tuple[int, int]] = set()  # their close has arrived; the event loop adds, a close removes
         self._embeddings, self._close_engine = embeddings, close
-        self._samplers: dict[int, SessionSampler] = {}
-        self._wants_logits: set[int] = set()
+        self._samplers: dict[tuple[int, int], SessionSampler] = {}
+        self._wants_logits: set[tuple[int, int]] = set()
+        # Reported sessions: what follows a fault in the pipeline cannot fit either, and is dropped without a word until
+        # the session begins again. Bounded by SESSIONS_PER_LINK_MAX; past it every frame is reported.
+        self._broken: set[tuple[int, int]] = set()
         self._encoder = RowEncoder(engine.max_rows, engine.n_embd)
 
     def execute(self, step: Step) -> StepResult:
@@ -159,8 +164,9 @@ class StepExecutor:
     def reset_route(self, route_id: int, wiring: RouteWiring | None) -> None:
         """Forget all sessions of a route; with a wiring, begin its new epoch."""
         for session_id in self.lanes.sessions_of(route_id):
-            self._close(session_id, route_id)
+            self._close((route_id, session_id))
         self.cancelled.clear()  # only a shortcut: closes that other routes still have queued lose nothing
+        self._broken = {key for key in self._broken if key[0] != route_id}
         if wiring is None:
             self.routes.pop(route_id, None)
         else:
@@ -194,7 +200,7 @@ class StepExecutor:
         if frame.flags & Flag.OPEN:
             self._open(frame)
         elif frame.flags & Flag.CLOSE:
-            self._close(frame.session_id, frame.route_id)
+            self._close(frame.session_key)
         elif frame.flags & Flag.TRIM:
             placement = self.lanes.trim(frame.session_id, frame.route_id, frame.position)
             if placement.drop_from is not None:
@@ -204,34 +210,35 @@ class StepExecutor:
             self.engine.copy_prefix(pair[0].index, pair[1].index, frame.position)
 
     def _open(self, frame: QueuedFrame) -> None:
-        options = frame.options or pb.SessionOptions()
+        options, key = frame.options or pb.SessionOptions(), frame.session_key
+        sampling = SamplingOptions(  # first, because it may refuse
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            seed=options.seed,
+            n_logprobs=options.n_logprobs,
+        )
         self.lanes.open(frame.session_id, frame.route_id)
+        self._broken.discard(key)
         if not self.engine.is_last:
             return
-        if previous := self._samplers.pop(frame.session_id, None):
+        if previous := self._samplers.pop(key, None):
             previous.close()
+        self._samplers[key] = SessionSampler(sampling, self.engine.n_vocab)
+        self._wants_logits.discard(key)
         if options.wants_logits:
-            self._wants_logits.add(frame.session_id)
-        self._samplers[frame.session_id] = SessionSampler(
-            SamplingOptions(
-                temperature=options.temperature,
-                top_k=options.top_k,
-                top_p=options.top_p,
-                min_p=options.min_p,
-                seed=options.seed,
-                n_logprobs=options.n_logprobs,
-            ),
-            self.engine.n_vocab,
-        )
+            self._wants_logits.add(key)
 
-    def _close(self, session_id: int, route_id: int) -> None:
-        lane = self.lanes.close(session_id, route_id)
+    def _close(self, key: tuple[int, int]) -> None:
+        lane = self.lanes.close(key[1], key[0])
         if lane is not None:
             self.engine.clear(lane.index)
-        if sampler := self._samplers.pop(session_id, None):
+        if sampler := self._samplers.pop(key, None):
             sampler.close()
-        self.cancelled.discard(session_id)
-        self._wants_logits.discard(session_id)
+        self.cancelled.discard(key)
+        self._wants_logits.discard(key)
+        self._broken.discard(key)
 
     def _place(self, frame: QueuedFrame, row: int) -> Lane:
         """Put the frame's rows into the batch arrays from `row` on; nothing changes if this raises."""
@@ -248,6 +255,7 @@ class StepExecutor:
         engine.wants[row : row + frame.n_rows] = 0
         if frame.flags & Flag.WANTS_SAMPLE:
             engine.wants[row + frame.n_rows - 1] = 1
+        self._broken.discard(frame.session_key)
         return placement.lane
 
     def _fill(self, frame: QueuedFrame, rows: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
@@ -268,6 +276,10 @@ class StepExecutor:
         return outputs[route_id]
 
     def _fault(self, outputs: dict[int, RouteOutput], frame: QueuedFrame, error: RelaylineError) -> None:
+        if frame.session_key in self._broken and isinstance(error, PositionGapError | SessionError):
+            return
+        if len(self._broken) < bounds.SESSIONS_PER_LINK_MAX:
+            self._broken.add(frame.session_key)
         self._output(outputs, frame.route_id).faults.append(
             pb.SessionFault(
                 session_id=frame.session_id,
@@ -282,11 +294,11 @@ class StepExecutor:
     def _sample(self, outputs: dict[int, RouteOutput], placed: list[_Placed]) -> None:
         for item in placed:
             frame = item.frame
-            if not frame.flags & Flag.WANTS_SAMPLE or frame.session_id in self.cancelled:
+            if not frame.flags & Flag.WANTS_SAMPLE or frame.session_key in self.cancelled:
                 continue
             logits = self.engine.logits(item.row + frame.n_rows - 1)
             try:
-                sampled = self._samplers[frame.session_id].sample(logits, item.position_after)
+                sampled = self._samplers[frame.session_key].sample(logits, item.position_after)
             except RelaylineError as error:
                 self._fault(outputs, frame, error)
                 continue
@@ -297,7 +309,7 @@ class StepExecutor:
                     token=sampled.token,
                     logprob=sampled.logprob if sampled.logprob is not None else 0.0,
                     top=[pb.TokenLogprob(token=token, logprob=logprob) for token, logprob in sampled.top],
-                    logits=logits.tobytes() if frame.session_id in self._wants_logits else b"",
+                    logits=logits.tobytes() if frame.session_key in self._wants_logits else b"",
                 )
             )
 

@@ -141,11 +141,16 @@ def test_leading_dense_blocks_and_prediction_blocks(tmp_path: Path) -> None:
 
 
 def test_per_layer_arrays_are_sliced(tmp_path: Path) -> None:
-    model = make_tiny("llama:arrays", tmp_path / "model.gguf")
-    split_model(model, tmp_path / "out", cuts=(2,))
+    """Only arrays with one item per layer; one that merely has as many items stays whole."""
+    extra = {"note": [10, 11, 12, 13], "longer": [1, 2, 3, 4, 5], "rope.dimension_sections": [5, 6, 7, 8]}
+    model = make_tiny("llama:arrays", tmp_path / "model.gguf", n_layers=4, extra_values=extra)
+    split_model(model, tmp_path / "out", cuts=(1,))
     first, second = (open_model(tmp_path / "out" / f"stage-{index}.gguf") for index in range(2))
-    assert first.value("llama.attention.head_count") == (4, 4)
-    assert second.value("llama.feed_forward_length") == (96, 96, 96)
+    assert (first.value("llama.note"), second.value("llama.note")) == ((10,), (11, 12, 13))
+    assert second.value("llama.attention.head_count") == (4, 4, 4)
+    for stage in (first, second):
+        assert stage.value("llama.longer") == (1, 2, 3, 4, 5)
+        assert stage.value("llama.rope.dimension_sections") == (5, 6, 7, 8)
 
 
 def test_head_is_stored_once(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
 def test_truncated_tensors(lost: int, tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path / "m.gguf", n_layers=1)
     path.write_bytes(path.read_bytes()[:-lost])
-    with pytest.raises(ModelFileError, match="truncated: tensor .* the file has"):
+    with pytest.raises(ModelFileError, match=r"truncated: tensor .* the file has"):
         open_model(path)
 
 

@@ -5,12 +5,14 @@ import dataclasses
 import os
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from llama_cpp import llama_cpp as llama
 
 from stage import capture, ggml
 from stage.artifact import open_artifact
@@ -272,36 +274,54 @@ def test_max_wanted_bounds_the_rows_with_logits(stages: list[Path]) -> None:
         assert engine.lane_tokens(0) == 5
 
 
-def test_the_arrays_stay_where_they_are(chain: Chain) -> None:
-    """Steady decode allocates nothing payload-sized: the same memory is filled and read in every step."""
-    first = chain.engines[0]
-    before = [array.ctypes.data for array in (first.input_rows, first.positions, first.seq_ids, first.output_rows)]
-    for position in range(5):
-        chain.decode(Rows(0, position, [position]))
-    after = [array.ctypes.data for array in (first.input_rows, first.positions, first.seq_ids, first.output_rows)]
-    assert before == after
+def test_a_steady_step_allocates_nothing_payload_sized(chain: Chain) -> None:
+    first, last = chain.engines
     assert ctypes.cast(first._batch.embd, ctypes.c_void_p).value == first.input_rows.ctypes.data
+    payload_bytes = MAX_ROWS * SHAPE.n_embd * 4
+
+    def step(start: int) -> None:
+        for engine in (first, last):
+            engine.positions[:48] = range(start, start + 48)
+            engine.decode(48)
+        last.logits(47)
+
+    step(0)
+    tracemalloc.start()
+    try:
+        before_bytes, _ = tracemalloc.get_traced_memory()
+        step(48)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes - before_bytes < payload_bytes / 4
+
+
+def longest_gap_over_step(engine: NativeEngine) -> float:
+    """The longest time this thread stood still while another ran a step, as a share of that step."""
+    took_s: list[float] = []
+
+    def decode() -> None:
+        started = time.monotonic()
+        engine.decode(512)
+        took_s.append(time.monotonic() - started)
+
+    engine.clear(0)
+    worker = threading.Thread(target=decode)
+    longest_gap_s, last = 0.0, time.monotonic()
+    worker.start()
+    while not took_s:
+        now = time.monotonic()
+        longest_gap_s, last = max(longest_gap_s, now - last), now
+    worker.join()
+    return longest_gap_s / took_s[0]
 
 
 def test_the_step_runs_without_the_gil(tmp_path: Path) -> None:
     shape = dataclasses.replace(SHAPE, n_embd=512, n_ff=2048, n_heads=8)
     with NativeEngine(EngineConfig(write_stage(tmp_path / "wide.gguf", shape, 0, [2]), 1, 512)) as engine:
         engine.positions[:512] = range(512)
-        took_s: list[float] = []
-
-        def decode() -> None:
-            started = time.monotonic()
-            engine.decode(512)
-            took_s.append(time.monotonic() - started)
-
-        worker = threading.Thread(target=decode)
-        longest_gap_s, last = 0.0, time.monotonic()
-        worker.start()
-        while not took_s:
-            now = time.monotonic()
-            longest_gap_s, last = max(longest_gap_s, now - last), now
-        worker.join()
-    assert longest_gap_s < took_s[0] / 2
+        # With the GIL held the share is near 1 every time; one try may meet a busy machine.
+        assert min(longest_gap_over_step(engine) for _ in range(4)) < 0.5
 
 
 def test_a_full_cache_is_a_lane_limit_and_leaves_lanes_as_they_were(
@@ -457,6 +477,16 @@ def test_too_many_rows_for_the_capture(stages: list[Path]) -> None:
         assert engine.lane_tokens(0) == 0
 
 
+def test_rows_that_come_in_parts_are_refused(stages: list[Path]) -> None:
+    with NativeEngine(config_of(stages[0])) as engine:
+        capture_ = engine._capture
+        assert capture_ is not None
+        capture_.begin()
+        capture_._state.written, capture_._state.n_calls = 4 * SHAPE.n_embd, 2
+        with pytest.raises(NativeError, match="into 2 parts"):
+            capture_.check(4)
+
+
 def test_closing_twice_is_harmless(stages: list[Path]) -> None:
     engine = NativeEngine(config_of(stages[0]))
     engine.close()
@@ -491,6 +521,8 @@ def test_the_log_is_bounded_silent_and_quotes_the_first_error(
     assert ring.reason("nothing") == "the cause"
     path = tmp_path / "garbage.gguf"
     path.write_bytes(b"nonsense")
-    with pytest.raises(ModelFileError):
+    other = llama.llama_log_callback(lambda level, text, user: None)
+    llama.llama_log_set(other, ctypes.c_void_p(0))  # as another module of the process might
+    with pytest.raises(ModelFileError, match="invalid magic"):
         open_artifact(path)
     assert capfd.readouterr() == ("", "")

@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
@@ -308,7 +306,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="is one stage of a split already"):
         split_model(tmp_path / "out" / "stage-0.gguf", tmp_path / "again", cuts=(1,))
     odd = make_tiny("llama", tmp_path / "odd.gguf", extra_tensors={"cls.weight": np.ones(4, np.float32)})
-    with pytest.raises(UnsupportedArchitectureError, match="it holds cls.weight, which belongs to no stage"):
+    with pytest.raises(UnsupportedArchitectureError, match=r"it holds cls\.weight, which belongs to no stage"):
         split_model(odd, tmp_path / "odd", n_stages=2)
 
 
@@ -348,9 +346,9 @@ def test_experimental_split_that_runs(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def finished(tmp_path: Path) -> Iterator[Path]:
+def finished(tmp_path: Path) -> Path:
     split_model(make_tiny("llama", tmp_path / "m.gguf"), tmp_path / "out", n_stages=2)
-    yield tmp_path / "out"
+    return tmp_path / "out"
 
 
 def test_altered_artifact_is_noticed(finished: Path) -> None:
@@ -411,8 +409,8 @@ def sparse_model(path: Path, tensor_bytes: int, n_layers: int) -> Path:
 
 @pytest.mark.slow
 def test_memory_does_not_depend_on_the_model(tmp_path: Path) -> None:
-    """2 GiB in two tensors, split in a process of its own whose peak memory is looked at afterwards."""
-    model = sparse_model(tmp_path / "m.gguf", 1 << 30, 2)
+    """640 MiB in two tensors, split in a process of its own that reports its peak memory."""
+    model = sparse_model(tmp_path / "m.gguf", 320 << 20, 2)
     script = (
         "import resource, sys; from pathlib import Path; from coordinator.split import split_model\n"
         "split_model(Path(sys.argv[1]), Path(sys.argv[2]), n_stages=2)\n"
@@ -421,8 +419,7 @@ def test_memory_does_not_depend_on_the_model(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", script, str(model), str(tmp_path / "out")], cwd=ROOT, check=True, capture_output=True
     )
-    assert int(ended.stdout) < 256 * 1024 * 1024
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 0
+    assert 0 < int(ended.stdout) < 160 * 1024 * 1024
 
 
 def test_content_key_tells_fine_tunes_apart(tmp_path: Path) -> None:

@@ -263,6 +263,58 @@ RECIPES: dict[str, Recipe] = {
         BIASED_NORM,
         may_tie=False,
     ),
+    "arcee": Recipe(
+        "arcee",
+        RMS,
+        lambda _: _norms("attn_norm", "ffn_norm") | _attention() | _dense(gate=False),
+        _norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)},
+    ),
+    "deepseek": Recipe(
+        "deepseek",
+        {**RMS, **MOE, "expert_feed_forward_length": 32, "expert_shared_count": 1, "leading_dense_block_count": 1,
+         "expert_weights_scale": 1.5},
+        lambda layer: _norms("attn_norm", "ffn_norm") | _attention()
+        | (_dense() if layer < 1 else _experts(32, shared=32)),
+    ),
+    "dots1": Recipe(
+        "dots1",
+        {**RMS, **MOE, "attention.head_count_kv": N_HEADS, "expert_feed_forward_length": 32, "expert_shared_count": 1,
+         "leading_dense_block_count": 2, "expert_gating_func": 2, "expert_weights_norm": True},
+        lambda layer: _norms("attn_norm", "ffn_norm") | _attention(n_kv=N_HEADS) | _head_norms()
+        | (_dense() if layer < 2 else _experts(32, shared=32) | {"exp_probs_b.bias": (N_EXPERTS,)}),
+        may_tie=False,
+    ),
+    "ernie4_5": Recipe("ernie4_5", RMS, _plain),
+    "exaone": Recipe("exaone", RMS, _plain, _norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)}),
+    "hunyuan-moe": Recipe(
+        "hunyuan-moe",
+        {**RMS, **MOE, "expert_feed_forward_length": N_FF, "expert_shared_feed_forward_length": 32},
+        lambda _: _norms("attn_norm", "ffn_norm") | _attention() | _head_norms() | _experts(shared=32),
+    ),
+    "minimax-m2": Recipe(
+        "minimax-m2",
+        {**RMS, **MOE, "expert_feed_forward_length": N_FF, "expert_gating_func": 2},
+        lambda layer: {
+            **_plain_moe(layer), "attn_q_norm.weight": (N_HEADS * HEAD,), "attn_k_norm.weight": (N_KV_HEADS * HEAD,),
+            "exp_probs_b.bias": (N_EXPERTS,),
+        },
+        may_tie=False,
+    ),
+    "nemotron": Recipe(
+        "nemotron",
+        NORM,
+        lambda _: _norms("attn_norm", "ffn_norm", bias=True) | _attention() | _dense(gate=False),
+        BIASED_NORM,
+        may_tie=False,
+    ),
+    "orion": Recipe(
+        "orion", NORM, lambda _: _norms("attn_norm", "ffn_norm", bias=True) | _attention() | _dense(), BIASED_NORM,
+        may_tie=False,
+    ),
+    "seed_oss": Recipe(
+        "seed_oss", RMS, lambda _: _norms("attn_norm", "post_attention_norm") | _attention(bias=True) | _dense()
+    ),
+    "xverse": Recipe("xverse", RMS, _plain, may_tie=False),
 }  # fmt: skip
 
 

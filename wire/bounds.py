@@ -7,7 +7,7 @@ from __future__ import annotations
 
 PROTOCOL_VERSION = 1  # raised on any incompatible change of the contract; checked in every handshake
 
-N_EMBD_MAX = 65_536  # widest hidden state accepted; four times the widest open model of 2026
+N_EMBD_MAX = 32_768  # widest hidden state accepted; twice the widest open model of 2026
 ROWS_PER_ENVELOPE_MAX = 2_048  # rows of one native step, hence of one envelope; also the ceiling of --max-rows
 ROWS_PER_FRAME_MAX = ROWS_PER_ENVELOPE_MAX  # a single prefill chunk may fill a step
 FRAMES_PER_ENVELOPE_MAX = 4_096  # every session of a full pipeline, plus one control frame for each
@@ -15,10 +15,14 @@ SESSIONS_PER_LINK_MAX = 2_048  # sessions one route may have open on a stage; th
 OPTIONS_BYTES_MAX = 4_096  # serialized SessionOptions of one open frame
 CTX_TOKENS_MAX = 1 << 20  # tokens per stream
 
-# One message holds at most the payload of a full step in the exact (f32) dtype, plus headers.
-ENVELOPE_BYTES_MAX = 256 * 1024 * 1024
+# One message holds at most the payload of a full step in the exact (f32) dtype, plus headers and options.
+HEADERS_BYTES_MAX = 32 * 1024 * 1024
+ENVELOPE_BYTES_MAX = ROWS_PER_ENVELOPE_MAX * N_EMBD_MAX * 4 + HEADERS_BYTES_MAX
 BYTES_IN_FLIGHT_DEFAULT = 64 * 1024 * 1024  # credit window of one link: payload sent but not yet decoded
-ERROR_TEXT_BYTES_MAX = 2_000  # longer native messages are cut
+# A receiver returns credit when it owes this part of the window: rarely enough that steady decode needs hardly any
+# replies. A sender lets any envelope go while less than this part is in flight, since that much may never come back.
+CREDIT_HELD_DIVISOR = 4
+ERROR_TEXT_BYTES_MAX = 2_000  # longer native messages are cut; percent-encoded it still fits gRPC's 8 KiB of metadata
 LOGPROBS_MAX = 20  # the OpenAI API's ceiling for top_logprobs
 
 HANDSHAKE_TIMEOUT_S = 10.0  # both ends are up when a handshake starts, so this covers a slow link only
@@ -28,4 +32,8 @@ KEEPALIVE_TIMEOUT_MS = 10_000
 
 assert ROWS_PER_FRAME_MAX <= ROWS_PER_ENVELOPE_MAX
 assert BYTES_IN_FLIGHT_DEFAULT <= ENVELOPE_BYTES_MAX
+assert ENVELOPE_BYTES_MAX < 2**31  # protobuf and gRPC count message bytes in 32 bits, signed
 assert FRAMES_PER_ENVELOPE_MAX >= 2 * SESSIONS_PER_LINK_MAX
+# 256 bytes cover a frame record, the envelope's header and the row exponents, spread over the frames.
+assert HEADERS_BYTES_MAX >= FRAMES_PER_ENVELOPE_MAX * (OPTIONS_BYTES_MAX + 256)
+assert 3 * ERROR_TEXT_BYTES_MAX < 8 * 1024

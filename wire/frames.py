@@ -2,7 +2,7 @@
 
 A `Frame` message whose fields are all fixed-width has a constant size, tags included. So a whole row of frame headers
 is one numpy record array: encoding is a few column assignments, decoding is a view plus one comparison of the tag
-columns. The same bytes parse with any protobuf library.
+bytes. The same bytes parse with any protobuf library.
 
 This module does not know envelopes, links or sessions' meaning.
 """
@@ -13,7 +13,6 @@ import enum
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 TRACE_BYTES = 25  # trace id (16), span id (8), flags (1)
 
@@ -77,9 +76,11 @@ FRAME_CONSTANTS: dict[str, int] = {
     "_trace_size": TRACE_BYTES,
 }
 
-_offsets: list[int] = [FRAME_DTYPE.fields[name][1] for name in FRAME_CONSTANTS]  # type: ignore[index]
-_CONSTANT_OFFSETS = np.array(_offsets)
-_CONSTANT_VALUES = np.array(list(FRAME_CONSTANTS.values()), dtype=np.uint8)
+# Where each constant sits in a record, and its byte.
+_CONSTANTS: list[tuple[int, bytes]] = [
+    (FRAME_DTYPE.fields[name][1], bytes([value]))  # type: ignore[index]
+    for name, value in FRAME_CONSTANTS.items()
+]
 
 
 def new_frames(n_frames: int) -> Records:
@@ -95,6 +96,15 @@ def stamp_tags(frames: Records) -> None:
         frames[name] = value
 
 
-def has_canonical_tags(raw: npt.NDArray[np.uint8]) -> bool:
-    """Return whether raw, u8 of shape (n_frames, FRAME_BYTES), carries every constant at its place."""
-    return bool((raw[:, _CONSTANT_OFFSETS] == _CONSTANT_VALUES).all())
+def has_canonical_tags(message: bytes, offset: int, n_frames: int) -> bool:
+    """Return whether the n_frames records that begin at `offset` carry every constant at its place.
+
+    One strided slice per constant: for the few frames of a decode step that is quicker than any numpy expression.
+    """
+    end = offset + n_frames * FRAME_BYTES
+    return all(message[offset + at : end : FRAME_BYTES] == value * n_frames for at, value in _CONSTANTS)
+
+
+def set_traces(frames: Records, traces: list[bytes]) -> None:
+    """Write one trace context (TRACE_BYTES each) per record; numpy takes 20 times longer from a list of np.void."""
+    frames["trace"] = np.frombuffer(b"".join(traces), dtype=f"V{TRACE_BYTES}")

@@ -4,7 +4,7 @@ Owned by one event loop. A stage uses it towards its downstream neighbour, the c
 
 Credits: the receiver says how many payload bytes may be in flight and gives bytes back once it has decoded them.
 `send` waits for credit, so a slow receiver stops its sender, and that sender's sender, up to the coordinator. An
-envelope larger than the whole window is let through alone, or it could never be sent.
+envelope is let through whatever its size once next to nothing is in flight, or a very large one could never be sent.
 """
 
 from __future__ import annotations
@@ -94,6 +94,12 @@ class RelayLink:
             self.payload_bytes_sent += buffer.payload_bytes
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise self._lost or StageLostError(f"link to {self.address} is gone") from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if not self._closing or (task is not None and task.cancelling()):
+                raise
+            # gRPC says so to a writer whose call `close` has cancelled; the writer itself goes on.
+            raise StageLostError(f"link to {self.address} was closed") from error
         finally:
             self.pool.give_back(buffer)
 
@@ -108,7 +114,10 @@ class RelayLink:
             self._in_flight_bytes += size_bytes
 
     def _fits(self, size_bytes: int) -> bool:
-        return self._in_flight_bytes == 0 or self._in_flight_bytes + size_bytes <= self._window_bytes
+        # A receiver keeps less than a quarter of the window to itself between two replies (see CREDIT_SHARE), so what
+        # is in flight may never come down to zero although everything was decoded.
+        few_bytes = self._window_bytes // bounds.CREDIT_SHARE
+        return self._in_flight_bytes <= few_bytes or self._in_flight_bytes + size_bytes <= self._window_bytes
 
     async def _read_credits(self) -> None:
         error: RelaylineError = StageLostError(f"{self.address} closed the link")

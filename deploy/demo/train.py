@@ -189,6 +189,7 @@ QUESTIONS = (
 )  # fmt: skip
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You know the Python standard library.", "Answer briefly.")
 MAX_ANSWER_CHARS = 900
+MEAN_PIECE_CHARS = 250
 
 
 def first_paragraphs(text: str) -> str:
@@ -298,21 +299,20 @@ def train_tokenizer(texts: list[str], n_vocab: int) -> Tokenizer:
 
 
 class Corpus:
-    """Token windows of `context + 1`, drawn epoch by epoch; chats are packed whole and padded with -1."""
+    """Token windows of `context + 1`, drawn epoch by epoch; chats are packed whole and padded with -1.
+
+    Sources are tokenised in pieces that end at random places, often behind a space. A prompt ends anywhere too
+    (`def `, say), in the middle of what would be one token in running text, and the model has to go on from there.
+    """
 
     def __init__(self, tokenizer: Tokenizer, trained: dict[str, str], recipe: Recipe, context: int) -> None:
         self._row = context + 1
         self._eot = tokenizer.token_to_id(EOT)
         self._rng = random.Random(recipe.seed)
         self._chat_share = recipe.chat_share
-        self._documents = [
-            np.array([self._eot, *encoded.ids], np.int16)
-            for encoded in tokenizer.encode_batch(list(trained.values()), add_special_tokens=False)
-        ]
+        self._texts = list(trained.values())
         self._tokenizer = tokenizer
         self._answers = answers(trained)
-        self.n_source_tokens = sum(map(len, self._documents))
-        self.n_chat_tokens = sum(int((row >= 0).sum()) for row in self._pack_chats())
         self._source_rows = self._forever(self._cut_sources)
         self._chat_rows = self._forever(self._pack_chats)
 
@@ -322,12 +322,24 @@ class Corpus:
             self._rng.shuffle(rows)
             yield from rows
 
+    def _pieces(self, text: str) -> Iterator[str]:
+        first = 0
+        while first < len(text):
+            last = first + self._rng.randrange(1, 2 * MEAN_PIECE_CHARS)
+            if self._rng.random() < 0.6:
+                last = text.find(" ", last) + 1 or len(text)
+            yield text[first:last]
+            first = last
+
     def _cut_sources(self) -> list[np.ndarray]:
-        self._rng.shuffle(self._documents)
-        stream = np.concatenate(self._documents)
-        first = self._rng.randrange(self._row)
-        n_rows = (len(stream) - first) // (self._row - 1) - 1
-        return [stream[first + i * (self._row - 1) :][: self._row] for i in range(n_rows)]
+        self._rng.shuffle(self._texts)
+        ids: list[int] = []
+        for text in self._texts:
+            ids.append(self._eot)
+            for encoded in self._tokenizer.encode_batch(list(self._pieces(text)), add_special_tokens=False):
+                ids += encoded.ids
+        stream = np.array(ids[self._rng.randrange(self._row) :], np.int16)
+        return [stream[first:][: self._row] for first in range(0, len(stream) - self._row, self._row - 1)]
 
     def _tokens_of(self, conversation: list[tuple[str, str]]) -> np.ndarray:
         ids = [self._eot]
@@ -525,83 +537,107 @@ def prepare(work: Path, shape: Shape) -> tuple[Tokenizer, dict[str, str], str]:
     return tokenizer, trained, text
 
 
+class Run:
+    """Everything that changes while training: weights, their average, optimiser states, step and time used."""
+
+    def __init__(self, work: Path, recipe: Recipe, shape: Shape) -> None:
+        self._work, self._recipe = work, recipe
+        self.model = Llama(shape)
+        parameters = list(self.model.parameters())
+        self._matrices = [p for p in parameters if p.ndim == 3]
+        self._others = [p for p in parameters if p.ndim != 3]
+        self._optimizers = [
+            Muon(self._matrices, lr=recipe.muon_rate, weight_decay=recipe.weight_decay),
+            torch.optim.AdamW(self._others, lr=recipe.adam_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self._average = [p.detach().clone() for p in parameters]
+        self.step, self.elapsed_s = 0, 0.0
+
+    def load(self) -> bool:
+        """Go on from the checkpoint, if there is one."""
+        checkpoint = self._work / "checkpoint.pt"
+        if not checkpoint.exists():
+            return False
+        saved = torch.load(checkpoint, weights_only=True)
+        self.model.load_state_dict(saved["model"])
+        for optimizer, state in zip(self._optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self._average = list(saved["average"].values())
+        self.step, self.elapsed_s = saved["step"], saved["elapsed_s"]
+        return True
+
+    def save(self) -> None:
+        """Replace the checkpoint in one move."""
+        names = [name for name, _ in self.model.named_parameters()]
+        content = {
+            "model": self.model.state_dict(),
+            "average": dict(zip(names, self._average, strict=True)),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "shape": asdict(self.model.shape),
+            "step": self.step,
+            "elapsed_s": self.elapsed_s,
+        }
+        torch.save(content, self._work / "checkpoint.tmp")
+        (self._work / "checkpoint.tmp").replace(self._work / "checkpoint.pt")
+
+    def update(self) -> float:
+        """One step from the gradients that lie in the parameters; returns the rate factor used."""
+        torch.nn.utils.clip_grad_norm_(self._others, 1.0)
+        factor = rate_factor(self._recipe, self.step, self.elapsed_s)
+        rates = (self._recipe.muon_rate, self._recipe.adam_rate)
+        for optimizer, rate in zip(self._optimizers, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        # The average forgets faster at the start, when the weights move most.
+        keep = min(self._recipe.average_decay, (self.step + 1) / (self.step + 10))
+        torch._foreach_lerp_(self._average, [p.detach() for p in self.model.parameters()], 1 - keep)
+        self.step += 1
+        return factor
+
+
 def train(work: Path, recipe: Recipe, shape: Shape, n_threads: int, compiled: bool) -> None:
     """Train until the wall time is used up, saving and resuming under `work`."""
     torch.set_num_threads(n_threads)
     torch.manual_seed(recipe.seed)
     tokenizer, trained, text = prepare(work, shape)
     corpus = Corpus(tokenizer, trained, recipe, shape.context)
-    model = Llama(shape)
-    matrices = [p for p in model.parameters() if p.ndim == 3]
-    others = [p for p in model.parameters() if p.ndim != 3]
-    optimizers = [
-        Muon(matrices, lr=recipe.muon_rate, weight_decay=recipe.weight_decay),
-        torch.optim.AdamW(others, lr=recipe.adam_rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-    base_rates = [recipe.muon_rate, recipe.adam_rate]
-    average = [p.detach().clone() for p in model.parameters()]
-    step, elapsed_s = 0, 0.0
-    checkpoint = work / "checkpoint.pt"
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(saved["model"])
-        for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        average, step, elapsed_s = list(saved["average"].values()), saved["step"], saved["elapsed_s"]
-        corpus.reseed(recipe.seed + step)
-
-    def save() -> None:
-        names = [name for name, _ in model.named_parameters()]
-        content = {
-            "model": model.state_dict(),
-            "average": dict(zip(names, average, strict=True)),
-            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-            "shape": asdict(shape),
-            "step": step,
-            "elapsed_s": elapsed_s,
-        }
-        torch.save(content, work / "checkpoint.tmp")
-        (work / "checkpoint.tmp").replace(checkpoint)
-
-    n_parameters = sum(p.numel() for p in model.parameters())
-    bytes_per_token = sum(len(t.encode()) for t in trained.values()) / corpus.n_source_tokens
-    print(
-        f"{n_parameters:,} parameters; {corpus.n_source_tokens:,} source tokens of {bytes_per_token:.2f} bytes and "
-        f"{corpus.n_chat_tokens:,} chat tokens an epoch",
-        flush=True,
-    )
-    loss_of = torch.compile(model.loss) if compiled else model.loss
-    last, saved_at, shown_at, smooth = time.monotonic(), elapsed_s, elapsed_s, None
-    tokens_per_step = recipe.rows_per_batch * shape.context
-    while elapsed_s < 60 * recipe.minutes:
+    run = Run(work, recipe, shape)
+    if run.load():
+        corpus.reseed(recipe.seed + run.step)
+    print(f"{sum(p.numel() for p in run.model.parameters()):,} parameters", flush=True)
+    loss_of = torch.compile(run.model.loss) if compiled else run.model.loss
+    last = time.monotonic()
+    saved_at = shown_at = run.elapsed_s
+    smooth = None
+    while run.elapsed_s < 60 * recipe.minutes:
         loss = loss_of(*corpus.batch(recipe.rows_per_batch))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(others, 1.0)
-        factor = rate_factor(recipe, step, elapsed_s)
-        for optimizer, rate in zip(optimizers, base_rates, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * factor
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        # The average forgets faster at the start, when the weights move most.
-        keep = min(recipe.average_decay, (step + 1) / (step + 10))
-        torch._foreach_lerp_(average, [p.detach() for p in model.parameters()], 1 - keep)
+        factor = run.update()
         smooth = loss.item() if smooth is None else 0.95 * smooth + 0.05 * loss.item()
-        step += 1
         now = time.monotonic()
-        elapsed_s, spent_s, last = elapsed_s + now - last, now - last, now
-        if elapsed_s - shown_at > 30 or step <= 3:
-            speed = tokens_per_step / spent_s
-            print(f"{elapsed_s:6.0f} s step {step} loss {smooth:.4f} rate {factor:.3f} {speed:.0f} tok/s", flush=True)
-            shown_at = elapsed_s
-        if elapsed_s - saved_at > 240:
-            save()
-            print(f"       held out {heldout_loss(averaged(checkpoint), tokenizer, text)}", flush=True)
-            saved_at = elapsed_s
+        spent_s, last = now - last, now
+        run.elapsed_s += spent_s
+        if run.elapsed_s - shown_at > 30:
+            speed = recipe.rows_per_batch * shape.context / spent_s
+            print(
+                f"{run.elapsed_s:6.0f} s step {run.step} loss {smooth:.4f} rate {factor:.3f} {speed:.0f} tok/s",
+                flush=True,
+            )
+            shown_at = run.elapsed_s
+        if run.elapsed_s - saved_at > 300:
+            run.save()
+            saved_at = run.elapsed_s
+            report_heldout(work, tokenizer, text)
             last = time.monotonic()
-    save()
-    print(
-        f"held out: nats per token, bits per byte = {heldout_loss(averaged(checkpoint), tokenizer, text)}", flush=True
-    )
+    run.save()
+    report_heldout(work, tokenizer, text)
+
+
+def report_heldout(work: Path, tokenizer: Tokenizer, text: str) -> None:
+    """Print the averaged weights' held-out loss."""
+    per_token, per_byte = heldout_loss(averaged(work / "checkpoint.pt"), tokenizer, text)
+    print(f"PyTorch f32, held out: {per_token:.4f} nats per token, {per_byte:.4f} bits per byte", flush=True)
 
 
 def averaged(checkpoint: Path) -> Llama:
@@ -708,8 +744,7 @@ def verify(work: Path, path: Path) -> None:
     print(f"tokenisation equal on {compared:,} bytes")
 
     model = averaged(work / "checkpoint.pt")
-    per_token, per_byte = heldout_loss(model, tokenizer, text)
-    print(f"PyTorch f32: {per_token:.4f} nats per token, {per_byte:.4f} bits per byte")
+    report_heldout(work, tokenizer, text)
     inputs, targets = heldout_rows(tokenizer, text, model.shape.context)
     nats, divergences, margins, agreements, apart = 0.0, [], [], [], 0.0
     for x, y in zip(inputs, targets, strict=True):

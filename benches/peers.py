@@ -1,0 +1,153 @@
+"""The programs relayline is measured against, built from the sources that it depends on: `python -m benches.peers`.
+
+The source distribution of the pinned llama-cpp-python carries all of llama.cpp, so `llama-server`, `ggml-rpc-server`
+and `llama-batched-bench` come from the very revision that relayline's stages run: a difference in the results is a
+difference of the designs, not of the kernels. Everything lies in the user's cache; nothing of it is committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from deploy.local import cache_dir
+
+TARGETS = ("llama-server", "llama-batched-bench", "ggml-rpc-server")
+BUILD_MINUTES = 10  # on 2 cores, for the message only
+# What none of the three needs is left out: the page that llama-server serves, TLS, tests, examples.
+CMAKE_OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DGGML_RPC=ON",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+    "-DLLAMA_BUILD_TOOLS=ON",
+    "-DLLAMA_BUILD_SERVER=ON",
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_CURL=OFF",
+)
+LOG_LINES_SHOWN = 20
+
+
+class PeersUnavailableError(Exception):
+    """The peers cannot be had on this machine. The text is one line: why, and what would help."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peers:
+    """Where the built programs are."""
+
+    directory: Path
+    version: str  # of llama-cpp-python, whose sources they were built from
+
+    @property
+    def server(self) -> Path:
+        """llama-server, OpenAI-compatible HTTP."""
+        return self.directory / "llama-server"
+
+    @property
+    def batched_bench(self) -> Path:
+        """llama-batched-bench."""
+        return self.directory / "llama-batched-bench"
+
+    @property
+    def rpc_server(self) -> Path:
+        """ggml-rpc-server."""
+        return self.directory / "ggml-rpc-server"
+
+
+def pinned_version() -> str:
+    """Return the version of llama-cpp-python that is installed, which is the one that pyproject.toml pins."""
+    return importlib.metadata.version("llama_cpp_python")
+
+
+def _home(version: str) -> Path:
+    return cache_dir() / f"peers-{version}"
+
+
+def find_peers() -> Peers | None:
+    """Return the peers if an earlier run has built them."""
+    version = pinned_version()
+    peers = Peers(_home(version) / "bin", version)
+    return peers if all((peers.directory / target).is_file() for target in TARGETS) else None
+
+
+def build_peers(n_jobs: int) -> Peers:
+    """Return the peers, building them first if need be. Raises PeersUnavailableError."""
+    if found := find_peers():
+        return found
+    for tool, package in (("cmake", "cmake"), ("c++", "a C++ compiler")):
+        if shutil.which(tool) is None:
+            raise PeersUnavailableError(f"{tool} was not found; install {package} to build llama.cpp's programs")
+    version = pinned_version()
+    home = _home(version)
+    home.mkdir(parents=True, exist_ok=True)
+    print(f"building {', '.join(TARGETS)} of llama-cpp-python {version}: about {BUILD_MINUTES} minutes", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=home) as scratch:
+        source = _sources(Path(scratch), version) / "vendor" / "llama.cpp"
+        build = Path(scratch) / "build"
+        generator = ("-G", "Ninja") if shutil.which("ninja") else ()
+        _run(["cmake", "-S", str(source), "-B", str(build), *generator, *CMAKE_OPTIONS], home / "configure.log")
+        _run(["cmake", "--build", str(build), "-j", str(n_jobs), "--target", *TARGETS], home / "build.log")
+        staged = Path(scratch) / "bin"
+        staged.mkdir()
+        for target in TARGETS:
+            shutil.move(build / "bin" / target, staged / target)
+        shutil.rmtree(home / "bin", ignore_errors=True)
+        staged.rename(home / "bin")  # all three or none
+    found = find_peers()
+    assert found is not None
+    return found
+
+
+def _sources(scratch: Path, version: str) -> Path:
+    """Download and unpack the source distribution; returns its root."""
+    requirement = f"llama-cpp-python=={version}"
+    fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+    # Building metadata needs the build backend only, but pip would compile nothing less with its own isolation off.
+    _run([*fetch, "--dest", str(scratch), requirement], scratch.parent / "download.log")
+    archives = sorted(scratch.glob("llama_cpp_python-*.tar.gz"))
+    if not archives:
+        raise PeersUnavailableError(f"pip found no source distribution of {requirement}")
+    with tarfile.open(archives[0]) as archive:
+        archive.extractall(scratch, filter="data")
+    return scratch / archives[0].name.removesuffix(".tar.gz")
+
+
+def _run(command: Sequence[str], log: Path) -> None:
+    """Run one step with its output in `log`; raises PeersUnavailableError with its last telling line."""
+    started_s = time.monotonic()
+    with log.open("w") as output:
+        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+    if code != 0:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        telling = [line for line in lines[-LOG_LINES_SHOWN:] if "error" in line.lower()] or lines[-1:] or ["no output"]
+        raise PeersUnavailableError(f"{command[0]} {command[1]} failed: {telling[0]} (whole log: {log})")
+    print(f"  {Path(command[0]).name} {command[1]}: {time.monotonic() - started_s:.0f} s", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Build the peers, or say that they are there."""
+    parser = argparse.ArgumentParser(prog="python -m benches.peers", description=__doc__)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compilers at once")
+    try:
+        print(build_peers(parser.parse_args().jobs).directory)
+    except PeersUnavailableError as error:
+        sys.exit(f"peers: {error}")
+
+
+if __name__ == "__main__":
+    main()

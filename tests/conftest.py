@@ -1,0 +1,52 @@
+"""Leak checks around every test: no thread and no task of ours may outlive the test that started it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+
+THREADS_OF_OURS = ("decode",)
+
+
+@pytest.fixture(autouse=True)
+def no_stray_threads() -> Iterator[None]:
+    """Every decode thread has ended when its test ends."""
+    before = set(threading.enumerate())
+    yield
+    stray = [thread for thread in threading.enumerate() if thread not in before and thread.name in THREADS_OF_OURS]
+    for thread in stray:
+        thread.join(1)  # a thread that was told to stop may still be on its way out
+    left = [thread.name for thread in stray if thread.is_alive()]
+    assert not left, f"threads outlived the test: {left}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give every coroutine test the check for tasks; a plain test needs no event loop for it."""
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            item.fixturenames.insert(0, "no_stray_tasks")
+
+
+@pytest_asyncio.fixture
+async def no_stray_tasks() -> AsyncIterator[None]:
+    """Every asyncio task of ours has ended when its test ends; one that was cancelled gets a few turns to notice."""
+    before = asyncio.all_tasks()
+    yield
+    stray: set[asyncio.Task[object]] = set()
+    for _ in range(20):
+        stray = {task for task in asyncio.all_tasks() - before if _is_ours(task)}
+        if not stray:
+            break
+        await asyncio.sleep(0)
+    assert not stray, f"tasks outlived the test: {stray}"
+
+
+def _is_ours(task: asyncio.Task[object]) -> bool:
+    """Whether a package of this repository wrote the coroutine; grpc and pytest keep tasks of their own."""
+    code = getattr(task.get_coro(), "cr_code", None)
+    return code is not None and any(f"/{name}/" in code.co_filename for name in ("stage", "coordinator", "wire"))

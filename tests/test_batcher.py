@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stage.batcher import CONTROLS_ONLY, Batcher
+from stage.policy import Choice, DrainPolicy
+from stage.queue_types import QueuedFrame, Step
+from tests.fakes import control, rows_frame
+from wire.frames import Flag
+
+
+def new_batcher(max_rows: int = 64, prefill_rows: int = 16) -> Batcher:
+    return Batcher(DrainPolicy(max_rows, prefill_rows))
+
+
+def take_all(batcher: Batcher) -> list[Step]:
+    steps: list[Step] = []
+    while (step := batcher.take(0)) is not None:
+        steps.append(step)
+    return steps
+
+
+def chunk(session_id: int, position: int, n_rows: int) -> QueuedFrame:
+    return rows_frame(session_id, position, n_rows, Flag.PREFILL)
+
+
+def test_an_empty_queue_gives_no_step() -> None:
+    assert new_batcher().take(0) is None
+
+
+def test_open_and_first_rows_run_in_the_same_step() -> None:
+    batcher = new_batcher()
+    frames = [control(1, Flag.OPEN), chunk(1, 0, 8), chunk(1, 8, 8)]
+    for frame in frames:
+        batcher.push(frame)
+    first, second = take_all(batcher)
+    assert first.controls == frames[:1]
+    assert first.frames == frames[1:2]
+    assert second.frames == frames[2:]
+    assert (first.queued_rows_before, first.queued_rows_after) == (16, 8)
+
+
+def test_a_control_between_rows_waits_for_the_rows_before_it() -> None:
+    batcher = new_batcher()
+    before, trim, after = rows_frame(1, 0), control(1, Flag.TRIM), rows_frame(1, 0)
+    for frame in (before, trim, after):
+        batcher.push(frame)
+    first, second = take_all(batcher)
+    assert (first.controls, first.frames) == ([], [before])
+    assert (second.controls, second.frames) == ([trim], [after])
+
+
+def test_controls_alone_make_a_step_of_no_rows() -> None:
+    batcher = new_batcher()
+    batcher.push(control(1, Flag.CLOSE))
+    step = batcher.take(5)
+    assert step is not None
+    assert (step.close_reason, step.n_rows, step.taken_ns) == (CONTROLS_ONLY, 0, 5)
+
+
+def test_many_sessions_make_one_step() -> None:
+    batcher = new_batcher()
+    for session_id in range(48):
+        batcher.push(rows_frame(session_id, 3))
+    (step,) = take_all(batcher)
+    assert step.n_rows == 48
+    assert [frame.session_id for frame in step.frames] == list(range(48))
+
+
+def test_a_close_drops_what_its_session_still_waits_for() -> None:
+    batcher = new_batcher()
+    mine, other = [control(1, Flag.OPEN), chunk(1, 0, 8), chunk(1, 8, 8)], chunk(2, 0, 4)
+    for frame in (*mine, other):
+        assert batcher.push(frame) == []
+    close = control(1, Flag.CLOSE)
+    assert batcher.push(close) == mine
+    assert batcher.queued_rows == 4
+    (step,) = take_all(batcher)
+    assert (step.controls, step.frames) == ([close], [other])
+
+
+def test_a_session_may_open_again_behind_its_close() -> None:
+    batcher = new_batcher()
+    frames = [control(1, Flag.CLOSE), control(1, Flag.OPEN), rows_frame(1, 0)]
+    for frame in frames:
+        batcher.push(frame)
+    (step,) = take_all(batcher)
+    assert step.controls == frames[:2]
+    assert step.frames == frames[2:]
+
+
+def test_controls_of_several_sessions_keep_the_order_in_which_they_came() -> None:
+    """The lane that a close gives back is the one that the next open takes."""
+    batcher = new_batcher()
+    frames = [control(1, Flag.OPEN), control(1, Flag.TRIM), control(2, Flag.CLOSE), control(3, Flag.OPEN)]
+    for frame in frames:
+        batcher.push(frame)
+    (step,) = take_all(batcher)
+    assert step.controls == frames
+
+
+def test_a_prefix_is_copied_after_the_rows_that_came_before_it() -> None:
+    batcher = new_batcher()
+    source = [control(1, Flag.OPEN), chunk(1, 0, 8), chunk(1, 8, 8)]
+    target = [control(2, Flag.OPEN), control(2, Flag.COPY_PREFIX, 16, argument=1), chunk(2, 16, 4)]
+    late = rows_frame(1, 16)
+    for frame in (*source, *target, late):
+        batcher.push(frame)
+    first, second, third = take_all(batcher)
+    assert first.controls == [source[0], target[0]]
+    assert [first.frames, second.frames] == [[source[1]], [source[2]]]
+    assert third.controls == [target[1]]
+    assert third.frames == [late, target[2]]
+
+
+def test_routes_are_kept_apart() -> None:
+    batcher = new_batcher()
+    mine, theirs = rows_frame(1, 0, route_id=1), rows_frame(1, 0, route_id=2)
+    batcher.push(mine)
+    batcher.push(theirs)
+    assert batcher.push(control(1, Flag.CLOSE, route_id=2)) == [theirs]
+    assert batcher.drop_route(2) != []
+    assert batcher.drop_route(2) == []
+    (step,) = take_all(batcher)
+    assert (step.controls, step.frames) == ([], [mine])
+
+
+def test_dropping_a_route_forgets_all_of_it() -> None:
+    batcher = new_batcher()
+    frames = [control(1, Flag.OPEN), chunk(1, 0, 8), rows_frame(2, 5)]
+    for frame in frames:
+        batcher.push(frame)
+    assert batcher.drop_route(frames[0].route_id) == frames
+    assert (len(batcher), batcher.queued_rows, batcher.take(0)) == (0, 0, None)
+
+
+class HoldBack:
+    """A policy that takes nothing until told."""
+
+    def __init__(self) -> None:
+        self.holds = True
+
+    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int) -> Choice:
+        return Choice(0, 0, "held") if self.holds else Choice(len(decode), len(prefill), "let_go")
+
+
+def test_a_policy_may_hold_everything_back() -> None:
+    policy = HoldBack()
+    batcher = Batcher(policy)
+    frame = rows_frame(1, 0)
+    batcher.push(frame)
+    assert batcher.take(0) is None
+    policy.holds = False
+    step = batcher.take(0)
+    assert step is not None
+    assert (step.frames, step.close_reason) == ([frame], "let_go")
+
+
+@pytest.mark.parametrize(("n_decoders", "chunk_rows"), [(4, 16), (15, 16), (16, 4), (40, 16)])
+def test_neither_decoders_nor_prompts_starve(n_decoders: int, chunk_rows: int) -> None:
+    """Decoders come back the moment they ran, four prompts have a hundred chunks each; everybody keeps advancing."""
+    max_rows = 16
+    batcher = new_batcher(max_rows, prefill_rows=4)
+    for session_id in range(n_decoders):
+        batcher.push(rows_frame(session_id, 0))
+    for prompt in range(4):
+        for index in range(100):
+            batcher.push(chunk(1_000 + prompt, index * chunk_rows, chunk_rows))
+    waited = collections.Counter(range(n_decoders)) + collections.Counter(range(1_000, 1_004))
+    rounds = -(-n_decoders // (max_rows if chunk_rows == max_rows else max_rows - chunk_rows)) + 1
+    bound = 4 * (rounds + 1)  # every other head of the prefill line goes first, each after at most one round of decoders
+    for _ in range(200):
+        step = batcher.take(0)
+        assert step is not None
+        assert step.n_rows <= max_rows
+        for session_id in waited:
+            waited[session_id] += 1
+        for frame in step.frames:
+            waited[frame.session_id] = 0
+            if not frame.is_prefill:
+                batcher.push(rows_frame(frame.session_id, frame.position + 1))
+        assert max(waited.values()) <= bound, waited.most_common(3)
+
+
+def test_a_frame_wider_than_the_step_does_not_block_the_others() -> None:
+    batcher = new_batcher(max_rows=8, prefill_rows=4)
+    for frame in (chunk(1, 0, 9), chunk(2, 0, 4), rows_frame(3, 0, 9), rows_frame(4, 0)):
+        batcher.push(frame)
+    ran = [frame.session_id for step in take_all(batcher) for frame in step.frames]
+    assert sorted(ran) == [1, 2, 3, 4]
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("rows"), st.integers(0, 5), st.integers(1, 8), st.booleans()),
+        st.tuples(st.just("open"), st.integers(0, 5)),
+        st.tuples(st.just("trim"), st.integers(0, 5)),
+        st.tuples(st.just("copy"), st.integers(0, 5), st.integers(0, 5)),
+        st.tuples(st.just("close"), st.integers(0, 5)),
+        st.tuples(st.just("drop_route"), st.integers(0, 1)),
+        st.tuples(st.just("take")),
+    ),
+    max_size=80,
+)
+
+
+def _frame(event: tuple[object, ...], position: int) -> QueuedFrame:
+    session = int(str(event[1]))
+    route = session % 2
+    match event:
+        case ("rows", _, int(n_rows), bool(is_prefill)):
+            return rows_frame(session, position, n_rows, Flag.PREFILL if is_prefill else 0, route_id=route)
+        case ("copy", _, int(source)):
+            return control(session, Flag.COPY_PREFIX, argument=source, route_id=route)
+    return control(session, {"open": Flag.OPEN, "trim": Flag.TRIM, "close": Flag.CLOSE}[str(event[0])], route_id=route)
+
+
+@settings(max_examples=300, deadline=None)
+@given(EVENTS)
+def test_nothing_is_lost_doubled_or_reordered(events: list[tuple[object, ...]]) -> None:
+    """Every frame leaves exactly once, in a step or as dropped, and a session's frames leave in their order."""
+    batcher = new_batcher(max_rows=8, prefill_rows=4)
+    pushed: list[QueuedFrame] = []
+    dropped: list[QueuedFrame] = []
+    ran: list[QueuedFrame] = []
+
+    def take() -> bool:
+        step = batcher.take(0)
+        if step is None:
+            return False
+        assert step.controls or step.frames
+        assert step.n_rows <= 8
+        sessions = [frame.session_key for frame in step.frames]
+        assert len(set(sessions)) == len(sessions)
+        ran.extend([*step.controls, *step.frames])
+        return True
+
+    for event in events:
+        if event[0] == "take":
+            take()
+        elif event[0] == "drop_route":
+            gone = batcher.drop_route(int(str(event[1])))
+            assert {frame.route_id for frame in gone} <= {event[1]}
+            dropped += gone
+        else:
+            pushed.append(_frame(event, len(pushed)))
+            gone = batcher.push(pushed[-1])
+            assert not gone or (event[0] == "close" and {f.session_key for f in gone} == {pushed[-1].session_key})
+            dropped += gone
+        waiting = len(pushed) - len(dropped) - len(ran)
+        assert len(batcher) == waiting
+    while take():
+        pass
+    assert (len(batcher), batcher.queued_rows) == (0, 0)
+    assert sorted(map(id, pushed)) == sorted(map(id, dropped + ran))
+    for key in {frame.session_key for frame in ran}:
+        orders = [frame.push_order for frame in ran if frame.session_key == key]
+        assert orders == sorted(orders)

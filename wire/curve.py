@@ -1,0 +1,90 @@
+"""Cost curves: how long one native step of a slice takes, by its number of rows. Pure.
+
+Why a curve: the cost of a step is a staircase, and not even monotonic. CPU kernels work in tiles of rows and run what
+is left over one by one, so three rows can cost more than four; GPUs have steps of their own. Stages measure their
+curve and keep refining it from real steps; the coordinator plans groups with the curves of all stages.
+
+Between measured points: a row count within a few rows above a measured multiple of the tile costs that multiple plus
+what the same leftover costs above the first tile; elsewhere cost is linear between points, and beyond the last point
+it grows by the last slope.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+
+# Rows measured one by one at the low end, where steps are steep; beyond, a geometric ladder of tile multiples.
+LADDER = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+TILE_ROWS = 4  # of llama.cpp's repacked CPU kernels; the pattern is measured, only its period is assumed
+PAD_SEARCH_ROWS = 7  # how far above the real row count a cheaper one is looked for
+SMOOTHING = 0.1  # weight of a new observation
+OUTLIER = 4.0  # an observation above this multiple of the known cost is a hiccup of the machine
+
+
+class CostCurve:
+    """Nanoseconds of a step by rows. Empty until measured or observed: `is_known` says so."""
+
+    def __init__(self, points: Iterable[tuple[int, float]] = ()) -> None:
+        self._cost_ns: dict[int, float] = {rows: float(ns) for rows, ns in points if rows > 0 and ns > 0}
+        self._rows = sorted(self._cost_ns)
+        self._best: dict[tuple[int, int], int] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is anything to predict from."""
+        return bool(self._rows)
+
+    def points(self) -> list[tuple[int, int]]:
+        """Return the known (rows, ns) pairs, ascending."""
+        return [(rows, round(self._cost_ns[rows])) for rows in self._rows]
+
+    def cost_ns(self, rows: int) -> float:
+        """Predict a step of `rows` rows; 0 for no rows or while nothing is known."""
+        if rows <= 0 or not self._rows:
+            return 0.0
+        known = self._cost_ns.get(rows)
+        if known is not None:
+            return known
+        leftover = rows % TILE_ROWS
+        if leftover and rows > 2 * TILE_ROWS and {TILE_ROWS, TILE_ROWS + leftover} <= self._cost_ns.keys():
+            extra = self._cost_ns[TILE_ROWS + leftover] - self._cost_ns[TILE_ROWS]
+            return self._between(rows - leftover) + max(0.0, extra)
+        return self._between(rows)
+
+    def _between(self, rows: int) -> float:
+        if rows in self._cost_ns:
+            return self._cost_ns[rows]
+        if len(self._rows) == 1:
+            return self._cost_ns[self._rows[0]] * max(1.0, rows / self._rows[0])
+        above = bisect.bisect_left(self._rows, rows)
+        above = min(max(above, 1), len(self._rows) - 1)
+        low, high = self._rows[above - 1], self._rows[above]
+        slope = (self._cost_ns[high] - self._cost_ns[low]) / (high - low)
+        if rows > high:
+            slope = max(slope, 0.0)
+        return max(self._cost_ns[low] + slope * (rows - low), 1.0)
+
+    def padded_rows(self, rows: int, rows_max: int) -> int:
+        """Return the row count, at least `rows` and at most `rows_max`, that is predicted to be cheapest."""
+        if rows <= 0 or not self._rows:
+            return rows
+        best = self._best.get((rows, rows_max))
+        if best is None:
+            candidates = range(rows, min(rows + PAD_SEARCH_ROWS, max(rows, rows_max)) + 1)
+            best = self._best[rows, rows_max] = min(candidates, key=self.cost_ns)
+        return best
+
+    def padded_cost_ns(self, rows: int, rows_max: int) -> float:
+        """Predict a step of `rows` real rows after padding."""
+        return self.cost_ns(self.padded_rows(rows, rows_max))
+
+    def observe(self, rows: int, ns: int) -> None:
+        """Refine from a real step of `rows` rows (padding included)."""
+        known = self._cost_ns.get(rows)
+        if known is None:
+            bisect.insort(self._rows, rows)
+            self._cost_ns[rows] = float(ns)
+        elif ns < OUTLIER * known:
+            self._cost_ns[rows] = known + SMOOTHING * (ns - known)
+        self._best.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -51,6 +52,8 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=LINE_BYTES_MAX,
+            # Without this ggml starts a debugger on itself when it aborts, and the line that says why is lost in it.
+            env={**os.environ, "GGML_NO_BACKTRACE": "1"},
             start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends children in order
         )
         assert self._process.stdout is not None

@@ -17,7 +17,7 @@ from wire.errors import ProtocolError, StaleEpochError
 from wire.frames import Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
-CREDIT_REPLY_BYTES = bounds.BYTES_IN_FLIGHT_DEFAULT // bounds.CREDIT_SHARE
+CREDIT_REPLY_BYTES = bounds.BYTES_IN_FLIGHT_DEFAULT // bounds.CREDIT_HELD_DIVISOR
 
 
 class Inbound:

@@ -114,9 +114,9 @@ class RelayLink:
             self._in_flight_bytes += size_bytes
 
     def _fits(self, size_bytes: int) -> bool:
-        # A receiver keeps less than a quarter of the window to itself between two replies (see CREDIT_SHARE), so what
+        # A receiver keeps less than a quarter of the window to itself between two replies (see CREDIT_HELD_DIVISOR), so what
         # is in flight may never come down to zero although everything was decoded.
-        few_bytes = self._window_bytes // bounds.CREDIT_SHARE
+        few_bytes = self._window_bytes // bounds.CREDIT_HELD_DIVISOR
         return self._in_flight_bytes <= few_bytes or self._in_flight_bytes + size_bytes <= self._window_bytes
 
     async def _read_credits(self) -> None:

@@ -116,8 +116,7 @@ def build_peers(n_jobs: int) -> Peers:
 def _sources(scratch: Path, version: str) -> Path:
     """Download and unpack the source distribution; returns its root."""
     requirement = f"llama-cpp-python=={version}"
-    fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
-    # Building metadata needs the build backend only, but pip would compile nothing less with its own isolation off.
+    fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-python"]
     _run([*fetch, "--dest", str(scratch), requirement], scratch.parent / "download.log")
     archives = sorted(scratch.glob("llama_cpp_python-*.tar.gz"))
     if not archives:

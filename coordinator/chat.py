@@ -87,9 +87,9 @@ class ChatTemplate:
             raise InvalidRequestError(self._refusal, param="messages")
         plain = [self._plain(message, index) for index, message in enumerate(messages)]
         try:
-            return self._template.render(
-                {"add_generation_prompt": True, **variables, **self._specials, "messages": plain}
-            )
+            # `tools` stays undefined: templates made for tools iterate over it, and None would stop them.
+            known = {"add_generation_prompt": True, **variables, **self._specials, "messages": plain}
+            return self._template.render(known)
         except Exception as error:
             # A template written for other message shapes fails in any way at all; the shapes came from the client.
             reason = str(error).strip().splitlines() or [type(error).__name__]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from coordinator.groups import StageCost
 from coordinator.pipeline_file import PipelineFile
 from coordinator.stage_client import StageClient
 from wire import bounds
+from wire.curve import CostCurve
 from wire.errors import HandshakeError, RelaylineError
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.relay_link import RelayLink
@@ -35,6 +37,17 @@ class Connection:
     def max_rows(self) -> int:
         """Rows of one frame that every stage accepts."""
         return min(facts.max_rows for facts in self.facts)
+
+    def stage_costs(self) -> list[StageCost]:
+        """Return what each stage measured of its own speed."""
+        return [
+            StageCost(
+                CostCurve((point.n_rows, point.cost_ns) for point in facts.decode_curve),
+                CostCurve((point.n_rows, point.cost_ns) for point in facts.prefill_curve),
+                facts.max_rows,
+            )
+            for facts in self.facts
+        ]
 
     @classmethod
     async def open(

@@ -58,7 +58,7 @@ class GroupPlanner:
     @property
     def rows_max(self) -> int:
         """Rows that every stage takes in one step."""
-        return min(stage.rows_max for stage in self.stages)
+        return min((stage.rows_max for stage in self.stages), default=1)
 
     def forget(self) -> None:
         """Plan anew: curves or overhead have changed."""

@@ -23,6 +23,8 @@ from coordinator.connection import Connection
 from coordinator.description import describe_stages
 from coordinator.generation import GenerationRequest, TokenEvent
 from coordinator.pipeline_file import PipelineFile
+from coordinator.groups import GroupPlanner
+from coordinator.scheduler import ScheduleConfig, Scheduler
 from coordinator.session import REPLAYS_MAX, OutFrame, Session, State
 from coordinator.token_sender import TokenSender
 from wire import bounds
@@ -50,8 +52,8 @@ class PipelineConfig:
     """host:port of every stage, in layer order."""
     wire_dtype: int
     """Dtype of activations between stages (wire.envelope.DTYPE_F16 or DTYPE_F32)."""
-    prefill_chunk_rows: int = 64
-    """Rows of one prefill frame; chunks of one prompt follow each other through the stages."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """How decode rows are grouped and prompts cut into chunks."""
     waiting_max: int = 256
     """Requests that may wait for a lane; one more is refused with 429."""
     start_timeout_s: float = 60.0
@@ -116,6 +118,8 @@ class Pipeline:
         self._admission = Admission(1, 0, config.waiting_max)
         self._connection: Connection | None = None
         self._sender: TokenSender | None = None
+        self._scheduler = Scheduler(config.schedule, GroupPlanner(()))
+        self._dispatching = False
         self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -231,6 +235,7 @@ class Pipeline:
     def _resume(self, connection: Connection) -> None:
         self._admission.n_lanes, self._admission.ctx_tokens = connection.n_lanes, connection.ctx_tokens
         self._sender = TokenSender(connection.link, self.epoch, self._on_lost)
+        self._scheduler = Scheduler(self.config.schedule, GroupPlanner(connection.stage_costs()))
         for session in self._admission.running.values():
             self._start(session)
         self.phase = Phase.READY
@@ -269,13 +274,21 @@ class Pipeline:
     # --- frames out, answers in ---------------------------------------------------------------------------------------
 
     def _start(self, session: Session) -> None:
-        if self._connection is not None:
-            chunk = min(self.config.prefill_chunk_rows, self._connection.max_rows)
-            self._push(session.start(chunk))
+        self._scheduler.control(session.start())
+        self._scheduler.prompt(session)
+        self._dispatch()
 
-    def _push(self, frames: Sequence[OutFrame]) -> None:
+    def _dispatch(self) -> None:
+        """Send what the scheduler lets go, once for everything that this turn of the loop brings."""
+        if not self._dispatching:
+            self._dispatching = True
+            asyncio.get_running_loop().call_soon(self._dispatch_now)
+
+    def _dispatch_now(self) -> None:
+        self._dispatching = False
         if self._sender is not None:
-            self._sender.push(frames)
+            for envelope in self._scheduler.take(time.monotonic_ns()):
+                self._sender.push(envelope)
 
     def _on_lost(self, error: RelaylineError) -> None:
         if not self._lost.done():
@@ -284,24 +297,33 @@ class Pipeline:
     def _on_return(self, message: pb.ReturnEnvelope) -> None:
         if message.epoch != self.epoch:
             return
+        now_ns = time.monotonic_ns()
+        for passed in message.progress:
+            self._scheduler.answered(passed.session_id, passed.position, now_ns)
         for sample in message.samples:
-            stream = self._streams.get(sample.session_id)
-            if stream is None:
-                continue
-            session = stream.session
-            wants_logprob = session.request.sampling.n_logprobs >= 0
-            top = tuple((entry.token, entry.logprob) for entry in sample.top)
-            event, frames = session.sampled(
-                sample.position, sample.token, sample.logprob if wants_logprob else None, top, sample.logits
-            )
-            if event is not None:
-                stream.put(event)
-            if session.state is State.DONE:
-                self._finish(session, frames)
-            else:
-                self._push(frames)
+            self._scheduler.answered(sample.session_id, sample.position, now_ns)
+            self._on_sample(sample)
         for fault in message.faults:
             self._on_fault(fault)
+        self._dispatch()
+
+    def _on_sample(self, sample: pb.Sampled) -> None:
+        stream = self._streams.get(sample.session_id)
+        if stream is None:
+            return
+        session = stream.session
+        wants_logprob = session.request.sampling.n_logprobs >= 0
+        top = tuple((entry.token, entry.logprob) for entry in sample.top)
+        event, frames = session.sampled(
+            sample.position, sample.token, sample.logprob if wants_logprob else None, top, sample.logits
+        )
+        if event is not None:
+            stream.put(event)
+        if session.state is State.DONE:
+            self._finish(session, frames)
+        else:
+            for frame in frames:
+                self._scheduler.decode(frame)
 
     def _on_fault(self, fault: pb.SessionFault) -> None:
         error = from_wire(fault.label, f"stage {fault.stage_index}: {fault.message}")
@@ -309,12 +331,13 @@ class Pipeline:
             self._on_lost(error)
             return
         stream = self._streams.get(fault.session_id)
-        if stream is None:
+        if stream is None or stream.session.state is State.WAITING:  # a session that has sent nothing has no fault
             return
         session = stream.session
         if fault.retryable and not isinstance(error, StaleEpochError) and session.replays < REPLAYS_MAX:
             session.replays += 1
             log.info("replaying a session", extra={"fields": {"request": session.request.request_id, "why": str(error)}})
+            self._scheduler.forget(session.session_id, time.monotonic_ns())
             self._start(session)
             return
         stream.put(error)
@@ -323,7 +346,9 @@ class Pipeline:
     def _finish(self, session: Session, frames: Sequence[OutFrame]) -> None:
         """Send the session's last frames, give its lane to the next in line."""
         self._streams.pop(session.session_id, None)
-        self._push(frames)
+        self._scheduler.forget(session.session_id, time.monotonic_ns())
+        self._scheduler.control(frames)
+        self._dispatch()
         following = self._admission.leave(session)
         if following is not None:
             self._start(following)

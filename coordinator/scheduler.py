@@ -21,10 +21,11 @@ import dataclasses
 from collections.abc import Iterable
 
 from coordinator.groups import GroupPlan, GroupPlanner
-from coordinator.session import OutFrame, Session, State
+from coordinator.session import OutFrame, Session
 
 ROUND_TRIPS_KEPT = 64  # recent round trips whose smallest excess over the predicted steps is the overhead
 DRAIN_CHUNK_ROWS = 64
+OLDEST_EVERY = 4  # prefill turns
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -32,7 +33,7 @@ class Flight:
     """One envelope under way."""
 
     is_prefill: bool
-    waiting_for: set[int]  # session ids not answered yet
+    waiting_for: set[tuple[int, int]]  # (session id, position after its rows) not answered yet
     n_rows: int
     sent_ns: int
 
@@ -56,14 +57,20 @@ class Scheduler:
 
     def __init__(self, config: ScheduleConfig, planner: GroupPlanner) -> None:
         self.config, self.planner = config, planner
-        self.n_decoding = 0  # sessions that decode, in the pool or under way
         self._controls: list[OutFrame] = []
         self._pool: collections.deque[OutFrame] = collections.deque()
         self._prompts: collections.OrderedDict[int, Session] = collections.OrderedDict()
-        self._flights: dict[int, Flight] = {}  # by session id
+        self._flights: dict[tuple[int, int], Flight] = {}
+        self._under_way: dict[int, list[int]] = {}  # session id -> its keys' positions
+        self._turns = 0
         self._n_decode_flights = self._n_prefill_flights = 0
         self._excess_ns: collections.deque[float] = collections.deque(maxlen=ROUND_TRIPS_KEPT)
-        self._decoding: set[int] = set()
+        self._decoding: set[int] = set()  # sessions that decode, in the pool or under way
+
+    @property
+    def n_decoding(self) -> int:
+        """Streams that decode now."""
+        return len(self._decoding)
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -77,28 +84,29 @@ class Scheduler:
 
     def decode(self, frame: OutFrame) -> None:
         """A stream's next row is ready."""
-        session_id = frame.session.session_id
-        if session_id not in self._decoding:
-            self._decoding.add(session_id)
-            self.n_decoding += 1
+        self._decoding.add(frame.session.session_id)
         self._pool.append(frame)
 
-    def answered(self, session_id: int, now_ns: int) -> None:
-        """The session's frame under way has been answered."""
-        flight = self._flights.pop(session_id, None)
+    def answered(self, session_id: int, position: int, now_ns: int) -> None:
+        """The session's rows up to `position` have been answered. An echo changes nothing."""
+        flight = self._flights.pop((session_id, position), None)
         if flight is None:
             return
-        flight.waiting_for.discard(session_id)
+        positions = self._under_way[session_id]
+        positions.remove(position)
+        if not positions:
+            del self._under_way[session_id]
+        flight.waiting_for.discard((session_id, position))
         if not flight.waiting_for:
             self._land(flight, now_ns)
 
     def forget(self, session_id: int, now_ns: int) -> None:
         """The session ended, however: nothing of it waits or counts any more."""
-        self.answered(session_id, now_ns)
+        for position in list(self._under_way.get(session_id, ())):
+            self.answered(session_id, position, now_ns)
         self._prompts.pop(session_id, None)
         if session_id in self._decoding:
             self._decoding.discard(session_id)
-            self.n_decoding -= 1
             self._pool = collections.deque(f for f in self._pool if f.session.session_id != session_id)
 
     # --- decisions ----------------------------------------------------------------------------------------------------
@@ -114,15 +122,15 @@ class Scheduler:
     def take(self, now_ns: int) -> list[list[OutFrame]]:
         """Return the envelopes that leave now, in order."""
         envelopes: list[list[OutFrame]] = []
-        if self._controls:
-            envelopes.append(self._controls)
-            self._controls = []
+        controls, self._controls = self._controls, []
         if self.config.mode == "drain":
             self._take_everything(envelopes, now_ns)
         else:
             self._take_groups(envelopes, now_ns)
-        if len(envelopes) > 1 and not envelopes[0][0].tokens:
-            envelopes[1] = envelopes.pop(0) + envelopes[0]  # controls ride with the first rows
+        if controls and envelopes:
+            envelopes[0] = controls + envelopes[0]  # controls ride with the first rows
+        elif controls:
+            envelopes.append(controls)
         return envelopes
 
     def _take_groups(self, envelopes: list[list[OutFrame]], now_ns: int) -> None:
@@ -151,31 +159,37 @@ class Scheduler:
                 self._launch(envelopes, frames, True, now_ns)
 
     def _next_chunks(self, rows: int) -> list[OutFrame]:
-        """Return chunks of the oldest prompts, together at most `rows`; a prompt has one chunk under way at a time
-        unless it is alone, when its chunks follow each other as a train.
+        """Return chunks that together have at most `rows` rows.
+
+        The prompt with the fewest rows left goes first, which keeps time to first token short for most; every
+        OLDEST_EVERY-th turn the oldest does, so that a long prompt among many short ones still advances.
         """
         frames: list[OutFrame] = []
         left = rows
-        for session_id, session in list(self._prompts.items()):
-            if left == 0:
-                break
-            if session_id in self._flights and len(self._prompts) > 1:
-                continue
+        while left and self._prompts:
+            self._turns += 1
+            if self._turns % OLDEST_EVERY == 0:
+                session = next(iter(self._prompts.values()))
+            else:
+                session = min(self._prompts.values(), key=lambda waiting: waiting.prefill_left)
             chunk = session.next_chunk(left)
             if chunk is not None:
                 frames.append(chunk)
                 left -= len(chunk.tokens)
-            if session.is_prefilled:
-                del self._prompts[session_id]
+            if session.prefill_left == 0:
+                del self._prompts[session.session_id]
+            else:
+                break  # a step takes one frame of a session
         return frames
 
     # --- flights ------------------------------------------------------------------------------------------------------
 
     def _launch(self, envelopes: list[list[OutFrame]], frames: list[OutFrame], is_prefill: bool, now_ns: int) -> None:
-        ids = {frame.session.session_id for frame in frames}
-        flight = Flight(is_prefill, ids, sum(len(frame.tokens) for frame in frames), now_ns)
-        for session_id in ids:
-            self._flights[session_id] = flight
+        keys = {(frame.session.session_id, frame.position + len(frame.tokens)) for frame in frames}
+        flight = Flight(is_prefill, keys, sum(len(frame.tokens) for frame in frames), now_ns)
+        for session_id, position in keys:
+            self._flights[session_id, position] = flight
+            self._under_way.setdefault(session_id, []).append(position)
         if is_prefill:
             self._n_prefill_flights += 1
         else:
@@ -195,5 +209,3 @@ class Scheduler:
                 self.planner.overhead_ns = overhead_ns
                 self.planner.forget()
 
-
-__all__ = ["Flight", "ScheduleConfig", "Scheduler", "State"]

@@ -51,6 +51,7 @@ class Session:
     state: State = State.WAITING
     history: list[int] = dataclasses.field(default_factory=list)
     replays: int = 0
+    n_sent: int = 0  # rows of the history sent in this epoch, while in PREFILL
 
     def __post_init__(self) -> None:
         """Begin with the prompt."""
@@ -61,18 +62,28 @@ class Session:
         """Tokens sampled so far."""
         return len(self.history) - len(self.request.prompt_tokens)
 
-    def start(self, chunk_rows: int) -> list[OutFrame]:
-        """Open the session at every stage and prefill its history; also how a new epoch resumes it."""
+    @property
+    def prefill_left(self) -> int:
+        """Rows of the history that have not been sent in this epoch."""
+        return len(self.history) - self.n_sent if self.state is State.PREFILL else 0
+
+    def start(self) -> list[OutFrame]:
+        """Open the session at every stage; its history is then prefilled chunk by chunk. A new epoch resumes it so."""
         if self.state is State.DONE:
             return []
         self.state = State.PREFILL
-        frames = [OutFrame(self, 0, (), Flag.OPEN)]
-        for at in range(0, len(self.history), chunk_rows):
-            tokens = tuple(self.history[at : at + chunk_rows])
-            is_last = at + chunk_rows >= len(self.history)
-            flags = Flag.PREFILL | Flag.WANTS_SAMPLE if is_last else Flag.PREFILL
-            frames.append(OutFrame(self, at, tokens, flags))
-        return frames
+        self.n_sent = 0
+        return [OutFrame(self, 0, (), Flag.OPEN)]
+
+    def next_chunk(self, rows_max: int) -> OutFrame | None:
+        """Return the next rows of the history to prefill, None when all have been sent."""
+        if self.prefill_left == 0:
+            return None
+        at = self.n_sent
+        tokens = tuple(self.history[at : at + rows_max])
+        self.n_sent += len(tokens)
+        is_last = self.n_sent == len(self.history)
+        return OutFrame(self, at, tokens, Flag.PREFILL | Flag.WANTS_SAMPLE if is_last else Flag.PREFILL)
 
     def sampled(
         self,

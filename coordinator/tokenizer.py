@@ -108,9 +108,7 @@ class Tokenizer:
         room = len(raw) + 8
         while True:
             ids = (ctypes.c_int32 * room)()
-            n_tokens = int(
-                llama_cpp.llama_tokenize(self._vocab, raw, len(raw), ids, room, add_special, parse_special)
-            )
+            n_tokens = int(llama_cpp.llama_tokenize(self._vocab, raw, len(raw), ids, room, add_special, parse_special))
             if n_tokens >= 0:
                 return ids[:n_tokens]
             room = -n_tokens

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -23,7 +25,7 @@ from coordinator.split import split_model
 from deploy.certify_compare import Comparison, Noise, Tolerance, compare, tolerance_for, verdict
 from deploy.certify_pipeline import OnLine, SplitConfig, SplitRuns, run_split
 from deploy.certify_reference import Reference
-from deploy.certify_workload import N_LANES, Script, context_needed, draw_batches
+from deploy.certify_workload import N_LANES, context_needed, draw_batches
 from deploy.local import forwarded, threads_per_stage
 from deploy.whole_model import WholeConfig, plain_tokens
 from stage.config import StageConfig
@@ -75,8 +77,10 @@ class CutResult:
     cuts: tuple[int, ...]
     problem: str | None
     """Why it is not to be trusted, in one line; None when it is."""
-    comparison: Comparison | None
-    """None when the pipeline could not be run to its end."""
+    every: Comparison | None
+    """Of all sessions; None when the pipeline could not be run to its end."""
+    alone: Comparison | None
+    """Of the sessions that ran alone."""
     sessions_per_step_max: int
     """Most sessions that every stage really had in one native step."""
 
@@ -136,9 +140,13 @@ def check_model(path: Path, *, experimental: bool) -> ModelFacts:
     return facts
 
 
-def disk_needed_bytes(facts: ModelFacts) -> int:
-    """Return about what the artifacts of one pipeline take: the model, and a tied embedding table once more."""
-    return facts.file_bytes + (facts.embedding_bytes if facts.tied_embeddings else 0)
+def disk_needed(config: CertifyConfig, facts: ModelFacts) -> str:
+    """Tell in one line what the artifacts take: per pipeline the model, and a tied embedding table once more."""
+    size_mib = (facts.file_bytes + (facts.embedding_bytes if facts.tied_embeddings else 0)) / (1 << 20)
+    n_plans = len(plan_cuts(facts, config.cuts, config.n_stages))
+    if config.keep is not None:
+        return f"artifacts take about {n_plans * size_mib:,.0f} MiB in {config.keep}, and stay there"
+    return f"artifacts take about {size_mib:,.0f} MiB at a time in {tempfile.gettempdir()}, and are removed"
 
 
 async def certify(config: CertifyConfig, facts: ModelFacts, progress: Progress, on_line: OnLine) -> Report:
@@ -148,54 +156,166 @@ async def certify(config: CertifyConfig, facts: ModelFacts, progress: Progress, 
     wrong with a single pipeline is that pipeline's problem in the report.
     """
     plans = plan_cuts(facts, config.cuts, config.n_stages)
-    stage_arguments = _stage_arguments(config)
-    n_tokens = config.n_steps + 1
-    needed = context_needed(config.n_steps)
-    if config.ctx_tokens < needed:
-        raise UsageError(f"--ctx {config.ctx_tokens} is too small: the longest session takes {needed} tokens")
-    batches = draw_batches(plain_tokens(config.model, facts.n_vocab), config.seeds)
-    n_threads = config.n_threads or threads_per_stage(1 + max(map(len, plans)))
-    stop = _Stop()
-    reference = Reference(
-        WholeConfig(
-            path=config.model, n_lanes=N_LANES, ctx_tokens=config.ctx_tokens, max_rows=MAX_ROWS, max_wanted=n_tokens,
-            n_threads=n_threads, gpu_layers=config.gpu_layers, kv_type=config.kv_type,
-        ),
-        stop.check,
-    )  # fmt: skip
-    share = _Share(progress, 1 + len(plans))
-    share.tell(0.0, "measuring the unsplit model")
-    noise = await _in_thread(
-        lambda: reference.measure(
-            batches, n_tokens, lambda n_done: share.tell(n_done / len(batches), "measuring the unsplit model")
-        ),
-        stop,
-    )
-    tolerance = tolerance_for(noise)
-    results: list[CutResult] = []
+    work = _Certification(config, facts, plans, progress, on_line)
+    noise = await work.measure()
+    tolerance = tolerance_for(noise, same_kernels=config.gpu_layers == 0)
     with _artifacts_directory(config.keep) as base:
-        for place, plan in enumerate(plans, 1):
-            name = ",".join(map(str, plan))
-            directory = base / f"cuts-{'-'.join(map(str, plan))}"
-            share.begin(place)
-
-            def splitting(done: int, total: int, name: str = name) -> None:
-                stop.check()
-                share.tell(0.4 * done / total, f"cut {name}: splitting")
-
-            def split(plan: tuple[int, ...] = plan, directory: Path = directory, splitting: Progressed = splitting) -> None:
-                split_model(
-                    config.model, directory, cuts=plan, experimental=config.experimental, progress=splitting
-                )
-
-            await _in_thread(split, stop)
-            split_config = SplitConfig(directory, DTYPE_BY_NAME[config.wire], n_threads, stage_arguments)
-            counted = _TokenCounter(share, name, n_tokens * sum(map(len, batches)))
-            try:
-                found = await run_split(split_config, batches, n_tokens, on_line, counted)
-            except RelaylineError as error:
-                results.append(CutResult(plan, error.message, None, 0))
-            else:
-                share.tell(0.9, f"cut {name}: comparing")
-                ...
+        results = [await work.try_plan(index, plan, base, tolerance) for index, plan in enumerate(plans)]
     return Report(facts, config, noise, tolerance, tuple(results))
+
+
+class _Certification:
+    """One run of `certify`: what its phases share."""
+
+    def __init__(
+        self,
+        config: CertifyConfig,
+        facts: ModelFacts,
+        plans: tuple[tuple[int, ...], ...],
+        progress: Progress,
+        on_line: OnLine,
+    ) -> None:
+        self.config, self._progress, self._on_line = config, progress, on_line
+        self._stage_arguments = _stage_arguments(config)
+        needed = context_needed(config.n_steps)
+        if config.ctx_tokens < needed:
+            raise UsageError(f"--ctx {config.ctx_tokens} is too small: the longest session takes {needed} tokens")
+        self._batches = draw_batches(plain_tokens(config.model, facts.n_vocab), config.seeds)
+        self._n_tokens = config.n_steps + 1
+        # Both sides get the same number: attention on many threads adds up in another order.
+        self._n_threads = config.n_threads or threads_per_stage(1 + max(map(len, plans)))
+        self._n_parts = 1 + len(plans)
+        self._stop_asked = threading.Event()
+        self._reference = Reference(
+            WholeConfig(
+                path=config.model,
+                n_lanes=N_LANES,
+                ctx_tokens=config.ctx_tokens,
+                max_rows=MAX_ROWS,
+                max_wanted=max(self._n_tokens, N_LANES),
+                n_threads=self._n_threads,
+                gpu_layers=config.gpu_layers,
+                kv_type=config.kv_type,
+            ),
+            self._check_stop,
+        )
+
+    async def measure(self) -> Noise:
+        """Run the unsplit model in every batch shape."""
+
+        def tell(n_done: int) -> None:
+            self._progress(n_done / len(self._batches) / self._n_parts, "the unsplit model")
+
+        tell(0)
+        return await self._in_thread(lambda: self._reference.measure(self._batches, self._n_tokens, tell))
+
+    async def try_plan(self, index: int, plan: tuple[int, ...], base: Path, tolerance: Tolerance) -> CutResult:
+        """Split at one plan's cuts, run that pipeline and judge it. Its artifacts are removed unless they are kept."""
+        directory = base / f"cuts-{'-'.join(map(str, plan))}"
+
+        def tell(share: float, what: str) -> None:
+            self._check_stop()
+            self._progress((1 + index + share) / self._n_parts, f"cut {_listed(plan)}: {what}")
+
+        try:
+            await self._in_thread(lambda: self._split(plan, directory, lambda share: tell(0.4 * share, "splitting")))
+            try:
+                found = await self._run(directory, tell)
+            except RelaylineError as error:
+                return CutResult(plan, error.message, None, None, 0)
+            tell(0.9, "comparing")
+            every, alone = await self._in_thread(lambda: self._compare(found))
+        finally:
+            if self.config.keep is None:
+                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        problem = verdict(every, alone, tolerance, is_exact=self.config.wire == "f32")
+        return CutResult(plan, problem, every, alone, found.sessions_per_step_max)
+
+    def _split(self, plan: tuple[int, ...], directory: Path, tell: Callable[[float], None]) -> None:
+        # No probe: a stage that cannot run shows it itself, in its own process, and is reported for what it is.
+        split_model(
+            self.config.model,
+            directory,
+            cuts=plan,
+            experimental=self.config.experimental,
+            progress=lambda done, total: tell(done / total),
+        )
+
+    async def _run(self, directory: Path, tell: Callable[[float, str], None]) -> SplitRuns:
+        n_expected = self._n_tokens * sum(map(len, self._batches))
+        n_seen = itertools.count(1)
+        tell(0.4, "starting")
+        config = SplitConfig(directory, DTYPE_BY_NAME[self.config.wire], self._n_threads, self._stage_arguments)
+        return await run_split(
+            config,
+            self._batches,
+            self._n_tokens,
+            self._on_line,
+            lambda: tell(0.5 + 0.4 * next(n_seen) / n_expected, "running"),
+        )
+
+    def _compare(self, found: SplitRuns) -> tuple[Comparison, Comparison]:
+        """Return how far the pipeline is from the unsplit model: over all sessions, and over those that ran alone."""
+        pairs = list(zip(self._reference.logits_for(found.runs), found.runs, strict=True))
+        single = {script for batch in self._batches if len(batch) == 1 for script in batch}
+        alone = [(reference, run) for reference, run in pairs if run.script in single]
+        return compare(pairs), compare(alone)
+
+    def _check_stop(self) -> None:
+        """End work in a thread whose caller was cancelled."""
+        if self._stop_asked.is_set():
+            raise asyncio.CancelledError
+
+    async def _in_thread(self, function: Callable[[], Result]) -> Result:
+        """Run blocking work; a cancelled caller goes on only after the work has noticed and ended."""
+        work = asyncio.ensure_future(asyncio.to_thread(function))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            self._stop_asked.set()
+            await asyncio.gather(work, return_exceptions=True)
+            raise
+
+
+def _listed(plan: tuple[int, ...]) -> str:
+    return ",".join(map(str, plan))
+
+
+def _stage_arguments(config: CertifyConfig) -> tuple[str, ...]:
+    """Return the flags of every stage. Raises UsageError, here and not in a child, if a value is out of range."""
+    StageConfig(
+        artifact=config.model,
+        ctx_tokens=config.ctx_tokens,
+        n_lanes=N_LANES,
+        n_threads=config.n_threads,
+        gpu_layers=config.gpu_layers,
+        max_rows=MAX_ROWS,
+        kv_type=config.kv_type,
+    )
+    flags = forwarded(
+        [
+            ("--ctx", config.ctx_tokens),
+            ("--lanes", N_LANES),
+            ("--gpu-layers", config.gpu_layers),
+            ("--max-rows", MAX_ROWS),
+            ("--kv-type", config.kv_type),
+            # No padding and no splitting by measured curves: a session alone then comes in batches known beforehand.
+            ("--policy", "drain"),
+        ]
+    )
+    # Artifacts that this process wrote a moment ago need no second look; kept ones may have been altered since.
+    return (
+        *flags,
+        "--no-calibrate",
+        *(() if config.keep else ("--no-verify",)),
+        *(("--verbose",) if config.verbose else ()),
+    )
+
+
+@contextlib.contextmanager
+def _artifacts_directory(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix="relayline-certify-", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)

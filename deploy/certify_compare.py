@@ -5,14 +5,18 @@ logits as it likes.
 
 What the verdicts rest on:
 
-* f32 wire. A split computes what the whole does, but llama.cpp adds up in another order for another batch shape, a
-  quantised model rounds its activations again in every layer, and a router near a tie then picks another expert. How
-  far that goes is measured on the unsplit model itself (`Noise`), and a split may go NOISE_FACTOR times as far. A model
-  with no noise at all is still granted FLOOR. The largest difference alone could hide a small error everywhere behind
-  one large flip, so mean KL divergence is held too, with the factor squared: it grows with the square of the error.
+* f32 wire, one session alone. Both sides see the very same batches, so on a CPU they agree to the last bit; FLOOR
+  allows for compilers and kernels that fuse across layers. Asked of runs without a GPU only: there, kernels fuse and
+  split work differently for a part of a graph.
+* f32 wire, sessions together. llama.cpp adds up in another order for another batch shape, a quantised model rounds its
+  activations again in every layer, and a router near a tie then picks another expert. How far that goes is measured on
+  the unsplit model itself (`Noise`), and a split may go NOISE_FACTOR times as far. The largest difference alone could
+  hide a small error everywhere behind one large flip, so mean KL divergence is held too, with the factor squared: it
+  grows with the square of the error.
 * f16 wire. Rounding to 11 bits moves logits by design, so only what a user would notice counts: a different top token.
-  A flip between two near-equal tokens means nothing. One across a margin needs two logits wrong by half of it each;
-  MARGIN allows for the rounding (measured: below 0.02 deviations on sound models), the rest is the model's noise.
+  A flip between two near-equal tokens means nothing; one across a margin needs two logits wrong by half of it each.
+  Granted is MARGIN (rounding alone moves logits by 0.002 to 0.004 deviations) or NOISE_FACTOR times the noise, twice
+  what two logits need; but never more than MARGIN_MAX, however restless the model.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from deploy.certify_workload import Run
 
 FLOOR = 1e-3  # deviations
 NOISE_FACTOR = 4.0  # the noise was measured on a few shapes only, and a maximum over few rows falls short
-MARGIN = 0.1  # deviations
+MARGIN, MARGIN_MAX = 0.05, 0.5  # deviations
 
 Logits = npt.NDArray[np.float32]
 
@@ -70,8 +74,9 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Noise:
-    """How far the unsplit model is from itself when the same tokens come in other batch shapes."""
+    """How far the unsplit model is from itself: run again, and when the same tokens come in other batch shapes."""
 
+    again: Comparison
     by_shape: Mapping[str, Comparison]
 
     @property
@@ -87,48 +92,60 @@ class Noise:
     @property
     def deviation(self) -> float:
         """Return the logits' deviation."""
-        return next(iter(self.by_shape.values())).deviation
+        return self.again.deviation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tolerance:
     """What a split is granted."""
 
+    alone_relative: float | None  # f32: largest difference of sessions alone, deviations; None: as max_relative
     max_relative: float  # f32: largest difference, deviations
     mean_kl: float  # f32: nats
     margin: float  # f16: margin of a top-1 disagreement, deviations
 
 
-def tolerance_for(noise: Noise) -> Tolerance:
-    """Return what to grant a split of a model with this noise."""
-    granted = max(FLOOR, NOISE_FACTOR * noise.max_relative)
+def tolerance_for(noise: Noise, *, same_kernels: bool) -> Tolerance:
+    """Return what to grant a split of a model with this noise. `same_kernels`: both sides run on a CPU only."""
     # For a small error e in every logit the divergence is at most e squared over two.
     kl_floor = (FLOOR * noise.deviation) ** 2 / 2
     return Tolerance(
-        max_relative=granted,
+        alone_relative=max(FLOOR, NOISE_FACTOR * noise.again.max_relative) if same_kernels else None,
+        max_relative=max(FLOOR, NOISE_FACTOR * noise.max_relative),
         mean_kl=max(kl_floor, NOISE_FACTOR**2 * noise.mean_kl),
-        margin=max(MARGIN, 2 * granted),
+        margin=min(MARGIN_MAX, max(MARGIN, NOISE_FACTOR * noise.max_relative)),
     )
 
 
-def verdict(comparison: Comparison, tolerance: Tolerance, *, is_exact: bool) -> str | None:
-    """Return why a split is not to be trusted, in one line, or None when it may be. `is_exact` means an f32 wire."""
-    if not math.isfinite(comparison.max_relative) or not math.isfinite(comparison.mean_kl):
+def verdict(every: Comparison, alone: Comparison, tolerance: Tolerance, *, is_exact: bool) -> str | None:
+    """Return why a split is not to be trusted, in one line, or None when it may be.
+
+    `every` compares all sessions, `alone` those that ran alone. `is_exact` means an f32 wire.
+    """
+    if not math.isfinite(every.max_relative) or not math.isfinite(every.mean_kl):
         return "logits are not finite"
-    if is_exact and comparison.max_relative > tolerance.max_relative:
+    if not is_exact:
+        return _flip_beyond(every.widest, tolerance.margin)
+    granted = tolerance.alone_relative
+    if granted is not None and alone.max_relative > granted:
         return (
-            f"largest difference of {comparison.max_relative:.2g} deviations is beyond float noise "
-            f"({tolerance.max_relative:.2g})"
+            f"a session alone differs by {alone.max_relative:.2g} deviations, beyond float noise ({granted:.2g} "
+            "for the same batches)"
         )
-    if is_exact and comparison.mean_kl > tolerance.mean_kl:
-        return f"mean KL divergence of {comparison.mean_kl:.2g} is beyond float noise ({tolerance.mean_kl:.2g})"
-    widest = comparison.widest
-    if widest is not None and widest.relative_margin > tolerance.margin:
-        return (
-            f"another top token across a margin of {widest.relative_margin:.2g} deviations, beyond "
-            f"{tolerance.margin:.2g} ({widest.session}, position {widest.position})"
-        )
+    if every.max_relative > tolerance.max_relative:
+        return f"differs by {every.max_relative:.2g} deviations, beyond float noise ({tolerance.max_relative:.2g})"
+    if every.mean_kl > tolerance.mean_kl:
+        return f"mean KL divergence is {every.mean_kl:.2g}, beyond float noise ({tolerance.mean_kl:.2g})"
     return None
+
+
+def _flip_beyond(widest: Disagreement | None, margin: float) -> str | None:
+    if widest is None or widest.relative_margin <= margin:
+        return None
+    return (
+        f"another top token across a margin of {widest.relative_margin:.2g} deviations, beyond {margin:.2g} "
+        f"({widest.session}, position {widest.position})"
+    )
 
 
 def kl_divergence(reference: Logits, found: Logits) -> npt.NDArray[np.float64]:
@@ -138,13 +155,13 @@ def kl_divergence(reference: Logits, found: Logits) -> npt.NDArray[np.float64]:
     return np.asarray(np.maximum(terms.sum(axis=1), 0.0))  # rounding can make a divergence of nothing negative
 
 
-def compare(references: Sequence[Logits], runs: Sequence[Run]) -> Comparison:
-    """Hold each run's logits against the reference's for the same rows: f32 [n_tokens, n_vocab] per run."""
+def compare(pairs: Sequence[tuple[Logits, Run]]) -> Comparison:
+    """Hold each run's logits against the reference's for the same rows, both f32 [n_tokens, n_vocab]; at least one."""
     n_rows = n_agree = 0
     variance = max_abs = kl = 0.0
     found_at: list[Disagreement] = []
     with np.errstate(invalid="ignore", over="ignore"):  # what is not finite comes out as an infinite difference
-        for reference, run in zip(references, runs, strict=True):
+        for reference, run in pairs:
             n_rows += len(reference)
             variance += float(reference.astype(np.float64).var(axis=1).sum())
             difference = float(np.abs(_difference(reference, run.logits)).max())
@@ -152,7 +169,9 @@ def compare(references: Sequence[Logits], runs: Sequence[Run]) -> Comparison:
             kl += float(kl_divergence(reference, run.logits).sum())
             ours, theirs = reference.argmax(axis=1), run.logits.argmax(axis=1)
             n_agree += int((ours == theirs).sum())
-            found_at += [_disagreement(reference, run, int(row), int(theirs[row])) for row in np.nonzero(ours != theirs)[0]]
+            found_at += [
+                _disagreement(reference, run, int(row), int(theirs[row])) for row in np.nonzero(ours != theirs)[0]
+            ]
     deviation = math.sqrt(variance / n_rows)
     found_at = [dataclasses.replace(each, relative_margin=each.margin / deviation) for each in found_at]
     return Comparison(

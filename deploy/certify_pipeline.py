@@ -14,6 +14,7 @@ import numpy as np
 from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.pipeline import Pipeline, PipelineConfig
 from coordinator.pipeline_file import load_pipeline
+from coordinator.scheduler import ScheduleConfig
 from deploy.certify_workload import PREFILL_CHUNK_ROWS, Run, Script
 from deploy.child import Child
 from deploy.local import STAGE_STOP_TIMEOUT_S, stage_child
@@ -71,9 +72,7 @@ async def run_split(
 async def _stages(config: SplitConfig, on_line: OnLine) -> AsyncIterator[list[Child]]:
     file = load_pipeline(config.directory)
     stages = [
-        stage_child(
-            index, config.directory / stage.file, config.stage_arguments, on_line, n_threads=config.n_threads
-        )
+        stage_child(index, config.directory / stage.file, config.stage_arguments, on_line, n_threads=config.n_threads)
         for index, stage in enumerate(file.stages)
     ]
     try:
@@ -105,7 +104,7 @@ async def _drive(
     pipeline_config = PipelineConfig(
         addresses=tuple([stage.ready.result()["address"] for stage in stages]),
         wire_dtype=config.wire_dtype,
-        prefill_chunk_rows=PREFILL_CHUNK_ROWS,
+        schedule=ScheduleConfig(mode="drain", chunk_rows=PREFILL_CHUNK_ROWS),
     )
     pipeline = Pipeline(pipeline_config, file, lambda _: False)
     stopping = asyncio.Event()
@@ -157,7 +156,7 @@ def _sessions_per_step_max(described: dict[str, Any]) -> int:
     )
 
 
-async def _all(works: Any) -> list[Run]:  # noqa: ANN401 - an iterable of coroutines
+async def _all(works: Any) -> list[Run]:
     """Run together; the first error ends the others and is raised as it is."""
     tasks = [asyncio.create_task(work) for work in works]
     try:

@@ -79,7 +79,13 @@ def mixed(extents: Sequence[Extent], chunk_rows: int, max_rows: int) -> list[Ste
 
 
 Shape = Callable[[Sequence[Extent], int, int], list[Step]]
-SHAPES: dict[str, Shape] = {"one prefill": one_prefill, "row by row": row_by_row, "mixed": mixed}
+AGAIN = "again"
+SHAPES: dict[str, Shape] = {
+    AGAIN: one_after_another,
+    "one prefill": one_prefill,
+    "row by row": row_by_row,
+    "mixed": mixed,
+}
 
 
 class Reference:
@@ -92,7 +98,7 @@ class Reference:
     def measure(
         self, batches: Iterable[Sequence[Script]], n_tokens: int, progress: Callable[[int], None] = lambda _: None
     ) -> Noise:
-        """Run every script, then its tokens again in every other shape; return how far the shapes are apart.
+        """Run every script, then its tokens again in the same and in every other shape; return how far that differs.
 
         `progress` gets the number of batches done. Raises ModelFileError or NativeError.
         """
@@ -104,11 +110,17 @@ class Reference:
                 own += runs
                 for name, shape in SHAPES.items():
                     found = self._forced(model, runs, shape)
-                    others[name] += [dataclasses.replace(run, logits=each) for run, each in zip(runs, found, strict=True)]
+                    others[name] += [
+                        dataclasses.replace(run, logits=each) for run, each in zip(runs, found, strict=True)
+                    ]
                 progress(n_done)
         for run in own:
             self._known[_key(run)] = run.logits
-        return Noise({name: compare([run.logits for run in own], runs) for name, runs in others.items()})
+        by_shape = {
+            name: compare([(run.logits, other) for run, other in zip(own, runs, strict=True)])
+            for name, runs in others.items()
+        }
+        return Noise(by_shape.pop(AGAIN), by_shape)
 
     def logits_for(self, runs: Sequence[Run]) -> list[Logits]:
         """Return what the unsplit model gives for the tokens of each run: f32 [n_tokens, n_vocab] per run."""
@@ -130,7 +142,9 @@ class Reference:
             self._check_stop()
             chooses = piece.end >= n_prompt
             last = piece.end - 1
-            found = model.decode([Row(history[at], at, 0, chooses and at == last) for at in range(piece.start, piece.end)])
+            found = model.decode(
+                [Row(history[at], at, 0, chooses and at == last) for at in range(piece.start, piece.end)]
+            )
             if chooses:
                 logits[piece.end - n_prompt] = found[0]
                 history.append(sampler.sample(found[0], piece.end).token)

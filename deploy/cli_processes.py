@@ -7,13 +7,17 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from deploy.options import Address, AddressList, engine_options, log_options, pipeline_options, supervised_option
+from deploy.options import Address, AddressList, engine_options, log_options, pipeline_options, policy_option, supervised_option
 from wire import logs
 from wire.envelope import DTYPE_BY_NAME
+
+
+if TYPE_CHECKING:
+    from coordinator.scheduler import ScheduleConfig
 
 
 def announce(event: dict[str, Any], text: str, *, as_json: bool) -> None:
@@ -39,6 +43,7 @@ def _watch_stdin() -> None:
 @click.option("--threads", type=int, default=0, help="Threads of a native step [default: all cores].")
 @click.option("--no-verify", is_flag=True, help="Do not check the artifact's sha256.")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
+@policy_option
 @engine_options
 @log_options
 @supervised_option
@@ -60,6 +65,8 @@ def stage_command(**given: Any) -> None:  # noqa: ANN401 - click passes every op
         max_rows=given["max_rows"],
         prefill_rows=given["prefill_rows"],
         kv_type=given["kv_type"],
+        policy=given["policy"],
+        calibrate=not given["no_calibrate"],
         verify=not given["no_verify"],
     )
     logs.setup("stage", as_json=given["log_json"], verbose=given["verbose"])
@@ -84,11 +91,21 @@ def stage_command(**given: Any) -> None:  # noqa: ANN401 - click passes every op
     run_stage(config, on_ready)
 
 
+def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
+    """Turn flags into the coordinator's side of the batching policy."""
+    from coordinator.scheduler import ScheduleConfig
+
+    by_hand = given["groups"] or given["group_rows"]
+    mode = "fixed" if by_hand else "auto" if given["policy"] == "auto" else "drain"
+    return ScheduleConfig(mode, given["groups"], given["group_rows"], given["prefill_chunk"])
+
+
 @click.command("serve", short_help="Run the coordinator and its HTTP API.")
 @click.option("--pipeline", "directory", type=click.Path(path_type=Path), required=True, help="Directory of `split`.")
 @click.option("--stages", type=AddressList(), required=True, help="Stage addresses in layer order.")
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
+@policy_option
 @pipeline_options
 @log_options
 @supervised_option
@@ -103,7 +120,7 @@ def serve_command(**given: Any) -> None:  # noqa: ANN401 - click passes every op
         pipeline=PipelineConfig(
             addresses=given["stages"],
             wire_dtype=DTYPE_BY_NAME[given["wire"]],
-            prefill_chunk_rows=given["prefill_chunk"],
+            schedule=schedule_config(given),
             waiting_max=given["queue"],
         ),
         host=host,

@@ -10,7 +10,7 @@ import click
 
 from deploy.cli_model import parse_cuts, progress_bar
 from deploy.cli_processes import announce
-from deploy.options import Address, engine_options, log_options, pipeline_options
+from deploy.options import Address, engine_options, log_options, pipeline_options, policy_option
 from wire import logs
 from wire.errors import UsageError
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 @click.option("--threads", type=click.IntRange(0), default=0, help="Threads per stage [default: cores / stages].")
 @click.option("--split-dir", type=click.Path(path_type=Path), default=None, help="Where to keep the split [default: cache].")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
+@policy_option
 @engine_options
 @pipeline_options
 @log_options
@@ -41,12 +42,15 @@ def up_command(**given: Any) -> None:  # noqa: ANN401 - click passes every optio
         stage_arguments=(
             *forwarded([("--ctx", given["ctx"]), ("--lanes", given["lanes"]), ("--gpu-layers", given["gpu_layers"]),
                         ("--max-rows", given["max_rows"]), ("--prefill-rows", given["prefill_rows"]),
-                        ("--kv-type", given["kv_type"])]),
+                        ("--kv-type", given["kv_type"]), ("--policy", given["policy"])]),
+            *(("--no-calibrate",) if given["no_calibrate"] else ()),
             *_log_flags(given),
         ),
         serve_arguments=(
             *forwarded([("--wire", given["wire"]), ("--prefill-chunk", given["prefill_chunk"]),
-                        ("--queue", given["queue"])]),
+                        ("--queue", given["queue"]), ("--policy", given["policy"]),
+                        ("--groups", given["groups"]), ("--group-rows", given["group_rows"])]),
+            *(("--no-share",) if given["no_share"] else ()),
             *(("--model-id", given["model_id"]) if given["model_id"] else ()),
             *_log_flags(given),
         ),

@@ -57,21 +57,34 @@ log_options = _apply(
     click.option("--verbose", is_flag=True, help="Log more."),
 )
 
+policy_option = click.option(
+    "--policy",
+    type=click.Choice(("auto", "drain", "single")),
+    default="auto",
+    show_default=True,
+    help="auto: groups and padding from the cost curves; drain: batch what is queued; single: no batching.",
+)
+
 engine_options = _apply(
     click.option("--ctx", type=int, default=2048, show_default=True, help="Tokens per stream, prompt and answer."),
     click.option("--lanes", type=int, default=32, show_default=True, help="Streams that may run at once."),
     click.option("--gpu-layers", type=int, default=0, show_default=True, help="Layers on the GPU; -1 for all."),
     click.option("--max-rows", type=int, default=512, show_default=True, help="Rows of one native step."),
-    click.option("--prefill-rows", type=int, default=128, show_default=True, help="Prefill rows beside decoders."),
+    click.option("--prefill-rows", type=int, default=128, show_default=True,
+                 help="Prefill rows beside decoders with --policy drain."),
+    click.option("--no-calibrate", is_flag=True, help="Learn the cost curve from real steps only."),
     click.option("--kv-type", default="f16", show_default=True, help="Element type of the KV cache."),
 )
 
 pipeline_options = _apply(
     click.option("--wire", type=click.Choice(WIRE_NAMES), default="f16", show_default=True, help="Rows on the wire."),
-    click.option("--prefill-chunk", type=click.IntRange(1, 2048), default=64, show_default=True,
-                 help="Prompt rows per frame."),
+    click.option("--prefill-chunk", type=click.IntRange(0, 2048), default=0,
+                 help="Largest number of prompt rows per frame [default: chosen]."),
     click.option("--queue", type=click.IntRange(0, 100_000), default=256, show_default=True,
                  help="Requests that may wait for a lane."),
+    click.option("--groups", type=click.IntRange(0, 4096), default=0, help="Decode groups by hand [default: chosen]."),
+    click.option("--group-rows", type=click.IntRange(0, 2048), default=0, help="Rows per group by hand."),
+    click.option("--no-share", is_flag=True, help="Never decode identical deterministic requests once for all."),
     click.option("--model-id", default="", help="Model name in the API [default: the model's own]."),
 )  # fmt: skip
 

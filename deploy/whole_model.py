@@ -91,7 +91,7 @@ class WholeModel:
         params.kv_unified = True
         params.swa_full = True
         params.no_perf = True
-        ggml.LOG.clear()
+        ggml.LOG.watch()
         context = llama.llama_init_from_model(self._model, params)
         if not context:
             raise NativeError(f"cannot make a context of {params.n_ctx} tokens: {ggml.LOG.reason('no reason given')}")
@@ -111,7 +111,7 @@ class WholeModel:
             batch.token[index], batch.pos[index] = row.token, row.position
             batch.n_seq_id[index], batch.seq_id[index][0] = 1, row.lane
             batch.logits[index] = int(row.wanted)
-        ggml.LOG.clear()
+        ggml.LOG.watch()
         code = llama.llama_decode(self._context, batch)
         if code != 0:
             reason = ggml.LOG.reason("llama.cpp gave no reason")
@@ -179,7 +179,7 @@ def _load(path: Path, *, gpu_layers: int = 0, vocab_only: bool = False) -> Any:
     params = llama.llama_model_default_params()
     params.n_gpu_layers = gpu_layers
     params.vocab_only = vocab_only
-    ggml.LOG.clear()
+    ggml.LOG.watch()
     model = llama.llama_model_load_from_file(str(path).encode(), params)
     if not model:
         raise ModelFileError(f"{path}: llama.cpp cannot load it: {ggml.LOG.reason('it gave no reason')}")

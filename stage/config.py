@@ -9,6 +9,8 @@ from pathlib import Path
 from wire import bounds
 from wire.errors import UsageError
 
+POLICIES = ("auto", "drain", "single")
+LANES_MAX = 255  # llama.cpp is compiled for 256 sequences, and one is kept for padding rows
 KV_TYPES = ("f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
@@ -36,6 +38,11 @@ class StageConfig:
     """Prefill rows that may run beside waiting decoders in one step."""
     kv_type: str = "f16"
     """Element type of the KV cache."""
+    policy: str = "auto"
+    """auto: keep the coordinator's groups and pad to cheaper row counts; drain: take what is queued; single: one
+    frame a step, no batching."""
+    calibrate: bool = True
+    """Measure the cost curve at start (cached); without it the curve is learned from real steps."""
     verify: bool = True
     """Check the artifact's sha256 against pipeline.json (remembered, so the second start is quick)."""
 
@@ -44,7 +51,7 @@ class StageConfig:
         checks = (
             ("--port", self.port, 0, 65_535),
             ("--ctx", self.ctx_tokens, 8, bounds.CTX_TOKENS_MAX),
-            ("--lanes", self.n_lanes, 1, bounds.SESSIONS_PER_LINK_MAX),
+            ("--lanes", self.n_lanes, 1, LANES_MAX),
             ("--threads", self.n_threads, 0, 1_024),
             ("--gpu-layers", self.gpu_layers, -1, 100_000),
             ("--max-rows", self.max_rows, 1, bounds.ROWS_PER_ENVELOPE_MAX),
@@ -53,6 +60,8 @@ class StageConfig:
         for flag, value, low, high in checks:
             if not low <= value <= high:
                 raise UsageError(f"{flag} {value} is outside {low}..{high}")
+        if self.policy not in POLICIES:
+            raise UsageError(f"--policy {self.policy} is unknown; choose one of {', '.join(POLICIES)}")
         if self.kv_type not in KV_TYPES:
             raise UsageError(f"--kv-type {self.kv_type} is unknown; choose one of {', '.join(KV_TYPES)}")
 

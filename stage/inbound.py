@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from typing import Any
 
@@ -18,6 +19,8 @@ from wire.frames import Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CREDIT_REPLY_BYTES = bounds.BYTES_IN_FLIGHT_DEFAULT // bounds.CREDIT_HELD_DIVISOR
+
+_ENVELOPE_NUMBERS = itertools.count(1)
 
 
 class Inbound:
@@ -65,6 +68,7 @@ class Inbound:
     def frames(self, view: EnvelopeView) -> list[QueuedFrame]:
         """Turn an envelope into frames for the batcher; rows stay views of the received message."""
         now_ns = time.monotonic_ns()
+        envelope = next(_ENVELOPE_NUMBERS)
         records = view.frames
         options = iter(view.options)
         frames: list[QueuedFrame] = []
@@ -89,6 +93,7 @@ class Inbound:
                     arrived_ns=now_ns,
                     upstream_wait_ns=max(0, view.sent_ns - enqueued_ns),
                     on_consumed=self._consumed,
+                    envelope=envelope,
                 )
             )
             row += n_rows

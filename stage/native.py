@@ -36,6 +36,7 @@ KV_TYPES: dict[str, int] = {
 }
 LANES_MAX: int = llama.llama_max_parallel_sequences()  # compiled into llama.cpp
 _CTX_STEP_TOKENS = 256  # llama.cpp rounds a context up to this; done here first, so that n_batch is not clipped
+_SPARE_CELLS = 256  # of one spare lane
 _NO_KV_SLOT = 1  # return code of llama_decode
 _ROPE_TYPES_4D = (llama.LLAMA_ROPE_TYPE_MROPE, llama.LLAMA_ROPE_TYPE_IMROPE)
 
@@ -51,12 +52,18 @@ class EngineConfig:
     n_threads: int = 1  # CPU threads of one decode
     gpu_layers: int = 0  # layers held on the GPU; -1 for all
     kv_type: str = "f16"  # element type of the KV cache; a key of KV_TYPES
+    spare_lanes: int = 0  # further sequences, numbered after the lanes, with a few cells: for rows of no session
     max_wanted: int = 0  # last stage: rows of one step that may want logits (4 x n_vocab bytes each); 0: max_rows
+
+    @property
+    def n_sequences(self) -> int:
+        """Lanes and spare lanes."""
+        return self.n_lanes + self.spare_lanes
 
     def check(self) -> None:
         """Raise UsageError if a value cannot be used."""
         for name, value, low, high in (
-            ("lanes", self.n_lanes, 1, LANES_MAX),
+            ("lanes", self.n_lanes, 1, LANES_MAX - self.spare_lanes),
             ("ctx", self.ctx_tokens, 1, CTX_TOKENS_MAX),
             ("max-rows", self.max_rows, 1, ROWS_PER_ENVELOPE_MAX),
             ("threads", self.n_threads, 1, 4096),
@@ -157,7 +164,7 @@ class NativeEngine:
         self._seq_counts = np.ones(n_rows, np.int32)
         lane_addresses = self.seq_ids.ctypes.data + 4 * np.arange(n_rows, dtype=np.uintp)
         self._seq_pointers = np.ascontiguousarray(lane_addresses)
-        self._lane_first = np.empty(self.config.n_lanes, np.int32)
+        self._lane_first = np.empty(self.config.n_sequences, np.int32)
         self._logits_type = ctypes.c_float * self.n_vocab
         self._batch = llama.llama_batch(
             n_tokens=0,
@@ -172,13 +179,13 @@ class NativeEngine:
     def _open_context(self) -> Any:
         config = self.config
         # llama.cpp sizes its graphs for one row of each lane, and aborts where a batch or its outputs could hold fewer.
-        n_rows = max(config.max_rows, config.n_lanes)
-        n_cells = max(config.n_lanes * config.ctx_tokens, n_rows)
+        n_rows = max(config.max_rows, config.n_sequences)
+        n_cells = max(config.n_lanes * config.ctx_tokens + config.spare_lanes * _SPARE_CELLS, n_rows)
         params = llama.llama_context_default_params()
         params.n_ctx = -(-n_cells // _CTX_STEP_TOKENS) * _CTX_STEP_TOKENS
         params.n_batch = params.n_ubatch = n_rows
-        params.n_seq_max = config.n_lanes
-        params.n_outputs_max = max(self.max_wanted, config.n_lanes) if self.is_last else n_rows
+        params.n_seq_max = config.n_sequences
+        params.n_outputs_max = max(self.max_wanted, config.n_sequences) if self.is_last else n_rows
         params.n_threads = params.n_threads_batch = config.n_threads
         params.type_k = params.type_v = KV_TYPES[config.kv_type]
         params.kv_unified = True  # one micro-batch keeps its row order, lanes share cells, and prefixes are free
@@ -248,7 +255,7 @@ class NativeEngine:
         first = self._lane_first
         first.fill(np.iinfo(np.int32).max)
         lanes = self.seq_ids[:n_rows]
-        known = (lanes >= 0) & (lanes < self.config.n_lanes)  # an impossible lane is what may have failed
+        known = (lanes >= 0) & (lanes < self.config.n_sequences)  # an impossible lane is what may have failed
         np.minimum.at(first, lanes[known], self.positions[:n_rows][known])
         for lane in np.unique(lanes[known]):
             self.drop_from(int(lane), max(0, int(first[lane])))
@@ -298,8 +305,8 @@ class NativeEngine:
 
     def _check_lane(self, lane: int) -> None:
         # llama.cpp aborts the process on a sequence id out of range.
-        if not 0 <= lane < self.config.n_lanes:
-            raise InternalError(f"lane {lane} of an engine with {self.config.n_lanes} lanes")
+        if not 0 <= lane < self.config.n_sequences:
+            raise InternalError(f"lane {lane} of an engine with {self.config.n_sequences} lanes")
 
     def close(self) -> None:
         """Free context and model. Views that `logits` returned must not be read afterwards. May be called twice."""

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from stage.queue_types import QueuedFrame
+from wire.curve import CostCurve
 
+GROUP: Final = "group_policy"
+PAD_TARGET: Final = "pad_target"
 QUEUE_DRAINED: Final = "queue_drained"
 ROW_CAP: Final = "row_cap"
 PREFILL_BUDGET: Final = "prefill_budget"
@@ -66,3 +69,55 @@ class DrainPolicy:
             taken += frame.n_rows
             n_prefill += 1
         return Choice(n_decode, n_prefill, QUEUE_DRAINED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SinglePolicy:
+    """One frame a step, oldest first: batching switched off, to compare with."""
+
+    max_rows: int  # rows of one native step
+
+    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int) -> Choice:
+        """See Policy."""
+        if decode and (not prefill or decode[0].line_order < prefill[0].line_order):
+            return Choice(1, 0, ROW_CAP)
+        return Choice(0, 1, ROW_CAP)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupPolicy:
+    """Keep together what the coordinator sent together: the oldest envelope runs, one envelope a step.
+
+    Merging two groups that meet in a queue would make them one for good, after which one stage works while the others
+    wait; the coordinator sized them so that this does not pay. Only where the curve says that more rows cost nothing
+    does the step take a few more frames, and then only if that empties the queue: the room would be padding otherwise.
+    """
+
+    max_rows: int  # rows of one native step
+    curve: CostCurve  # of decode rows
+
+    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int) -> Choice:
+        """See Policy."""
+        if not decode or (prefill and prefill[0].line_order < decode[0].line_order):
+            n_prefill = _same_envelope(prefill, self.max_rows)
+            return Choice(0, n_prefill, GROUP)
+        n_decode = _same_envelope(decode, self.max_rows)
+        rows = sum(frame.n_rows for frame in decode[:n_decode])
+        rest = sum(frame.n_rows for frame in decode[n_decode:])
+        if 0 < rest <= self.curve.padded_rows(rows, self.max_rows) - rows:
+            return Choice(len(decode), 0, PAD_TARGET)
+        return Choice(n_decode, 0, GROUP)
+
+
+def _same_envelope(frames: Sequence[QueuedFrame], max_rows: int) -> int:
+    """Return how many leading frames came in the first one's envelope and fit one step; at least one, if there is one.
+
+    A frame wider than a step is taken alone: the executor refuses it, and it does not block the others.
+    """
+    n_frames = n_rows = 0
+    for frame in frames:
+        if frame.envelope != frames[0].envelope or (n_frames and n_rows + frame.n_rows > max_rows):
+            break
+        n_rows += frame.n_rows
+        n_frames += 1
+    return n_frames

@@ -15,16 +15,19 @@ from grpc_health.v1.health import aio as grpc_health_aio
 
 from stage.artifact import open_artifact, verify_artifact
 from stage.batcher import Batcher
+from stage.calibrate import cached_curves
 from stage.config import StageConfig
+from stage.curves import Curves
 from stage.embedding import EmbeddingTable
 from stage.lanes import LaneTable
 from stage.native import EngineConfig, NativeEngine
-from stage.policy import DrainPolicy
+from stage.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
 from stage.runner import Runner
 from stage.service import StageFacts, StageService
 from stage.stats import StageStats
-from stage.step import StepExecutor
+from stage.step import Padding, StepExecutor
 from wire import rpc
+from wire.curve import PAD_SEARCH_ROWS
 from wire.errors import StartError
 from wire.process import run
 
@@ -55,6 +58,7 @@ def run_stage(config: StageConfig, on_ready: OnReady) -> None:
 def load(config: StageConfig) -> tuple[StageFacts, StepExecutor]:
     """Verify and load the artifact; takes as long as the disk needs."""
     artifact = verify_artifact(config.artifact) if config.verify else open_artifact(config.artifact)
+    wanted_max = min(config.n_lanes + PAD_SEARCH_ROWS, config.max_rows)
     engine = NativeEngine(
         EngineConfig(
             artifact_path=config.artifact,
@@ -64,14 +68,31 @@ def load(config: StageConfig) -> tuple[StageFacts, StepExecutor]:
             n_threads=config.threads_used,
             gpu_layers=config.gpu_layers,
             kv_type=config.kv_type,
+            spare_lanes=1,
+            max_wanted=wanted_max,
         )
     )
     embeddings = EmbeddingTable(artifact) if artifact.is_first else None
-    facts = StageFacts(artifact, config, importlib.metadata.version("relayline"))
+    curves = cached_curves(engine) if config.calibrate else Curves()
+    facts = StageFacts(artifact, config, importlib.metadata.version("relayline"), curves)
     executor = StepExecutor(
-        engine, LaneTable(config.n_lanes, config.ctx_tokens), artifact.stage_index, embeddings, close=engine.close
+        engine,
+        LaneTable(config.n_lanes, config.ctx_tokens),
+        artifact.stage_index,
+        embeddings,
+        close=engine.close,
+        padding=Padding(curves, config.n_lanes, wanted_max, enabled=config.policy == "auto"),
     )
     return facts, executor
+
+
+def make_policy(config: StageConfig, curves: Curves) -> Policy:
+    """Return the batching policy that the configuration names."""
+    if config.policy == "single":
+        return SinglePolicy(config.max_rows)
+    if config.policy == "drain":
+        return DrainPolicy(max_rows=config.max_rows, prefill_rows=config.prefill_rows)
+    return GroupPolicy(config.max_rows, curves.decode)
 
 
 @contextlib.asynccontextmanager
@@ -81,7 +102,7 @@ async def serve(config: StageConfig) -> AsyncIterator[tuple[str, StageFacts, asy
     crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     stats = StageStats()
     service = StageService(facts, executor, stats)
-    batcher = Batcher(DrainPolicy(max_rows=config.max_rows, prefill_rows=config.prefill_rows))
+    batcher = Batcher(make_policy(config, facts.curves))
     runner = Runner(batcher, executor, service.deliver, crashed.set_exception)
     service.attach(runner)
     sender = asyncio.create_task(service.send_forever())

@@ -31,6 +31,7 @@ class QueuedFrame:
     arrived_ns: int  # this process's monotonic clock
     upstream_wait_ns: int  # how long the frame had waited at the sender
     on_consumed: Callable[[int], None] | None = None  # gives payload bytes back to the link as credit
+    envelope: int = 0  # number of the message it came in, unique in this process: frames of one group share it
     push_order: int = 0  # set by the batcher: counts frames as they arrive
     line_order: int = 0  # set by the batcher: counts frames as they reach the head of their session's queue
 

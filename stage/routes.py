@@ -52,10 +52,14 @@ class Route:
 
     def report(self, output: RouteOutput) -> None:
         """Pass one step's samples and faults to the coordinator as one message."""
-        if not output.samples and not output.faults:
+        if not (output.samples or output.faults or output.progress):
             return
         message = pb.ReturnEnvelope(
-            epoch=output.epoch, stage_index=self.stage_index, samples=output.samples, faults=output.faults
+            epoch=output.epoch,
+            stage_index=self.stage_index,
+            samples=output.samples,
+            faults=output.faults,
+            progress=output.progress,
         )
         for listener in list(self._listeners):
             if listener.queue.full():

@@ -13,12 +13,14 @@ import grpc.aio
 
 from stage.artifact import StageArtifact
 from stage.config import StageConfig
+from stage.curves import Curves
 from stage.inbound import Inbound
 from stage.routes import ROUTES_MAX, Route
 from stage.runner import Runner
 from stage.stats import StageStats
 from stage.step import RouteOutput, RouteWiring, StepExecutor, StepResult
 from wire import bounds, rpc
+from wire.curve import CostCurve
 from wire.envelope import EnvelopeView
 from wire.errors import (
     HandshakeError,
@@ -41,6 +43,7 @@ class StageFacts:
     artifact: StageArtifact
     config: StageConfig
     software_version: str
+    curves: Curves = dataclasses.field(default_factory=Curves)
     instance_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -79,7 +82,7 @@ class StageService:
 
     def deliver(self, result: StepResult) -> None:
         """Carry one step's results away; called on the event loop in step order."""
-        self._stats.step_done(result.n_rows, result.waits_ns, result.decode_ns, result.close_reason)
+        self._stats.step_done(result)
         for frame in result.consumed:
             if frame.on_consumed is not None and frame.rows is not None:
                 frame.on_consumed(frame.rows.nbytes)
@@ -147,6 +150,8 @@ class StageService:
             ctx_tokens=config.ctx_tokens,
             max_rows=config.max_rows,
             instance_id=self._facts.instance_id,
+            decode_curve=_points(self._facts.curves.decode),
+            prefill_curve=_points(self._facts.curves.prefill),
         )
 
     async def configure(self, request: pb.ConfigureRequest, context: Context) -> pb.ConfigureResponse:
@@ -224,6 +229,9 @@ class StageService:
         message.uptime_ns = time.monotonic_ns() - self._started_ns
         message.lanes_used, message.lanes_total = len(self._executor.lanes), self._executor.lanes.n_lanes
         message.queued_rows = self.runner.queued_rows
+        message.decode_curve.extend(_points(self._facts.curves.decode))
+        message.prefill_curve.extend(_points(self._facts.curves.prefill))
+        message.now_ns = time.monotonic_ns()
         return message
 
     # --- streams ------------------------------------------------------------------------------------------------------
@@ -337,3 +345,7 @@ class StageService:
             for route in list(self._routes.values()):
                 await self._end_route(route)
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _points(curve: CostCurve) -> list[pb.CostPoint]:
+    return [pb.CostPoint(n_rows=n_rows, cost_ns=cost_ns) for n_rows, cost_ns in curve.points()]

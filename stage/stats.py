@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import collections
 
+from stage.step import StepResult
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
 RECENT_WAITS_MAX = 8_192  # frame waits kept for percentiles
+RECENT_STEPS_MAX = 1_024  # step intervals kept for the overlap figure
 
 
 class StageStats:
@@ -22,22 +24,25 @@ class StageStats:
         self.close_reasons: collections.Counter[str] = collections.Counter()
         self.faults_by_label: collections.Counter[str] = collections.Counter()
         self.recent_wait_ns: collections.deque[int] = collections.deque(maxlen=RECENT_WAITS_MAX)
-        self.n_steps = self.n_rows = self.n_frames = self.busy_ns = 0
+        self.recent_steps_ns: collections.deque[tuple[int, int]] = collections.deque(maxlen=RECENT_STEPS_MAX)
+        self.n_steps = self.n_rows = self.n_frames = self.busy_ns = self.n_padded_rows = 0
         self.envelopes_in = self.payload_bytes_in = 0
         self.envelopes_out = self.payload_bytes_out = 0
 
-    def step_done(self, n_rows: int, waits_ns: list[int], busy_ns: int, close_reason: str) -> None:
-        """Count one step; `waits_ns` has one entry per frame. A step of controls alone is no native step."""
-        if not waits_ns:
+    def step_done(self, result: StepResult) -> None:
+        """Count one step. A step of controls alone is no native step."""
+        if not result.waits_ns:
             return
-        self.steps_by_rows[n_rows] += 1
-        self.steps_by_sessions[len(waits_ns)] += 1
-        self.close_reasons[close_reason] += 1
-        self.recent_wait_ns.extend(waits_ns)
+        self.steps_by_rows[result.n_rows] += 1
+        self.steps_by_sessions[len(result.waits_ns)] += 1
+        self.close_reasons[result.close_reason] += 1
+        self.recent_wait_ns.extend(result.waits_ns)
+        self.recent_steps_ns.append((result.started_ns, result.started_ns + result.decode_ns))
         self.n_steps += 1
-        self.n_rows += n_rows
-        self.n_frames += len(waits_ns)
-        self.busy_ns += busy_ns
+        self.n_rows += result.n_rows
+        self.n_padded_rows += result.padded_rows
+        self.n_frames += len(result.waits_ns)
+        self.busy_ns += result.decode_ns
 
     def message(self) -> pb.StatusResponse:
         """Return the counters in wire form; the caller adds what it knows of lanes and queues."""
@@ -55,4 +60,7 @@ class StageStats:
             payload_bytes_out=self.payload_bytes_out,
             faults_by_label=dict(self.faults_by_label),
             close_reasons=dict(self.close_reasons),
+            n_padded_rows=self.n_padded_rows,
+            step_start_ns=[start_ns for start_ns, _ in self.recent_steps_ns],
+            step_end_ns=[end_ns for _, end_ns in self.recent_steps_ns],
         )

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from stage.curves import Curves
 from stage.lanes import Lane, LaneTable
 from stage.queue_types import QueuedFrame, Step
 from stage.sampler import SamplingOptions, SessionSampler
@@ -63,6 +64,7 @@ class RouteOutput:
     sent_ns: int = 0
     samples: list[pb.Sampled] = dataclasses.field(default_factory=list)
     faults: list[pb.SessionFault] = dataclasses.field(default_factory=list)
+    progress: list[pb.Progress] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,6 +77,8 @@ class StepResult:
     decode_ns: int
     waits_ns: list[int]
     close_reason: str
+    padded_rows: int = 0  # scratch rows beside n_rows
+    started_ns: int = 0  # when the native decode began
 
 
 @dataclasses.dataclass(slots=True)
@@ -84,6 +88,16 @@ class RouteWiring:
     epoch: int
     pool: BufferPool | None
     sequence: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Padding:
+    """Where scratch rows go, and the curves that say when they make a step cheaper."""
+
+    curves: Curves
+    spare_lane: int  # a native sequence that no session owns
+    wanted_max: int  # rows of one step that may want logits
+    enabled: bool = True
 
 
 @dataclasses.dataclass(slots=True)
@@ -107,12 +121,13 @@ class StepExecutor:
         stage_index: int,
         embeddings: Embeddings | None,
         close: Callable[[], None] = lambda: None,
+        padding: Padding | None = None,
     ) -> None:
         self.engine, self.lanes, self.stage_index = engine, lanes, stage_index
         self.routes: dict[int, RouteWiring] = {}
         # Sessions are named by QueuedFrame.session_key here: (route_id, session_id).
         self.cancelled: set[tuple[int, int]] = set()  # their close has arrived; the event loop adds, a close removes
-        self._embeddings, self._close_engine = embeddings, close
+        self._embeddings, self._close_engine, self._padding = embeddings, close, padding
         self._samplers: dict[tuple[int, int], SessionSampler] = {}
         self._wants_logits: set[tuple[int, int]] = set()
         # Reported sessions: what follows a fault in the pipeline cannot fit either, and is dropped without a word until
@@ -136,16 +151,18 @@ class StepExecutor:
                 n_rows += frame.n_rows
             except RelaylineError as error:
                 self._fault(outputs, frame, error)
-        decode_ns = 0
+        decode_ns = padded_rows = started_ns = 0
         if placed:
+            padded_rows = self._pad(placed, n_rows)
             started_ns = time.monotonic_ns()
             try:
-                self.engine.decode(n_rows)
+                self.engine.decode(n_rows + padded_rows)
             except RelaylineError as error:
                 for item in placed:
                     self._fault(outputs, item.frame, error)
                 placed = []
             decode_ns = time.monotonic_ns() - started_ns
+            self._learn(placed, n_rows + padded_rows, padded_rows, decode_ns)
         for item in placed:
             item.lane.next_position = item.position_after
         if self.engine.is_last:
@@ -159,6 +176,8 @@ class StepExecutor:
             decode_ns=decode_ns,
             waits_ns=[step.taken_ns - frame.arrived_ns for frame in step.frames],
             close_reason=step.close_reason,
+            padded_rows=padded_rows,
+            started_ns=started_ns,
         )
 
     def reset_route(self, route_id: int, wiring: RouteWiring | None) -> None:
@@ -177,6 +196,36 @@ class StepExecutor:
         for route_id in list(self.routes):
             self.reset_route(route_id, None)
         self._close_engine()
+
+    # --- padding ------------------------------------------------------------------------------------------------------
+
+    def _pad(self, placed: list[_Placed], n_rows: int) -> int:
+        """Add scratch rows where the curve says that more rows are cheaper; returns how many."""
+        padding = self._padding
+        if padding is None or not padding.enabled or all(item.frame.is_prefill for item in placed):
+            return 0
+        target = padding.curves.decode.padded_rows(n_rows, self.engine.max_rows)
+        if target == n_rows or n_rows > padding.wanted_max - (target - n_rows):
+            return 0
+        engine = self.engine
+        engine.input_rows[n_rows:target] = 0
+        engine.positions[n_rows:target] = np.arange(target - n_rows)
+        engine.seq_ids[n_rows:target] = padding.spare_lane
+        engine.wants[n_rows:target] = 1  # the head is tiled too
+        return target - n_rows
+
+    def _learn(self, placed: list[_Placed], n_rows: int, padded_rows: int, decode_ns: int) -> None:
+        if self._padding is None:
+            return
+        if padded_rows:
+            self.engine.clear(self._padding.spare_lane)
+        if not placed:
+            return
+        n_prefill = sum(item.frame.is_prefill for item in placed)
+        if n_prefill == 0:
+            self._padding.curves.decode.observe(n_rows, decode_ns)
+        elif n_prefill == len(placed):
+            self._padding.curves.prefill.observe(n_rows, decode_ns)
 
     # --- controls and placement ---------------------------------------------------------------------------------------
 
@@ -294,7 +343,11 @@ class StepExecutor:
     def _sample(self, outputs: dict[int, RouteOutput], placed: list[_Placed]) -> None:
         for item in placed:
             frame = item.frame
-            if not frame.flags & Flag.WANTS_SAMPLE or frame.session_key in self.cancelled:
+            if frame.session_key in self.cancelled:
+                continue
+            if not frame.flags & Flag.WANTS_SAMPLE:
+                passed = pb.Progress(session_id=frame.session_id, position=item.position_after)
+                self._output(outputs, frame.route_id).progress.append(passed)
                 continue
             logits = self.engine.logits(item.row + frame.n_rows - 1)
             try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from coordinator.pipeline_file import ArtifactFile, PipelineFile, Source, StageFile
 from stage.artifact import StageArtifact
 from stage.config import StageConfig
 from stage.lanes import LaneTable
@@ -220,3 +221,24 @@ def new_facts(
     )
     config = StageConfig(Path("fake.gguf"), n_lanes=n_lanes, ctx_tokens=CTX, max_rows=max_rows)
     return StageFacts(artifact, config, "0", instance_id=f"fake-{stage_index}")
+
+
+def pipeline_file(
+    n_stages: int, *, pipeline_id: str = "fake", n_embd: int = WIDTH, n_vocab: int = VOCAB
+) -> PipelineFile:
+    """A pipeline.json's content with as many stages; sizes and hashes are of no interest here."""
+    stages = tuple(StageFile(index, f"stage-{index}.gguf", 0, "", index, index + 1) for index in range(n_stages))
+    return PipelineFile(
+        version=1,
+        pipeline_id=pipeline_id,
+        source=Source((), "0" * 64),
+        architecture="llama",
+        model_name="tiny",
+        n_layers=n_stages,
+        n_embd=n_embd,
+        n_vocab=n_vocab,
+        ctx_train=4096,
+        cuts=tuple(range(1, n_stages)),
+        tokenizer=ArtifactFile("tokenizer.gguf", 0, ""),
+        stages=stages,
+    )

@@ -27,6 +27,15 @@ def test_special_texts_and_variables_by_name() -> None:
     assert render("{{ bos_token }}", bos_token="forged") == "<s>"
 
 
+def test_the_assistant_is_to_speak_unless_the_caller_says_otherwise() -> None:
+    assert render("{{ add_generation_prompt }}") == "True"
+    assert render("{{ add_generation_prompt }}", add_generation_prompt=False) == "False"
+
+
+def test_a_template_made_for_tools_works_without_them() -> None:
+    assert render("{% for tool in tools %}x{% endfor %}{{ tools is defined }}") == "False"
+
+
 def test_blocks_leave_no_blank_lines() -> None:
     assert render("{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}") == "hi\n"
 

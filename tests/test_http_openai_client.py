@@ -173,9 +173,7 @@ async def test_one_choice_may_stop_before_the_other(tokenizer: Tokenizer) -> Non
 
 
 async def test_completion_logprobs(tokenizer: Tokenizer) -> None:
-    generator = FakeGenerator(
-        lambda request: tokens(request, "aé".encode(), top=((97, -0.2), (98, float("-inf"))))
-    )
+    generator = FakeGenerator(lambda request: tokens(request, "aé".encode(), top=((97, -0.2), (98, float("-inf")))))
     async with client_of(tokenizer, generator) as (client, _):
         reply = await client.completions.create(model=MODEL, prompt="x", logprobs=2)
         found = reply.choices[0].logprobs

@@ -85,9 +85,17 @@ async def test_every_byte_of_a_chat_stream(tokenizer: Tokenizer) -> None:
     assert bodies[-1]["usage"]["completion_tokens"] == 2
 
 
-async def test_usage_is_absent_unless_asked_for(tokenizer: Tokenizer) -> None:
-    async with serving(tokenizer) as served, streaming(served) as reply:
-        assert b"usage" not in await reply.read()
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_usage_is_absent_unless_asked_for(tokenizer: Tokenizer, path: str) -> None:
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    async with (
+        serving(tokenizer) as served,
+        aiohttp.ClientSession(served.url) as session,
+        session.post(path, json=body) as reply,
+    ):
+        raw = await reply.read()
+        assert b"[DONE]" in raw
+        assert b"usage" not in raw
 
 
 async def test_events_ready_together_are_one_write(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

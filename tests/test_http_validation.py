@@ -256,10 +256,8 @@ PLAUSIBLE = st.one_of(
     st.lists(st.integers(-1, 300), max_size=5),
     st.lists(MESSAGE | st.text(max_size=5), max_size=3),
 )
-BODY = st.fixed_dictionaries(
-    {},
-    optional={"prompt": st.text(max_size=9), "messages": st.lists(MESSAGE, max_size=3), "content": st.text(max_size=9)},
-).flatmap(
+REQUIRED = {"prompt": st.text(max_size=9), "messages": st.lists(MESSAGE, max_size=3), "content": st.text(max_size=9)}
+BODY = st.fixed_dictionaries({}, optional=REQUIRED).flatmap(
     lambda base: st.dictionaries(st.sampled_from(FIELDS), JSON | PLAUSIBLE, max_size=4).map(lambda more: base | more)
 )
 

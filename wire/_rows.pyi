@@ -10,9 +10,7 @@ EXPONENT_MAX: int  # largest exponent of a row that is read or written; the smal
 def largest(rows: npt.NDArray[np.float32], out: npt.NDArray[np.float32], /) -> None:
     """Write the largest magnitude of each row (n_rows, width) into out (n_rows,); NaN wins, then infinity."""
 
-def encode_f16(
-    rows: npt.NDArray[np.float32], out: npt.NDArray[np.float16], exponents: npt.NDArray[np.int8], /
-) -> int:
+def encode_f16(rows: npt.NDArray[np.float32], out: npt.NDArray[np.float16], exponents: npt.NDArray[np.int8], /) -> int:
     """Convert rows into out, both (n_rows, width), and fill exponents (n_rows,). Returns SCALED | NOT_FINITE."""
 
 def decode_f16(

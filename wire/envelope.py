@@ -1,11 +1,18 @@
 """Envelopes: all frames that one native step decoded, as one message in a buffer that is used again.
 
 Encoding. A message of a given shape (frames, rows) always has the same length and the same tags, so a `Buffer` is
-made once per shape and then only overwritten: header fields, frame records and payload rows are numpy views into it.
-gRPC's Python binding insists on `bytes` for a message and copies them into its own slices before `write` returns, so
-a Buffer is a `bytes` object filled in place through the C API's pointer to its storage. House rules for that: nobody
-but the pool and one send holds the object, it is never hashed, compared or kept by the receiver of the call, and it
-returns to the pool only after `write` has returned.
+made once per shape and then only overwritten: header fields, frame records, payload rows and row exponents are
+written straight into it. gRPC's Python binding insists on `bytes` for a message and copies them into its own slices
+while `write` starts, so a Buffer is a `bytes` object filled in place through the C API's pointer to its storage.
+
+Why that is safe, and what keeps it so (CPython only):
+* `bytes(n)` makes an object of its own for n > 1; only the empty and the one-byte objects are shared by everybody.
+  A Buffer is never shorter than its header.
+* CPython interns and constant-folds bytes only when it compiles them. Ours appear at run time.
+* A bytes object remembers its hash. Nobody hashes, compares or keeps `message`: it goes to `write` and nowhere else,
+  and a test looks at the cached hash after a whole trip through gRPC.
+* The views keep the bytes object alive, so a view that outlives its Buffer never points at freed memory.
+* One send holds a Buffer at a time; it goes back to the pool only after `write` has returned.
 
 Decoding. A message in the canonical layout is read by views without copying. Anything else goes through the protobuf
 library into the same `EnvelopeView`: other languages may write the fields as they like.
@@ -15,8 +22,11 @@ Bytes from the network either become an `EnvelopeView` whose every count, size a
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import dataclasses
+import struct
+import threading
 from typing import Any
 
 import numpy as np
@@ -25,8 +35,9 @@ import xxhash
 from google.protobuf.message import DecodeError
 
 from wire import bounds, frames
-from wire.errors import ChecksumError, ProtocolError
+from wire.errors import ChecksumError, InternalError, ProtocolError
 from wire.pb.relayline.v1 import relayline_pb2 as pb
+from wire.rows import EXPONENT_MAX
 
 DTYPE_TOKENS, DTYPE_F16, DTYPE_F32 = 1, 2, 3
 NUMPY_DTYPE: dict[int, np.dtype[Any]] = {
@@ -37,34 +48,27 @@ NUMPY_DTYPE: dict[int, np.dtype[Any]] = {
 DTYPE_BY_NAME = {"f16": DTYPE_F16, "f32": DTYPE_F32}
 DTYPE_NAMES = {DTYPE_TOKENS: "tokens", DTYPE_F16: "f16", DTYPE_F32: "f32"}
 
-HEADER_DTYPE: np.dtype[np.void] = np.dtype(
-    [
-        ("_t1", "u1"),
-        ("epoch", "<u4"),
-        ("_t2", "u1"),
-        ("sequence", "<u8"),
-        ("_t3", "u1"),
-        ("dtype", "<u4"),
-        ("_t4", "u1"),
-        ("n_rows", "<u4"),
-        ("_t5", "u1"),
-        ("width", "<u4"),
-        ("_t6", "u1"),
-        ("sent_ns", "<u8"),
-        ("_t7", "u1"),
-        ("n_frames", "<u4"),
-    ]
-)
-HEADER_BYTES = HEADER_DTYPE.itemsize
-_HEADER_CONSTANTS = {"_t1": 0x0D, "_t2": 0x11, "_t3": 0x1D, "_t4": 0x25, "_t5": 0x2D, "_t6": 0x31, "_t7": 0x3D}
+# Protobuf tag and value in turn: epoch, sequence, dtype, n_rows, width, sent_ns, n_frames.
+_HEADER = struct.Struct("<BI BQ BI BI BI BQ BI")
+_HEADER_TAGS = (0x0D, 0x11, 0x1D, 0x25, 0x2D, 0x31, 0x3D)
+HEADER_BYTES = _HEADER.size
 _PAYLOAD_TAG = 0x4A  # field 9, length-delimited
+_EXPONENTS_TAG = 0x52  # field 10, length-delimited
+_OPTIONS_TAG = 0x5A  # field 11, length-delimited
+_CONTROL, _ALL_FLAGS = int(frames.CONTROL), sum(flag.value for flag in frames.Flag)
+_OPEN = int(frames.Flag.OPEN)
+
+# What ENVELOPE_BYTES_MAX allows for around the rows, see wire.bounds.
+assert bounds.FRAMES_PER_ENVELOPE_MAX * frames.FRAME_BYTES + HEADER_BYTES + 2 * bounds.ROWS_PER_ENVELOPE_MAX <= (
+    bounds.FRAMES_PER_ENVELOPE_MAX * 256
+)
 
 _bytes_storage = ctypes.pythonapi.PyBytes_AsString
 _bytes_storage.argtypes = [ctypes.py_object]
 _bytes_storage.restype = ctypes.c_void_p
 
 
-def checksum(payload: Any) -> int:  # noqa: ANN401 - any object with the buffer interface
+def checksum(payload: Any) -> int:
     """Return the 64-bit XXH3 of a frame's payload bytes."""
     return xxhash.xxh3_64_intdigest(payload)
 
@@ -78,84 +82,135 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-class Buffer:
-    """One reusable message of a fixed shape. `header`, `frames` and `payload` are writable views into `message`."""
+def _lead(tag: int, size_bytes: int) -> bytes:
+    """Return what stands before a length-delimited field of one-byte tag."""
+    return bytes([tag]) + _varint(size_bytes)
 
-    __slots__ = ("frames", "header", "message", "payload", "payload_bytes", "shape")
+
+class Buffer:
+    """One reusable message of a fixed shape (n_frames, n_rows); after leasing, its content is old and to overwrite.
+
+    frames: records (n_frames,), every column but `checksum` is the caller's. payload: (n_rows, width) of
+    NUMPY_DTYPE[dtype]. exponents: i8 (n_rows,), present for f16; `with_extras` fills them.
+    """
+
+    __slots__ = ("_bytes", "_constants", "_payload_at", "exponents", "frames", "message", "payload", "shape")
 
     def __init__(self, dtype: int, width: int, n_frames: int, n_rows: int) -> None:
         element = NUMPY_DTYPE[dtype]
         self.shape = (n_frames, n_rows)
-        self.payload_bytes = n_rows * width * element.itemsize
-        lead = bytes([_PAYLOAD_TAG]) + _varint(self.payload_bytes)
-        payload_at = HEADER_BYTES + n_frames * frames.FRAME_BYTES + len(lead)
-        self.message = bytes(payload_at + self.payload_bytes)
-        storage = (ctypes.c_uint8 * len(self.message)).from_address(_bytes_storage(self.message))
-        raw = np.frombuffer(storage, dtype=np.uint8)
-        self.header = raw[:HEADER_BYTES].view(HEADER_DTYPE)
-        self.frames = raw[HEADER_BYTES : payload_at - len(lead)].view(frames.FRAME_DTYPE)
-        raw[payload_at - len(lead) : payload_at] = np.frombuffer(lead, dtype=np.uint8)
-        self.payload: npt.NDArray[Any] = raw[payload_at:].view(element).reshape(n_rows, width)
-        for name, value in _HEADER_CONSTANTS.items():
-            self.header[name] = value
+        self._constants = (dtype, n_rows, width, n_frames)
+        payload_bytes = n_rows * width * element.itemsize
+        lead = _lead(_PAYLOAD_TAG, payload_bytes)
+        # An f16 message always carries its exponents: a few bytes, and rows that need them cost no copy.
+        tail = _lead(_EXPONENTS_TAG, n_rows) if dtype == DTYPE_F16 and n_rows else b""
+        lead_at = HEADER_BYTES + n_frames * frames.FRAME_BYTES
+        self._payload_at = payload_at = lead_at + len(lead)
+        tail_at = payload_at + payload_bytes
+        exponents_at = tail_at + len(tail)
+        self.message = bytes(exponents_at + (n_rows if tail else 0))
+        self._bytes = _writable(self.message)
+        self._bytes[lead_at:payload_at] = lead
+        self._bytes[tail_at:exponents_at] = tail
+        raw = np.frombuffer(self._bytes, dtype=np.uint8)
+        self.frames: frames.Records = raw[HEADER_BYTES:lead_at].view(frames.FRAME_DTYPE)
+        self.payload: npt.NDArray[Any] = raw[payload_at:tail_at].view(element).reshape(n_rows, width)
+        self.exponents = raw[exponents_at:].view(np.int8)
         frames.stamp_tags(self.frames)
-        self.header["dtype"], self.header["width"] = dtype, width
-        self.header["n_rows"], self.header["n_frames"] = n_rows, n_frames
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all rows; what counts against a link's credit."""
+        return self.payload.nbytes
 
     def seal(self, epoch: int, sequence: int, sent_ns: int) -> None:
-        """Fill the header and every data frame's checksum; the last step before sending."""
-        self.header["epoch"], self.header["sequence"], self.header["sent_ns"] = epoch, sequence, sent_ns
-        row = 0
+        """Fill the header and every data frame's checksum; the last step before sending.
+
+        Raises InternalError when the frames' n_rows do not add up to the buffer's rows.
+        """
+        dtype, n_rows, width, n_frames = self._constants
+        t1, t2, t3, t4, t5, t6, t7 = _HEADER_TAGS
+        _HEADER.pack_into(
+            self._bytes, 0, t1, epoch, t2, sequence, t3, dtype, t4, n_rows, t5, width, t6, sent_ns, t7, n_frames
+        )
+        counts = self.frames["n_rows"].tolist()
+        if sum(counts) != n_rows:
+            raise InternalError(f"frames announce {sum(counts)} rows, their envelope holds {n_rows}")
+        row_bytes = width * self.payload.itemsize
+        at = self._payload_at
         sums: list[int] = []
-        for n_rows in self.frames["n_rows"].tolist():
-            sums.append(checksum(self.payload[row : row + n_rows]) if n_rows else 0)
-            row += n_rows
+        for count in counts:
+            sums.append(checksum(self._bytes[at : at + count * row_bytes]) if count else 0)
+            at += count * row_bytes
         self.frames["checksum"] = sums
 
 
-class BufferPool:
-    """Hands out Buffers of one link by shape and takes them back. Bounded by bytes; the least used shape goes first.
+def _writable(message: bytes) -> memoryview:
+    """Return a writable view of a bytes object's storage, see the module's docstring. The view keeps it alive."""
+    if len(message) < HEADER_BYTES:
+        raise InternalError("only a whole envelope may be written in place")
+    storage: Any = (ctypes.c_uint8 * len(message)).from_address(_bytes_storage(message) or 0)
+    storage.message = message
+    return memoryview(storage).cast("B")
 
-    `n_created` counts allocations: in steady decode it stands still.
+
+class BufferPool:
+    """Hands out Buffers of one link by shape and takes them back. Any thread.
+
+    What lies unused is bounded by bytes; the shape that was used longest ago goes first. `n_created` counts
+    allocations: in steady decode it stands still.
     """
 
     def __init__(self, dtype: int, width: int, keep_bytes: int = bounds.BYTES_IN_FLIGHT_DEFAULT) -> None:
         self.dtype, self.width = dtype, width
         self.n_created = 0
         self._keep_bytes, self._kept_bytes = keep_bytes, 0
-        self._free: dict[tuple[int, int], list[Buffer]] = {}
+        # No list is empty; the shape used last stands last.
+        self._free: collections.OrderedDict[tuple[int, int], list[Buffer]] = collections.OrderedDict()
+        # A stage leases in its decode thread and gives back on its event loop.
+        self._lock = threading.Lock()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the Buffers that lie unused."""
+        return self._kept_bytes
 
     def lease(self, n_frames: int, n_rows: int) -> Buffer:
         """Return a Buffer of this shape whose frames and payload hold old values to overwrite."""
-        free = self._free.get((n_frames, n_rows))
-        if free:
-            buffer = free.pop()
-            self._kept_bytes -= len(buffer.message)
-            self._free[buffer.shape] = self._free.pop(buffer.shape)  # most recently used last
-            return buffer
-        self.n_created += 1
+        shape = (n_frames, n_rows)
+        with self._lock:
+            free = self._free.get(shape)
+            if free:
+                buffer = free.pop()
+                if not free:
+                    del self._free[shape]
+                self._kept_bytes -= len(buffer.message)
+                return buffer
+            self.n_created += 1
         return Buffer(self.dtype, self.width, n_frames, n_rows)
 
     def give_back(self, buffer: Buffer) -> None:
         """Return a Buffer whose send has completed."""
-        self._free.setdefault(buffer.shape, []).append(buffer)
-        self._kept_bytes += len(buffer.message)
-        while self._kept_bytes > self._keep_bytes and self._free:
-            shape = next(iter(self._free))
-            if self._free[shape]:
-                self._kept_bytes -= len(self._free[shape].pop().message)
-            if not self._free[shape]:
-                del self._free[shape]
+        with self._lock:
+            self._free.setdefault(buffer.shape, []).append(buffer)
+            self._free.move_to_end(buffer.shape)
+            self._kept_bytes += len(buffer.message)
+            while self._kept_bytes > self._keep_bytes:
+                shape, free = next(iter(self._free.items()))
+                self._kept_bytes -= len(free.pop().message)
+                if not free:
+                    del self._free[shape]
 
 
-def with_extras(
-    buffer: Buffer, exponents: npt.NDArray[np.int8] | None, options: list[pb.SessionOptions]
-) -> bytes:
-    """Return the message with the rare trailing fields appended (a copy); the buffer's own bytes if there are none."""
-    if exponents is None and not options:
+def with_extras(buffer: Buffer, exponents: npt.NDArray[np.int8] | None, options: list[pb.SessionOptions]) -> bytes:
+    """Complete a sealed buffer and return the message to send: its own bytes, or a copy when options are appended.
+
+    exponents: i8 (n_rows,) of f16 rows, None when all are zero. options: one per OPEN frame, in order.
+    """
+    buffer.exponents[:] = 0 if exponents is None else exponents
+    if not options:
         return buffer.message
-    tail = pb.Envelope(row_exponents=exponents.tobytes() if exponents is not None else b"", options=options)
-    return b"".join((buffer.message, tail.SerializeToString()))
+    return b"".join((buffer.message, pb.Envelope(options=options).SerializeToString()))
 
 
 @dataclasses.dataclass(slots=True)
@@ -169,129 +224,189 @@ class EnvelopeView:
     sent_ns: int
     frames: frames.Records  # (n_frames,)
     payload: npt.NDArray[Any]  # (n_rows, width) of NUMPY_DTYPE[dtype]
-    exponents: npt.NDArray[np.int8] | None  # (n_rows,)
+    exponents: npt.NDArray[np.int8] | None  # (n_rows,); None when all are zero
     options: list[pb.SessionOptions]  # one per OPEN frame, in order
     payload_bytes: int
 
 
-def parse(message: bytes, *, max_rows: int = bounds.ROWS_PER_ENVELOPE_MAX) -> EnvelopeView:
-    """Read one envelope. Raises ProtocolError (ChecksumError for altered rows); never anything else."""
+def parse(message: bytes, *, max_rows: int = bounds.ROWS_PER_FRAME_MAX) -> EnvelopeView:
+    """Read one envelope whose frames hold at most max_rows rows each.
+
+    Raises ProtocolError (ChecksumError for altered rows); never anything else.
+    """
     if len(message) > bounds.ENVELOPE_BYTES_MAX:
         raise ProtocolError(f"envelope of {len(message)} bytes is over the limit of {bounds.ENVELOPE_BYTES_MAX}")
-    view = _parse_canonical(message) or _parse_any(message)
-    _check(view, max_rows)
+    view, rows = _parse_canonical(message) or _parse_any(message)
+    _check_frames(view, rows, max_rows)
+    _check_extras(view)
     return view
 
 
-def _parse_canonical(message: bytes) -> EnvelopeView | None:
-    """Read the layout that Buffer writes by views; None for any other layout."""
+def _parse_canonical(message: bytes) -> tuple[EnvelopeView, memoryview] | None:
+    """Read the layout that Buffer writes by views; None for any other layout. Also returns the payload's bytes."""
     if len(message) < HEADER_BYTES:
         return None
-    header = np.frombuffer(message, dtype=HEADER_DTYPE, count=1)[0]
-    if any(header[name] != value for name, value in _HEADER_CONSTANTS.items()):
+    header = _HEADER.unpack_from(message)
+    if header[::2] != _HEADER_TAGS:
         return None
-    n_frames, n_rows, width, dtype = (int(header[k]) for k in ("n_frames", "n_rows", "width", "dtype"))
-    if dtype not in NUMPY_DTYPE or n_frames > bounds.FRAMES_PER_ENVELOPE_MAX:
+    epoch, sequence, dtype, n_rows, width, sent_ns, n_frames = header[1::2]
+    element = NUMPY_DTYPE.get(dtype)
+    if element is None or n_frames > bounds.FRAMES_PER_ENVELOPE_MAX:
         return None
-    payload_bytes = n_rows * width * NUMPY_DTYPE[dtype].itemsize
-    lead = bytes([_PAYLOAD_TAG]) + _varint(payload_bytes)
+    _check_shape(n_rows, width)
+    payload_bytes = n_rows * width * element.itemsize
+    lead = _lead(_PAYLOAD_TAG, payload_bytes)
     lead_at = HEADER_BYTES + n_frames * frames.FRAME_BYTES
     payload_at = lead_at + len(lead)
-    if message[lead_at:payload_at] != lead or len(message) < payload_at + payload_bytes:
+    payload_end = payload_at + payload_bytes
+    if message[lead_at:payload_at] != lead or len(message) < payload_end:
         return None
-    raw = np.frombuffer(message, dtype=np.uint8, count=n_frames * frames.FRAME_BYTES, offset=HEADER_BYTES)
-    if not frames.has_canonical_tags(raw.reshape(n_frames, frames.FRAME_BYTES)):
+    extras = _parse_extras(message, payload_end)
+    if extras is None or not frames.has_canonical_tags(message, HEADER_BYTES, n_frames):
         return None
-    exponents, options = None, []
-    if len(message) > payload_at + payload_bytes:
-        tail = _message(message[payload_at + payload_bytes :])
-        if tail.frames or tail.payload or tail.n_rows or tail.width:
-            return None
-        exponents, options = _exponents(tail), list(tail.options)
-    payload = np.frombuffer(message, dtype=NUMPY_DTYPE[dtype], count=n_rows * width, offset=payload_at)
-    return EnvelopeView(
-        epoch=int(header["epoch"]),
-        sequence=int(header["sequence"]),
+    view = EnvelopeView(
+        epoch=epoch,
+        sequence=sequence,
         dtype=dtype,
         width=width,
-        sent_ns=int(header["sent_ns"]),
-        frames=raw.view(frames.FRAME_DTYPE),
-        payload=payload.reshape(n_rows, width),
-        exponents=exponents,
-        options=options,
+        sent_ns=sent_ns,
+        frames=np.frombuffer(message, dtype=frames.FRAME_DTYPE, count=n_frames, offset=HEADER_BYTES),
+        payload=np.frombuffer(message, dtype=element, count=n_rows * width, offset=payload_at).reshape(n_rows, width),
+        exponents=_exponents(extras[0]),
+        options=extras[1],
         payload_bytes=payload_bytes,
     )
+    return view, memoryview(message)[payload_at:payload_end]
 
 
-def _message(data: bytes) -> pb.Envelope:
+def _parse_extras(message: bytes, at: int) -> tuple[bytes, list[pb.SessionOptions]] | None:
+    """Read the exponents and options that follow a payload; None if anything else follows, whole or cut."""
+    exponents, options = b"", []
+    while at < len(message):
+        tag, size_bytes, shift = message[at], 0, 0
+        if tag not in (_EXPONENTS_TAG, _OPTIONS_TAG):
+            return None
+        while True:
+            at += 1
+            if at == len(message) or shift > 28:
+                return None
+            size_bytes |= (message[at] & 0x7F) << shift
+            shift += 7
+            if message[at] < 0x80:
+                break
+        field = message[at + 1 : at + 1 + size_bytes]
+        if len(field) != size_bytes:
+            return None
+        if tag == _OPTIONS_TAG:
+            options.append(_message(pb.SessionOptions, field))
+        else:
+            exponents = field
+        at += 1 + size_bytes
+    return exponents, options
+
+
+def _message(kind: type[Any], data: bytes) -> Any:
     try:
-        return pb.Envelope.FromString(data)
+        return kind.FromString(data)
     except DecodeError as error:
         raise ProtocolError("message is not a relayline envelope; is something else talking to this port?") from error
 
 
-def _exponents(message: pb.Envelope) -> npt.NDArray[np.int8] | None:
-    return np.frombuffer(message.row_exponents, dtype=np.int8) if message.row_exponents else None
+def _exponents(data: bytes) -> npt.NDArray[np.int8] | None:
+    """Return the exponents as an array, None when all are zero (nearly always)."""
+    return np.frombuffer(data, dtype=np.int8) if data.count(0) != len(data) else None
 
 
-def _parse_any(data: bytes) -> EnvelopeView:
-    """Read any valid protobuf encoding of an Envelope."""
-    message = _message(data)
+def _parse_any(data: bytes) -> tuple[EnvelopeView, memoryview]:
+    """Read any valid protobuf encoding of an Envelope. Also returns the payload's bytes."""
+    message: pb.Envelope = _message(pb.Envelope, data)
+    if message.HasField("open"):
+        raise ProtocolError("a handshake came in the middle of a link")
     if message.dtype not in NUMPY_DTYPE:
         raise ProtocolError(f"envelope has unknown dtype {message.dtype}")
     if len(message.frames) > bounds.FRAMES_PER_ENVELOPE_MAX:
         raise ProtocolError(f"envelope holds {len(message.frames)} frames, over {bounds.FRAMES_PER_ENVELOPE_MAX}")
+    if len(message.frames) != message.n_frames:
+        raise ProtocolError(f"envelope announces {message.n_frames} frames and holds {len(message.frames)}")
+    _check_shape(message.n_rows, message.width)
     element = NUMPY_DTYPE[message.dtype]
     if message.width * message.n_rows * element.itemsize != len(message.payload):
         raise ProtocolError(
             f"payload has {len(message.payload)} bytes, but {message.n_rows} rows of {message.width} were announced"
         )
-    records = frames.new_frames(len(message.frames))
-    for record, frame in zip(records, message.frames, strict=True):
-        for name in ("session_id", "epoch", "position", "n_rows", "flags", "argument", "checksum", "enqueued_ns"):
-            record[name] = getattr(frame, name)
-        if len(frame.trace) not in (0, frames.TRACE_BYTES):
-            raise ProtocolError(f"trace context of {len(frame.trace)} bytes, expected {frames.TRACE_BYTES} or none")
-        record["trace"] = np.void(frame.trace or bytes(frames.TRACE_BYTES))
+    if message.row_exponents and len(message.row_exponents) != message.n_rows:
+        raise ProtocolError("row exponents do not match the rows")
     payload = np.frombuffer(message.payload, dtype=element).reshape(message.n_rows, message.width)
-    return EnvelopeView(
+    view = EnvelopeView(
         epoch=message.epoch,
         sequence=message.sequence,
         dtype=message.dtype,
         width=message.width,
         sent_ns=message.sent_ns,
-        frames=records,
+        frames=_records(message),
         payload=payload,
-        exponents=_exponents(message),
+        exponents=_exponents(message.row_exponents),
         options=list(message.options),
         payload_bytes=len(message.payload),
     )
+    return view, memoryview(message.payload)
 
 
-def _check(view: EnvelopeView, max_rows: int) -> None:
-    """Hold every count and checksum of a parsed envelope against its content."""
-    counts = view.frames["n_rows"]
-    flags = view.frames["flags"]
-    n_rows = view.payload.shape[0]
-    if int(counts.sum(dtype=np.uint64)) != n_rows:
-        raise ProtocolError(f"frames announce {int(counts.sum(dtype=np.uint64))} rows, envelope holds {n_rows}")
-    if counts.size and int(counts.max()) > max_rows:
-        raise ProtocolError(f"a frame of {int(counts.max())} rows is over the limit of {max_rows}")
-    if not 0 < view.width <= bounds.N_EMBD_MAX:
-        raise ProtocolError(f"row width {view.width} is outside 1..{bounds.N_EMBD_MAX}")
-    is_control = (flags & int(frames.CONTROL)) != 0
-    if bool((is_control != (counts == 0)).any()):
-        raise ProtocolError("a frame must either carry rows or be a control, not both or neither")
-    if int((view.frames["position"].astype(np.uint64) + counts).max(initial=0)) > bounds.CTX_TOKENS_MAX:
-        raise ProtocolError(f"a position is beyond the limit of {bounds.CTX_TOKENS_MAX} tokens")
-    n_open = int(((flags & int(frames.Flag.OPEN)) != 0).sum())
+def _records(message: pb.Envelope) -> frames.Records:
+    records = frames.new_frames(len(message.frames))
+    for index, frame in enumerate(message.frames):
+        for name in ("session_id", "epoch", "position", "n_rows", "flags", "argument", "checksum", "enqueued_ns"):
+            records[name][index] = getattr(frame, name)
+        if len(frame.trace) not in (0, frames.TRACE_BYTES):
+            raise ProtocolError(f"trace context of {len(frame.trace)} bytes, expected {frames.TRACE_BYTES} or none")
+        records["trace"][index] = np.void(frame.trace or bytes(frames.TRACE_BYTES))
+    return records
+
+
+def _check_shape(n_rows: int, width: int) -> None:
+    if n_rows > bounds.ROWS_PER_ENVELOPE_MAX:
+        raise ProtocolError(f"envelope of {n_rows} rows is over the limit of {bounds.ROWS_PER_ENVELOPE_MAX}")
+    if not 0 < width <= bounds.N_EMBD_MAX:
+        raise ProtocolError(f"row width {width} is outside 1..{bounds.N_EMBD_MAX}")
+
+
+def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> None:
+    """Hold every count, flag and checksum of a parsed envelope against its content."""
+    records = view.frames
+    counts = records["n_rows"].tolist()
+    if sum(counts) != view.payload.shape[0]:
+        raise ProtocolError(f"frames announce {sum(counts)} rows, envelope holds {view.payload.shape[0]}")
+    row_bytes = view.width * view.payload.itemsize
+    at = 0
+    for count, flags, position, expected in zip(
+        counts, records["flags"].tolist(), records["position"].tolist(), records["checksum"].tolist(), strict=True
+    ):
+        control = flags & _CONTROL
+        if (control == 0) == (count == 0):
+            raise ProtocolError("a frame must either carry rows or be a control, not both or neither")
+        if control & (control - 1) or flags & ~_ALL_FLAGS:
+            raise ProtocolError(f"frame flags {flags:#x} have no meaning")
+        if position + count > bounds.CTX_TOKENS_MAX:
+            raise ProtocolError(f"a position is beyond the limit of {bounds.CTX_TOKENS_MAX} tokens")
+        if count == 0:
+            continue
+        if count > max_rows:
+            raise ProtocolError(f"a frame of {count} rows is over the limit of {max_rows}")
+        if checksum(rows[at : at + count * row_bytes]) != expected:
+            raise ChecksumError("a frame's rows do not match their checksum; the sender may repeat the step")
+        at += count * row_bytes
+
+
+def _check_extras(view: EnvelopeView) -> None:
+    """Hold exponents and options against the rows and frames they belong to."""
+    n_open = sum(flags & _OPEN != 0 for flags in view.frames["flags"].tolist())
     if n_open != len(view.options):
         raise ProtocolError(f"{n_open} open frames came with {len(view.options)} session options")
-    if view.exponents is not None and (view.dtype != DTYPE_F16 or view.exponents.shape[0] != n_rows):
+    if any(options.ByteSize() > bounds.OPTIONS_BYTES_MAX for options in view.options):
+        raise ProtocolError(f"session options are over the limit of {bounds.OPTIONS_BYTES_MAX} bytes")
+    if view.exponents is None:
+        return
+    if view.dtype != DTYPE_F16 or view.exponents.shape[0] != view.payload.shape[0]:
         raise ProtocolError("row exponents do not match the rows")
-    row = 0
-    for count, expected in zip(counts.tolist(), view.frames["checksum"].tolist(), strict=True):
-        if count:
-            if checksum(view.payload[row : row + count]) != expected:
-                raise ChecksumError("a frame's rows do not match their checksum; the sender may repeat the step")
-            row += count
+    if int(view.exponents.min()) < 0 or int(view.exponents.max()) > EXPONENT_MAX:
+        raise ProtocolError(f"a row exponent is outside 0..{EXPONENT_MAX}")

@@ -3,8 +3,8 @@
 Owned by one event loop. A stage uses it towards its downstream neighbour, the coordinator towards stage 0.
 
 Credits: the receiver says how many payload bytes may be in flight and gives bytes back once it has decoded them.
-`send` waits for credit, so a slow receiver stops its sender, and that sender's sender, up to the coordinator. An
-envelope is let through whatever its size once next to nothing is in flight, or a very large one could never be sent.
+`send` waits for credit, so a slow receiver stops its sender, and that sender's sender, up to the coordinator. While
+hardly anything is in flight an envelope goes whatever its size, or one larger than the window could never be sent.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from wire import bounds, rpc
 from wire.envelope import Buffer, BufferPool
@@ -44,7 +45,9 @@ class RelayLink:
         self._on_lost = on_lost
         self._window_bytes: int = accepted.credit_bytes
         self._in_flight_bytes = 0
-        self._credit = asyncio.Condition()
+        # Envelopes leave in the order of `send` calls; gRPC allows one write at a time, too.
+        self._sending = asyncio.Lock()
+        self._credit_changed = asyncio.Event()
         self._lost: RelaylineError | None = None
         self._closing = False
         self._reader = asyncio.create_task(self._read_credits())
@@ -53,97 +56,119 @@ class RelayLink:
     async def open(cls, address: str, hello: pb.LinkOpen, on_lost: OnLost) -> RelayLink:
         """Connect, say who we are and wait to be accepted.
 
-        `on_lost` is called once, from the event loop, if the link breaks later. Raises HandshakeError when the other
-        side refuses, StageLostError when it cannot be reached within HANDSHAKE_TIMEOUT_S.
+        `on_lost` is called once, from the event loop, if the link breaks later. Raises the typed error with which the
+        other side refuses (HandshakeError, StaleEpochError), StageLostError when it cannot be reached within
+        HANDSHAKE_TIMEOUT_S, ProtocolError when something else answers.
         """
         channel = rpc.open_channel(address)
-        stream = channel.stream_stream(
-            rpc.method("Relay"), request_serializer=None, response_deserializer=rpc.parser(pb.LinkReply)
-        )
-        call = stream()
         try:
             async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
-                await call.write(rpc.serialize(pb.Envelope(open=hello)))
-                reply = await call.read()
-                if not isinstance(reply, pb.LinkReply):
-                    # The stream ended before a reply; its status says why.
-                    raise StageLostError(f"{address} closed the link: {await call.details() or 'no reason given'}")
-                if not reply.HasField("accepted"):
-                    raise ProtocolError(f"{address} answered the handshake with something else")
-        except grpc.aio.AioRpcError as error:
-            await channel.close()
-            raise rpc.typed(error, address) from error
+                call, accepted = await _shake_hands(channel, address, hello)
         except TimeoutError as error:
             await channel.close()
-            raise StageLostError(f"{address} did not accept the link within {bounds.HANDSHAKE_TIMEOUT_S:.0f} s") from error
+            limit_s = bounds.HANDSHAKE_TIMEOUT_S
+            raise StageLostError(f"{address} did not accept the link within {limit_s:.0f} s") from error
         except BaseException:
             await channel.close()
             raise
-        width = 1 if hello.next_layer == 0 and hello.dtype == pb.DTYPE_TOKENS else hello.n_embd
-        return cls(address, channel, call, reply.accepted, BufferPool(hello.dtype, width), on_lost)
+        width = 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd
+        return cls(address, channel, call, accepted, BufferPool(hello.dtype, width), on_lost)
 
     async def send(self, buffer: Buffer, message: bytes) -> None:
         """Send one envelope once there is credit for it; `message` is the buffer's own bytes or those plus extras.
 
-        The buffer goes back to the pool in any case. Raises the link's loss.
+        The buffer goes back to the pool in any case. Raises the link's loss. Cancelling it before gRPC has taken the
+        message only gives up this envelope; cancelling it later is a loss of the link, since gRPC ends the call.
         """
         try:
-            await self._take_credit(buffer.payload_bytes)
-            await self._call.write(message)
+            async with self._sending:
+                await self._take_credit(buffer.payload_bytes)
+                await self._call.write(message)
             self.envelopes_sent += 1
             self.payload_bytes_sent += buffer.payload_bytes
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise self._lost or StageLostError(f"link to {self.address} is gone") from error
         except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if not self._closing or (task is not None and task.cancelling()):
+            if _task_is_cancelled():
                 raise
-            # gRPC says so to a writer whose call `close` has cancelled; the writer itself goes on.
-            raise StageLostError(f"link to {self.address} was closed") from error
+            # The call was cancelled, by `close` say, not the task that sends.
+            raise self._lost or StageLostError(f"link to {self.address} was closed") from error
         finally:
             self.pool.give_back(buffer)
 
     async def _take_credit(self, size_bytes: int) -> None:
-        if self._lost is None and self._fits(size_bytes):
-            self._in_flight_bytes += size_bytes
-            return
-        async with self._credit:
-            await self._credit.wait_for(lambda: self._lost is not None or self._fits(size_bytes))
-            if self._lost is not None:
-                raise self._lost
-            self._in_flight_bytes += size_bytes
+        while self._lost is None and not self._fits(size_bytes):
+            self._credit_changed.clear()
+            await self._credit_changed.wait()
+        if self._lost is not None:
+            raise self._lost
+        self._in_flight_bytes += size_bytes
 
     def _fits(self, size_bytes: int) -> bool:
-        # A receiver keeps less than a quarter of the window to itself between two replies (see CREDIT_HELD_DIVISOR), so what
-        # is in flight may never come down to zero although everything was decoded.
-        few_bytes = self._window_bytes // bounds.CREDIT_HELD_DIVISOR
-        return self._in_flight_bytes <= few_bytes or self._in_flight_bytes + size_bytes <= self._window_bytes
+        # A receiver may keep less than this part of the window to itself, so what is in flight need not come down to
+        # zero although everything was decoded.
+        held_bytes = self._window_bytes // bounds.CREDIT_HELD_DIVISOR
+        return self._in_flight_bytes <= held_bytes or self._in_flight_bytes + size_bytes <= self._window_bytes
 
     async def _read_credits(self) -> None:
-        error: RelaylineError = StageLostError(f"{self.address} closed the link")
         try:
             while isinstance(reply := await self._call.read(), pb.LinkReply):
-                async with self._credit:
-                    self._in_flight_bytes = max(0, self._in_flight_bytes - reply.credit_bytes)
-                    self._credit.notify_all()
+                self._in_flight_bytes = max(0, self._in_flight_bytes - reply.credit_bytes)
+                self._credit_changed.set()
+            detail = await self._call.details()
+            error: RelaylineError = StageLostError(f"{self.address} closed the link: {detail or 'no reason given'}")
         except grpc.aio.AioRpcError as failure:
             error = rpc.typed(failure, self.address)
-        else:
-            if not self._closing and (detail := await self._call.details()):
-                error = StageLostError(f"{self.address} closed the link: {detail}")
-        async with self._credit:
-            self._lost = error
-            self._credit.notify_all()
+        except DecodeError:
+            error = ProtocolError(f"{self.address} sent a reply that is not one")
+            self._call.cancel()
+        except asyncio.CancelledError:
+            if self._closing or _task_is_cancelled():
+                raise
+            error = StageLostError(f"a send to {self.address} was cancelled halfway")
+        self._lose(error)
         if not self._closing:
             self._on_lost(error)
+
+    def _lose(self, error: RelaylineError) -> None:
+        self._lost = self._lost or error
+        self._credit_changed.set()
 
     async def close(self) -> None:
         """Close the stream and its channel; waiting senders get StageLostError. `on_lost` is not called."""
         self._closing = True
+        self._lose(StageLostError(f"link to {self.address} was closed"))
         self._call.cancel()
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
-        async with self._credit:
-            self._lost = self._lost or StageLostError(f"link to {self.address} was closed")
-            self._credit.notify_all()
         await self._channel.close()
+
+
+def _task_is_cancelled() -> bool:
+    """Tell a cancelled task from a cancelled call, which gRPC reports in the same way."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def _shake_hands(
+    channel: grpc.aio.Channel, address: str, hello: pb.LinkOpen
+) -> tuple[grpc.aio.StreamStreamCall[bytes, pb.LinkReply], pb.LinkAccepted]:
+    stream = channel.stream_stream(
+        rpc.method("Relay"), request_serializer=None, response_deserializer=rpc.parser(pb.LinkReply)
+    )
+    call = stream()
+    try:
+        try:
+            await call.write(rpc.serialize(pb.Envelope(open=hello)))
+        except asyncio.InvalidStateError:
+            pass  # the call has ended already; reading says why
+        reply = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise rpc.typed(error, address) from error
+    except DecodeError as error:
+        raise ProtocolError(f"{address} answered the handshake with something else") from error
+    if not isinstance(reply, pb.LinkReply):
+        raise StageLostError(f"{address} closed the link: {await call.details() or 'no reason given'}")
+    if not reply.HasField("accepted"):
+        raise ProtocolError(f"{address} answered the handshake with something else")
+    return call, reply.accepted

@@ -64,7 +64,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
-def serialize(message: Any) -> bytes:  # noqa: ANN401 - any protobuf message
+def serialize(message: Any) -> bytes:
     """Return the wire bytes of a control message."""
     encoded: bytes = message.SerializeToString()
     return encoded
@@ -76,9 +76,10 @@ def parser(message_type: type[Any]) -> Callable[[bytes], Any]:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RelaylineError) -> NoReturn:
-    """End a server call with the status, text and label of a typed error."""
-    await context.abort(grpc_status(error), error.message, ((_LABEL_KEY, error.label),))
-    raise AssertionError("context.abort always raises")
+    """End a server call with the status, text and label of a typed error. Text beyond ERROR_TEXT_BYTES_MAX is cut."""
+    text = error.message.encode()[: bounds.ERROR_TEXT_BYTES_MAX].decode(errors="ignore")
+    await context.abort(grpc_status(error), text, ((_LABEL_KEY, error.label),))
+    raise InternalError("context.abort returned")
 
 
 def typed(error: grpc.aio.AioRpcError, peer: str) -> RelaylineError:
@@ -101,8 +102,8 @@ def typed(error: grpc.aio.AioRpcError, peer: str) -> RelaylineError:
 
 
 async def call(
-    channel: grpc.aio.Channel, name: str, request: Any, reply: type[Any], peer: str, timeout_s: float  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+    channel: grpc.aio.Channel, name: str, request: Any, reply: type[Any], peer: str, timeout_s: float
+) -> Any:
     """Make one unary call. Raises the typed error of the other side, StageLostError if it cannot be reached."""
     unary = channel.unary_unary(method(name), request_serializer=serialize, response_deserializer=parser(reply))
     try:

@@ -18,6 +18,8 @@ async def start_http(
     which waits `shutdown_timeout_s` for running requests; drain before it. Raises StartError when the address cannot
     be listened on.
     """
+    if not 0 <= port <= 65535:  # checked here because uvloop would listen on the port modulo 65536
+        raise StartError(f"{port} is not a port; use 0 to 65535")
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
     await runner.setup()
     try:
@@ -27,8 +29,5 @@ async def start_http(
         if error.errno == errno.EADDRINUSE:
             raise StartError(f"HTTP port {host}:{port} is taken; choose another with --http") from error
         raise StartError(f"cannot listen on {host}:{port} for HTTP: {error.strerror or error}") from error
-    except OverflowError as error:
-        await runner.cleanup()
-        raise StartError(f"{port} is not a port; use 0 to 65535") from error
     actual_port: int = runner.addresses[0][1]
     return runner, actual_port

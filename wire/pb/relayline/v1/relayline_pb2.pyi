@@ -42,7 +42,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id")
+    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id", "decode_curve", "prefill_curve")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,8 @@ class DescribeResponse(_message.Message):
     CTX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CURVE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_CURVE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     architecture: str
@@ -73,7 +75,17 @@ class DescribeResponse(_message.Message):
     ctx_tokens: int
     max_rows: int
     instance_id: str
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
+    decode_curve: _containers.RepeatedCompositeFieldContainer[CostPoint]
+    prefill_curve: _containers.RepeatedCompositeFieldContainer[CostPoint]
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ...) -> None: ...
+
+class CostPoint(_message.Message):
+    __slots__ = ("n_rows", "cost_ns")
+    N_ROWS_FIELD_NUMBER: _ClassVar[int]
+    COST_NS_FIELD_NUMBER: _ClassVar[int]
+    n_rows: int
+    cost_ns: int
+    def __init__(self, n_rows: _Optional[int] = ..., cost_ns: _Optional[int] = ...) -> None: ...
 
 class ConfigureRequest(_message.Message):
     __slots__ = ("protocol_version", "route_id", "epoch", "pipeline_id", "stage_index", "next_address", "wire_dtype")
@@ -210,18 +222,28 @@ class ReturnRequest(_message.Message):
     def __init__(self, route_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ReturnEnvelope(_message.Message):
-    __slots__ = ("epoch", "stage_index", "samples", "faults", "subscribed")
+    __slots__ = ("epoch", "stage_index", "samples", "faults", "subscribed", "progress")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     FAULTS_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBED_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage_index: int
     samples: _containers.RepeatedCompositeFieldContainer[Sampled]
     faults: _containers.RepeatedCompositeFieldContainer[SessionFault]
     subscribed: bool
-    def __init__(self, epoch: _Optional[int] = ..., stage_index: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., faults: _Optional[_Iterable[_Union[SessionFault, _Mapping]]] = ..., subscribed: _Optional[bool] = ...) -> None: ...
+    progress: _containers.RepeatedCompositeFieldContainer[Progress]
+    def __init__(self, epoch: _Optional[int] = ..., stage_index: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., faults: _Optional[_Iterable[_Union[SessionFault, _Mapping]]] = ..., subscribed: _Optional[bool] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("session_id", "position")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    position: int
+    def __init__(self, session_id: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
 
 class Sampled(_message.Message):
     __slots__ = ("session_id", "position", "token", "logprob", "top", "logits")
@@ -268,7 +290,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("stage_index", "instance_id", "steps_by_rows", "steps_by_sessions", "n_steps", "n_rows", "n_frames", "busy_ns", "uptime_ns", "recent_wait_ns", "lanes_used", "lanes_total", "queued_rows", "envelopes_in", "envelopes_out", "payload_bytes_in", "payload_bytes_out", "faults_by_label", "close_reasons")
+    __slots__ = ("stage_index", "instance_id", "steps_by_rows", "steps_by_sessions", "n_steps", "n_rows", "n_frames", "busy_ns", "uptime_ns", "recent_wait_ns", "lanes_used", "lanes_total", "queued_rows", "envelopes_in", "envelopes_out", "payload_bytes_in", "payload_bytes_out", "faults_by_label", "close_reasons", "n_padded_rows", "decode_curve", "prefill_curve", "step_start_ns", "step_end_ns", "now_ns")
     class StepsByRowsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -316,6 +338,12 @@ class StatusResponse(_message.Message):
     PAYLOAD_BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
     FAULTS_BY_LABEL_FIELD_NUMBER: _ClassVar[int]
     CLOSE_REASONS_FIELD_NUMBER: _ClassVar[int]
+    N_PADDED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CURVE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_CURVE_FIELD_NUMBER: _ClassVar[int]
+    STEP_START_NS_FIELD_NUMBER: _ClassVar[int]
+    STEP_END_NS_FIELD_NUMBER: _ClassVar[int]
+    NOW_NS_FIELD_NUMBER: _ClassVar[int]
     stage_index: int
     instance_id: str
     steps_by_rows: _containers.ScalarMap[int, int]
@@ -335,4 +363,10 @@ class StatusResponse(_message.Message):
     payload_bytes_out: int
     faults_by_label: _containers.ScalarMap[str, int]
     close_reasons: _containers.ScalarMap[str, int]
-    def __init__(self, stage_index: _Optional[int] = ..., instance_id: _Optional[str] = ..., steps_by_rows: _Optional[_Mapping[int, int]] = ..., steps_by_sessions: _Optional[_Mapping[int, int]] = ..., n_steps: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_frames: _Optional[int] = ..., busy_ns: _Optional[int] = ..., uptime_ns: _Optional[int] = ..., recent_wait_ns: _Optional[_Iterable[int]] = ..., lanes_used: _Optional[int] = ..., lanes_total: _Optional[int] = ..., queued_rows: _Optional[int] = ..., envelopes_in: _Optional[int] = ..., envelopes_out: _Optional[int] = ..., payload_bytes_in: _Optional[int] = ..., payload_bytes_out: _Optional[int] = ..., faults_by_label: _Optional[_Mapping[str, int]] = ..., close_reasons: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    n_padded_rows: int
+    decode_curve: _containers.RepeatedCompositeFieldContainer[CostPoint]
+    prefill_curve: _containers.RepeatedCompositeFieldContainer[CostPoint]
+    step_start_ns: _containers.RepeatedScalarFieldContainer[int]
+    step_end_ns: _containers.RepeatedScalarFieldContainer[int]
+    now_ns: int
+    def __init__(self, stage_index: _Optional[int] = ..., instance_id: _Optional[str] = ..., steps_by_rows: _Optional[_Mapping[int, int]] = ..., steps_by_sessions: _Optional[_Mapping[int, int]] = ..., n_steps: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_frames: _Optional[int] = ..., busy_ns: _Optional[int] = ..., uptime_ns: _Optional[int] = ..., recent_wait_ns: _Optional[_Iterable[int]] = ..., lanes_used: _Optional[int] = ..., lanes_total: _Optional[int] = ..., queued_rows: _Optional[int] = ..., envelopes_in: _Optional[int] = ..., envelopes_out: _Optional[int] = ..., payload_bytes_in: _Optional[int] = ..., payload_bytes_out: _Optional[int] = ..., faults_by_label: _Optional[_Mapping[str, int]] = ..., close_reasons: _Optional[_Mapping[str, int]] = ..., n_padded_rows: _Optional[int] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., step_start_ns: _Optional[_Iterable[int]] = ..., step_end_ns: _Optional[_Iterable[int]] = ..., now_ns: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,261 @@
+"""Models of real shapes with random weights, made on this machine: `python -m benches.models --help`. No download.
+
+A model is a GGUF that llama.cpp and relayline load like any other: real widths, layers, heads and vocabulary size, a
+byte-level tokenizer whose filler tokens are unique strings, so that prompts go in as token ids and answers come out
+as text that can be told apart. Weights are drawn block by block (see blocks.py) and streamed to the file.
+
+What the scales are for. A random network is easily degenerate: it repeats one token, or its answers hang on the last
+token alone, and then greedy parity proves nothing. Weights have standard deviation 1 / sqrt(inputs); queries and keys
+are a little larger, so that attention picks; each block adds a visible part to the residual stream, so that the answer
+depends on the whole history; the head is not tied and its rows differ in length, as in trained models, so that the
+best token usually stands clear of the second. `--check` shows what came of it.
+
+One type stands for the whole file, embedding table and head included; `q4_k_m` is a mix as llama.cpp makes it.
+Models of the types that only the quantisation bench uses have a Q6_K head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import gguf
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from benches.blocks import Bytes, random_rows
+from deploy.local import cache_dir
+
+RECIPE: Final = 1  # raised whenever the same shape and type would give other bytes
+SEED: Final = 20_25
+CHUNK_BYTES: Final = 32 << 20  # of one tensor drawn at a time
+CTX_TRAIN: Final = 8_192
+QK_GAIN: Final = 1.6  # scores with a deviation of 2.6: attention is neither flat nor stuck on one token
+RESIDUAL_GAIN: Final = 0.6  # of the two matrices that write into the residual stream
+HEAD_GAIN: Final = 4.0
+HEAD_SPREAD: Final = 0.35  # deviation of the logarithm of the head's row lengths
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """The hyperparameters of one model."""
+
+    name: str
+    architecture: str  # llama or qwen3
+    n_embd: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    n_ff: int
+    n_vocab: int
+
+
+SHAPES: Final[dict[str, Shape]] = {
+    shape.name: shape
+    for shape in (
+        Shape("toy", "llama", 256, 8, 4, 2, 64, 768, 4_096),
+        Shape("llama-1b", "llama", 2_048, 16, 32, 8, 64, 8_192, 128_256),
+        Shape("qwen3-0.6b", "qwen3", 1_024, 28, 16, 8, 128, 3_072, 151_936),
+        Shape("llama-8b", "llama", 4_096, 32, 32, 8, 128, 14_336, 128_256),
+    )
+}
+
+T = GGMLQuantizationType
+# name -> (most matrices, attn_v and ffn_down of every second layer, embedding table, head)
+MIXES: Final[dict[str, tuple[GGMLQuantizationType, ...]]] = {
+    "q4_0": (T.Q4_0, T.Q4_0, T.Q4_0, T.Q4_0),
+    "q8_0": (T.Q8_0, T.Q8_0, T.Q8_0, T.Q8_0),
+    "f16": (T.F16, T.F16, T.F16, T.F16),
+    "q4_k_m": (T.Q4_K, T.Q6_K, T.Q4_K, T.Q6_K),
+    "q4_k": (T.Q4_K, T.Q4_K, T.Q4_K, T.Q6_K),
+    "iq2_xxs": (T.IQ2_XXS, T.IQ2_XXS, T.Q4_0, T.Q6_K),
+    "mxfp4": (T.MXFP4, T.MXFP4, T.Q4_0, T.Q6_K),
+    "nvfp4": (T.NVFP4, T.NVFP4, T.Q4_0, T.Q6_K),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Matrix:
+    """One tensor to draw: (n_out, n_in) values of standard deviation `gain` / sqrt(n_in)."""
+
+    name: str
+    n_out: int
+    n_in: int
+    kind: GGMLQuantizationType
+    gain: float = 1.0
+    spread: float = 0.0  # deviation of the logarithm of the rows' lengths
+    constant: float | None = None  # a norm: f32, this value everywhere
+    last_row_zero: bool = False  # the end token's row of the head: `ignore_eos` bars it in one server, not in another
+
+    @property
+    def row_bytes(self) -> int:
+        block_values, block_bytes = GGML_QUANT_SIZES[self.kind]
+        return self.n_in // block_values * block_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return self.n_out * self.row_bytes
+
+
+def _block(shape: Shape, layer: int, mix: tuple[GGMLQuantizationType, ...]) -> Iterator[_Matrix]:
+    width, heads, kv = shape.n_embd, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    plain, better = mix[0], mix[1] if layer % 2 else mix[0]
+    out = RESIDUAL_GAIN
+    prefix = f"blk.{layer}."
+    yield _Matrix(f"{prefix}attn_norm.weight", 1, width, T.F32, constant=1.0)
+    if shape.architecture == "qwen3":  # queries and keys are normalised, so their size is set here
+        yield _Matrix(f"{prefix}attn_q_norm.weight", 1, shape.head_dim, T.F32, constant=QK_GAIN)
+        yield _Matrix(f"{prefix}attn_k_norm.weight", 1, shape.head_dim, T.F32, constant=QK_GAIN)
+    yield _Matrix(f"{prefix}attn_q.weight", heads, width, plain, QK_GAIN)
+    yield _Matrix(f"{prefix}attn_k.weight", kv, width, plain, QK_GAIN)
+    yield _Matrix(f"{prefix}attn_v.weight", kv, width, better)
+    yield _Matrix(f"{prefix}attn_output.weight", width, heads, plain, out)
+    yield _Matrix(f"{prefix}ffn_norm.weight", 1, width, T.F32, constant=1.0)
+    yield _Matrix(f"{prefix}ffn_gate.weight", shape.n_ff, width, plain)
+    yield _Matrix(f"{prefix}ffn_up.weight", shape.n_ff, width, plain)
+    yield _Matrix(f"{prefix}ffn_down.weight", width, shape.n_ff, better, 2 * out)  # silu(gate) * up is about half
+
+
+def matrices(shape: Shape, mix_name: str) -> list[_Matrix]:
+    """Return every tensor of a model in file order."""
+    mix = MIXES[mix_name]
+    width = shape.n_embd
+    # An embedding of deviation 1: the gain undoes the 1 / sqrt(n_in) that all matrices have.
+    found = [_Matrix("token_embd.weight", shape.n_vocab, width, mix[2], float(np.sqrt(width)))]
+    for layer in range(shape.n_layers):
+        found += _block(shape, layer, mix)
+    found.append(_Matrix("output_norm.weight", 1, width, T.F32, constant=1.0))
+    found.append(_Matrix("output.weight", shape.n_vocab, width, mix[3], HEAD_GAIN, HEAD_SPREAD, last_row_zero=True))
+    return found
+
+
+def _draw(rng: np.random.Generator, matrix: _Matrix) -> Iterator[Bytes]:
+    """Yield the tensor's bytes in pieces of whole rows."""
+    if matrix.constant is not None:
+        yield np.full((matrix.n_out, matrix.n_in), matrix.constant, np.float32).view(np.uint8)
+        return
+    n_rows = max(1, CHUNK_BYTES // matrix.row_bytes)
+    for first in range(0, matrix.n_out, n_rows):
+        count = min(n_rows, matrix.n_out - first)
+        std = np.full(count, matrix.gain / np.sqrt(matrix.n_in), np.float32)
+        if matrix.spread:
+            std *= np.exp(rng.standard_normal(count, np.float32) * np.float32(matrix.spread))
+        if matrix.last_row_zero and first + count == matrix.n_out:
+            std[-1] = 0.0
+        yield random_rows(rng, matrix.kind, std, matrix.n_in)
+
+
+def _byte_pieces() -> list[str]:
+    """Return how the byte-level vocabularies of the GPT-2 line spell each of the 256 bytes."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = (byte for byte in range(256) if byte not in printable)
+    spelled = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    return [spelled[byte] for byte in range(256)]
+
+
+def vocabulary(n_vocab: int) -> tuple[list[str], list[int], list[str]]:
+    """Return (tokens, their gguf types, merges): 256 bytes, unique fillers, and an end token as the last.
+
+    The end token's row of the head is zero, so that no answer ever wants it.
+    """
+    pieces = _byte_pieces()
+    space = pieces[ord(" ")]
+    fillers = [f"{space}w{index}" for index in range(256, n_vocab - 1)]
+    kinds = [int(gguf.TokenType.NORMAL)] * (n_vocab - 1) + [int(gguf.TokenType.CONTROL)]
+    return [*pieces, *fillers, "<|end|>"], kinds, [f"{space} w"]
+
+
+def _metadata(writer: gguf.GGUFWriter, shape: Shape, mix_name: str) -> None:
+    writer.add_name(f"random-{shape.name}-{mix_name}")
+    writer.add_context_length(CTX_TRAIN)
+    writer.add_embedding_length(shape.n_embd)
+    writer.add_block_count(shape.n_layers)
+    writer.add_feed_forward_length(shape.n_ff)
+    writer.add_head_count(shape.n_heads)
+    writer.add_head_count_kv(shape.n_kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(500_000.0)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_vocab_size(shape.n_vocab)
+    tokens, kinds, merges = vocabulary(shape.n_vocab)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    writer.add_eos_token_id(shape.n_vocab - 1)
+    writer.add_add_bos_token(False)
+
+
+def write_model(path: Path, shape: Shape, mix_name: str, seed: int = SEED) -> None:
+    """Write one model; `path` appears only when it is complete. The same arguments give the same bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
+    rng = np.random.Generator(np.random.SFC64(seed))
+    tensors = matrices(shape, mix_name)
+    writer = gguf.GGUFWriter(unfinished, shape.architecture)
+    try:
+        _metadata(writer, shape, mix_name)
+        for matrix in tensors:
+            dims = (matrix.n_in,) if matrix.n_out == 1 and matrix.constant is not None else (matrix.n_out, matrix.n_in)
+            writer.add_tensor_info(matrix.name, dims, np.dtype(np.float32), matrix.size_bytes, matrix.kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        with unfinished.open("ab") as file:
+            file.write(bytes(-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
+            for matrix in tensors:
+                for piece in _draw(rng, matrix):
+                    file.write(memoryview(piece).cast("B"))
+                file.write(bytes(-matrix.size_bytes % gguf.GGUF_DEFAULT_ALIGNMENT))
+        unfinished.rename(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def model_path(shape: Shape, mix_name: str) -> Path:
+    """Return where a model is cached; the name changes with everything that its bytes depend on."""
+    facts = repr((RECIPE, SEED, dataclasses.astuple(shape), mix_name, QK_GAIN, RESIDUAL_GAIN, HEAD_GAIN, HEAD_SPREAD))
+    digest = hashlib.sha256(facts.encode()).hexdigest()[:10]
+    return cache_dir() / "bench-models" / f"{shape.name}-{mix_name}-{digest}.gguf"
+
+
+def model(shape: Shape, mix_name: str) -> Path:
+    """Return the path of a model, making it first if it is not there."""
+    path = model_path(shape, mix_name)
+    if not path.exists():
+        started_s = time.monotonic()
+        write_model(path, shape, mix_name)
+        size_mib, took_s = path.stat().st_size / 2**20, time.monotonic() - started_s
+        print(f"made {path.name}: {size_mib:.0f} MiB in {took_s:.1f} s", file=sys.stderr, flush=True)
+    return path
+
+
+def main() -> None:
+    """Make one model and print its path; with --check, show what its greedy answers are like."""
+    parser = argparse.ArgumentParser(prog="python -m benches.models", description=__doc__)
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-1b")
+    parser.add_argument("--type", choices=list(MIXES), default="q4_0")
+    parser.add_argument("--check", action="store_true", help="greedy answers: variety and margins")
+    options = parser.parse_args()
+    path = model(SHAPES[options.shape], options.type)
+    print(path)
+    if options.check:
+        from benches.reference import describe_model
+
+        print(describe_model(path))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""What the unsplit model answers: greedy tokens, and how far a given answer is from them. Run as a process of its own.
+
+Two servers that batch differently add the same numbers in another order, which flips a near-tie now and then, and from
+there on the histories differ. So an answer that is not token for token the reference's is fed to the unsplit model as
+it stands: at every position the token it chose must be the best one, or closer to the best than `NEAR_TIE` deviations
+of the logits at that position. A wrong hidden state misses that by far: a random token lies about four below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from deploy.local import cache_dir
+
+NEAR_TIE = 0.05  # deviations of the logits; f16 between stages moves a logit by some thousandths of one
+BATCH_SEQUENCES = 16
+Prompt = tuple[int, ...]
+Answer = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """How one answer compares with the unsplit model's."""
+
+    agrees: bool
+    n_exact: int  # leading tokens that equal the reference's
+    worst_gap: float  # deviations of the logits below the best token; 0.0 for an exact answer
+
+
+def judge(answer: Answer, expected: Answer, gaps: Sequence[float] | None) -> Verdict:
+    """Compare an answer with the reference's. Pure.
+
+    `gaps` holds, for every token of the answer, how far it lay below the best one (see `score`); None is allowed only
+    for an answer that is exact.
+    """
+    if len(answer) != len(expected):
+        return Verdict(False, 0, float("inf"))
+    n_exact = next((at for at, pair in enumerate(zip(answer, expected, strict=True)) if pair[0] != pair[1]), len(answer))
+    if n_exact == len(answer):
+        return Verdict(True, n_exact, 0.0)
+    if gaps is None or len(gaps) != len(answer):
+        return Verdict(False, n_exact, float("inf"))
+    worst = max(gaps[n_exact:])
+    return Verdict(worst <= NEAR_TIE, n_exact, worst)
+
+
+def prompts_for(n_prompts: int, n_tokens: int, n_vocab: int, seed: int = 7) -> list[Prompt]:
+    """Return different random prompts of token ids; none is a prefix of another, and none holds the end token."""
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.integers(256, n_vocab - 1, n_tokens).tolist()) for _ in range(n_prompts)]
+
+
+async def expected_answers(model: Path, prompts: Sequence[Prompt], n_tokens: int, n_threads: int) -> list[Answer]:
+    """Return the unsplit model's greedy answers; remembered in the cache, since they depend on the model alone."""
+    facts = json.dumps([model.name, prompts, n_tokens]).encode()
+    kept = cache_dir() / "bench-models" / f"{model.stem}-answers-{hashlib.sha256(facts).hexdigest()[:12]}.json"
+    if not kept.exists():
+        answers = await _ask(model, {"greedy": list(prompts), "n_tokens": n_tokens, "n_threads": n_threads})
+        unfinished = kept.with_suffix(".part")
+        unfinished.write_text(json.dumps(answers))
+        unfinished.rename(kept)
+    return [tuple(answer) for answer in json.loads(kept.read_text())]
+
+
+async def score(model: Path, pairs: Sequence[tuple[Prompt, Answer]], n_threads: int) -> list[list[float]]:
+    """Return, per (prompt, answer), each answer token's distance below the best, in deviations of the logits."""
+    if not pairs:
+        return []
+    gaps: list[list[float]] = await _ask(model, {"score": list(pairs), "n_threads": n_threads})
+    return gaps
+
+
+async def _ask(model: Path, request: dict[str, object]) -> list[list[float]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        asked, answered = Path(scratch) / "asked.json", Path(scratch) / "answered.json"
+        asked.write_text(json.dumps(request))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "benches.reference", str(model), str(asked), str(answered)
+        )
+        try:
+            code = await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if code != 0:
+            raise RuntimeError(f"the unsplit reference run of {model.name} failed")
+        answers: list[list[float]] = json.loads(answered.read_text())
+        return answers
+
+
+# --- in the process of its own ----------------------------------------------------------------------------------------
+
+
+def greedy_batch(model: Path, prompts: Sequence[Prompt], n_tokens: int, n_threads: int) -> list[list[int]]:
+    """Return greedy answers, BATCH_SEQUENCES prompts at a time."""
+    from tests.reference import ReferenceModel
+
+    longest = max(map(len, prompts))
+    answers: list[list[int]] = []
+    n_rows = max(BATCH_SEQUENCES, longest)
+    n_ctx = BATCH_SEQUENCES * (longest + n_tokens) + n_rows
+    with ReferenceModel(model, n_ctx, BATCH_SEQUENCES, max_rows=n_rows, n_threads=n_threads) as reference:
+        for first in range(0, len(prompts), BATCH_SEQUENCES):
+            group = prompts[first : first + BATCH_SEQUENCES]
+            tokens: list[list[int]] = []
+            for seq, prompt in enumerate(group):
+                reference.drop_from(seq, 0)
+                wants = [False] * (len(prompt) - 1) + [True]
+                logits = reference.decode(prompt, range(len(prompt)), [seq] * len(prompt), wants)
+                tokens.append([int(logits[0].argmax())])
+            while len(tokens[0]) < n_tokens:
+                positions = [len(prompt) + len(tokens[0]) - 1 for prompt in group]
+                last, seqs = [answer[-1] for answer in tokens], list(range(len(group)))
+                logits = reference.decode(last, positions, seqs, [True] * len(group))
+                for answer, row in zip(tokens, logits, strict=True):
+                    answer.append(int(row.argmax()))
+            answers += tokens
+    return answers
+
+
+def gaps_of(model: Path, pairs: Sequence[tuple[Prompt, Answer]], n_threads: int) -> list[list[float]]:
+    """Feed each prompt with its answer and return the answer tokens' distances below the best."""
+    from tests.reference import ReferenceModel
+
+    n_rows = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    found: list[list[float]] = []
+    with ReferenceModel(model, n_rows, 1, max_rows=n_rows, n_threads=n_threads) as reference:
+        for prompt, answer in pairs:
+            reference.drop_from(0, 0)
+            fed = [*prompt, *answer[:-1]]
+            wants = [False] * (len(prompt) - 1) + [True] * len(answer)
+            logits = reference.decode(fed, range(len(fed)), [0] * len(fed), wants)
+            chosen = logits[np.arange(len(answer)), np.asarray(answer)]
+            found.append(((logits.max(axis=1) - chosen) / logits.std(axis=1)).tolist())
+    return found
+
+
+def describe_model(path: Path, n_prompts: int = 8, n_tokens: int = 32, n_threads: int = 1) -> str:
+    """Say how a model answers: different tokens, repeats, and the distance of the second best token."""
+    from tests.reference import ReferenceModel
+
+    with ReferenceModel(path, 256, 1, n_threads=n_threads) as reference:
+        margins: list[float] = []
+        answers: list[list[int]] = []
+        for prompt in prompts_for(n_prompts, 16, reference.n_vocab):
+            reference.drop_from(0, 0)
+            wants = [False] * 15 + [True]
+            logits = reference.decode(prompt, range(16), [0] * 16, wants)[0]
+            answer: list[int] = []
+            while True:
+                second, best = np.partition(logits, -2)[-2:]
+                margins.append(float((best - second) / logits.std()))
+                answer.append(int(logits.argmax()))
+                if len(answer) == n_tokens:
+                    break
+                logits = reference.decode([answer[-1]], [15 + len(answer)], [0], [True])[0]
+            answers.append(answer)
+    different = len({token for answer in answers for token in answer})
+    repeats = sum(a == b for answer in answers for a, b in zip(answer, answer[1:], strict=False))
+    quantiles = np.quantile(margins, (0.01, 0.05, 0.5)).round(4).tolist()
+    close = sum(margin < NEAR_TIE for margin in margins) / len(margins)
+    return (
+        f"{n_prompts} answers of {n_tokens} tokens: {different} different tokens, {repeats} immediate repeats; "
+        f"margin of the best token in deviations: p1 {quantiles[0]}, p5 {quantiles[1]}, p50 {quantiles[2]}; "
+        f"{100 * close:.1f} % under {NEAR_TIE}"
+    )
+
+
+def main() -> None:
+    """Answer the request in argv[2] about the model in argv[1] into argv[3]."""
+    model, asked, answered = map(Path, sys.argv[1:4])
+    request = json.loads(asked.read_text())
+    result: list[list[int]] | list[list[float]]
+    if "greedy" in request:
+        result = greedy_batch(model, request["greedy"], request["n_tokens"], request["n_threads"])
+    else:
+        result = gaps_of(model, request["score"], request["n_threads"])
+    answered.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""One request's life: the pure session, then the pipeline's own glue around it against a model of the stages."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterable
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.generation import GenerationRequest, SamplingParams, TokenEvent
+from coordinator.groups import StageCost
+from coordinator.pipeline import Phase, Pipeline, PipelineConfig, SessionStream
+from coordinator.scheduler import ScheduleConfig
+from coordinator.session import OutFrame, Session, State
+from tests.fakes import pipeline_file
+from wire.curve import CostCurve
+from wire.envelope import DTYPE_F16
+from wire.errors import HandshakeError, NotReadyError, OverloadedError, RelaylineError, StageLostError
+from wire.frames import Flag
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+
+SAMPLE, PREFILL = Flag.WANTS_SAMPLE, Flag.PREFILL
+END_TOKEN = 3
+
+
+def new_session(n_prompt: int, max_tokens: int, *, ignore_eos: bool = False) -> Session:
+    prompt = tuple(range(100, 100 + n_prompt))
+    request = GenerationRequest("r", prompt, max_tokens, SamplingParams(), ignore_eos=ignore_eos)
+    return Session(7, request, lambda token: token == END_TOKEN)
+
+
+def chunks_of(session: Session, rows_max: int) -> list[OutFrame]:
+    """All chunks that the session still has to send."""
+    return list(iter(lambda: session.next_chunk(rows_max), None))  # type: ignore[arg-type]
+
+
+def shape(frames: Iterable[OutFrame]) -> list[tuple[int, tuple[int, ...], int]]:
+    return [(frame.position, frame.tokens, int(frame.flags)) for frame in frames]
+
+
+@pytest.mark.parametrize(
+    ("n_prompt", "chunks"),
+    [(1, [(0, 1)]), (4, [(0, 4)]), (5, [(0, 4), (4, 1)]), (9, [(0, 4), (4, 4), (8, 1)])],
+)
+def test_the_prompt_leaves_in_chunks_and_only_the_last_is_sampled(n_prompt: int, chunks: list[tuple[int, int]]) -> None:
+    session = new_session(n_prompt, 2)
+    assert shape(session.start()) == [(0, (), Flag.OPEN)]
+    assert session.prefill_left == n_prompt
+    rest = chunks_of(session, 4)
+    assert session.prefill_left == 0
+    assert [(frame.position, len(frame.tokens)) for frame in rest] == chunks
+    assert sum((frame.tokens for frame in rest), ()) == session.request.prompt_tokens
+    assert [bool(frame.flags & SAMPLE) for frame in rest] == [False] * (len(chunks) - 1) + [True]
+    assert all(frame.flags & PREFILL for frame in rest)
+
+
+def test_a_token_goes_to_the_client_and_back_into_the_pipeline() -> None:
+    session = new_session(3, 3)
+    session.start()
+    event, frames = session.sampled(3, 50, -0.5, ((50, -0.5),))
+    assert event == TokenEvent(50, -0.5, ((50, -0.5),))
+    assert shape(frames) == [(3, (50,), SAMPLE)]
+    assert (session.state, session.n_generated) == (State.DECODE, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ignore_eos", "reason", "is_end_token"),
+    [([50, 51], False, "length", False), ([50, END_TOKEN], False, "stop", True), ([END_TOKEN], False, "stop", True)]
+    + [([END_TOKEN, END_TOKEN], True, "length", False)],
+)
+def test_the_last_token_says_why_and_closes(
+    tokens: list[int], ignore_eos: bool, reason: str, is_end_token: bool
+) -> None:
+    session = new_session(2, 2, ignore_eos=ignore_eos)
+    session.start()
+    events = [session.sampled(2 + index, token) for index, token in enumerate(tokens)]
+    assert [event.finish_reason for event, _ in events if event] == [None] * (len(tokens) - 1) + [reason]
+    last, frames = events[-1]
+    assert last is not None
+    assert last.is_end_token == is_end_token
+    assert shape(frames) == [(0, (), Flag.CLOSE)]
+    assert session.sampled(2 + len(tokens), 9) == (None, [])
+
+
+@pytest.mark.parametrize("position", [0, 2, 3, 5])
+def test_an_echo_changes_nothing(position: int) -> None:
+    session = new_session(3, 5)
+    session.start()
+    session.sampled(3, 50)
+    assert session.sampled(position, 51) == (None, [])
+    assert session.history[3:] == [50]
+
+
+def test_a_waiting_session_takes_no_token_and_needs_no_close() -> None:
+    session = new_session(3, 5)
+    assert session.sampled(3, 50) == (None, [])
+    assert session.cancel() == []
+    assert session.start() == []
+    assert session.state is State.DONE
+
+
+def test_a_new_epoch_replays_prompt_and_tokens_as_prefill() -> None:
+    session = new_session(3, 5)
+    session.start()
+    session.sampled(3, 50)
+    session.sampled(4, 51)
+    assert session.prefill_left == 0
+    assert shape(session.start()) == [(0, (), Flag.OPEN)]
+    frames = chunks_of(session, 2)
+    assert sum((frame.tokens for frame in frames), ()) == (100, 101, 102, 50, 51)
+    assert [frame.position for frame in frames] == [0, 2, 4]
+    assert frames[-1].flags == PREFILL | SAMPLE
+    event, _ = session.sampled(5, 52)
+    assert event is not None
+
+
+def test_cancel_closes_once() -> None:
+    session = new_session(3, 5)
+    session.start()
+    assert shape(session.cancel()) == [(0, (), Flag.CLOSE)]
+    assert session.cancel() == []
+
+
+# --- the pipeline's glue against a model of the stages ------------------------------------------------------------------
+
+CTX = 64
+
+
+def oracle(session_id: int, position: int) -> int:
+    """The one right token."""
+    return 1_000 + (session_id * 31 + position * 7) % 500
+
+
+@dataclasses.dataclass
+class StagesModel:
+    """What all stages together do: lanes, positions, and a sample for every row that wants one."""
+
+    n_lanes: int
+    frames: list[OutFrame] = dataclasses.field(default_factory=list)  # in flight towards the stages
+    replies: list[pb.ReturnEnvelope] = dataclasses.field(default_factory=list)  # in flight towards the coordinator
+    said: list[pb.ReturnEnvelope] = dataclasses.field(default_factory=list)  # everything ever said, for echoes
+    rows: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    epoch: int = 0
+
+    def push(self, frames: Iterable[OutFrame]) -> None:
+        self.frames += frames
+
+    def step(self) -> None:
+        if not self.frames:
+            return
+        frame = self.frames.pop(0)
+        session_id = frame.session.session_id
+        if frame.flags & Flag.OPEN:
+            self.rows.setdefault(session_id, [])
+            assert len(self.rows) <= self.n_lanes, "the coordinator opened more sessions than there are lanes"
+        elif frame.flags & Flag.CLOSE:
+            self.rows.pop(session_id, None)
+        else:
+            held = self.rows[session_id]
+            assert frame.position <= len(held), "a gap"
+            held[frame.position :] = frame.tokens
+            n_prompt = len(frame.session.request.prompt_tokens)
+            assert held[n_prompt:] == [oracle(session_id, n_prompt + i) for i in range(len(held) - n_prompt)]
+            if frame.flags & SAMPLE:
+                sample = pb.Sampled(session_id=session_id, position=len(held), token=oracle(session_id, len(held)))
+                self.say(pb.ReturnEnvelope(epoch=self.epoch, samples=[sample]))
+            else:
+                passed = pb.Progress(session_id=session_id, position=len(held))
+                self.say(pb.ReturnEnvelope(epoch=self.epoch, progress=[passed]))
+
+    def say(self, message: pb.ReturnEnvelope) -> None:
+        self.replies.append(message)
+        self.said.append(message)
+
+
+class Client:
+    """Reads one stream without waiting and holds it to its contract."""
+
+    def __init__(self, stream: SessionStream) -> None:
+        self.stream, self.session = stream, stream.session
+        self.tokens: list[int] = []
+        self.ends: list[str] = []
+        self.left = False
+
+    def read(self) -> None:
+        while not self.stream._events.empty():
+            event = self.stream._events.get_nowait()
+            assert not self.ends, "an event after the end"
+            if isinstance(event, RelaylineError):
+                self.ends.append(event.label)
+                continue
+            self.tokens.append(event.token)
+            if event.finish_reason is not None:
+                self.ends.append(event.finish_reason)
+        n_prompt = len(self.session.request.prompt_tokens)
+        expected = [oracle(self.session.session_id, n_prompt + index) for index in range(len(self.tokens))]
+        assert self.tokens == expected, "a token was lost, repeated or invented"
+
+
+class World:
+    """A pipeline whose connection is the model."""
+
+    def __init__(self, n_lanes: int, mode: str = "auto") -> None:
+        schedule = ScheduleConfig(mode, n_groups=2, group_rows=2, chunk_rows=3)
+        config = PipelineConfig(("a:1",), DTYPE_F16, schedule, waiting_max=2)
+        self.pipeline = Pipeline(config, pipeline_file(1), lambda _: False)
+        self.stages = StagesModel(n_lanes)
+        self.clients: list[Client] = []
+        self.connect()
+
+    def connect(self) -> None:
+        pipeline, stages = self.pipeline, self.stages
+        pipeline.epoch += 1
+        stages.epoch = pipeline.epoch
+        stages.frames, stages.rows = [], {}
+        pipeline._connection = mock.Mock(n_lanes=stages.n_lanes, ctx_tokens=CTX)
+        pipeline._connection.stage_costs = lambda: [StageCost(CostCurve(), CostCurve(), 64)]
+        with mock.patch("coordinator.pipeline.TokenSender", lambda *_: stages):
+            pipeline._resume(pipeline._connection)
+
+    def disconnect(self) -> None:
+        self.pipeline.phase = Phase.RECOVERING
+        self.pipeline._connection = self.pipeline._sender = None
+
+    def open(self, n_prompt: int, max_tokens: int) -> None:
+        request = GenerationRequest("r", tuple(range(n_prompt)), max_tokens, SamplingParams())
+        try:
+            self.clients.append(Client(self.pipeline.open(request)))
+        except NotReadyError:
+            assert self.pipeline.phase is not Phase.READY
+        except OverloadedError:
+            assert len(self.pipeline._admission.waiting) == 2
+
+    def deliver(self) -> None:
+        if self.stages.replies:
+            self.pipeline._on_return(self.stages.replies.pop(0))
+
+    def fault(self, client: Client, retryable: bool) -> None:
+        label = "no_lane" if retryable else "not_finite"
+        fault = pb.SessionFault(session_id=client.session.session_id, label=label, message="m", retryable=retryable)
+        self.pipeline._on_return(pb.ReturnEnvelope(epoch=self.pipeline.epoch, faults=[fault]))
+
+    def check(self) -> None:
+        for client in self.clients:
+            client.read()
+            assert len(client.ends) <= 1
+        running = [c for c in self.clients if c.session.state in (State.PREFILL, State.DECODE)]
+        assert len(running) <= self.stages.n_lanes
+
+    def finish(self) -> None:
+        """Let everything run out; then nothing may be left."""
+        if self.pipeline.phase is not Phase.READY:
+            self.connect()
+        self.pipeline._dispatch_now()
+        while self.stages.frames or self.stages.replies:
+            self.stages.step()
+            self.deliver()
+            self.pipeline._dispatch_now()
+        self.check()
+        for client in self.clients:
+            assert client.left or len(client.ends) == 1, "a request that never ended"
+            if client.ends in (["length"], ["stop"]):
+                assert len(client.tokens) == client.session.request.max_tokens
+        admission = self.pipeline._admission
+        assert (admission.running, len(admission.waiting), self.pipeline._streams) == ({}, 0, {})
+        assert self.stages.rows == {}, "a lane was never given back"
+        assert self.pipeline._idle.is_set()
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("open"), st.integers(1, 8), st.integers(1, 6)),
+        st.tuples(st.just("step"), st.integers(1, 6)),
+        st.tuples(st.just("deliver"), st.integers(1, 4)),
+        st.tuples(st.just("echo"), st.integers(0, 50)),
+        st.tuples(st.just("fault"), st.integers(0, 9), st.booleans()),
+        st.tuples(st.just("leave"), st.integers(0, 9)),
+        st.tuples(st.just("lose")),
+        st.tuples(st.just("recover")),
+    ),
+    max_size=60,
+)
+
+
+def play(world: World, event: tuple[object, ...]) -> None:
+    match event:
+        case ("open", int(n_prompt), int(max_tokens)):
+            world.open(n_prompt, max_tokens)
+        case ("step", int(times)):
+            for _ in range(times if world.pipeline.phase is Phase.READY else 0):
+                world.stages.step()
+        case ("deliver", int(times)):
+            for _ in range(times):
+                world.deliver()
+        case ("echo", int(which)) if world.stages.said:
+            world.pipeline._on_return(world.stages.said[which % len(world.stages.said)])
+        case ("fault", int(which), bool(retryable)) if world.clients:
+            world.fault(world.clients[which % len(world.clients)], retryable)
+        case ("leave", int(which)) if world.clients:
+            client = world.clients[which % len(world.clients)]
+            client.read()
+            client.left = True
+            world.pipeline.cancel(client.session)
+        case ("lose",):
+            world.disconnect()
+        case ("recover",) if world.pipeline.phase is Phase.RECOVERING:
+            world.connect()
+
+
+@settings(max_examples=200, deadline=None)
+@given(EVENTS, st.integers(1, 3), st.sampled_from(["auto", "drain", "fixed"]))
+def test_every_request_ends_once_with_its_tokens_in_order(
+    events: list[tuple[object, ...]], n_lanes: int, mode: str
+) -> None:
+    async def scenario() -> None:
+        world = World(n_lanes, mode)
+        for event in events:
+            play(world, event)
+            world.pipeline._dispatch_now()  # what the end of a turn of the loop does
+            world.check()
+        world.finish()
+
+    asyncio.run(scenario())
+
+
+async def test_giving_up_ends_running_and_waiting_requests_once() -> None:
+    world = World(n_lanes=1)
+    for _ in range(3):
+        world.open(4, 4)
+    for _ in range(3):
+        world.pipeline._dispatch_now()
+        world.stages.step()
+    world.deliver()
+    world.disconnect()
+    world.pipeline._fail_all(NotReadyError("gone"))
+    world.check()
+    assert [client.ends for client in world.clients] == [["not_ready"]] * 3
+    world.finish()
+
+
+async def test_an_error_that_cannot_be_retried_reaches_clients_as_a_lost_stage() -> None:
+    world = World(n_lanes=1)
+    world.open(4, 4)
+    world.pipeline._fail_all(HandshakeError("a handshake that no longer fits"))
+    world.check()
+    assert world.clients[0].ends == [StageLostError.label]

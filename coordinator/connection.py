@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from coordinator.groups import StageCost
 from coordinator.pipeline_file import PipelineFile
@@ -41,12 +41,7 @@ class Connection:
     def stage_costs(self) -> list[StageCost]:
         """Return what each stage measured of its own speed."""
         return [
-            StageCost(
-                CostCurve((point.n_rows, point.cost_ns) for point in facts.decode_curve),
-                CostCurve((point.n_rows, point.cost_ns) for point in facts.prefill_curve),
-                facts.max_rows,
-            )
-            for facts in self.facts
+            stage_cost(facts.decode_curve, facts.prefill_curve, facts.max_rows) for facts in self.facts
         ]
 
     @classmethod
@@ -78,7 +73,7 @@ class Connection:
                     pipeline_id=pipeline.pipeline_id,
                     stage_index=index,
                     next_address=addresses[index + 1] if index + 1 < len(addresses) else "",
-                    wire_dtype=pb.Dtype.ValueType(wire_dtype),
+                    wire_dtype=pb.Dtype.Name(wire_dtype),
                 )
                 await stages[index].configure(request)
             connection = cls(epoch, stages, facts)
@@ -104,6 +99,15 @@ class Connection:
         """Close every stream of this epoch; stages free what the sessions held."""
         await self.link.close()
         await asyncio.gather(*(stage.close() for stage in self.stages), return_exceptions=True)
+
+
+def stage_cost(decode: Iterable[pb.CostPoint], prefill: Iterable[pb.CostPoint], rows_max: int) -> StageCost:
+    """Read a stage's curves from their wire form."""
+    return StageCost(
+        CostCurve((point.n_rows, point.cost_ns) for point in decode),
+        CostCurve((point.n_rows, point.cost_ns) for point in prefill),
+        rows_max,
+    )
 
 
 def check_stages(addresses: Sequence[str], facts: Sequence[pb.DescribeResponse], pipeline: PipelineFile) -> None:

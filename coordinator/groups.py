@@ -60,6 +60,11 @@ class GroupPlanner:
         """Rows that every stage takes in one step."""
         return min((stage.rows_max for stage in self.stages), default=1)
 
+    def update(self, stages: Sequence[StageCost]) -> None:
+        """Take refreshed curves."""
+        self.stages = tuple(stages)
+        self.forget()
+
     def forget(self) -> None:
         """Plan anew: curves or overhead have changed."""
         self._cache.clear()

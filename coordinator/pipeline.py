@@ -11,21 +11,24 @@ end with a retryable error.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import enum
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from coordinator.admission import Admission
-from coordinator.connection import Connection
+from coordinator.connection import Connection, stage_cost
 from coordinator.description import describe_stages
-from coordinator.generation import GenerationRequest, TokenEvent
+from coordinator.generation import GenerationRequest
+from coordinator.overlap import overlap
 from coordinator.pipeline_file import PipelineFile
 from coordinator.groups import GroupPlanner
 from coordinator.scheduler import ScheduleConfig, Scheduler
 from coordinator.session import REPLAYS_MAX, OutFrame, Session, State
+from coordinator.streams import Audience, SessionStream, sharing_key
 from coordinator.token_sender import TokenSender
 from wire import bounds
 from wire.errors import (
@@ -38,9 +41,11 @@ from wire.errors import (
     from_wire,
 )
 from wire.pb.relayline.v1 import relayline_pb2 as pb
+from wire.process import first_of
 
 log = logging.getLogger("relayline.coordinator")
 
+CURVE_REFRESH_S = 1.0  # between looks at what the stages have learned; batches never wait for it
 RECONNECT_FIRST_S, RECONNECT_MAX_S = 0.1, 2.0
 
 
@@ -54,6 +59,8 @@ class PipelineConfig:
     """Dtype of activations between stages (wire.envelope.DTYPE_F16 or DTYPE_F32)."""
     schedule: ScheduleConfig = ScheduleConfig()
     """How decode rows are grouped and prompts cut into chunks."""
+    share: bool = True
+    """Whether identical deterministic requests in flight share one session."""
     waiting_max: int = 256
     """Requests that may wait for a lane; one more is refused with 429."""
     start_timeout_s: float = 60.0
@@ -71,39 +78,6 @@ class Phase(enum.Enum):
     DRAINING = "draining"
 
 
-class SessionStream:
-    """Token events of one session for the HTTP side; see coordinator.generation.TokenStream."""
-
-    def __init__(self, pipeline: Pipeline, session: Session) -> None:
-        self.session = session
-        self._pipeline = pipeline
-        # Bounded by the session's max_tokens: the pipeline never waits for a slow reader.
-        self._events: asyncio.Queue[TokenEvent | RelaylineError] = asyncio.Queue()
-        self._ended = False
-
-    def put(self, event: TokenEvent | RelaylineError) -> None:
-        """Hand an event over; an error is the last."""
-        self._events.put_nowait(event)
-
-    def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        return self
-
-    async def __anext__(self) -> TokenEvent:
-        if self._ended:
-            raise StopAsyncIteration
-        event = await self._events.get()
-        if isinstance(event, RelaylineError):
-            self._ended = True
-            raise event
-        self._ended = event.finish_reason is not None
-        return event
-
-    async def aclose(self) -> None:
-        """Cancel the session if it still runs."""
-        self._ended = True
-        self._pipeline.cancel(self.session)
-
-
 class Pipeline:
     """One served pipeline; implements coordinator.generation.Generator."""
 
@@ -114,12 +88,15 @@ class Pipeline:
         self.epoch = 0
         self._route_id = secrets.randbits(63)
         self._next_session_id = secrets.randbits(31) << 32
-        self._streams: dict[int, SessionStream] = {}
+        self._audiences: dict[int, Audience] = {}  # by session id
+        self._shared: dict[Hashable, Audience] = {}
+        self.n_shared = 0  # requests that joined another's session
         self._admission = Admission(1, 0, config.waiting_max)
         self._connection: Connection | None = None
         self._sender: TokenSender | None = None
         self._scheduler = Scheduler(config.schedule, GroupPlanner(()))
         self._dispatching = False
+        self._refresher: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -144,24 +121,41 @@ class Pipeline:
         """Admit and start a request; see Generator.open."""
         if self.phase is not Phase.READY:
             raise NotReadyError(f"the pipeline is {self.phase.value}; try again shortly")
+        key = sharing_key(request) if self.config.share else request.request_id
+        audience = self._shared.get(key)
+        if audience is None:
+            audience = self._admit(request, key)
+        else:
+            self.n_shared += 1
+
+        def leave(stream: SessionStream) -> None:
+            self._leave(audience, stream)
+
+        stream = SessionStream(leave)
+        audience.join(stream)
+        return stream
+
+    def _admit(self, request: GenerationRequest, key: Hashable) -> Audience:
         session = Session(self._next_session_id, request, self._is_end)
         has_lane = self._admission.admit(session)
         self._next_session_id += 1
-        stream = self._streams[session.session_id] = SessionStream(self, session)
+        audience = self._audiences[session.session_id] = self._shared[key] = Audience(session, key)
         self._idle.clear()
         if has_lane:
             self._start(session)
-        return stream
+        return audience
 
-    def cancel(self, session: Session) -> None:
-        """End a session that its client gave up."""
-        if session.session_id in self._streams:
-            self._finish(session, session.cancel())
+    def _leave(self, audience: Audience, stream: SessionStream) -> None:
+        if stream in audience.streams:
+            audience.streams.remove(stream)
+        if not audience.streams and audience.session.session_id in self._audiences:
+            self._finish(audience.session, audience.session.cancel())
 
     async def describe(self) -> dict[str, object]:
         """Return topology and live counters."""
         stages = self._connection.stages if self._connection else ()
-        statuses = await asyncio.gather(*(stage.status() for stage in stages))
+        statuses = await asyncio.gather(*(stage.status(with_recent=True) for stage in stages))
+        steps = [list(zip(s.step_start_ns, s.step_end_ns, strict=True)) if s else [] for s in statuses]
         return {
             "model": self.file.model_name,
             "architecture": self.file.architecture,
@@ -172,6 +166,9 @@ class Pipeline:
             "lanes": self._admission.n_lanes,
             "running": len(self._admission.running),
             "waiting": len(self._admission.waiting),
+            "shared_requests": self.n_shared,
+            "plan": dataclasses.asdict(self._scheduler.plan()),
+            "overlap": overlap(steps),
             "stages": describe_stages(self.file, self.config.addresses, statuses),
         }
 
@@ -186,13 +183,13 @@ class Pipeline:
         try:
             while not stop.done():
                 connected = asyncio.ensure_future(self._connect(self.config.start_timeout_s))
-                await asyncio.wait({stop, connected}, return_when=asyncio.FIRST_COMPLETED)
+                await first_of(stop, connected)
                 if not connected.done():
                     connected.cancel()
                     await asyncio.gather(connected, return_exceptions=True)
                     break
                 connected.result()
-                await asyncio.wait({stop, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+                await first_of(stop, self._lost)
                 if self._lost.done():
                     await self._disconnect(self._lost.result())
             await self._drain()
@@ -236,12 +233,26 @@ class Pipeline:
         self._admission.n_lanes, self._admission.ctx_tokens = connection.n_lanes, connection.ctx_tokens
         self._sender = TokenSender(connection.link, self.epoch, self._on_lost)
         self._scheduler = Scheduler(self.config.schedule, GroupPlanner(connection.stage_costs()))
+        self._refresher = asyncio.create_task(self._refresh_curves(connection))
         for session in self._admission.running.values():
             self._start(session)
         self.phase = Phase.READY
         self.ready.set()
         fields = {"epoch": self.epoch, "stages": len(self.config.addresses), "resumed": len(self._admission.running)}
         log.info("pipeline ready", extra={"fields": fields})
+
+    async def _refresh_curves(self, connection: Connection) -> None:
+        """Plan with what the stages have learned of their speed since; ends with the epoch."""
+        while True:
+            await asyncio.sleep(CURVE_REFRESH_S)
+            if not self._audiences:
+                continue  # an idle pipeline learns nothing
+            statuses = await asyncio.gather(*(stage.status(with_recent=False) for stage in connection.stages))
+            costs = connection.stage_costs()
+            for index, status in enumerate(statuses):
+                if status is not None:
+                    costs[index] = stage_cost(status.decode_curve, status.prefill_curve, costs[index].rows_max)
+            self._scheduler.planner.update(costs)
 
     async def _disconnect(self, error: RelaylineError) -> None:
         self.phase = Phase.RECOVERING
@@ -251,6 +262,10 @@ class Pipeline:
         await self._teardown()
 
     async def _teardown(self) -> None:
+        if self._refresher is not None:
+            self._refresher.cancel()
+            await asyncio.gather(self._refresher, return_exceptions=True)
+            self._refresher = None
         if self._sender is not None:
             await self._sender.close()
             self._sender = None
@@ -264,8 +279,9 @@ class Pipeline:
         self.ready.clear()
         if self._connection is not None:  # else nobody is left to end them
             idle = asyncio.ensure_future(self._idle.wait())
-            both = {idle, self._lost}
-            await asyncio.wait(both, timeout=bounds.DRAIN_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(bounds.DRAIN_TIMEOUT_S):
+                    await first_of(idle, self._lost)
             idle.cancel()
         self._fail_all(NotReadyError("the server is shutting down"))
         if self._sender is not None and not self._lost.done():
@@ -308,17 +324,17 @@ class Pipeline:
         self._dispatch()
 
     def _on_sample(self, sample: pb.Sampled) -> None:
-        stream = self._streams.get(sample.session_id)
-        if stream is None:
+        audience = self._audiences.get(sample.session_id)
+        if audience is None:
             return
-        session = stream.session
+        session = audience.session
         wants_logprob = session.request.sampling.n_logprobs >= 0
         top = tuple((entry.token, entry.logprob) for entry in sample.top)
         event, frames = session.sampled(
             sample.position, sample.token, sample.logprob if wants_logprob else None, top, sample.logits
         )
         if event is not None:
-            stream.put(event)
+            audience.put(event)
         if session.state is State.DONE:
             self._finish(session, frames)
         else:
@@ -330,33 +346,35 @@ class Pipeline:
         if fault.session_id == 0:
             self._on_lost(error)
             return
-        stream = self._streams.get(fault.session_id)
-        if stream is None or stream.session.state is State.WAITING:  # a session that has sent nothing has no fault
+        audience = self._audiences.get(fault.session_id)
+        if audience is None or audience.session.state is State.WAITING:  # a session that has sent nothing has no fault
             return
-        session = stream.session
+        session = audience.session
         if fault.retryable and not isinstance(error, StaleEpochError) and session.replays < REPLAYS_MAX:
             session.replays += 1
             log.info("replaying a session", extra={"fields": {"request": session.request.request_id, "why": str(error)}})
             self._scheduler.forget(session.session_id, time.monotonic_ns())
             self._start(session)
             return
-        stream.put(error)
+        audience.put(error)
         self._finish(session, session.cancel())
 
     def _finish(self, session: Session, frames: Sequence[OutFrame]) -> None:
         """Send the session's last frames, give its lane to the next in line."""
-        self._streams.pop(session.session_id, None)
+        audience = self._audiences.pop(session.session_id, None)
+        if audience is not None and self._shared.get(audience.key) is audience:
+            del self._shared[audience.key]
         self._scheduler.forget(session.session_id, time.monotonic_ns())
         self._scheduler.control(frames)
         self._dispatch()
         following = self._admission.leave(session)
         if following is not None:
             self._start(following)
-        if not self._streams:
+        if not self._audiences:
             self._idle.set()
 
     def _fail_all(self, error: RelaylineError) -> None:
         lost = error if error.retryable else StageLostError(error.message)
-        for stream in list(self._streams.values()):
-            stream.put(lost)
-            self._finish(stream.session, stream.session.cancel())
+        for audience in list(self._audiences.values()):
+            audience.put(lost)
+            self._finish(audience.session, audience.session.cancel())

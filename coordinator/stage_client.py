@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import grpc
@@ -41,14 +42,21 @@ class StageClient:
         timeout_s = 2 * bounds.HANDSHAKE_TIMEOUT_S  # the stage itself shakes hands with its neighbour meanwhile
         await rpc.call(self._channel, "Configure", request, pb.ConfigureResponse, self.address, timeout_s)
 
-    async def status(self) -> pb.StatusResponse | None:
-        """Return live counters, None if the stage does not answer in time."""
+    async def status(self, *, with_recent: bool) -> pb.StatusResponse | None:
+        """Return live counters (with_recent: also waits and step intervals), None if there is no answer in time.
+
+        Step times are moved to this process's clock, assuming that both ways took equally long.
+        """
+        sent_ns = time.monotonic_ns()
         try:
             status: pb.StatusResponse = await rpc.call(
-                self._channel, "Status", pb.StatusRequest(), pb.StatusResponse, self.address, STATUS_TIMEOUT_S
+                self._channel, "Status", pb.StatusRequest(with_recent=with_recent), pb.StatusResponse, self.address, STATUS_TIMEOUT_S
             )
         except RelaylineError:
             return None
+        offset_ns = (sent_ns + time.monotonic_ns()) // 2 - status.now_ns
+        status.step_start_ns[:] = [at_ns + offset_ns for at_ns in status.step_start_ns]
+        status.step_end_ns[:] = [at_ns + offset_ns for at_ns in status.step_end_ns]
         return status
 
     async def listen(

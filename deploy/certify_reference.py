@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deploy.certify_compare import Logits, Noise, compare
+from deploy.certify_compare import Comparison, Logits, Noise, compare
 from deploy.certify_workload import PREFILL_CHUNK_ROWS, Run, Script
 from deploy.whole_model import Row, WholeConfig, WholeModel
 from stage.sampler import SamplingOptions, SessionSampler
@@ -103,24 +103,23 @@ class Reference:
         `progress` gets the number of batches done. Raises ModelFileError or NativeError.
         """
         own: list[Run] = []
+        again: list[Run] = []
         others: dict[str, list[Run]] = {name: [] for name in SHAPES}
         with WholeModel(self.config) as model:
             for n_done, batch in enumerate(batches, 1):
                 runs = [self._generate(model, script, n_tokens) for script in batch]
                 own += runs
+                again += [each for run in runs for each in self._forced(model, [run], one_after_another)]
                 for name, shape in SHAPES.items():
-                    found = self._forced(model, runs, shape)
-                    others[name] += [
-                        dataclasses.replace(run, logits=each) for run, each in zip(runs, found, strict=True)
-                    ]
+                    others[name] += self._forced(model, runs, shape)
                 progress(n_done)
         for run in own:
             self._known[_key(run)] = run.logits
-        by_shape = {
-            name: compare([(run.logits, other) for run, other in zip(own, runs, strict=True)])
-            for name, runs in others.items()
-        }
-        return Noise(by_shape.pop(AGAIN), by_shape)
+
+        def against_own(found: list[Run]) -> Comparison:
+            return compare([(run.logits, other) for run, other in zip(own, found, strict=True)])
+
+        return Noise(against_own(again), {name: against_own(found) for name, found in others.items()})
 
     def logits_for(self, runs: Sequence[Run]) -> list[Logits]:
         """Return what the unsplit model gives for the tokens of each run: f32 [n_tokens, n_vocab] per run."""
@@ -129,7 +128,7 @@ class Reference:
         if missing:
             with WholeModel(self.config) as model:
                 for key, run in missing.items():
-                    (found[key],) = self._forced(model, [run], one_after_another)
+                    found[key] = self._forced(model, [run], one_after_another)[0].logits
         return [self._known[_key(run)] if _key(run) in self._known else found[_key(run)] for run in runs]
 
     def _generate(self, model: WholeModel, script: Script, n_tokens: int) -> Run:
@@ -137,7 +136,7 @@ class Reference:
         sampler = SessionSampler(SamplingOptions(temperature=script.temperature, seed=script.seed), model.n_vocab)
         n_prompt, history = len(script.prompt), list(script.prompt)
         logits = np.empty((n_tokens, model.n_vocab), np.float32)
-        model.forget(0)
+        model.clear()
         for piece in served(Extent(n_prompt, n_prompt + n_tokens - 1), 0, PREFILL_CHUNK_ROWS):
             self._check_stop()
             chooses = piece.end >= n_prompt
@@ -151,12 +150,11 @@ class Reference:
         sampler.close()
         return Run(script, tuple(history[n_prompt:]), logits)
 
-    def _forced(self, model: WholeModel, runs: Sequence[Run], shape: Shape) -> list[Logits]:
-        """Feed the runs' own tokens in the given shape and return the logits of the rows they were chosen from."""
+    def _forced(self, model: WholeModel, runs: Sequence[Run], shape: Shape) -> list[Run]:
+        """Feed the runs' own tokens in the given shape; return the runs with the logits that come out."""
         extents = [Extent(len(run.script.prompt), len(run.history)) for run in runs]
         found = [np.empty((len(run.tokens), model.n_vocab), np.float32) for run in runs]
-        for lane in range(len(runs)):
-            model.forget(lane)
+        model.clear()
         for step in shape(extents, PREFILL_CHUNK_ROWS, self.config.max_rows):
             self._check_stop()
             rows: list[Row] = []
@@ -169,7 +167,7 @@ class Reference:
                         targets.append((piece.session, at - first_wanted))
             for (session, row), logits in zip(targets, model.decode(rows), strict=True):
                 found[session][row] = logits
-        return found
+        return [dataclasses.replace(run, logits=logits) for run, logits in zip(runs, found, strict=True)]
 
 
 def _key(run: Run) -> tuple[tuple[int, ...], int]:

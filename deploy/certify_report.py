@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from deploy.certify import CutResult, Report
@@ -89,14 +88,15 @@ def print_report(report: Report, console: Console) -> None:
     what = f"{facts.architecture}, {facts.n_layers} layers, {config.wire} wire, {noise.again.n_rows} rows per cut"
     _say(console, f"{config.model}: {what}; differences in deviations of {noise.deviation:.3g}")
     table = Table(box=None, pad_edge=False)
-    for heading in ("cut", "alone", "largest difference", "mean KL", "same top token"):
+    for heading in ("cut", "alone", "largest difference", "in logits", "mean KL", "same top token", ""):
         table.add_column(heading, justify="right")
-    table.add_column("first disagreement", overflow="fold")
-    table.add_column("")
     for result in report.results:
         mark = "[green]pass[/]" if result.problem is None else "[bold red]FAIL[/]"
         table.add_row(_listed(result), *_cells(result), mark)
     console.print(table)
+    for result in report.results:
+        if result.every is not None and result.every.first is not None:
+            _say(console, f"cut {_listed(result)}: first disagreement: {_told(result.every.first)}")
     shapes = ", ".join(f"{name} {shape.max_relative:.1e}" for name, shape in noise.by_shape.items())
     _say(
         console,
@@ -131,20 +131,18 @@ def _granted(report: Report) -> str:
 def _cells(result: CutResult) -> tuple[str, str, str, str, str]:
     every, alone = result.every, result.alone
     if every is None or alone is None:
-        return "did not run", "", "", "", ""
+        return "", "did not run", "", "", ""
     return (
         f"{alone.max_relative:.1e}",
-        f"{every.max_relative:.1e} ({every.max_abs:.2g} abs.)",
+        f"{every.max_relative:.1e}",
+        f"{every.max_abs:.2g}",
         f"{every.mean_kl:.1e}",
         f"{every.n_agree}/{every.n_rows}",
-        _told(every.first),
     )
 
 
-def _told(disagreement: Disagreement | None) -> str:
-    if disagreement is None:
-        return "none"
-    return escape(
+def _told(disagreement: Disagreement) -> str:
+    return (
         f"{disagreement.session}, position {disagreement.position}: {disagreement.found_token} instead of "
-        f"{disagreement.reference_token}, margin {disagreement.relative_margin:.1e} ({disagreement.margin:.2g} abs.)"
+        f"{disagreement.reference_token}, margin {disagreement.relative_margin:.1e} ({disagreement.margin:.2g} in logits)"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,8 +77,6 @@ def certify_command(**given: Any) -> None:
     from deploy.certify_report import as_json, print_report
     from wire.process import run
 
-    # Stages are started while earlier channels still exist; gRPC's own handling of forks only complains about that.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     logs.setup("certify", as_json=given["log_json"], verbose=given["verbose"])
     if not given["verbose"]:
         logging.getLogger("relayline").setLevel(logging.ERROR)  # what matters of a lost stage is in the report

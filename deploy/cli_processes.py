@@ -121,6 +121,7 @@ def serve_command(**given: Any) -> None:  # noqa: ANN401 - click passes every op
             addresses=given["stages"],
             wire_dtype=DTYPE_BY_NAME[given["wire"]],
             schedule=schedule_config(given),
+            share=not given["no_share"],
             waiting_max=given["queue"],
         ),
         host=host,

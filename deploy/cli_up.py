@@ -87,17 +87,18 @@ def split_for(model: Path, n_stages: int | None, cuts: tuple[int, ...] | None, s
 
 async def _up(config: LocalConfig, stopping: asyncio.Event, *, as_json: bool) -> None:
     from deploy.local import LocalPipeline, print_prefixed
+    from wire.process import first_of
 
     stop = asyncio.ensure_future(stopping.wait())
     pipeline = LocalPipeline(config, print_prefixed)
     starting = asyncio.ensure_future(pipeline.start())
     try:
-        await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(starting, stop)
         if not starting.done():
             return
         ready = starting.result()
         announce(ready | {"stages": len(pipeline.stages)}, f"ready: {ready['url']}/v1", as_json=as_json)
-        await asyncio.wait({stop, pipeline.failed}, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(stop, pipeline.failed)
         if pipeline.failed.done():
             pipeline.failed.result()
     finally:

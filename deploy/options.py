@@ -12,7 +12,7 @@ from wire.envelope import DTYPE_BY_NAME
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class Address(click.ParamType):
+class Address(click.ParamType[tuple[str, int]]):
     """HOST:PORT; a bracketed host for IPv6. Converts to (host, port)."""
 
     name = "host:port"
@@ -27,7 +27,7 @@ class Address(click.ParamType):
         return host, int(port)
 
 
-class AddressList(click.ParamType):
+class AddressList(click.ParamType[tuple[str, ...]]):
     """Comma-separated HOST:PORT addresses. Converts to a tuple of "host:port" strings."""
 
     name = "host:port,..."

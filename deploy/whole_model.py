@@ -21,6 +21,7 @@ from stage.native import KV_TYPES
 from wire.errors import InternalError, ModelFileError, NativeError
 
 _CTX_STEP_TOKENS = 256  # llama.cpp rounds a context up to this
+_SPARE_CELLS = 256  # that stages have for padding rows; some models choose their rope by the size of the context
 _VOCAB_TYPE_NONE = 0
 _UNFIT_ATTRIBUTES = llama.LLAMA_TOKEN_ATTR_UNKNOWN | llama.LLAMA_TOKEN_ATTR_UNUSED | llama.LLAMA_TOKEN_ATTR_CONTROL
 
@@ -34,7 +35,7 @@ class WholeConfig:
     n_lanes: int
     """Sequences that may be held at once."""
     ctx_tokens: int
-    """Tokens of one sequence; the cache holds n_lanes times as many, because some models choose rope by its size."""
+    """Tokens of one sequence; the cache holds n_lanes times as many."""
     max_rows: int = 512
     """Rows of the largest decode."""
     max_wanted: int = 64
@@ -75,12 +76,13 @@ class WholeModel:
         except BaseException:
             self.close()
             raise
+        self.n_ctx = int(llama.llama_n_ctx(self._context))
         self.n_vocab = int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model)))
 
     def _open_context(self) -> Any:
         config = self.config
         n_rows = max(config.max_rows, config.n_lanes)
-        n_cells = max(config.n_lanes * config.ctx_tokens, n_rows)
+        n_cells = max(config.n_lanes * config.ctx_tokens + _SPARE_CELLS, n_rows)
         params = llama.llama_context_default_params()
         params.n_ctx = -(-n_cells // _CTX_STEP_TOKENS) * _CTX_STEP_TOKENS
         params.n_batch = params.n_ubatch = n_rows
@@ -124,10 +126,9 @@ class WholeModel:
             logits[place] = np.ctypeslib.as_array(pointer, (self.n_vocab,))
         return logits
 
-    def forget(self, lane: int) -> None:
-        """Empty one lane."""
-        if not llama.llama_memory_seq_rm(llama.llama_get_memory(self._context), lane, 0, -1):
-            raise NativeError(f"the cache of lane {lane} cannot be emptied")
+    def clear(self) -> None:
+        """Empty every lane, so that what follows takes the same cache cells as in a fresh context."""
+        llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
 
     def close(self) -> None:
         """Free everything. May be called twice."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
 
 import grpc
@@ -29,7 +30,7 @@ from stage.step import Padding, StepExecutor
 from wire import rpc
 from wire.curve import PAD_SEARCH_ROWS
 from wire.errors import StartError
-from wire.process import run
+from wire.process import first_of, run
 
 log = logging.getLogger("relayline.stage")
 
@@ -44,11 +45,14 @@ def run_stage(config: StageConfig, on_ready: OnReady) -> None:
     Raises ArtifactError, ModelFileError, NativeError, StartError or UsageError before that.
     """
 
+    # An abort inside ggml would start a debugger on this process, which takes long and says nothing to a user.
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+
     async def main(stopping: asyncio.Event) -> None:
         async with serve(config) as (address, facts, crashed):
             on_ready(address, facts)
-            waits = {asyncio.ensure_future(stopping.wait()), crashed}
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            stop = asyncio.ensure_future(stopping.wait())
+            await first_of(stop, crashed)
             if crashed.done():
                 await crashed
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 import uuid
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -33,7 +33,7 @@ from wire.errors import (
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.relay_link import RelayLink
 
-Context = grpc.aio.ServicerContext[Any, Any]
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ class StageService:
 
     async def status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         """Report live counters."""
-        message = self._stats.message()
+        message = self._stats.message(with_recent=request.with_recent)
         message.stage_index = self._facts.artifact.stage_index
         message.instance_id = self._facts.instance_id
         message.uptime_ns = time.monotonic_ns() - self._started_ns

@@ -44,16 +44,15 @@ class StageStats:
         self.n_frames += len(result.waits_ns)
         self.busy_ns += result.decode_ns
 
-    def message(self) -> pb.StatusResponse:
+    def message(self, *, with_recent: bool) -> pb.StatusResponse:
         """Return the counters in wire form; the caller adds what it knows of lanes and queues."""
-        return pb.StatusResponse(
+        message = pb.StatusResponse(
             steps_by_rows=dict(self.steps_by_rows),
             steps_by_sessions=dict(self.steps_by_sessions),
             n_steps=self.n_steps,
             n_rows=self.n_rows,
             n_frames=self.n_frames,
             busy_ns=self.busy_ns,
-            recent_wait_ns=list(self.recent_wait_ns),
             envelopes_in=self.envelopes_in,
             envelopes_out=self.envelopes_out,
             payload_bytes_in=self.payload_bytes_in,
@@ -61,6 +60,9 @@ class StageStats:
             faults_by_label=dict(self.faults_by_label),
             close_reasons=dict(self.close_reasons),
             n_padded_rows=self.n_padded_rows,
-            step_start_ns=[start_ns for start_ns, _ in self.recent_steps_ns],
-            step_end_ns=[end_ns for _, end_ns in self.recent_steps_ns],
         )
+        if with_recent:
+            message.recent_wait_ns.extend(self.recent_wait_ns)
+            message.step_start_ns.extend(start_ns for start_ns, _ in self.recent_steps_ns)
+            message.step_end_ns.extend(end_ns for _, end_ns in self.recent_steps_ns)
+        return message

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from tests.wire_examples import ENCODINGS, EXAMPLES, canonical, envelope, frame, library
+from tests.wire_examples import ENCODINGS, EXAMPLES, canonical, envelope, frame, library, varint
 from wire import bounds
 from wire.envelope import (
     DTYPE_F16,
@@ -196,13 +196,22 @@ BROKEN: dict[str, tuple[str, Callable[[pb.Envelope], None], str]] = {
     "width over N_EMBD_MAX": ("controls only", _set(width=bounds.N_EMBD_MAX + 1), "width"),
     "rows over ROWS_PER_ENVELOPE_MAX": ("one token", _set(n_rows=bounds.ROWS_PER_ENVELOPE_MAX + 1), "rows"),
     "frames over FRAMES_PER_ENVELOPE_MAX": ("exact rows", _many_frames, "4097 frames"),
+    "no frames": (
+        "controls only",
+        lambda message: (message.ClearField("frames"), _set(n_frames=0)(message)),
+        "no frame",
+    ),
     "fewer frames than announced": ("exact rows", _set(n_frames=2), "announces 2 frames"),
     "more frames than announced": ("controls only", _set(n_frames=2), "announces 2 frames"),
     "payload too short": ("exact rows", _set(payload=bytes(39)), "payload has 39 bytes"),
     "payload too long": ("exact rows", _set(payload=bytes(41)), "payload has 41 bytes"),
     "more rows than frames have": ("one token", _set(n_rows=2, payload=bytes(8)), "announce 1 rows"),
     "a frame announces too much": ("exact rows", _set_frame(0, n_rows=3), "announce 3 rows"),
-    "rows without frames": ("exact rows", lambda message: (message.frames.pop(), _set(n_frames=0)(message)), "0 rows"),
+    "rows without frames": (
+        "exact rows",
+        lambda message: (message.frames.pop(), _set(n_frames=0)(message)),
+        "no frame",
+    ),
     "a control with rows": ("exact rows", _set_frame(0, flags=int(Flag.CLOSE)), "either carry rows"),
     "neither control nor rows": ("controls only", _set_frame(0, flags=0), "either carry rows"),
     "two controls at once": ("controls only", _set_frame(0, flags=16 | 32), "have no meaning"),
@@ -278,8 +287,9 @@ def test_a_trace_of_another_length_is_refused_and_none_is_allowed():
 @each_encoding
 def test_every_altered_payload_byte_is_noticed(name: str, encode: Callable[[pb.Envelope], bytes]):
     data = encode(EXAMPLES[name])
-    start = data.index(EXAMPLES[name].payload)
-    for at in range(start, start + len(EXAMPLES[name].payload)):
+    payload = EXAMPLES[name].payload
+    start = data.index(b"\x4a" + varint(len(payload)) + payload) + 1 + len(varint(len(payload)))
+    for at in range(start, start + len(payload)):
         altered = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         with pytest.raises(ChecksumError):
             parse(altered)
@@ -324,7 +334,7 @@ def numbers(bits: int) -> st.SearchStrategy[int]:
 @st.composite
 def arbitrary_frames(draw: st.DrawFn) -> list[pb.Frame]:
     frames = []
-    for _ in range(draw(st.integers(0, 6))):
+    for _ in range(draw(st.integers(1, 6))):
         control = draw(st.sampled_from([0, 0, 32, 64, 128]))
         n_rows = 0 if control else draw(st.integers(1, 4))
         frames.append(

@@ -374,6 +374,8 @@ def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> None:
     """Hold every count, flag and checksum of a parsed envelope against its content."""
     records = view.frames
     counts = records["n_rows"].tolist()
+    if not counts:
+        raise ProtocolError("envelope has no frames")
     if sum(counts) != view.payload.shape[0]:
         raise ProtocolError(f"frames announce {sum(counts)} rows, envelope holds {view.payload.shape[0]}")
     row_bytes = view.width * view.payload.itemsize

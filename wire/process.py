@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import uvloop
 
 Result = TypeVar("Result")
+
+
+async def first_of(*futures: asyncio.Future[Any]) -> None:
+    """Wait until one of the futures is done; raises nothing of theirs."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[Result]]) -> Result:

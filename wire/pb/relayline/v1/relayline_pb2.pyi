@@ -286,8 +286,10 @@ class SessionFault(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., stage_index: _Optional[int] = ..., position: _Optional[int] = ..., label: _Optional[str] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("with_recent",)
+    WITH_RECENT_FIELD_NUMBER: _ClassVar[int]
+    with_recent: bool
+    def __init__(self, with_recent: _Optional[bool] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("stage_index", "instance_id", "steps_by_rows", "steps_by_sessions", "n_steps", "n_rows", "n_frames", "busy_ns", "uptime_ns", "recent_wait_ns", "lanes_used", "lanes_total", "queued_rows", "envelopes_in", "envelopes_out", "payload_bytes_in", "payload_bytes_out", "faults_by_label", "close_reasons", "n_padded_rows", "decode_curve", "prefill_curve", "step_start_ns", "step_end_ns", "now_ns")

@@ -1,0 +1,229 @@
+"""Everything that is measured, started and ended in one way: relayline in its variants, llama-server, llama.cpp's RPC.
+
+A server runs on the given cores only, its output goes to a log file, and leaving the `async with` block ends it,
+whatever ended the block. Nothing here measures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import aiohttp
+
+from benches.load import Target
+from benches.peers import Peers
+from benches.proxy import DelayProxy, delayed
+
+READY_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 45.0  # relayline drains running requests first
+POLL_S = 0.05
+RELAYLINE = (sys.executable, "-m", "deploy.cli")
+
+
+class ServerError(Exception):
+    """A server that did not come up. The text names it and its last log line."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setup:
+    """What all servers of one comparison have in common."""
+
+    model: Path
+    n_stages: int
+    n_lanes: int  # streams at once; llama-server's slots
+    ctx_tokens: int  # of one stream
+    cores: tuple[int, ...]  # the only ones a server may use
+    log_dir: Path
+    n_threads: int = 0  # of one stage; 0: the cores divided by the stages, at least 1
+
+    @property
+    def stage_threads(self) -> int:
+        """Threads of one stage."""
+        return self.n_threads or max(1, len(self.cores) // self.n_stages)
+
+
+def _start(name: str, command: Sequence[str], setup: Setup, stdin: int, stdout: int | None) -> subprocess.Popen[bytes]:
+    """Start a process on the set-up's cores; its errors (and output, unless asked for) go to NAME.log."""
+    before = os.sched_getaffinity(0)
+    log = (setup.log_dir / f"{name}.log").open("ab")
+    try:
+        os.sched_setaffinity(0, setup.cores)  # inherited by the child; this thread goes back at once
+        return subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=log if stdout is None else stdout,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C reaches the bench alone, which ends its servers in order
+        )
+    finally:
+        os.sched_setaffinity(0, before)
+        log.close()
+
+
+@contextlib.asynccontextmanager
+async def process(
+    name: str, command: Sequence[str], setup: Setup, *, reads_stdout: bool = False
+) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """Run one process for the length of a with block."""
+    stdout = subprocess.PIPE if reads_stdout else None
+    child = _start(name, command, setup, subprocess.PIPE, stdout)
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            child.terminate()
+        try:
+            # Shielded from a second Ctrl-C: the processes matter more than the impatience.
+            await asyncio.shield(asyncio.to_thread(child.wait, STOP_TIMEOUT_S))
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _failure(name: str, child: subprocess.Popen[bytes], setup: Setup) -> ServerError:
+    lines = (setup.log_dir / f"{name}.log").read_text(errors="replace").splitlines()
+    telling = [line for line in lines if "error" in line.lower()] or lines or ["it printed nothing"]
+    return ServerError(f"{name} did not start (exit code {child.poll()}): {telling[-1].strip()}")
+
+
+@contextlib.asynccontextmanager
+async def relayline(name: str, arguments: Sequence[str], setup: Setup) -> AsyncIterator[dict[str, str]]:
+    """Run one relayline command until it is ready; yields its ready event."""
+    async with process(name, [*RELAYLINE, *arguments, "--json"], setup, reads_stdout=True) as child:
+        assert child.stdout is not None
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            line = await asyncio.to_thread(child.stdout.readline)
+        if not line:
+            await asyncio.to_thread(child.wait)
+            raise _failure(name, child, setup)
+        yield json.loads(line)
+
+
+def _engine_flags(setup: Setup) -> list[str]:
+    return ["--ctx", str(setup.ctx_tokens), "--lanes", str(setup.n_lanes), "--threads", str(setup.stage_threads)]
+
+
+@contextlib.asynccontextmanager
+async def relayline_up(name: str, flags: Sequence[str], setup: Setup) -> AsyncIterator[Target]:
+    """Run a whole pipeline by `relayline up`."""
+    arguments = ["up", "--model", str(setup.model), "--stages", str(setup.n_stages), "--http", "127.0.0.1:0"]
+    async with relayline(name, [*arguments, *_engine_flags(setup), *flags], setup) as ready:
+        yield Target(ready["url"], "openai", ready["model"])
+
+
+@contextlib.asynccontextmanager
+async def relayline_linked(
+    name: str, flags: Sequence[str], setup: Setup, pipeline_dir: Path, delay_s: float
+) -> AsyncIterator[tuple[Target, list[DelayProxy]]]:
+    """Run a pipeline stage by stage, with a delaying proxy before every stage.
+
+    The addresses that neighbours and coordinator are given are the proxies', so every message between two processes
+    passes one. A delay of 0 still passes the proxy, so that runs with and without delay differ by the delay alone.
+    """
+    # A coordinator-only flag would be refused by a stage.
+    stage_flags = [part for at in range(0, len(flags), 2) if flags[at] == "--policy" for part in flags[at : at + 2]]
+    async with contextlib.AsyncExitStack() as stack:
+        addresses: list[str] = []
+        for index, artifact in enumerate(sorted(pipeline_dir.glob("stage-*.gguf"))):
+            arguments = ["stage", "--artifact", str(artifact), "--listen", "127.0.0.1:0", "--exit-with-stdin"]
+            stage = relayline(f"{name}-stage-{index}", [*arguments, *_engine_flags(setup), *stage_flags], setup)
+            addresses.append((await stack.enter_async_context(stage))["address"])
+        proxies = await stack.enter_async_context(delayed(addresses, delay_s))
+        arguments = ["serve", "--pipeline", str(pipeline_dir), "--stages", ",".join(p.address for p in proxies)]
+        serve = relayline(f"{name}-serve", [*arguments, "--http", "127.0.0.1:0", "--exit-with-stdin", *flags], setup)
+        ready = await stack.enter_async_context(serve)
+        yield Target(ready["url"], "openai", ready["model"]), proxies
+
+
+def free_port() -> int:
+    """Return a TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.asynccontextmanager
+async def llama_server(
+    name: str, flags: Sequence[str], setup: Setup, peers: Peers, n_threads: int
+) -> AsyncIterator[Target]:
+    """Run llama-server with one slot per lane, continuous batching on, prompt caches off."""
+    port = free_port()
+    command = [
+        str(peers.server), "--model", str(setup.model), "--host", "127.0.0.1", "--port", str(port),
+        "--ctx-size", str(setup.n_lanes * setup.ctx_tokens), "--parallel", str(setup.n_lanes), "--cont-batching",
+        "--threads", str(n_threads), "--threads-batch", str(n_threads), "--threads-http", "4",
+        "--cache-ram", "0", "--no-cache-prompt", "--log-disable", *flags,
+    ]  # fmt: skip
+    async with process(name, command, setup) as child:
+        await _healthy(name, child, f"http://127.0.0.1:{port}", setup)
+        yield Target(f"http://127.0.0.1:{port}", "llama")
+
+
+async def _healthy(name: str, child: subprocess.Popen[bytes], url: str, setup: Setup) -> None:
+    async with aiohttp.ClientSession() as session, asyncio.timeout(READY_TIMEOUT_S):
+        while True:
+            if child.poll() is not None:
+                raise _failure(name, child, setup)
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(f"{url}/health") as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(POLL_S)
+
+
+async def _listening(name: str, child: subprocess.Popen[bytes], port: int, setup: Setup) -> None:
+    async with asyncio.timeout(READY_TIMEOUT_S):
+        while True:
+            if child.poll() is not None:
+                raise _failure(name, child, setup)
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                await asyncio.sleep(POLL_S)
+                continue
+            writer.close()
+            await writer.wait_closed()
+            return
+
+
+@contextlib.asynccontextmanager
+async def llama_rpc(name: str, setup: Setup, peers: Peers, delay_s: float | None = None) -> AsyncIterator[Target]:
+    """Run llama-server over one `ggml-rpc-server` per stage; with a delay, through proxies as relayline_linked."""
+    async with contextlib.AsyncExitStack() as stack:
+        addresses: list[str] = []
+        for index in range(setup.n_stages):
+            port = free_port()
+            command = [str(peers.rpc_server), "--host", "127.0.0.1", "--port", str(port)]
+            command += ["--threads", str(setup.stage_threads)]
+            worker = f"{name}-worker-{index}"
+            child = await stack.enter_async_context(process(worker, command, setup))
+            await _listening(worker, child, port, setup)
+            addresses.append(f"127.0.0.1:{port}")
+        if delay_s is not None:
+            proxies = await stack.enter_async_context(delayed(addresses, delay_s))
+            addresses = [proxy.address for proxy in proxies]
+        # Every layer and the head on the workers: the server itself only samples, so one thread is enough.
+        flags = ["--rpc", ",".join(addresses), "--n-gpu-layers", "999"]
+        yield await stack.enter_async_context(llama_server(name, flags, setup, peers, n_threads=1))
+
+
+@functools.cache
+def up_has_flag(flag: str) -> bool:
+    """Return whether this relayline's `up` knows a flag."""
+    shown = subprocess.run([*RELAYLINE, "up", "--help"], capture_output=True, text=True, check=True).stdout
+    return flag in shown

@@ -142,7 +142,6 @@ def _cells(result: CutResult) -> tuple[str, str, str, str, str]:
 
 
 def _told(disagreement: Disagreement) -> str:
-    return (
-        f"{disagreement.session}, position {disagreement.position}: {disagreement.found_token} instead of "
-        f"{disagreement.reference_token}, margin {disagreement.relative_margin:.1e} ({disagreement.margin:.2g} in logits)"
-    )
+    tokens = f"{disagreement.found_token} instead of {disagreement.reference_token}"
+    margin = f"margin {disagreement.relative_margin:.1e} ({disagreement.margin:.2g} in logits)"
+    return f"{disagreement.session}, position {disagreement.position}: {tokens}, {margin}"

@@ -14,13 +14,14 @@ import click
 
 from wire.errors import RelaylineError, UsageError
 
-# name -> (module, attribute, one line for --help)
+# name -> (module, attribute)
 COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("deploy.cli_model", "inspect_command"),
     "split": ("deploy.cli_model", "split_command"),
     "stage": ("deploy.cli_processes", "stage_command"),
     "serve": ("deploy.cli_processes", "serve_command"),
     "up": ("deploy.cli_up", "up_command"),
+    "calibrate": ("deploy.cli_calibrate", "calibrate_command"),
     "certify": ("deploy.cli_certify", "certify_command"),
 }
 

@@ -79,13 +79,17 @@ def cached_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves
 
     The key covers what changes them: artifact, threads, device, KV type, processor and llama.cpp's version.
     """
-    path = (cache_dir or _cache_dir()) / "curves" / f"{_key(engine)}.json"
     try:
-        stored = msgspec.json.decode(path.read_bytes(), type=_Stored)
-        return Curves(CostCurve(stored.decode), CostCurve(stored.prefill))
+        stored = msgspec.json.decode(_path(engine, cache_dir).read_bytes(), type=_Stored)
     except (OSError, msgspec.MsgspecError):
-        pass  # not measured yet, or a file nobody can use: measure
+        return fresh_curves(engine, cache_dir)  # not measured yet, or a file nobody can use
+    return Curves(CostCurve(stored.decode), CostCurve(stored.prefill))
+
+
+def fresh_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves:
+    """Measure, remember, return."""
     curves = calibrate(engine)
+    path = _path(engine, cache_dir)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
@@ -94,6 +98,10 @@ def cached_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves
     except OSError:
         pass  # measured again at the next start
     return curves
+
+
+def _path(engine: NativeEngine, cache_dir: Path | None) -> Path:
+    return (cache_dir or _cache_dir()) / "curves" / f"{_key(engine)}.json"
 
 
 def _cache_dir() -> Path:

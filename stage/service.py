@@ -181,7 +181,11 @@ class StageService:
         if previous is not None and request.epoch <= previous.epoch:
             raise StaleEpochError(f"epoch {request.epoch} is not newer than {previous.epoch}")
         if previous is None and len(self._routes) >= ROUTES_MAX:
-            raise LaneLimitError(f"this stage already serves {ROUTES_MAX} coordinators")
+            # A coordinator that died between configuring and connecting has left a route that nothing else would end.
+            unused = next((route for route in self._routes.values() if not route.has_upstream), None)
+            if unused is None:
+                raise LaneLimitError(f"this stage already serves {ROUTES_MAX} coordinators")
+            await self._end_route(unused)
         if previous is not None:
             await self._end_route(previous)
         link = await self._connect(request) if request.next_address else None

@@ -1,0 +1,81 @@
+"""`relayline calibrate`: measure one stage artifact's cost curves and show them as a table with bars."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from deploy.options import engine_options
+from wire.curve import PAD_SEARCH_ROWS
+
+if TYPE_CHECKING:
+    from wire.curve import CostCurve
+
+BAR_COLUMNS = 24
+
+
+@click.command("calibrate", short_help="Measure a stage's cost curve.")
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--threads", type=click.IntRange(0), default=0, help="Threads of a native step [default: all cores].")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@engine_options
+def calibrate_command(artifact: Path, threads: int, as_json: bool, **given: Any) -> None:
+    """Measure how long native steps of ARTIFACT take, by rows, and remember it for the stage's next start."""
+    from stage.calibrate import fresh_curves
+    from stage.native import EngineConfig, NativeEngine
+
+    lanes, max_rows = given["lanes"], given["max_rows"]
+    config = EngineConfig(
+        artifact_path=artifact,
+        n_lanes=lanes,
+        ctx_tokens=given["ctx"],
+        max_rows=max_rows,
+        n_threads=threads or len(os.sched_getaffinity(0)),
+        gpu_layers=given["gpu_layers"],
+        kv_type=given["kv_type"],
+        spare_lanes=1,
+        max_wanted=min(lanes + PAD_SEARCH_ROWS, max_rows),
+    )
+    with NativeEngine(config) as engine:
+        curves = fresh_curves(engine)
+    if as_json:
+        click.echo(json.dumps({"decode": _rows(curves.decode, max_rows), "prefill": _rows(curves.prefill, max_rows)}))
+        return
+    console = Console()
+    _show(console, "decode rows, each in a lane of its own", curves.decode, max_rows)
+    _show(console, "prefill rows of one prompt", curves.prefill, max_rows)
+
+
+def _rows(curve: CostCurve, rows_max: int) -> list[dict[str, float]]:
+    return [
+        {"rows": rows, "step_ms": ns / 1e6, "row_ms": ns / 1e6 / rows, "runs_as": curve.padded_rows(rows, rows_max)}
+        for rows, ns in curve.points()
+    ]
+
+
+def _show(console: Console, title: str, curve: CostCurve, rows_max: int) -> None:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in ("rows", "ms per step", "ms per row", "rows/s", "runs as"):
+        table.add_column(heading, justify="right")
+    table.add_column("ms per row, as a bar")
+    lines = _rows(curve, rows_max)
+    most = max((line["row_ms"] for line in lines), default=1.0)
+    for line in lines:
+        rows, padded = int(line["rows"]), int(line["runs_as"])
+        bar = "█" * max(1, round(BAR_COLUMNS * line["row_ms"] / most))
+        table.add_row(
+            str(rows),
+            f"{line['step_ms']:.2f}",
+            f"{line['row_ms']:.3f}",
+            f"{1e3 / line['row_ms']:.0f}",
+            f"{padded} rows" if padded != rows else "",
+            bar,
+        )
+    console.print(table)
+    console.print()

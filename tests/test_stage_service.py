@@ -1,0 +1,540 @@
+"""A stage over real gRPC with a fake engine: handshakes, garbage, epochs, loss, two coordinators, credits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+
+from stage.routes import ROUTES_MAX, Route
+from stage.runner import OUTBOX_STEPS_MAX
+from stage.step import RouteOutput
+from tests.fakes import (
+    EPOCH,
+    MAX_ROWS,
+    ROUTE,
+    WIDTH,
+    Coordinator,
+    StageUnderTest,
+    control,
+    envelope_of,
+    greedy,
+    hidden,
+    logits_of,
+    rows_frame,
+    served,
+    tokens_frame,
+)
+from wire import bounds, envelope, rpc
+from wire.errors import (
+    ChecksumError,
+    HandshakeError,
+    LaneLimitError,
+    ProtocolError,
+    RelaylineError,
+    SessionError,
+    StageLostError,
+    StaleEpochError,
+)
+from wire.frames import Flag
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+
+SAMPLE, PREFILL = Flag.WANTS_SAMPLE, Flag.PREFILL
+OTHER = ROUTE + 1
+
+
+def prompt(session_id: int, route_id: int = ROUTE, epoch: int = EPOCH, n_rows: int = 3) -> list[Any]:
+    """An open and a whole prompt."""
+    names = {"route_id": route_id, "epoch": epoch}
+    return [
+        control(session_id, Flag.OPEN, **names),
+        rows_frame(session_id, 0, n_rows, PREFILL | SAMPLE, **names),
+    ]
+
+
+def token_after(*rows: np.ndarray) -> int:
+    """The token that the fake engine picks for a session that holds these rows."""
+    return int(logits_of([tuple(row) for part in rows for row in part.tolist()]).argmax())
+
+
+# --- what a stage says and takes ---------------------------------------------------------------------------------------
+
+
+async def test_describe_status_and_one_token() -> None:
+    async with served() as stage, Coordinator(stage) as one:
+        facts = await one.client.describe()
+        assert (facts.stage_index, facts.n_lanes, facts.max_rows, facts.instance_id) == (1, 4, MAX_ROWS, "fake-1")
+        await one.start()
+        await one.send(*prompt(5))
+        (sample,) = (await one.reply()).samples
+        assert (sample.session_id, sample.position) == (5, 3)
+        assert sample.token == token_after(hidden(3, 500.0))
+        status = await one.client.status(with_recent=True)
+        assert status is not None
+        assert (status.lanes_used, status.n_rows, status.envelopes_in) == (1, 3, 1)
+        assert dict(status.steps_by_rows) == {3: 1}
+        await one.send(control(5, Flag.CLOSE))
+        await one.send(*prompt(6))
+        await one.reply()
+        assert (await stage.settled())[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"protocol_version": 99}, HandshakeError, "protocol 99"),
+        ({"pipeline_id": "another"}, HandshakeError, "pipeline another"),
+        ({"stage_index": 0}, HandshakeError, "asked to be stage 0"),
+        ({"next_address": "127.0.0.1:1"}, HandshakeError, "only the last stage"),
+        ({"epoch": EPOCH}, StaleEpochError, "not newer"),
+        ({"epoch": EPOCH - 1}, StaleEpochError, "not newer"),
+    ],
+)
+async def test_configure_refuses_what_does_not_fit(
+    changes: dict[str, Any], error: type[RelaylineError], text: str
+) -> None:
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        await one.send(*prompt(5))
+        await one.reply()
+        with pytest.raises(error, match=text):
+            await one.configure(**({"epoch": EPOCH + 1} | changes))
+        await one.send(rows_frame(5, 3, 1, SAMPLE))
+        assert (await one.reply()).samples[0].position == 4, "a refusal leaves the running epoch alone"
+
+
+async def test_configure_refuses_a_downstream_that_is_not_there() -> None:
+    async with served(0, 2) as stage, Coordinator(stage) as one:
+        with pytest.raises(StageLostError, match="127.0.0.1:1"):
+            await one.configure(next_address="127.0.0.1:1")
+        with pytest.raises(HandshakeError, match="only the last stage"):
+            await one.configure()
+        assert stage.service._routes == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"protocol_version": 99}, HandshakeError, "protocol 99 here 1"),
+        ({"pipeline_id": "another"}, HandshakeError, "pipeline another"),
+        ({"source_sha256": "f" * 64}, HandshakeError, "model ffffffffffff"),
+        ({"next_layer": 3}, HandshakeError, "next layer 3 here 1"),
+        ({"n_embd": 8}, HandshakeError, "width 8 here 4"),
+        ({"dtype": pb.DTYPE_TOKENS}, HandshakeError, "token rows go to stage 0"),
+        ({"dtype": 77}, ProtocolError, "unknown dtype 77"),
+        ({"epoch": EPOCH - 1}, StaleEpochError, "epoch 0 is over"),
+        ({"epoch": EPOCH + 1}, HandshakeError, "not been configured"),
+        ({"route_id": 1234}, HandshakeError, "not been configured"),
+    ],
+)
+async def test_a_neighbour_that_does_not_fit_is_refused(
+    changes: dict[str, Any], error: type[RelaylineError], text: str
+) -> None:
+    async with served() as stage, Coordinator(stage) as one, Coordinator(stage) as right:
+        await right.configure()
+        with pytest.raises(error, match=text):
+            await one.upstream(**changes)
+        await right.listen()
+        await right.upstream()
+        await right.send(*prompt(1))
+        assert (await right.reply()).samples
+
+
+async def test_hidden_rows_are_refused_by_stage_0() -> None:
+    async with served(0, 1) as stage, Coordinator(stage) as one:
+        await one.configure()
+        with pytest.raises(HandshakeError, match="token rows go to stage 0"):
+            await one.upstream(dtype=pb.DTYPE_F32)
+
+
+async def test_a_second_upstream_is_refused_and_the_first_goes_on() -> None:
+    async with served() as stage, Coordinator(stage) as one, Coordinator(stage) as two:
+        await one.start()
+        with pytest.raises(HandshakeError, match="already has an upstream"):
+            await two.upstream()
+        await one.send(*prompt(1))
+        assert (await one.reply()).samples
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b"", b"\xff" * 40, b"GET / HTTP/1.1\r\n\r\n", envelope_of(*prompt(1)), rpc.serialize(pb.Envelope(epoch=1))],
+    ids=["empty", "noise", "http", "data first", "no handshake"],
+)
+async def test_a_link_that_does_not_begin_with_a_handshake_is_refused(message: bytes) -> None:
+    async with served() as stage, Coordinator(stage) as one:
+        with pytest.raises(ProtocolError):
+            await one.first_message(message)
+
+
+async def test_a_link_that_closes_before_its_handshake_is_refused() -> None:
+    async with served() as stage, Coordinator(stage) as one:
+        one.call = one.channel.stream_stream(rpc.method("Relay"))()
+        await one.call.done_writing()
+        assert isinstance(await one.refusal(), ProtocolError)
+
+
+async def test_return_of_another_epoch_is_refused() -> None:
+    async with served() as stage, Coordinator(stage) as one:
+        await one.configure()
+        one.epoch += 1
+        with pytest.raises(StaleEpochError):
+            await one.listen()
+
+
+# --- garbage -----------------------------------------------------------------------------------------------------------
+
+
+def altered(position: int) -> bytes:
+    message = bytearray(envelope_of(rows_frame(1, 3, 1, SAMPLE)))
+    message[position] ^= 0x41
+    return bytes(message)
+
+
+GARBAGE = {
+    "noise": random.Random(1).randbytes(300),
+    "empty": b"",
+    "truncated": envelope_of(rows_frame(1, 3, 1, SAMPLE))[:-3],
+    "altered payload": altered(-1),
+    "handshake again": rpc.serialize(pb.Envelope(open=pb.LinkOpen(route_id=ROUTE))),
+    "another width": envelope_of(rows_frame(1, 3, np.ones((1, 7), np.float32), SAMPLE)),
+    "another dtype": envelope_of(rows_frame(1, 3, np.ones((1, WIDTH), np.float16), SAMPLE), dtype=envelope.DTYPE_F16),
+    "frame wider than a step": envelope_of(rows_frame(1, 3, MAX_ROWS + 1)),
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+async def test_garbage_ends_its_own_link_with_one_error_and_nobody_elses(name: str) -> None:
+    async with served() as stage, Coordinator(stage) as bad, Coordinator(stage, OTHER) as good:
+        await bad.start()
+        await good.start()
+        await bad.send(*prompt(1))
+        await bad.reply()
+        await good.send(*prompt(1, OTHER))
+        first = (await good.reply()).samples[0]
+        n_steps = len(stage.engine.steps)
+        await bad.call.write(GARBAGE[name])
+        error = await bad.refusal()
+        assert type(error) is (ChecksumError if name == "altered payload" else ProtocolError)
+        (fault,) = (await bad.reply()).faults
+        assert (fault.session_id, fault.retryable) == (0, True)
+        await bad.lost
+        lanes_used, _ = await stage.settled()
+        assert lanes_used == 1
+        assert len(stage.engine.steps) == n_steps
+        await good.send(rows_frame(1, 3, 1, SAMPLE, route_id=OTHER))
+        second = (await good.reply()).samples[0]
+        assert (first.position, second.position) == (3, 4)
+        assert second.token == token_after(hidden(3, 100.0), hidden(1, 103.0))
+
+
+@pytest.mark.parametrize(
+    "noise", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", random.Random(2).randbytes(2_000), b"\0" * 100], ids=["http", "noise", "0"]
+)
+async def test_noise_on_the_port_is_not_noticed(noise: bytes) -> None:
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        host, port = stage.address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(noise)
+        writer.write_eof()
+        async with asyncio.timeout(20):
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        await one.send(*prompt(1))
+        assert (await one.reply()).samples
+
+
+async def test_a_faulty_session_hurts_only_itself() -> None:
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        bad_options = control(2, Flag.OPEN, options=greedy(top_p=9.0))
+        await one.send(*prompt(1), bad_options, rows_frame(2, 0, 2, PREFILL | SAMPLE), rows_frame(3, 0, 1))
+        reply = await one.reply()
+        assert [sample.session_id for sample in reply.samples] == [1]
+        assert {(fault.session_id, fault.label) for fault in reply.faults} == {
+            (2, ProtocolError.label),
+            (3, SessionError.label),
+        }
+        status = await one.client.status(with_recent=True)
+        assert status is not None
+        assert dict(status.faults_by_label) == {ProtocolError.label: 1, SessionError.label: 1}
+
+
+# --- epochs, loss, two coordinators --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["envelope", "frame"])
+async def test_frames_of_an_old_epoch_are_refused_and_change_nothing(where: str) -> None:
+    async with served() as stage, Coordinator(stage, epoch=EPOCH + 1) as one:
+        await one.start()
+        await one.send(*prompt(1, epoch=one.epoch))
+        await one.reply()
+        before, n_steps = await stage.settled(), len(stage.engine.steps)
+        blocked = asyncio.Event()
+        end_route = stage.service._end_route
+
+        async def held(route: Route) -> None:
+            await blocked.wait()
+            await end_route(route)
+
+        stage.service._end_route = held  # type: ignore[method-assign]
+        stale = [control(1, Flag.CLOSE), rows_frame(1, 0, 2, SAMPLE), control(9, Flag.OPEN)]
+        await one.call.write(envelope_of(*stale, epoch=one.epoch if where == "frame" else EPOCH))
+        assert isinstance(await one.refusal(), StaleEpochError)
+        assert await stage.settled() == before
+        assert (len(stage.engine.steps), stage.executor.cancelled) == (n_steps, set())
+        blocked.set()
+
+
+async def test_a_new_epoch_ends_the_old_streams_and_forgets_its_sessions() -> None:
+    async with served() as stage, Coordinator(stage) as old, Coordinator(stage, epoch=EPOCH + 1) as new:
+        await old.start()
+        await old.send(*prompt(1))
+        await old.reply()
+        await new.start()
+        assert (await stage.settled())[0] == 0
+        async with asyncio.timeout(20):
+            assert isinstance(await old.lost, StaleEpochError)
+        assert isinstance(await old.refusal(), StaleEpochError)
+        await new.send(*prompt(1, epoch=new.epoch))
+        (sample,) = (await new.reply()).samples
+        assert sample.token == token_after(hidden(3, 100.0))
+
+
+@pytest.mark.parametrize("how", ["cancel", "half-close", "channel"])
+async def test_an_upstream_that_leaves_frees_every_lane(how: str) -> None:
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        await one.send(*prompt(1), *prompt(2))
+        while (await stage.settled())[0] < 2:
+            await one.reply()
+        if how == "cancel":
+            one.call.cancel()
+        elif how == "half-close":
+            await one.call.done_writing()
+        else:
+            await one.channel.close()
+        async with asyncio.timeout(20):
+            await one.lost
+        assert await stage.settled() == (0, [[], [], [], []])
+        assert stage.executor._samplers == {}
+        assert stage.service._routes == {}
+
+
+async def test_a_coordinator_that_stops_reading_loses_its_route_and_its_lanes() -> None:
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        await one.send(*prompt(1))
+        await one.reply()
+        route = stage.service._routes[ROUTE]
+        listener = route.listen()  # nobody reads it
+        sample = RouteOutput(ROUTE, EPOCH, samples=[pb.Sampled(session_id=1)])
+        while not route.ended.is_set():
+            assert listener.queue.qsize() <= listener.queue.maxsize
+            route.report(sample)
+        assert "stopped reading" in str(await one.refusal())
+        async with asyncio.timeout(20):
+            await one.lost
+        await stage.settled()
+        assert (await stage.settled())[0] == 0
+        assert stage.service._routes == {}
+
+
+async def test_two_coordinators_share_a_stage() -> None:
+    async with served() as stage, Coordinator(stage) as one, Coordinator(stage, OTHER, epoch=7) as two:
+        await one.start()
+        await two.start()
+        for session_id in (1, 2):
+            await one.send(*prompt(session_id))
+            await two.send(*prompt(session_id, OTHER, 7, n_rows=5))
+        positions = {}
+        for coordinator in (one, two):
+            found = []
+            while len(found) < 2:
+                found += [(s.session_id, s.position, s.token) for s in (await coordinator.reply()).samples]
+            positions[coordinator.route_id] = sorted(found)
+        expected = {ROUTE: 3, OTHER: 5}
+        for route_id, n_rows in expected.items():
+            assert positions[route_id] == [
+                (session_id, n_rows, token_after(hidden(n_rows, 100.0 * session_id))) for session_id in (1, 2)
+            ]
+        await one.send(control(1, Flag.CLOSE), control(2, Flag.CLOSE))
+        one.call.cancel()
+        async with asyncio.timeout(20):
+            await one.lost
+        assert (await stage.settled())[0] == 2
+        await two.send(rows_frame(1, 5, 1, SAMPLE, route_id=OTHER, epoch=7))
+        assert (await two.reply()).samples[0].position == 6
+
+
+async def test_coordinators_that_never_came_back_make_room_for_others() -> None:
+    async with served() as stage, contextlib.AsyncExitStack() as stack:
+        for route_id in range(ROUTES_MAX + 2):
+            await (await stack.enter_async_context(Coordinator(stage, 100 + route_id))).configure()
+        assert len(stage.service._routes) <= ROUTES_MAX
+
+
+async def test_routes_in_use_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stage.service.ROUTES_MAX", 1)
+    async with served() as stage, Coordinator(stage) as one, Coordinator(stage, OTHER) as two:
+        await one.start()
+        with pytest.raises(LaneLimitError, match="already serves 1"):
+            await two.configure()
+
+
+# --- downstream --------------------------------------------------------------------------------------------------------
+
+
+class Downstream:
+    """A neighbour that accepts the link and then does only what the test says."""
+
+    def __init__(self, credit_bytes: int, reads: bool = True) -> None:
+        self.credit_bytes, self.reads = credit_bytes, reads
+        self.received: asyncio.Queue[bytes] = asyncio.Queue()
+        self.credits: asyncio.Queue[int] = asyncio.Queue()
+        self.gone = asyncio.Event()
+        self.address = ""
+
+    async def relay(self, _: object, context: Any) -> None:
+        await context.read()
+        accepted = pb.LinkAccepted(credit_bytes=self.credit_bytes, max_rows=MAX_ROWS)
+        await context.write(rpc.serialize(pb.LinkReply(accepted=accepted)))
+        giving = asyncio.create_task(self._give(context))
+        try:
+            while self.reads and isinstance(message := await context.read(), bytes):
+                self.received.put_nowait(message)
+            await self.gone.wait()
+        finally:
+            giving.cancel()
+
+    async def _give(self, context: Any) -> None:
+        while True:
+            await context.write(rpc.serialize(pb.LinkReply(credit_bytes=await self.credits.get())))
+
+
+@contextlib.asynccontextmanager
+async def downstream(credit_bytes: int, reads: bool = True) -> AsyncIterator[Downstream]:
+    neighbour = Downstream(credit_bytes, reads)
+    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    handler = grpc.stream_stream_rpc_method_handler(neighbour.relay, None, None)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(rpc.SERVICE, {"Relay": handler}),))
+    neighbour.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield neighbour
+    finally:
+        neighbour.gone.set()
+        await server.stop(0)
+
+
+def counted_steps(stage: StageUnderTest) -> asyncio.Queue[None]:
+    """A queue that gets one entry for every native step."""
+    loop, steps = asyncio.get_running_loop(), asyncio.Queue[None]()
+    stage.engine.on_decode = lambda: loop.call_soon_threadsafe(steps.put_nowait, None)
+    return steps
+
+
+async def counted(steps: asyncio.Queue[None], n_steps: int) -> None:
+    async with asyncio.timeout(20):
+        for _ in range(n_steps):
+            await steps.get()
+
+
+async def test_two_stages_pass_rows_and_controls_on() -> None:
+    async with served(0, 2) as first, served(1, 2) as last:
+        async with Coordinator(first) as one, Coordinator(last) as end:
+            await end.configure()
+            await end.listen()
+            await one.configure(next_address=last.address)
+            await one.upstream()
+            await one.send(control(1, Flag.OPEN), tokens_frame(1, 0, [3, 4, 5], PREFILL | SAMPLE))
+            (sample,) = (await end.reply()).samples
+            rows = [[token + index + 1.0] * WIDTH for index, token in enumerate((3, 4, 5))]
+            assert sample.token == token_after(np.asarray(rows, np.float32))
+            await one.send(control(1, Flag.CLOSE), control(2, Flag.OPEN), tokens_frame(2, 0, [9], PREFILL | SAMPLE))
+            await end.reply()
+            assert ((await first.settled())[0], (await last.settled())[0]) == (1, 1)
+            one.call.cancel()
+            async with asyncio.timeout(20):
+                await end.lost
+            assert ((await first.settled())[0], (await last.settled())[0]) == (0, 0)
+
+
+async def test_a_route_without_credit_downstream_stops_stepping() -> None:
+    row_bytes = WIDTH * 4
+    async with downstream(credit_bytes=4 * row_bytes) as neighbour, served(0, 2) as stage, Coordinator(stage) as one:
+        steps = counted_steps(stage)
+        await one.configure(next_address=neighbour.address)
+        await one.upstream()
+        await one.send(control(1, Flag.OPEN), *(tokens_frame(1, position, [1]) for position in range(30)))
+        await counted(steps, 4 + OUTBOX_STEPS_MAX)
+        await stage.settled()
+        assert steps.empty(), "a step ran although nothing can leave"
+        assert stage.service.runner.queued_rows == 30 - 4 - OUTBOX_STEPS_MAX
+        neighbour.credits.put_nowait(2 * row_bytes)
+        await counted(steps, 2)
+        await stage.settled()
+        assert steps.empty()
+        seen = []
+        async with asyncio.timeout(20):
+            for index in range(30):
+                seen += envelope.parse(await neighbour.received.get()).frames["position"][-1:].tolist()
+                if index >= 2:
+                    neighbour.credits.put_nowait(row_bytes)
+        assert seen == list(range(30))
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["no credit", "does not read"])
+async def test_a_stuck_neighbour_does_not_outlive_its_epoch(reads: bool) -> None:
+    """The sender waits for credit, or inside gRPC's own flow control; a new epoch frees it either way."""
+    n_embd, credit = 4_096, 1 if reads else bounds.ENVELOPE_BYTES_MAX
+    async with downstream(credit, reads) as stuck, downstream(1 << 30) as healthy:
+        async with served(0, 2, n_embd=n_embd) as stage, Coordinator(stage) as old:
+            steps = counted_steps(stage)
+            await old.configure(next_address=stuck.address)
+            await old.upstream()
+            chunks = [tokens_frame(1, 32 * index, [1] * 32, PREFILL) for index in range(8)]
+            await old.send(control(1, Flag.OPEN), *chunks)
+            await counted(steps, 1 + OUTBOX_STEPS_MAX)
+            async with Coordinator(stage, epoch=EPOCH + 1) as new:
+                await new.configure(next_address=healthy.address)
+                await new.upstream()
+                await new.send(control(1, Flag.OPEN, epoch=new.epoch), tokens_frame(1, 0, [1], epoch=new.epoch))
+                async with asyncio.timeout(20):
+                    view = envelope.parse(await healthy.received.get())
+                assert view.epoch == new.epoch
+
+
+async def test_credit_comes_back_for_what_was_decoded_and_for_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    row_bytes = WIDTH * 4
+    monkeypatch.setattr("stage.inbound.CREDIT_REPLY_BYTES", 8 * row_bytes)
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        await one.send(*prompt(1, n_rows=8))
+        async with asyncio.timeout(20):
+            assert (await one.call.read()).credit_bytes == 8 * row_bytes
+            await one.send(*prompt(2, n_rows=4), rows_frame(77, 0, 4))
+            assert (await one.call.read()).credit_bytes == 8 * row_bytes
+
+
+async def test_a_lost_downstream_is_told_to_the_coordinator() -> None:
+    async with downstream(1 << 20) as neighbour, served(0, 2) as stage, Coordinator(stage) as one:
+        await one.configure(next_address=neighbour.address)
+        await one.listen()
+        await one.upstream()
+        neighbour.reads = False
+        neighbour.gone.set()
+        await one.send(control(1, Flag.OPEN), tokens_frame(1, 0, [1]))
+        (fault,) = (await one.reply()).faults
+        assert (fault.session_id, fault.label) == (0, StageLostError.label)

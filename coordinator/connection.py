@@ -40,9 +40,7 @@ class Connection:
 
     def stage_costs(self) -> list[StageCost]:
         """Return what each stage measured of its own speed."""
-        return [
-            stage_cost(facts.decode_curve, facts.prefill_curve, facts.max_rows) for facts in self.facts
-        ]
+        return [stage_cost(facts.decode_curve, facts.prefill_curve, facts.max_rows) for facts in self.facts]
 
     @classmethod
     async def open(
@@ -113,7 +111,9 @@ def stage_cost(decode: Iterable[pb.CostPoint], prefill: Iterable[pb.CostPoint], 
 def check_stages(addresses: Sequence[str], facts: Sequence[pb.DescribeResponse], pipeline: PipelineFile) -> None:
     """Hold what the stages say of themselves against the pipeline, in order. Raises HandshakeError."""
     if len(addresses) != len(pipeline.stages):
-        raise HandshakeError(f"the pipeline has {len(pipeline.stages)} stages, but {len(addresses)} addresses were given")
+        raise HandshakeError(
+            f"the pipeline has {len(pipeline.stages)} stages, but {len(addresses)} addresses were given"
+        )
     for index, (address, fact) in enumerate(zip(addresses, facts, strict=True)):
         if fact.pipeline_id != pipeline.pipeline_id:
             what = "another model" if fact.source_sha256 != pipeline.source.sha256 else "another split of this model"

@@ -23,9 +23,9 @@ from coordinator.admission import Admission
 from coordinator.connection import Connection, stage_cost
 from coordinator.description import describe_stages
 from coordinator.generation import GenerationRequest
+from coordinator.groups import GroupPlanner
 from coordinator.overlap import overlap
 from coordinator.pipeline_file import PipelineFile
-from coordinator.groups import GroupPlanner
 from coordinator.scheduler import ScheduleConfig, Scheduler
 from coordinator.session import REPLAYS_MAX, OutFrame, Session, State
 from coordinator.streams import Audience, SessionStream, sharing_key
@@ -352,7 +352,9 @@ class Pipeline:
         session = audience.session
         if fault.retryable and not isinstance(error, StaleEpochError) and session.replays < REPLAYS_MAX:
             session.replays += 1
-            log.info("replaying a session", extra={"fields": {"request": session.request.request_id, "why": str(error)}})
+            log.info(
+                "replaying a session", extra={"fields": {"request": session.request.request_id, "why": str(error)}}
+            )
             self._scheduler.forget(session.session_id, time.monotonic_ns())
             self._start(session)
             return

@@ -50,7 +50,12 @@ class StageClient:
         sent_ns = time.monotonic_ns()
         try:
             status: pb.StatusResponse = await rpc.call(
-                self._channel, "Status", pb.StatusRequest(with_recent=with_recent), pb.StatusResponse, self.address, STATUS_TIMEOUT_S
+                self._channel,
+                "Status",
+                pb.StatusRequest(with_recent=with_recent),
+                pb.StatusResponse,
+                self.address,
+                STATUS_TIMEOUT_S,
             )
         except RelaylineError:
             return None

@@ -79,9 +79,8 @@ def mixed(extents: Sequence[Extent], chunk_rows: int, max_rows: int) -> list[Ste
 
 
 Shape = Callable[[Sequence[Extent], int, int], list[Step]]
-AGAIN = "again"
 SHAPES: dict[str, Shape] = {
-    AGAIN: one_after_another,
+    "other cells": one_after_another,  # all sessions in one cache, as each finds it after the ones before
     "one prefill": one_prefill,
     "row by row": row_by_row,
     "mixed": mixed,

@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deploy.options import Address, AddressList, engine_options, log_options, pipeline_options, policy_option, supervised_option
+from deploy.options import (
+    Address,
+    AddressList,
+    engine_options,
+    log_options,
+    pipeline_options,
+    policy_option,
+    supervised_option,
+)
 from wire import logs
 from wire.envelope import DTYPE_BY_NAME
-
 
 if TYPE_CHECKING:
     from coordinator.scheduler import ScheduleConfig
@@ -47,7 +54,7 @@ def _watch_stdin() -> None:
 @engine_options
 @log_options
 @supervised_option
-def stage_command(**given: Any) -> None:  # noqa: ANN401 - click passes every option by name
+def stage_command(**given: Any) -> None:
     """Load one stage artifact and serve it to its neighbours until SIGINT or SIGTERM."""
     from stage.config import StageConfig
     from stage.process import run_stage
@@ -109,7 +116,7 @@ def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
 @pipeline_options
 @log_options
 @supervised_option
-def serve_command(**given: Any) -> None:  # noqa: ANN401 - click passes every option by name
+def serve_command(**given: Any) -> None:
     """Connect the stages of a pipeline and serve it over HTTP until SIGINT or SIGTERM."""
     from coordinator.pipeline import PipelineConfig
     from coordinator.serve import Ready, ServeConfig, run_coordinator

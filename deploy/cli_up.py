@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 @click.option("--cuts", callback=parse_cuts, help="First layer of each later stage, e.g. 8,16, not --stages.")
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Threads per stage [default: cores / stages].")
-@click.option("--split-dir", type=click.Path(path_type=Path), default=None, help="Where to keep the split [default: cache].")
+@click.option(
+    "--split-dir", type=click.Path(path_type=Path), default=None, help="Where to keep the split [default: cache]."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
 @policy_option
 @engine_options
 @pipeline_options
 @log_options
-def up_command(**given: Any) -> None:  # noqa: ANN401 - click passes every option by name
+def up_command(**given: Any) -> None:
     """Split the model if needed, start its stages and the coordinator, and serve until SIGINT or SIGTERM."""
     from deploy.local import LocalConfig, forwarded
 

@@ -113,7 +113,9 @@ async def demo(*, keep: bool) -> None:
     config = LocalConfig(split_for(MODEL, N_STAGES, None, None), ("127.0.0.1", 0), stage_arguments=("--ctx", "512"))
     async with running(config) as (_, ready), aiohttp.ClientSession() as session:
         url, model = ready["url"], ready["model"]
-        states: list[dict[str, Any]] = [{"index": i, "prompt": p, "text": "", "tokens": 0} for i, p in enumerate(PROMPTS)]
+        states: list[dict[str, Any]] = [
+            {"index": i, "prompt": p, "text": "", "tokens": 0} for i, p in enumerate(PROMPTS)
+        ]
         began_s = time.monotonic()
         work = asyncio.gather(*(stream(session, url, model, state["prompt"], state) for state in states))
         await watch(states, work, console)

@@ -17,7 +17,7 @@ class Address(click.ParamType[tuple[str, int]]):
 
     name = "host:port"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:  # noqa: ANN401
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
         """Split and check one address."""
         if isinstance(value, tuple):
             return value
@@ -32,7 +32,7 @@ class AddressList(click.ParamType[tuple[str, ...]]):
 
     name = "host:port,..."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:  # noqa: ANN401
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
         """Check every address."""
         if isinstance(value, tuple):
             return value
@@ -70,8 +70,13 @@ engine_options = _apply(
     click.option("--lanes", type=int, default=32, show_default=True, help="Streams that may run at once."),
     click.option("--gpu-layers", type=int, default=0, show_default=True, help="Layers on the GPU; -1 for all."),
     click.option("--max-rows", type=int, default=512, show_default=True, help="Rows of one native step."),
-    click.option("--prefill-rows", type=int, default=128, show_default=True,
-                 help="Prefill rows beside decoders with --policy drain."),
+    click.option(
+        "--prefill-rows",
+        type=int,
+        default=128,
+        show_default=True,
+        help="Prefill rows beside decoders with --policy drain.",
+    ),
     click.option("--no-calibrate", is_flag=True, help="Learn the cost curve from real steps only."),
     click.option("--kv-type", default="f16", show_default=True, help="Element type of the KV cache."),
 )

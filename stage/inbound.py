@@ -39,7 +39,7 @@ class Inbound:
         self._closed = False
 
     @staticmethod
-    def hello(message: Any) -> pb.LinkOpen:  # noqa: ANN401 - bytes, or gRPC's end-of-stream marker
+    def hello(message: Any) -> pb.LinkOpen:
         """Read the first message of a stream. Raises ProtocolError."""
         if not isinstance(message, bytes):
             raise ProtocolError("the link closed before its handshake")

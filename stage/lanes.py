@@ -82,7 +82,9 @@ class LaneTable:
         """Shorten the session to `length` positions. Raises SessionError, PositionGapError."""
         lane = self._owned(session_id, route_id)
         if length > lane.next_position:
-            raise PositionGapError(f"session {session_id:x} cannot be trimmed to {length}, it holds {lane.next_position}")
+            raise PositionGapError(
+                f"session {session_id:x} cannot be trimmed to {length}, it holds {lane.next_position}"
+            )
         placement = Placement(lane, length if length < lane.next_position else None)
         lane.next_position = length
         return placement
@@ -91,7 +93,9 @@ class LaneTable:
         """Return (source, target) for copying `length` positions. The target must be empty. Raises as `trim`."""
         source, target = self._owned(source_id, route_id), self._owned(target_id, route_id)
         if length > source.next_position:
-            raise PositionGapError(f"session {source_id:x} holds {source.next_position} positions, {length} were asked for")
+            raise PositionGapError(
+                f"session {source_id:x} holds {source.next_position} positions, {length} were asked for"
+            )
         if target.next_position:
             raise SessionError(f"session {target_id:x} already holds {target.next_position} positions")
         target.next_position = length

@@ -73,7 +73,7 @@ class Runner:
             self._outbox_steps -= 1
             self._changed.notify()
 
-    async def call(self, function: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever the function returns
+    async def call(self, function: Callable[[], Any]) -> Any:
         """Run a function in the decode thread between two steps and return its result."""
         future: asyncio.Future[Any] = self._loop.create_future()
         with self._changed:
@@ -139,7 +139,7 @@ class Runner:
             self._loop.call_soon_threadsafe(_settle, future, result, None)
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:  # noqa: ANN401
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
     if future.done():
         return
     if error is not None:

@@ -124,7 +124,7 @@ class StageService:
         if self._routes.get(route.route_id) is route and not route.ended.is_set():
             route.report_lost(error)
 
-    def _spawn(self, work: Any) -> None:  # noqa: ANN401 - a coroutine
+    def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -240,7 +240,7 @@ class StageService:
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
-    async def relay(self, requests: Any, context: Context) -> None:  # noqa: ANN401 - unused: read() is quicker
+    async def relay(self, requests: Any, context: Context) -> None:
         """Take envelopes of one upstream neighbour until it leaves or its epoch ends."""
         try:
             route, hello = await self._accept(context)

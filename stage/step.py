@@ -366,9 +366,7 @@ class StepExecutor:
                 )
             )
 
-    def _encode(
-        self, outputs: dict[int, RouteOutput], controls: list[QueuedFrame], placed: list[_Placed]
-    ) -> None:
+    def _encode(self, outputs: dict[int, RouteOutput], controls: list[QueuedFrame], placed: list[_Placed]) -> None:
         for route_id in {frame.route_id for frame in controls} | {item.frame.route_id for item in placed}:
             wiring = self.routes[route_id]
             if wiring.pool is None:
@@ -427,4 +425,3 @@ def fill_frames(buffer: Buffer, forwarded: list[QueuedFrame]) -> None:
     records["argument"] = [frame.argument for frame in forwarded]
     records["enqueued_ns"] = [frame.arrived_ns for frame in forwarded]
     records["trace"] = [np.void(frame.trace) for frame in forwarded]
-

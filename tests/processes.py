@@ -19,7 +19,9 @@ COMMAND = (sys.executable, "-m", "deploy.cli")
 
 def relayline(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     """Run one command to its end."""
-    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s, check=False)
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s, check=False
+    )
 
 
 class Running:

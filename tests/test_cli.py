@@ -102,7 +102,9 @@ def test_an_altered_artifact_is_refused(split: Path, tmp_path: Path) -> None:
 
 def test_taken_ports(split: Path, model: Path, taken_port: str, tmp_path: Path) -> None:
     refused(1, "stage", "--artifact", split / "stage-0.gguf", "--listen", taken_port, says=taken_port)
-    refused(1, "up", "--model", model, "--stages", "2", "--split-dir", tmp_path / "s", "--http", taken_port, says="taken")
+    refused(
+        1, "up", "--model", model, "--stages", "2", "--split-dir", tmp_path / "s", "--http", taken_port, says="taken"
+    )
 
 
 def test_stages_that_do_not_belong_together(split: Path, model: Path, tmp_path: Path) -> None:
@@ -120,7 +122,9 @@ def test_stages_that_do_not_belong_together(split: Path, model: Path, tmp_path: 
             ((address[0], address[3]), "another split"),
         ):
             refused(1, "serve", "--pipeline", split, "--stages", ",".join(pair), "--http", "127.0.0.1:0", says=says)
-        with running("serve", "--pipeline", split, "--stages", ",".join(address[:2]), "--http", "127.0.0.1:0", "--json"):
+        with running(
+            "serve", "--pipeline", split, "--stages", ",".join(address[:2]), "--http", "127.0.0.1:0", "--json"
+        ):
             pass  # and the right ones in the right order are taken
 
 

@@ -166,7 +166,9 @@ async def test_a_killed_stage_is_a_pause_not_a_failure(served: Running) -> None:
         client = Client(session, served.event)
         undisturbed = text_of(await client.stream(PROMPTS[1], max_tokens=400))
         epoch = (await client.pipeline())["epoch"]
-        victims = [pid for pid in children(served.process.pid) if b"stage-1.gguf" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        victims = [
+            pid for pid in children(served.process.pid) if b"stage-1.gguf" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
         seen = 0
 
         def kill_once(_: dict[str, Any]) -> None:
@@ -182,7 +184,9 @@ async def test_a_killed_stage_is_a_pause_not_a_failure(served: Running) -> None:
 
 def test_stop_leaves_no_process(tmp_path: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        process = Running(["up", "--model", DEMO, "--stages", "2", "--split-dir", tmp_path, "--http", "127.0.0.1:0", "--json"])
+        process = Running(
+            ["up", "--model", DEMO, "--stages", "2", "--split-dir", tmp_path, "--http", "127.0.0.1:0", "--json"]
+        )
         pids = children(process.process.pid)
         assert len(pids) == 3
         assert process.stop(number) == 0
@@ -190,7 +194,9 @@ def test_stop_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_children_leave_when_their_supervisor_is_killed(tmp_path: Path) -> None:
-    process = Running(["up", "--model", DEMO, "--stages", "2", "--split-dir", tmp_path, "--http", "127.0.0.1:0", "--json"])
+    process = Running(
+        ["up", "--model", DEMO, "--stages", "2", "--split-dir", tmp_path, "--http", "127.0.0.1:0", "--json"]
+    )
     pids = children(process.process.pid)
     process.stop(signal.SIGKILL)
     wait_gone(pids)

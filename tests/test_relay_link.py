@@ -421,7 +421,7 @@ class StuckCall:
             raise
         raise asyncio.CancelledError
 
-    async def read(self) -> pb.LinkReply:
+    async def read(self) -> bytes:
         await self.cancelled.wait()
         raise asyncio.CancelledError
 

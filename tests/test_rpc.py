@@ -141,6 +141,15 @@ async def test_an_unknown_method_and_garbage_bytes_end_the_call_only():
         assert await describe(channel) == pb.DescribeResponse()
 
 
+async def test_a_reply_that_does_not_parse_is_a_protocol_error():
+    async def answer(request: pb.DescribeRequest, context: Any) -> Any:
+        return pb.ReturnEnvelope(samples=[pb.Sampled(token=2**32 - 1)])  # field 3 is not UTF-8
+
+    async with serving(answer) as channel:
+        with pytest.raises(ProtocolError, match="b answered Describe with something else"):
+            await describe(channel)
+
+
 async def test_nobody_listening_is_a_lost_stage():
     with socket.socket() as taken:  # bound but not listening: connections are refused
         taken.bind(("127.0.0.1", 0))

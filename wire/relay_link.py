@@ -31,7 +31,7 @@ class RelayLink:
         self,
         address: str,
         channel: grpc.aio.Channel,
-        call: grpc.aio.StreamStreamCall[bytes, pb.LinkReply],
+        call: grpc.aio.StreamStreamCall[bytes, bytes],
         accepted: pb.LinkAccepted,
         pool: BufferPool,
         on_lost: OnLost,
@@ -112,8 +112,8 @@ class RelayLink:
 
     async def _read_credits(self) -> None:
         try:
-            while isinstance(reply := await self._call.read(), pb.LinkReply):
-                self._in_flight_bytes = max(0, self._in_flight_bytes - reply.credit_bytes)
+            while isinstance(data := await self._call.read(), bytes):
+                self._in_flight_bytes = max(0, self._in_flight_bytes - pb.LinkReply.FromString(data).credit_bytes)
                 self._credit_changed.set()
             detail = await self._call.details()
             error: RelaylineError = StageLostError(f"{self.address} closed the link: {detail or 'no reason given'}")
@@ -152,23 +152,22 @@ def _task_is_cancelled() -> bool:
 
 async def _shake_hands(
     channel: grpc.aio.Channel, address: str, hello: pb.LinkOpen
-) -> tuple[grpc.aio.StreamStreamCall[bytes, pb.LinkReply], pb.LinkAccepted]:
-    stream = channel.stream_stream(
-        rpc.method("Relay"), request_serializer=None, response_deserializer=rpc.parser(pb.LinkReply)
-    )
-    call = stream()
+) -> tuple[grpc.aio.StreamStreamCall[bytes, bytes], pb.LinkAccepted]:
+    # Replies are parsed here: grpc.aio turns one that its deserializer refuses into None and goes on.
+    call = channel.stream_stream(rpc.method("Relay"), request_serializer=None, response_deserializer=None)()
     try:
         try:
             await call.write(rpc.serialize(pb.Envelope(open=hello)))
         except asyncio.InvalidStateError:
             pass  # the call has ended already; reading says why
-        reply = await call.read()
+        data = await call.read()
+        if not isinstance(data, bytes):
+            raise StageLostError(f"{address} closed the link: {await call.details() or 'no reason given'}")
+        reply = pb.LinkReply.FromString(data)
     except grpc.aio.AioRpcError as error:
         raise rpc.typed(error, address) from error
     except DecodeError as error:
         raise ProtocolError(f"{address} answered the handshake with something else") from error
-    if not isinstance(reply, pb.LinkReply):
-        raise StageLostError(f"{address} closed the link: {await call.details() or 'no reason given'}")
     if not reply.HasField("accepted"):
         raise ProtocolError(f"{address} answered the handshake with something else")
     return call, reply.accepted

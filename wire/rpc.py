@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from wire import bounds
 from wire.errors import (
@@ -71,7 +72,7 @@ def serialize(message: Any) -> bytes:
 
 
 def parser(message_type: type[Any]) -> Callable[[bytes], Any]:
-    """Return a deserializer for gRPC. Bytes that do not parse end the call; the process goes on."""
+    """Return a deserializer for gRPC. Bytes that do not parse end a server's call; a client's call gives None."""
     return message_type.FromString  # type: ignore[no-any-return]
 
 
@@ -104,9 +105,17 @@ def typed(error: grpc.aio.AioRpcError, peer: str) -> RelaylineError:
 async def call(
     channel: grpc.aio.Channel, name: str, request: Any, reply: type[Any], peer: str, timeout_s: float
 ) -> Any:
-    """Make one unary call. Raises the typed error of the other side, StageLostError if it cannot be reached."""
-    unary = channel.unary_unary(method(name), request_serializer=serialize, response_deserializer=parser(reply))
+    """Make one unary call.
+
+    Raises the typed error of the other side, StageLostError if it cannot be reached, ProtocolError if its reply is not
+    one.
+    """
+    unary = channel.unary_unary(method(name), request_serializer=serialize, response_deserializer=None)
     try:
-        return await unary(request, timeout=timeout_s)
+        data = await unary(request, timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
         raise typed(error, peer) from error
+    try:
+        return reply.FromString(data)
+    except DecodeError as error:
+        raise ProtocolError(f"{peer} answered {name} with something else") from error

@@ -29,7 +29,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         generate(Path(scratch))
         fresh = [path.relative_to(scratch) for path in Path(scratch).rglob("*_pb2.py*")]
-        stale = [str(p) for p in fresh if not (committed / p).exists() or not filecmp.cmp(Path(scratch, p), committed / p, False)]
+        stale = [
+            str(p)
+            for p in fresh
+            if not (committed / p).exists() or not filecmp.cmp(Path(scratch, p), committed / p, False)
+        ]
     if stale:
         sys.exit(f"stubs differ from proto/: {', '.join(stale)}; run `make proto`")
     print(f"{len(fresh)} generated stubs match proto/")

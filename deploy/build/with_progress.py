@@ -21,7 +21,9 @@ def main() -> int:
     started_s = shown_s = time.monotonic()
     tail: collections.deque[str] = collections.deque(maxlen=LOG_LINES_KEPT)
     is_terminal = sys.stderr.isatty()
-    process = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    process = subprocess.Popen(
+        sys.argv[1:], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
     assert process.stdout is not None
     for line in process.stdout:
         tail.append(line)

@@ -1,0 +1,157 @@
+"""One simulated stage: the real batcher, policy, lanes and learned curves around a native step that only takes time.
+
+Every event checks what must never break, see `Violation`.
+"""
+
+from __future__ import annotations
+
+import random
+
+from benches.simulate_world import StageModel
+from stage.batcher import Batcher
+from stage.curves import Curves
+from stage.lanes import LaneTable
+from stage.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
+from stage.queue_types import QueuedFrame, Step
+from wire.curve import CostCurve
+from wire.frames import Flag
+
+ROUTE = 1
+
+
+class Violation(AssertionError):
+    """An invariant broke: the code under test is wrong."""
+
+
+def make_policy(name: str, rows_max: int, curve: CostCurve) -> Policy:
+    """Return the stage policy of that name, as `stage.process` makes it."""
+    if name == "single":
+        return SinglePolicy(rows_max)
+    if name == "drain":
+        return DrainPolicy(max_rows=rows_max, prefill_rows=128)
+    return GroupPolicy(rows_max, curve)
+
+
+class SimStage:
+    """Queue, engine and lanes of one stage."""
+
+    def __init__(self, index: int, model: StageModel, policy: str, n_lanes: int, rng: random.Random) -> None:
+        self.index, self.model, self.is_auto = index, model, policy == "auto"
+        self.curves = Curves(CostCurve(model.decode.points()), CostCurve(model.prefill.points()))
+        self.batcher = Batcher(make_policy(policy, model.rows_max, self.curves.decode))
+        self.lanes = LaneTable(n_lanes, 1 << 20)
+        self.factor, self.stalled_until_ns = 1.0, 0
+        self.step: Step | None = None
+        self.cancelled: set[int] = set()
+        self.cost_max_ns = 0  # dearest step so far
+        self.n_steps = self.n_rows = 0
+        self._rng = rng
+        self._waiting: dict[QueuedFrame, int] = {}  # row frames in the queue -> arrival, oldest first
+        self._step_rows = self._step_cost_ns = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is being computed."""
+        return self.step is not None
+
+    def oldest_arrival_ns(self) -> int | None:
+        """Return when the frame that has waited longest arrived, None while nothing waits."""
+        return next(iter(self._waiting.values()), None)
+
+    @property
+    def n_waiting(self) -> int:
+        """Row frames in the queue, counted by the simulation."""
+        return len(self._waiting)
+
+    def push(self, frames: list[QueuedFrame], now_ns: int, envelope: int) -> int:
+        """Queue one envelope's frames; returns how many row frames a close made pointless."""
+        n_dropped = 0
+        for frame in frames:
+            frame.arrived_ns, frame.envelope = now_ns, envelope
+            if frame.flags & Flag.CLOSE:
+                self.cancelled.add(frame.session_id)
+            if frame.n_rows:
+                self._waiting[frame] = now_ns
+            for dropped in self.batcher.push(frame):
+                if dropped.n_rows:
+                    del self._waiting[dropped]
+                    n_dropped += 1
+        self.check()
+        return n_dropped
+
+    def begin(self, now_ns: int, jitter: float) -> int | None:
+        """Take the next step if there is one; returns when it will be done."""
+        step = self.batcher.take(now_ns)
+        if step is None:
+            return None
+        for control in step.controls:
+            self._control(control)
+        if step.controls:
+            self.lanes.check()
+        self._place(step)
+        self.check()
+        self.step = step
+        cost_ns = self._cost_ns(step)
+        if jitter and cost_ns:
+            cost_ns = round(cost_ns * (1 + jitter * (2 * self._rng.random() - 1)))
+        cost_ns = round(cost_ns * self.factor)
+        self.cost_max_ns = max(self.cost_max_ns, cost_ns + self.model.host_ns)
+        self._step_cost_ns = cost_ns
+        return max(now_ns, self.stalled_until_ns) + cost_ns + (self.model.host_ns if step.frames else 0)
+
+    def finish(self) -> list[QueuedFrame]:
+        """End the step; returns what goes on: controls first, then row frames."""
+        step = self.step
+        assert step is not None
+        self.step = None
+        for frame in step.frames:
+            self.lanes.place(frame.session_id, ROUTE, frame.position, 0).lane.next_position += frame.n_rows
+        if step.frames:
+            self.n_steps += 1
+            self.n_rows += step.n_rows
+            n_prefill = sum(frame.is_prefill for frame in step.frames)
+            if n_prefill == 0:
+                self.curves.decode.observe(self._step_rows, self._step_cost_ns)
+            elif n_prefill == len(step.frames):
+                self.curves.prefill.observe(self._step_rows, self._step_cost_ns)
+        return step.controls + step.frames
+
+    def check(self) -> None:
+        """Hold the queue against the simulation's own account of it."""
+        if len(self.batcher) - len(self.batcher._controls) != len(self._waiting):
+            raise Violation(f"stage {self.index} lost or invented a frame: {len(self.batcher)} != {len(self._waiting)}")
+
+    def _control(self, control: QueuedFrame) -> None:
+        if control.flags & Flag.OPEN:
+            if (ROUTE, control.session_id) in self.lanes._by_session:
+                raise Violation(f"session {control.session_id} was opened twice at stage {self.index}")
+            self.lanes.open(control.session_id, ROUTE)
+        elif control.flags & Flag.CLOSE:
+            self.lanes.close(control.session_id, ROUTE)
+            self.cancelled.discard(control.session_id)
+
+    def _place(self, step: Step) -> None:
+        n_rows = step.n_rows
+        if n_rows > self.model.rows_max and len(step.frames) > 1:
+            raise Violation(f"stage {self.index} took {n_rows} rows, at most {self.model.rows_max} fit")
+        sessions = set()
+        for frame in step.frames:
+            placement = self.lanes.place(frame.session_id, ROUTE, frame.position, frame.n_rows)
+            if frame.position != placement.lane.next_position or frame.session_id in sessions:
+                raise Violation(f"session {frame.session_id} repeats position {frame.position} at stage {self.index}")
+            sessions.add(frame.session_id)
+            if self._waiting.pop(frame, None) is None:
+                raise Violation(f"stage {self.index} ran a frame that was not waiting")
+
+    def _cost_ns(self, step: Step) -> float:
+        """Return the native step's true cost: tiles of all rows, plus the head for the rows that want it."""
+        n_prefill = sum(frame.n_rows for frame in step.frames if frame.is_prefill)
+        n_decode = step.n_rows - n_prefill
+        self._step_rows = step.n_rows
+        if n_decode == 0:
+            return self.model.prefill.cost_ns(n_prefill)
+        rows = self.curves.decode.padded_rows(step.n_rows, self.model.rows_max) if self.is_auto else step.n_rows
+        self._step_rows = rows
+        if n_prefill == 0:
+            return self.model.decode.cost_ns(rows)
+        return max(self.model.decode.cost_ns(n_decode), self.model.prefill.cost_ns(rows))

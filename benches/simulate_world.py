@@ -1,0 +1,141 @@
+"""What a simulation is given: stages with their true costs, links, requests; and the best that any schedule could do.
+
+Knows neither batcher nor scheduler. Times are integer nanoseconds of virtual time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from wire.curve import LADDER, CostCurve
+
+MS = 1_000_000
+PREFILL_LADDER = (4, 8, 16, 32, 64, 128, 256, 512)
+
+# FIELD.md: 8 layers and the head of a 1B-shape llama, Q4_0, one thread. Beyond 32 rows each tile costs what it did.
+STAIRCASE_MS = (
+    (1, 14.7), (2, 28.3), (3, 43.2), (4, 26.5), (5, 40.7), (6, 54.0), (7, 75.4), (8, 50.7), (12, 77.0), (16, 90.0),
+    (24, 141.0), (32, 165.0), (64, 330.0), (128, 660.0), (256, 1320.0), (512, 2640.0),
+)  # fmt: skip
+
+
+def staircase(factor: float = 1.0) -> CostCurve:
+    """Return a CPU stage's true cost: tiles of four rows, what is left over runs row by row."""
+    return CostCurve((rows, factor * ms * MS) for rows, ms in STAIRCASE_MS)
+
+
+def smooth(factor: float = 1.0) -> CostCurve:
+    """Return a GPU-like cost: bound by reading the weights up to 64 rows, by arithmetic beyond, no steps."""
+    ladder = (*LADDER, 256, 512)
+    return CostCurve((rows, factor * MS * (8.0 + 0.02 * rows + 0.10 * max(0, rows - 64))) for rows in ladder)
+
+
+CURVES = {"staircase": staircase, "smooth": smooth}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageModel:
+    """One stage as it really is; what it knows of itself is measured from this."""
+
+    decode: CostCurve
+    prefill: CostCurve
+    rows_max: int = 512
+    host_ns: int = 0
+    """Work of the stage's process around each native step; the stage is not free meanwhile."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One client's wish."""
+
+    arrives_ns: int
+    n_prompt: int
+    max_tokens: int
+    cancel_ns: int | None = None
+    """When the client gives up, if it does."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Disturbance:
+    """From `at_ns` on a stage takes `factor` times as long; with `stall_ns` it does nothing at all meanwhile."""
+
+    at_ns: int
+    stage: int
+    factor: float = 1.0
+    stall_ns: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class World:
+    """Everything a simulation needs besides the policy under test."""
+
+    stages: tuple[StageModel, ...]
+    requests: tuple[Request, ...]
+    link_ns: int = 0
+    """One way, between neighbours and between the coordinator and both ends."""
+    jitter: float = 0.0
+    """Largest relative deviation of a step from its curve."""
+    disturbances: tuple[Disturbance, ...] = ()
+    n_lanes: int = 4_096
+    waiting_max: int = 100_000
+    refresh_ns: int = 0
+    """How often the coordinator asks for the curves that stages have learned; 0 never."""
+    seed: int = 0
+
+    @property
+    def overhead_ns(self) -> int:
+        """A round trip beyond native steps when nothing is in the way."""
+        return self.link_ns * (len(self.stages) + 1) + sum(stage.host_ns for stage in self.stages)
+
+
+def equal_stages(n_stages: int, curve: str = "staircase", *, host_ns: int = 0) -> tuple[StageModel, ...]:
+    """Return n_stages stages of one kind."""
+    return tuple(StageModel(CURVES[curve](), CURVES[curve](), host_ns=host_ns) for _ in range(n_stages))
+
+
+def one_slower(n_stages: int, factor: float, curve: str = "staircase") -> tuple[StageModel, ...]:
+    """Return stages of which the middle one takes `factor` times as long."""
+    stages = list(equal_stages(n_stages, curve))
+    stages[n_stages // 2] = StageModel(CURVES[curve](factor), CURVES[curve](factor))
+    return tuple(stages)
+
+
+def streams(n_streams: int, max_tokens: int, *, n_prompt: int = 4) -> tuple[Request, ...]:
+    """Return n_streams equal requests that arrive together."""
+    return tuple(Request(0, n_prompt, max_tokens) for _ in range(n_streams))
+
+
+def best_rate(stages: Sequence[StageModel], n_streams: int, overhead_ns: float) -> float:
+    """Return tokens a second that no schedule of batches which stay together can exceed.
+
+    A schedule starts x(r) batches of r rows a second. Stage s is busy sum x(r) c_s(r) <= 1 of the time, and by Little's
+    law the streams under way are sum r x(r) way(r) <= n_streams. Maximising sum r x(r) for one stage at a time is a
+    linear program with two constraints; its dual is the least, over the price p of a stream, of
+    p n_streams + max over r of r (1 - p way(r)) / c_s(r), which is convex in p.
+    """
+    rows_max = min(n_streams, *(stage.rows_max for stage in stages))
+    sizes = sorted({*range(1, min(rows_max, 128) + 1), *range(128, rows_max + 1, 8), rows_max} - {0})
+    sizes = [rows for rows in sizes if rows <= rows_max]
+    costs = [[s.decode.padded_cost_ns(rows, s.rows_max) + s.host_ns for rows in sizes] for s in stages]
+    hosts_ns = sum(stage.host_ns for stage in stages)
+    ways = [sum(column) - hosts_ns + overhead_ns for column in zip(*costs, strict=True)]
+
+    def dual(price: float, stage_costs: Sequence[float]) -> float:
+        scarce = max(
+            rows * (1 - price * way) / cost for rows, way, cost in zip(sizes, ways, stage_costs, strict=True)
+        )
+        return price * n_streams + max(0.0, scarce)
+
+    best = math.inf
+    for stage_costs in {tuple(each) for each in costs}:
+        low, high = 0.0, 1.0 / min(ways)
+        for _ in range(80):
+            third = (high - low) / 3
+            if dual(low + third, stage_costs) < dual(high - third, stage_costs):
+                high -= third
+            else:
+                low += third
+        best = min(best, dual((low + high) / 2, stage_costs))
+    return best * 1e9

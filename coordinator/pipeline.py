@@ -57,7 +57,7 @@ class PipelineConfig:
     """host:port of every stage, in layer order."""
     wire_dtype: int
     """Dtype of activations between stages (wire.envelope.DTYPE_F16 or DTYPE_F32)."""
-    schedule: ScheduleConfig = ScheduleConfig()
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     """How decode rows are grouped and prompts cut into chunks."""
     share: bool = True
     """Whether identical deterministic requests in flight share one session."""

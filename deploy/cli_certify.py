@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +107,7 @@ def certify_command(**given: Any) -> None:
     else:
         print_report(report, Console())
     if not report.passed:
-        raise click.exceptions.Exit(1)
+        sys.exit(1)  # click's own Exit would be swallowed outside its standalone mode
 
 
 async def _until_stopped(config: CertifyConfig, facts: ModelFacts, stopping: asyncio.Event) -> Report:

@@ -83,7 +83,7 @@ class StepResult:
 
 @dataclasses.dataclass(slots=True)
 class RouteWiring:
-    """The decode thread's view of a route: its epoch and the buffers of its downstream link (None on the last stage)."""
+    """The decode thread's view of a route: its epoch and its downstream link's buffers (None on the last stage)."""
 
     epoch: int
     pool: BufferPool | None

@@ -87,6 +87,11 @@ def children(pid: int) -> list[int]:
     return [int(part) for part in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def child_running(pid: int, argument: str) -> int:
+    """Return the child of `pid` whose command line mentions `argument`."""
+    return next(child for child in children(pid) if argument.encode() in Path(f"/proc/{child}/cmdline").read_bytes())
+
+
 def wait_gone(pids: Sequence[int]) -> None:
     """Block until every process has ended; fails after TIMEOUT_S."""
     for pid in pids:

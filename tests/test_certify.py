@@ -246,7 +246,7 @@ class Wrong:
 
 
 WRONG = {
-    "architecture": Wrong("olmo2", (), 1, "'olmo2' has not been certified for splitting; supported: baichuan"),
+    "architecture": Wrong("olmo2", (), 1, "'olmo2' has not been certified for splitting; supported: "),
     "cut": Wrong("llama", ("--cuts", "9"), 2, "cut 9 is outside the model's 2 layers"),
     "not a cut": Wrong("llama", ("--cuts", "one"), 2, "'one' is not a list of layer numbers"),
     "both": Wrong("llama", ("--cuts", "1", "--stages", "2"), 2, "give either --stages or --cuts, not both"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from processes import Running, children, running, wait_gone
+from processes import Running, child_running, children, running, wait_gone
 
 DEMO = Path(__file__).parents[1] / "deploy" / "demo" / "relayline-demo.gguf"
 PROMPTS = (
@@ -78,11 +78,11 @@ async def assert_same_greedy(client: Client, prompt: str, alone: str, together: 
         return
     reply = await client.complete(prompt, logprobs=2)
     logprobs = reply["choices"][0]["logprobs"]
-    common = os.path.commonprefix([alone, together])
+    common = next(i for i, (a, b) in enumerate(zip(alone + "\0", together + "\1", strict=False)) if a != b)
     margins = [
         max(top.values()) - min(top.values())
         for top, offset in zip(logprobs["top_logprobs"], logprobs["text_offset"], strict=True)
-        if offset <= len(common)
+        if offset <= common
     ]
     assert min(margins[-2:]) < NEAR_TIE, f"{prompt!r}: {alone!r} became {together!r}"
 
@@ -114,7 +114,6 @@ async def test_eight_streams_equal_one_at_a_time_and_share_batches(served: Runni
             if int(size) > 1
         )
         assert batched > 0, f"no batch formed at stage {stage_after['index']}"
-        assert stage_after["lanes_used"] == 0
 
 
 async def test_a_client_that_leaves_frees_its_lane(served: Running) -> None:
@@ -166,16 +165,14 @@ async def test_a_killed_stage_is_a_pause_not_a_failure(served: Running) -> None:
         client = Client(session, served.event)
         undisturbed = text_of(await client.stream(PROMPTS[1], max_tokens=400))
         epoch = (await client.pipeline())["epoch"]
-        victims = [
-            pid for pid in children(served.process.pid) if b"stage-1.gguf" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
+        victim = child_running(served.process.pid, "stage-1.gguf")
         seen = 0
 
         def kill_once(_: dict[str, Any]) -> None:
             nonlocal seen
             seen += 1
             if seen == 3:
-                os.kill(victims[0], signal.SIGKILL)
+                os.kill(victim, signal.SIGKILL)
 
         disturbed = text_of(await client.stream(PROMPTS[1], kill_once, max_tokens=400))
         assert (await client.pipeline())["epoch"] > epoch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 
 from coordinator.generation import GenerationRequest, SamplingParams, TokenEvent
-from coordinator.pipeline import Phase, Pipeline, PipelineConfig, SessionStream
+from coordinator.pipeline import Phase, Pipeline, PipelineConfig
 from coordinator.scheduler import ScheduleConfig
+from coordinator.streams import SessionStream
 from stage.config import StageConfig
 from stage.process import serve
 from tests.fakes import pipeline_file
@@ -62,8 +64,11 @@ def prompt_of(seed: int, n_tokens: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(0, SHAPE.n_vocab, n_tokens).tolist())
 
 
+request_ids = itertools.count()
+
+
 def request(prompt: tuple[int, ...], max_tokens: int, sampling: SamplingParams = GREEDY) -> GenerationRequest:
-    return GenerationRequest("r", prompt, max_tokens, sampling)
+    return GenerationRequest(f"r{next(request_ids)}", prompt, max_tokens, sampling)
 
 
 def assert_greedy(whole: ReferenceModel, prompt: tuple[int, ...], tokens: list[int]) -> None:
@@ -124,7 +129,13 @@ class Fleet:
 
 @contextlib.asynccontextmanager
 async def fleet(
-    paths: Sequence[Path], *, n_lanes: int = 8, waiting_max: int = 64, recovery_timeout_s: float = 60.0, mode: str = "auto"
+    paths: Sequence[Path],
+    *,
+    n_lanes: int = 8,
+    waiting_max: int = 64,
+    recovery_timeout_s: float = 60.0,
+    mode: str = "auto",
+    share: bool = False,
 ) -> AsyncIterator[Fleet]:
     """A ready pipeline; at its end it drains, and everything has gone."""
     made = Fleet(paths, n_lanes)
@@ -136,6 +147,7 @@ async def fleet(
         ScheduleConfig(mode, chunk_rows=16),
         waiting_max=waiting_max,
         recovery_timeout_s=recovery_timeout_s,
+        share=share,
     )
     file = pipeline_file(len(paths), pipeline_id="tiny", n_embd=SHAPE.n_embd, n_vocab=SHAPE.n_vocab)
     pipeline = made.pipeline = Pipeline(config, file, lambda _: False)
@@ -256,6 +268,27 @@ async def test_a_refusal_says_why_and_leaves_nothing_behind(artifacts: Artifacts
         await running.until_free()
 
 
+async def test_identical_deterministic_requests_share_a_session(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    prompt = prompt_of(2, 9)
+    async with fleet(artifacts([2]), n_lanes=1, waiting_max=0, share=True) as running:
+        pipeline = running.pipeline
+        first = pipeline.open(request(prompt, 30))
+        begun = await read(first, 4)
+        late, gone = pipeline.open(request(prompt, 30)), pipeline.open(request(prompt, 30))
+        with pytest.raises(OverloadedError):
+            pipeline.open(request(prompt, 31))
+        with pytest.raises(OverloadedError):
+            pipeline.open(request(prompt, 30, SamplingParams(temperature=1.0, seed=1)))
+        assert await running.lanes_used() == [1, 1]
+        await gone.aclose()
+        assert await tokens_of(late) == begun + await tokens_of(first)
+        await running.until_free()
+        alone = pipeline.open(request(prompt, 200))
+        await read(alone, 1)
+        await alone.aclose()
+        await running.until_free()
+
+
 # --- recovery ----------------------------------------------------------------------------------------------------------
 
 SEEDED = SamplingParams(temperature=1.0, top_k=40, seed=7)
@@ -344,7 +377,8 @@ async def test_samples_of_an_old_epoch_and_echoes_are_ignored(artifacts: Artifac
         pipeline = running.pipeline
         stream = pipeline.open(request(prompt, 20))
         tokens = await read(stream, 3)
-        session_id, length = stream.session.session_id, len(stream.session.history)
+        (session_id,) = pipeline._audiences
+        length = len(pipeline._audiences[session_id].session.history)
         for epoch, position in ((pipeline.epoch - 1, length), (pipeline.epoch, length - 1), (pipeline.epoch, length + 1)):
             sample = pb.Sampled(session_id=session_id, position=position, token=1)
             pipeline._on_return(pb.ReturnEnvelope(epoch=epoch, samples=[sample]))
@@ -361,7 +395,8 @@ async def test_a_session_is_replayed_after_a_fault_of_its_own(artifacts: Artifac
     async with fleet(artifacts([2])) as running:
         stream = running.pipeline.open(request(prompt, 20))
         tokens = await read(stream, 3)
-        fault = pb.SessionFault(session_id=stream.session.session_id, label="no_lane", message="m", retryable=True)
+        (session_id,) = running.pipeline._audiences
+        fault = pb.SessionFault(session_id=session_id, label="no_lane", message="m", retryable=True)
         running.pipeline._on_return(pb.ReturnEnvelope(epoch=running.pipeline.epoch, faults=[fault]))
         tokens += await tokens_of(stream)
         await running.until_free()

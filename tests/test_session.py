@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from coordinator.generation import GenerationRequest, SamplingParams, TokenEvent
 from coordinator.groups import StageCost
-from coordinator.pipeline import Phase, Pipeline, PipelineConfig, SessionStream
+from coordinator.pipeline import Phase, Pipeline, PipelineConfig
 from coordinator.scheduler import ScheduleConfig
 from coordinator.session import OutFrame, Session, State
+from coordinator.streams import SessionStream
 from tests.fakes import pipeline_file
 from wire.curve import CostCurve
 from wire.envelope import DTYPE_F16
@@ -180,8 +181,8 @@ class StagesModel:
 class Client:
     """Reads one stream without waiting and holds it to its contract."""
 
-    def __init__(self, stream: SessionStream) -> None:
-        self.stream, self.session = stream, stream.session
+    def __init__(self, stream: SessionStream, session: Session) -> None:
+        self.stream, self.session = stream, session
         self.tokens: list[int] = []
         self.ends: list[str] = []
         self.left = False
@@ -204,9 +205,9 @@ class Client:
 class World:
     """A pipeline whose connection is the model."""
 
-    def __init__(self, n_lanes: int, mode: str = "auto") -> None:
+    def __init__(self, n_lanes: int, mode: str = "auto", share: bool = False) -> None:
         schedule = ScheduleConfig(mode, n_groups=2, group_rows=2, chunk_rows=3)
-        config = PipelineConfig(("a:1",), DTYPE_F16, schedule, waiting_max=2)
+        config = PipelineConfig(("a:1",), DTYPE_F16, schedule, waiting_max=2, share=share)
         self.pipeline = Pipeline(config, pipeline_file(1), lambda _: False)
         self.stages = StagesModel(n_lanes)
         self.clients: list[Client] = []
@@ -217,19 +218,27 @@ class World:
         pipeline.epoch += 1
         stages.epoch = pipeline.epoch
         stages.frames, stages.rows = [], {}
+        self.cancel_refresher()
         pipeline._connection = mock.Mock(n_lanes=stages.n_lanes, ctx_tokens=CTX)
         pipeline._connection.stage_costs = lambda: [StageCost(CostCurve(), CostCurve(), 64)]
         with mock.patch("coordinator.pipeline.TokenSender", lambda *_: stages):
             pipeline._resume(pipeline._connection)
 
+    def cancel_refresher(self) -> None:
+        if self.pipeline._refresher is not None:
+            self.pipeline._refresher.cancel()
+
     def disconnect(self) -> None:
+        self.cancel_refresher()
         self.pipeline.phase = Phase.RECOVERING
         self.pipeline._connection = self.pipeline._sender = None
 
     def open(self, n_prompt: int, max_tokens: int) -> None:
-        request = GenerationRequest("r", tuple(range(n_prompt)), max_tokens, SamplingParams())
+        request = GenerationRequest(f"r{len(self.clients)}", tuple(range(n_prompt)), max_tokens, SamplingParams())
         try:
-            self.clients.append(Client(self.pipeline.open(request)))
+            stream = self.pipeline.open(request)
+            (session,) = (a.session for a in self.pipeline._audiences.values() if stream in a.streams)
+            self.clients.append(Client(stream, session))
         except NotReadyError:
             assert self.pipeline.phase is not Phase.READY
         except OverloadedError:
@@ -248,7 +257,7 @@ class World:
         for client in self.clients:
             client.read()
             assert len(client.ends) <= 1
-        running = [c for c in self.clients if c.session.state in (State.PREFILL, State.DECODE)]
+        running = {id(c.session) for c in self.clients if c.session.state in (State.PREFILL, State.DECODE)}
         assert len(running) <= self.stages.n_lanes
 
     def finish(self) -> None:
@@ -266,7 +275,9 @@ class World:
             if client.ends in (["length"], ["stop"]):
                 assert len(client.tokens) == client.session.request.max_tokens
         admission = self.pipeline._admission
-        assert (admission.running, len(admission.waiting), self.pipeline._streams) == ({}, 0, {})
+        assert (admission.running, len(admission.waiting)) == ({}, 0)
+        assert (self.pipeline._audiences, self.pipeline._shared) == ({}, {})
+        self.cancel_refresher()
         assert self.stages.rows == {}, "a lane was never given back"
         assert self.pipeline._idle.is_set()
 
@@ -286,7 +297,7 @@ EVENTS = st.lists(
 )
 
 
-def play(world: World, event: tuple[object, ...]) -> None:
+async def play(world: World, event: tuple[object, ...]) -> None:
     match event:
         case ("open", int(n_prompt), int(max_tokens)):
             world.open(n_prompt, max_tokens)
@@ -304,7 +315,7 @@ def play(world: World, event: tuple[object, ...]) -> None:
             client = world.clients[which % len(world.clients)]
             client.read()
             client.left = True
-            world.pipeline.cancel(client.session)
+            await client.stream.aclose()
         case ("lose",):
             world.disconnect()
         case ("recover",) if world.pipeline.phase is Phase.RECOVERING:
@@ -312,14 +323,14 @@ def play(world: World, event: tuple[object, ...]) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(EVENTS, st.integers(1, 3), st.sampled_from(["auto", "drain", "fixed"]))
+@given(EVENTS, st.integers(1, 3), st.sampled_from(["auto", "drain", "fixed"]), st.booleans())
 def test_every_request_ends_once_with_its_tokens_in_order(
-    events: list[tuple[object, ...]], n_lanes: int, mode: str
+    events: list[tuple[object, ...]], n_lanes: int, mode: str, share: bool
 ) -> None:
     async def scenario() -> None:
-        world = World(n_lanes, mode)
+        world = World(n_lanes, mode, share)
         for event in events:
-            play(world, event)
+            await play(world, event)
             world.pipeline._dispatch_now()  # what the end of a turn of the loop does
             world.check()
         world.finish()

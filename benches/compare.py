@@ -1,0 +1,303 @@
+"""relayline against itself and against llama.cpp over HTTP: `python -m benches.compare [--quick]`.
+
+One GGUF, the same cores for everyone, all servers up at once and idle except the one being asked; points are measured
+in turns (every system at one number of streams, then the next number, then the whole again), so that a drifting
+machine meets all alike. What is compared are ratios of medians over the repeats.
+
+A run counts only if every request was answered with the right number of tokens and every answer agrees with the
+unsplit model's (see reference.py). Runs that do not count are listed with the reason and enter no figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benches import load, machine, parts, plot, report
+from benches.load import Request, Target, client
+from benches.models import SHAPES, Shape, model
+from benches.peers import Peers, PeersUnavailableError, build_peers, find_peers
+from benches.reference import Prompt, expected_answers, judge, prompts_for, score
+from benches.servers import Setup, llama_rpc, llama_server, relayline_up, up_has_flag
+
+POLICIES = ("auto", "single", "drain")
+LABELS = {
+    "auto": "relayline, automatic",
+    "single": "relayline, batching off",
+    "drain": "relayline, plain drain",
+    "rpc": "llama.cpp RPC",
+    "unsplit": "llama-server, unsplit",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What one comparison measures."""
+
+    shape: Shape
+    mix: str
+    streams: tuple[int, ...]
+    repeats: int
+    n_tokens: int  # of every answer
+    n_prompt: int  # tokens of every prompt
+    n_stages: int
+    cores: tuple[int, ...]
+    systems: tuple[str, ...]
+    delays_ms: tuple[float, ...]  # one way, between the processes of a 4-stage pipeline
+    delay_streams: tuple[int, ...]
+    prefill_tokens: int  # of the long prompt beside running streams; 0 leaves that part out
+    open_rate_per_s: float  # Poisson arrivals; 0 leaves that part out
+    open_requests: int
+    sweep: bool  # hand-set groups x rows beside the automatic choice
+
+
+@dataclasses.dataclass(slots=True)
+class Run:
+    """One measured point: a system at a number of streams, once."""
+
+    part: str  # streams, delay, prefill, open, sweep
+    system: str
+    n_streams: int
+    repeat: int
+    summary: load.Summary
+    pipeline: dict[str, Any]  # what relayline said of the run: rows per step, overlap, plan; empty for others
+    requests: list[Request]
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fault: str = ""  # why it does not count
+    n_exact: int = 0  # answers equal to the unsplit model's, token for token
+    worst_gap: float = 0.0  # deviations of the logits, of the answers that are not
+
+
+class Bench:
+    """The state of one comparison: prompts, expected answers, and the runs so far."""
+
+    def __init__(self, plan: Plan, log_dir: Path, peers: Peers | None) -> None:
+        self.plan, self.peers = plan, peers
+        self.path = model(plan.shape, plan.mix)
+        self.setup = Setup(
+            model=self.path,
+            n_stages=plan.n_stages,
+            n_lanes=max(plan.streams),
+            ctx_tokens=plan.n_prompt + plan.n_tokens + 8,
+            cores=plan.cores,
+            log_dir=log_dir,
+        )
+        n_prompts = max(max(plan.streams), plan.open_requests)
+        self.prompts: list[Prompt] = prompts_for(n_prompts, plan.n_prompt, plan.shape.n_vocab)
+        self.answers: list[tuple[int, ...]] = []
+        self.runs: list[Run] = []
+        self.notes: list[str] = []  # what was left out, and why
+
+    def note(self, text: str) -> None:
+        """Keep and show what the reader of the results must know."""
+        self.notes.append(text)
+        print(f"note: {text}", file=sys.stderr, flush=True)
+
+    @contextlib.asynccontextmanager
+    async def system(self, name: str, setup: Setup | None = None) -> AsyncIterator[Target]:
+        """Run one system by its short name."""
+        setup = setup or self.setup
+        if name in POLICIES:
+            flags = ["--no-share", *(["--policy", name] if up_has_flag("--policy") else [])]
+            async with relayline_up(name, flags, setup) as target:
+                yield target
+            return
+        assert self.peers is not None
+        if name == "rpc":
+            async with llama_rpc(name, setup, self.peers) as target:
+                yield target
+        else:
+            async with llama_server(name, [], setup, self.peers, n_threads=len(setup.cores)) as target:
+                yield target
+
+    async def measure(
+        self,
+        session: aiohttp.ClientSession,
+        part: str,
+        system: str,
+        target: Target,
+        n_streams: int,
+        repeat: int,
+        ask: Callable[[], Awaitable[list[Request]]] | None = None,
+    ) -> Run:
+        """Measure one point (N streams in a closed loop unless told otherwise) and keep it."""
+        before = await parts.pipeline_status(session, target)
+        if ask is None:
+            requests = await load.closed_loop(
+                session, target, self.prompts, n_streams=n_streams, n_tokens=self.plan.n_tokens
+            )
+        else:
+            requests = await ask()
+        summary = load.summarise(requests)
+        after = await parts.pipeline_status(session, target)
+        figures = parts.pipeline_figures(before, after, summary.wall_s)
+        run = Run(part, system, n_streams, repeat, summary, figures, requests)
+        self.runs.append(run)
+        report.progress(run)
+        return run
+
+    async def judge_all(self) -> None:
+        """Decide which runs count. Answers that are not exact are weighed by the unsplit model, each kind once."""
+        doubtful = {
+            (request.prompt_index, tuple(request.tokens))
+            for run in self.runs
+            for request in run.requests
+            if request.is_complete and tuple(request.tokens) != self.expected(request)
+        }
+        pairs = sorted(doubtful)
+        gaps = await score(self.path, [(self.prompts[at], answer) for at, answer in pairs], len(self.plan.cores))
+        known = dict(zip(pairs, gaps, strict=True))
+        for run in self.runs:
+            self._judge(run, known)
+
+    def expected(self, request: Request) -> tuple[int, ...]:
+        """Return the unsplit model's answer, as many tokens of it as were asked for."""
+        return self.answers[request.prompt_index][: request.n_tokens]
+
+    def _judge(self, run: Run, known: dict[tuple[int, tuple[int, ...]], list[float]]) -> None:
+        for request in run.requests:
+            if not request.is_complete:
+                got = request.error or f"{len(request.tokens)} of {request.n_tokens} tokens"
+                run.fault = run.fault or f"prompt {request.prompt_index}: {got}"
+                continue
+            answer = tuple(request.tokens)
+            verdict = judge(answer, self.expected(request), known.get((request.prompt_index, answer)))
+            run.n_exact += verdict.n_exact == len(answer)
+            run.worst_gap = max(run.worst_gap, verdict.worst_gap)
+            if not verdict.agrees:
+                where = f"prompt {request.prompt_index} differs from token {verdict.n_exact} on"
+                run.fault = run.fault or f"{where}, {verdict.worst_gap:.2f} deviations below the best"
+
+
+async def by_streams(bench: Bench) -> None:
+    """Every system at every number of streams, in turns."""
+    plan = bench.plan
+    async with contextlib.AsyncExitStack() as stack:
+        session = await stack.enter_async_context(client())
+        targets = {name: await stack.enter_async_context(bench.system(name)) for name in plan.systems}
+        for target in targets.values():  # first steps build graphs and touch pages
+            await load.closed_loop(session, target, bench.prompts, n_streams=min(2, max(plan.streams)), n_tokens=4)
+        for repeat in range(plan.repeats):
+            for n_streams in plan.streams:
+                for name, target in targets.items():
+                    await bench.measure(session, "streams", name, target, n_streams, repeat)
+        if plan.open_rate_per_s:
+            for name in (name for name in targets if name in ("auto", "rpc", "unsplit")):
+                await parts.open_loop(bench, session, name, targets[name])
+
+
+async def run(bench: Bench) -> None:
+    """Measure every part of the plan, then judge."""
+    plan = bench.plan
+    longest = max(plan.n_tokens, parts.RUNNING_CHECKED_TOKENS if plan.prefill_tokens else 0)
+    bench.answers = await expected_answers(bench.path, bench.prompts, longest, len(plan.cores))
+    await by_streams(bench)
+    if plan.delays_ms:
+        await parts.delays(bench)
+    if plan.prefill_tokens:
+        await parts.prefill_beside_decode(bench)
+    if plan.sweep:
+        await parts.sweep(bench)
+    await bench.judge_all()
+
+
+def plan_of(options: argparse.Namespace, peers: Peers | None) -> Plan:
+    """Return the plan that the command line asks for."""
+    quick = options.quick
+    cores = tuple(sorted(os.sched_getaffinity(0))[: options.cores])
+    wanted = options.systems.split(",") if options.systems else list(LABELS)
+    streams = options.streams or ("1,4" if quick else "1,2,4,8,16,32")
+    return Plan(
+        shape=SHAPES[options.shape or ("toy" if quick else "llama-1b")],
+        mix=options.type,
+        streams=tuple(int(part) for part in streams.split(",")),
+        repeats=options.repeats or (1 if quick else 2),
+        n_tokens=options.tokens or (16 if quick else 32),
+        n_prompt=16,
+        n_stages=2,
+        cores=cores,
+        systems=tuple(name for name in wanted if name in POLICIES or peers is not None),
+        delays_ms=() if options.only_streams else (0.0, 1.0) if quick else (0.0, 1.0, 10.0),
+        delay_streams=(4,) if quick else (1, 8, 32),
+        prefill_tokens=0 if options.only_streams else 128 if quick else 2_000,
+        open_rate_per_s=0.0 if options.only_streams else 20.0 if quick else 1.0,
+        open_requests=6 if quick else 16,
+        sweep=options.sweep,
+    )
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benches.compare", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a toy model and few points: checks the bench itself")
+    parser.add_argument("--shape", choices=list(SHAPES), default=None)
+    parser.add_argument("--type", default="q4_0")
+    parser.add_argument("--streams", default="", help="such as 1,2,4")
+    parser.add_argument("--systems", default="", help=f"some of {','.join(LABELS)}")
+    parser.add_argument("--tokens", type=int, default=0, help="of every answer")
+    parser.add_argument("--repeats", type=int, default=0)
+    parser.add_argument("--cores", type=int, default=2, help="cores that every system gets")
+    parser.add_argument("--sweep", action="store_true", help="also groups x rows set by hand (several minutes more)")
+    parser.add_argument("--only-streams", action="store_true", help="without delays, open loop and prefill")
+    parser.add_argument("--out", type=Path, default=Path("build/bench"))
+    return parser.parse_args()
+
+
+def peers_for(options: argparse.Namespace) -> Peers | None:
+    """Return the peers: a quick run takes them only if they are there, and no run fails for want of them."""
+    wanted = set(options.systems.split(",")) if options.systems else set(LABELS)
+    if not wanted - set(POLICIES):
+        return None
+    try:
+        return find_peers() if options.quick else build_peers(options.cores)
+    except PeersUnavailableError as error:
+        print(f"note: llama.cpp's servers are left out: {error}", file=sys.stderr)
+        return None
+
+
+async def main() -> int:
+    """Run the comparison; exit code 1 if a run did not count."""
+    options = parse()
+    facts = machine.facts()
+    peers = peers_for(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="relayline-bench-") as logs:
+        bench = Bench(plan_of(options, peers), Path(logs), peers)
+        if peers is None:
+            bench.note("llama.cpp's servers were not measured (`python -m benches.peers` builds them)")
+        try:
+            await run(bench)
+        except BaseException:
+            _show_logs(Path(logs))
+            raise
+    results = report.results(bench.plan, bench.runs, facts, bench.notes)
+    (options.out / "compare.json").write_text(json.dumps(results, indent=1))
+    report.show(results, LABELS)
+    plot.compare(results, LABELS, options.out / "compare.png")
+    return int(any(run.fault for run in bench.runs))
+
+
+def _show_logs(directory: Path) -> None:
+    if isinstance(sys.exception(), asyncio.CancelledError):  # interrupted: nobody asks why
+        return
+    for log in sorted(directory.glob("*.log")):
+        lines: Sequence[str] = log.read_text(errors="replace").splitlines()[-5:]
+        print("\n".join(f"[{log.stem}] {line}" for line in lines), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(asyncio.run(main()))
+    except KeyboardInterrupt:
+        sys.exit(130)

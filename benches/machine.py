@@ -1,0 +1,48 @@
+"""What a result was measured on: processor, cores, memory, versions. Part of every results file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+PACKAGES = ("relayline", "llama_cpp_python", "grpcio", "numpy", "uvloop")
+
+
+def _first_of(path: str, key: str) -> str:
+    """Return the value of the first `key : value` line of a /proc file; empty where there is none."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), "")
+
+
+def _commit() -> str:
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found.stdout.strip()
+
+
+def facts() -> dict[str, object]:
+    """Return the machine and the versions, JSON-ready."""
+    return {
+        "cpu": _first_of("/proc/cpuinfo", "model name") or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": _first_of("/proc/meminfo", "MemTotal"),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "load_average": list(os.getloadavg()),  # at the start: above a few tenths, others used the machine too
+        "commit": _commit(),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+    }

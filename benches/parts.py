@@ -1,0 +1,222 @@
+"""The parts of the comparison beyond "N streams on each system": delays, a long prompt, arrivals, hand-set groups."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from benches import load, report
+from benches.load import Request, Target, client
+from benches.reference import prompts_for
+from benches.servers import relayline_linked, relayline_up, up_has_flag
+from deploy.cli_up import split_for
+
+if TYPE_CHECKING:
+    from benches.compare import Bench
+
+DELAY_STAGES = 4
+RUNNING_STREAMS = 4  # beside the long prompt
+RUNNING_CHECKED_TOKENS = 24  # of each running stream, compared with the unsplit model's
+QUIET_TOKENS = 40  # of each running stream before the long prompt comes
+RUNNING_TOKENS_MAX = 1_500  # a running stream is cancelled once the long prompt has its first token
+
+
+# --- what relayline says of itself ------------------------------------------------------------------------------------
+
+
+async def pipeline_status(session: aiohttp.ClientSession, target: Target) -> dict[str, Any]:
+    """Return GET /v1/pipeline; empty for a server that has none."""
+    if target.dialect != "openai":
+        return {}
+    async with session.get(f"{target.url}/v1/pipeline") as response:
+        status: dict[str, Any] = await response.json()
+        return status
+
+
+def _counts(stage: dict[str, Any], name: str) -> dict[int, int]:
+    return {int(rows): int(count) for rows, count in stage.get(name, {}).items()}
+
+
+def pipeline_figures(before: dict[str, Any], after: dict[str, Any], wall_s: float) -> dict[str, Any]:
+    """Return what happened between two looks at GET /v1/pipeline. Fields that a version lacks are left out.
+
+    `rows_p50` and `rows_mean` weigh by row: the step size that the average row travelled in. `computing_mean` is the
+    mean number of stages inside a native step over the run, prompts included.
+    """
+    if not after.get("stages"):
+        return {}
+    stages: list[dict[str, Any]] = []
+    busy_ns = 0
+    for old, new in zip(before["stages"], after["stages"], strict=True):
+        earlier = _counts(old, "steps_by_rows")
+        steps = {rows: n - earlier.get(rows, 0) for rows, n in _counts(new, "steps_by_rows").items()}
+        steps = {rows: n for rows, n in steps.items() if n > 0}
+        reasons = {
+            name: n - old.get("close_reasons", {}).get(name, 0) for name, n in new.get("close_reasons", {}).items()
+        }
+        busy_ns += new.get("busy_ns", 0) - old.get("busy_ns", 0)
+        n_rows = sum(rows * n for rows, n in steps.items())
+        stages.append(
+            {
+                "steps_by_rows": {str(rows): n for rows, n in sorted(steps.items())},
+                "rows_mean": sum(rows * rows * n for rows, n in steps.items()) / n_rows if n_rows else 0.0,
+                "close_reasons": {name: n for name, n in reasons.items() if n},
+            }
+        )
+    figures: dict[str, Any] = {"stages": stages, "plan": after.get("plan")}
+    if wall_s > 0:
+        figures["computing_mean"] = busy_ns / 1e9 / wall_s
+    shares = after.get("overlap") or {}
+    at_work = sum(share for k, share in shares.items() if k.isdigit() and int(k) >= 1)
+    if at_work > 0:
+        figures["overlap"] = sum(share for k, share in shares.items() if k.isdigit() and int(k) >= 2) / at_work
+    return figures
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+async def open_loop(bench: Bench, session: aiohttp.ClientSession, name: str, target: Target) -> None:
+    """Poisson arrivals at one rate."""
+    plan = bench.plan
+
+    async def ask() -> list[Request]:
+        prompts = bench.prompts[: plan.open_requests]
+        return await load.open_loop(
+            session, target, prompts, rate_per_s=plan.open_rate_per_s, n_tokens=plan.n_tokens, seed=1
+        )
+
+    run = await bench.measure(session, "open", name, target, 0, 0, ask)
+    run.extra["rate_per_s"] = plan.open_rate_per_s
+
+
+async def delays(bench: Bench) -> None:
+    """Four stages with one thread each, a delaying proxy before every stage."""
+    plan = bench.plan
+    directory = split_for(bench.path, DELAY_STAGES, None, None)
+    setup = dataclasses.replace(bench.setup, n_stages=DELAY_STAGES, n_threads=1)
+    flags = ["--policy", "auto"] if up_has_flag("--policy") else []
+    for delay_ms in plan.delays_ms:
+        name = f"delay-{delay_ms:g}"
+        async with (
+            relayline_linked(name, flags, setup, directory, delay_ms / 1e3) as (target, proxies),
+            client() as session,
+        ):
+            await load.closed_loop(session, target, bench.prompts, n_streams=1, n_tokens=4)
+            for repeat in range(plan.repeats):
+                for n_streams in (n for n in plan.delay_streams if n <= setup.n_lanes):
+                    run = await bench.measure(session, "delay", f"{DELAY_STAGES} stages", target, n_streams, repeat)
+                    measured_s = [proxy.mean_delay_s for proxy in proxies]
+                    run.extra |= {"delay_ms": delay_ms, "delay_measured_ms": 1e3 * sum(measured_s) / len(measured_s)}
+
+
+async def prefill_beside_decode(bench: Bench) -> None:
+    """Inter-token latency of running streams while a long prompt is read, against their quiet latency."""
+    plan = bench.plan
+    room = bench.plan.n_prompt + RUNNING_TOKENS_MAX
+    setup = dataclasses.replace(
+        bench.setup, n_lanes=RUNNING_STREAMS + 1, ctx_tokens=max(room, plan.prefill_tokens + 8)
+    )
+    for name in (name for name in plan.systems if name in ("auto", "drain", "rpc", "unsplit")):
+        async with bench.system(name, setup) as target, client() as session:
+            for repeat in range(plan.repeats):
+                await _one_long_prompt(bench, session, name, target, repeat)
+
+
+async def _one_long_prompt(
+    bench: Bench, session: aiohttp.ClientSession, name: str, target: Target, repeat: int
+) -> None:
+    plan = bench.plan
+    long_prompt = prompts_for(1, plan.prefill_tokens, plan.shape.n_vocab, seed=1_000 + repeat)[0]
+    running = [Request(at, RUNNING_TOKENS_MAX, time.monotonic_ns()) for at in range(RUNNING_STREAMS)]
+    warmed = asyncio.Event()
+
+    def on_token(_: Request) -> None:
+        if all(len(request.tokens) >= QUIET_TOKENS for request in running):
+            warmed.set()
+
+    tasks = [
+        asyncio.create_task(load.complete(session, target, bench.prompts[request.prompt_index], request, on_token))
+        for request in running
+    ]
+    long = Request(-1, 1, 0)
+    try:
+        waiting = asyncio.create_task(warmed.wait())
+        await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        long.due_ns = time.monotonic_ns()
+        await load.complete(session, target, long_prompt, long)
+    finally:
+        for task in tasks:
+            task.cancel()  # a client that goes away frees its lane
+        await asyncio.gather(*tasks, return_exceptions=True)
+    keep_long_prompt(bench, name, repeat, running, long)
+
+
+def keep_long_prompt(bench: Bench, name: str, repeat: int, running: list[Request], long: Request) -> None:
+    """Reduce one long-prompt run: latencies before the prompt came and while it was read."""
+    from benches.compare import Run
+
+    ended_ns = long.token_ns[0] if long.token_ns else time.monotonic_ns()
+    quiet, beside = [], []
+    for request in running:
+        for interval, at_ns in zip(load.intervals_ms(request), request.token_ns[1:], strict=True):
+            began_ns = at_ns - interval * 1e6
+            if at_ns <= long.due_ns:
+                quiet.append(interval)
+            elif began_ns < ended_ns:  # an interval that only reaches into the prefill waited for it too
+                beside.append(interval)
+    checked = [_shortened(request) for request in running]
+    run = Run("prefill", name, RUNNING_STREAMS, repeat, load.summarise(running), {}, checked)
+    run.extra = {
+        "prompt_tokens": bench.plan.prefill_tokens,
+        "ttft_ms": (ended_ns - long.due_ns) / 1e6,
+        "quiet_itl_p50_ms": load.percentile(quiet, 0.5),
+        "quiet_itl_p99_ms": load.percentile(quiet, 0.99),
+        "beside_itl_p50_ms": load.percentile(beside, 0.5),
+        "beside_itl_p99_ms": load.percentile(beside, 0.99),
+        "n_beside": len(beside),
+    }
+    if not long.is_complete:
+        run.fault = f"long prompt: {long.error or 'no token'}"
+    bench.runs.append(run)
+    report.progress(run)
+
+
+def _shortened(request: Request) -> Request:
+    """Return what is compared of a running stream that was cancelled on purpose: its first tokens."""
+    n_tokens = RUNNING_CHECKED_TOKENS
+    return Request(
+        request.prompt_index, n_tokens, request.due_ns, request.tokens[:n_tokens], request.token_ns[:n_tokens]
+    )
+
+
+def sweep_points(n_streams: int) -> list[tuple[int, int]]:
+    """Return the (groups, rows) pairs worth trying by hand for N streams: groups in powers of two."""
+    groups = [g for g in (1, 2, 4, 8) if g <= n_streams]
+    return [(g, -(-n_streams // g)) for g in groups]
+
+
+async def sweep(bench: Bench) -> None:
+    """Hand-set groups x rows, each in turns with the automatic choice at the same number of streams."""
+    plan = bench.plan
+    if not up_has_flag("--groups"):
+        bench.note("this relayline has no --groups: the hand sweep was left out")
+        return
+    async with contextlib.AsyncExitStack() as stack:
+        session = await stack.enter_async_context(client())
+        automatic = await stack.enter_async_context(bench.system("auto"))
+        for n_streams in plan.streams:
+            for n_groups, n_rows in sweep_points(n_streams):
+                flags = ["--no-share", "--policy", "auto", "--groups", str(n_groups), "--group-rows", str(n_rows)]
+                async with relayline_up(f"sweep-{n_groups}x{n_rows}", flags, bench.setup) as target:
+                    await load.closed_loop(session, target, bench.prompts, n_streams=1, n_tokens=4)
+                    for repeat in range(plan.repeats):
+                        await bench.measure(session, "sweep", "auto", automatic, n_streams, repeat)
+                        name = f"{n_groups}x{n_rows}"
+                        await bench.measure(session, "sweep", name, target, n_streams, repeat)

@@ -1,0 +1,255 @@
+"""A discrete-event simulation of a whole pipeline on virtual time, around the code that runs in production.
+
+Real: batcher, policies, lanes and curves of every stage; scheduler, planner, sessions and admission of the coordinator.
+Simulated: the native step (takes what the true curve says), links (take `link_ns`), clients. The coordinator's part
+does what `coordinator.pipeline` does with the same events. One heap of events, one seed; the same world gives the same
+history, event for event.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benches.simulate_audit import Audit
+from benches.simulate_stage import ROUTE, SimStage, Violation
+from benches.simulate_world import Disturbance, Request, World
+from coordinator.admission import Admission
+from coordinator.generation import GenerationRequest, SamplingParams
+from coordinator.groups import GroupPlanner, StageCost
+from coordinator.scheduler import ScheduleConfig, Scheduler
+from coordinator.session import OutFrame, Session, State
+from stage.queue_types import QueuedFrame
+from wire.curve import CostCurve
+from wire.frames import Flag
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setup:
+    """The code's own settings in one simulation."""
+
+    schedule: ScheduleConfig = ScheduleConfig()
+    stage_policy: str = "auto"
+    is_calibrated: bool = True
+    """Whether the coordinator knows the stages' curves at the start."""
+    melts_envelopes: bool = False
+    """Send everything that one turn brings as one message, whatever groups the scheduler made (to see what it costs)."""
+
+
+AUTO = Setup()
+DRAIN = Setup(ScheduleConfig("drain"), "drain")
+SINGLE = Setup(ScheduleConfig("drain"), "single")
+
+
+def fixed(n_groups: int, group_rows: int) -> Setup:
+    """Return a hand-set number of groups and rows."""
+    return Setup(ScheduleConfig("fixed", n_groups=n_groups, group_rows=group_rows))
+
+
+def oracle(session_id: int, position: int) -> int:
+    """Return the token that the model of this simulation samples at a position."""
+    return (session_id * 2_654_435_761 + position * 40_503) % 32_000
+
+
+class Simulation:
+    """Run it once with `run`; the figures are then in `trace`."""
+
+    def __init__(self, world: World, setup: Setup = AUTO) -> None:
+        self.world, self.setup = world, setup
+        rng = random.Random(world.seed)
+        self.stages = [
+            SimStage(index, model, setup.stage_policy, world.n_lanes, rng) for index, model in enumerate(world.stages)
+        ]
+        costs = self._stage_costs() if setup.is_calibrated else self._unknown_costs()
+        self.planner = GroupPlanner(costs)
+        self.scheduler = Scheduler(setup.schedule, self.planner)
+        self.admission = Admission(world.n_lanes, 1 << 20, world.waiting_max)
+        self.sessions: dict[int, Session] = {}
+        self.audit = Audit(self)
+        self.now_ns = 0
+        self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order, self._envelopes = itertools.count(), itertools.count(1)
+        self._arrivals: dict[int, int] = {}
+        self._dispatching = False
+
+    # --- the run ------------------------------------------------------------------------------------------------------
+
+    def run(self, until_ns: int | None = None) -> Simulation:
+        """Run to the end of every request, or to a time. Raises Violation."""
+        for request in self.world.requests:
+            self._at(request.arrives_ns, self._arrive, request)
+        for disturbance in self.world.disturbances:
+            self._at(disturbance.at_ns, self._disturb, disturbance)
+        if self.world.refresh_ns:
+            self._at(self.world.refresh_ns, self._refresh)
+        while self._heap and (until_ns is None or self._heap[0][0] <= until_ns):
+            self.now_ns, _, action, arguments = heapq.heappop(self._heap)
+            action(*arguments)
+            self.audit.event()
+        if until_ns is None:
+            self.audit.end()
+        return self
+
+    def _at(self, time_ns: int, action: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._heap, (time_ns, next(self._order), action, arguments))
+
+    def _disturb(self, disturbance: Disturbance) -> None:
+        stage = self.stages[disturbance.stage]
+        stage.factor = disturbance.factor
+        if disturbance.stall_ns:
+            stage.stalled_until_ns = self.now_ns + disturbance.stall_ns
+            self.audit.stalled(disturbance.stall_ns)
+
+    def _stage_costs(self) -> list[StageCost]:
+        """Return copies of what the stages know, as a coordinator gets them over the wire."""
+        return [
+            StageCost(
+                CostCurve(stage.curves.decode.points()), CostCurve(stage.curves.prefill.points()), stage.model.rows_max
+            )
+            for stage in self.stages
+        ]
+
+    def _unknown_costs(self) -> list[StageCost]:
+        return [StageCost(CostCurve(), CostCurve(), stage.model.rows_max) for stage in self.stages]
+
+    def _refresh(self) -> None:
+        self.planner.update(self._stage_costs())
+        self._dispatch()
+        if self.sessions or len(self._heap) > 0:
+            self._at(self.now_ns + self.world.refresh_ns, self._refresh)
+
+    # --- coordinator: what coordinator.pipeline does ------------------------------------------------------------------
+
+    def _arrive(self, request: Request) -> None:
+        session_id = len(self._arrivals) + 1
+        self._arrivals[session_id] = self.now_ns
+        generation = GenerationRequest(str(session_id), (7,) * request.n_prompt, request.max_tokens, SamplingParams())
+        session = Session(session_id, generation, lambda _: False)
+        self.sessions[session_id] = session
+        self.audit.arrived(session)
+        if request.cancel_ns is not None:
+            self._at(max(request.cancel_ns, self.now_ns), self._cancel, session)
+        if self.admission.admit(session):
+            self._start(session)
+
+    def _start(self, session: Session) -> None:
+        self.scheduler.control(session.start())
+        self.scheduler.prompt(session)
+        self.audit.prompted(session)
+        self._dispatch()
+
+    def _cancel(self, session: Session) -> None:
+        if session.session_id in self.sessions:
+            self._finish(session, session.cancel(), is_cancelled=True)
+
+    def _finish(self, session: Session, frames: Sequence[OutFrame], *, is_cancelled: bool = False) -> None:
+        del self.sessions[session.session_id]
+        self.audit.ended(session, is_cancelled)
+        self.scheduler.forget(session.session_id, self.now_ns)
+        self.scheduler.control(frames)
+        self._dispatch()
+        following = self.admission.leave(session)
+        if following is not None:
+            self._start(following)
+
+    def _dispatch(self) -> None:
+        if not self._dispatching:
+            self._dispatching = True
+            self._at(self.now_ns, self._dispatch_now)
+
+    def _dispatch_now(self) -> None:
+        self._dispatching = False
+        plan = self.scheduler.plan()
+        envelopes = self.scheduler.take(self.now_ns)
+        self.audit.sent(envelopes, plan)
+        if self.setup.melts_envelopes and envelopes:
+            envelopes = [[frame for envelope in envelopes for frame in envelope]]
+        for envelope in envelopes:
+            self._travel(0, [queued(frame) for frame in envelope])
+
+    def _returned(self, frames: list[QueuedFrame]) -> None:
+        self.audit.n_on_links -= sum(1 for frame in frames if frame.n_rows)
+        for frame in frames:
+            position = frame.position + frame.n_rows
+            self.audit.answered(frame.session_id, position)
+            self.scheduler.answered(frame.session_id, position, self.now_ns)
+            if frame.flags & Flag.WANTS_SAMPLE:
+                self._on_sample(frame.session_id, position)
+        self._dispatch()
+
+    def _on_sample(self, session_id: int, position: int) -> None:
+        session = self.sessions.get(session_id)
+        if session is None:
+            return
+        event, frames = session.sampled(position, oracle(session_id, position))
+        if event is None:
+            raise Violation(f"session {session_id} got a sample for position {position}, expected {len(session.history)}")
+        self.audit.token(session)
+        if session.state is State.DONE:
+            self._finish(session, frames)
+            return
+        for frame in frames:
+            self.scheduler.decode(frame)
+            self.audit.pooled(frame)
+
+    # --- links and stages ---------------------------------------------------------------------------------------------
+
+    def _travel(self, stage_index: int, frames: list[QueuedFrame]) -> None:
+        n_row_frames = sum(1 for frame in frames if frame.n_rows)
+        self.audit.n_on_links += n_row_frames
+        arrives_ns = self.now_ns + self.world.link_ns
+        if stage_index == len(self.stages):
+            if n_row_frames:
+                self._at(arrives_ns, self._returned, [frame for frame in frames if frame.n_rows])
+        elif frames:
+            self._at(arrives_ns, self._reach, stage_index, frames)
+
+    def _reach(self, stage_index: int, frames: list[QueuedFrame]) -> None:
+        stage = self.stages[stage_index]
+        self.audit.n_on_links -= sum(1 for frame in frames if frame.n_rows)
+        self.audit.n_dropped += stage.push(frames, self.now_ns, next(self._envelopes))
+        if not stage.is_busy:
+            self._begin(stage)
+
+    def _begin(self, stage: SimStage) -> None:
+        done_ns = stage.begin(self.now_ns, self.world.jitter)
+        if done_ns is not None:
+            assert stage.step is not None
+            self.audit.step_begins(stage, stage.step)
+            self._at(done_ns, self._step_done, stage)
+
+    def _step_done(self, stage: SimStage) -> None:
+        assert stage.step is not None
+        self.audit.step_ends(stage, stage.step)
+        frames = stage.finish()
+        if stage.index == len(self.stages) - 1:
+            gone = [frame for frame in frames if frame.n_rows and frame.session_id in stage.cancelled]
+            self.audit.n_dropped += len(gone)
+            frames = [frame for frame in frames if frame.session_id not in stage.cancelled]
+        self._travel(stage.index + 1, frames)
+        self._begin(stage)
+
+
+def queued(frame: OutFrame) -> QueuedFrame:
+    """Return the frame as stages see it."""
+    return QueuedFrame(
+        route_id=ROUTE,
+        session_id=frame.session.session_id,
+        epoch=1,
+        position=frame.position,
+        n_rows=len(frame.tokens),
+        flags=frame.flags,
+        argument=0,
+        rows=None,
+        exponents=None,
+        options=None,
+        trace=b"",
+        arrived_ns=0,
+        upstream_wait_ns=0,
+    )
+
+

@@ -18,13 +18,14 @@ setup: $(STAMP) ## create .venv and install relayline with its development tools
 
 $(STAMP): pyproject.toml stage/_capture.c $(wildcard wire/_*.c)
 	@echo "[1/3] environment in $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("relayline needs Python 3.11 or newer; name one with PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 	@echo "[2/3] llama.cpp (compiled once, a few minutes; the wheel is cached for next time)"
 	@CMAKE_ARGS="$(LLAMA_CMAKE) $(CMAKE_ARGS)" $(PYTHON) deploy/build/with_progress.py \
 		$(BIN)/python -m pip install --verbose $$($(BIN)/python deploy/build/pinned.py llama-cpp-python)
 	@echo "[3/3] relayline and its other dependencies"
-	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@$(PYTHON) deploy/build/with_progress.py $(BIN)/python -m pip install --editable '.[dev]'
 	@touch $(STAMP)
 
 demo: setup ## three stages, six live streams, batch histograms; KEEP=1 keeps serving

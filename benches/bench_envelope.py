@@ -48,6 +48,7 @@ class Reusable:
         self.inputs = np.empty_like(rows)
 
     def encode(self, keep: list[Any]) -> bytes:
+        """Return the message of one step."""
         n_rows = self.n_rows
         buffer = self.pool.lease(n_rows, n_rows)
         exponents, all_finite = self.encoder.encode(self.rows, buffer.payload)  # copy 1
@@ -67,6 +68,7 @@ class Reusable:
         return message
 
     def decode(self, message: bytes, keep: list[Any]) -> None:
+        """Check a message and fill `inputs` from it."""
         view = parse(message)
         for row in range(self.n_rows):  # frames of one envelope may land in different steps
             decode_f16(view.payload[row : row + 1], None, self.inputs[row : row + 1])  # copy 1, a row at a time
@@ -82,6 +84,7 @@ class Naive:
         self.inputs = np.empty_like(rows)
 
     def encode(self, keep: list[Any]) -> bytes:
+        """Return the message of one step."""
         assert np.isfinite(self.rows).all()
         halves = self.rows.astype(np.float16)  # copy 1
         payload = halves.tobytes()  # copy 2
@@ -111,6 +114,7 @@ class Naive:
         return data
 
     def decode(self, message: bytes, keep: list[Any]) -> None:
+        """Check a message and fill `inputs` from it."""
         envelope = pb.Envelope.FromString(message)  # copy 1
         payload = envelope.payload  # copy 2, out of the message
         halves = np.frombuffer(payload, np.float16).reshape(envelope.n_rows, envelope.width)
@@ -125,6 +129,7 @@ Way = Reusable | Naive
 
 
 def time_us(work: Callable[[], object], n_calls: int) -> float:
+    """Mean time of one call."""
     started_ns = time.perf_counter_ns()
     for _ in range(n_calls):
         work()
@@ -173,7 +178,7 @@ def measure(width: int, n_rows: int, n_runs: int, run_us: float) -> dict[str, An
 def table(results: list[dict[str, Any]]) -> str:
     """A Markdown table; times are microseconds per envelope, in parentheses per frame."""
     lines = [
-        "| width | rows | KiB | encode reusable | naive | ratio | decode reusable | naive | ratio | new r/n | copies r/n |",
+        "| width | rows | KiB | encode: ours | naive | ratio | decode: ours | naive | ratio | new o/n | copies o/n |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for one in results:
@@ -189,6 +194,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    """Measure every size and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few and short runs: does it work?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")

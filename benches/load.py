@@ -171,9 +171,12 @@ async def complete(
 
 
 def client() -> aiohttp.ClientSession:
-    """Return an HTTP session without a limit on connections."""
+    """Return an HTTP session without a limit on connections.
+
+    Each request has a connection of its own: a server that closes an idle one would otherwise fail the next request.
+    """
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout)
 
 
 async def closed_loop(

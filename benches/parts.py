@@ -38,43 +38,49 @@ async def pipeline_status(session: aiohttp.ClientSession, target: Target) -> dic
         return status
 
 
-def _counts(stage: dict[str, Any], name: str) -> dict[int, int]:
-    return {int(rows): int(count) for rows, count in stage.get(name, {}).items()}
+def _difference(old: dict[str, Any], new: dict[str, Any], name: str) -> dict[str, int]:
+    """Return how often each key of a histogram was counted in between, without the keys that were not."""
+    earlier = old.get(name, {})
+    counts = {key: int(n) - int(earlier.get(key, 0)) for key, n in new.get(name, {}).items()}
+    return {key: n for key, n in counts.items() if n > 0}
+
+
+def _travelled_in(histogram: dict[str, int]) -> float:
+    """Return the size of the step that the average member travelled in: mean over members, not over steps."""
+    n_members = sum(int(size) * n for size, n in histogram.items())
+    return sum(int(size) ** 2 * n for size, n in histogram.items()) / n_members if n_members else 0.0
 
 
 def pipeline_figures(before: dict[str, Any], after: dict[str, Any], wall_s: float) -> dict[str, Any]:
     """Return what happened between two looks at GET /v1/pipeline. Fields that a version lacks are left out.
 
-    `rows_p50` and `rows_mean` weigh by row: the step size that the average row travelled in. `computing_mean` is the
-    mean number of stages inside a native step over the run, prompts included.
+    `batch_mean` of a stage counts frames (one per session), so that prompts do not pass for batches; `rows_mean`
+    counts rows. `computing_mean` is the mean number of stages inside a native step over the run, prompts included.
+    `overlap` is the share of the time with any stage computing in which two or more were.
     """
     if not after.get("stages"):
         return {}
     stages: list[dict[str, Any]] = []
     busy_ns = 0
     for old, new in zip(before["stages"], after["stages"], strict=True):
-        earlier = _counts(old, "steps_by_rows")
-        steps = {rows: n - earlier.get(rows, 0) for rows, n in _counts(new, "steps_by_rows").items()}
-        steps = {rows: n for rows, n in steps.items() if n > 0}
-        reasons = {
-            name: n - old.get("close_reasons", {}).get(name, 0) for name, n in new.get("close_reasons", {}).items()
-        }
+        rows, sessions = _difference(old, new, "steps_by_rows"), _difference(old, new, "steps_by_sessions")
         busy_ns += new.get("busy_ns", 0) - old.get("busy_ns", 0)
-        n_rows = sum(rows * n for rows, n in steps.items())
         stages.append(
             {
-                "steps_by_rows": {str(rows): n for rows, n in sorted(steps.items())},
-                "rows_mean": sum(rows * rows * n for rows, n in steps.items()) / n_rows if n_rows else 0.0,
-                "close_reasons": {name: n for name, n in reasons.items() if n},
+                "steps_by_rows": rows,
+                "steps_by_sessions": sessions,
+                "rows_mean": _travelled_in(rows),
+                "batch_mean": _travelled_in(sessions),
+                "close_reasons": _difference(old, new, "close_reasons"),
             }
         )
     figures: dict[str, Any] = {"stages": stages, "plan": after.get("plan")}
     if wall_s > 0:
         figures["computing_mean"] = busy_ns / 1e9 / wall_s
-    shares = after.get("overlap") or {}
-    at_work = sum(share for k, share in shares.items() if k.isdigit() and int(k) >= 1)
-    if at_work > 0:
-        figures["overlap"] = sum(share for k, share in shares.items() if k.isdigit() and int(k) >= 2) / at_work
+    shares = {int(key): share for key, share in (after.get("overlap") or {}).items() if key.isdigit()}
+    computing = sum(share for k, share in shares.items() if k >= 1)
+    if computing > 0:
+        figures["overlap"] = sum(share for k, share in shares.items() if k >= 2) / computing
     return figures
 
 
@@ -128,29 +134,48 @@ async def prefill_beside_decode(bench: Bench) -> None:
                 await _one_long_prompt(bench, session, name, target, repeat)
 
 
+class _Progress:
+    """Waits until every running stream has a number of tokens."""
+
+    def __init__(self, running: list[Request]) -> None:
+        self._running = running
+        self._wanted: list[int] = [0] * len(running)
+        self._reached = asyncio.Event()
+
+    def on_token(self, _: Request) -> None:
+        """Look whether the wanted counts are there."""
+        if all(len(request.tokens) >= n for request, n in zip(self._running, self._wanted, strict=True)):
+            self._reached.set()
+
+    async def reach(self, wanted: list[int], tasks: list[asyncio.Task[Request]]) -> None:
+        """Return once each stream has its count, or a stream has ended (with an error, or at its limit)."""
+        self._wanted = wanted
+        self._reached.clear()
+        waiting = asyncio.create_task(self._reached.wait())
+        await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+
+
 async def _one_long_prompt(
     bench: Bench, session: aiohttp.ClientSession, name: str, target: Target, repeat: int
 ) -> None:
     plan = bench.plan
     long_prompt = prompts_for(1, plan.prefill_tokens, plan.shape.n_vocab, seed=1_000 + repeat)[0]
     running = [Request(at, RUNNING_TOKENS_MAX, time.monotonic_ns()) for at in range(RUNNING_STREAMS)]
-    warmed = asyncio.Event()
-
-    def on_token(_: Request) -> None:
-        if all(len(request.tokens) >= QUIET_TOKENS for request in running):
-            warmed.set()
-
+    progress = _Progress(running)
     tasks = [
-        asyncio.create_task(load.complete(session, target, bench.prompts[request.prompt_index], request, on_token))
+        asyncio.create_task(
+            load.complete(session, target, bench.prompts[request.prompt_index], request, progress.on_token)
+        )
         for request in running
     ]
     long = Request(-1, 1, 0)
     try:
-        waiting = asyncio.create_task(warmed.wait())
-        await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
+        await progress.reach([QUIET_TOKENS] * len(running), tasks)
         long.due_ns = time.monotonic_ns()
         await load.complete(session, target, long_prompt, long)
+        # The interval that the prompt's last chunk lengthened ends with each stream's next token.
+        await progress.reach([len(request.tokens) + 1 for request in running], tasks)
     finally:
         for task in tasks:
             task.cancel()  # a client that goes away frees its lane

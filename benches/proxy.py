@@ -66,7 +66,7 @@ class DelayProxy:
             async with asyncio.TaskGroup() as ways:
                 ways.create_task(self._pass(reader, far_writer))
                 ways.create_task(self._pass(far_reader, writer))
-        except* (ConnectionError, asyncio.CancelledError):
+        except* (OSError, asyncio.CancelledError):
             pass  # either end left, or the proxy stops: both sides are closed below
         finally:
             for end in (writer, far_writer):

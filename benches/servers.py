@@ -167,7 +167,7 @@ async def llama_server(
         str(peers.server), "--model", str(setup.model), "--host", "127.0.0.1", "--port", str(port),
         "--ctx-size", str(setup.n_lanes * setup.ctx_tokens), "--parallel", str(setup.n_lanes), "--cont-batching",
         "--threads", str(n_threads), "--threads-batch", str(n_threads), "--threads-http", "4",
-        "--cache-ram", "0", "--no-cache-prompt", "--log-disable", *flags,
+        "--cache-ram", "0", "--no-cache-prompt", "--fit", "off", *flags,
     ]  # fmt: skip
     async with process(name, command, setup) as child:
         await _healthy(name, child, f"http://127.0.0.1:{port}", setup)

@@ -1,12 +1,16 @@
 """How many groups circulate, and how many rows each step takes: chosen from the stages' cost curves. Pure.
 
-With P stages and N running streams every stream gets one token per *period*. A plan of G groups of r rows has
+With P stages, N running streams and G flights of r rows, one *cycle* in which every flight goes round once takes
 
-    period = max( the busiest stage's work on all groups,  one group's way through all stages + overhead )
+    cycle = max( the busiest stage's work on all flights,  one flight's way through all stages + overhead )
 
-The first term is what a saturated stage needs, the second what a group needs when nothing is in its way. One group is
-lock-step: one stage works, the others wait. Too many groups pay the cost of small steps. Where the best lies depends
-on the staircase of each stage, so candidates are simply evaluated.
+and yields min(N, G r) tokens. The first term is what a saturated stage needs, the second what a flight needs when
+nothing is in its way. One flight is lock-step: one stage works, the others wait. Too many flights pay the cost of small
+steps. G r may be less than N: then the flights are full, and the streams take turns in them; where the cost of a step
+is a staircase that beats both a dear row count and one more, poorly filled flight. G r may be more than N: then the last
+flight is smaller. Where the best lies depends on the staircase of each stage, so candidates are simply evaluated.
+
+When both terms are equal every delay anywhere shows, so nearness costs something too, see SHARPNESS.
 
 Prefill travels as flights of its own beside the decode groups: sized so that running streams' inter-token latency
 stays within `ITL_STRETCH` of what it is without them.
@@ -16,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from wire.curve import CostCurve
 
@@ -24,7 +28,10 @@ GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add
 ITL_STRETCH = 1.7  # predicted worst inter-token latency beside prefill, against none
 CHUNK_LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 FALLBACK_CHUNK_ROWS = 64  # while nothing has been measured
-EQUAL_ENOUGH = 0.985  # a plan with more groups must be predicted to be this much better
+BETTER = 1.003  # a plan with more groups must be predicted to be this much faster
+SHARPNESS = 16  # exponent that joins the two terms of a cycle; equal terms make it 4 % longer than either
+ROWS_ONE_BY_ONE = 32  # candidates: every row count up to here, whole tiles beyond
+CACHE_MAX = 4_096  # plans kept
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,15 +61,22 @@ class GroupPlanner:
         self.stages = tuple(stages)
         self.overhead_ns = 0.0  # of one round trip beyond the native steps: links, host work
         self._cache: dict[tuple[int, bool], GroupPlan] = {}
+        self._costs_ns: dict[int, tuple[float, ...]] = {}  # rows -> each stage's decode step
 
     @property
     def rows_max(self) -> int:
         """Rows that every stage takes in one step."""
         return min((stage.rows_max for stage in self.stages), default=1)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether every stage has measured both of its curves."""
+        return all(stage.decode.is_known and stage.prefill.is_known for stage in self.stages)
+
     def update(self, stages: Sequence[StageCost]) -> None:
         """Take refreshed curves."""
         self.stages = tuple(stages)
+        self._costs_ns.clear()
         self.forget()
 
     def forget(self) -> None:
@@ -73,62 +87,94 @@ class GroupPlanner:
         """Return the plan for this many running streams, with or without prompts waiting beside them."""
         key = (n_streams, has_prefill)
         if key not in self._cache:
-            if len(self._cache) > 4_096:
+            if len(self._cache) >= CACHE_MAX:
                 self._cache.clear()
             self._cache[key] = self._plan(n_streams, has_prefill)
         return self._cache[key]
 
+    def step_ns(self, rows: int) -> float:
+        """Predict the busiest stage's step of `rows` decode rows."""
+        return max(self._costs(rows), default=0.0)
+
+    def way_ns(self, rows: int) -> float:
+        """Predict all native steps of a decode flight on its way through idle stages."""
+        return sum(self._costs(rows))
+
+    def rate(self, n_streams: int, n_groups: int, rows: int) -> float:
+        """Predict the tokens per nanosecond of n_groups flights of at most `rows` rows among n_streams streams."""
+        return min(n_streams, n_groups * rows) / self._cycle_ns(n_streams, n_groups, rows)
+
+    def _costs(self, rows: int) -> tuple[float, ...]:
+        costs = self._costs_ns.get(rows)
+        if costs is None:
+            costs = tuple(stage.decode.padded_cost_ns(rows, stage.rows_max) for stage in self.stages)
+            self._costs_ns[rows] = costs
+        return costs
+
+    def _cycle_ns(self, n_streams: int, n_groups: int, rows: int) -> float:
+        n_full = min(n_groups, n_streams // rows)
+        rest = min(n_streams - n_full * rows, rows) if n_full < n_groups else 0
+        largest = self._costs(rows if n_full else rest)
+        if rest:
+            work_ns = max(n_full * full + left for full, left in zip(largest, self._costs(rest), strict=True))
+        else:
+            work_ns = n_full * max(largest)
+        if not n_full:
+            work_ns = max(largest)
+        return _joined(work_ns, sum(largest) + self.overhead_ns)
+
     def _plan(self, n_streams: int, has_prefill: bool) -> GroupPlan:
         n_stages = len(self.stages)
-        if not all(stage.decode.is_known and stage.prefill.is_known for stage in self.stages):
+        if not self.is_known:
             n_groups = max(1, min(n_stages, n_streams))
             rows = min(self.rows_max, math.ceil(n_streams / n_groups))
-            return GroupPlan(n_groups, max(1, rows), 0.0, n_stages, min(FALLBACK_CHUNK_ROWS, self.rows_max))
-        n_groups, period_ns = self._best_groups(n_streams) if n_streams else (1, 0.0)
-        rows = math.ceil(n_streams / n_groups) if n_streams else 1
+            return GroupPlan(n_groups, max(1, rows), 0.0, max(1, n_stages), min(FALLBACK_CHUNK_ROWS, self.rows_max))
+        n_groups, rows, period_ns = self._best_groups(n_streams) if n_streams else (1, 1, 0.0)
         flights, chunk = 1, 1
         if has_prefill:
-            flights, chunk = self._beside(n_groups, rows, period_ns) if n_streams else (2 * n_stages, self._train())
+            flights, chunk = self._beside(n_streams, n_groups, rows) if n_streams else (2 * n_stages, self._train())
         return GroupPlan(n_groups, rows, period_ns, flights, chunk)
 
-    def _best_groups(self, n_streams: int) -> tuple[int, float]:
-        fewest = math.ceil(n_streams / self.rows_max)
-        most = max(fewest, min(n_streams, GROUPS_MAX_PER_STAGE * len(self.stages)))
-        best = (fewest, self.period_ns(n_streams, fewest))
-        for n_groups in range(fewest + 1, most + 1):
-            period_ns = self.period_ns(n_streams, n_groups)
-            if period_ns < EQUAL_ENOUGH * best[1]:
-                best = (n_groups, period_ns)
-        return best
+    def _best_groups(self, n_streams: int) -> tuple[int, int, float]:
+        """Return (flights, rows, time per token of every stream) of the fastest plan; the fewest flights of equals."""
+        rates = {
+            (n_groups, -rows): self.rate(n_streams, n_groups, rows) for n_groups, rows in self._candidates(n_streams)
+        }
+        best = max(rates.values())
+        n_groups, rows = min(key for key, rate in rates.items() if rate * BETTER >= best)
+        return n_groups, -rows, n_streams / rates[n_groups, rows]
 
-    def period_ns(self, n_streams: int, n_groups: int) -> float:
-        """Predict the time per token of every stream when n_streams circulate in n_groups even groups."""
-        small, n_larger = divmod(n_streams, n_groups)
-        large = small + 1 if n_larger else small
-        work_ns = way_ns = 0.0
-        for stage in self.stages:
-            large_ns = stage.decode.padded_cost_ns(large, stage.rows_max)
-            small_ns = stage.decode.padded_cost_ns(small, stage.rows_max)
-            work_ns = max(work_ns, n_larger * large_ns + (n_groups - n_larger) * small_ns)
-            way_ns += max(large_ns, small_ns)
-        return max(work_ns, way_ns + self.overhead_ns)
+    def _candidates(self, n_streams: int) -> Iterator[tuple[int, int]]:
+        rows_max = min(n_streams, self.rows_max)
+        groups_max = max(math.ceil(n_streams / self.rows_max), min(n_streams, GROUPS_MAX_PER_STAGE * len(self.stages)))
+        sizes = {*range(1, min(rows_max, ROWS_ONE_BY_ONE) + 1), *range(ROWS_ONE_BY_ONE, rows_max, 16), rows_max}
+        sizes |= {math.ceil(n_streams / n_groups) for n_groups in range(1, groups_max + 1)}
+        for rows in sizes:
+            if rows > rows_max:
+                continue
+            slowest_ns = self.step_ns(rows)
+            saturating = math.ceil((self.way_ns(rows) + self.overhead_ns) / slowest_ns)
+            all_full, all_in = n_streams // rows, math.ceil(n_streams / rows)
+            for n_groups in {saturating - 1, saturating, saturating + 1, all_full, all_in}:
+                if 1 <= n_groups <= min(all_in, groups_max):
+                    yield n_groups, rows
 
-    def _beside(self, n_groups: int, rows: int, period_ns: float) -> tuple[int, int]:
+    def _beside(self, n_streams: int, n_groups: int, rows: int) -> tuple[int, int]:
         """Return (flights, rows) of the most prefill beside decode that keeps the latency bound."""
-        way_ns = sum(stage.decode.padded_cost_ns(rows, stage.rows_max) for stage in self.stages) + self.overhead_ns
+        way_ns = self.way_ns(rows) + self.overhead_ns
+        latency_max_ns = ITL_STRETCH * self._cycle_ns(n_streams, n_groups, rows)
         best, best_rate = (1, 1), 0.0
-        for flights in range(1, len(self.stages) + 1):
-            for chunk in CHUNK_LADDER:
-                if chunk > self.rows_max:
-                    break
-                costs = [stage.prefill.cost_ns(chunk) for stage in self.stages]
+        for chunk in CHUNK_LADDER:
+            if chunk > self.rows_max:
+                break
+            costs = [stage.prefill.cost_ns(chunk) for stage in self.stages]
+            for flights in range(1, len(self.stages) + 1):
                 work_ns = max(
-                    n_groups * stage.decode.padded_cost_ns(rows, stage.rows_max) + flights * cost_ns
-                    for stage, cost_ns in zip(self.stages, costs, strict=True)
+                    n_groups * decode_ns + flights * cost_ns
+                    for decode_ns, cost_ns in zip(self._costs(rows), costs, strict=True)
                 )
-                latency_ns = max(work_ns, way_ns + flights * max(costs))
-                if latency_ns > ITL_STRETCH * period_ns:
-                    continue
+                if max(work_ns, way_ns + flights * max(costs)) > latency_max_ns:
+                    break
                 rate = flights * chunk / max(work_ns, sum(costs) + self.overhead_ns)
                 if rate > best_rate:
                     best, best_rate = (flights, chunk), rate
@@ -143,3 +189,9 @@ class GroupPlanner:
             return (math.ceil(typical_rows / chunk) + n_stages - 1) * (slowest + self.overhead_ns / (n_stages + 1))
 
         return min((chunk for chunk in CHUNK_LADDER if chunk <= self.rows_max), key=time_ns)
+
+
+def _joined(work_ns: float, way_ns: float) -> float:
+    """Return the larger of the two, a little more when they are close."""
+    larger, smaller = max(work_ns, way_ns), min(work_ns, way_ns)
+    return float(larger * (1 + (smaller / larger) ** SHARPNESS) ** (1 / SHARPNESS))

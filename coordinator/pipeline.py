@@ -183,10 +183,13 @@ class Pipeline:
         try:
             while not stop.done():
                 connected = asyncio.ensure_future(self._connect(self.config.start_timeout_s))
-                await first_of(stop, connected)
-                if not connected.done():
-                    connected.cancel()
-                    await asyncio.gather(connected, return_exceptions=True)
+                try:
+                    await first_of(stop, connected)
+                finally:
+                    if not connected.done():
+                        connected.cancel()
+                        await asyncio.gather(connected, return_exceptions=True)
+                if connected.cancelled():
                     break
                 connected.result()
                 await first_of(stop, self._lost)

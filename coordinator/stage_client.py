@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from wire import bounds, rpc
 from wire.errors import HandshakeError, ProtocolError, RelaylineError, StageLostError
@@ -74,7 +75,7 @@ class StageClient:
         stream = self._channel.unary_stream(
             rpc.method("Return"),
             request_serializer=rpc.serialize,
-            response_deserializer=rpc.parser(pb.ReturnEnvelope),
+            response_deserializer=None,  # grpc.aio ends a stream in silence where a deserializer fails
         )
         call = stream(request)
         try:
@@ -84,23 +85,31 @@ class StageClient:
             raise rpc.typed(error, self.address) from error
         except TimeoutError as error:
             raise StageLostError(f"{self.address} did not open its return stream") from error
-        if not isinstance(first, pb.ReturnEnvelope) or not first.subscribed:
+        if not isinstance(first, bytes) or not self._parse(first).subscribed:
             raise ProtocolError(f"{self.address} opened its return stream with something else")
         self._reader = asyncio.create_task(self._read(call, on_message, on_lost))
 
     async def _read(
         self,
-        call: grpc.aio.UnaryStreamCall[pb.ReturnRequest, pb.ReturnEnvelope],
+        call: grpc.aio.UnaryStreamCall[pb.ReturnRequest, bytes],
         on_message: Callable[[pb.ReturnEnvelope], None],
         on_lost: Callable[[RelaylineError], None],
     ) -> None:
         error: RelaylineError = StageLostError(f"stage at {self.address} closed its return stream")
         try:
-            while isinstance(message := await call.read(), pb.ReturnEnvelope):
-                on_message(message)
+            while isinstance(message := await call.read(), bytes):
+                on_message(self._parse(message))
         except grpc.aio.AioRpcError as failure:
             error = rpc.typed(failure, f"stage at {self.address}")
+        except ProtocolError as failure:
+            error = failure
         on_lost(error)
+
+    def _parse(self, message: bytes) -> pb.ReturnEnvelope:
+        try:
+            return pb.ReturnEnvelope.FromString(message)
+        except DecodeError as error:
+            raise ProtocolError(f"{self.address} sent a return message that cannot be read") from error
 
     async def close(self) -> None:
         """Close everything towards this stage."""

@@ -1,4 +1,4 @@
-"""Frames of many sessions into token envelopes for stage 0: whatever one event produced travels as one message."""
+"""Frames of many sessions into token envelopes for stage 0: what the scheduler sends together travels as one message."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from wire.frames import Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.relay_link import RelayLink
 
+FLUSH_TIMEOUT_S = 2.0  # the last closes at the end of a process
+
 
 class TokenSender:
-    """Collects frames during one turn of the event loop and sends them in order. One per epoch.
+    """Sends the scheduler's envelopes in order, each as a message of its own. One per epoch.
 
     Bounded: a session has at most its history queued here, sessions are bounded by lanes.
     """
 
     def __init__(self, link: RelayLink, epoch: int, on_error: Callable[[RelaylineError], None]) -> None:
         self._link, self._epoch, self._on_error = link, epoch, on_error
-        self._waiting: collections.deque[OutFrame] = collections.deque()
+        self._waiting: collections.deque[list[OutFrame]] = collections.deque()
         self._wake, self._all_sent = asyncio.Event(), asyncio.Event()
         self._sequence = 0
         self._task = asyncio.create_task(self._run())
 
-    def push(self, frames: Iterable[OutFrame]) -> None:
-        """Queue frames; they leave at the end of this turn of the loop."""
-        self._waiting.extend(frames)
+    def push(self, envelope: Iterable[OutFrame]) -> None:
+        """Queue frames that stay together; they leave at the end of this turn of the loop."""
+        self._waiting.extend(_within_bounds(list(envelope)))
         self._all_sent.clear()
         self._wake.set()
 
@@ -49,23 +51,13 @@ class TokenSender:
     async def _run(self) -> None:
         try:
             while True:
-                while batch := self._next_batch():
-                    await self._send(batch)
+                while self._waiting:
+                    await self._send(self._waiting.popleft())
                 self._all_sent.set()
                 self._wake.clear()
                 await self._wake.wait()
         except RelaylineError as error:
             self._on_error(error)
-
-    def _next_batch(self) -> list[OutFrame]:
-        batch: list[OutFrame] = []
-        n_rows = 0
-        while self._waiting and len(batch) < bounds.FRAMES_PER_ENVELOPE_MAX:
-            n_rows += len(self._waiting[0].tokens)
-            if batch and n_rows > bounds.ROWS_PER_ENVELOPE_MAX:
-                break
-            batch.append(self._waiting.popleft())
-        return batch
 
     async def _send(self, batch: Sequence[OutFrame]) -> None:
         now_ns = time.monotonic_ns()
@@ -84,6 +76,20 @@ class TokenSender:
         buffer.seal(self._epoch, self._sequence, now_ns)
         options = [_options(frame) for frame in batch if frame.flags & Flag.OPEN]
         await self._link.send(buffer, with_extras(buffer, None, options))
+
+
+def _within_bounds(frames: list[OutFrame]) -> list[list[OutFrame]]:
+    """Cut what exceeds one message into several."""
+    envelopes: list[list[OutFrame]] = []
+    n_rows = 0
+    for frame in frames:
+        n_rows += len(frame.tokens)
+        is_full = envelopes and len(envelopes[-1]) == bounds.FRAMES_PER_ENVELOPE_MAX
+        if not envelopes or is_full or n_rows > bounds.ROWS_PER_ENVELOPE_MAX:
+            envelopes.append([])
+            n_rows = len(frame.tokens)
+        envelopes[-1].append(frame)
+    return envelopes
 
 
 def _options(frame: OutFrame) -> pb.SessionOptions:

@@ -20,6 +20,8 @@ from deploy.child import Child
 from deploy.local import STAGE_STOP_TIMEOUT_S, stage_child
 from wire.errors import ProtocolError, StageLostError
 
+PIPELINE_END_TIMEOUT_S = 2.0  # of the last closes, which a dead stage never takes
+
 OnLine = Callable[[str, str], None]
 Result = TypeVar("Result")
 
@@ -115,11 +117,10 @@ async def _drive(
         for batch in batches:
             running = (_run_script(pipeline, script, n_tokens, file.n_vocab, on_token) for script in batch)
             runs += await _unless(serving, _all(running))
-        described = await pipeline.describe()
-        stopping.set()
-        await serving
-        return SplitRuns(tuple(runs), _sessions_per_step_max(described))
+        return SplitRuns(tuple(runs), _sessions_per_step_max(await pipeline.describe()))
     finally:
+        stopping.set()
+        await asyncio.wait({serving}, timeout=PIPELINE_END_TIMEOUT_S)
         await _end(serving)
 
 

@@ -50,7 +50,8 @@ def relayline() -> None:
 def main() -> None:
     """Entry point of the console script."""
     try:
-        relayline.main(standalone_mode=False)
+        code = relayline.main(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)  # click hands ctx.exit's code back here
     except click.exceptions.Abort:
         _end(1, "interrupted")
     except click.UsageError as error:
@@ -59,8 +60,6 @@ def main() -> None:
         _end(2, error.format_message())
     except click.ClickException as error:
         _end(error.exit_code, error.format_message())
-    except click.exceptions.Exit as error:
-        sys.exit(error.exit_code)
     except UsageError as error:
         _end(2, error.message)
     except RelaylineError as error:

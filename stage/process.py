@@ -26,7 +26,8 @@ from stage.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
 from stage.runner import Runner
 from stage.service import StageFacts, StageService
 from stage.stats import StageStats
-from stage.step import Padding, StepExecutor
+from stage.step import StepExecutor
+from stage.step_types import Padding
 from wire import rpc
 from wire.curve import PAD_SEARCH_ROWS
 from wire.errors import StartError

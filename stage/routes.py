@@ -1,6 +1,6 @@
 """Routes of a stage: one coordinator's use of it, with its epoch, its downstream link and its listeners.
 
-Event loop only. The decode thread sees a route as `stage.step.RouteWiring`.
+Event loop only. The decode thread sees a route as `stage.step_types.RouteWiring`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
-from stage.step import RouteOutput
+from stage.step_types import RouteOutput
 from wire.errors import RelaylineError, StageLostError, StaleEpochError
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.relay_link import RelayLink

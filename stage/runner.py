@@ -19,7 +19,8 @@ from typing import Any
 
 from stage.batcher import Batcher
 from stage.queue_types import QueuedFrame
-from stage.step import StepExecutor, StepResult
+from stage.step import StepExecutor
+from stage.step_types import StepResult
 from wire.errors import InternalError
 from wire.frames import Flag
 

@@ -18,7 +18,8 @@ from stage.inbound import Inbound
 from stage.routes import ROUTES_MAX, Route
 from stage.runner import Runner
 from stage.stats import StageStats
-from stage.step import RouteOutput, RouteWiring, StepExecutor, StepResult
+from stage.step import StepExecutor
+from stage.step_types import RouteOutput, RouteWiring, StepResult
 from wire import bounds, rpc
 from wire.curve import CostCurve
 from wire.envelope import EnvelopeView

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 
-from stage.step import StepResult
+from stage.step_types import StepResult
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
 RECENT_WAITS_MAX = 8_192  # frame waits kept for percentiles

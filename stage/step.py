@@ -10,94 +10,21 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stage.curves import Curves
 from stage.lanes import Lane, LaneTable
 from stage.queue_types import QueuedFrame, Step
 from stage.sampler import SamplingOptions, SessionSampler
+from stage.step_types import Embeddings, Engine, Padding, RouteOutput, RouteWiring, StepResult
 from wire import bounds
-from wire.envelope import DTYPE_F16, DTYPE_F32, Buffer, BufferPool, with_extras
+from wire.envelope import Buffer, with_extras
 from wire.errors import NumericError, PositionGapError, ProtocolError, RelaylineError, SessionError
-from wire.frames import Flag
+from wire.frames import Flag, set_traces
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.rows import RowEncoder, decode_f16
-
-
-class Engine(Protocol):
-    """What a step needs of the native engine; see stage.native.NativeEngine for the meaning of each member."""
-
-    n_embd: int
-    n_vocab: int
-    max_rows: int
-    is_last: bool
-    input_rows: npt.NDArray[np.float32]
-    positions: npt.NDArray[np.int32]
-    seq_ids: npt.NDArray[np.int32]
-    wants: npt.NDArray[np.int8]
-    output_rows: npt.NDArray[np.float32]
-
-    def decode(self, n_rows: int) -> None: ...  # noqa: D102
-    def logits(self, row: int) -> npt.NDArray[np.float32]: ...  # noqa: D102
-    def drop_from(self, lane: int, position: int) -> None: ...  # noqa: D102
-    def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None: ...  # noqa: D102
-    def clear(self, lane: int) -> None: ...  # noqa: D102
-
-
-class Embeddings(Protocol):
-    """Token ids to hidden rows; only stage 0 has them."""
-
-    def lookup(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None: ...  # noqa: D102
-
-
-@dataclasses.dataclass(slots=True)
-class RouteOutput:
-    """What one step sends on for one route. `buffer` is None when nothing travels downstream."""
-
-    route_id: int
-    epoch: int
-    buffer: Buffer | None = None
-    message: bytes = b""
-    sent_ns: int = 0
-    samples: list[pb.Sampled] = dataclasses.field(default_factory=list)
-    faults: list[pb.SessionFault] = dataclasses.field(default_factory=list)
-    progress: list[pb.Progress] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(slots=True)
-class StepResult:
-    """Everything the event loop has to carry away after a step."""
-
-    outputs: list[RouteOutput]
-    consumed: list[QueuedFrame]  # their links get the payload bytes back as credit
-    n_rows: int
-    decode_ns: int
-    waits_ns: list[int]
-    close_reason: str
-    padded_rows: int = 0  # scratch rows beside n_rows
-    started_ns: int = 0  # when the native decode began
-
-
-@dataclasses.dataclass(slots=True)
-class RouteWiring:
-    """The decode thread's view of a route: its epoch and its downstream link's buffers (None on the last stage)."""
-
-    epoch: int
-    pool: BufferPool | None
-    sequence: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Padding:
-    """Where scratch rows go, and the curves that say when they make a step cheaper."""
-
-    curves: Curves
-    spare_lane: int  # a native sequence that no session owns
-    wanted_max: int  # rows of one step that may want logits
-    enabled: bool = True
 
 
 @dataclasses.dataclass(slots=True)
@@ -368,50 +295,63 @@ class StepExecutor:
 
     def _encode(self, outputs: dict[int, RouteOutput], controls: list[QueuedFrame], placed: list[_Placed]) -> None:
         for route_id in {frame.route_id for frame in controls} | {item.frame.route_id for item in placed}:
-            wiring = self.routes[route_id]
-            if wiring.pool is None:
+            pool = self.routes[route_id].pool
+            if pool is None:
                 continue
             mine = [item for item in placed if item.frame.route_id == route_id]
-            rows, largest, mine = self._finite_rows(outputs, mine)
-            forwarded = [frame for frame in controls if frame.route_id == route_id] + [item.frame for item in mine]
-            if not forwarded:
-                continue
-            buffer = wiring.pool.lease(len(forwarded), rows.shape[0])
-            exponents = None
-            if wiring.pool.dtype == DTYPE_F16:
-                exponents = self._encoder.encode_f16(rows, largest, buffer.payload)
-            elif wiring.pool.dtype == DTYPE_F32:
-                np.copyto(buffer.payload, rows)
-            fill_frames(buffer, forwarded)
-            wiring.sequence += 1
-            output = self._output(outputs, route_id)
-            output.sent_ns = time.monotonic_ns()
-            buffer.seal(wiring.epoch, wiring.sequence, output.sent_ns)
-            options = [frame.options or pb.SessionOptions() for frame in forwarded if frame.flags & Flag.OPEN]
-            output.buffer, output.message = buffer, with_extras(buffer, exponents, options)
+            heads = [frame for frame in controls if frame.route_id == route_id]
+            if not self._encode_route(outputs, pool, route_id, heads, mine):
+                finite = self._finite(outputs, mine)
+                self._encode_route(outputs, pool, route_id, heads, finite)
 
-    def _finite_rows(
-        self, outputs: dict[int, RouteOutput], placed: list[_Placed]
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], list[_Placed]]:
-        """Return the rows to send, their largest magnitudes and their frames; sessions with NaN or inf are faulted."""
+    def _encode_route(
+        self,
+        outputs: dict[int, RouteOutput],
+        pool: BufferPool,
+        route_id: int,
+        controls: list[QueuedFrame],
+        placed: list[_Placed],
+    ) -> bool:
+        """Write one route's envelope into its output; false, and nothing written, if a row is not finite."""
+        forwarded = controls + [item.frame for item in placed]
+        if not forwarded:
+            return True
+        rows = self._rows_of(placed)
+        buffer = pool.lease(len(forwarded), rows.shape[0])
+        encoded = self._encoder.encode(rows, buffer.payload)
+        if not encoded.all_finite:
+            pool.give_back(buffer)
+            return False
+        fill_frames(buffer, forwarded)
+        wiring = self.routes[route_id]
+        wiring.sequence += 1
+        output = self._output(outputs, route_id)
+        output.sent_ns = time.monotonic_ns()
+        buffer.seal(wiring.epoch, wiring.sequence, output.sent_ns)
+        options = [frame.options or pb.SessionOptions() for frame in forwarded if frame.flags & Flag.OPEN]
+        output.buffer, output.message = buffer, with_extras(buffer, encoded.exponents, options)
+        return True
+
+    def _rows_of(self, placed: list[_Placed]) -> npt.NDArray[np.float32]:
+        """Return the output rows of frames: a view where they stand together, which is always but after a fault."""
         if not placed:
-            return self.engine.output_rows[:0], np.zeros(0, dtype=np.float32), []
+            return self.engine.output_rows[:0]
         first, last = placed[0], placed[-1]
-        rows = self.engine.output_rows[first.row : last.row + last.frame.n_rows]
-        largest = self._encoder.measure(rows)
-        if np.isfinite(largest).all():
-            return rows, largest, placed
+        end = last.row + last.frame.n_rows
+        if end - first.row == sum(item.frame.n_rows for item in placed):
+            return self.engine.output_rows[first.row : end]
+        return np.concatenate([self.engine.output_rows[i.row : i.row + i.frame.n_rows] for i in placed])
+
+    def _finite(self, outputs: dict[int, RouteOutput], placed: list[_Placed]) -> list[_Placed]:
+        """Fault the sessions whose rows hold NaN or infinity; returns the others."""
         good: list[_Placed] = []
-        keep: list[int] = []
         for item in placed:
-            at = range(item.row - first.row, item.row - first.row + item.frame.n_rows)
-            if np.isfinite(largest[at.start : at.stop]).all():
+            if np.isfinite(self.engine.output_rows[item.row : item.row + item.frame.n_rows]).all():
                 good.append(item)
-                keep.extend(at)
             else:
                 problem = NumericError(f"stage {self.stage_index} computed NaN or infinity for this session")
                 self._fault(outputs, item.frame, problem)
-        return rows[keep], largest[keep], good
+        return good
 
 
 def fill_frames(buffer: Buffer, forwarded: list[QueuedFrame]) -> None:
@@ -424,4 +364,4 @@ def fill_frames(buffer: Buffer, forwarded: list[QueuedFrame]) -> None:
     records["flags"] = [frame.flags for frame in forwarded]
     records["argument"] = [frame.argument for frame in forwarded]
     records["enqueued_ns"] = [frame.arrived_ns for frame in forwarded]
-    records["trace"] = [np.void(frame.trace) for frame in forwarded]
+    set_traces(records, [frame.trace for frame in forwarded])

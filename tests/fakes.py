@@ -27,7 +27,8 @@ from stage.queue_types import QueuedFrame, Step
 from stage.runner import Runner
 from stage.service import StageFacts, StageService
 from stage.stats import StageStats
-from stage.step import RouteWiring, StepExecutor, fill_frames
+from stage.step import StepExecutor, fill_frames
+from stage.step_types import RouteWiring
 from wire import bounds, rpc
 from wire.envelope import DTYPE_F32, DTYPE_TOKENS, Buffer, BufferPool, with_extras
 from wire.errors import InternalError, RelaylineError
@@ -38,7 +39,7 @@ ROUTE, EPOCH, WIDTH, VOCAB, MAX_ROWS, CTX = 7, 1, 4, 32, 64, 256
 
 
 class FakeEngine:
-    """Satisfies stage.step.Engine. Everything is deterministic."""
+    """Satisfies stage.step_types.Engine. Everything is deterministic."""
 
     def __init__(
         self, *, n_lanes: int = 4, is_last: bool = False, max_rows: int = MAX_ROWS, n_embd: int = WIDTH

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stage.batcher import CONTROLS_ONLY, Batcher
-from stage.policy import Choice, DrainPolicy
+from stage.policy import Choice, DrainPolicy, GroupPolicy, Policy, SinglePolicy
 from stage.queue_types import QueuedFrame, Step
 from tests.fakes import control, rows_frame
+from wire.curve import CostCurve
 from wire.frames import Flag
 
 
@@ -173,7 +174,9 @@ def test_neither_decoders_nor_prompts_starve(n_decoders: int, chunk_rows: int) -
             batcher.push(chunk(1_000 + prompt, index * chunk_rows, chunk_rows))
     waited = collections.Counter(range(n_decoders)) + collections.Counter(range(1_000, 1_004))
     rounds = -(-n_decoders // (max_rows if chunk_rows == max_rows else max_rows - chunk_rows)) + 1
-    bound = 4 * (rounds + 1)  # every other head of the prefill line goes first, each after at most one round of decoders
+    bound = 4 * (
+        rounds + 1
+    )  # every other head of the prefill line goes first, each after at most one round of decoders
     for _ in range(200):
         step = batcher.take(0)
         assert step is not None
@@ -185,6 +188,30 @@ def test_neither_decoders_nor_prompts_starve(n_decoders: int, chunk_rows: int) -
             if not frame.is_prefill:
                 batcher.push(rows_frame(frame.session_id, frame.position + 1))
         assert max(waited.values()) <= bound, waited.most_common(3)
+
+
+@pytest.mark.parametrize("policy", [GroupPolicy(16, CostCurve()), SinglePolicy(16)], ids=["group", "single"])
+def test_first_come_first_served_starves_nobody(policy: Policy) -> None:
+    """Prompts that arrived whole, long before every decoder's row, do not run to their end first."""
+    batcher = Batcher(policy)
+    for prompt in range(4):
+        for index in range(50):
+            batcher.push(chunk(1_000 + prompt, 16 * index, 16))
+    waited = collections.Counter(range(8)) + collections.Counter(range(1_000, 1_004))
+    for session_id in range(8):
+        batcher.push(rows_frame(session_id, 0))
+    for turn in range(150):
+        step = batcher.take(turn)
+        assert step is not None
+        for session_id in waited:
+            waited[session_id] += 1
+        for frame in step.frames:
+            waited[frame.session_id] = 0
+            if not frame.is_prefill:
+                again = rows_frame(frame.session_id, frame.position + 1, arrived_ns=turn)
+                again.envelope = turn
+                batcher.push(again)
+        assert max(waited.values()) <= 13, waited.most_common(3)
 
 
 def test_a_frame_wider_than_the_step_does_not_block_the_others() -> None:

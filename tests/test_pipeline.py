@@ -187,7 +187,9 @@ LENGTHS = (5, 1, 40, 17, 3, 64, 90, 11)
 
 @pytest.mark.parametrize("n_sessions", [1, 3, 8])
 @pytest.mark.parametrize("cuts", [[2], [1, 3], [1, 2, 3]], ids=["2 stages", "3 stages", "4 stages"])
-async def test_split_equals_whole(cuts: list[int], n_sessions: int, artifacts: Artifacts, whole: ReferenceModel) -> None:
+async def test_split_equals_whole(
+    cuts: list[int], n_sessions: int, artifacts: Artifacts, whole: ReferenceModel
+) -> None:
     prompts = [prompt_of(index, LENGTHS[index]) for index in range(n_sessions)]
     async with fleet(artifacts(cuts)) as running:
         streams = [running.pipeline.open(request(prompt, 12 + index)) for index, prompt in enumerate(prompts)]
@@ -219,7 +221,9 @@ async def test_sending_everything_at_once_gives_the_same(artifacts: Artifacts, w
         assert max(map(int, stage["steps_by_sessions"])) > 1, "no step held two sessions"
 
 
-async def test_a_cancelled_stream_frees_its_lane_and_the_others_go_on(artifacts: Artifacts, whole: ReferenceModel) -> None:
+async def test_a_cancelled_stream_frees_its_lane_and_the_others_go_on(
+    artifacts: Artifacts, whole: ReferenceModel
+) -> None:
     prompt = prompt_of(1, 20)
     async with fleet(artifacts([2])) as running:
         gone, stays = (running.pipeline.open(request(prompt, 200)) for _ in range(2))
@@ -379,7 +383,11 @@ async def test_samples_of_an_old_epoch_and_echoes_are_ignored(artifacts: Artifac
         tokens = await read(stream, 3)
         (session_id,) = pipeline._audiences
         length = len(pipeline._audiences[session_id].session.history)
-        for epoch, position in ((pipeline.epoch - 1, length), (pipeline.epoch, length - 1), (pipeline.epoch, length + 1)):
+        for epoch, position in (
+            (pipeline.epoch - 1, length),
+            (pipeline.epoch, length - 1),
+            (pipeline.epoch, length + 1),
+        ):
             sample = pb.Sampled(session_id=session_id, position=position, token=1)
             pipeline._on_return(pb.ReturnEnvelope(epoch=epoch, samples=[sample]))
         gone = pb.SessionFault(session_id=0, label="stage_lost", message="long ago", retryable=True)

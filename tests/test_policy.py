@@ -2,9 +2,19 @@ from __future__ import annotations
 
 import pytest
 
-from stage.policy import PREFILL_BUDGET, QUEUE_DRAINED, ROW_CAP, DrainPolicy
+from stage.policy import (
+    GROUP,
+    PAD_TARGET,
+    PREFILL_BUDGET,
+    QUEUE_DRAINED,
+    ROW_CAP,
+    DrainPolicy,
+    GroupPolicy,
+    SinglePolicy,
+)
 from stage.queue_types import QueuedFrame
 from tests.fakes import rows_frame
+from wire.curve import CostCurve
 from wire.frames import Flag
 
 
@@ -42,3 +52,43 @@ def test_choice(name: str) -> None:
     decoders, chunks = heads(*decode, first_order=100), heads(*prefill, first_order=0 if prefill_first else 1_000)
     choice = DrainPolicy(max_rows=16, prefill_rows=8).choose(decoders, chunks, 0)
     assert (choice.n_decode, choice.n_prefill, choice.close_reason) == expected
+
+
+STAIRS = CostCurve([(1, 10), (2, 30), (3, 40), (4, 20), (5, 50), (6, 60), (7, 70), (8, 40)])  # tiles of four rows
+
+
+def in_envelopes(frames: list[QueuedFrame], *envelopes: int) -> list[QueuedFrame]:
+    """The frames as having come in the envelopes of these numbers."""
+    for frame, envelope in zip(frames, envelopes, strict=True):
+        frame.envelope = envelope
+    return frames
+
+
+GROUP_CASES = {  # max_rows 8: (rows and envelopes of decode heads, of prefill heads, prefill came first) -> choice
+    "one envelope": ([1, 1, 1, 1], [1, 1, 1, 1], [], [], False, (4, 0, GROUP)),
+    "two groups that met are not merged": ([1] * 8, [1] * 4 + [2] * 4, [], [], False, (4, 0, GROUP)),
+    "what is left joins where it costs nothing": ([1, 1, 1, 1], [1, 1, 1, 2], [], [], False, (4, 0, PAD_TARGET)),
+    "but not if some would still be left": ([1] * 6, [1, 1, 1, 2, 2, 2], [], [], False, (3, 0, GROUP)),
+    "an envelope wider than a step is cut": ([3, 3, 3], [1, 1, 1], [], [], False, (2, 0, GROUP)),
+    "prefill that came first": ([1, 1], [2, 2], [4, 4, 4], [1, 1, 1], True, (0, 2, GROUP)),
+    "prefill that came later waits": ([1, 1], [1, 1], [4], [2], False, (2, 0, GROUP)),
+    "prefill alone": ([], [], [4, 4], [1, 2], False, (0, 1, GROUP)),
+    "a frame wider than a step goes alone": ([9, 1], [1, 1], [], [], False, (1, 0, GROUP)),
+    "a chunk wider than a step goes alone": ([], [], [9, 1], [1, 1], False, (0, 1, GROUP)),
+}
+
+
+@pytest.mark.parametrize("name", GROUP_CASES)
+def test_groups_stay_together_and_apart(name: str) -> None:
+    decode, decode_envelopes, prefill, prefill_envelopes, prefill_first, expected = GROUP_CASES[name]
+    decoders = in_envelopes(heads(*decode, first_order=100), *decode_envelopes)
+    chunks = in_envelopes(heads(*prefill, first_order=0 if prefill_first else 1_000), *prefill_envelopes)
+    choice = GroupPolicy(8, STAIRS).choose(decoders, chunks, 0)
+    assert (choice.n_decode, choice.n_prefill, choice.close_reason) == expected
+
+
+def test_single_takes_the_oldest_whatever_it_is() -> None:
+    decoders, chunks = heads(1, 1, first_order=10), heads(4, first_order=0)
+    assert SinglePolicy(8).choose(decoders, chunks, 0).n_prefill == 1
+    assert SinglePolicy(8).choose(decoders, [], 0).n_decode == 1
+    assert SinglePolicy(8).choose(heads(1), heads(4, first_order=9), 0).n_decode == 1

@@ -10,7 +10,8 @@ import pytest
 from stage.batcher import Batcher
 from stage.policy import DrainPolicy
 from stage.runner import OUTBOX_STEPS_MAX, Runner
-from stage.step import StepExecutor, StepResult
+from stage.step import StepExecutor
+from stage.step_types import StepResult
 from tests.fakes import MAX_ROWS, ROUTE, BlockedDecode, FakeEngine, control, new_executor, rows_frame
 from wire.errors import InternalError
 from wire.frames import Flag
@@ -212,5 +213,3 @@ async def test_a_bug_in_a_step_is_a_crash_that_somebody_hears_of() -> None:
                 await call
         with pytest.raises(InternalError, match="stopped"):
             await h.runner.call(lambda: None)
-
-

@@ -148,7 +148,10 @@ class StagesModel:
     epoch: int = 0
 
     def push(self, frames: Iterable[OutFrame]) -> None:
-        self.frames += frames
+        for frame in frames:
+            if frame.flags & Flag.CLOSE:  # what its session still waits for is dropped, and never answered
+                self.frames = [other for other in self.frames if other.session is not frame.session]
+            self.frames.append(frame)
 
     def step(self) -> None:
         if not self.frames:
@@ -359,3 +362,4 @@ async def test_an_error_that_cannot_be_retried_reaches_clients_as_a_lost_stage()
     world.pipeline._fail_all(HandshakeError("a handshake that no longer fits"))
     world.check()
     assert world.clients[0].ends == [StageLostError.label]
+    world.finish()

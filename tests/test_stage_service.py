@@ -15,7 +15,7 @@ import pytest
 
 from stage.routes import ROUTES_MAX, Route
 from stage.runner import OUTBOX_STEPS_MAX
-from stage.step import RouteOutput
+from stage.step_types import RouteOutput
 from tests.fakes import (
     EPOCH,
     MAX_ROWS,
@@ -236,7 +236,9 @@ async def test_garbage_ends_its_own_link_with_one_error_and_nobody_elses(name: s
 
 
 @pytest.mark.parametrize(
-    "noise", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", random.Random(2).randbytes(2_000), b"\0" * 100], ids=["http", "noise", "0"]
+    "noise",
+    [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", random.Random(2).randbytes(2_000), b"\0" * 100],
+    ids=["http", "noise", "0"],
 )
 async def test_noise_on_the_port_is_not_noticed(noise: bytes) -> None:
     async with served() as stage, Coordinator(stage) as one:
@@ -452,23 +454,22 @@ async def counted(steps: asyncio.Queue[None], n_steps: int) -> None:
 
 
 async def test_two_stages_pass_rows_and_controls_on() -> None:
-    async with served(0, 2) as first, served(1, 2) as last:
-        async with Coordinator(first) as one, Coordinator(last) as end:
-            await end.configure()
-            await end.listen()
-            await one.configure(next_address=last.address)
-            await one.upstream()
-            await one.send(control(1, Flag.OPEN), tokens_frame(1, 0, [3, 4, 5], PREFILL | SAMPLE))
-            (sample,) = (await end.reply()).samples
-            rows = [[token + index + 1.0] * WIDTH for index, token in enumerate((3, 4, 5))]
-            assert sample.token == token_after(np.asarray(rows, np.float32))
-            await one.send(control(1, Flag.CLOSE), control(2, Flag.OPEN), tokens_frame(2, 0, [9], PREFILL | SAMPLE))
-            await end.reply()
-            assert ((await first.settled())[0], (await last.settled())[0]) == (1, 1)
-            one.call.cancel()
-            async with asyncio.timeout(20):
-                await end.lost
-            assert ((await first.settled())[0], (await last.settled())[0]) == (0, 0)
+    async with served(0, 2) as first, served(1, 2) as last, Coordinator(first) as one, Coordinator(last) as end:
+        await end.configure()
+        await end.listen()
+        await one.configure(next_address=last.address)
+        await one.upstream()
+        await one.send(control(1, Flag.OPEN), tokens_frame(1, 0, [3, 4, 5], PREFILL | SAMPLE))
+        (sample,) = (await end.reply()).samples
+        rows = [[token + index + 1.0] * WIDTH for index, token in enumerate((3, 4, 5))]
+        assert sample.token == token_after(np.asarray(rows, np.float32))
+        await one.send(control(1, Flag.CLOSE), control(2, Flag.OPEN), tokens_frame(2, 0, [9], PREFILL | SAMPLE))
+        await end.reply()
+        assert ((await first.settled())[0], (await last.settled())[0]) == (1, 1)
+        one.call.cancel()
+        async with asyncio.timeout(20):
+            await end.lost
+        assert ((await first.settled())[0], (await last.settled())[0]) == (0, 0)
 
 
 async def test_a_route_without_credit_downstream_stops_stepping() -> None:

@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stage.curves import Curves
+from stage.lanes import LaneTable
 from stage.sampler import SessionSampler
-from stage.step import RouteOutput, StepExecutor, StepResult
+from stage.step import StepExecutor
+from stage.step_types import Padding, RouteOutput, StepResult
 from tests.fakes import (
     CTX,
     EPOCH,
@@ -25,6 +28,7 @@ from tests.fakes import (
     step_of,
 )
 from wire import envelope
+from wire.curve import CostCurve
 from wire.envelope import DTYPE_F16, DTYPE_F32, EnvelopeView
 from wire.errors import LaneLimitError, NativeError
 from wire.frames import Flag
@@ -48,7 +52,9 @@ def labels(result: StepResult) -> list[tuple[int, str]]:
 
 def opened(engine: FakeEngine, n_sessions: int, **options: object) -> StepExecutor:
     executor = new_executor(engine)
-    executor.execute(step_of(*(control(session_id, Flag.OPEN, options=greedy(**options)) for session_id in range(n_sessions))))
+    executor.execute(
+        step_of(*(control(session_id, Flag.OPEN, options=greedy(**options)) for session_id in range(n_sessions)))
+    )
     return executor
 
 
@@ -92,6 +98,64 @@ def test_a_sessions_output_does_not_depend_on_its_batch_mates() -> None:
         one = parsed(only(first.execute(step_of(frame)))).payload
         all_of_them = parsed(only(second.execute(step_of(mates[0], frame, mates[1])))).payload
         assert one.tolist() == all_of_them[1:2].tolist()
+
+
+STAIRS = CostCurve([(1, 10), (2, 30), (3, 40), (4, 20), (5, 50), (6, 60), (7, 70), (8, 40)])
+
+
+def padded(engine: FakeEngine, **changes: object) -> StepExecutor:
+    """An executor whose spare lane is the engine's last, with three open sessions."""
+    padding = Padding(**({"curves": Curves(STAIRS), "spare_lane": 3, "wanted_max": 8} | changes))  # type: ignore[arg-type]
+    executor = StepExecutor(engine, LaneTable(3, CTX), 1, None, padding=padding)
+    executor.reset_route(ROUTE, new_wiring(engine))
+    executor.execute(step_of(*(control(session_id, Flag.OPEN) for session_id in range(3))))
+    return executor
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_scratch_rows_make_a_step_cheaper_and_leave_no_trace(is_last: bool) -> None:
+    engine = FakeEngine(is_last=is_last)
+    executor = padded(engine)
+    for position in range(3):
+        result = executor.execute(step_of(*(rows_frame(session_id, position, 1, SAMPLE) for session_id in range(3))))
+        assert (result.n_rows, result.padded_rows, len(engine.steps[-1])) == (3, 1, 4)
+        assert engine.lanes[3] == []
+        output = only(result)
+        if is_last:
+            assert [sample.session_id for sample in output.samples] == [0, 1, 2]
+        else:
+            assert parsed(output).payload.tolist() == [
+                [v + position + 1 for v in lane[-1]] for lane in engine.lanes[:3]
+            ]
+
+
+def test_scratch_rows_are_forgotten_after_a_failed_decode_too() -> None:
+    engine = FakeEngine()
+    executor = padded(engine)
+    engine.fail_next = NativeError("boom")
+    executor.execute(step_of(*(rows_frame(session_id, 0) for session_id in range(3))))
+    assert engine.lanes == [[], [], [], []]
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [({"enabled": False}, SAMPLE), ({"wanted_max": 3}, SAMPLE), ({"curves": Curves()}, SAMPLE), ({}, PREFILL)],
+    ids=["switched off", "too many logits", "nothing known", "prefill only"],
+)
+def test_no_scratch_rows_where_they_do_not_belong(changes: dict[str, object], flags: int) -> None:
+    engine = FakeEngine()
+    result = padded(engine, **changes).execute(step_of(*(rows_frame(index, 0, 1, flags) for index in range(3))))
+    assert (result.padded_rows, len(engine.steps[-1])) == (0, 3)
+
+
+def test_the_curve_is_refined_by_real_steps() -> None:
+    curves = Curves()
+    executor = padded(FakeEngine(), curves=curves)
+    executor.execute(step_of(rows_frame(0, 0, 4, PREFILL)))
+    assert [rows for rows, _ in curves.prefill.points()] == [4]
+    executor.execute(step_of(rows_frame(0, 4), rows_frame(1, 0)))
+    executor.execute(step_of(rows_frame(0, 5), rows_frame(1, 1, 4, PREFILL)))
+    assert ([rows for rows, _ in curves.decode.points()], len(curves.prefill.points())) == ([2], 1)
 
 
 # --- envelopes ---------------------------------------------------------------------------------------------------------
@@ -156,7 +220,9 @@ def test_two_routes_in_one_step_give_two_envelopes() -> None:
     assert outputs[ROUTE].frames["session_id"].tolist() == [0, 1]
     assert outputs[ROUTE].frames["n_rows"].tolist() == [2, 1]
     assert outputs[other].frames["n_rows"].tolist() == [3]
-    assert outputs[other].payload.tolist() == [[v + i + 1 for v in row] for i, row in enumerate(frames[1].rows.tolist())]
+    assert outputs[other].payload.tolist() == [
+        [v + i + 1 for v in row] for i, row in enumerate(frames[1].rows.tolist())
+    ]
 
 
 def test_steady_decode_creates_no_buffer() -> None:
@@ -327,6 +393,14 @@ def test_samples_name_the_position_their_token_will_have() -> None:
     assert only(result).buffer is None
 
 
+def test_rows_that_want_no_sample_are_answered_by_progress() -> None:
+    engine = FakeEngine(is_last=True)
+    executor = opened(engine, 2)
+    result = executor.execute(step_of(rows_frame(0, 0, 3, PREFILL), rows_frame(1, 0, 2, PREFILL | SAMPLE)))
+    assert [(passed.session_id, passed.position) for passed in only(result).progress] == [(0, 3)]
+    assert [sample.session_id for sample in only(result).samples] == [1]
+
+
 def test_whole_rows_of_logits_come_only_when_asked_for() -> None:
     engine = FakeEngine(is_last=True)
     executor = opened(engine, 1, wants_logits=True, n_logprobs=2)
@@ -413,7 +487,9 @@ def test_a_route_that_ends_leaves_the_other_routes_sessions_alone() -> None:
     executor = opened(engine, 1)
     other = ROUTE + 1
     executor.reset_route(other, new_wiring(engine))
-    executor.execute(step_of(control(0, Flag.OPEN, route_id=other), rows_frame(0, 0, 2, route_id=other), rows_frame(0, 0)))
+    executor.execute(
+        step_of(control(0, Flag.OPEN, route_id=other), rows_frame(0, 0, 2, route_id=other), rows_frame(0, 0))
+    )
     executor.execute(step_of(control(0, Flag.CLOSE)))
     executor.reset_route(ROUTE, None)
     (sample,) = only(executor.execute(step_of(rows_frame(0, 2, 1, SAMPLE, route_id=other)))).samples

@@ -25,6 +25,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import dataclasses
+import functools
 import struct
 import threading
 from typing import Any
@@ -82,6 +83,7 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
+@functools.lru_cache(maxsize=256)
 def _lead(tag: int, size_bytes: int) -> bytes:
     """Return what stands before a length-delimited field of one-byte tag."""
     return bytes([tag]) + _varint(size_bytes)

@@ -10,6 +10,7 @@ This module does not know envelopes, links or sessions' meaning.
 from __future__ import annotations
 
 import enum
+import functools
 from typing import Any
 
 import numpy as np
@@ -76,12 +77,6 @@ FRAME_CONSTANTS: dict[str, int] = {
     "_trace_size": TRACE_BYTES,
 }
 
-# Where each constant sits in a record, and its byte.
-_CONSTANTS: list[tuple[int, bytes]] = [
-    (FRAME_DTYPE.fields[name][1], bytes([value]))  # type: ignore[index]
-    for name, value in FRAME_CONSTANTS.items()
-]
-
 
 def new_frames(n_frames: int) -> Records:
     """Return n_frames zeroed records with every protobuf tag in place."""
@@ -99,10 +94,22 @@ def stamp_tags(frames: Records) -> None:
 def has_canonical_tags(message: bytes, offset: int, n_frames: int) -> bool:
     """Return whether the n_frames records that begin at `offset` carry every constant at its place.
 
-    One strided slice per constant: for the few frames of a decode step that is quicker than any numpy expression.
+    All records are compared as one long integer: for the few frames of a decode step nothing in numpy is as quick.
     """
-    end = offset + n_frames * FRAME_BYTES
-    return all(message[offset + at : end : FRAME_BYTES] == value * n_frames for at, value in _CONSTANTS)
+    mask, constants = _mask_and_constants(n_frames)
+    records = message[offset : offset + n_frames * FRAME_BYTES]
+    return int.from_bytes(records, "little") & mask == constants
+
+
+@functools.lru_cache(maxsize=16)  # 0.7 MB each at most; steady decode comes in few shapes
+def _mask_and_constants(n_frames: int) -> tuple[int, int]:
+    mask, constants = np.zeros(1, dtype=FRAME_DTYPE), new_frames(1)
+    for name in FRAME_CONSTANTS:
+        mask[name] = 0xFF
+    return (
+        int.from_bytes(mask.tobytes() * n_frames, "little"),
+        int.from_bytes(constants.tobytes() * n_frames, "little"),
+    )
 
 
 def set_traces(frames: Records, traces: list[bytes]) -> None:

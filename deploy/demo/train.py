@@ -70,6 +70,15 @@ SKIPPED_DIRECTORIES = {
 }  # fmt: skip
 # Tables rather than prose or code, and modules that do something on sight.
 SKIPPED_FILES = {"html/entities.py", "pydoc_data/topics.py", "stringprep.py", "lib2to3/pgen2/token.py"}
+# Modules that readers know. They are trained on more often, and the questions and answers are about them: a tenth of
+# the text, seen often, gives a model of this size something to say, which all of it, seen two or three times, does not.
+CORE_NAMES = """
+    argparse bisect calendar collections configparser contextlib copy csv dataclasses datetime fnmatch functools glob
+    graphlib gzip heapq io json json.decoder json.encoder keyword logging operator os pathlib posixpath pprint queue
+    random sched secrets shelve shlex shutil statistics string struct subprocess tempfile textwrap threading timeit
+    types urllib.parse uuid warnings weakref
+"""
+CORE = frozenset(CORE_NAMES.split())
 HELD_OUT_ONE_IN, HELD_OUT_REMAINDER = 40, 5
 HELDOUT_TEXT_BYTES = 64_000
 
@@ -104,6 +113,7 @@ class Recipe:
     decay_share: float = 0.5
     average_decay: float = 0.98
     chat_share: float = 0.2
+    core_share: float = 0.35
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
@@ -244,10 +254,10 @@ def native_answers() -> Iterator[tuple[str, str, str]]:
 
 
 def answers(trained: dict[str, str]) -> list[tuple[str, str, str]]:
-    """Every (kind, subject, answer), from the trained files and the compiled docstrings only."""
+    """Every (kind, subject, answer), from the trained core modules and the compiled docstrings only."""
     found = [(kind, subject, first_paragraphs(doc)) for kind, subject, doc in native_answers()]
     for name, text in trained.items():
-        if name.endswith(".py") and not name.startswith(("idlelib", "lib2to3", "distutils", "turtledemo")):
+        if module_name(name) in CORE:
             for kind, subject, answer in source_answers(name, text):
                 found.append((kind, subject, first_paragraphs(answer) if kind == "doc" else answer))
     return [(kind, subject, answer) for kind, subject, answer in found if 0 < len(answer) <= MAX_ANSWER_CHARS]
@@ -309,12 +319,17 @@ class Corpus:
         self._row = context + 1
         self._eot = tokenizer.token_to_id(EOT)
         self._rng = random.Random(recipe.seed)
-        self._chat_share = recipe.chat_share
+        self._core = [text for name, text in trained.items() if module_name(name) in CORE]
         self._texts = list(trained.values())
         self._tokenizer = tokenizer
         self._answers = answers(trained)
-        self._source_rows = self._forever(self._cut_sources)
-        self._chat_rows = self._forever(self._pack_chats)
+        rest_share = 1 - recipe.chat_share - recipe.core_share
+        self._shares = (recipe.chat_share, recipe.core_share, rest_share)
+        self._rows = (
+            self._forever(self._pack_chats),
+            self._forever(lambda: self._cut_sources(self._core)),
+            self._forever(lambda: self._cut_sources(self._texts)),
+        )
 
     def _forever(self, one_epoch: Callable[[], list[np.ndarray]]) -> Iterator[np.ndarray]:
         while True:
@@ -331,10 +346,10 @@ class Corpus:
             yield text[first:last]
             first = last
 
-    def _cut_sources(self) -> list[np.ndarray]:
-        self._rng.shuffle(self._texts)
+    def _cut_sources(self, texts: list[str]) -> list[np.ndarray]:
+        self._rng.shuffle(texts)
         ids: list[int] = []
-        for text in self._texts:
+        for text in texts:
             ids.append(self._eot)
             for encoded in self._tokenizer.encode_batch(list(self._pieces(text)), add_special_tokens=False):
                 ids += encoded.ids
@@ -368,9 +383,7 @@ class Corpus:
 
     def batch(self, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets, both int64 [n_rows, context]; a target of -1 counts for nothing."""
-        picked = [
-            next(self._chat_rows if self._rng.random() < self._chat_share else self._source_rows) for _ in range(n_rows)
-        ]
+        picked = [next(rows) for rows in self._rng.choices(self._rows, self._shares, k=n_rows)]
         rows = torch.from_numpy(np.stack(picked).astype(np.int64))
         return rows[:, :-1].clamp(min=0).contiguous(), rows[:, 1:].contiguous()
 

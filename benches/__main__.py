@@ -1,0 +1,119 @@
+"""Every benchmark of the project, one after the other: `python -m benches [--quick] [--only NAME,...]`.
+
+Each runs in a process of its own, so that none inherits another's memory, threads or open models; each prints its
+tables and leaves NAME.json (and plots) in the output directory, and everything together is `results.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benches import machine
+
+# name -> (module, whether it takes --out, further arguments of a full run)
+BENCHES: dict[str, tuple[str, bool, tuple[str, ...]]] = {
+    "envelope": ("benches.bench_envelope", False, ()),
+    "engine": ("benches.bench_engine", False, ()),
+    "hop": ("benches.hop", True, ()),
+    "quantisation": ("benches.quantisation", True, ()),
+    "compare": ("benches.compare", True, ()),
+}
+
+
+def run_one(name: str, options: argparse.Namespace) -> tuple[int, float]:
+    """Run one benchmark to its end; returns (exit code, seconds). Its output goes to the terminal, and to NAME.txt."""
+    module, takes_out, further = BENCHES[name]
+    command = [sys.executable, "-m", module, *(["--quick"] if options.quick else further)]
+    if takes_out:
+        command += ["--out", str(options.out)]
+    print(f"\n=== {name}: {' '.join(command[1:])}", flush=True)
+    started_s = time.monotonic()
+    with (options.out / f"{name}.txt").open("w") as kept:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                print(line, end="", flush=True)
+                kept.write(line)
+            code = child.wait()
+        except BaseException:
+            # Ctrl-C has reached the child too (it shares the terminal) and it ends its servers in order; a SIGTERM
+            # has not, so it is passed on. Either way nothing is left when this process goes.
+            child.send_signal(signal.SIGINT)
+            child.wait()
+            raise
+    return code, time.monotonic() - started_s
+
+
+def collect(out: Path, names: Sequence[str], took_s: dict[str, float], facts: dict[str, Any]) -> dict[str, Any]:
+    """Return everything that the benchmarks of this run left behind."""
+    found: dict[str, Any] = {"machine": facts, "took_s": took_s}
+    for name in names:
+        written, text = out / f"{name}.json", out / f"{name}.txt"
+        if written.exists():
+            found[name] = json.loads(written.read_text())
+        elif text.exists():
+            found[name] = text.read_text().splitlines()
+    return found
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benches", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="toy models and few points, about 2 minutes on 2 cores")
+    parser.add_argument("--only", default=",".join(BENCHES), help=f"some of {','.join(BENCHES)}")
+    parser.add_argument("--out", type=Path, default=Path("build/bench"))
+    options = parser.parse_args()
+    options.names = options.only.split(",")
+    unknown = [name for name in options.names if name not in BENCHES]
+    if unknown:
+        parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHES)}")
+    return options
+
+
+def main() -> int:
+    """Run what was asked for; exit code 1 if one of them failed."""
+    options = parse()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.names:
+        (options.out / f"{name}.json").unlink(missing_ok=True)  # an old result must not pass for a new one
+    facts = machine.facts()
+    took_s: dict[str, float] = {}
+    failed: list[str] = []
+    for name in options.names:
+        if importlib.util.find_spec(BENCHES[name][0]) is None:
+            print(f"note: {name} is not in this checkout")
+            continue
+        code, took_s[name] = run_one(name, options)
+        if code:
+            failed.append(f"{name} (exit code {code})")
+    results = collect(options.out, options.names, took_s, facts)
+    (options.out / "results.json").write_text(json.dumps(results, indent=1))
+    told = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in took_s.items())
+    print(f"\n{told}; results in {options.out}")
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def _terminated(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        os.write(2, b"interrupted\n")
+        sys.exit(130)

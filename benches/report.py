@@ -1,0 +1,265 @@
+"""From runs to figures: medians and spreads over repeats, ratios against the goals, tables on the terminal. Pure but
+for printing."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from benches.compare import Plan, Run
+
+# (what, system, rival, figure, {streams: goal}); a ratio of at least the goal meets it
+RATIO_GOALS: tuple[tuple[str, str, str, str, dict[int, float]], ...] = (
+    ("against llama.cpp RPC", "auto", "rpc", "tok_s", {1: 1.05, 2: 2.2, 4: 2.2, 8: 2.8, 16: 3.0, 32: 3.6}),
+    ("batching on against off", "auto", "single", "tok_s", {1: 0.98, 2: 0.98, 4: 1.0, 8: 1.5, 16: 1.9, 32: 2.3}),
+    ("against plain drain", "auto", "drain", "tok_s", {}),
+    ("against unsplit llama-server", "auto", "unsplit", "tok_s", {8: 0.85, 16: 0.85, 32: 1.0}),
+)
+# The same with a ratio of at most the goal.
+TTFT_GOALS: tuple[tuple[str, str, str, str, dict[int, float]], ...] = (
+    ("TTFT p50 against llama.cpp RPC", "auto", "rpc", "ttft_p50_ms", {1: 1.15, 8: 0.5, 32: 0.5}),
+)
+OVERLAP_GOAL = 0.85  # from OVERLAP_STREAMS on
+OVERLAP_STREAMS = 8
+SWEEP_GOAL = 0.95
+PREFILL_GOAL = 2.0  # ITL p99 beside a long prompt / quiet
+
+
+def progress(run: Run) -> None:
+    """Show one line per measured point, so that a long bench is seen to live."""
+    summary = run.summary
+    text = f"{run.part} {run.system} {run.n_streams or ''} #{run.repeat}: {summary.tok_s:.1f} tok/s"
+    extra = f", TTFT p50 {summary.ttft_ms['p50']:.0f} ms" + (f"; {summary.error}" if summary.error else "")
+    print(text + extra, file=sys.stderr, flush=True)
+
+
+def figures_of(run: Run) -> dict[str, float]:
+    """Return the numbers of one run by name; what it does not have is left out."""
+    summary, pipeline = run.summary, run.pipeline
+    found = {
+        "tok_s": summary.tok_s,
+        "decode_tok_s": summary.decode_tok_s,
+        "ttft_p50_ms": summary.ttft_ms["p50"],
+        "ttft_p95_ms": summary.ttft_ms["p95"],
+        "itl_p50_ms": summary.itl_ms["p50"],
+        "itl_p95_ms": summary.itl_ms["p95"],
+        "itl_p99_ms": summary.itl_ms["p99"],
+    }
+    if pipeline:
+        for name in ("batch_mean", "rows_mean"):
+            found[name] = statistics.fmean(stage[name] for stage in pipeline["stages"])
+        found |= {name: pipeline[name] for name in ("computing_mean", "overlap") if name in pipeline}
+    return found | {name: value for name, value in run.extra.items() if isinstance(value, int | float)}
+
+
+def points_of(runs: Iterable[Run]) -> list[dict[str, Any]]:
+    """Group runs into points: per figure the median and the spread over the repeats that count."""
+    groups: dict[tuple[str, str, int, float], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.part, run.system, run.n_streams, run.extra.get("delay_ms", 0.0)), []).append(run)
+    points: list[dict[str, Any]] = []
+    for (part, system, n_streams, _), members in groups.items():
+        counted = [figures_of(run) for run in members if not run.fault]
+        names = list(counted[0]) if counted else []
+        values = {name: [figures[name] for figures in counted if name in figures] for name in names}
+        points.append(
+            {
+                "part": part,
+                "system": system,
+                "streams": n_streams,
+                "n_runs": len(members),
+                "n_counted": len(counted),
+                "faults": [run.fault for run in members if run.fault],
+                "answers_exact": sum(run.n_exact for run in members),
+                "answers": sum(len(run.requests) for run in members),
+                "worst_gap": max(run.worst_gap for run in members),
+                "median": {name: statistics.median(found) for name, found in values.items()},
+                "spread": {name: [min(found), max(found)] for name, found in values.items()},
+            }
+        )
+    return points
+
+
+def _figure(points: Sequence[dict[str, Any]], part: str, system: str, n_streams: int, name: str) -> float | None:
+    for point in points:
+        if (point["part"], point["system"], point["streams"]) == (part, system, n_streams):
+            value: float | None = point["median"].get(name)
+            return value
+    return None
+
+
+def goals_of(points: Sequence[dict[str, Any]], streams: Sequence[int]) -> list[dict[str, Any]]:
+    """Return every comparison with its goal: {what, streams, value, goal, at_most, met}; met is None without a goal."""
+    found: list[dict[str, Any]] = []
+
+    def add(what: str, n_streams: int, value: float, goal: float | None, at_most: bool = False) -> None:
+        met = None if goal is None else (value <= goal if at_most else value >= goal)
+        found.append(
+            {"what": what, "streams": n_streams, "value": value, "goal": goal, "at_most": at_most, "met": met}
+        )
+
+    for goals, at_most in ((RATIO_GOALS, False), (TTFT_GOALS, True)):
+        for what, system, rival, name, wanted in goals:
+            for n_streams in streams:
+                ours = _figure(points, "streams", system, n_streams, name)
+                theirs = _figure(points, "streams", rival, n_streams, name)
+                if ours and theirs:
+                    add(what, n_streams, ours / theirs, wanted.get(n_streams), at_most)
+    for n_streams in streams:
+        overlap = _figure(points, "streams", "auto", n_streams, "overlap")
+        if overlap is not None:
+            add("overlap", n_streams, overlap, OVERLAP_GOAL if n_streams >= OVERLAP_STREAMS else None)
+        ours = _figure(points, "sweep", "auto", n_streams, "tok_s")
+        by_hand = [
+            point["median"]["tok_s"]
+            for point in points
+            if point["part"] == "sweep" and point["system"] != "auto" and point["streams"] == n_streams
+            if point["median"]
+        ]
+        if ours and by_hand:
+            add("automatic against best by hand", n_streams, ours / max(by_hand), SWEEP_GOAL)
+    for point in points:
+        if point["part"] == "prefill" and point["median"]:
+            ratio = point["median"]["beside_itl_p99_ms"] / point["median"]["quiet_itl_p99_ms"]
+            goal = PREFILL_GOAL if point["system"] == "auto" else None
+            add(f"ITL p99 beside a long prompt, {point['system']}", point["streams"], ratio, goal, at_most=True)
+    return found
+
+
+def results(plan: Plan, runs: Sequence[Run], facts: dict[str, Any], notes: Sequence[str]) -> dict[str, Any]:
+    """Return everything, JSON-ready: the plan, the machine, every run, the points, the goals."""
+    points = points_of(runs)
+    return {
+        "machine": facts,
+        "plan": dataclasses.asdict(plan),
+        "notes": list(notes),
+        "points": points,
+        "goals": goals_of(points, plan.streams),
+        "runs": [
+            {
+                "part": run.part,
+                "system": run.system,
+                "streams": run.n_streams,
+                "repeat": run.repeat,
+                "fault": run.fault,
+                "summary": dataclasses.asdict(run.summary),
+                "pipeline": run.pipeline,
+                "extra": run.extra,
+                "exact": run.n_exact,
+                "worst_gap": run.worst_gap,
+            }
+            for run in runs
+        ],
+    }
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+COLUMNS = (
+    ("tok_s", "tok/s", 1),
+    ("decode_tok_s", "decode tok/s", 1),
+    ("ttft_p50_ms", "TTFT p50 ms", 0),
+    ("ttft_p95_ms", "p95", 0),
+    ("itl_p50_ms", "ITL p50 ms", 1),
+    ("itl_p95_ms", "p95", 1),
+    ("itl_p99_ms", "p99", 1),
+    ("batch_mean", "batch", 1),
+    ("overlap", "overlap", 2),
+    ("computing_mean", "computing", 2),
+)
+
+
+def _cell(point: dict[str, Any], name: str, digits: int) -> str:
+    value = point["median"].get(name)
+    if value is None:
+        return "-"
+    low, high = point["spread"][name]
+    wide = f" ±{100 * (high - low) / 2 / value:.0f}%" if name == "tok_s" and value and point["n_counted"] > 1 else ""
+    return f"{value:.{digits}f}{wide}"
+
+
+def _points_table(title: str, points: Sequence[dict[str, Any]], labels: dict[str, str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("streams", justify="right")
+    table.add_column("system")
+    for _, heading, _ in COLUMNS:
+        table.add_column(heading, justify="right")
+    table.add_column("exact", justify="right")
+    for point in points:
+        delay = point["median"].get("delay_ms")
+        name = labels.get(point["system"], point["system"])
+        if delay is not None:
+            name += f", {delay:g} ms ({point['median']['delay_measured_ms']:.2f})"
+        counted = "" if point["n_counted"] == point["n_runs"] else f" ({point['n_counted']}/{point['n_runs']} count)"
+        cells = [_cell(point, figure, digits) for figure, _, digits in COLUMNS]
+        exact = f"{point['answers_exact']}/{point['answers']}"
+        table.add_row(str(point["streams"] or "open"), name + counted, *cells, exact)
+    return table
+
+
+def _prefill_table(points: Sequence[dict[str, Any]], labels: dict[str, str]) -> Table:
+    table = Table(title="running streams while a long prompt is read", title_justify="left")
+    names = ("quiet_itl_p50_ms", "quiet_itl_p99_ms", "beside_itl_p50_ms", "beside_itl_p99_ms", "ttft_ms")
+    for heading in ("system", "quiet ITL p50 ms", "p99", "beside ITL p50 ms", "p99", "TTFT of the prompt ms"):
+        table.add_column(heading, justify="right" if heading != "system" else "left")
+    for point in points:
+        cells = [_cell(point, name, 1) for name in names]
+        table.add_row(labels.get(point["system"], point["system"]), *cells)
+    return table
+
+
+def _goals_table(goals: Sequence[dict[str, Any]], streams: Sequence[int]) -> Table:
+    table = Table(title="ratios of medians, with their goals", title_justify="left")
+    table.add_column("")
+    columns = sorted({*streams, *(goal["streams"] for goal in goals)})
+    for n_streams in columns:
+        table.add_column(str(n_streams), justify="right")
+    for what in dict.fromkeys(goal["what"] for goal in goals):
+        cells = {goal["streams"]: goal for goal in goals if goal["what"] == what}
+        table.add_row(what, *(_goal_cell(cells[n]) if n in cells else "" for n in columns))
+    return table
+
+
+def _goal_cell(goal: dict[str, Any]) -> str:
+    if goal["met"] is None:
+        return f"{goal['value']:.2f}"
+    sign, colour = "≤" if goal["at_most"] else "≥", "green" if goal["met"] else "red"
+    return f"[{colour}]{goal['value']:.2f}[/] ({sign} {goal['goal']:g})"
+
+
+def show(found: dict[str, Any], labels: dict[str, str], console: Console | None = None) -> None:
+    """Print the tables."""
+    console = console or Console(width=None if sys.stdout.isatty() else 200)
+    plan, facts = found["plan"], found["machine"]
+    console.print(
+        f"\n{plan['shape']['name']} {plan['mix']}, {plan['n_tokens']} tokens after {plan['n_prompt']}, "
+        f"{plan['repeats']} repeats, cores {','.join(map(str, plan['cores']))} of {facts['cpu']}; "
+        f"load average at the start {facts['load_average'][0]:.2f}"
+    )
+    titles = {
+        "streams": "streams at once (closed loop)",
+        "open": "Poisson arrivals (open loop)",
+        "delay": "4 stages x 1 thread, link delay each way",
+        "sweep": "groups x rows by hand",
+    }
+    for part, title in titles.items():
+        points = sorted((p for p in found["points"] if p["part"] == part), key=lambda p: p["streams"])
+        if points:
+            console.print(_points_table(title, points, labels))
+    prefill = [point for point in found["points"] if point["part"] == "prefill"]
+    if prefill:
+        console.print(_prefill_table(prefill, labels))
+    if found["goals"]:
+        console.print(_goals_table(found["goals"], plan["streams"]))
+    for point in found["points"]:
+        for fault in point["faults"]:
+            console.print(f"[red]does not count:[/] {point['part']} {point['system']} {point['streams']}: {fault}")
+    for note in found["notes"]:
+        console.print(f"note: {note}")

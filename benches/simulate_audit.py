@@ -1,0 +1,282 @@
+"""What a simulation must never show, checked at every event, and the figures that come out of it.
+
+The audit keeps books of its own and trusts none of the code under test. Its invariants:
+
+* **Nothing lost, nothing doubled.** Every row frame that left the coordinator is on a link, in a queue, in a step,
+  answered, or dropped because its session was closed. Stages run a session's positions in order, each once.
+* **Ends once.** Every arrived request ends exactly once with all its tokens, or cancelled; then no stage, queue,
+  flight or lane remembers it.
+* **Caps.** Steps fit the engine; envelopes fit the plan; while an envelope is launched no more are under way than the
+  plan says.
+* **No starvation.** With the group policy a row that waits at a stage runs within `(F + 1) c`: F is the largest number
+  of envelopes that were under way at once, c the stage's dearest step. A prompt's later chunks, which stand behind their
+  predecessors, have that time each; stalls come on top. At the coordinator decode rows leave in the order in which they
+  became ready, and of any OLDEST_EVERY + 1 chunks in a row one is the oldest prompt's.
+* **Progress.** The simulation does not run dry while a request is unfinished.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from benches.simulate_stage import SimStage, Violation
+from coordinator.groups import GroupPlan
+from coordinator.scheduler import OLDEST_EVERY
+from coordinator.session import OutFrame, Session
+from stage.queue_types import Step
+from wire.frames import Flag
+
+if TYPE_CHECKING:
+    from benches.simulate_run import Simulation
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figures:
+    """What happened between two moments."""
+
+    tokens_per_s: float
+    overlap: float  # share of the time in which two or more stages compute
+    utilisation: float  # mean share of the stages that compute
+    itl_mean_ms: float
+    itl_p99_ms: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    rows_mean: float  # rows of a native step
+
+
+class Audit:
+    """Books and checks of one simulation."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._has_plan = simulation.setup.schedule.mode != "drain"
+        self._has_bound = simulation.setup.stage_policy == "auto" and self._has_plan
+        self.n_sent = self.n_answered = self.n_dropped = self.n_on_links = self.n_in_steps = 0
+        self._flights: dict[int, set[tuple[int, int]]] = {}
+        self._flight_of: dict[tuple[int, int], int] = {}
+        self._flight_kinds: dict[int, bool] = {}
+        self._n_flights = [0, 0]  # decode, prefill
+        self._flights_most = 0
+        self._stalls_ns = 0
+        self._n_cancelled = 0
+        self._prompts: dict[int, Session] = {}
+        self._chunks_since_oldest = 0
+        self._pool: collections.deque[tuple[int, int]] = collections.deque()
+        self.ends: dict[int, bool] = {}  # session id -> was cancelled
+        self.arrivals_ns: dict[int, int] = {}
+        self.firsts: list[tuple[int, int]] = []  # (arrival, time to first token)
+        self.itls: list[tuple[int, int, int]] = []  # (when, latency, session id)
+        self.token_times_ns: list[int] = []
+        self.steps: list[tuple[int, int, int, int]] = []  # (start, end, stage, rows)
+        self._last_ns: dict[int, int] = {}
+        self._begun: dict[int, int] = {}
+
+    # --- what the simulation tells ------------------------------------------------------------------------------------
+
+    def arrived(self, session: Session) -> None:
+        """A request came in."""
+        self.arrivals_ns[session.session_id] = self._simulation.now_ns
+
+    def prompted(self, session: Session) -> None:
+        """A session's prompt was handed to the scheduler."""
+        self._prompts[session.session_id] = session
+
+    def pooled(self, frame: OutFrame) -> None:
+        """A decode row was handed to the scheduler."""
+        self._pool.append((frame.session.session_id, frame.position))
+
+    def stalled(self, stall_ns: int) -> None:
+        """A stage does nothing for a while."""
+        self._stalls_ns += stall_ns
+
+    def sent(self, envelopes: Sequence[Sequence[OutFrame]], plan: GroupPlan) -> None:
+        """Envelopes left the coordinator under this plan."""
+        for envelope in envelopes:
+            rows = [frame for frame in envelope if frame.tokens]
+            self.n_sent += len(rows)
+            if not rows:
+                continue
+            is_prefill = bool(rows[0].flags & Flag.PREFILL)
+            self._check_order(rows, is_prefill)
+            self._open_flight(rows, is_prefill)
+            if self._has_plan:
+                self._check_caps(rows, is_prefill, plan)
+
+    def answered(self, session_id: int, position: int) -> None:
+        """Rows came back."""
+        self.n_answered += 1
+        self._settle(session_id, position)
+
+    def token(self, session: Session) -> None:
+        """A client got a token."""
+        now_ns, key = self._simulation.now_ns, session.session_id
+        self.token_times_ns.append(now_ns)
+        if key in self._last_ns:
+            self.itls.append((now_ns, now_ns - self._last_ns[key], key))
+        else:
+            self.firsts.append((self.arrivals_ns[key], now_ns - self.arrivals_ns[key]))
+        self._last_ns[key] = now_ns
+
+    def ended(self, session: Session, is_cancelled: bool) -> None:
+        """A request ended."""
+        if session.session_id in self.ends:
+            raise Violation(f"session {session.session_id} ended twice")
+        if not is_cancelled and session.n_generated != session.request.max_tokens:
+            raise Violation(f"session {session.session_id} ended after {session.n_generated} tokens")
+        self.ends[session.session_id] = is_cancelled
+        self._n_cancelled += is_cancelled
+        self._prompts.pop(session.session_id, None)
+        for key in [key for key in self._flight_of if key[0] == session.session_id] if is_cancelled else ():
+            self._settle(*key)
+
+    def step_begins(self, stage: SimStage, step: Step) -> None:
+        """A stage computes."""
+        self.n_in_steps += len(step.frames)
+        self._begun[stage.index] = self._simulation.now_ns
+        for frame in step.frames:
+            self._check_wait(stage, frame.arrived_ns, frame.is_prefill)
+
+    def step_ends(self, stage: SimStage, step: Step) -> None:
+        """A stage has computed."""
+        self.n_in_steps -= len(step.frames)
+        if step.frames:
+            self.steps.append((self._begun[stage.index], self._simulation.now_ns, stage.index, step.n_rows))
+
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    def event(self) -> None:
+        """Hold the books after every event."""
+        waiting = 0
+        for stage in self._simulation.stages:
+            waiting += stage.n_waiting
+            if stage.n_waiting and not stage.is_busy:
+                raise Violation(f"stage {stage.index} holds frames while its engine is free")
+            oldest_ns = stage.oldest_arrival_ns()
+            if oldest_ns is not None:
+                self._check_wait(stage, oldest_ns, True)
+        here = self.n_on_links + self.n_in_steps + waiting
+        if self.n_sent != self.n_answered + self.n_dropped + here:
+            raise Violation(
+                f"{self.n_sent} frames were sent, {self.n_answered} answered, {self.n_dropped} dropped, {here} remain"
+            )
+
+    def end(self) -> None:
+        """Hold that nothing is left of any request."""
+        simulation = self._simulation
+        missing = self.arrivals_ns.keys() - self.ends.keys()
+        if missing:
+            raise Violation(f"{len(missing)} requests never ended, the first is session {min(missing)}")
+        for stage in simulation.stages:
+            if len(stage.lanes) or len(stage.batcher):
+                raise Violation(f"stage {stage.index} still holds {len(stage.lanes)} lanes")
+        if simulation.admission.running or simulation.admission.waiting or simulation.scheduler.n_decoding:
+            raise Violation("the coordinator still holds a session")
+        if self._flight_of:
+            raise Violation("a flight is still under way")
+
+    def _check_wait(self, stage: SimStage, since_ns: int, is_prefill: bool) -> None:
+        if not self._has_bound:
+            return
+        bound_ns = (self._flights_most + self._n_cancelled + 1) * stage.cost_max_ns
+        bound_ns = bound_ns * (1 + self._n_flights_most_of_prefill if is_prefill else 1) + self._stalls_ns
+        waited_ns = self._simulation.now_ns - since_ns
+        if waited_ns > bound_ns:
+            raise Violation(f"a frame waits {waited_ns / 1e6:.1f} ms at stage {stage.index}, at most {bound_ns / 1e6:.1f}")
+
+    def _check_order(self, rows: Sequence[OutFrame], is_prefill: bool) -> None:
+        for frame in rows:
+            key = frame.session.session_id
+            if not is_prefill:
+                while self._pool and self._pool[0][0] in self.ends:
+                    self._pool.popleft()
+                if not self._pool or self._pool.popleft() != (key, frame.position):
+                    raise Violation(f"session {key} overtook another in the pool, or was never in it")
+                continue
+            oldest = next(iter(self._prompts), None)
+            self._chunks_since_oldest = 0 if key == oldest else self._chunks_since_oldest + 1
+            if self._chunks_since_oldest > OLDEST_EVERY:
+                raise Violation(f"the oldest prompt, session {oldest}, is passed over")
+            if frame.session.prefill_left == 0:
+                self._prompts.pop(key, None)
+
+    def _open_flight(self, rows: Sequence[OutFrame], is_prefill: bool) -> None:
+        flight = len(self._flight_kinds)
+        keys = {(frame.session.session_id, frame.position + len(frame.tokens)) for frame in rows}
+        if len(keys) != len(rows) or keys & self._flight_of.keys():
+            raise Violation("rows were sent twice")
+        self._flights[flight], self._flight_kinds[flight] = keys, is_prefill
+        self._flight_of.update(dict.fromkeys(keys, flight))
+        self._n_flights[is_prefill] += 1
+        self._flights_most = max(self._flights_most, sum(self._n_flights))
+        self._n_flights_most_of_prefill = max(self._n_flights_most_of_prefill, self._n_flights[1])
+
+    _n_flights_most_of_prefill = 0
+
+    def _check_caps(self, rows: Sequence[OutFrame], is_prefill: bool, plan: GroupPlan) -> None:
+        n_rows = sum(len(frame.tokens) for frame in rows)
+        flights, most_rows = (plan.prefill_flights, plan.chunk_rows) if is_prefill else (plan.n_groups, plan.group_rows)
+        if self._n_flights[is_prefill] > flights:
+            raise Violation(f"{self._n_flights[is_prefill]} flights are under way, the plan allows {flights}")
+        if n_rows > most_rows:
+            raise Violation(f"an envelope has {n_rows} rows, the plan allows {most_rows}")
+
+    def _settle(self, session_id: int, position: int) -> None:
+        flight = self._flight_of.pop((session_id, position), None)
+        if flight is None:
+            if session_id in self.ends:
+                return
+            raise Violation(f"session {session_id} was answered twice at position {position}")
+        self._flights[flight].discard((session_id, position))
+        if not self._flights[flight]:
+            del self._flights[flight]
+            self._n_flights[self._flight_kinds[flight]] -= 1
+
+    # --- figures ------------------------------------------------------------------------------------------------------
+
+    def figures(self, from_ns: int = 0, to_ns: int | None = None) -> Figures:
+        """Return the figures of a window of virtual time."""
+        to_ns = self._simulation.now_ns if to_ns is None else to_ns
+        span_ns = max(1, to_ns - from_ns)
+        itls = sorted(latency for when, latency, _ in self.itls if from_ns <= when <= to_ns)
+        ttfts = sorted(latency for when, latency in self.firsts if from_ns <= when <= to_ns)
+        overlap, utilisation = self._overlap(from_ns, to_ns)
+        steps = [rows for start, end, _, rows in self.steps if start >= from_ns and end <= to_ns]
+        return Figures(
+            tokens_per_s=1e9 * sum(from_ns < when <= to_ns for when in self.token_times_ns) / span_ns,
+            overlap=overlap,
+            utilisation=utilisation,
+            itl_mean_ms=sum(itls) / max(1, len(itls)) / 1e6,
+            itl_p99_ms=percentile(itls, 99) / 1e6,
+            ttft_p50_ms=percentile(ttfts, 50) / 1e6,
+            ttft_p99_ms=percentile(ttfts, 99) / 1e6,
+            rows_mean=sum(steps) / max(1, len(steps)),
+        )
+
+    def steady_window(self, n_warm_tokens: int) -> tuple[int, int]:
+        """Return (after the first n_warm_tokens tokens, before the last as many): everybody runs meanwhile."""
+        times = self.token_times_ns
+        return times[n_warm_tokens], times[-n_warm_tokens - 1]
+
+    def _overlap(self, from_ns: int, to_ns: int) -> tuple[float, float]:
+        changes: list[tuple[int, int]] = []
+        for start, end, _, _ in self.steps:
+            if end > from_ns and start < to_ns:
+                changes += [(max(start, from_ns), 1), (min(end, to_ns), -1)]
+        busy = at_ns = together_ns = work_ns = 0
+        for when, change in sorted(changes):
+            together_ns += (when - at_ns) * (busy >= 2)
+            work_ns += (when - at_ns) * busy
+            at_ns, busy = when, busy + change
+        span_ns = max(1, to_ns - from_ns)
+        return together_ns / span_ns, work_ns / span_ns / len(self._simulation.stages)
+
+
+def percentile(ascending: Sequence[int], percent: float) -> float:
+    """Return the smallest value that at least `percent` of the values do not exceed; 0 without values."""
+    if not ascending:
+        return 0.0
+    return float(ascending[max(0, math.ceil(len(ascending) * percent / 100) - 1)])

@@ -1,0 +1,87 @@
+"""What goes into a step's executor and what comes out of it, apart from the frames themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from stage.curves import Curves
+from stage.queue_types import QueuedFrame
+from wire.envelope import Buffer, BufferPool
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+
+
+class Engine(Protocol):
+    """What a step needs of the native engine; see stage.native.NativeEngine for the meaning of each member."""
+
+    n_embd: int
+    n_vocab: int
+    max_rows: int
+    is_last: bool
+    input_rows: npt.NDArray[np.float32]
+    positions: npt.NDArray[np.int32]
+    seq_ids: npt.NDArray[np.int32]
+    wants: npt.NDArray[np.int8]
+    output_rows: npt.NDArray[np.float32]
+
+    def decode(self, n_rows: int) -> None: ...  # noqa: D102
+    def logits(self, row: int) -> npt.NDArray[np.float32]: ...  # noqa: D102
+    def drop_from(self, lane: int, position: int) -> None: ...  # noqa: D102
+    def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None: ...  # noqa: D102
+    def clear(self, lane: int) -> None: ...  # noqa: D102
+
+
+class Embeddings(Protocol):
+    """Token ids to hidden rows; only stage 0 has them."""
+
+    def lookup(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None: ...  # noqa: D102
+
+
+@dataclasses.dataclass(slots=True)
+class RouteOutput:
+    """What one step sends on for one route. `buffer` is None when nothing travels downstream."""
+
+    route_id: int
+    epoch: int
+    buffer: Buffer | None = None
+    message: bytes = b""
+    sent_ns: int = 0
+    samples: list[pb.Sampled] = dataclasses.field(default_factory=list)
+    faults: list[pb.SessionFault] = dataclasses.field(default_factory=list)
+    progress: list[pb.Progress] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
+class StepResult:
+    """Everything the event loop has to carry away after a step."""
+
+    outputs: list[RouteOutput]
+    consumed: list[QueuedFrame]  # their links get the payload bytes back as credit
+    n_rows: int
+    decode_ns: int
+    waits_ns: list[int]
+    close_reason: str
+    padded_rows: int = 0  # scratch rows beside n_rows
+    started_ns: int = 0  # when the native decode began
+
+
+@dataclasses.dataclass(slots=True)
+class RouteWiring:
+    """The decode thread's view of a route: its epoch and its downstream link's buffers (None on the last stage)."""
+
+    epoch: int
+    pool: BufferPool | None
+    sequence: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Padding:
+    """Where scratch rows go, and the curves that say when they make a step cheaper."""
+
+    curves: Curves
+    spare_lane: int  # a native sequence that no session owns
+    wanted_max: int  # rows of one step that may want logits
+    enabled: bool = True

@@ -100,6 +100,10 @@ class GroupPlanner:
         """Predict all native steps of a decode flight on its way through idle stages."""
         return sum(self._costs(rows))
 
+    def chunk_ns(self, rows: int) -> float:
+        """Predict the busiest stage's step of `rows` prefill rows."""
+        return max((stage.prefill.cost_ns(rows) for stage in self.stages), default=0.0)
+
     def rate(self, n_streams: int, n_groups: int, rows: int) -> float:
         """Predict the tokens per nanosecond of n_groups flights of at most `rows` rows among n_streams streams."""
         return min(n_streams, n_groups * rows) / self._cycle_ns(n_streams, n_groups, rows)

@@ -23,7 +23,9 @@ from collections.abc import Iterable
 from coordinator.groups import GroupPlan, GroupPlanner
 from coordinator.session import OutFrame, Session
 
-ROUND_TRIPS_KEPT = 64  # recent round trips whose smallest excess over the predicted steps is the overhead
+ROUND_TRIPS_KEPT = 64  # recent decode flights from which the overhead of a round trip is estimated
+ROUND_TRIPS_MIN = 16  # before the first estimate
+OVERHEAD_STEP_NS = 200_000  # and a fifth: smaller moves of the overhead are noise
 DRAIN_CHUNK_ROWS = 64
 OLDEST_EVERY = 4  # prefill turns
 
@@ -36,6 +38,8 @@ class Flight:
     waiting_for: set[tuple[int, int]]  # (session id, position after its rows) not answered yet
     n_rows: int
     sent_ns: int
+    ahead_ns: float  # predicted work of the busiest stage on the flights under way, this one included
+    step_ns: float  # its own part of that
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +68,8 @@ class Scheduler:
         self._under_way: dict[int, list[int]] = {}  # session id -> its keys' positions
         self._turns = 0
         self._n_decode_flights = self._n_prefill_flights = 0
-        self._excess_ns: collections.deque[float] = collections.deque(maxlen=ROUND_TRIPS_KEPT)
+        self._under_way_ns = 0.0  # predicted work of the busiest stage on all flights under way
+        self._excess_ns: collections.deque[tuple[float, float]] = collections.deque(maxlen=ROUND_TRIPS_KEPT)
         self._decoding: set[int] = set()  # sessions that decode, in the pool or under way
 
     @property
@@ -186,7 +191,10 @@ class Scheduler:
 
     def _launch(self, envelopes: list[list[OutFrame]], frames: list[OutFrame], is_prefill: bool, now_ns: int) -> None:
         keys = {(frame.session.session_id, frame.position + len(frame.tokens)) for frame in frames}
-        flight = Flight(is_prefill, keys, sum(len(frame.tokens) for frame in frames), now_ns)
+        n_rows = sum(len(frame.tokens) for frame in frames)
+        step_ns = self.planner.chunk_ns(n_rows) if is_prefill else self.planner.step_ns(n_rows)
+        self._under_way_ns += step_ns
+        flight = Flight(is_prefill, keys, n_rows, now_ns, self._under_way_ns, step_ns)
         for session_id, position in keys:
             self._flights[session_id, position] = flight
             self._under_way.setdefault(session_id, []).append(position)
@@ -197,15 +205,30 @@ class Scheduler:
         envelopes.append(frames)
 
     def _land(self, flight: Flight, now_ns: int) -> None:
+        self._under_way_ns = max(0.0, self._under_way_ns - flight.step_ns)
         if flight.is_prefill:
             self._n_prefill_flights -= 1
             return
         self._n_decode_flights -= 1
-        predicted_ns = sum(s.decode.padded_cost_ns(flight.n_rows, s.rows_max) for s in self.planner.stages)
-        self._excess_ns.append(now_ns - flight.sent_ns - predicted_ns)
-        if len(self._excess_ns) == ROUND_TRIPS_KEPT:
-            overhead_ns = max(0.0, min(self._excess_ns))
-            if abs(overhead_ns - self.planner.overhead_ns) > 0.2 * self.planner.overhead_ns + 200_000:
-                self.planner.overhead_ns = overhead_ns
-                self.planner.forget()
+        if self.planner.is_known:
+            self._learn_overhead(flight, now_ns - flight.sent_ns)
 
+    def _learn_overhead(self, flight: Flight, took_ns: int) -> None:
+        """Keep the overhead between what round trips cannot explain without it and what they can bear at most.
+
+        A flight that took longer than its steps was under way on links and in processes, or it queued behind others.
+        Queueing behind those that left before it explains up to `ahead_ns`; the rest must be overhead. In between
+        nobody can tell, so the estimate stays where it is: it would swing with the plan otherwise, since a plan that
+        saturates a stage hides the overhead and one that does not shows it.
+        """
+        way_ns = self.planner.way_ns(flight.n_rows)
+        self._excess_ns.append((took_ns - max(way_ns, flight.ahead_ns), took_ns - way_ns))
+        if len(self._excess_ns) < ROUND_TRIPS_MIN:
+            return
+        least_ns = max(0.0, min(unexplained for unexplained, _ in self._excess_ns))
+        most_ns = max(0.0, min(excess for _, excess in self._excess_ns))
+        known_ns = self.planner.overhead_ns
+        overhead_ns = min(max(known_ns, least_ns), most_ns)
+        if abs(overhead_ns - known_ns) > 0.2 * known_ns + OVERHEAD_STEP_NS:
+            self.planner.overhead_ns = overhead_ns
+            self.planner.forget()

@@ -1,4 +1,4 @@
-"""Frames of many sessions into token envelopes for stage 0: what the scheduler sends together travels as one message."""
+"""Token envelopes for stage 0: the frames that the scheduler sends together travel as one message."""
 
 from __future__ import annotations
 

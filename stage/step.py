@@ -20,7 +20,7 @@ from stage.queue_types import QueuedFrame, Step
 from stage.sampler import SamplingOptions, SessionSampler
 from stage.step_types import Embeddings, Engine, Padding, RouteOutput, RouteWiring, StepResult
 from wire import bounds
-from wire.envelope import Buffer, with_extras
+from wire.envelope import Buffer, BufferPool, with_extras
 from wire.errors import NumericError, PositionGapError, ProtocolError, RelaylineError, SessionError
 from wire.frames import Flag, set_traces
 from wire.pb.relayline.v1 import relayline_pb2 as pb

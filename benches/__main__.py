@@ -47,8 +47,9 @@ def run_one(name: str, options: argparse.Namespace) -> tuple[int, float]:
                 kept.write(line)
             code = child.wait()
         except BaseException:
-            # Ctrl-C has reached the child too (it shares the terminal) and it ends its servers in order; a SIGTERM
-            # has not, so it is passed on. Either way nothing is left when this process goes.
+            # It ends what it started before it goes. Ctrl-C at a terminal has reached it already, once more does no
+            # harm.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             child.send_signal(signal.SIGINT)
             child.wait()
             raise

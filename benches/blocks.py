@@ -47,7 +47,8 @@ def _balanced_nibbles() -> Bytes:
     """Return a table over bytes that turns nibble 0 into 8: even over 0..15 becomes zero mean around 8."""
     nibbles = np.where(np.arange(16) == 0, 8, np.arange(16)).astype(np.uint8)
     byte = np.arange(256)
-    return (nibbles[byte & 15] | (nibbles[byte >> 4] << 4)).astype(np.uint8)
+    table: Bytes = (nibbles[byte & 15] | (nibbles[byte >> 4] << 4)).astype(np.uint8)
+    return table
 
 
 _BALANCED = _balanced_nibbles()
@@ -69,7 +70,8 @@ def _f32(rng: np.random.Generator, std: Floats) -> Bytes:
 def _f16(rng: np.random.Generator, std: Floats) -> Bytes:
     drawn = np.frombuffer(rng.bytes(2 * std.size), np.uint16)
     if std.size and (std == std[0]).all():  # one table look-up for each value instead of three passes
-        return (_NORMAL_65536 * std[0]).astype("<f2").view(np.uint16).take(drawn).view(np.uint8).reshape(-1, 2)
+        halves: Bytes = (_NORMAL_65536 * std[0]).astype("<f2").view(np.uint16).take(drawn).view(np.uint8)
+        return halves.reshape(-1, 2)
     return _halves(_NORMAL_65536[drawn] * std)
 
 

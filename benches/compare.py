@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from benches import load, machine, parts, plot, report
+from benches import interrupt, load, machine, parts, plot, report
 from benches.load import Request, Target, client
 from benches.models import SHAPES, Shape, model
 from benches.peers import Peers, PeersUnavailableError, build_peers, find_peers
@@ -271,7 +270,6 @@ async def main() -> int:
     options = parse()
     facts = machine.facts()
     peers = peers_for(options)
-    options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="relayline-bench-") as logs:
         bench = Bench(plan_of(options, peers), Path(logs), peers)
         if peers is None:
@@ -282,7 +280,7 @@ async def main() -> int:
             _show_logs(Path(logs))
             raise
     results = report.results(bench.plan, bench.runs, facts, bench.notes)
-    (options.out / "compare.json").write_text(json.dumps(results, indent=1))
+    machine.write_json(options.out / "compare.json", results)
     report.show(results, LABELS)
     plot.compare(results, LABELS, options.out / "compare.png")
     return int(any(run.fault for run in bench.runs))
@@ -297,7 +295,4 @@ def _show_logs(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(asyncio.run(main()))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(interrupt.run(main()))

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
-import functools
 import json
 import sys
 import tempfile
@@ -28,178 +26,25 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from benches import machine
+from benches import interrupt, machine
+from benches.hop_stage import N_VOCAB, PIPELINE_ID, SOURCE_SHA256, Stamps
 from benches.load import percentile
 from coordinator.connection import Connection
 from coordinator.pipeline_file import ArtifactFile, PipelineFile, Source, StageFile
-from stage import inbound, process
-from stage.artifact import StageArtifact
-from stage.config import StageConfig
-from stage.lanes import LaneTable
-from stage.queue_types import QueuedFrame, Step
-from stage.runner import Runner
-from stage.service import StageFacts
-from stage.step import StepExecutor
-from stage.step_types import StepResult
-from wire.envelope import DTYPE_F16, Buffer, EnvelopeView, parse, with_extras
+from wire.envelope import DTYPE_F16, with_extras
 from wire.errors import RelaylineError
 from wire.frames import Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb
-from wire.process import run
-from wire.relay_link import RelayLink
 
 PARTS = ("encode", "send", "wire", "receive", "queue", "assembly")
 ROWS = (1, 8, 32)
 WIDTH = 4_096
 GOAL_ROWS, GOAL_P50_US = 8, 250.0
-N_VOCAB = 32
-N_LANES = max(ROWS)
-CTX_TOKENS = 1 << 14
 WARM_STEPS = 30  # connections, caches and buffers settle
 ROUTE, EPOCH = 1, 1
-
-
-# --- a stage process --------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(slots=True)
-class Stamps:
-    """Moments of one step in one process, monotonic nanoseconds; 0 where it does not pass that point."""
-
-    n_rows: int
-    parsed_ns: int = 0  # the event loop has the message, checking begins
-    pushed_ns: int = 0  # frames on their way into the batcher
-    taken_ns: int = 0
-    begin_ns: int = 0  # the native step begins
-    ready_ns: int = 0  # and has ended
-    sealed_ns: int = 0
-    send_ns: int = 0
-    message_bytes: int = 0
-
-
-class StampingEngine:
-    """Satisfies stage.step_types.Engine: gives rows of noise at once."""
-
-    def __init__(self, width: int, *, is_last: bool) -> None:
-        self.n_embd, self.max_rows, self.is_last = width, N_LANES, is_last
-        self.n_vocab = N_VOCAB if is_last else 0
-        self.input_rows = np.zeros((N_LANES, width), np.float32)
-        self.positions = np.zeros(N_LANES, np.int32)
-        self.seq_ids = np.zeros(N_LANES, np.int32)
-        self.wants = np.ones(N_LANES, np.int8)
-        self.output_rows = np.random.default_rng(1).standard_normal((0 if is_last else N_LANES, width), np.float32)
-        self._logits = np.linspace(0, 1, N_VOCAB, dtype=np.float32)
-        self.begin_ns = self.ready_ns = 0
-
-    def decode(self, n_rows: int) -> None:
-        """Take the time; the output rows are what they always are."""
-        self.begin_ns = time.monotonic_ns()
-        self.ready_ns = time.monotonic_ns()
-
-    def logits(self, row: int) -> npt.NDArray[np.float32]:
-        """Return the same logits for every row."""
-        return self._logits
-
-    def drop_from(self, lane: int, position: int) -> None:
-        """Nothing is kept, so nothing is dropped."""
-
-    def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
-        """Nothing is kept, so nothing is copied."""
-
-    def clear(self, lane: int) -> None:
-        """Nothing is kept, so nothing is cleared."""
-
-
-class NoEmbeddings:
-    """Satisfies stage.step_types.Embeddings: the engine does not look at its input."""
-
-    def lookup(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
-        """Leave `out` as it is."""
-
-
-class Recorder:
-    """Stamps the points of a stage process by wrapping the functions that a step passes. One step at a time."""
-
-    def __init__(self, engine: StampingEngine) -> None:
-        self.steps: list[Stamps] = []
-        self._engine = engine
-        self._parsed_ns = self._pushed_ns = 0
-
-    def install(self, executor: StepExecutor) -> None:
-        """Wrap parse, push, execute and send."""
-        execute, push, send = executor.execute, Runner.push, RelayLink.send
-        recorder = self
-
-        def stamped_parse(message: bytes, *, max_rows: int) -> EnvelopeView:
-            recorder._parsed_ns = time.monotonic_ns()
-            return parse(message, max_rows=max_rows)
-
-        def stamped_push(runner: Runner, frames: list[QueuedFrame]) -> list[QueuedFrame]:
-            recorder._pushed_ns = time.monotonic_ns()
-            return push(runner, frames)
-
-        def stamped_execute(step: Step) -> StepResult:
-            result = execute(step)
-            if step.frames:
-                sealed_ns = time.monotonic_ns()
-                engine, n_rows = recorder._engine, sum(frame.n_rows for frame in step.frames)
-                message_bytes = sum(len(output.message) for output in result.outputs)
-                stamps = Stamps(n_rows, recorder._parsed_ns, recorder._pushed_ns, step.taken_ns, engine.begin_ns)
-                stamps.ready_ns, stamps.sealed_ns, stamps.message_bytes = engine.ready_ns, sealed_ns, message_bytes
-                recorder.steps.append(stamps)
-            return result
-
-        async def stamped_send(link: RelayLink, buffer: Buffer, message: bytes) -> None:
-            if recorder.steps and buffer.payload_bytes:
-                recorder.steps[-1].send_ns = time.monotonic_ns()
-            await send(link, buffer, message)
-
-        inbound.parse = stamped_parse  # type: ignore[attr-defined]
-        Runner.push = stamped_push  # type: ignore[method-assign]
-        executor.execute = stamped_execute  # type: ignore[method-assign]
-        RelayLink.send = stamped_send  # type: ignore[method-assign]
-
-
-def _artifact(index: int, width: int) -> StageArtifact:
-    return StageArtifact(
-        path=Path("hop.gguf"),
-        architecture="none",
-        n_embd=width,
-        n_vocab=N_VOCAB,
-        stage_index=index,
-        stage_count=2,
-        layer_start=index,
-        layer_end=index + 1,
-        source_layers=2,
-        source_sha256="0" * 64,
-        pipeline_id="hop",
-        embedding=None,
-    )
-
-
-def stage_main(index: int, width: int, out: Path) -> None:
-    """Serve one stage until SIGTERM; then write the stamps of every step."""
-    engine = StampingEngine(width, is_last=index == 1)
-    config = StageConfig(
-        Path("hop.gguf"), ctx_tokens=CTX_TOKENS, n_lanes=N_LANES, max_rows=N_LANES, calibrate=False, verify=False
-    )
-    executor = StepExecutor(engine, LaneTable(N_LANES, CTX_TOKENS), index, NoEmbeddings() if index == 0 else None)
-    recorder = Recorder(engine)
-    recorder.install(executor)
-    process.load = lambda _: (StageFacts(_artifact(index, width), config, "bench"), executor)
-
-    async def main(stopping: asyncio.Event) -> None:
-        async with process.serve(config) as (address, *_):
-            print(address, flush=True)
-            await stopping.wait()
-
-    run(main)
-    out.write_text(json.dumps([dataclasses.astuple(step) for step in recorder.steps]))
 
 
 # --- the coordinator's side -------------------------------------------------------------------------------------------
@@ -207,8 +52,8 @@ def stage_main(index: int, width: int, out: Path) -> None:
 
 def _pipeline(width: int) -> PipelineFile:
     stages = tuple(StageFile(index, "hop.gguf", 0, "", index, index + 1) for index in range(2))
-    source, tokenizer = Source((), "0" * 64), ArtifactFile("", 0, "")
-    return PipelineFile(1, "hop", source, "none", "hop", 2, width, N_VOCAB, 0, (1,), tokenizer, stages)
+    source, tokenizer = Source((), SOURCE_SHA256), ArtifactFile("", 0, "")
+    return PipelineFile(1, PIPELINE_ID, source, "none", "hop", 2, width, N_VOCAB, 0, (1,), tokenizer, stages)
 
 
 class Driver:
@@ -277,7 +122,7 @@ class Driver:
 async def _stage(index: int, width: int, out: Path) -> AsyncIterator[str]:
     """Run one stage process; yields its address."""
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benches.hop", "--stage", str(index), "--width", str(width), "--out", str(out),
+        sys.executable, "-m", "benches.hop_stage", str(index), str(width), str(out),
         stdout=asyncio.subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:
@@ -321,9 +166,7 @@ async def measure(width: int, rows: tuple[int, ...], n_steps: int) -> list[dict[
     return [_figures(n_rows, _after_warming(pairs, WARM_STEPS, n_steps), width) for n_rows in rows]
 
 
-def _after_warming(
-    pairs: Iterator[tuple[Stamps, Stamps]], n_warm: int, n_steps: int
-) -> list[tuple[Stamps, Stamps]]:
+def _after_warming(pairs: Iterator[tuple[Stamps, Stamps]], n_warm: int, n_steps: int) -> list[tuple[Stamps, Stamps]]:
     taken = [next(pairs) for _ in range(n_warm + n_steps)]
     return taken[n_warm:]
 
@@ -334,9 +177,7 @@ def parts_us(sender: Stamps, receiver: Stamps) -> dict[str, float]:
         sender.ready_ns, sender.sealed_ns, sender.send_ns,
         receiver.parsed_ns, receiver.pushed_ns, receiver.taken_ns, receiver.begin_ns,
     )  # fmt: skip
-    return {
-        name: (later - earlier) / 1e3 for name, earlier, later in zip(PARTS, moments, moments[1:], strict=False)
-    }
+    return {name: (later - earlier) / 1e3 for name, earlier, later in zip(PARTS, moments, moments[1:], strict=False)}
 
 
 def _figures(n_rows: int, pairs: list[tuple[Stamps, Stamps]], width: int) -> dict[str, Any]:
@@ -371,25 +212,25 @@ def show(found: list[dict[str, Any]]) -> None:
     console.print(f"goal: p50 of the whole at {GOAL_ROWS} rows x {WIDTH} at most {GOAL_P50_US:.0f} us")
 
 
+async def _report(width: int, n_steps: int, out: Path) -> int:
+    facts = machine.facts()
+    found = await measure(width, ROWS, n_steps)
+    results = {"machine": facts, "goal": {"rows": GOAL_ROWS, "total_p50_us": GOAL_P50_US}, "figures": found}
+    machine.write_json(out / "hop.json", results)
+    show(found)
+    return 0
+
+
 def main() -> None:
-    """Measure, print and write hop.json; with --stage, be one of the two stages."""
+    """Measure, print and write hop.json."""
     parser = argparse.ArgumentParser(prog="python -m benches.hop", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--steps", type=int, default=0, help="per number of rows [default: 2000, quick 200]")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
-    parser.add_argument("--stage", type=int, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.stage is not None:
-        stage_main(options.stage, options.width, options.out)
-        return
     n_steps = options.steps or (200 if options.quick else 2_000)
-    measuring = functools.partial(measure, options.width, ROWS, n_steps)
-    found = asyncio.run(measuring())
-    options.out.mkdir(parents=True, exist_ok=True)
-    results = {"machine": machine.facts(), "goal": {"rows": GOAL_ROWS, "total_p50_us": GOAL_P50_US}, "figures": found}
-    (options.out / "hop.json").write_text(json.dumps(results, indent=1))
-    show(found)
+    sys.exit(interrupt.run(_report(options.width, n_steps, options.out)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What a result was measured on: processor, cores, memory, versions. Part of every results file."""
+"""What a result was measured on: processor, cores, memory, versions. Part of every results file, which it writes."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
@@ -32,6 +33,12 @@ def _commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return ""
     return found.stdout.strip()
+
+
+def write_json(path: Path, results: object) -> None:
+    """Write one results file, making its directory if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1))
 
 
 def facts() -> dict[str, object]:

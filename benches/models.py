@@ -99,7 +99,7 @@ class _Matrix:
     @property
     def row_bytes(self) -> int:
         block_values, block_bytes = GGML_QUANT_SIZES[self.kind]
-        return self.n_in // block_values * block_bytes
+        return self.n_in // int(block_values) * int(block_bytes)
 
     @property
     def size_bytes(self) -> int:
@@ -221,7 +221,7 @@ def write_model(path: Path, shape: Shape, mix_name: str, seed: int = SEED) -> No
             file.write(bytes(-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
             for matrix in tensors:
                 for piece in _draw(rng, matrix):
-                    file.write(memoryview(piece).cast("B"))
+                    piece.tofile(file)
                 file.write(bytes(-matrix.size_bytes % gguf.GGUF_DEFAULT_ALIGNMENT))
         unfinished.rename(path)
     finally:

@@ -14,6 +14,7 @@ from benches import load, report
 from benches.load import Request, Target, client
 from benches.reference import prompts_for
 from benches.servers import relayline_linked, relayline_up, up_has_flag
+from coordinator.pipeline_file import load_pipeline
 from deploy.cli_up import split_for
 
 if TYPE_CHECKING:
@@ -105,12 +106,13 @@ async def delays(bench: Bench) -> None:
     """Four stages with one thread each, a delaying proxy before every stage."""
     plan = bench.plan
     directory = split_for(bench.path, DELAY_STAGES, None, None)
+    artifacts = [directory / stage.file for stage in load_pipeline(directory).stages]
     setup = dataclasses.replace(bench.setup, n_stages=DELAY_STAGES, n_threads=1)
     flags = ["--policy", "auto"] if up_has_flag("--policy") else []
     for delay_ms in plan.delays_ms:
         name = f"delay-{delay_ms:g}"
         async with (
-            relayline_linked(name, flags, setup, directory, delay_ms / 1e3) as (target, proxies),
+            relayline_linked(name, flags, setup, directory, artifacts, delay_ms / 1e3) as (target, proxies),
             client() as session,
         ):
             await load.closed_loop(session, target, bench.prompts, n_streams=1, n_tokens=4)
@@ -125,9 +127,7 @@ async def prefill_beside_decode(bench: Bench) -> None:
     """Inter-token latency of running streams while a long prompt is read, against their quiet latency."""
     plan = bench.plan
     room = bench.plan.n_prompt + RUNNING_TOKENS_MAX
-    setup = dataclasses.replace(
-        bench.setup, n_lanes=RUNNING_STREAMS + 1, ctx_tokens=max(room, plan.prefill_tokens + 8)
-    )
+    setup = dataclasses.replace(bench.setup, n_lanes=RUNNING_STREAMS + 1, ctx_tokens=max(room, plan.prefill_tokens + 8))
     for name in (name for name in plan.systems if name in ("auto", "drain", "rpc", "unsplit")):
         async with bench.system(name, setup) as target, client() as session:
             for repeat in range(plan.repeats):

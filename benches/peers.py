@@ -95,7 +95,8 @@ def build_peers(n_jobs: int) -> Peers:
     version = pinned_version()
     home = _home(version)
     home.mkdir(parents=True, exist_ok=True)
-    print(f"building {', '.join(TARGETS)} of llama-cpp-python {version}: about {BUILD_MINUTES} minutes", file=sys.stderr)
+    what = f"{', '.join(TARGETS)} of llama-cpp-python {version}"
+    print(f"building {what}: about {BUILD_MINUTES} minutes", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=home) as scratch:
         source = _sources(Path(scratch), version) / "vendor" / "llama.cpp"
         build = Path(scratch) / "build"

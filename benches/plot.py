@@ -17,8 +17,10 @@ FIGURES = (
 )
 COMPANIONS = {"ttft_p50_ms": (("ttft_p95_ms", "-"),), "itl_p50_ms": (("itl_p95_ms", "-"), ("itl_p99_ms", ":"))}
 
+Panel = tuple[str, str, dict[str, tuple[Sequence[float], Sequence[float]]]]  # title, y scale, label -> (x, y)
 
-def _pyplot() -> Any:  # noqa: ANN401 - a module that may be missing
+
+def _pyplot() -> Any:
     try:
         import matplotlib as mpl
     except ImportError:
@@ -64,10 +66,8 @@ def compare(results: dict[str, Any], labels: dict[str, str], path: Path) -> bool
     return True
 
 
-def lines(
-    path: Path, title: str, panels: Sequence[tuple[str, str, dict[str, tuple[Sequence[float], Sequence[float]]]]]
-) -> bool:
-    """Draw panels side by side, each (title, y scale, {label: (x, y)}), x in powers of two. False if not drawn."""
+def lines(path: Path, title: str, panels: Sequence[Panel]) -> bool:
+    """Draw panels side by side, x in powers of two. Returns whether they were drawn."""
     pyplot = _pyplot()
     if pyplot is None:
         return False
@@ -86,7 +86,7 @@ def lines(
     return True
 
 
-def _save(pyplot: Any, figure: Any, path: Path) -> None:  # noqa: ANN401 - matplotlib carries no types here
+def _save(pyplot: Any, figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

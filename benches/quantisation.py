@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -201,14 +200,13 @@ def main() -> None:
         parser.error(f"--steps must be between 1 and {CTX_TOKENS - 1}")
     names = options.types.split(",")
     results = run(quick=options.quick, n_threads=options.threads, n_steps=n_steps, names=names)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "quantisation.json").write_text(json.dumps(results, indent=1))
+    machine.write_json(options.out / "quantisation.json", results)
     show(results)
     series = {
         name: {entry["rows"]: entry for entry in results["figures"] if entry["type"] == name}
         for name in results["types"]
     }
-    panels = [
+    panels: list[plot.Panel] = [
         (title, scale, {name: (list(ROWS), [mine[n][key] / (n if per_row else 1) for n in ROWS])
                         for name, mine in series.items()})
         for title, scale, key, per_row in (

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import itertools
 import json
 import sys
 import tempfile
@@ -48,7 +49,8 @@ def judge(answer: Answer, expected: Answer, gaps: Sequence[float] | None) -> Ver
     """
     if len(answer) != len(expected):
         return Verdict(False, 0, float("inf"))
-    n_exact = next((at for at, pair in enumerate(zip(answer, expected, strict=True)) if pair[0] != pair[1]), len(answer))
+    pairs = enumerate(zip(answer, expected, strict=True))
+    n_exact = next((at for at, (ours, theirs) in pairs if ours != theirs), len(answer))
     if n_exact == len(answer):
         return Verdict(True, n_exact, 0.0)
     if gaps is None or len(gaps) != len(answer):
@@ -170,7 +172,7 @@ def describe_model(path: Path, n_prompts: int = 8, n_tokens: int = 32, n_threads
                 logits = reference.decode([answer[-1]], [15 + len(answer)], [0], [True])[0]
             answers.append(answer)
     different = len({token for answer in answers for token in answer})
-    repeats = sum(a == b for answer in answers for a, b in zip(answer, answer[1:], strict=False))
+    repeats = sum(a == b for answer in answers for a, b in itertools.pairwise(answer))
     quantiles = np.quantile(margins, (0.01, 0.05, 0.5)).round(4).tolist()
     close = sum(margin < NEAR_TIE for margin in margins) / len(margins)
     return (

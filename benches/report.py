@@ -101,9 +101,7 @@ def goals_of(points: Sequence[dict[str, Any]], streams: Sequence[int]) -> list[d
 
     def add(what: str, n_streams: int, value: float, goal: float | None, at_most: bool = False) -> None:
         met = None if goal is None else (value <= goal if at_most else value >= goal)
-        found.append(
-            {"what": what, "streams": n_streams, "value": value, "goal": goal, "at_most": at_most, "met": met}
-        )
+        found.append({"what": what, "streams": n_streams, "value": value, "goal": goal, "at_most": at_most, "met": met})
 
     for goals, at_most in ((RATIO_GOALS, False), (TTFT_GOALS, True)):
         for what, system, rival, name, wanted in goals:

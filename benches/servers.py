@@ -127,7 +127,7 @@ async def relayline_up(name: str, flags: Sequence[str], setup: Setup) -> AsyncIt
 
 @contextlib.asynccontextmanager
 async def relayline_linked(
-    name: str, flags: Sequence[str], setup: Setup, pipeline_dir: Path, delay_s: float
+    name: str, flags: Sequence[str], setup: Setup, pipeline_dir: Path, artifacts: Sequence[Path], delay_s: float
 ) -> AsyncIterator[tuple[Target, list[DelayProxy]]]:
     """Run a pipeline stage by stage, with a delaying proxy before every stage.
 
@@ -138,7 +138,7 @@ async def relayline_linked(
     stage_flags = [part for at in range(0, len(flags), 2) if flags[at] == "--policy" for part in flags[at : at + 2]]
     async with contextlib.AsyncExitStack() as stack:
         addresses: list[str] = []
-        for index, artifact in enumerate(sorted(pipeline_dir.glob("stage-*.gguf"))):
+        for index, artifact in enumerate(artifacts):
             arguments = ["stage", "--artifact", str(artifact), "--listen", "127.0.0.1:0", "--exit-with-stdin"]
             stage = relayline(f"{name}-stage-{index}", [*arguments, *_engine_flags(setup), *stage_flags], setup)
             addresses.append((await stack.enter_async_context(stage))["address"])

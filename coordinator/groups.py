@@ -28,7 +28,7 @@ GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add
 ITL_STRETCH = 1.7  # predicted worst inter-token latency beside prefill, against none
 CHUNK_LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 FALLBACK_CHUNK_ROWS = 64  # while nothing has been measured
-BETTER = 1.003  # a plan with more groups must be predicted to be this much faster
+EQUAL = 1.01  # plans whose predicted rates are this close count as equally fast
 SHARPNESS = 16  # exponent that joins the two terms of a cycle; equal terms make it 4 % longer than either
 ROWS_ONE_BY_ONE = 32  # candidates: every row count up to here, whole tiles beyond
 CACHE_MAX = 4_096  # plans kept
@@ -140,13 +140,17 @@ class GroupPlanner:
         return GroupPlan(n_groups, rows, period_ns, flights, chunk)
 
     def _best_groups(self, n_streams: int) -> tuple[int, int, float]:
-        """Return (flights, rows, time per token of every stream) of the fastest plan; the fewest flights of equals."""
-        rates = {
-            (n_groups, -rows): self.rate(n_streams, n_groups, rows) for n_groups, rows in self._candidates(n_streams)
-        }
+        """Return (flights, rows, time per token of every stream) of the fastest plan.
+
+        Of equally fast ones, that with about one flight per stage: it keeps all of them at work, at no more steps than
+        that takes.
+        """
+        rates = {key: self.rate(n_streams, *key) for key in self._candidates(n_streams)}
         best = max(rates.values())
-        n_groups, rows = min(key for key, rate in rates.items() if rate * BETTER >= best)
-        return n_groups, -rows, n_streams / rates[n_groups, rows]
+        good = (key for key, rate in rates.items() if rate * EQUAL >= best)
+        n_stages = len(self.stages)
+        n_groups, rows = min(good, key=lambda key: (abs(key[0] - n_stages), -rates[key], key[1]))
+        return n_groups, rows, n_streams / rates[n_groups, rows]
 
     def _candidates(self, n_streams: int) -> Iterator[tuple[int, int]]:
         rows_max = min(n_streams, self.rows_max)

@@ -34,6 +34,7 @@ from wire import bounds
 from wire.errors import (
     HandshakeError,
     NotReadyError,
+    ProtocolError,
     RelaylineError,
     StageLostError,
     StaleEpochError,
@@ -329,6 +330,9 @@ class Pipeline:
     def _on_sample(self, sample: pb.Sampled) -> None:
         audience = self._audiences.get(sample.session_id)
         if audience is None:
+            return
+        if sample.token >= self.file.n_vocab:
+            self._on_lost(ProtocolError(f"the last stage sampled token {sample.token} of {self.file.n_vocab}"))
             return
         session = audience.session
         wants_logprob = session.request.sampling.n_logprobs >= 0

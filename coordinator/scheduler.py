@@ -24,7 +24,9 @@ from coordinator.groups import GroupPlan, GroupPlanner
 from coordinator.session import OutFrame, Session
 
 ROUND_TRIPS_KEPT = 64  # recent decode flights from which the overhead of a round trip is estimated
-ROUND_TRIPS_MIN = 16  # before the first estimate
+ROUND_TRIPS_MIN = 8  # before the first estimate
+ROUND_TRIPS_STRIDE = 4  # landings between estimates
+UNEXPLAINED = 1.02  # a typical round trip above this multiple of what queueing explains shows an overhead
 OVERHEAD_STEP_NS = 200_000  # and a fifth: smaller moves of the overhead are noise
 DRAIN_CHUNK_ROWS = 64
 OLDEST_EVERY = 4  # prefill turns
@@ -69,6 +71,7 @@ class Scheduler:
         self._turns = 0
         self._n_decode_flights = self._n_prefill_flights = 0
         self._under_way_ns = 0.0  # predicted work of the busiest stage on all flights under way
+        self._n_landed = 0
         self._excess_ns: collections.deque[tuple[float, float]] = collections.deque(maxlen=ROUND_TRIPS_KEPT)
         self._decoding: set[int] = set()  # sessions that decode, in the pool or under way
 
@@ -214,21 +217,24 @@ class Scheduler:
             self._learn_overhead(flight, now_ns - flight.sent_ns)
 
     def _learn_overhead(self, flight: Flight, took_ns: int) -> None:
-        """Keep the overhead between what round trips cannot explain without it and what they can bear at most.
+        """Estimate the overhead from what decode flights took beyond what is predicted.
 
-        A flight that took longer than its steps was under way on links and in processes, or it queued behind others.
-        Queueing behind those that left before it explains up to `ahead_ns`; the rest must be overhead. In between
-        nobody can tell, so the estimate stays where it is: it would swing with the plan otherwise, since a plan that
-        saturates a stage hides the overhead and one that does not shows it.
+        Queueing behind flights that left before it explains that a flight takes `ahead_ns`. When flights take clearly
+        longer, no stage is saturated, so nothing queues, and all that exceeds the steps is overhead. Otherwise the
+        overhead is hidden behind the work: it stays what it was, unless that is more than flights take. (Taking it for
+        all excess there would be wrong and would keep the plan from ever choosing larger, longer steps.)
         """
-        way_ns = self.planner.way_ns(flight.n_rows)
-        self._excess_ns.append((took_ns - max(way_ns, flight.ahead_ns), took_ns - way_ns))
-        if len(self._excess_ns) < ROUND_TRIPS_MIN:
+        explained_ns = max(self.planner.way_ns(flight.n_rows), flight.ahead_ns)
+        excess_ns = took_ns - self.planner.way_ns(flight.n_rows)
+        self._excess_ns.append((took_ns / explained_ns, excess_ns))
+        self._n_landed += 1
+        if len(self._excess_ns) < ROUND_TRIPS_MIN or self._n_landed % ROUND_TRIPS_STRIDE:
             return
-        least_ns = max(0.0, min(unexplained for unexplained, _ in self._excess_ns))
-        most_ns = max(0.0, min(excess for _, excess in self._excess_ns))
+        ratios = sorted(ratio for ratio, _ in self._excess_ns)
+        excesses = sorted(excess for _, excess in self._excess_ns)
+        seen_ns = max(0.0, excesses[len(excesses) // 4])
         known_ns = self.planner.overhead_ns
-        overhead_ns = min(max(known_ns, least_ns), most_ns)
+        overhead_ns = seen_ns if ratios[len(ratios) // 2] > UNEXPLAINED else min(known_ns, seen_ns)
         if abs(overhead_ns - known_ns) > 0.2 * known_ns + OVERHEAD_STEP_NS:
             self.planner.overhead_ns = overhead_ns
             self.planner.forget()

@@ -144,7 +144,7 @@ async def fleet(
     config = PipelineConfig(
         tuple(made.addresses),
         DTYPE_F32,
-        ScheduleConfig(mode, chunk_rows=16),
+        ScheduleConfig(mode, n_groups=1, group_rows=8, chunk_rows=16),
         waiting_max=waiting_max,
         recovery_timeout_s=recovery_timeout_s,
         share=share,
@@ -209,16 +209,18 @@ async def test_every_other_cut_equals_whole(cut: int, artifacts: Artifacts, whol
         assert_greedy(whole, prompt, tokens)
 
 
-async def test_sending_everything_at_once_gives_the_same(artifacts: Artifacts, whole: ReferenceModel) -> None:
+@pytest.mark.parametrize("mode", ["drain", "fixed"])
+async def test_every_schedule_gives_the_same(mode: str, artifacts: Artifacts, whole: ReferenceModel) -> None:
     prompts = [prompt_of(index, LENGTHS[index]) for index in range(8)]
-    async with fleet(artifacts([2]), mode="drain") as running:
-        outputs = await asyncio.gather(*(tokens_of(running.pipeline.open(request(p, 10))) for p in prompts))
+    async with fleet(artifacts([2]), mode=mode) as running:
+        outputs = await asyncio.gather(*(tokens_of(running.pipeline.open(request(p, 30))) for p in prompts))
         stages = (await running.pipeline.describe())["stages"]
     for prompt, tokens in zip(prompts, outputs, strict=True):
         assert_greedy(whole, prompt, tokens)
     assert isinstance(stages, list)
-    for stage in stages:
-        assert max(map(int, stage["steps_by_sessions"])) > 1, "no step held two sessions"
+    if mode == "fixed":  # one group is under way, so whoever comes back meets the others
+        for stage in stages:
+            assert max(map(int, stage["steps_by_sessions"])) > 1, "no step held two sessions"
 
 
 async def test_a_cancelled_stream_frees_its_lane_and_the_others_go_on(
@@ -293,7 +295,7 @@ async def test_identical_deterministic_requests_share_a_session(artifacts: Artif
         await running.until_free()
 
 
-# --- recovery ----------------------------------------------------------------------------------------------------------
+# --- recovery ---------------------------------------------------------------------------------------------------------
 
 SEEDED = SamplingParams(temperature=1.0, top_k=40, seed=7)
 
@@ -362,10 +364,8 @@ async def test_a_stage_that_stays_away_ends_requests_with_an_error(artifacts: Ar
         await read(streams[0], 2)
         await running.stop(1)
         for stream in streams:
-            async with asyncio.timeout(20):
-                with pytest.raises(StageLostError):
-                    while True:
-                        await anext(stream)
+            with pytest.raises(StageLostError):
+                await read(stream, 200)
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
             await stream.aclose()
@@ -411,12 +411,12 @@ async def test_a_session_is_replayed_after_a_fault_of_its_own(artifacts: Artifac
     assert_greedy(whole, prompt, tokens)
 
 
-# --- start and end -----------------------------------------------------------------------------------------------------
+# --- start and end ----------------------------------------------------------------------------------------------------
 
 
 async def test_stages_in_the_wrong_order_are_refused_in_one_line(artifacts: Artifacts) -> None:
     paths = artifacts([1, 3])
-    with pytest.raises(HandshakeError, match="wrong order.*is stage 1"):
+    with pytest.raises(HandshakeError, match=r"wrong order.*is stage 1"):
         await start_only([paths[1], paths[0], paths[2]])
 
 

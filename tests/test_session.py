@@ -70,8 +70,12 @@ def test_a_token_goes_to_the_client_and_back_into_the_pipeline() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "ignore_eos", "reason", "is_end_token"),
-    [([50, 51], False, "length", False), ([50, END_TOKEN], False, "stop", True), ([END_TOKEN], False, "stop", True)]
-    + [([END_TOKEN, END_TOKEN], True, "length", False)],
+    [
+        ([50, 51], False, "length", False),
+        ([50, END_TOKEN], False, "stop", True),
+        ([END_TOKEN], False, "stop", True),
+        ([END_TOKEN, END_TOKEN], True, "length", False),
+    ],
 )
 def test_the_last_token_says_why_and_closes(
     tokens: list[int], ignore_eos: bool, reason: str, is_end_token: bool
@@ -126,7 +130,7 @@ def test_cancel_closes_once() -> None:
     assert session.cancel() == []
 
 
-# --- the pipeline's glue against a model of the stages ------------------------------------------------------------------
+# --- the pipeline's glue against a model of the stages ----------------------------------------------------------------
 
 CTX = 64
 
@@ -224,7 +228,7 @@ class World:
         self.cancel_refresher()
         pipeline._connection = mock.Mock(n_lanes=stages.n_lanes, ctx_tokens=CTX)
         pipeline._connection.stage_costs = lambda: [StageCost(CostCurve(), CostCurve(), 64)]
-        with mock.patch("coordinator.pipeline.TokenSender", lambda *_: stages):
+        with mock.patch("coordinator.pipeline.TokenSender", return_value=stages):
             pipeline._resume(pipeline._connection)
 
     def cancel_refresher(self) -> None:

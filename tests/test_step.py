@@ -63,7 +63,7 @@ def state_of(executor: StepExecutor, engine: FakeEngine) -> object:
     return table, copy.deepcopy(engine.lanes), sorted(executor._samplers), sorted(executor.cancelled)
 
 
-# --- one native decode for all -----------------------------------------------------------------------------------------
+# --- one native decode for all ----------------------------------------------------------------------------------------
 
 
 def test_decode_rows_and_prefill_chunks_run_in_one_native_decode() -> None:
@@ -158,7 +158,7 @@ def test_the_curve_is_refined_by_real_steps() -> None:
     assert ([rows for rows, _ in curves.decode.points()], len(curves.prefill.points())) == ([2], 1)
 
 
-# --- envelopes ---------------------------------------------------------------------------------------------------------
+# --- envelopes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [DTYPE_F16, DTYPE_F32])
@@ -239,7 +239,7 @@ def test_steady_decode_creates_no_buffer() -> None:
     assert created[1:] == created[:1] * 5
 
 
-# --- one failed session does not hurt the others -----------------------------------------------------------------------
+# --- one failed session does not hurt the others ----------------------------------------------------------------------
 
 BAD_FRAMES = {
     "gap": (lambda: rows_frame(1, 3), "position_gap"),
@@ -337,7 +337,7 @@ def test_a_failed_decode_faults_its_sessions_and_moves_nobody() -> None:
     assert labels(executor.execute(step_of(rows_frame(0, 2), rows_frame(1, 2), rows_frame(2, 1)))) == []
 
 
-# --- a step retried is a step done once ---------------------------------------------------------------------------------
+# --- a step retried is a step done once -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_last", [False, True])
@@ -379,7 +379,7 @@ def test_repeated_controls_change_nothing() -> None:
         assert state_of(executor, engine) == once
 
 
-# --- sampling ----------------------------------------------------------------------------------------------------------
+# --- sampling ---------------------------------------------------------------------------------------------------------
 
 
 def test_samples_name_the_position_their_token_will_have() -> None:
@@ -406,7 +406,7 @@ def test_whole_rows_of_logits_come_only_when_asked_for() -> None:
     executor = opened(engine, 1, wants_logits=True, n_logprobs=2)
     (sample,) = only(executor.execute(step_of(rows_frame(0, 0, 3, SAMPLE)))).samples
     assert np.frombuffer(sample.logits, np.float32).tolist() == logits_of(engine.lanes[0]).tolist()
-    assert [entry.token for entry in sample.top][0] == sample.token
+    assert sample.top[0].token == sample.token
     assert len(sample.top) == 2
     executor.execute(step_of(control(0, Flag.OPEN)))
     (sample,) = only(executor.execute(step_of(rows_frame(0, 3, 1, SAMPLE)))).samples
@@ -423,7 +423,7 @@ def test_a_cancelled_session_is_dropped_before_sampling() -> None:
     assert executor.cancelled == set()
 
 
-# --- nothing is kept (invariant 5), old epochs change nothing (invariant 4) ---------------------------------------------
+# --- nothing is kept (invariant 5), old epochs change nothing (invariant 4) -------------------------------------------
 
 
 @pytest.fixture

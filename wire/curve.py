@@ -18,8 +18,11 @@ from collections.abc import Iterable
 LADDER = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 TILE_ROWS = 4  # of llama.cpp's repacked CPU kernels; the pattern is measured, only its period is assumed
 PAD_SEARCH_ROWS = 7  # how far above the real row count a cheaper one is looked for
-SMOOTHING = 0.1  # weight of a new observation
+PAD_GAIN = 0.03  # padding must be predicted to save this part of the step, or the noise of a flat curve would pad
+SMOOTHING = 0.1  # weight of a new observation for its own row count
+SMOOTHING_SHARED = 0.05  # and for all others: a machine that slows down does so at every row count
 OUTLIER = 4.0  # an observation above this multiple of the known cost is a hiccup of the machine
+OUTLIERS_MAX = 3  # unless so many come one after another: then the machine has changed
 
 
 class CostCurve:
@@ -28,6 +31,8 @@ class CostCurve:
     def __init__(self, points: Iterable[tuple[int, float]] = ()) -> None:
         self._cost_ns: dict[int, float] = {rows: float(ns) for rows, ns in points if rows > 0 and ns > 0}
         self._rows = sorted(self._cost_ns)
+        self._scale = 1.0  # what all points have in common since they were measured
+        self._n_outliers = 0
         self._best: dict[tuple[int, int], int] = {}
 
     @property
@@ -37,12 +42,15 @@ class CostCurve:
 
     def points(self) -> list[tuple[int, int]]:
         """Return the known (rows, ns) pairs, ascending."""
-        return [(rows, round(self._cost_ns[rows])) for rows in self._rows]
+        return [(rows, max(1, round(self._scale * self._cost_ns[rows]))) for rows in self._rows]
 
     def cost_ns(self, rows: int) -> float:
         """Predict a step of `rows` rows; 0 for no rows or while nothing is known."""
         if rows <= 0 or not self._rows:
             return 0.0
+        return self._scale * self._unscaled(rows)
+
+    def _unscaled(self, rows: int) -> float:
         known = self._cost_ns.get(rows)
         if known is not None:
             return known
@@ -66,13 +74,16 @@ class CostCurve:
         return max(self._cost_ns[low] + slope * (rows - low), 1.0)
 
     def padded_rows(self, rows: int, rows_max: int) -> int:
-        """Return the row count, at least `rows` and at most `rows_max`, that is predicted to be cheapest."""
+        """Return the row count, at least `rows` and at most `rows_max`, that is predicted to be clearly cheapest."""
         if rows <= 0 or not self._rows:
             return rows
         best = self._best.get((rows, rows_max))
         if best is None:
             candidates = range(rows, min(rows + PAD_SEARCH_ROWS, max(rows, rows_max)) + 1)
-            best = self._best[rows, rows_max] = min(candidates, key=self.cost_ns)
+            best = min(candidates, key=self._unscaled)
+            if self._unscaled(best) > (1 - PAD_GAIN) * self._unscaled(rows):
+                best = rows
+            self._best[rows, rows_max] = best
         return best
 
     def padded_cost_ns(self, rows: int, rows_max: int) -> float:
@@ -81,10 +92,24 @@ class CostCurve:
 
     def observe(self, rows: int, ns: int) -> None:
         """Refine from a real step of `rows` rows (padding included)."""
-        known = self._cost_ns.get(rows)
-        if known is None:
-            bisect.insort(self._rows, rows)
+        if rows <= 0 or ns <= 0:
+            return
+        if not self._rows:
             self._cost_ns[rows] = float(ns)
-        elif ns < OUTLIER * known:
-            self._cost_ns[rows] = known + SMOOTHING * (ns - known)
+            self._rows.append(rows)
+            return
+        predicted_ns = self.cost_ns(rows)
+        if ns > OUTLIER * predicted_ns:
+            self._n_outliers += 1
+            if self._n_outliers < OUTLIERS_MAX:
+                return
+        self._n_outliers = 0
+        change = min(ns / predicted_ns, OUTLIER) - 1
+        is_new = rows not in self._cost_ns
+        # The shared part moves through the scale and the rest through the point; a new point starts half way. The
+        # cost comes before the row count: points() may be reading in another thread.
+        self._cost_ns[rows] = self._unscaled(rows) * (1 + (0.5 if is_new else SMOOTHING) * change)
+        self._scale *= 1 + SMOOTHING_SHARED * change
+        if is_new:
+            bisect.insort(self._rows, rows)
         self._best.clear()

@@ -1,0 +1,172 @@
+"""One of the two stage processes of the hop bench: everything real but the engine, and a stamp at every point."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from stage import inbound, process
+from stage.artifact import StageArtifact
+from stage.config import StageConfig
+from stage.lanes import LaneTable
+from stage.queue_types import QueuedFrame, Step
+from stage.runner import Runner
+from stage.service import StageFacts
+from stage.step import StepExecutor
+from stage.step_types import StepResult
+from wire.envelope import Buffer, EnvelopeView, parse
+from wire.process import run
+from wire.relay_link import RelayLink
+
+N_VOCAB = 32
+N_LANES = 32
+CTX_TOKENS = 1 << 14
+PIPELINE_ID = "hop"
+SOURCE_SHA256 = "0" * 64
+
+
+@dataclasses.dataclass(slots=True)
+class Stamps:
+    """Moments of one step in one process, monotonic nanoseconds; 0 where it does not pass that point."""
+
+    n_rows: int
+    parsed_ns: int = 0  # the event loop has the message, checking begins
+    pushed_ns: int = 0  # frames on their way into the batcher
+    taken_ns: int = 0
+    begin_ns: int = 0  # the native step begins
+    ready_ns: int = 0  # and has ended
+    sealed_ns: int = 0
+    send_ns: int = 0
+    message_bytes: int = 0
+
+
+class StampingEngine:
+    """Satisfies stage.step_types.Engine: gives rows of noise at once."""
+
+    def __init__(self, width: int, *, is_last: bool) -> None:
+        self.n_embd, self.max_rows, self.is_last = width, N_LANES, is_last
+        self.n_vocab = N_VOCAB if is_last else 0
+        self.input_rows = np.zeros((N_LANES, width), np.float32)
+        self.positions = np.zeros(N_LANES, np.int32)
+        self.seq_ids = np.zeros(N_LANES, np.int32)
+        self.wants = np.ones(N_LANES, np.int8)
+        self.output_rows = np.random.default_rng(1).standard_normal((0 if is_last else N_LANES, width), np.float32)
+        self._logits = np.linspace(0, 1, N_VOCAB, dtype=np.float32)
+        self.begin_ns = self.ready_ns = 0
+
+    def decode(self, n_rows: int) -> None:
+        """Take the time; the output rows are what they always are."""
+        self.begin_ns = time.monotonic_ns()
+        self.ready_ns = time.monotonic_ns()
+
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """Return the same logits for every row."""
+        return self._logits
+
+    def drop_from(self, lane: int, position: int) -> None:
+        """Nothing is kept, so nothing is dropped."""
+
+    def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
+        """Nothing is kept, so nothing is copied."""
+
+    def clear(self, lane: int) -> None:
+        """Nothing is kept, so nothing is cleared."""
+
+
+class NoEmbeddings:
+    """Satisfies stage.step_types.Embeddings: the engine does not look at its input."""
+
+    def lookup(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
+        """Leave `out` as it is."""
+
+
+class Recorder:
+    """Stamps the points of a stage process by wrapping the functions that a step passes. One step at a time."""
+
+    def __init__(self, engine: StampingEngine) -> None:
+        self.steps: list[Stamps] = []
+        self._engine = engine
+        self._parsed_ns = self._pushed_ns = 0
+
+    def install(self, executor: StepExecutor) -> None:
+        """Wrap parse, push, execute and send."""
+        execute, push, send = executor.execute, Runner.push, RelayLink.send
+        recorder = self
+
+        def stamped_parse(message: bytes, *, max_rows: int) -> EnvelopeView:
+            recorder._parsed_ns = time.monotonic_ns()
+            return parse(message, max_rows=max_rows)
+
+        def stamped_push(runner: Runner, frames: list[QueuedFrame]) -> list[QueuedFrame]:
+            recorder._pushed_ns = time.monotonic_ns()
+            return push(runner, frames)
+
+        def stamped_execute(step: Step) -> StepResult:
+            result = execute(step)
+            if step.frames:
+                sealed_ns = time.monotonic_ns()
+                engine, n_rows = recorder._engine, sum(frame.n_rows for frame in step.frames)
+                message_bytes = sum(len(output.message) for output in result.outputs)
+                stamps = Stamps(n_rows, recorder._parsed_ns, recorder._pushed_ns, step.taken_ns, engine.begin_ns)
+                stamps.ready_ns, stamps.sealed_ns, stamps.message_bytes = engine.ready_ns, sealed_ns, message_bytes
+                recorder.steps.append(stamps)
+            return result
+
+        async def stamped_send(link: RelayLink, buffer: Buffer, message: bytes) -> None:
+            if recorder.steps and buffer.payload_bytes:
+                recorder.steps[-1].send_ns = time.monotonic_ns()
+            await send(link, buffer, message)
+
+        inbound.parse = stamped_parse  # type: ignore[assignment, attr-defined]
+        Runner.push = stamped_push  # type: ignore[assignment, method-assign]
+        executor.execute = stamped_execute  # type: ignore[method-assign]
+        RelayLink.send = stamped_send  # type: ignore[assignment, method-assign]
+
+
+def _artifact(index: int, width: int) -> StageArtifact:
+    return StageArtifact(
+        path=Path("hop.gguf"),
+        architecture="none",
+        n_embd=width,
+        n_vocab=N_VOCAB,
+        stage_index=index,
+        stage_count=2,
+        layer_start=index,
+        layer_end=index + 1,
+        source_layers=2,
+        source_sha256=SOURCE_SHA256,
+        pipeline_id=PIPELINE_ID,
+        embedding=None,
+    )
+
+
+def stage_main(index: int, width: int, out: Path) -> None:
+    """Serve one stage until SIGTERM; then write the stamps of every step."""
+    engine = StampingEngine(width, is_last=index == 1)
+    config = StageConfig(
+        Path("hop.gguf"), ctx_tokens=CTX_TOKENS, n_lanes=N_LANES, max_rows=N_LANES, calibrate=False, verify=False
+    )
+    executor = StepExecutor(engine, LaneTable(N_LANES, CTX_TOKENS), index, NoEmbeddings() if index == 0 else None)
+    recorder = Recorder(engine)
+    recorder.install(executor)
+    facts = StageFacts(_artifact(index, width), config, "bench")
+    process.load = lambda config: (facts, executor)
+
+    async def main(stopping: asyncio.Event) -> None:
+        async with process.serve(config) as (address, *_):
+            print(address, flush=True)
+            await stopping.wait()
+
+    run(main)
+    out.write_text(json.dumps([dataclasses.astuple(step) for step in recorder.steps]))
+
+
+if __name__ == "__main__":
+    stage_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,31 @@
+"""Ends a bench in order: whatever it started is ended before it goes, however often it is interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+INTERRUPTED = 130  # exit code of a process that SIGINT ended
+
+
+async def _supervised(main: Coroutine[Any, Any, int]) -> int:
+    work = asyncio.create_task(main)
+
+    def stop() -> None:
+        if not work.cancelling():  # a second one would break the clean-up that the first began
+            work.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        return INTERRUPTED
+
+
+def run(main: Coroutine[Any, Any, int]) -> int:
+    """Run a bench under an event loop of its own; the first SIGINT or SIGTERM cancels it, further ones do nothing."""
+    return asyncio.run(_supervised(main))

@@ -116,11 +116,12 @@ def _ue4m3() -> Floats:
 
 
 _UE4M3 = _ue4m3()
+_UE4M3_MIDDLES = (_UE4M3[:-1] + _UE4M3[1:]) / 2
 
 
 def _nvfp4(rng: np.random.Generator, std: Floats) -> Bytes:
     wanted = std * np.float32(2 / _E2M1_RMS)
-    scale = np.maximum(1, np.searchsorted(_UE4M3, wanted)).astype(np.uint8)
+    scale = np.maximum(1, np.searchsorted(_UE4M3_MIDDLES, wanted)).astype(np.uint8)  # the nearest, never zero
     return np.hstack((np.repeat(scale[:, None], 4, axis=1), _random(rng, std.size, 32)))
 
 

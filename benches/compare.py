@@ -27,7 +27,7 @@ from benches import interrupt, load, machine, parts, plot, report
 from benches.load import Request, Target, client
 from benches.models import SHAPES, Shape, model
 from benches.peers import Peers, PeersUnavailableError, build_peers, find_peers
-from benches.reference import Prompt, expected_answers, judge, prompts_for, score
+from benches.reference import Prompt, expected_answers, judge, near_tie, prompts_for, score
 from benches.servers import Setup, llama_rpc, llama_server, relayline_up, up_has_flag
 
 POLICIES = ("auto", "single", "drain")
@@ -171,7 +171,8 @@ class Bench:
                 run.fault = run.fault or f"prompt {request.prompt_index}: {got}"
                 continue
             answer = tuple(request.tokens)
-            verdict = judge(answer, self.expected(request), known.get((request.prompt_index, answer)))
+            gaps = known.get((request.prompt_index, answer))
+            verdict = judge(answer, self.expected(request), gaps, near_tie(self.plan.mix))
             run.n_exact += verdict.n_exact == len(answer)
             run.worst_gap = max(run.worst_gap, verdict.worst_gap)
             if not verdict.agrees:

@@ -95,11 +95,17 @@ def _figure(points: Sequence[dict[str, Any]], part: str, system: str, n_streams:
     return None
 
 
-def goals_of(points: Sequence[dict[str, Any]], streams: Sequence[int]) -> list[dict[str, Any]]:
-    """Return every comparison with its goal: {what, streams, value, goal, at_most, met}; met is None without a goal."""
+def goals_of(
+    points: Sequence[dict[str, Any]], streams: Sequence[int], *, has_goals: bool = True
+) -> list[dict[str, Any]]:
+    """Return every comparison with its goal: {what, streams, value, goal, at_most, met}; met is None without a goal.
+
+    The goals are for models of real size; with `has_goals` off the comparisons stand alone.
+    """
     found: list[dict[str, Any]] = []
 
     def add(what: str, n_streams: int, value: float, goal: float | None, at_most: bool = False) -> None:
+        goal = goal if has_goals else None
         met = None if goal is None else (value <= goal if at_most else value >= goal)
         found.append({"what": what, "streams": n_streams, "value": value, "goal": goal, "at_most": at_most, "met": met})
 
@@ -139,7 +145,7 @@ def results(plan: Plan, runs: Sequence[Run], facts: dict[str, Any], notes: Seque
         "plan": dataclasses.asdict(plan),
         "notes": list(notes),
         "points": points,
-        "goals": goals_of(points, plan.streams),
+        "goals": goals_of(points, plan.streams, has_goals=plan.shape.name != "toy"),
         "runs": [
             {
                 "part": run.part,
@@ -190,6 +196,7 @@ def _points_table(title: str, points: Sequence[dict[str, Any]], labels: dict[str
     for _, heading, _ in COLUMNS:
         table.add_column(heading, justify="right")
     table.add_column("exact", justify="right")
+    table.add_column("gap", justify="right")
     for point in points:
         delay = point["median"].get("delay_ms")
         name = labels.get(point["system"], point["system"])
@@ -198,7 +205,7 @@ def _points_table(title: str, points: Sequence[dict[str, Any]], labels: dict[str
         counted = "" if point["n_counted"] == point["n_runs"] else f" ({point['n_counted']}/{point['n_runs']} count)"
         cells = [_cell(point, figure, digits) for figure, _, digits in COLUMNS]
         exact = f"{point['answers_exact']}/{point['answers']}"
-        table.add_row(str(point["streams"] or "open"), name + counted, *cells, exact)
+        table.add_row(str(point["streams"] or "open"), name + counted, *cells, exact, f"{point['worst_gap']:.2f}")
     return table
 
 
@@ -237,7 +244,11 @@ def show(found: dict[str, Any], labels: dict[str, str], console: Console | None 
     console = console or Console(width=None if sys.stdout.isatty() else 200)
     plan, facts = found["plan"], found["machine"]
     console.print(
-        f"\n{plan['shape']['name']} {plan['mix']}, {plan['n_tokens']} tokens after {plan['n_prompt']}, "
+        "\nexact: answers equal to the unsplit model's, token for token; gap: how far a token of the others lay below "
+        "the best, in deviations of the logits, at most"
+    )
+    console.print(
+        f"{plan['shape']['name']} {plan['mix']}, {plan['n_tokens']} tokens after {plan['n_prompt']}, "
         f"{plan['repeats']} repeats, cores {','.join(map(str, plan['cores']))} of {facts['cpu']}; "
         f"load average at the start {facts['load_average'][0]:.2f}"
     )

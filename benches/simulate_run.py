@@ -119,7 +119,7 @@ class Simulation:
     def _refresh(self) -> None:
         self.planner.update(self._stage_costs())
         self._dispatch()
-        if self.sessions or len(self._heap) > 0:
+        if self._heap:  # else nothing can happen any more, and what has not ended never will
             self._at(self.now_ns + self.world.refresh_ns, self._refresh)
 
     # --- coordinator: what coordinator.pipeline does ------------------------------------------------------------------

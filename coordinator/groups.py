@@ -25,11 +25,12 @@ from collections.abc import Iterator, Sequence
 from wire.curve import CostCurve
 
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
-ITL_STRETCH = 1.7  # predicted worst inter-token latency beside prefill, against none
+ITL_STRETCH = 1.92  # predicted worst inter-token latency beside prefill, against none
+WORTH_BURSTS = 1.5  # prefill must gain this factor before flights in a burst may exceed that latency
 CHUNK_LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 FALLBACK_CHUNK_ROWS = 64  # while nothing has been measured
-EQUAL = 1.01  # plans whose predicted rates are this close count as equally fast
-SHARPNESS = 16  # exponent that joins the two terms of a cycle; equal terms make it 4 % longer than either
+EQUAL = 1.02  # plans whose predicted rates are this close count as equally fast
+SHARPNESS = 32  # exponent that joins the two terms of a cycle; equal terms make it 2 % longer than either
 ROWS_ONE_BY_ONE = 32  # candidates: every row count up to here, whole tiles beyond
 CACHE_MAX = 4_096  # plans kept
 
@@ -168,25 +169,28 @@ class GroupPlanner:
                     yield n_groups, rows
 
     def _beside(self, n_streams: int, n_groups: int, rows: int) -> tuple[int, int]:
-        """Return (flights, rows) of the most prefill beside decode that keeps the latency bound."""
-        way_ns = self.way_ns(rows) + self.overhead_ns
+        """Return (flights, rows) of the most prefill beside decode that keeps the latency bound.
+
+        The bound is held for a decode flight right behind a burst of all prefill flights. Where that leaves only crumbs
+        of a prompt (steps of few rows cost nearly as much as a tile), it is held for flights spread over the stages,
+        which is how they travel as soon as each has gone round once.
+        """
         latency_max_ns = ITL_STRETCH * self._cycle_ns(n_streams, n_groups, rows)
-        best, best_rate = (1, 1), 0.0
+        decode = self._costs(rows)
+        strict, spread = (0.0, 1, 1), (0.0, 1, 1)
         for chunk in CHUNK_LADDER:
             if chunk > self.rows_max:
                 break
             costs = [stage.prefill.cost_ns(chunk) for stage in self.stages]
             for flights in range(1, len(self.stages) + 1):
-                work_ns = max(
-                    n_groups * decode_ns + flights * cost_ns
-                    for decode_ns, cost_ns in zip(self._costs(rows), costs, strict=True)
-                )
-                if max(work_ns, way_ns + flights * max(costs)) > latency_max_ns:
+                work_ns = max(n_groups * ours + flights * theirs for ours, theirs in zip(decode, costs, strict=True))
+                if max(work_ns, sum(decode) + self.overhead_ns + flights * max(costs)) > latency_max_ns:
                     break
-                rate = flights * chunk / max(work_ns, sum(costs) + self.overhead_ns)
-                if rate > best_rate:
-                    best, best_rate = (flights, chunk), rate
-        return best
+                choice = (flights * chunk / max(work_ns, sum(costs) + self.overhead_ns), flights, chunk)
+                spread = max(spread, choice)
+                if _behind_ns(decode, costs, flights) + self.overhead_ns <= latency_max_ns:
+                    strict = max(strict, choice)
+        return strict[1:] if strict[0] * WORTH_BURSTS >= spread[0] else spread[1:]
 
     def _train(self) -> int:
         """Return the chunk that brings a prompt of typical length through idle stages soonest."""
@@ -203,3 +207,15 @@ def _joined(work_ns: float, way_ns: float) -> float:
     """Return the larger of the two, a little more when they are close."""
     larger, smaller = max(work_ns, way_ns), min(work_ns, way_ns)
     return float(larger * (1 + (smaller / larger) ** SHARPNESS) ** (1 / SHARPNESS))
+
+
+def _behind_ns(decode: Sequence[float], chunks: Sequence[float], n_chunks: int) -> float:
+    """Return the way of a decode flight that arrives at the first stage together with, but behind, n_chunks chunks."""
+    chunk_ends = [0.0] * n_chunks  # at the stage before
+    end_ns = 0.0
+    for decode_ns, chunk_ns in zip(decode, chunks, strict=True):
+        free_ns = 0.0
+        for index, ready_ns in enumerate(chunk_ends):
+            free_ns = chunk_ends[index] = max(free_ns, ready_ns) + chunk_ns
+        end_ns = max(end_ns, free_ns) + decode_ns
+    return end_ns

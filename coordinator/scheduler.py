@@ -42,6 +42,7 @@ class Flight:
     sent_ns: int
     ahead_ns: float  # predicted work of the busiest stage on the flights under way, this one included
     step_ns: float  # its own part of that
+    n_chunks_before: int  # prefill flights launched until then; -1 while one is under way
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class Scheduler:
         self._turns = 0
         self._n_decode_flights = self._n_prefill_flights = 0
         self._under_way_ns = 0.0  # predicted work of the busiest stage on all flights under way
+        self._n_chunks = 0  # prefill flights launched
         self._n_landed = 0
         self._excess_ns: collections.deque[tuple[float, float]] = collections.deque(maxlen=ROUND_TRIPS_KEPT)
         self._decoding: set[int] = set()  # sessions that decode, in the pool or under way
@@ -197,12 +199,14 @@ class Scheduler:
         n_rows = sum(len(frame.tokens) for frame in frames)
         step_ns = self.planner.chunk_ns(n_rows) if is_prefill else self.planner.step_ns(n_rows)
         self._under_way_ns += step_ns
-        flight = Flight(is_prefill, keys, n_rows, now_ns, self._under_way_ns, step_ns)
+        n_chunks_before = -1 if self._n_prefill_flights else self._n_chunks
+        flight = Flight(is_prefill, keys, n_rows, now_ns, self._under_way_ns, step_ns, n_chunks_before)
         for session_id, position in keys:
             self._flights[session_id, position] = flight
             self._under_way.setdefault(session_id, []).append(position)
         if is_prefill:
             self._n_prefill_flights += 1
+            self._n_chunks += 1
         else:
             self._n_decode_flights += 1
         envelopes.append(frames)
@@ -213,7 +217,8 @@ class Scheduler:
             self._n_prefill_flights -= 1
             return
         self._n_decode_flights -= 1
-        if self.planner.is_known:
+        # Beside prefill nobody can tell queueing from overhead, and what is taken for overhead would allow more prefill.
+        if self.planner.is_known and flight.n_chunks_before == self._n_chunks:
             self._learn_overhead(flight, now_ns - flight.sent_ns)
 
     def _learn_overhead(self, flight: Flight, took_ns: int) -> None:

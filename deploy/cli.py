@@ -50,7 +50,7 @@ def relayline() -> None:
 def main() -> None:
     """Entry point of the console script."""
     try:
-        code = relayline.main(standalone_mode=False)
+        code = relayline.main(prog_name="relayline", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)  # click hands ctx.exit's code back here
     except click.exceptions.Abort:
         _end(1, "interrupted")

@@ -20,7 +20,14 @@ from coordinator.streams import SessionStream
 from tests.fakes import pipeline_file
 from wire.curve import CostCurve
 from wire.envelope import DTYPE_F16
-from wire.errors import HandshakeError, NotReadyError, OverloadedError, RelaylineError, StageLostError
+from wire.errors import (
+    HandshakeError,
+    NotReadyError,
+    OverloadedError,
+    ProtocolError,
+    RelaylineError,
+    StageLostError,
+)
 from wire.frames import Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -135,6 +142,9 @@ def test_cancel_closes_once() -> None:
 CTX = 64
 
 
+ORACLE_VOCAB = 1_500
+
+
 def oracle(session_id: int, position: int) -> int:
     """The one right token."""
     return 1_000 + (session_id * 31 + position * 7) % 500
@@ -215,7 +225,7 @@ class World:
     def __init__(self, n_lanes: int, mode: str = "auto", share: bool = False) -> None:
         schedule = ScheduleConfig(mode, n_groups=2, group_rows=2, chunk_rows=3)
         config = PipelineConfig(("a:1",), DTYPE_F16, schedule, waiting_max=2, share=share)
-        self.pipeline = Pipeline(config, pipeline_file(1), lambda _: False)
+        self.pipeline = Pipeline(config, pipeline_file(1, n_vocab=ORACLE_VOCAB), lambda _: False)
         self.stages = StagesModel(n_lanes)
         self.clients: list[Client] = []
         self.connect()
@@ -366,4 +376,15 @@ async def test_an_error_that_cannot_be_retried_reaches_clients_as_a_lost_stage()
     world.pipeline._fail_all(HandshakeError("a handshake that no longer fits"))
     world.check()
     assert world.clients[0].ends == [StageLostError.label]
+    world.finish()
+
+
+async def test_a_token_outside_the_vocabulary_ends_the_epoch_and_no_request() -> None:
+    world = World(n_lanes=1)
+    world.open(1, 4)
+    wrong = pb.Sampled(session_id=world.clients[0].session.session_id, position=1, token=ORACLE_VOCAB)
+    world.pipeline._on_return(pb.ReturnEnvelope(epoch=world.pipeline.epoch, samples=[wrong]))
+    assert isinstance(world.pipeline._lost.result(), ProtocolError)
+    assert not world.clients[0].ends
+    world.connect()
     world.finish()

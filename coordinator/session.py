@@ -99,6 +99,7 @@ class Session:
         """
         if self.state not in (State.PREFILL, State.DECODE) or position != len(self.history):
             return None, []
+        is_replaying = self.prefill_left > 0  # an answer from before the replay: true, but the stages lack rows
         self.history.append(token)
         is_end = not self.request.ignore_eos and self.is_end(token)
         is_full = self.n_generated >= self.request.max_tokens
@@ -106,6 +107,8 @@ class Session:
         event = TokenEvent(token, logprob, top, reason, is_end, logits)
         if event.finish_reason is not None:
             return event, self.cancel()
+        if is_replaying:
+            return event, []  # the rest of the replay now ends with this token
         self.state = State.DECODE
         return event, [OutFrame(self, position, (token,), Flag.WANTS_SAMPLE)]
 

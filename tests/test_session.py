@@ -46,6 +46,12 @@ def chunks_of(session: Session, rows_max: int) -> list[OutFrame]:
     return list(iter(lambda: session.next_chunk(rows_max), None))  # type: ignore[arg-type]
 
 
+def prefilled(session: Session) -> None:
+    """Send everything up to the first sample."""
+    session.start()
+    chunks_of(session, 64)
+
+
 def shape(frames: Iterable[OutFrame]) -> list[tuple[int, tuple[int, ...], int]]:
     return [(frame.position, frame.tokens, int(frame.flags)) for frame in frames]
 
@@ -68,7 +74,7 @@ def test_the_prompt_leaves_in_chunks_and_only_the_last_is_sampled(n_prompt: int,
 
 def test_a_token_goes_to_the_client_and_back_into_the_pipeline() -> None:
     session = new_session(3, 3)
-    session.start()
+    prefilled(session)
     event, frames = session.sampled(3, 50, -0.5, ((50, -0.5),))
     assert event == TokenEvent(50, -0.5, ((50, -0.5),))
     assert shape(frames) == [(3, (50,), SAMPLE)]
@@ -117,7 +123,7 @@ def test_a_waiting_session_takes_no_token_and_needs_no_close() -> None:
 
 def test_a_new_epoch_replays_prompt_and_tokens_as_prefill() -> None:
     session = new_session(3, 5)
-    session.start()
+    prefilled(session)
     session.sampled(3, 50)
     session.sampled(4, 51)
     assert session.prefill_left == 0
@@ -377,6 +383,20 @@ async def test_an_error_that_cannot_be_retried_reaches_clients_as_a_lost_stage()
     world.check()
     assert world.clients[0].ends == [StageLostError.label]
     world.finish()
+
+
+def test_an_answer_from_before_a_replay_counts_once_and_the_replay_goes_on() -> None:
+    session = new_session(3, 5)
+    prefilled(session)
+    session.sampled(3, 50)
+    session.start()
+    assert session.next_chunk(2) is not None
+    event, frames = session.sampled(4, 51)  # was on its way when the replay began
+    assert event is not None
+    assert frames == []
+    (rest,) = chunks_of(session, 64)
+    assert (rest.position, rest.tokens) == (2, (102, 50, 51))
+    assert rest.flags & SAMPLE
 
 
 async def test_a_token_outside_the_vocabulary_ends_the_epoch_and_no_request() -> None:

@@ -60,6 +60,7 @@ class Audit:
         self._flight_of: dict[tuple[int, int], int] = {}
         self._flight_kinds: dict[int, bool] = {}
         self._n_flights = [0, 0]  # decode, prefill
+        self._prefill_flights_most = 0
         self._flights_most = 0
         self._stalls_ns = 0
         self._n_cancelled = 0
@@ -182,7 +183,7 @@ class Audit:
         if not self._has_bound:
             return
         bound_ns = (self._flights_most + self._n_cancelled + 1) * stage.cost_max_ns
-        bound_ns = bound_ns * (1 + self._n_flights_most_of_prefill if is_prefill else 1) + self._stalls_ns
+        bound_ns = bound_ns * (1 + self._prefill_flights_most if is_prefill else 1) + self._stalls_ns
         waited_ns = self._simulation.now_ns - since_ns
         if waited_ns > bound_ns:
             raise Violation(f"a frame waits {waited_ns / 1e6:.1f} ms at stage {stage.index}, at most {bound_ns / 1e6:.1f}")
@@ -200,7 +201,7 @@ class Audit:
             self._chunks_since_oldest = 0 if key == oldest else self._chunks_since_oldest + 1
             if self._chunks_since_oldest > OLDEST_EVERY:
                 raise Violation(f"the oldest prompt, session {oldest}, is passed over")
-            if frame.session.prefill_left == 0:
+            if frame.flags & Flag.WANTS_SAMPLE:  # its last chunk
                 self._prompts.pop(key, None)
 
     def _open_flight(self, rows: Sequence[OutFrame], is_prefill: bool) -> None:
@@ -212,9 +213,7 @@ class Audit:
         self._flight_of.update(dict.fromkeys(keys, flight))
         self._n_flights[is_prefill] += 1
         self._flights_most = max(self._flights_most, sum(self._n_flights))
-        self._n_flights_most_of_prefill = max(self._n_flights_most_of_prefill, self._n_flights[1])
-
-    _n_flights_most_of_prefill = 0
+        self._prefill_flights_most = max(self._prefill_flights_most, self._n_flights[1])
 
     def _check_caps(self, rows: Sequence[OutFrame], is_prefill: bool, plan: GroupPlan) -> None:
         n_rows = sum(len(frame.tokens) for frame in rows)

@@ -75,17 +75,17 @@ class Simulation:
         self._order, self._envelopes = itertools.count(), itertools.count(1)
         self._arrivals: dict[int, int] = {}
         self._dispatching = False
+        for request in world.requests:
+            self._at(request.arrives_ns, self._arrive, request)
+        for disturbance in world.disturbances:
+            self._at(disturbance.at_ns, self._disturb, disturbance)
+        if world.refresh_ns:
+            self._at(world.refresh_ns, self._refresh)
 
     # --- the run ------------------------------------------------------------------------------------------------------
 
     def run(self, until_ns: int | None = None) -> Simulation:
-        """Run to the end of every request, or to a time. Raises Violation."""
-        for request in self.world.requests:
-            self._at(request.arrives_ns, self._arrive, request)
-        for disturbance in self.world.disturbances:
-            self._at(disturbance.at_ns, self._disturb, disturbance)
-        if self.world.refresh_ns:
-            self._at(self.world.refresh_ns, self._refresh)
+        """Run to the end of every request, or on to a time; may be called again. Raises Violation."""
         while self._heap and (until_ns is None or self._heap[0][0] <= until_ns):
             self.now_ns, _, action, arguments = heapq.heappop(self._heap)
             action(*arguments)
@@ -118,7 +118,6 @@ class Simulation:
 
     def _refresh(self) -> None:
         self.planner.update(self._stage_costs())
-        self._dispatch()
         if self._heap:  # else nothing can happen any more, and what has not ended never will
             self._at(self.now_ns + self.world.refresh_ns, self._refresh)
 

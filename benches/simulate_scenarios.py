@@ -21,8 +21,12 @@ def steady(stages: tuple[StageModel, ...], n_streams: int, *, link_ns: int = 0, 
 
 def steady_figures(world: World, setup: Setup = AUTO) -> Figures:
     """Simulate a steady world and return the figures of its middle."""
-    simulation = Simulation(world, setup).run()
-    total = sum(request.max_tokens for request in world.requests)
+    return steady_part(Simulation(world, setup).run())
+
+
+def steady_part(simulation: Simulation) -> Figures:
+    """Return the figures of the middle third of a finished steady simulation, counted in tokens."""
+    total = sum(request.max_tokens for request in simulation.world.requests)
     return simulation.audit.figures(*simulation.audit.steady_window(total // 3))
 
 

@@ -380,9 +380,8 @@ def test_peers_say_in_one_line_why_they_cannot_be_built(tmp_path: Path, monkeypa
     [
         (("benches.hop", "--quick", "--steps", "20", "--width", "64"), "hop.json"),
         (("benches.quantisation", "--quick", "--steps", "1", "--types", "q4_0,nvfp4"), "quantisation.json"),
-        (("benches.compare", "--quick", "--systems", "auto", "--streams", "2", "--only-streams"), "compare.json"),
-    ],
-    ids=["hop", "quantisation", "compare"],
+    ],  # compare runs as a whole in CI's smoke run, and below until it is interrupted
+    ids=["hop", "quantisation"],
 )
 def test_quick_benches_run_and_leave_their_results(tmp_path: Path, arguments: tuple[str, ...], written: str) -> None:
     run = subprocess.run(

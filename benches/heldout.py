@@ -1,0 +1,116 @@
+"""Held-out loss of the demo model, unsplit and through four stages, with f16 and f32 between them.
+
+The stages run in one process and hand their rows on through the very codec of the wire (wire.envelope buffers and
+wire.rows): what is measured is what the split and the number format cost in quality. `relayline certify` does the same
+comparison over real processes.
+
+    python -m benches.heldout [--model FILE] [--text FILE] [--stages 4] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from coordinator.split import split_model
+from coordinator.tokenizer import Tokenizer
+from stage.embedding import EmbeddingTable
+from stage.native import EngineConfig, NativeEngine
+from wire.envelope import DTYPE_F16, DTYPE_F32, Buffer
+from wire.rows import RowEncoder, decode_f16
+
+DEMO = Path(__file__).parents[1] / "deploy" / "demo"
+ROW_TOKENS = 511  # scored per row; each row begins with the model's begin-of-text token
+
+
+class Stages:
+    """A split model in one process; `score` returns the log-probability of each following token."""
+
+    def __init__(self, directory: Path, files: Sequence[str], dtype: int) -> None:
+        self.engines = [
+            NativeEngine(EngineConfig(directory / file, n_lanes=1, ctx_tokens=ROW_TOKENS + 1, n_threads=2))
+            for file in files
+        ]
+        self.table = EmbeddingTable(self.engines[0].artifact)
+        width = self.engines[0].n_embd
+        self._encoder = RowEncoder(ROW_TOKENS, width)
+        self._dtype, self._width = dtype, width
+
+    def _over_the_wire(self, rows: np.ndarray, out: np.ndarray) -> None:
+        buffer = Buffer(self._dtype, self._width, 1, rows.shape[0])
+        encoded = self._encoder.encode(rows, buffer.payload)
+        if self._dtype == DTYPE_F16:
+            decode_f16(buffer.payload, encoded.exponents, out)
+        else:
+            np.copyto(out, buffer.payload)
+
+    def score(self, tokens: Sequence[int]) -> np.ndarray:
+        """Return natural-log probabilities of tokens[1:], each given all before it."""
+        n_rows = len(tokens) - 1
+        first = self.engines[0]
+        self.table.lookup(np.asarray(tokens[:-1], np.int32), first.input_rows[:n_rows])
+        for engine, following in zip(self.engines, [*self.engines[1:], None], strict=True):
+            engine.positions[:n_rows] = np.arange(n_rows)
+            engine.seq_ids[:n_rows] = 0
+            engine.wants[:n_rows] = 1
+            engine.decode(n_rows)
+            if following is not None:
+                self._over_the_wire(engine.output_rows[:n_rows], following.input_rows[:n_rows])
+        logits = np.stack([self.engines[-1].logits(row) for row in range(n_rows)]).astype(np.float64)
+        for engine in self.engines:
+            engine.clear(0)
+        logits -= logits.max(axis=1, keepdims=True)
+        chosen = logits[np.arange(n_rows), tokens[1:]]
+        result: np.ndarray = chosen - np.log(np.exp(logits).sum(axis=1))
+        return result
+
+    def close(self) -> None:
+        """Free the engines."""
+        for engine in self.engines:
+            engine.close()
+
+
+def rows_of(tokens: Sequence[int], begin: int) -> Iterator[list[int]]:
+    """Cut the text into rows that each begin with the begin-of-text token."""
+    for at in range(0, len(tokens), ROW_TOKENS):
+        yield [begin, *tokens[at : at + ROW_TOKENS]]
+
+
+def main() -> None:
+    """Print one line per way of running the model."""
+    parser = argparse.ArgumentParser(prog="python -m benches.heldout", description=__doc__)
+    parser.add_argument("--model", type=Path, default=DEMO / "relayline-demo.gguf")
+    parser.add_argument("--text", type=Path, default=DEMO / "heldout.txt")
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--quick", action="store_true", help="the first two rows only")
+    options = parser.parse_args()
+    text = options.text.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as scratch:
+        for n_stages, dtype, label in (
+            (1, DTYPE_F32, "unsplit"),
+            (options.stages, DTYPE_F16, f"{options.stages} stages, f16 wire"),
+            (options.stages, DTYPE_F32, f"{options.stages} stages, f32 wire"),
+        ):
+            directory = Path(scratch) / str(n_stages)
+            pipeline = split_model(options.model, directory, n_stages=n_stages, cuts=None)
+            tokenizer = Tokenizer.load(directory / pipeline.tokenizer.file)
+            assert tokenizer.bos is not None
+            tokens = tokenizer.encode(text, add_special=False, parse_special=False)
+            rows = list(rows_of(tokens, tokenizer.bos))[: 2 if options.quick else None]
+            stages = Stages(directory, [stage.file for stage in pipeline.stages], dtype)
+            scores = np.concatenate([stages.score(row) for row in rows])
+            stages.close()
+            n_bytes = sum(len(tokenizer.piece(token)) for row in rows for token in row[1:])
+            nats = -float(scores.sum())
+            print(
+                f"{label:24} {nats / len(scores):.4f} nats per token  {nats / n_bytes / math.log(2):.4f} bits per byte"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The schedule on virtual time: the production batcher and scheduler against given curves and links.
+
+    python -m benches.simulation [--quick] [--seed N]
+
+Prints, for each scenario, what the automatic policy reaches beside the best hand-set plan, plain drain, no batching and
+the analytic bound; then a long prompt beside running streams, a stage that slows down, and requests that come and go.
+Every run is audited (see simulate_audit); a broken invariant ends the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from benches.simulate_run import AUTO, DRAIN, SINGLE, Simulation
+from benches.simulate_scenarios import (
+    best_of_sweep,
+    churn,
+    prompt_beside,
+    slowing,
+    steady,
+    steady_figures,
+    steady_part,
+)
+from benches.simulate_world import MS, StageModel, best_rate, equal_stages, one_slower
+
+STREAMS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64)
+STREAMS_QUICK = (1, 4, 8, 32)
+
+console = Console(width=190)
+
+
+def scenarios(quick: bool) -> list[tuple[str, tuple[StageModel, ...], int]]:
+    """Return (name, stages, one-way link delay)."""
+    curves = ("staircase",) if quick else ("staircase", "smooth")
+    found = [
+        (f"{curve}, {n_stages} equal", equal_stages(n_stages, curve), 0)
+        for curve in curves
+        for n_stages in ((2, 8) if quick else (2, 4, 8))
+    ]
+    for curve in curves:
+        found.append((f"{curve}, 4, one 3x slower", one_slower(4, 3.0, curve), 0))
+        found += [(f"{curve}, 2, links {ms} ms", equal_stages(2, curve), ms * MS) for ms in ((10,) if quick else (1, 10))]
+        if not quick:
+            found.append((f"{curve}, 2, host 1 ms a step", equal_stages(2, curve, host_ns=MS), 0))
+    return found
+
+
+def steady_table(quick: bool) -> float:
+    """Print steady streams; returns the worst ratio of automatic to the best hand-set plan."""
+    table = Table("scenario", "streams", "plan", "auto tok/s", "best by hand", "auto/best", "bound", "auto/bound", "drain",
+                  "single", "overlap", "in use", "ITL ms", "p99", title="steady streams")  # fmt: skip
+    worst = 9.0
+    for name, stages, link_ns in scenarios(quick):
+        for n_streams in STREAMS_QUICK if quick else STREAMS:
+            world = steady(stages, n_streams, link_ns=link_ns)
+            simulation = Simulation(world, AUTO).run()
+            auto = steady_part(simulation)
+            plan = simulation.planner.plan(n_streams, has_prefill=False)
+            best, by_hand = best_of_sweep(world, 4 if quick else 8)
+            bound = best_rate(stages, n_streams, world.overhead_ns)
+            worst = min(worst, auto.tokens_per_s / best)
+            table.add_row(
+                name, str(n_streams), f"{plan.n_groups}x{plan.group_rows}", f"{auto.tokens_per_s:.1f}",
+                f"{best:.1f} ({by_hand[0]}x{by_hand[1]})", f"{auto.tokens_per_s / best:.3f}", f"{bound:.1f}",
+                f"{auto.tokens_per_s / bound:.2f}", f"{steady_figures(world, DRAIN).tokens_per_s:.1f}",
+                f"{steady_figures(world, SINGLE).tokens_per_s:.1f}", f"{auto.overlap:.2f}", f"{auto.utilisation:.2f}",
+                f"{auto.itl_mean_ms:.0f}", f"{auto.itl_p99_ms:.0f}",
+            )  # fmt: skip
+        table.add_section()
+    console.print(table)
+    return worst
+
+
+def prompt_table(quick: bool) -> float:
+    """Print long prompts beside running streams; returns the worst ratio of ITL p99 to quiet."""
+    table = Table("scenario", "streams", "quiet ITL p99 ms", "beside", "ratio", "TTFT s", "alone", "drain ratio",
+                  "drain TTFT s", title="a prompt of 2,000 tokens beside running streams")  # fmt: skip
+    worst = 0.0
+    for curve in ("staircase", "smooth"):
+        for n_stages in (2,) if quick else (2, 4, 8):
+            for n_streams in (4,) if quick else (1, 4, 16):
+                stages = equal_stages(n_stages, curve)
+                auto, drain = (prompt_beside(stages, n_streams, 2_000, setup=setup) for setup in (AUTO, DRAIN))
+                worst = max(worst, auto.itl_p99_ratio)
+                table.add_row(
+                    f"{curve}, {n_stages}", str(n_streams), f"{auto.quiet.itl_p99_ms:.0f}", f"{auto.during.itl_p99_ms:.0f}",
+                    f"{auto.itl_p99_ratio:.2f}", f"{auto.ttft_ms / 1e3:.1f}", f"{auto.ttft_alone_ms / 1e3:.1f}",
+                    f"{drain.itl_p99_ratio:.2f}", f"{drain.ttft_ms / 1e3:.1f}",
+                )  # fmt: skip
+    console.print(table)
+    return worst
+
+
+def change_table(quick: bool, seed: int) -> None:
+    """Print a stage that becomes slower, and requests that come, wait, finish and give up."""
+    table = Table("scenario", "policy", "tok/s", "TTFT p50 ms", "p99", "ITL mean ms", "p99", "in use", title="change")
+    for factor in (3.0,) if quick else (2.0, 3.0, 6.0):
+        before_ns, after_ns = 60_000 * MS, 300_000 * MS
+        for name, refresh_ns in (("auto, curves refreshed", 1_000 * MS), ("auto, never refreshed", 0)):
+            simulation = Simulation(slowing(equal_stages(2), 8, before_ns, factor, refresh_ns=refresh_ns))
+            figures = simulation.run(after_ns).audit.figures(2 * before_ns, after_ns)
+            table.add_row(
+                f"8 streams, first of 2 stages becomes {factor:g}x slower", name, f"{figures.tokens_per_s:.1f}", "", "",
+                f"{figures.itl_mean_ms:.0f}", f"{figures.itl_p99_ms:.0f}", f"{figures.utilisation:.2f}",
+            )  # fmt: skip
+    for curve in ("staircase", "smooth"):
+        for policy, setup in (("auto", AUTO), ("drain", DRAIN), ("single", SINGLE)):
+            world = churn(equal_stages(4, curve), 60 if quick else 200, seed, link_ns=MS)
+            figures = Simulation(world, setup).run().audit.figures()
+            table.add_row(
+                f"{curve}: joins, leaves, stalls, 4 stages", policy, f"{figures.tokens_per_s:.1f}",
+                f"{figures.ttft_p50_ms:.0f}", f"{figures.ttft_p99_ms:.0f}", f"{figures.itl_mean_ms:.0f}",
+                f"{figures.itl_p99_ms:.0f}", f"{figures.utilisation:.2f}",
+            )  # fmt: skip
+    console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the scenarios; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="benches.simulation", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small choice of scenarios, some seconds")
+    parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn")
+    options = parser.parse_args(argv)
+    console.print(f"seed {options.seed}")
+    began_s = time.monotonic()
+    worst_rate = steady_table(options.quick)
+    worst_itl = prompt_table(options.quick)
+    change_table(options.quick, options.seed)
+    console.print(
+        f"worst automatic/best by hand {worst_rate:.3f} (floor 0.95), worst ITL p99 beside a prompt {worst_itl:.2f}x quiet "
+        f"(ceiling 2), {time.monotonic() - began_s:.0f} s"
+    )
+    return 0 if worst_rate >= 0.95 and worst_itl <= 2.0 else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

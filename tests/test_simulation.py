@@ -1,0 +1,205 @@
+"""The production batcher and scheduler on virtual time: the targets at a size for CI, the invariants at every event."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from benches import simulate_stage
+from benches.simulate_run import AUTO, DRAIN, SINGLE, Setup, Simulation, fixed
+from benches.simulate_scenarios import best_of_sweep, churn, prompt_beside, slowing, steady, steady_figures
+from benches.simulate_stage import Violation
+from benches.simulate_world import MS, Request, World, best_rate, equal_stages, one_slower, streams
+from coordinator.scheduler import Scheduler
+from coordinator.session import OutFrame
+from stage.batcher import Batcher
+from stage.policy import Choice, GroupPolicy
+from stage.queue_types import QueuedFrame, Step
+
+CURVES = ("staircase", "smooth")
+SETUPS = {"auto": AUTO, "drain": DRAIN, "single": SINGLE, "fixed": fixed(2, 3), "blind": Setup(is_calibrated=False)}
+
+
+def churning(seed: int, n_requests: int = 50) -> World:
+    """A small world of joins, leaves, stalls and slow-downs; every second one has a slow stage, links differ."""
+    curve = CURVES[seed % 2]
+    stages = one_slower(3, 3.0, curve) if seed % 4 < 2 else equal_stages(4, curve)
+    return churn(stages, n_requests, seed, link_ns=(0, 1, 10)[seed % 3] * MS, n_lanes=12)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("seed", range(4))
+def test_invariants_hold_while_requests_come_and_go(setup: str, seed: int) -> None:
+    simulation = Simulation(churning(seed), SETUPS[setup]).run()
+    assert len(simulation.audit.ends) == 50
+    assert any(simulation.audit.ends.values()), "somebody gave up"
+    assert not all(simulation.audit.ends.values())
+
+
+def test_the_same_seed_gives_the_same_history() -> None:
+    first, again, other = (Simulation(churning(seed, 20)).run().audit for seed in (5, 5, 9))
+    assert first.token_times_ns == again.token_times_ns
+    assert first.steps == again.steps
+    assert first.token_times_ns != other.token_times_ns
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("n_stages", [2, 4, 8])
+@pytest.mark.parametrize("n_streams", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24])
+def test_automatic_is_close_to_the_best_hand_set_plan(curve: str, n_stages: int, n_streams: int) -> None:
+    stages = equal_stages(n_stages, curve)
+    world = World(stages, streams(n_streams, max(30, 120 // n_streams)))
+    auto = steady_figures(world).tokens_per_s
+    best, by_hand = best_of_sweep(world, tries=2)
+    assert auto >= 0.95 * best, f"by hand {by_hand}"
+    # The window cuts cycles, so few streams in it may seem a little faster than anything can be.
+    assert auto <= 1.05 * best_rate(stages, n_streams, 0)
+
+
+@pytest.mark.parametrize("n_streams", [32, 64])
+@pytest.mark.parametrize("curve", CURVES)
+def test_automatic_is_close_to_the_best_with_many_streams(curve: str, n_streams: int) -> None:
+    for n_stages in (2, 8):
+        world = World(equal_stages(n_stages, curve), streams(n_streams, 24))
+        best, by_hand = best_of_sweep(world, tries=1)
+        assert steady_figures(world).tokens_per_s >= 0.95 * best, f"{n_stages} stages, by hand {by_hand}"
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("n_streams", [8, 9, 12, 16, 32])
+def test_two_equal_stages_work_at_the_same_time(curve: str, n_streams: int) -> None:
+    assert steady_figures(steady(equal_stages(2, curve), n_streams, jitter=0.03)).overlap >= 0.85
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_eight_stages_are_in_use_with_64_streams(curve: str) -> None:
+    figures = steady_figures(World(equal_stages(8, curve), streams(64, 24)))
+    assert figures.overlap >= 0.90
+    assert figures.utilisation >= 0.90
+
+
+def test_one_stream_goes_row_by_row_at_full_speed() -> None:
+    world = steady(equal_stages(2), 1)
+    figures = steady_figures(world)
+    assert figures.rows_mean == 1
+    assert figures.tokens_per_s == pytest.approx(best_rate(world.stages, 1, 0), rel=0.01)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("n_streams", [1, 4, 16])
+def test_a_long_prompt_leaves_running_streams_their_pace(curve: str, n_streams: int) -> None:
+    seen = prompt_beside(equal_stages(2, curve), n_streams, 2_000)
+    assert seen.itl_p99_ratio <= 2.0
+    assert seen.ttft_ms <= 4.5 * seen.ttft_alone_ms, "and the prompt advances all the same"
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_a_slow_stage_bounds_the_pipeline_and_nothing_else_does(curve: str) -> None:
+    stages = one_slower(4, 3.0, curve)
+    for n_streams in (8, 16, 32):
+        world = World(stages, streams(n_streams, 30))
+        assert steady_figures(world).tokens_per_s >= 0.95 * best_of_sweep(world, tries=2)[0]
+
+
+@pytest.mark.parametrize("link_ms", [1, 10])
+@pytest.mark.parametrize("curve", CURVES)
+def test_link_delay_is_learned_and_hidden(curve: str, link_ms: int) -> None:
+    for n_streams in (2, 8, 12, 16):
+        world = World(equal_stages(2, curve), streams(n_streams, 60), link_ns=link_ms * MS, jitter=0.03)
+        assert steady_figures(world).tokens_per_s >= 0.95 * best_of_sweep(world, tries=2)[0]
+
+
+def test_a_stage_that_slows_down_changes_the_plan() -> None:
+    """A uniform slow-down of one of two stages: the plan that was best before may not be any more."""
+    world = slowing(equal_stages(2), 8, 20_000 * MS, 3.0, refresh_ns=1_000 * MS)
+    simulation = Simulation(world)
+    simulation.run(60_000 * MS)
+    assert simulation.planner.stages[0].decode.cost_ns(4) == pytest.approx(3 * 26.5 * MS, rel=0.1)
+    after = simulation.run(120_000 * MS).audit.figures(60_000 * MS, 120_000 * MS)
+    slow = dataclasses.replace(world, stages=(one_slower(1, 3.0)[0], *equal_stages(1)), disturbances=())
+    assert after.tokens_per_s >= 0.95 * best_rate(slow.stages, 8, 0)
+
+
+def test_envelopes_must_stay_apart() -> None:
+    """What melting two groups into one message would cost: this is why the sender may not do it."""
+    world = steady(equal_stages(2), 8)
+    melted = steady_figures(world, Setup(melts_envelopes=True)).tokens_per_s
+    assert steady_figures(world).tokens_per_s >= melted
+
+
+def test_hundreds_of_streams_on_sixteen_stages() -> None:
+    simulation = Simulation(World(equal_stages(16, "smooth"), streams(512, 6, n_prompt=2))).run()
+    assert len(simulation.audit.token_times_ns) == 512 * 6
+
+
+def test_thousands_of_streams() -> None:
+    simulation = Simulation(World(equal_stages(2, "smooth"), streams(4_096, 2, n_prompt=1))).run()
+    assert len(simulation.audit.ends) == 4_096
+
+
+def test_sixty_four_stages() -> None:
+    simulation = Simulation(World(equal_stages(64, "smooth"), streams(64, 4))).run()
+    assert simulation.audit.figures().overlap > 0.9
+
+
+# --- canaries: broken code must be caught -----------------------------------------------------------------------------
+
+
+class LosesFrames(Batcher):
+    """Drops the last frame of every larger step."""
+
+    def take(self, now_ns: int) -> Step | None:
+        step = super().take(now_ns)
+        if step is not None and len(step.frames) > 1:
+            step.frames.pop()
+        return step
+
+
+class NeverPrefills(GroupPolicy):
+    """Serves decoders only, as long as there is one."""
+
+    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int) -> Choice:
+        return Choice(len(decode), 0, "broken") if decode else Choice(0, 0, "broken")
+
+
+class LastComeFirst(GroupPolicy):
+    """Holds prefill back while any decoder waits: starvation under load, not deadlock."""
+
+    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int) -> Choice:
+        return Choice(1, 0, "broken") if decode else Choice(0, 1, "broken")
+
+
+class Overbooks(Scheduler):
+    """Ignores the number of flights."""
+
+    def _take_groups(self, envelopes: list[list[OutFrame]], now_ns: int) -> None:
+        self._n_decode_flights = 0
+        super()._take_groups(envelopes, now_ns)
+
+
+def test_a_lost_frame_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate_stage, "Batcher", LosesFrames)
+    with pytest.raises(Violation, match="lost|sent|position|gap|repeats|holds"):
+        Simulation(World(equal_stages(2), streams(8, 8))).run()
+
+
+def test_prefill_that_is_never_served_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate_stage, "GroupPolicy", NeverPrefills)
+    with pytest.raises(Violation, match="holds frames while its engine is free"):
+        Simulation(World(equal_stages(2), streams(2, 8))).run()
+
+
+def test_starved_prefill_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate_stage, "GroupPolicy", LastComeFirst)
+    requests = (*(Request(0, 1, 400) for _ in range(24)), Request(500 * MS, 400, 2))
+    setup = dataclasses.replace(fixed(24, 1))
+    with pytest.raises(Violation, match="a frame waits"):
+        Simulation(World(equal_stages(2), requests), setup).run()
+
+
+def test_too_many_flights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benches.simulate_run.Scheduler", Overbooks)
+    with pytest.raises(Violation, match="the plan allows"):
+        Simulation(World(equal_stages(2), streams(12, 30)), fixed(1, 4)).run()

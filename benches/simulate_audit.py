@@ -186,7 +186,9 @@ class Audit:
         bound_ns = bound_ns * (1 + self._prefill_flights_most if is_prefill else 1) + self._stalls_ns
         waited_ns = self._simulation.now_ns - since_ns
         if waited_ns > bound_ns:
-            raise Violation(f"a frame waits {waited_ns / 1e6:.1f} ms at stage {stage.index}, at most {bound_ns / 1e6:.1f}")
+            raise Violation(
+                f"a frame waits {waited_ns / 1e6:.1f} ms at stage {stage.index}, at most {bound_ns / 1e6:.1f}"
+            )
 
     def _check_order(self, rows: Sequence[OutFrame], is_prefill: bool) -> None:
         for frame in rows:

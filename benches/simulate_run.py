@@ -186,7 +186,9 @@ class Simulation:
             return
         event, frames = session.sampled(position, oracle(session_id, position))
         if event is None:
-            raise Violation(f"session {session_id} got a sample for position {position}, expected {len(session.history)}")
+            raise Violation(
+                f"session {session_id} got a sample for position {position}, expected {len(session.history)}"
+            )
         self.audit.token(session)
         if session.state is State.DONE:
             self._finish(session, frames)
@@ -250,5 +252,3 @@ def queued(frame: OutFrame) -> QueuedFrame:
         arrived_ns=0,
         upstream_wait_ns=0,
     )
-
-

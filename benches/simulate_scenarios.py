@@ -73,9 +73,7 @@ def prompt_beside(
     quiet = Simulation(quiet_world, setup).run()
     arrives_ns = quiet.now_ns // 2
     running = tuple(Request(0, 4, 10_000) for _ in range(n_streams))
-    simulation = Simulation(
-        World(stages, (*running, Request(arrives_ns, n_prompt, 2)), link_ns=link_ns), setup
-    )
+    simulation = Simulation(World(stages, (*running, Request(arrives_ns, n_prompt, 2)), link_ns=link_ns), setup)
     until_ns = arrives_ns
     while not (late := [ttft_ns for arrived_ns, ttft_ns in simulation.audit.firsts if arrived_ns == arrives_ns]):
         until_ns += 1_000 * MS

@@ -123,9 +123,7 @@ def best_rate(stages: Sequence[StageModel], n_streams: int, overhead_ns: float) 
     ways = [sum(column) - hosts_ns + overhead_ns for column in zip(*costs, strict=True)]
 
     def dual(price: float, stage_costs: Sequence[float]) -> float:
-        scarce = max(
-            rows * (1 - price * way) / cost for rows, way, cost in zip(sizes, ways, stage_costs, strict=True)
-        )
+        scarce = max(rows * (1 - price * way) / cost for rows, way, cost in zip(sizes, ways, stage_costs, strict=True))
         return price * n_streams + max(0.0, scarce)
 
     best = math.inf

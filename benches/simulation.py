@@ -44,7 +44,9 @@ def scenarios(quick: bool) -> list[tuple[str, tuple[StageModel, ...], int]]:
     ]
     for curve in curves:
         found.append((f"{curve}, 4, one 3x slower", one_slower(4, 3.0, curve), 0))
-        found += [(f"{curve}, 2, links {ms} ms", equal_stages(2, curve), ms * MS) for ms in ((10,) if quick else (1, 10))]
+        found += [
+            (f"{curve}, 2, links {ms} ms", equal_stages(2, curve), ms * MS) for ms in ((10,) if quick else (1, 10))
+        ]
         if not quick:
             found.append((f"{curve}, 2, host 1 ms a step", equal_stages(2, curve, host_ns=MS), 0))
     return found

@@ -400,8 +400,6 @@ def test_quick_benches_run_and_leave_their_results(tmp_path: Path, arguments: tu
         for entry in results["figures"]:
             assert all(entry["p50_us"][part] >= 0 for part in PARTS)
             assert entry["message_bytes"] > entry["payload_bytes"] == 2 * 64 * entry["rows"]
-    if written == "compare.json":
-        assert [point["n_counted"] for point in results["points"]] == [1]
 
 
 @pytest.mark.slow

@@ -331,10 +331,12 @@ UNCERTIFIED: dict[str, Recipe] = {
     "olmo2": Recipe(
         "olmo2",
         RMS,
-        lambda _: _norms("attn_q_norm", "post_attention_norm", "post_ffw_norm")
-        | {"attn_k_norm.weight": (N_KV_HEADS * HEAD,)}
-        | _attention()
-        | _dense(),
+        lambda _: (
+            _norms("attn_q_norm", "post_attention_norm", "post_ffw_norm")
+            | {"attn_k_norm.weight": (N_KV_HEADS * HEAD,)}
+            | _attention()
+            | _dense()
+        ),
         may_tie=False,
     ),
 }

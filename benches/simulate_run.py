@@ -32,12 +32,12 @@ from wire.frames import Flag
 class Setup:
     """The code's own settings in one simulation."""
 
-    schedule: ScheduleConfig = ScheduleConfig()
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     stage_policy: str = "auto"
     is_calibrated: bool = True
     """Whether the coordinator knows the stages' curves at the start."""
     melts_envelopes: bool = False
-    """Send everything that one turn brings as one message, whatever groups the scheduler made (to see what it costs)."""
+    """Send everything that one turn brings as one message, whatever groups were made (to see what it costs)."""
 
 
 AUTO = Setup()

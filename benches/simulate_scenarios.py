@@ -1,4 +1,4 @@
-"""Worlds worth simulating: steady streams, unequal stages, delay, churn, stalls, a stage that slows down, long prompts."""
+"""Worlds worth simulating: steady streams, unequal stages, delay, churn, stalls, a slowing stage, long prompts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def prompt_beside(
 
 
 def churn(stages: tuple[StageModel, ...], n_requests: int, seed: int, *, link_ns: int = 0, n_lanes: int = 24) -> World:
-    """Return requests of all lengths that come, wait for lanes, finish and give up; stages jitter, stall and slow down."""
+    """Return requests of all lengths that come, wait for lanes, finish, give up; stages jitter, stall, slow down."""
     rng = random.Random(seed)
     step_ns = stages[0].decode.cost_ns(8)
     requests = []

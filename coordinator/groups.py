@@ -7,8 +7,8 @@ With P stages, N running streams and G flights of r rows, one *cycle* in which e
 and yields min(N, G r) tokens. The first term is what a saturated stage needs, the second what a flight needs when
 nothing is in its way. One flight is lock-step: one stage works, the others wait. Too many flights pay the cost of small
 steps. G r may be less than N: then the flights are full, and the streams take turns in them; where the cost of a step
-is a staircase that beats both a dear row count and one more, poorly filled flight. G r may be more than N: then the last
-flight is smaller. Where the best lies depends on the staircase of each stage, so candidates are simply evaluated.
+is a staircase that beats both a dear row count and one more, poorly filled flight. G r may be more than N: then the
+last flight is smaller. Where the best lies depends on the staircase of each stage, so candidates are simply evaluated.
 
 When both terms are equal every delay anywhere shows, so nearness costs something too, see SHARPNESS.
 
@@ -71,8 +71,8 @@ class GroupPlanner:
 
     @property
     def is_known(self) -> bool:
-        """Whether every stage has measured both of its curves."""
-        return all(stage.decode.is_known and stage.prefill.is_known for stage in self.stages)
+        """Whether there are stages and every one has measured both of its curves."""
+        return bool(self.stages) and all(s.decode.is_known and s.prefill.is_known for s in self.stages)
 
     def update(self, stages: Sequence[StageCost]) -> None:
         """Take refreshed curves."""

@@ -217,7 +217,7 @@ class Scheduler:
             self._n_prefill_flights -= 1
             return
         self._n_decode_flights -= 1
-        # Beside prefill nobody can tell queueing from overhead, and what is taken for overhead would allow more prefill.
+        # Beside prefill nobody can tell queueing from overhead, and an overhead too large would allow more prefill.
         if self.planner.is_known and flight.n_chunks_before == self._n_chunks:
             self._learn_overhead(flight, now_ns - flight.sent_ns)
 

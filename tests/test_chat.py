@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from http_support import CHATML
 
 from coordinator.chat import ChatTemplate
+from tests.http_support import CHATML
 from wire.errors import InvalidRequestError
 
 USER = {"role": "user", "content": "hi"}

@@ -11,8 +11,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from processes import relayline, running
-from tiny_models import make_tiny
+
+from tests.processes import relayline, running
+from tests.tiny_models import make_tiny
 
 N_LAYERS = 4
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from processes import Running, child_running, children, running, wait_gone
+
+from tests.processes import Running, child_running, children, running, wait_gone
 
 DEMO = Path(__file__).parents[1] / "deploy" / "demo" / "relayline-demo.gguf"
 PROMPTS = (

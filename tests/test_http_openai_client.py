@@ -9,7 +9,10 @@ from pathlib import Path
 
 import openai
 import pytest
-from http_support import (
+
+from coordinator.generation import GenerationRequest
+from coordinator.tokenizer import Tokenizer
+from tests.http_support import (
     EOS,
     MODEL,
     N_VOCAB,
@@ -23,9 +26,6 @@ from http_support import (
     tokens,
     write_tokenizer,
 )
-
-from coordinator.generation import GenerationRequest
-from coordinator.tokenizer import Tokenizer
 from wire.errors import InternalError, NotReadyError, OverloadedError, StageLostError
 
 USER = {"role": "user", "content": "hi"}

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 from aiohttp import web
-from http_support import CREATED, MODEL, FakeGenerator, Served, serving, write_no_tokenizer, write_tokenizer
 
 from coordinator.http.server import start_http
 from coordinator.tokenizer import Tokenizer
+from tests.http_support import CREATED, MODEL, FakeGenerator, Served, serving, write_no_tokenizer, write_tokenizer
 from wire.errors import HandshakeError, StartError
 
 

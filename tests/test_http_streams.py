@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Iterable
 
 import aiohttp
 import pytest
-from http_support import WAIT_S, FakeGenerator, Gate, Served, Step, says, serving, tokens, write_tokenizer
 
 from coordinator.generation import GenerationRequest, TokenEvent
 from coordinator.http.merge import Merge
 from coordinator.http.sse import EventWriter
 from coordinator.tokenizer import Tokenizer
+from tests.http_support import WAIT_S, FakeGenerator, Gate, Served, Step, says, serving, tokens, write_tokenizer
 from wire.errors import StageLostError
 
 

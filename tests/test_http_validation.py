@@ -10,7 +10,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from http_support import MODEL, N_VOCAB, FakeGenerator, serving, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from coordinator.http.bodies import ChatBody, CompletionBody, decode_body
 from coordinator.http.limits import HttpLimits
 from coordinator.http.validation import Plan
 from coordinator.tokenizer import Tokenizer
+from tests.http_support import MODEL, N_VOCAB, FakeGenerator, serving, write_tokenizer
 from wire.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 
 LIMITS = HttpLimits()

@@ -30,7 +30,7 @@ def churning(seed: int, n_requests: int = 50) -> World:
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_invariants_hold_while_requests_come_and_go(setup: str, seed: int) -> None:
     simulation = Simulation(churning(seed), SETUPS[setup]).run()
     assert len(simulation.audit.ends) == 50
@@ -47,22 +47,22 @@ def test_the_same_seed_gives_the_same_history() -> None:
 
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("n_stages", [2, 4, 8])
-@pytest.mark.parametrize("n_streams", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24])
+@pytest.mark.parametrize("n_streams", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
 def test_automatic_is_close_to_the_best_hand_set_plan(curve: str, n_stages: int, n_streams: int) -> None:
     stages = equal_stages(n_stages, curve)
-    world = World(stages, streams(n_streams, max(30, 120 // n_streams)))
+    world = World(stages, streams(n_streams, max(24, 90 // n_streams)))
     auto = steady_figures(world).tokens_per_s
-    best, by_hand = best_of_sweep(world, tries=2)
+    best, by_hand = best_of_sweep(world, tries=1)
     assert auto >= 0.95 * best, f"by hand {by_hand}"
     # The window cuts cycles, so few streams in it may seem a little faster than anything can be.
     assert auto <= 1.05 * best_rate(stages, n_streams, 0)
 
 
-@pytest.mark.parametrize("n_streams", [32, 64])
+@pytest.mark.parametrize("n_streams", [24, 32, 64])
 @pytest.mark.parametrize("curve", CURVES)
 def test_automatic_is_close_to_the_best_with_many_streams(curve: str, n_streams: int) -> None:
     for n_stages in (2, 8):
-        world = World(equal_stages(n_stages, curve), streams(n_streams, 24))
+        world = World(equal_stages(n_stages, curve), streams(n_streams, 12))
         best, by_hand = best_of_sweep(world, tries=1)
         assert steady_figures(world).tokens_per_s >= 0.95 * best, f"{n_stages} stages, by hand {by_hand}"
 
@@ -75,7 +75,7 @@ def test_two_equal_stages_work_at_the_same_time(curve: str, n_streams: int) -> N
 
 @pytest.mark.parametrize("curve", CURVES)
 def test_eight_stages_are_in_use_with_64_streams(curve: str) -> None:
-    figures = steady_figures(World(equal_stages(8, curve), streams(64, 24)))
+    figures = steady_figures(World(equal_stages(8, curve), streams(64, 16)))
     assert figures.overlap >= 0.90
     assert figures.utilisation >= 0.90
 
@@ -123,10 +123,10 @@ def test_a_stage_that_slows_down_changes_the_plan() -> None:
 
 
 def test_envelopes_must_stay_apart() -> None:
-    """What melting two groups into one message would cost: this is why the sender may not do it."""
+    """What one message for two groups costs: they are lock-step from then on. Hence the sender keeps them apart."""
     world = steady(equal_stages(2), 8)
     melted = steady_figures(world, Setup(melts_envelopes=True)).tokens_per_s
-    assert steady_figures(world).tokens_per_s >= melted
+    assert steady_figures(world).tokens_per_s >= 1.5 * melted
 
 
 def test_hundreds_of_streams_on_sixteen_stages() -> None:
@@ -135,12 +135,12 @@ def test_hundreds_of_streams_on_sixteen_stages() -> None:
 
 
 def test_thousands_of_streams() -> None:
-    simulation = Simulation(World(equal_stages(2, "smooth"), streams(4_096, 2, n_prompt=1))).run()
+    simulation = Simulation(World(equal_stages(2, "smooth"), streams(4_096, 1, n_prompt=1))).run()
     assert len(simulation.audit.ends) == 4_096
 
 
 def test_sixty_four_stages() -> None:
-    simulation = Simulation(World(equal_stages(64, "smooth"), streams(64, 4))).run()
+    simulation = Simulation(World(equal_stages(64, "smooth"), streams(64, 3))).run()
     assert simulation.audit.figures().overlap > 0.9
 
 
@@ -181,7 +181,7 @@ class Overbooks(Scheduler):
 
 def test_a_lost_frame_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulate_stage, "Batcher", LosesFrames)
-    with pytest.raises(Violation, match="lost|sent|position|gap|repeats|holds"):
+    with pytest.raises(Violation, match=r"lost|sent"):
         Simulation(World(equal_stages(2), streams(8, 8))).run()
 
 

@@ -70,7 +70,7 @@ class CostCurve:
         low, high = self._rows[above - 1], self._rows[above]
         slope = (self._cost_ns[high] - self._cost_ns[low]) / (high - low)
         if rows > high:
-            slope = max(slope, 0.0)
+            return self._cost_ns[high] + max(slope, 0.0) * (rows - high)
         return max(self._cost_ns[low] + slope * (rows - low), 1.0)
 
     def padded_rows(self, rows: int, rows_max: int) -> int:

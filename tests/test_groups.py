@@ -1,0 +1,120 @@
+"""The planner: small cases by hand, and what must hold for any curve."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benches.simulate_world import CURVES, MS, best_rate, equal_stages, one_slower
+from coordinator.groups import GROUPS_MAX_PER_STAGE, GroupPlanner, StageCost
+from wire.curve import CostCurve
+
+
+def planner(n_stages: int, curve: str = "staircase", overhead_ms: float = 0.0, rows_max: int = 512) -> GroupPlanner:
+    made = GroupPlanner([StageCost(CURVES[curve](), CURVES[curve](), rows_max) for _ in range(n_stages)])
+    made.overhead_ns = overhead_ms * MS
+    return made
+
+
+def shape(made: GroupPlanner, n_streams: int) -> tuple[int, int]:
+    plan = made.plan(n_streams, has_prefill=False)
+    return plan.n_groups, plan.group_rows
+
+
+CASES = {  # (stages, streams) -> (flights, rows), on the staircase of FIELD.md
+    "one stream": (2, 1, (1, 1)),
+    "two streams, a stage each": (2, 2, (2, 1)),
+    "eight streams, two full tiles": (2, 8, (2, 4)),
+    "32 streams": (2, 32, (2, 16)),
+    "ten streams take turns in full tiles": (2, 10, (3, 4)),
+    "as many stages as streams": (8, 8, (8, 1)),
+    "eight stages, 32 streams": (8, 32, (8, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_small_cases(name: str) -> None:
+    n_stages, n_streams, expected = CASES[name]
+    made = planner(n_stages)
+    n_groups, rows = shape(made, n_streams)
+    if name.startswith("ten"):  # two or three flights: either way every step is a full tile
+        assert rows == 4
+        assert made.rate(n_streams, n_groups, rows) >= 0.97 * 8 / (53 * MS)
+    else:
+        assert (n_groups, rows) == expected
+
+
+def test_link_delay_wants_more_flights() -> None:
+    assert shape(planner(2, overhead_ms=30), 4) == (4, 1)
+    assert shape(planner(2, overhead_ms=30), 12)[0] > shape(planner(2), 8)[0]
+
+
+def test_flat_costs_still_keep_both_stages_at_work() -> None:
+    assert [shape(planner(2, "smooth"), n_streams)[0] for n_streams in (8, 16, 32)] == [2, 2, 2]
+
+
+def test_a_plan_without_curves_spreads_streams_evenly() -> None:
+    made = GroupPlanner([StageCost(CostCurve(), CostCurve(), 64) for _ in range(3)])
+    plan = made.plan(10, has_prefill=True)
+    assert (plan.n_groups, plan.group_rows, plan.period_ns) == (3, 4, 0.0)
+    assert plan.prefill_flights == 3
+    assert plan.chunk_rows == 64
+
+
+def test_a_planner_without_stages_plans_one_row() -> None:
+    plan = GroupPlanner(()).plan(5, has_prefill=True)
+    assert (plan.n_groups, plan.group_rows) == (1, 1)
+    assert plan.prefill_flights >= 1
+    assert plan.chunk_rows == 1
+
+
+def test_refreshed_curves_change_the_plan() -> None:
+    made = planner(2)
+    assert shape(made, 4) != (1, 4)
+    before = made.plan(8, has_prefill=False).period_ns
+    made.update([StageCost(CURVES["staircase"](2.0), CURVES["staircase"](2.0), 512)] * 2)
+    assert made.plan(8, has_prefill=False).period_ns == pytest.approx(2 * before)
+
+
+def test_a_prompt_alone_travels_as_a_train() -> None:
+    plan = planner(4).plan(0, has_prefill=True)
+    assert plan.prefill_flights >= 4
+    assert 16 <= plan.chunk_rows <= 128
+
+
+curves = st.dictionaries(st.integers(1, 64), st.integers(10_000, 10**8), min_size=1, max_size=8)
+stages = st.lists(st.tuples(curves, curves, st.integers(1, 100)), min_size=1, max_size=5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(stages, st.integers(0, 300), st.booleans(), st.integers(0, 10**8))
+def test_any_plan_is_within_its_caps(
+    given_stages: list[tuple[dict[int, int], dict[int, int], int]], n_streams: int, has_prefill: bool, overhead_ns: int
+) -> None:
+    made = GroupPlanner([StageCost(CostCurve(d.items()), CostCurve(p.items()), most) for d, p, most in given_stages])
+    made.overhead_ns = float(overhead_ns)
+    plan = made.plan(n_streams, has_prefill=has_prefill)
+    n_stages, rows_max = len(given_stages), min(most for _, _, most in given_stages)
+    assert 1 <= plan.group_rows <= max(1, min(n_streams, rows_max))
+    assert 1 <= plan.n_groups <= max(1, -(-n_streams // rows_max), min(n_streams, GROUPS_MAX_PER_STAGE * n_stages))
+    assert 1 <= plan.prefill_flights <= 2 * n_stages
+    assert 1 <= plan.chunk_rows <= max(1, rows_max)
+    assert plan == made.plan(n_streams, has_prefill=has_prefill), "cached"
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("n_stages", [1, 2, 4, 8])
+def test_more_streams_are_never_predicted_to_be_slower_together(curve: str, n_stages: int) -> None:
+    made = planner(n_stages, curve)
+    rates = [n / made.plan(n, has_prefill=False).period_ns for n in range(1, 80)]
+    assert all(later >= 0.97 * max(rates[: index + 1]) for index, later in enumerate(rates[1:]))
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_no_plan_promises_more_than_is_possible(curve: str) -> None:
+    for model in (equal_stages(3, curve), one_slower(4, 3.0, curve)):
+        made = GroupPlanner([StageCost(stage.decode, stage.prefill, stage.rows_max) for stage in model])
+        for n_streams in range(1, 40):
+            predicted = 1e9 * n_streams / made.plan(n_streams, has_prefill=False).period_ns
+            assert predicted <= 1.001 * best_rate(model, n_streams, 0)

@@ -1,0 +1,326 @@
+"""The scheduler: which envelopes leave, and that nothing is lost whatever comes in which order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.generation import GenerationRequest, SamplingParams
+from coordinator.groups import GroupPlan, GroupPlanner, StageCost
+from coordinator.scheduler import OLDEST_EVERY, ScheduleConfig, Scheduler
+from coordinator.session import OutFrame, Session, State
+from wire.curve import CostCurve
+from wire.frames import Flag
+
+
+class Fixed(GroupPlanner):
+    """A planner with one plan."""
+
+    def __init__(self, n_groups: int = 2, group_rows: int = 2, flights: int = 1, chunk_rows: int = 8) -> None:
+        super().__init__([StageCost(CostCurve([(1, 1e6)]), CostCurve([(1, 1e6)]), 64)])
+        self._only = GroupPlan(n_groups, group_rows, 0.0, flights, chunk_rows)
+
+    def plan(self, n_streams: int, *, has_prefill: bool) -> GroupPlan:
+        return self._only
+
+
+def new_session(session_id: int, n_prompt: int = 4, max_tokens: int = 1_000) -> Session:
+    request = GenerationRequest(str(session_id), tuple(range(n_prompt)), max_tokens, SamplingParams())
+    return Session(session_id, request, lambda _: False)
+
+
+def row(session_id: int, position: int = 10) -> OutFrame:
+    return OutFrame(new_session(session_id), position, (1,), Flag.WANTS_SAMPLE)
+
+
+def ids(envelopes: list[list[OutFrame]]) -> list[list[int]]:
+    return [[frame.session.session_id for frame in envelope] for envelope in envelopes]
+
+
+def start(scheduler: Scheduler, session: Session) -> None:
+    scheduler.control(session.start())
+    scheduler.prompt(session)
+
+
+def answer(scheduler: Scheduler, envelope: list[OutFrame], now_ns: int = 0) -> None:
+    for frame in envelope:
+        if frame.tokens:
+            scheduler.answered(frame.session.session_id, frame.position + len(frame.tokens), now_ns)
+
+
+def test_no_more_flights_than_planned_and_the_oldest_rows_first() -> None:
+    scheduler = Scheduler(ScheduleConfig(), Fixed(2, 2))
+    for session_id in range(1, 8):
+        scheduler.decode(row(session_id))
+    first, second = scheduler.take(0)
+    assert ids([first, second]) == [[1, 2], [3, 4]]
+    assert scheduler.take(0) == []
+    answer(scheduler, second)
+    assert ids(scheduler.take(0)) == [[5, 6]]
+    answer(scheduler, first[:1])
+    assert scheduler.take(0) == [], "a flight has landed when all of it has"
+    answer(scheduler, first[1:])
+    assert ids(scheduler.take(0)) == [[7]]
+
+
+def test_fragments_meet_in_the_pool() -> None:
+    scheduler = Scheduler(ScheduleConfig(), Fixed(1, 4))
+    scheduler.decode(row(1))
+    (alone,) = scheduler.take(0)
+    for session_id in (2, 3, 4):
+        scheduler.decode(row(session_id))
+    assert scheduler.take(0) == []
+    answer(scheduler, alone)
+    scheduler.decode(row(1, 11))
+    assert ids(scheduler.take(0)) == [[2, 3, 4, 1]]
+
+
+def test_an_echo_changes_nothing() -> None:
+    scheduler = Scheduler(ScheduleConfig(), Fixed(1, 1))
+    scheduler.decode(row(1))
+    (envelope,) = scheduler.take(0)
+    answer(scheduler, envelope)
+    answer(scheduler, envelope)
+    scheduler.answered(99, 3, 0)
+    for session_id in (2, 3):
+        scheduler.decode(row(session_id))
+    assert ids(scheduler.take(0)) == [[2]]
+
+
+def test_controls_never_wait_and_go_before_data() -> None:
+    scheduler = Scheduler(ScheduleConfig(), Fixed(1, 1))
+    scheduler.decode(row(1))
+    scheduler.take(0)
+    scheduler.decode(row(2))
+    closing = OutFrame(new_session(3), 0, (), Flag.CLOSE)
+    scheduler.control([closing])
+    assert scheduler.take(0) == [[closing]]
+    session = new_session(4)
+    start(scheduler, session)
+    ((opening, chunk),) = scheduler.take(0)
+    assert opening.flags & Flag.OPEN
+    assert chunk.tokens == (0, 1, 2, 3)
+
+
+def test_a_forgotten_session_frees_its_flight_and_leaves_the_pool() -> None:
+    scheduler = Scheduler(ScheduleConfig(), Fixed(1, 2))
+    for session_id in (1, 2, 3, 4):
+        scheduler.decode(row(session_id))
+    scheduler.take(0)
+    scheduler.forget(3, 0)
+    scheduler.forget(1, 0)
+    assert scheduler.take(0) == []
+    scheduler.forget(2, 0)
+    assert ids(scheduler.take(0)) == [[4]]
+    assert scheduler.n_decoding == 1
+    scheduler.forget(4, 0)
+    scheduler.forget(4, 0)
+    assert scheduler.n_decoding == 0
+
+
+def test_a_forgotten_prompt_is_asked_for_nothing_more() -> None:
+    scheduler = Scheduler(ScheduleConfig(), Fixed())
+    session = new_session(1, n_prompt=100)
+    start(scheduler, session)
+    scheduler.take(0)
+    scheduler.forget(1, 0)
+    assert scheduler.take(0) == []
+
+
+def test_short_prompts_share_a_flight() -> None:
+    scheduler = Scheduler(ScheduleConfig(), Fixed(flights=1, chunk_rows=8))
+    for session_id in (1, 2, 3):
+        start(scheduler, new_session(session_id, n_prompt=4))
+    (envelope,) = scheduler.take(0)
+    assert [len(frame.tokens) for frame in envelope] == [0, 0, 0, 4, 4]
+
+
+def test_a_prompt_is_a_train_of_chunks() -> None:
+    scheduler = Scheduler(ScheduleConfig(), Fixed(flights=3, chunk_rows=8))
+    start(scheduler, new_session(1, n_prompt=30))
+    envelopes = scheduler.take(0)
+    assert [[(f.position, len(f.tokens)) for f in envelope if f.tokens] for envelope in envelopes] == [
+        [(0, 8)],
+        [(8, 8)],
+        [(16, 8)],
+    ]
+    answer(scheduler, envelopes[0])
+    ((last,),) = scheduler.take(0)
+    assert (last.position, len(last.tokens), last.flags) == (24, 6, Flag.PREFILL | Flag.WANTS_SAMPLE)
+
+
+def test_a_long_prompt_advances_among_short_ones() -> None:
+    scheduler = Scheduler(ScheduleConfig(), Fixed(flights=1, chunk_rows=8))
+    long = new_session(1, n_prompt=32)
+    start(scheduler, long)
+    turns = 0
+    for session_id in range(2, 200):
+        start(scheduler, new_session(session_id, n_prompt=8))
+        (envelope,) = scheduler.take(0)
+        turns += 1
+        answer(scheduler, envelope)
+        if long.prefill_left == 0:
+            break
+    assert long.prefill_left == 0
+    assert turns <= 4 * OLDEST_EVERY
+
+
+def test_chunk_rows_by_hand_only_make_chunks_smaller() -> None:
+    for by_hand, rows in ((3, 3), (100, 8)):
+        scheduler = Scheduler(ScheduleConfig(chunk_rows=by_hand), Fixed(chunk_rows=8))
+        start(scheduler, new_session(1, n_prompt=30))
+        ((_, chunk),) = scheduler.take(0)
+        assert len(chunk.tokens) == rows
+
+
+def test_fixed_mode_takes_groups_by_hand() -> None:
+    scheduler = Scheduler(ScheduleConfig("fixed", n_groups=3, group_rows=1), Fixed(1, 50))
+    for session_id in range(5):
+        scheduler.decode(row(session_id))
+    assert ids(scheduler.take(0)) == [[0], [1], [2]]
+
+
+def test_drain_mode_sends_everything_at_once() -> None:
+    scheduler = Scheduler(ScheduleConfig("drain", chunk_rows=8), Fixed(1, 1))
+    for session_id in range(1, 6):
+        scheduler.decode(row(session_id))
+    start(scheduler, new_session(9, n_prompt=20))
+    decode, prefill = scheduler.take(0)
+    assert ids([decode]) == [[9, 1, 2, 3, 4, 5]]
+    assert [len(frame.tokens) for frame in prefill] == [8, 8, 4]
+    assert scheduler.take(0) == []
+
+
+def test_an_overhead_that_nothing_explains_is_learned() -> None:
+    planner = GroupPlanner([StageCost(CostCurve([(1, 1e6), (8, 8e6)]), CostCurve([(1, 1e6)]), 64)] * 2)
+    scheduler = Scheduler(ScheduleConfig(), planner)
+    now_ns = 0
+    for position in range(10, 60):
+        scheduler.decode(row(1, position))
+        (envelope,) = scheduler.take(now_ns)
+        now_ns += 2_000_000 + 5_000_000
+        answer(scheduler, envelope, now_ns)
+    assert planner.overhead_ns == pytest.approx(5e6)
+    for position in range(60, 200):  # the link became quicker
+        scheduler.decode(row(1, position))
+        (envelope,) = scheduler.take(now_ns)
+        now_ns += 2_000_000 + 1_000_000
+        answer(scheduler, envelope, now_ns)
+    assert planner.overhead_ns == pytest.approx(1e6, rel=0.3)
+
+
+def test_queueing_is_not_taken_for_overhead() -> None:
+    """Four flights on one stage: each takes four steps, three of which it waits."""
+    planner = GroupPlanner([StageCost(CostCurve([(1, 1e6)]), CostCurve([(1, 1e6)]), 64)])
+    scheduler = Scheduler(ScheduleConfig("fixed", n_groups=4, group_rows=1), planner)
+    for session_id in range(4):
+        scheduler.decode(row(session_id))
+    line = scheduler.take(0)
+    for step in range(1, 100):
+        envelope = line.pop(0)
+        answer(scheduler, envelope, step * 1_000_000)
+        scheduler.decode(row(envelope[0].session.session_id, 10 + step))
+        line += scheduler.take(step * 1_000_000)
+    assert planner.overhead_ns == 0
+
+
+class Machine:
+    """Drives a scheduler with random events and holds it against books of its own."""
+
+    def __init__(self, mode: str, seed: int) -> None:
+        self.rng = random.Random(seed)
+        rng = self.rng
+        self.planner = Fixed(rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 9))
+        self.scheduler = Scheduler(ScheduleConfig(mode, n_groups=rng.randint(1, 3), group_rows=2), self.planner)
+        self.sessions: dict[int, Session] = {}
+        self.sent_rows: dict[int, int] = {}  # positions below have been sent
+        self.under_way: list[OutFrame] = []
+        self.now_ns = self.n_begun = 0
+
+    def event(self) -> None:
+        self.now_ns += self.rng.randint(0, 5_000_000)
+        kind = self.rng.random()
+        if kind < 0.2:
+            self.begin()
+        elif kind < 0.3 and self.sessions:
+            self.end(self.rng.choice(list(self.sessions.values())), cancel=True)
+        elif kind < 0.7 and self.under_way:
+            self.answer(self.rng.randrange(len(self.under_way)))
+        self.take()
+        self.check()
+
+    def begin(self) -> None:
+        self.n_begun += 1
+        session = new_session(self.n_begun, self.rng.randint(1, 30), self.rng.randint(1, 5))
+        self.sessions[self.n_begun], self.sent_rows[self.n_begun] = session, 0
+        start(self.scheduler, session)
+
+    def end(self, session: Session, *, cancel: bool) -> None:
+        del self.sessions[session.session_id]
+        self.scheduler.forget(session.session_id, self.now_ns)
+        if cancel:
+            self.scheduler.control(session.cancel())
+
+    def answer(self, index: int) -> None:
+        frame = self.under_way[index]
+        earlier = [other for other in self.under_way[:index] if other.session is frame.session]
+        if earlier:  # answers of one session come in order
+            frame = earlier[0]
+        self.under_way.remove(frame)
+        session, position = frame.session, frame.position + len(frame.tokens)
+        self.scheduler.answered(session.session_id, position, self.now_ns)
+        if frame.flags & Flag.WANTS_SAMPLE and session.session_id in self.sessions:
+            _, frames = session.sampled(position, 7)
+            if session.state is State.DONE:
+                self.end(session, cancel=False)
+                self.scheduler.control(frames)
+            else:
+                self.scheduler.decode(frames[0])
+
+    def take(self) -> None:
+        for envelope in self.scheduler.take(self.now_ns):
+            for frame in envelope:
+                if not frame.tokens:
+                    continue
+                assert frame.position == self.sent_rows[frame.session.session_id], "in order, each row once"
+                self.sent_rows[frame.session.session_id] += len(frame.tokens)
+                self.under_way.append(frame)
+
+    def check(self) -> None:
+        plan, scheduler = self.scheduler.plan(), self.scheduler
+        assert scheduler._n_decode_flights >= 0
+        assert scheduler._n_prefill_flights >= 0
+        assert scheduler._under_way_ns >= 0
+        if scheduler.config.mode != "drain":
+            assert scheduler._n_decode_flights <= plan.n_groups
+            assert scheduler._n_prefill_flights <= plan.prefill_flights
+        alive = {(f.session.session_id, f.position + len(f.tokens)) for f in self.under_way}
+        assert {key for key in scheduler._flights if key[0] in self.sessions} == {
+            key for key in alive if key[0] in self.sessions
+        }
+
+    def finish(self) -> None:
+        self.take()
+        while self.under_way:
+            self.answer(0)
+            self.take()
+            self.check()
+        assert not self.sessions, "every session has ended"
+        scheduler = self.scheduler
+        assert not scheduler._flights
+        assert not scheduler._under_way
+        assert (scheduler._n_decode_flights, scheduler._n_prefill_flights, scheduler.n_decoding) == (0, 0, 0)
+        assert scheduler._under_way_ns == pytest.approx(0, abs=1e-3)
+        assert scheduler.take(0) == []
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.sampled_from(["auto", "fixed", "drain"]), st.integers(0, 2**32))
+def test_nothing_is_lost_whatever_the_order(mode: str, seed: int) -> None:
+    machine = Machine(mode, seed)
+    for _ in range(120):
+        machine.event()
+    machine.finish()

@@ -10,8 +10,8 @@ The audit keeps books of its own and trusts none of the code under test. Its inv
   plan says.
 * **No starvation.** With the group policy a row that waits at a stage runs within `(F + 1) c`: F is the largest number
   of envelopes that were under way at once, c the stage's dearest step. A prompt's later chunks, which stand behind
-  their predecessors, have that time each; stalls come on top. At the coordinator decode rows leave in the order in which they
-  became ready, and of any OLDEST_EVERY + 1 chunks in a row one is the oldest prompt's.
+  their predecessors, have that time each; stalls come on top. At the coordinator decode rows leave in the order in
+  which they became ready, and of any OLDEST_EVERY + 1 chunks in a row one is the oldest prompt's.
 * **Progress.** The simulation does not run dry while a request is unfinished.
 """
 

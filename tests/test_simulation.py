@@ -54,8 +54,7 @@ def test_automatic_is_close_to_the_best_hand_set_plan(curve: str, n_stages: int,
     auto = steady_figures(world).tokens_per_s
     best, by_hand = best_of_sweep(world, tries=1)
     assert auto >= 0.95 * best, f"by hand {by_hand}"
-    # The window cuts cycles, so few streams in it may seem a little faster than anything can be.
-    assert auto <= 1.05 * best_rate(stages, n_streams, 0)
+    assert auto <= 1.01 * best_rate(stages, n_streams, 0)
 
 
 @pytest.mark.parametrize("n_streams", [24, 32, 64])
@@ -107,7 +106,7 @@ def test_a_slow_stage_bounds_the_pipeline_and_nothing_else_does(curve: str) -> N
 @pytest.mark.parametrize("curve", CURVES)
 def test_link_delay_is_learned_and_hidden(curve: str, link_ms: int) -> None:
     for n_streams in (2, 8, 12, 16):
-        world = World(equal_stages(2, curve), streams(n_streams, 60), link_ns=link_ms * MS, jitter=0.03)
+        world = World(equal_stages(2, curve), streams(n_streams, 40), link_ns=link_ms * MS, jitter=0.03)
         assert steady_figures(world).tokens_per_s >= 0.95 * best_of_sweep(world, tries=2)[0]
 
 
@@ -140,7 +139,7 @@ def test_thousands_of_streams() -> None:
 
 
 def test_sixty_four_stages() -> None:
-    simulation = Simulation(World(equal_stages(64, "smooth"), streams(64, 3))).run()
+    simulation = Simulation(World(equal_stages(64, "smooth"), streams(64, 2))).run()
     assert simulation.audit.figures().overlap > 0.9
 
 

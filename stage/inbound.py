@@ -93,6 +93,8 @@ class Inbound:
                     arrived_ns=now_ns,
                     upstream_wait_ns=max(0, view.sent_ns - enqueued_ns),
                     on_consumed=self._consumed,
+                    source=view,
+                    source_row=row,
                     envelope=envelope,
                 )
             )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from wire.envelope import EnvelopeView
 from wire.frames import CONTROL, Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -31,24 +32,21 @@ class QueuedFrame:
     arrived_ns: int  # this process's monotonic clock
     upstream_wait_ns: int  # how long the frame had waited at the sender
     on_consumed: Callable[[int], None] | None = None  # gives payload bytes back to the link as credit
+    source: EnvelopeView | None = None  # the message that `rows` are a view of, and where in it they begin
+    source_row: int = 0
     envelope: int = 0  # number of the message it came in, unique in this process: frames of one group share it
     push_order: int = 0  # set by the batcher: counts frames as they arrive
     line_order: int = 0  # set by the batcher: counts frames as they reach the head of their session's queue
 
-    @property
-    def session_key(self) -> tuple[int, int]:
-        """(route_id, session_id): a session id means something only within its route."""
-        return self.route_id, self.session_id
+    # Derived, and looked at several times for each frame:
+    session_key: tuple[int, int] = dataclasses.field(init=False)  # (route_id, session_id), unique in this process
+    is_control: bool = dataclasses.field(init=False)  # carries no rows
+    is_prefill: bool = dataclasses.field(init=False)  # rows belong to a prompt
 
-    @property
-    def is_control(self) -> bool:
-        """Whether the frame carries no rows."""
-        return bool(self.flags & CONTROL)
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether the rows belong to a prompt."""
-        return bool(self.flags & Flag.PREFILL)
+    def __post_init__(self) -> None:
+        self.session_key = (self.route_id, self.session_id)
+        self.is_control = bool(self.flags & CONTROL)
+        self.is_prefill = bool(self.flags & Flag.PREFILL)
 
 
 @dataclasses.dataclass(slots=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +31,7 @@ class _Placed:
     frame: QueuedFrame
     row: int  # first row in the batch
     lane: Lane
+    drop_from: int | None  # the lane forgets from here first
 
     @property
     def position_after(self) -> int:
@@ -68,16 +68,8 @@ class StepExecutor:
         controls = [frame for frame in step.controls if self._apply_control(outputs, frame)]
         # Rows of one route stand together, so that each route's output is one slice of the native result.
         frames = sorted(step.frames, key=lambda frame: frame.route_id) if len(self.routes) > 1 else step.frames
-        placed: list[_Placed] = []
-        n_rows = 0
-        for frame in frames:
-            if not self._is_current(frame):
-                continue
-            try:
-                placed.append(_Placed(frame, n_rows, self._place(frame, n_rows)))
-                n_rows += frame.n_rows
-            except RelaylineError as error:
-                self._fault(outputs, frame, error)
+        placed = self._place_all(outputs, [frame for frame in frames if self._is_current(frame)])
+        n_rows = sum(item.frame.n_rows for item in placed)
         decode_ns = padded_rows = started_ns = 0
         if placed:
             padded_rows = self._pad(placed, n_rows)
@@ -216,31 +208,84 @@ class StepExecutor:
         self._wants_logits.discard(key)
         self._broken.discard(key)
 
-    def _place(self, frame: QueuedFrame, row: int) -> Lane:
-        """Put the frame's rows into the batch arrays from `row` on; nothing changes if this raises."""
-        placement = self.lanes.place(frame.session_id, frame.route_id, frame.position, frame.n_rows)
-        engine, rows = self.engine, frame.rows
-        if rows is None or row + frame.n_rows > engine.max_rows:
-            raise ProtocolError(f"a frame of {frame.n_rows} rows does not fit a step of {engine.max_rows}")
-        self._fill(frame, rows, engine.input_rows[row : row + frame.n_rows])
-        if placement.drop_from is not None:
-            engine.drop_from(placement.lane.index, placement.drop_from)
-            placement.lane.next_position = placement.drop_from
-        engine.positions[row : row + frame.n_rows] = np.arange(frame.position, frame.position + frame.n_rows)
-        engine.seq_ids[row : row + frame.n_rows] = placement.lane.index
-        engine.wants[row : row + frame.n_rows] = 0
-        if frame.flags & Flag.WANTS_SAMPLE:
-            engine.wants[row + frame.n_rows - 1] = 1
-        self._broken.discard(frame.session_key)
-        return placement.lane
+    def _place_all(self, outputs: dict[int, RouteOutput], frames: list[QueuedFrame]) -> list[_Placed]:
+        """Put the rows of all frames that can run into the batch arrays; the others become faults, changing nothing."""
+        while True:
+            placed: list[_Placed] = []
+            n_rows = 0
+            for frame in frames:
+                try:
+                    placement = self.lanes.place(frame.session_id, frame.route_id, frame.position, frame.n_rows)
+                    if frame.rows is None or n_rows + frame.n_rows > self.engine.max_rows:
+                        raise ProtocolError(f"{frame.n_rows} rows do not fit a step of {self.engine.max_rows}")
+                except RelaylineError as error:
+                    self._fault(outputs, frame, error)
+                    continue
+                placed.append(_Placed(frame, n_rows, placement.lane, placement.drop_from))
+                n_rows += frame.n_rows
+            unreadable = self._fill_all(outputs, placed)
+            if not unreadable:
+                break
+            frames = [item.frame for item in placed if item.frame not in unreadable]
+        self._describe_rows(placed, n_rows)
+        for item in placed:
+            self._broken.discard(item.frame.session_key)
+            if item.drop_from is not None:
+                self.engine.drop_from(item.lane.index, item.drop_from)
+                item.lane.next_position = item.drop_from
+        return placed
 
-    def _fill(self, frame: QueuedFrame, rows: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
+    def _describe_rows(self, placed: list[_Placed], n_rows: int) -> None:
+        """Fill positions, lanes and wanted rows of the batch, in one go each."""
+        positions: list[int] = []
+        lanes: list[int] = []
+        for item in placed:
+            frame = item.frame
+            positions.extend(range(frame.position, frame.position + frame.n_rows))
+            lanes.extend([item.lane.index] * frame.n_rows)
+        engine = self.engine
+        engine.positions[:n_rows] = positions
+        engine.seq_ids[:n_rows] = lanes
+        engine.wants[:n_rows] = 0
+        engine.wants[[i.row + i.frame.n_rows - 1 for i in placed if i.frame.flags & Flag.WANTS_SAMPLE]] = 1
+
+    def _fill_all(self, outputs: dict[int, RouteOutput], placed: list[_Placed]) -> list[QueuedFrame]:
+        """Fill the input rows, one call for frames that stand together in one message. Returns frames that cannot be.
+
+        Their faults are reported; the caller places the others anew.
+        """
+        unreadable: list[QueuedFrame] = []
+        at = 0
+        while at < len(placed):
+            run = _run_length(placed, at)
+            items = placed[at : at + run]
+            try:
+                self._fill(items)
+            except RelaylineError:
+                for item in items:  # one of them; each is told for itself
+                    try:
+                        self._fill([item])
+                    except RelaylineError as error:
+                        self._fault(outputs, item.frame, error)
+                        unreadable.append(item.frame)
+            at += run
+        return unreadable
+
+    def _fill(self, items: list[_Placed]) -> None:
+        first, n_rows = items[0].frame, sum(item.frame.n_rows for item in items)
+        rows, exponents = first.rows, first.exponents
+        if len(items) > 1 and first.source is not None:
+            where = slice(first.source_row, first.source_row + n_rows)
+            rows = first.source.payload[where]
+            exponents = first.source.exponents[where] if first.source.exponents is not None else None
+        assert rows is not None
+        out = self.engine.input_rows[items[0].row : items[0].row + n_rows]
         if self._embeddings is not None:
             if rows.dtype != np.int32:
                 raise ProtocolError("stage 0 takes token ids, but hidden rows came")
             self._embeddings.lookup(rows[:, 0], out)
         elif rows.dtype == np.float16:
-            decode_f16(rows, frame.exponents, out)
+            decode_f16(rows, exponents, out)
         else:
             np.copyto(out, rows)
 
@@ -352,6 +397,20 @@ class StepExecutor:
                 problem = NumericError(f"stage {self.stage_index} computed NaN or infinity for this session")
                 self._fault(outputs, item.frame, problem)
         return good
+
+
+def _run_length(placed: list[_Placed], at: int) -> int:
+    """Return how many frames from `at` on stand behind each other in one received message."""
+    first = placed[at].frame
+    end_row = first.source_row + first.n_rows
+    run = 1
+    for item in placed[at + 1 :]:
+        frame = item.frame
+        if first.source is None or frame.source is not first.source or frame.source_row != end_row:
+            break
+        end_row += frame.n_rows
+        run += 1
+    return run
 
 
 def fill_frames(buffer: Buffer, forwarded: list[QueuedFrame]) -> None:

@@ -165,7 +165,7 @@ def rows_frame(
 
 def control(
     session_id: int,
-    flag: Flag,
+    flag: int,
     position: int = 0,
     *,
     argument: int = 0,

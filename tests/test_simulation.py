@@ -57,11 +57,12 @@ def test_automatic_is_close_to_the_best_hand_set_plan(curve: str, n_stages: int,
     assert auto <= 1.01 * best_rate(stages, n_streams, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_streams", [24, 32, 64])
 @pytest.mark.parametrize("curve", CURVES)
 def test_automatic_is_close_to_the_best_with_many_streams(curve: str, n_streams: int) -> None:
     for n_stages in (2, 8):
-        world = World(equal_stages(n_stages, curve), streams(n_streams, 12))
+        world = World(equal_stages(n_stages, curve), streams(n_streams, 20))
         best, by_hand = best_of_sweep(world, tries=1)
         assert steady_figures(world).tokens_per_s >= 0.95 * best, f"{n_stages} stages, by hand {by_hand}"
 
@@ -133,6 +134,7 @@ def test_hundreds_of_streams_on_sixteen_stages() -> None:
     assert len(simulation.audit.token_times_ns) == 512 * 6
 
 
+@pytest.mark.slow
 def test_thousands_of_streams() -> None:
     simulation = Simulation(World(equal_stages(2, "smooth"), streams(4_096, 1, n_prompt=1))).run()
     assert len(simulation.audit.ends) == 4_096

@@ -56,8 +56,8 @@ HEADER_BYTES = _HEADER.size
 _PAYLOAD_TAG = 0x4A  # field 9, length-delimited
 _EXPONENTS_TAG = 0x52  # field 10, length-delimited
 _OPTIONS_TAG = 0x5A  # field 11, length-delimited
-_CONTROL, _ALL_FLAGS = int(frames.CONTROL), sum(flag.value for flag in frames.Flag)
-_OPEN = int(frames.Flag.OPEN)
+_CONTROL, _ALL_FLAGS = frames.CONTROL, frames.CONTROL | frames.Flag.PREFILL | frames.Flag.WANTS_SAMPLE
+_OPEN = frames.Flag.OPEN
 
 # What ENVELOPE_BYTES_MAX allows for around the rows, see wire.bounds.
 assert bounds.FRAMES_PER_ENVELOPE_MAX * frames.FRAME_BYTES + HEADER_BYTES + 2 * bounds.ROWS_PER_ENVELOPE_MAX <= (

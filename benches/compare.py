@@ -23,12 +23,13 @@ from typing import Any
 
 import aiohttp
 
-from benches import interrupt, load, machine, parts, plot, report
-from benches.load import Request, Target, client
+from benches import interrupt, machine, parts, plot, report
 from benches.models import SHAPES, Shape, model
 from benches.peers import Peers, PeersUnavailableError, build_peers, find_peers
 from benches.reference import Prompt, expected_answers, judge, near_tie, prompts_for, score
 from benches.servers import Setup, llama_rpc, llama_server, relayline_up, up_has_flag
+from deploy import load
+from deploy.load import Request, Target, client
 
 POLICIES = ("auto", "single", "drain")
 LABELS = {

@@ -31,9 +31,9 @@ from rich.table import Table
 
 from benches import interrupt, machine
 from benches.hop_stage import N_VOCAB, PIPELINE_ID, SOURCE_SHA256, Stamps
-from benches.load import percentile
 from coordinator.connection import Connection
 from coordinator.pipeline_file import ArtifactFile, PipelineFile, Source, StageFile
+from deploy.load import percentile
 from wire.envelope import DTYPE_F16, with_extras
 from wire.errors import RelaylineError
 from wire.frames import Flag

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from benches import load, report
-from benches.load import Request, Target, client
+from benches import report
 from benches.reference import prompts_for
 from benches.servers import relayline_linked, relayline_up, up_has_flag
 from coordinator.pipeline_file import load_pipeline
+from deploy import load
 from deploy.cli_up import split_for
+from deploy.load import Request, Target, client
 
 if TYPE_CHECKING:
     from benches.compare import Bench

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import aiohttp
 
-from benches.load import Target
 from benches.peers import Peers
 from benches.proxy import DelayProxy, delayed
+from deploy.load import Target
 
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 45.0  # relayline drains running requests first

@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("deploy.cli_processes", "serve_command"),
     "up": ("deploy.cli_up", "up_command"),
     "calibrate": ("deploy.cli_calibrate", "calibrate_command"),
+    "bench": ("deploy.cli_bench", "bench_command"),
     "certify": ("deploy.cli_certify", "certify_command"),
 }
 

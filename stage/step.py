@@ -7,35 +7,23 @@ session; the others of the step go on.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from stage.lanes import Lane, LaneTable
+from stage.lanes import LaneTable
+from stage.placement import Placed, fill_frames, run_length
 from stage.queue_types import QueuedFrame, Step
 from stage.sampler import SamplingOptions, SessionSampler
 from stage.step_types import Embeddings, Engine, Padding, RouteOutput, RouteWiring, StepResult
 from wire import bounds
-from wire.envelope import Buffer, BufferPool, with_extras
+from wire.envelope import BufferPool, with_extras
 from wire.errors import NumericError, PositionGapError, ProtocolError, RelaylineError, SessionError
-from wire.frames import Flag, set_traces
+from wire.frames import Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.rows import RowEncoder, decode_f16
-
-
-@dataclasses.dataclass(slots=True)
-class _Placed:
-    frame: QueuedFrame
-    row: int  # first row in the batch
-    lane: Lane
-    drop_from: int | None  # the lane forgets from here first
-
-    @property
-    def position_after(self) -> int:
-        return self.frame.position + self.frame.n_rows
 
 
 class StepExecutor:
@@ -118,7 +106,7 @@ class StepExecutor:
 
     # --- padding ------------------------------------------------------------------------------------------------------
 
-    def _pad(self, placed: list[_Placed], n_rows: int) -> int:
+    def _pad(self, placed: list[Placed], n_rows: int) -> int:
         """Add scratch rows where the curve says that more rows are cheaper; returns how many."""
         padding = self._padding
         if padding is None or not padding.enabled or all(item.frame.is_prefill for item in placed):
@@ -133,7 +121,7 @@ class StepExecutor:
         engine.wants[n_rows:target] = 1  # the head is tiled too
         return target - n_rows
 
-    def _learn(self, placed: list[_Placed], n_rows: int, padded_rows: int, decode_ns: int) -> None:
+    def _learn(self, placed: list[Placed], n_rows: int, padded_rows: int, decode_ns: int) -> None:
         if self._padding is None:
             return
         if padded_rows:
@@ -208,10 +196,10 @@ class StepExecutor:
         self._wants_logits.discard(key)
         self._broken.discard(key)
 
-    def _place_all(self, outputs: dict[int, RouteOutput], frames: list[QueuedFrame]) -> list[_Placed]:
+    def _place_all(self, outputs: dict[int, RouteOutput], frames: list[QueuedFrame]) -> list[Placed]:
         """Put the rows of all frames that can run into the batch arrays; the others become faults, changing nothing."""
         while True:
-            placed: list[_Placed] = []
+            placed: list[Placed] = []
             n_rows = 0
             for frame in frames:
                 try:
@@ -221,7 +209,7 @@ class StepExecutor:
                 except RelaylineError as error:
                     self._fault(outputs, frame, error)
                     continue
-                placed.append(_Placed(frame, n_rows, placement.lane, placement.drop_from))
+                placed.append(Placed(frame, n_rows, placement.lane, placement.drop_from))
                 n_rows += frame.n_rows
             unreadable = self._fill_all(outputs, placed)
             if not unreadable:
@@ -235,7 +223,7 @@ class StepExecutor:
                 item.lane.next_position = item.drop_from
         return placed
 
-    def _describe_rows(self, placed: list[_Placed], n_rows: int) -> None:
+    def _describe_rows(self, placed: list[Placed], n_rows: int) -> None:
         """Fill positions, lanes and wanted rows of the batch, in one go each."""
         positions: list[int] = []
         lanes: list[int] = []
@@ -249,7 +237,7 @@ class StepExecutor:
         engine.wants[:n_rows] = 0
         engine.wants[[i.row + i.frame.n_rows - 1 for i in placed if i.frame.flags & Flag.WANTS_SAMPLE]] = 1
 
-    def _fill_all(self, outputs: dict[int, RouteOutput], placed: list[_Placed]) -> list[QueuedFrame]:
+    def _fill_all(self, outputs: dict[int, RouteOutput], placed: list[Placed]) -> list[QueuedFrame]:
         """Fill the input rows, one call for frames that stand together in one message. Returns frames that cannot be.
 
         Their faults are reported; the caller places the others anew.
@@ -257,7 +245,7 @@ class StepExecutor:
         unreadable: list[QueuedFrame] = []
         at = 0
         while at < len(placed):
-            run = _run_length(placed, at)
+            run = run_length(placed, at)
             items = placed[at : at + run]
             try:
                 self._fill(items)
@@ -271,7 +259,7 @@ class StepExecutor:
             at += run
         return unreadable
 
-    def _fill(self, items: list[_Placed]) -> None:
+    def _fill(self, items: list[Placed]) -> None:
         first, n_rows = items[0].frame, sum(item.frame.n_rows for item in items)
         rows, exponents = first.rows, first.exponents
         if len(items) > 1 and first.source is not None:
@@ -312,7 +300,7 @@ class StepExecutor:
             )
         )
 
-    def _sample(self, outputs: dict[int, RouteOutput], placed: list[_Placed]) -> None:
+    def _sample(self, outputs: dict[int, RouteOutput], placed: list[Placed]) -> None:
         for item in placed:
             frame = item.frame
             if frame.session_key in self.cancelled:
@@ -338,7 +326,7 @@ class StepExecutor:
                 )
             )
 
-    def _encode(self, outputs: dict[int, RouteOutput], controls: list[QueuedFrame], placed: list[_Placed]) -> None:
+    def _encode(self, outputs: dict[int, RouteOutput], controls: list[QueuedFrame], placed: list[Placed]) -> None:
         for route_id in {frame.route_id for frame in controls} | {item.frame.route_id for item in placed}:
             pool = self.routes[route_id].pool
             if pool is None:
@@ -355,7 +343,7 @@ class StepExecutor:
         pool: BufferPool,
         route_id: int,
         controls: list[QueuedFrame],
-        placed: list[_Placed],
+        placed: list[Placed],
     ) -> bool:
         """Write one route's envelope into its output; false, and nothing written, if a row is not finite."""
         forwarded = controls + [item.frame for item in placed]
@@ -377,7 +365,7 @@ class StepExecutor:
         output.buffer, output.message = buffer, with_extras(buffer, encoded.exponents, options)
         return True
 
-    def _rows_of(self, placed: list[_Placed]) -> npt.NDArray[np.float32]:
+    def _rows_of(self, placed: list[Placed]) -> npt.NDArray[np.float32]:
         """Return the output rows of frames: a view where they stand together, which is always but after a fault."""
         if not placed:
             return self.engine.output_rows[:0]
@@ -387,9 +375,9 @@ class StepExecutor:
             return self.engine.output_rows[first.row : end]
         return np.concatenate([self.engine.output_rows[i.row : i.row + i.frame.n_rows] for i in placed])
 
-    def _finite(self, outputs: dict[int, RouteOutput], placed: list[_Placed]) -> list[_Placed]:
+    def _finite(self, outputs: dict[int, RouteOutput], placed: list[Placed]) -> list[Placed]:
         """Fault the sessions whose rows hold NaN or infinity; returns the others."""
-        good: list[_Placed] = []
+        good: list[Placed] = []
         for item in placed:
             if np.isfinite(self.engine.output_rows[item.row : item.row + item.frame.n_rows]).all():
                 good.append(item)
@@ -397,30 +385,3 @@ class StepExecutor:
                 problem = NumericError(f"stage {self.stage_index} computed NaN or infinity for this session")
                 self._fault(outputs, item.frame, problem)
         return good
-
-
-def _run_length(placed: list[_Placed], at: int) -> int:
-    """Return how many frames from `at` on stand behind each other in one received message."""
-    first = placed[at].frame
-    end_row = first.source_row + first.n_rows
-    run = 1
-    for item in placed[at + 1 :]:
-        frame = item.frame
-        if first.source is None or frame.source is not first.source or frame.source_row != end_row:
-            break
-        end_row += frame.n_rows
-        run += 1
-    return run
-
-
-def fill_frames(buffer: Buffer, forwarded: list[QueuedFrame]) -> None:
-    """Write the header records of frames that go on to the next stage."""
-    records = buffer.frames
-    records["session_id"] = [frame.session_id for frame in forwarded]
-    records["epoch"] = [frame.epoch for frame in forwarded]
-    records["position"] = [frame.position for frame in forwarded]
-    records["n_rows"] = [frame.n_rows for frame in forwarded]
-    records["flags"] = [frame.flags for frame in forwarded]
-    records["argument"] = [frame.argument for frame in forwarded]
-    records["enqueued_ns"] = [frame.arrived_ns for frame in forwarded]
-    set_traces(records, [frame.trace for frame in forwarded])

@@ -16,18 +16,19 @@ import pytest
 from aiohttp import web
 from gguf import GGMLQuantizationType, quants
 
-from benches import load, parts, peers, report
+from benches import parts, peers, report
 from benches.blocks import FILLS, random_rows
 from benches.compare import Plan, Run
 from benches.hop import PARTS, parts_us
 from benches.hop_stage import Stamps
-from benches.load import Request, Summary, Target
 from benches.models import SHAPES, Shape, vocabulary, write_model
 from benches.proxy import delayed
 from benches.quantisation import crossings
 from benches.reference import gaps_of, greedy_batch, judge, near_tie, prompts_for
 from coordinator.split import split_model
 from coordinator.tokenizer import Tokenizer
+from deploy import load
+from deploy.load import Request, Summary, Target
 
 TINY = Shape("tiny", "llama", 256, 2, 4, 2, 64, 256, 400)
 TINY_QWEN = Shape("tiny-qwen", "qwen3", 256, 2, 2, 1, 128, 256, 400)

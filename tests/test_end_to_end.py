@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.processes import Running, child_running, children, running, wait_gone
+from tests.processes import Running, child_running, children, relayline, running, wait_gone
 
 DEMO = Path(__file__).parents[1] / "deploy" / "demo" / "relayline-demo.gguf"
 PROMPTS = (
@@ -137,6 +137,30 @@ async def test_seeded_sampling_is_reproducible(served: Running) -> None:
         )
         assert first["choices"][0]["text"] == again["choices"][0]["text"]
         assert first["choices"][0]["text"] != other["choices"][0]["text"]
+
+
+async def test_metrics_and_the_bench_command_see_the_same_server(served: Running) -> None:
+    bench = await asyncio.to_thread(
+        relayline, "bench", served.event["url"], "--streams", "1,3", "--tokens", "8", "--json"
+    )
+    assert bench.returncode == 0, bench.stderr
+    lines = [json.loads(line) for line in bench.stdout.splitlines()]
+    assert [(line["load"], line["n_tokens"]) for line in lines] == [("1", 8), ("3", 24)]
+    async with aiohttp.ClientSession() as session, session.get(f"{served.event['url']}/metrics") as response:
+        text = await response.text()
+    assert response.status == 200
+    assert 'relayline_stage_up{stage="2"} 1.0' in text
+    assert "relayline_overlap_ratio" in text
+
+
+async def test_identical_greedy_requests_share_one_session(served: Running) -> None:
+    async with aiohttp.ClientSession() as session:
+        client = Client(session, served.event)
+        before = (await client.pipeline())["shared_requests"]
+        answers = await asyncio.gather(*(client.stream("class Shared(", max_tokens=200) for _ in range(3)))
+        assert len({text_of(answer) for answer in answers}) == 1
+        assert len({answer[0]["id"] for answer in answers}) == 3
+        assert (await client.pipeline())["shared_requests"] > before
 
 
 @pytest.mark.parametrize(

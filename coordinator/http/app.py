@@ -42,6 +42,7 @@ def make_app(
             web.get("/v1/models", handlers.models),
             web.get("/v1/models/{id:.+}", handlers.model),
             web.get("/v1/pipeline", handlers.pipeline),
+            web.get("/metrics", handlers.metrics),
             web.post("/v1/completions", handlers.completions),
             web.post("/v1/chat/completions", handlers.chat_completions),
             web.post("/tokenize", handlers.tokenize),

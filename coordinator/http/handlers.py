@@ -8,6 +8,7 @@ import uuid
 import msgspec
 from aiohttp import web
 
+from coordinator import metrics
 from coordinator.http import shapes, validation
 from coordinator.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode_body
 from coordinator.http.dialects import ChatDialect, CompletionDialect, Header
@@ -41,6 +42,11 @@ class Handlers:
     async def pipeline(self, _request: web.Request) -> web.StreamResponse:
         """GET /v1/pipeline: topology and live counters."""
         return json_response(msgspec.json.encode(await self._service.generator.describe()))
+
+    async def metrics(self, _request: web.Request) -> web.StreamResponse:
+        """GET /metrics, for Prometheus."""
+        text = metrics.render(await self._service.generator.describe())
+        return web.Response(body=text, headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""

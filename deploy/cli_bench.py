@@ -1,0 +1,114 @@
+"""`relayline bench`: load a running server with streams of greedy completions and show what they got."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import random
+from typing import Any
+
+import aiohttp
+import click
+from rich.console import Console
+from rich.table import Table
+
+from deploy import load
+from wire.errors import StartError, UsageError
+
+FIRST_TOKEN = 100  # below it vocabularies keep their control tokens
+LAST_TOKEN = 1_900  # inside the smallest vocabulary that anybody serves
+
+
+def _counts(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise click.BadParameter(f"{text!r} is not a list of stream counts such as 1,4,16")
+    return counts
+
+
+@click.command("bench", short_help="Load a running server and time its answers.")
+@click.argument("url")
+@click.option("--streams", callback=_counts, default="1,2,4,8", show_default=True, help="Streams at once, in turn.")
+@click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens of each answer.")
+@click.option("--prompt-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens of each prompt.")
+@click.option("--rate", type=float, default=0.0, help="Requests per second at random times, instead of streams.")
+@click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Requests with --rate.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Of prompts and arrivals.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+def bench_command(url: str, as_json: bool, **given: Any) -> None:
+    """Load the server at URL (http://HOST:PORT) with greedy completions of random token ids.
+
+    Every prompt is different, so nothing is shared; answers run to their full length. Exit code 1 if one did not.
+    """
+    url = url.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"{url!r} is not a URL such as http://127.0.0.1:8080")
+    summaries = asyncio.run(_measure(url, given))
+    if as_json:
+        for name, summary in summaries:
+            click.echo(json.dumps({"load": name} | dataclasses.asdict(summary)))
+    else:
+        Console().print(_table(summaries))
+    failed = next(
+        (summary.error or "an answer was too short" for _, summary in summaries if not _is_whole(summary)), ""
+    )
+    if failed:
+        raise StartError(f"not every request was answered in full: {failed}")
+
+
+def _is_whole(summary: load.Summary) -> bool:
+    return summary.n_complete == summary.n_requests
+
+
+async def _measure(url: str, given: dict[str, Any]) -> list[tuple[str, load.Summary]]:
+    draw = random.Random(given["seed"])
+
+    def prompts(n_prompts: int) -> list[list[int]]:
+        return [
+            [draw.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(given["prompt_tokens"])] for _ in range(n_prompts)
+        ]
+
+    found: list[tuple[str, load.Summary]] = []
+    async with load.client() as session:
+        target = load.Target(url, "openai", await _model(session, url))
+        if given["rate"] > 0:
+            requests = await load.open_loop(
+                session, target, prompts(given["requests"]), rate_per_s=given["rate"], n_tokens=given["tokens"],
+                seed=given["seed"],
+            )  # fmt: skip
+            return [(f"{given['rate']:g}/s", load.summarise(requests))]
+        for n_streams in given["streams"]:
+            requests = await load.closed_loop(
+                session, target, prompts(n_streams), n_streams=n_streams, n_tokens=given["tokens"]
+            )
+            found.append((str(n_streams), load.summarise(requests)))
+    return found
+
+
+async def _model(session: aiohttp.ClientSession, url: str) -> str:
+    try:
+        async with session.get(f"{url}/v1/models") as response:
+            response.raise_for_status()
+            return str((await response.json())["data"][0]["id"])
+    except (aiohttp.ClientError, KeyError, IndexError, ValueError) as error:
+        raise StartError(f"{url} does not answer as an OpenAI-compatible server ({error})") from error
+
+
+def _table(summaries: list[tuple[str, load.Summary]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("streams", "tok/s", "decode tok/s", "TTFT ms p50", "p95", "ITL ms p50", "p95", "p99", "answered"):
+        table.add_column(heading, justify="right")
+    for name, summary in summaries:
+        ttft, itl = summary.ttft_ms, summary.itl_ms
+        table.add_row(
+            name,
+            f"{summary.tok_s:.1f}",
+            f"{summary.decode_tok_s:.1f}",
+            *(f"{value:.1f}" for value in (ttft["p50"], ttft["p95"], itl["p50"], itl["p95"], itl["p99"])),
+            f"{summary.n_complete}/{summary.n_requests}",
+        )
+    return table

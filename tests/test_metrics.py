@@ -1,0 +1,36 @@
+"""/metrics says what /v1/pipeline says, in a form that a Prometheus parser reads."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from coordinator.metrics import render
+
+DESCRIBED = {
+    "model": "m", "running": 3, "waiting": 2, "lanes": 8, "epoch": 1, "shared_requests": 5,
+    "plan": {"n_groups": 2, "group_rows": 4}, "overlap": {"1": 0.25, "2": 0.75, "2+": 0.75},
+    "stages": [
+        {"index": 0, "up": True, "steps": 10, "rows": 40, "frames": 40, "padded_rows": 3, "busy_ns": 2_000_000_000,
+         "payload_bytes_in": 1, "payload_bytes_out": 2, "lanes_used": 3, "queued_rows": 4, "wait_p50_ns": 1_000_000,
+         "wait_p95_ns": 2_000_000},
+        {"index": 1, "up": False},
+    ],
+}  # fmt: skip
+
+
+def test_every_figure_is_there_under_its_name() -> None:
+    found = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(render(DESCRIBED).decode())
+        for sample in family.samples
+    }
+    assert found["relayline_num_requests_running", "m"] == 3
+    assert found["relayline_num_requests_waiting", "m"] == 2
+    assert found["relayline_shared_requests_total", "m"] == 5
+    assert found["relayline_overlap_ratio", "2+"] == 0.75
+    assert found["relayline_stage_rows_total", "0"] == 40
+    assert found["relayline_stage_padded_rows_total", "0"] == 3
+    assert found["relayline_stage_busy_seconds_total", "0"] == 2.0
+    assert found["relayline_stage_wait_p95_seconds", "0"] == 0.002
+    assert (found["relayline_stage_up", "0"], found["relayline_stage_up", "1"]) == (1, 0)
+    assert ("relayline_stage_steps_total", "1") not in found  # a silent stage has no figures, not zeros

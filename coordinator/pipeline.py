@@ -28,7 +28,7 @@ from coordinator.overlap import overlap
 from coordinator.pipeline_file import PipelineFile
 from coordinator.scheduler import ScheduleConfig, Scheduler
 from coordinator.session import REPLAYS_MAX, OutFrame, Session, State
-from coordinator.streams import Audience, SessionStream, sharing_key
+from coordinator.streams import AUDIENCE_MAX, Audience, SessionStream, sharing_key
 from coordinator.token_sender import TokenSender
 from wire import bounds
 from wire.errors import (
@@ -124,7 +124,7 @@ class Pipeline:
             raise NotReadyError(f"the pipeline is {self.phase.value}; try again shortly")
         key = sharing_key(request) if self.config.share else request.request_id
         audience = self._shared.get(key)
-        if audience is None:
+        if audience is None or len(audience.streams) >= AUDIENCE_MAX:
             audience = self._admit(request, key)
         else:
             self.n_shared += 1

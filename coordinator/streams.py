@@ -15,6 +15,8 @@ from coordinator.generation import GenerationRequest, TokenEvent
 from coordinator.session import Session
 from wire.errors import RelaylineError
 
+AUDIENCE_MAX = 1_024  # streams that share one session; the next identical request gets a session of its own
+
 
 class SessionStream:
     """Token events of one request; see coordinator.generation.TokenStream."""

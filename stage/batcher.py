@@ -26,11 +26,15 @@ CONTROLS_ONLY = "controls_only"
 
 
 class Batcher:
-    """Waiting frames of one stage. Bounded by the links' credits, which are given back as frames leave."""
+    """Waiting frames of one stage.
+
+    Rows are bounded by the links' credits, which are given back as frames leave; frames without rows by
+    stage.service.QUEUED_FRAMES_MAX, past which no link is read.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.queued_rows = 0
+        self.queued_rows = self._n_frames = 0
         self._sessions: dict[tuple[int, int], collections.deque[QueuedFrame]] = {}  # by QueuedFrame.session_key
         self._decode: dict[tuple[int, int], QueuedFrame] = {}  # heads; dicts keep the order of arrival in line
         self._prefill: dict[tuple[int, int], QueuedFrame] = {}
@@ -46,6 +50,7 @@ class Batcher:
         queue = self._sessions.setdefault(frame.session_key, collections.deque())
         queue.append(frame)
         self.queued_rows += frame.n_rows
+        self._n_frames += 1
         if len(queue) == 1:
             self._stand_in_line(frame)
         return dropped
@@ -71,7 +76,7 @@ class Batcher:
         return Step(controls, frames, choice.close_reason, now_ns, before, self.queued_rows)
 
     def __len__(self) -> int:
-        return sum(map(len, self._sessions.values()))
+        return self._n_frames
 
     def _take_controls(self) -> list[QueuedFrame]:
         taken: list[QueuedFrame] = []
@@ -102,6 +107,7 @@ class Batcher:
         queue = self._sessions[head.session_key]
         queue.popleft()
         self.queued_rows -= head.n_rows
+        self._n_frames -= 1
         if queue:
             self._stand_in_line(queue[0])
         else:
@@ -113,4 +119,5 @@ class Batcher:
             return []
         del self._line_of(queue[0])[session_key]
         self.queued_rows -= sum(frame.n_rows for frame in queue)
+        self._n_frames -= len(queue)
         return list(queue)

@@ -48,6 +48,11 @@ class Runner:
         self._thread.start()
 
     @property
+    def queued_frames(self) -> int:
+        """Frames waiting for a step, controls included."""
+        return len(self._batcher)
+
+    @property
     def queued_rows(self) -> int:
         """Rows waiting for a step."""
         return self._batcher.queued_rows

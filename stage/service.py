@@ -36,6 +36,9 @@ from wire.relay_link import RelayLink
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
+# Waiting frames past which no link is read: controls carry no rows, so credits alone would not bound them.
+QUEUED_FRAMES_MAX = 4 * bounds.FRAMES_PER_ENVELOPE_MAX
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageFacts:
@@ -57,6 +60,7 @@ class StageService:
         self._configuring = asyncio.Lock()
         # Bounded by runner.OUTBOX_STEPS_MAX: the decode thread takes no step while that many are unsent.
         self._sends: asyncio.Queue[list[tuple[Route, RouteOutput]]] = asyncio.Queue()
+        self._stepped = asyncio.Event()  # set by every step
         self._started_ns = time.monotonic_ns()
         self._tasks: set[asyncio.Task[None]] = set()
         self.runner: Runner  # set by attach, before the server starts
@@ -84,6 +88,7 @@ class StageService:
     def deliver(self, result: StepResult) -> None:
         """Carry one step's results away; called on the event loop in step order."""
         self._stats.step_done(result)
+        self._stepped.set()
         for frame in result.consumed:
             if frame.on_consumed is not None and frame.rows is not None:
                 frame.on_consumed(frame.rows.nbytes)
@@ -278,6 +283,9 @@ class StageService:
             if view is None or inbound.route.ended.is_set():
                 return
             self._take(inbound, view)
+            while self.runner.queued_frames > QUEUED_FRAMES_MAX:
+                self._stepped.clear()
+                await self._stepped.wait()
 
     def _take(self, inbound: Inbound, view: EnvelopeView) -> None:
         self._stats.envelopes_in += 1

@@ -21,6 +21,7 @@ from tests.fakes import (
     MAX_ROWS,
     ROUTE,
     WIDTH,
+    BlockedDecode,
     Coordinator,
     StageUnderTest,
     control,
@@ -545,3 +546,30 @@ async def test_a_lost_downstream_is_told_to_the_coordinator() -> None:
         await one.send(control(1, Flag.OPEN), tokens_frame(1, 0, [1]))
         (fault,) = (await one.reply()).faults
         assert (fault.session_id, fault.label) == (0, StageLostError.label)
+
+
+async def status_of(one: Coordinator) -> pb.StatusResponse:
+    return await rpc.call(one.channel, "Status", pb.StatusRequest(), pb.StatusResponse, "stage", 20)
+
+
+async def test_a_busy_stage_stops_reading_controls_at_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stage.service.QUEUED_FRAMES_MAX", 8)
+    async with served() as stage, Coordinator(stage) as one:
+        blocked = BlockedDecode(stage.engine)
+        await one.start()
+        await one.send(*prompt(1, n_rows=2))
+        await asyncio.to_thread(blocked.entered.wait, 20)
+        for session_id in range(100, 150):
+            await one.send(control(session_id, Flag.CLOSE))
+        async with asyncio.timeout(20):
+            while stage.service.runner.queued_frames <= 8:
+                await status_of(one)
+        for _ in range(5):  # round trips in which an unbounded reader would have taken the rest
+            await status_of(one)
+        assert stage.service.runner.queued_frames == 9
+        blocked.release()
+        async with asyncio.timeout(20):
+            while (await status_of(one)).envelopes_in < 51:
+                pass
+            while stage.service.runner.queued_frames:
+                await status_of(one)

@@ -26,6 +26,7 @@ BENCHES: dict[str, tuple[str, bool, tuple[str, ...]]] = {
     "engine": ("benches.bench_engine", False, ()),
     "hop": ("benches.hop", True, ()),
     "quantisation": ("benches.quantisation", True, ()),
+    "simulation": ("benches.simulation", False, ("--quick",)),  # the full table takes minutes: run it by itself
     "compare": ("benches.compare", True, ()),
 }
 

@@ -79,6 +79,12 @@ CORE_NAMES = """
     types urllib.parse uuid warnings weakref
 """
 CORE = frozenset(CORE_NAMES.split())
+# The last minutes dwell on a handful of small modules until the model knows them nearly by heart. A model of this size
+# cannot learn to write new code; it can learn some code well, and then greedy text reads like its source.
+FINISH_NAMES = """
+    bisect contextlib copy fnmatch glob graphlib heapq keyword operator queue sched secrets shlex string textwrap timeit
+"""
+FINISH = frozenset(FINISH_NAMES.split())
 HELD_OUT_ONE_IN, HELD_OUT_REMAINDER = 40, 5
 HELDOUT_TEXT_BYTES = 64_000
 
@@ -114,6 +120,9 @@ class Recipe:
     average_decay: float = 0.98
     chat_share: float = 0.2
     core_share: float = 0.35
+    finish_minutes: float = 14.0
+    finish_chat_share: float = 0.15
+    finish_share: float = 0.6
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
@@ -325,9 +334,25 @@ class Corpus:
         self._answers = answers(trained)
         rest_share = 1 - recipe.chat_share - recipe.core_share
         self._shares = (recipe.chat_share, recipe.core_share, rest_share)
+        self._finish = [text for name, text in trained.items() if module_name(name) in FINISH]
+        self._finish_shares = (recipe.finish_chat_share, recipe.finish_share,
+                               1 - recipe.finish_chat_share - recipe.finish_share)  # fmt: skip
         self._rows = (
             self._forever(self._pack_chats),
             self._forever(lambda: self._cut_sources(self._core)),
+            self._forever(lambda: self._cut_sources(self._texts)),
+        )
+
+    def finish(self) -> None:
+        """From now on dwell on the modules of FINISH and on chats about them."""
+        named = FINISH | {"shutil"}
+        self._answers = [
+            found for found in self._answers if re.split(r"[. ]", found[1].removeprefix("the "))[0] in named
+        ]
+        self._shares = self._finish_shares
+        self._rows = (
+            self._forever(self._pack_chats),
+            self._forever(lambda: self._cut_sources(self._finish)),
             self._forever(lambda: self._cut_sources(self._texts)),
         )
 
@@ -623,7 +648,11 @@ def train(work: Path, recipe: Recipe, shape: Shape, n_threads: int, compiled: bo
     last = time.monotonic()
     saved_at = shown_at = run.elapsed_s
     smooth = None
+    is_finishing = False
     while run.elapsed_s < 60 * recipe.minutes:
+        if not is_finishing and run.elapsed_s >= 60 * (recipe.minutes - recipe.finish_minutes):
+            is_finishing = True
+            corpus.finish()
         loss = loss_of(*corpus.batch(recipe.rows_per_batch))
         loss.backward()
         factor = run.update()

@@ -1,0 +1,72 @@
+"""A stage process as its neighbours and its operator see it: health, options, and a full house in one native step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from stage.config import StageConfig
+from stage.curves import Curves
+from stage.policy import DrainPolicy, GroupPolicy, SinglePolicy
+from stage.process import load, make_policy, serve
+from stage.queue_types import Step
+from stage.step_types import RouteWiring
+from tests.fakes import EPOCH, ROUTE, control, tokens_frame
+from tests.tiny_slices import TinyShape, write_pipeline
+from wire import envelope, rpc
+from wire.errors import StartError, UsageError
+from wire.frames import Flag
+
+N_SESSIONS = 40
+
+
+def config(artifact: Path, **changes: object) -> StageConfig:
+    defaults = {"n_lanes": 4, "ctx_tokens": 32, "n_threads": 1, "calibrate": False, "verify": False}
+    return StageConfig(artifact, **(defaults | changes))  # type: ignore[arg-type]
+
+
+async def test_health_is_told_in_the_standard_way(tmp_path: Path) -> None:
+    artifacts = write_pipeline(tmp_path, TinyShape(), [2])
+    async with serve(config(artifacts[0])) as (address, _, _), rpc.open_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", rpc.SERVICE):
+            reply = await health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
+            await health.Check(health_pb2.HealthCheckRequest(service="another"))
+        with pytest.raises(StartError, match="taken"):
+            async with serve(config(artifacts[1], port=int(address.rpartition(":")[2]))):
+                pass
+
+
+def test_forty_sessions_run_in_one_native_step(tmp_path: Path) -> None:
+    artifacts = write_pipeline(tmp_path, TinyShape(), [2])
+    _, executor = load(config(artifacts[0], n_lanes=N_SESSIONS))
+    pool = envelope.BufferPool(envelope.DTYPE_F16, TinyShape().n_embd)
+    executor.reset_route(ROUTE, RouteWiring(EPOCH, pool))
+    opens = [control(session_id, Flag.OPEN) for session_id in range(N_SESSIONS)]
+    rows = [tokens_frame(session_id, 0, [session_id]) for session_id in range(N_SESSIONS)]
+    result = executor.execute(Step(opens, rows, "test", 0, 0, 0))
+    (output,) = result.outputs
+    assert result.n_rows == N_SESSIONS
+    assert not output.faults
+    view = envelope.parse(output.message)
+    assert view.frames["session_id"][-N_SESSIONS:].tolist() == list(range(N_SESSIONS))
+    assert len(np.unique(view.payload.astype(np.float32), axis=0)) == N_SESSIONS
+    executor.close()
+
+
+def test_the_policy_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
+    artifact = tmp_path / "a"
+    for name, kind in (("auto", GroupPolicy), ("drain", DrainPolicy), ("single", SinglePolicy)):
+        chosen = config(artifact, policy=name)
+        assert type(make_policy(chosen, Curves())) is kind
+    with pytest.raises(UsageError, match="--policy"):
+        config(artifact, policy="another")
+    with pytest.raises(UsageError, match="--lanes 256 is outside"):
+        config(artifact, n_lanes=256)

@@ -27,21 +27,20 @@ from wire import logs
 MODEL = Path(__file__).parent / "demo" / "relayline-demo.gguf"
 N_STAGES = 3
 MAX_TOKENS = 96
-SAMPLING = {"temperature": 0.7, "top_k": 40, "top_p": 0.95}  # seeded: everybody sees the same text
 LIVE_INTERVAL_S = 0.1  # of the terminal picture; tokens are never held for it
 PROMPTS = (
-    "def read_lines(path):\n",
-    "class Queue:\n    def __init__(self",
-    "import os\nimport sys\n\n\ndef main(",
-    '"""Return a list of',
-    "    def close(self):\n        ",
-    "for key, value in ",
+    "def wrap(text, width=70, **kwargs):\n",
+    "def dedent(text):\n",
+    "def bisect_right(a, x, lo=0, hi=None, *, key=None):\n",
+    "def fnmatch(name, pat):\n",
+    "def heappush(heap, item):\n",
+    "class ExitStack(_BaseExitStack, AbstractContextManager):\n",
 )
 
 
 async def stream(session: aiohttp.ClientSession, url: str, model: str, prompt: str, state: dict[str, Any]) -> None:
     """Run one streamed completion; state gets the text, token count and times as they come."""
-    body = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "seed": 7, **SAMPLING, "stream": True,
+    body = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True}, "ignore_eos": True}  # fmt: skip
     started_s = time.monotonic()
     async with session.post(f"{url}/v1/completions", json=body) as response:

@@ -3,10 +3,10 @@
 This file is kept beside the model so that anyone can see, and repeat, how it was made. Relayline never imports it,
 PyTorch is not a dependency of relayline, and no test or CI job runs it.
 
-    python3.11 -m venv /tmp/train && /tmp/train/bin/pip install torch==2.13.0 numpy gguf tokenizers llama-cpp-python
-    /tmp/train/bin/python deploy/demo/train.py train  --work /tmp/run --minutes 75
-    /tmp/train/bin/python deploy/demo/train.py export --work /tmp/run --gguf deploy/demo/relayline-demo.gguf
-    /tmp/train/bin/python deploy/demo/train.py verify --work /tmp/run --gguf deploy/demo/relayline-demo.gguf
+    python3.11 -m venv train-venv && train-venv/bin/pip install torch==2.13.0 numpy gguf tokenizers llama-cpp-python
+    train-venv/bin/python deploy/demo/train.py train  --work train-work --minutes 75
+    train-venv/bin/python deploy/demo/train.py export --work train-work --gguf deploy/demo/relayline-demo.gguf
+    train-venv/bin/python deploy/demo/train.py verify --work train-work --gguf deploy/demo/relayline-demo.gguf
 
 `train` runs for the given wall time on one core and saves `checkpoint.pt` every few minutes; started again on the same
 `--work` it goes on from there with the time that is left. `export` may be called at any moment, also while training

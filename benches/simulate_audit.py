@@ -101,8 +101,8 @@ class Audit:
             self.n_sent += len(rows)
             if not rows:
                 continue
-            is_prefill = bool(rows[0].flags & Flag.PREFILL)
-            self._check_order(rows, is_prefill)
+            is_prefill = bool(rows[0].flags & Flag.PREFILL)  # prompt rows that ride come after the decode rows
+            self._check_order(rows)
             self._open_flight(rows, is_prefill)
             if self._has_plan:
                 self._check_caps(rows, is_prefill, plan)
@@ -190,10 +190,10 @@ class Audit:
                 f"a frame waits {waited_ns / 1e6:.1f} ms at stage {stage.index}, at most {bound_ns / 1e6:.1f}"
             )
 
-    def _check_order(self, rows: Sequence[OutFrame], is_prefill: bool) -> None:
+    def _check_order(self, rows: Sequence[OutFrame]) -> None:
         for frame in rows:
             key = frame.session.session_id
-            if not is_prefill:
+            if not frame.flags & Flag.PREFILL:
                 while self._pool and self._pool[0][0] in self.ends:
                     self._pool.popleft()
                 if not self._pool or self._pool.popleft() != (key, frame.position):
@@ -215,15 +215,22 @@ class Audit:
         self._flight_of.update(dict.fromkeys(keys, flight))
         self._n_flights[is_prefill] += 1
         self._flights_most = max(self._flights_most, sum(self._n_flights))
-        self._prefill_flights_most = max(self._prefill_flights_most, self._n_flights[1])
+        n_chunk_flights = self._n_flights[1] + self._n_flights[0]  # decode flights may carry chunks too
+        self._prefill_flights_most = max(self._prefill_flights_most, n_chunk_flights)
 
     def _check_caps(self, rows: Sequence[OutFrame], is_prefill: bool, plan: GroupPlan) -> None:
-        n_rows = sum(len(frame.tokens) for frame in rows)
-        flights, most_rows = (plan.prefill_flights, plan.chunk_rows) if is_prefill else (plan.n_groups, plan.group_rows)
+        n_prompt_rows = sum(len(frame.tokens) for frame in rows if frame.flags & Flag.PREFILL)
+        n_decode_rows = sum(len(frame.tokens) for frame in rows) - n_prompt_rows
+        flights = plan.prefill_flights if is_prefill else plan.n_groups
         if self._n_flights[is_prefill] > flights:
             raise Violation(f"{self._n_flights[is_prefill]} flights are under way, the plan allows {flights}")
-        if n_rows > most_rows:
-            raise Violation(f"an envelope has {n_rows} rows, the plan allows {most_rows}")
+        room = plan.ride_rows and plan.group_rows + plan.ride_rows - n_decode_rows
+        most_prompt_rows = plan.chunk_rows if is_prefill else room
+        if n_decode_rows > plan.group_rows or n_prompt_rows > most_prompt_rows:
+            raise Violation(
+                f"an envelope has {n_decode_rows} + {n_prompt_rows} rows, the plan allows {plan.group_rows} + "
+                f"{most_prompt_rows}"
+            )
 
     def _settle(self, session_id: int, position: int) -> None:
         flight = self._flight_of.pop((session_id, position), None)

@@ -118,6 +118,22 @@ def churn(stages: tuple[StageModel, ...], n_requests: int, seed: int, *, link_ns
     )  # fmt: skip
 
 
+def burst(
+    stages: tuple[StageModel, ...], n_streams: int, n_prompt: int, n_tokens: int, rounds: int = 3, *, link_ns: int = 0
+) -> World:
+    """Return n_streams requests that all come at once, again and again, before the last have ended."""
+    alone_ns = sum(stage.prefill.cost_ns(n_prompt) + n_tokens * stage.decode.cost_ns(1) for stage in stages)
+    return World(
+        stages,
+        tuple(
+            Request(round(at * alone_ns * n_streams / (2 * len(stages))), n_prompt, n_tokens)
+            for at in range(rounds)
+            for _ in range(n_streams)
+        ),
+        link_ns=link_ns, jitter=0.03, n_lanes=2 * n_streams,
+    )  # fmt: skip
+
+
 def slowing(stages: tuple[StageModel, ...], n_streams: int, at_ns: int, factor: float, *, refresh_ns: int) -> World:
     """Return steady streams during which the first stage becomes `factor` times as slow."""
     return World(

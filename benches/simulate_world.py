@@ -32,7 +32,19 @@ def smooth(factor: float = 1.0) -> CostCurve:
     return CostCurve((rows, factor * MS * (8.0 + 0.02 * rows + 0.10 * max(0, rows - 64))) for rows in ladder)
 
 
-CURVES = {"staircase": staircase, "smooth": smooth}
+# benches/RESULTS.md: 10 of 16 layers of a 1B-shape llama, Q4_0, one thread of a processor without AVX-512.
+ARITHMETIC_MS = (
+    (1, 26.7), (2, 51.0), (3, 78.3), (4, 86.1), (5, 113.2), (8, 162.8), (12, 248.3), (16, 273.3), (24, 435.9),
+    (32, 545.8), (64, 1091.0), (128, 2182.0), (256, 4364.0), (512, 8728.0),
+)  # fmt: skip
+
+
+def arithmetic(factor: float = 1.0) -> CostCurve:
+    """Return a CPU stage's true cost where arithmetic binds from the second row on: batching gains little."""
+    return CostCurve((rows, factor * ms * MS) for rows, ms in ARITHMETIC_MS)
+
+
+CURVES = {"staircase": staircase, "smooth": smooth, "arithmetic": arithmetic}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

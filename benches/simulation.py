@@ -62,7 +62,7 @@ def steady_table(quick: bool) -> float:
             world = steady(stages, n_streams, link_ns=link_ns)
             simulation = Simulation(world, AUTO).run()
             auto = steady_part(simulation)
-            plan = simulation.planner.plan(n_streams, has_prefill=False)
+            plan = simulation.planner.plan(n_streams, n_prompts=0)
             best, by_hand = best_of_sweep(world, 4 if quick else 8)
             bound = best_rate(stages, n_streams, world.overhead_ns)
             worst = min(worst, auto.tokens_per_s / best)

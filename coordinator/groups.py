@@ -12,8 +12,11 @@ last flight is smaller. Where the best lies depends on the staircase of each sta
 
 When both terms are equal every delay anywhere shows, so nearness costs something too, see SHARPNESS.
 
-Prefill travels as flights of its own beside the decode groups: sized so that running streams' inter-token latency
-stays within `ITL_STRETCH` of what it is without them.
+Prompts travel in two ways, whichever brings more of them through: as rows that *ride* in the decode flights (a step
+that has room in its tile, or whose fixed cost is high, takes them at little extra cost), and as flights of their own.
+Both are sized so that running streams' inter-token latency stays within `ITL_STRETCH` of what it is without them. When
+more streams wait for their first token than run, that bound grows in proportion: a second of delay weighs the same
+whoever waits it.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from wire.curve import CostCurve
 
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
 ITL_STRETCH = 1.92  # predicted worst inter-token latency beside prefill, against none
-WORTH_BURSTS = 1.5  # prefill must gain this factor before flights in a burst may exceed that latency
+PRESSURE_MAX = 64  # prompts per running stream beyond which more of them change nothing
+NEAR_BEST = 1.05  # of prefill choices whose rates are this close the one with the shorter latency is taken
 CHUNK_LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 FALLBACK_CHUNK_ROWS = 64  # while nothing has been measured
 EQUAL = 1.02  # plans whose predicted rates are this close count as equally fast
@@ -51,8 +55,20 @@ class GroupPlan:
     n_groups: int  # decode flights
     group_rows: int  # streams of the largest decode flight
     period_ns: float  # predicted time per token of every stream, without prefill; 0 when nothing is known
-    prefill_flights: int
-    chunk_rows: int  # rows of one prefill flight
+    prefill_flights: int  # flights of prompt rows alone
+    chunk_rows: int  # rows of one of them
+    ride_rows: int = 0  # prompt rows that a full decode flight takes along; a smaller one takes more
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Beside:
+    """One way to prefill beside decode."""
+
+    rate: float  # prompt rows per nanosecond
+    latency_ns: float  # of a running stream, between tokens
+    flights: int
+    chunk: int
+    ride: int
 
 
 class GroupPlanner:
@@ -61,7 +77,7 @@ class GroupPlanner:
     def __init__(self, stages: Sequence[StageCost]) -> None:
         self.stages = tuple(stages)
         self.overhead_ns = 0.0  # of one round trip beyond the native steps: links, host work
-        self._cache: dict[tuple[int, bool], GroupPlan] = {}
+        self._cache: dict[tuple[int, int], GroupPlan] = {}
         self._costs_ns: dict[int, tuple[float, ...]] = {}  # rows -> each stage's decode step
 
     @property
@@ -84,13 +100,13 @@ class GroupPlanner:
         """Plan anew: curves or overhead have changed."""
         self._cache.clear()
 
-    def plan(self, n_streams: int, *, has_prefill: bool) -> GroupPlan:
-        """Return the plan for this many running streams, with or without prompts waiting beside them."""
-        key = (n_streams, has_prefill)
+    def plan(self, n_streams: int, *, n_prompts: int) -> GroupPlan:
+        """Return the plan for this many running streams, with this many prompts waiting beside them."""
+        key = (n_streams, _pressure(n_streams, n_prompts))
         if key not in self._cache:
             if len(self._cache) >= CACHE_MAX:
                 self._cache.clear()
-            self._cache[key] = self._plan(n_streams, has_prefill)
+            self._cache[key] = self._plan(*key)
         return self._cache[key]
 
     def step_ns(self, rows: int) -> float:
@@ -105,6 +121,10 @@ class GroupPlanner:
         """Predict the busiest stage's step of `rows` prefill rows."""
         return max((stage.prefill.cost_ns(rows) for stage in self.stages), default=0.0)
 
+    def mixed_ns(self, rows: int, prompt_rows: int) -> float:
+        """Predict the busiest stage's step of decode rows with prompt rows beside them."""
+        return max(self._mixed(rows, prompt_rows), default=0.0)
+
     def rate(self, n_streams: int, n_groups: int, rows: int) -> float:
         """Predict the tokens per nanosecond of n_groups flights of at most `rows` rows among n_streams streams."""
         return min(n_streams, n_groups * rows) / self._cycle_ns(n_streams, n_groups, rows)
@@ -115,6 +135,13 @@ class GroupPlanner:
             costs = tuple(stage.decode.padded_cost_ns(rows, stage.rows_max) for stage in self.stages)
             self._costs_ns[rows] = costs
         return costs
+
+    def _mixed(self, rows: int, prompt_rows: int) -> tuple[float, ...]:
+        """Predict each stage's step: what the prompt rows add to a step of as many rows, on top of the decode rows."""
+        return tuple(
+            ours + max(0.0, stage.prefill.cost_ns(rows + prompt_rows) - stage.prefill.cost_ns(rows))
+            for ours, stage in zip(self._costs(rows), self.stages, strict=True)
+        )
 
     def _cycle_ns(self, n_streams: int, n_groups: int, rows: int) -> float:
         n_full = min(n_groups, n_streams // rows)
@@ -128,17 +155,16 @@ class GroupPlanner:
             work_ns = max(largest)
         return _joined(work_ns, sum(largest) + self.overhead_ns)
 
-    def _plan(self, n_streams: int, has_prefill: bool) -> GroupPlan:
+    def _plan(self, n_streams: int, pressure: int) -> GroupPlan:
         n_stages = len(self.stages)
         if not self.is_known:
             n_groups = max(1, min(n_stages, n_streams))
             rows = min(self.rows_max, math.ceil(n_streams / n_groups))
             return GroupPlan(n_groups, max(1, rows), 0.0, max(1, n_stages), min(FALLBACK_CHUNK_ROWS, self.rows_max))
         n_groups, rows, period_ns = self._best_groups(n_streams) if n_streams else (1, 1, 0.0)
-        flights, chunk = 1, 1
-        if has_prefill:
-            flights, chunk = self._beside(n_streams, n_groups, rows) if n_streams else (2 * n_stages, self._train())
-        return GroupPlan(n_groups, rows, period_ns, flights, chunk)
+        if pressure and n_streams:
+            return GroupPlan(n_groups, rows, period_ns, *self._beside(n_streams, n_groups, rows, pressure))
+        return GroupPlan(n_groups, rows, period_ns, 2 * n_stages, self._train())
 
     def _best_groups(self, n_streams: int) -> tuple[int, int, float]:
         """Return (flights, rows, time per token of every stream) of the fastest plan.
@@ -168,29 +194,47 @@ class GroupPlanner:
                 if 1 <= n_groups <= min(all_in, groups_max):
                     yield n_groups, rows
 
-    def _beside(self, n_streams: int, n_groups: int, rows: int) -> tuple[int, int]:
-        """Return (flights, rows) of the most prefill beside decode that keeps the latency bound.
+    def _beside(self, n_streams: int, n_groups: int, rows: int, pressure: int) -> tuple[int, int, int]:
+        """Return (flights, rows of one, rows riding) of the most prefill beside decode that keeps the latency bound.
 
-        The bound is held for a decode flight right behind a burst of all prefill flights. Where that leaves only crumbs
-        of a prompt (steps of few rows cost nearly as much as a tile), it is held for flights spread over the stages,
-        which is how they travel as soon as each has gone round once.
+        The bound is held for flights that have spread over the stages, which they do as soon as each has gone round
+        once; the first ones after a quiet time may delay a decode flight by one more step.
         """
-        latency_max_ns = ITL_STRETCH * self._cycle_ns(n_streams, n_groups, rows)
-        decode = self._costs(rows)
-        strict, spread = (0.0, 1, 1), (0.0, 1, 1)
+        latency_max_ns = pressure * ITL_STRETCH * self._cycle_ns(n_streams, n_groups, rows)
+        found: list[_Beside] = []
+        for ride in (0, *(total - rows for total in CHUNK_LADDER if rows < total <= self.rows_max)):
+            decode = self._mixed(rows, ride)
+            if max(n_groups * max(decode), sum(decode) + self.overhead_ns) > latency_max_ns:
+                break
+            if ride:
+                cycle_ns = _joined(n_groups * max(decode), sum(decode) + self.overhead_ns)
+                found.append(_Beside(n_groups * ride / cycle_ns, cycle_ns, 0, 1, ride))
+            if not ride or pressure > 1:  # both at once fill every gap, and then flights wait for each other
+                found.extend(self._beside_flights(n_groups, decode, ride, latency_max_ns))
+        best_rate = max((choice.rate for choice in found), default=0.0)
+        good = [choice for choice in found if choice.rate * NEAR_BEST >= best_rate]
+        if not good:
+            return 1, 1, 0
+        best = min(good, key=lambda choice: (choice.latency_ns, choice.flights))
+        return best.flights, best.chunk, best.ride
+
+    def _beside_flights(
+        self, n_groups: int, decode: Sequence[float], ride: int, latency_max_ns: float
+    ) -> Iterator[_Beside]:
+        """Yield the choices of flights of prompt rows, beside decode flights with this ride, that keep the bound."""
+        way_ns = sum(decode) + self.overhead_ns
         for chunk in CHUNK_LADDER:
             if chunk > self.rows_max:
                 break
             costs = [stage.prefill.cost_ns(chunk) for stage in self.stages]
             for flights in range(1, len(self.stages) + 1):
                 work_ns = max(n_groups * ours + flights * theirs for ours, theirs in zip(decode, costs, strict=True))
-                if max(work_ns, sum(decode) + self.overhead_ns + flights * max(costs)) > latency_max_ns:
+                latency_ns = max(work_ns, way_ns + flights * max(costs))
+                if latency_ns > latency_max_ns:
                     break
-                choice = (flights * chunk / max(work_ns, sum(costs) + self.overhead_ns), flights, chunk)
-                spread = max(spread, choice)
-                if _behind_ns(decode, costs, flights) + self.overhead_ns <= latency_max_ns:
-                    strict = max(strict, choice)
-        return strict[1:] if strict[0] * WORTH_BURSTS >= spread[0] else spread[1:]
+                cycle_ns = max(work_ns, sum(costs) + self.overhead_ns)
+                rate = flights * chunk / cycle_ns + n_groups * ride / max(work_ns, way_ns)
+                yield _Beside(rate, latency_ns, flights, chunk, ride)
 
     def _train(self) -> int:
         """Return the chunk that brings a prompt of typical length through idle stages soonest."""
@@ -203,19 +247,12 @@ class GroupPlanner:
         return min((chunk for chunk in CHUNK_LADDER if chunk <= self.rows_max), key=time_ns)
 
 
+def _pressure(n_streams: int, n_prompts: int) -> int:
+    """Return how many prompts wait per running stream, at least 1 if any does."""
+    return min(PRESSURE_MAX, math.ceil(n_prompts / n_streams)) if n_streams else min(1, n_prompts)
+
+
 def _joined(work_ns: float, way_ns: float) -> float:
     """Return the larger of the two, a little more when they are close."""
     larger, smaller = max(work_ns, way_ns), min(work_ns, way_ns)
     return float(larger * (1 + (smaller / larger) ** SHARPNESS) ** (1 / SHARPNESS))
-
-
-def _behind_ns(decode: Sequence[float], chunks: Sequence[float], n_chunks: int) -> float:
-    """Return the way of a decode flight that arrives at the first stage together with, but behind, n_chunks chunks."""
-    chunk_ends = [0.0] * n_chunks  # at the stage before
-    end_ns = 0.0
-    for decode_ns, chunk_ns in zip(decode, chunks, strict=True):
-        free_ns = 0.0
-        for index, ready_ns in enumerate(chunk_ends):
-            free_ns = chunk_ends[index] = max(free_ns, ready_ns) + chunk_ns
-        end_ns = max(end_ns, free_ns) + decode_ns
-    return end_ns

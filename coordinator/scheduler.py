@@ -7,8 +7,8 @@ of them leave together. So groups re-form by themselves as streams join, leave a
 pool because no more flights than planned may leave. There is no timer; a frame waits only while as many groups as the
 curves ask for are already under way.
 
-Prefill uses flights of its own, sized by the plan so that running streams keep their pace; several short prompts may
-share one. Opens and closes never wait.
+Prompt rows ride in decode flights, in flights of their own, or in both, as the plan says, so that running streams keep
+their pace; several short prompts may share a flight. Opens and closes never wait.
 
 The *drain* mode sends everything at once and leaves batching to the stages' queues; it is the reference to compare
 with, and what a plan-less start falls back to.
@@ -36,13 +36,13 @@ OLDEST_EVERY = 4  # prefill turns
 class Flight:
     """One envelope under way."""
 
-    is_prefill: bool
     waiting_for: set[tuple[int, int]]  # (session id, position after its rows) not answered yet
-    n_rows: int
+    n_rows: int  # decode rows; 0 when it carries prompt rows alone
+    has_chunks: bool  # whether prompt rows are in it
     sent_ns: int
     ahead_ns: float  # predicted work of the busiest stage on the flights under way, this one included
     step_ns: float  # its own part of that
-    n_chunks_before: int  # prefill flights launched until then; -1 while one is under way
+    n_chunks_before: int  # flights with prompt rows launched until then; -1 while one is under way
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +72,8 @@ class Scheduler:
         self._turns = 0
         self._n_decode_flights = self._n_prefill_flights = 0
         self._under_way_ns = 0.0  # predicted work of the busiest stage on all flights under way
-        self._n_chunks = 0  # prefill flights launched
+        self._n_chunk_flights = 0  # flights with prompt rows under way
+        self._n_chunks = 0  # and launched so far
         self._n_landed = 0
         self._excess_ns: collections.deque[tuple[float, float]] = collections.deque(maxlen=ROUND_TRIPS_KEPT)
         self._decoding: set[int] = set()  # sessions that decode, in the pool or under way
@@ -125,9 +126,16 @@ class Scheduler:
         """Return the plan for what runs now."""
         if self.config.mode == "fixed":
             rows = self.config.group_rows or self.planner.rows_max
-            auto = self.planner.plan(self.n_decoding, has_prefill=bool(self._prompts))
-            return dataclasses.replace(auto, n_groups=self.config.n_groups or 1, group_rows=rows)
-        return self.planner.plan(self.n_decoding, has_prefill=bool(self._prompts))
+            auto = self.planner.plan(self.n_decoding, n_prompts=len(self._prompts))
+            ride_rows = max(0, min(auto.ride_rows, self.planner.rows_max - rows))
+            return dataclasses.replace(
+                auto,
+                n_groups=self.config.n_groups or 1,
+                group_rows=rows,
+                ride_rows=ride_rows,
+                prefill_flights=auto.prefill_flights or int(not ride_rows),  # prompts always have a way
+            )
+        return self.planner.plan(self.n_decoding, n_prompts=len(self._prompts))
 
     def take(self, now_ns: int) -> list[list[OutFrame]]:
         """Return the envelopes that leave now, in order."""
@@ -145,19 +153,21 @@ class Scheduler:
 
     def _take_groups(self, envelopes: list[list[OutFrame]], now_ns: int) -> None:
         plan = self.plan()
+        rows_max = self.config.chunk_rows or self.planner.rows_max
         while self._pool and self._n_decode_flights < plan.n_groups:
             rows = min(len(self._pool), plan.group_rows)
-            self._launch(envelopes, [self._pool.popleft() for _ in range(rows)], False, now_ns)
-        chunk_rows = min(plan.chunk_rows, self.config.chunk_rows or plan.chunk_rows)
+            frames = [self._pool.popleft() for _ in range(rows)]
+            ride_rows = plan.ride_rows and plan.group_rows + plan.ride_rows - rows
+            self._launch(envelopes, frames, self._next_chunks(min(ride_rows, rows_max)), now_ns)
         while self._prompts and self._n_prefill_flights < plan.prefill_flights:
-            frames = self._next_chunks(chunk_rows)
-            if not frames:
+            chunks = self._next_chunks(min(plan.chunk_rows, rows_max))
+            if not chunks:
                 break
-            self._launch(envelopes, frames, True, now_ns)
+            self._launch(envelopes, [], chunks, now_ns)
 
     def _take_everything(self, envelopes: list[list[OutFrame]], now_ns: int) -> None:
         if self._pool:
-            self._launch(envelopes, list(self._pool), False, now_ns)
+            self._launch(envelopes, list(self._pool), [], now_ns)
             self._pool.clear()
         rows = self.config.chunk_rows or min(DRAIN_CHUNK_ROWS, self.planner.rows_max)
         while self._prompts:
@@ -166,7 +176,7 @@ class Scheduler:
             while (chunk := session.next_chunk(rows)) is not None:
                 frames.append(chunk)
             if frames:
-                self._launch(envelopes, frames, True, now_ns)
+                self._launch(envelopes, [], frames, now_ns)
 
     def _next_chunks(self, rows: int) -> list[OutFrame]:
         """Return chunks that together have at most `rows` rows.
@@ -194,26 +204,35 @@ class Scheduler:
 
     # --- flights ------------------------------------------------------------------------------------------------------
 
-    def _launch(self, envelopes: list[list[OutFrame]], frames: list[OutFrame], is_prefill: bool, now_ns: int) -> None:
+    def _launch(
+        self, envelopes: list[list[OutFrame]], decode: list[OutFrame], chunks: list[OutFrame], now_ns: int
+    ) -> None:
+        """Send decode rows with prompt rows riding, or prompt rows alone, as one flight."""
+        frames = decode + chunks
         keys = {(frame.session.session_id, frame.position + len(frame.tokens)) for frame in frames}
-        n_rows = sum(len(frame.tokens) for frame in frames)
-        step_ns = self.planner.chunk_ns(n_rows) if is_prefill else self.planner.step_ns(n_rows)
+        n_rows, n_prompt_rows = len(decode), sum(len(frame.tokens) for frame in chunks)
+        step_ns = self.planner.mixed_ns(n_rows, n_prompt_rows) if decode else self.planner.chunk_ns(n_prompt_rows)
         self._under_way_ns += step_ns
-        n_chunks_before = -1 if self._n_prefill_flights else self._n_chunks
-        flight = Flight(is_prefill, keys, n_rows, now_ns, self._under_way_ns, step_ns, n_chunks_before)
+        is_quiet = not chunks and not self._n_chunk_flights
+        flight = Flight(
+            keys, n_rows, bool(chunks), now_ns, self._under_way_ns, step_ns, self._n_chunks if is_quiet else -1
+        )
         for session_id, position in keys:
             self._flights[session_id, position] = flight
             self._under_way.setdefault(session_id, []).append(position)
-        if is_prefill:
-            self._n_prefill_flights += 1
+        if chunks:
+            self._n_chunk_flights += 1
             self._n_chunks += 1
-        else:
+        if decode:
             self._n_decode_flights += 1
+        else:
+            self._n_prefill_flights += 1
         envelopes.append(frames)
 
     def _land(self, flight: Flight, now_ns: int) -> None:
         self._under_way_ns = max(0.0, self._under_way_ns - flight.step_ns)
-        if flight.is_prefill:
+        self._n_chunk_flights -= flight.has_chunks
+        if flight.n_rows == 0:
             self._n_prefill_flights -= 1
             return
         self._n_decode_flights -= 1

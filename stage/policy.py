@@ -86,7 +86,7 @@ class SinglePolicy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupPolicy:
-    """Keep together what the coordinator sent together: the oldest envelope runs, one envelope a step.
+    """Keep together what the coordinator sent together: the oldest envelope runs, prompt rows riding, one a step.
 
     Merging two groups that meet in a queue would make them one for good, after which one stage works while the others
     wait; the coordinator sized them so that this does not pay. Only where the curve says that more rows cost nothing
@@ -98,26 +98,27 @@ class GroupPolicy:
 
     def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int) -> Choice:
         """See Policy."""
-        if not decode or (prefill and prefill[0].line_order < decode[0].line_order):
-            n_prefill = _same_envelope(prefill, self.max_rows)
-            return Choice(0, n_prefill, GROUP)
-        n_decode = _same_envelope(decode, self.max_rows)
-        rows = sum(frame.n_rows for frame in decode[:n_decode])
-        rest = sum(frame.n_rows for frame in decode[n_decode:])
-        if 0 < rest <= self.curve.padded_rows(rows, self.max_rows) - rows:
-            return Choice(len(decode), 0, PAD_TARGET)
-        return Choice(n_decode, 0, GROUP)
+        is_prefill_first = bool(prefill) and (not decode or prefill[0].line_order < decode[0].line_order)
+        envelope = (prefill if is_prefill_first else decode)[0].envelope
+        n_decode, rows = _of_envelope(decode, envelope, 0, self.max_rows)
+        n_prefill, _ = _of_envelope(prefill, envelope, rows, self.max_rows)
+        if not n_prefill:
+            rest = sum(frame.n_rows for frame in decode[n_decode:])
+            if 0 < rest <= self.curve.padded_rows(rows, self.max_rows) - rows:
+                return Choice(len(decode), 0, PAD_TARGET)
+        return Choice(n_decode, n_prefill, GROUP)
 
 
-def _same_envelope(frames: Sequence[QueuedFrame], max_rows: int) -> int:
-    """Return how many leading frames came in the first one's envelope and fit one step; at least one, if there is one.
+def _of_envelope(frames: Sequence[QueuedFrame], envelope: int, taken: int, max_rows: int) -> tuple[int, int]:
+    """Return (frames, rows): how many leading frames came in this envelope and fit a step beside `taken` rows.
 
     A frame wider than a step is taken alone: the executor refuses it, and it does not block the others.
     """
     n_frames = n_rows = 0
     for frame in frames:
-        if frame.envelope != frames[0].envelope or (n_frames and n_rows + frame.n_rows > max_rows):
+        is_alone = not taken and not n_frames
+        if frame.envelope != envelope or (taken + n_rows + frame.n_rows > max_rows and not is_alone):
             break
         n_rows += frame.n_rows
         n_frames += 1
-    return n_frames
+    return n_frames, n_rows

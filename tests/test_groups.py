@@ -18,7 +18,7 @@ def planner(n_stages: int, curve: str = "staircase", overhead_ms: float = 0.0, r
 
 
 def shape(made: GroupPlanner, n_streams: int) -> tuple[int, int]:
-    plan = made.plan(n_streams, has_prefill=False)
+    plan = made.plan(n_streams, n_prompts=0)
     return plan.n_groups, plan.group_rows
 
 
@@ -56,14 +56,14 @@ def test_flat_costs_still_keep_both_stages_at_work() -> None:
 
 def test_a_plan_without_curves_spreads_streams_evenly() -> None:
     made = GroupPlanner([StageCost(CostCurve(), CostCurve(), 64) for _ in range(3)])
-    plan = made.plan(10, has_prefill=True)
+    plan = made.plan(10, n_prompts=1)
     assert (plan.n_groups, plan.group_rows, plan.period_ns) == (3, 4, 0.0)
     assert plan.prefill_flights == 3
     assert plan.chunk_rows == 64
 
 
 def test_a_planner_without_stages_plans_one_row() -> None:
-    plan = GroupPlanner(()).plan(5, has_prefill=True)
+    plan = GroupPlanner(()).plan(5, n_prompts=1)
     assert (plan.n_groups, plan.group_rows) == (1, 1)
     assert plan.prefill_flights >= 1
     assert plan.chunk_rows == 1
@@ -72,15 +72,37 @@ def test_a_planner_without_stages_plans_one_row() -> None:
 def test_refreshed_curves_change_the_plan() -> None:
     made = planner(2)
     assert shape(made, 4) != (1, 4)
-    before = made.plan(8, has_prefill=False).period_ns
+    before = made.plan(8, n_prompts=0).period_ns
     made.update([StageCost(CURVES["staircase"](2.0), CURVES["staircase"](2.0), 512)] * 2)
-    assert made.plan(8, has_prefill=False).period_ns == pytest.approx(2 * before)
+    assert made.plan(8, n_prompts=0).period_ns == pytest.approx(2 * before)
 
 
 def test_a_prompt_alone_travels_as_a_train() -> None:
-    plan = planner(4).plan(0, has_prefill=True)
+    plan = planner(4).plan(0, n_prompts=1)
     assert plan.prefill_flights >= 4
     assert 16 <= plan.chunk_rows <= 128
+
+
+def test_prompt_rows_ride_where_a_step_has_room() -> None:
+    """On the staircase a step of two rows costs what one of four does; on a flat curve dozens of rows are free."""
+    assert planner(2).plan(4, n_prompts=1).ride_rows >= 2
+    plan = planner(2, "smooth").plan(4, n_prompts=1)
+    assert plan.ride_rows >= 32
+    assert plan.prefill_flights == 0
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_waiting_prompts_weigh_against_running_streams(curve: str) -> None:
+    """One prompt must not slow many streams much; many prompts may slow one stream."""
+    made = planner(2, curve)
+
+    def rows_under_way(n_streams: int, n_prompts: int) -> int:
+        plan = made.plan(n_streams, n_prompts=n_prompts)
+        return plan.n_groups * plan.ride_rows + plan.prefill_flights * plan.chunk_rows
+
+    assert made.plan(8, n_prompts=1) == made.plan(8, n_prompts=8)
+    assert rows_under_way(2, 20) > rows_under_way(2, 2)
+    assert rows_under_way(2, 200) >= rows_under_way(2, 20)
 
 
 curves = st.dictionaries(st.integers(1, 64), st.integers(10_000, 10**8), min_size=1, max_size=8)
@@ -88,26 +110,27 @@ stages = st.lists(st.tuples(curves, curves, st.integers(1, 100)), min_size=1, ma
 
 
 @settings(deadline=None, max_examples=60)
-@given(stages, st.integers(0, 300), st.booleans(), st.integers(0, 10**8))
+@given(stages, st.integers(0, 300), st.integers(0, 400), st.integers(0, 10**8))
 def test_any_plan_is_within_its_caps(
-    given_stages: list[tuple[dict[int, int], dict[int, int], int]], n_streams: int, has_prefill: bool, overhead_ns: int
+    given_stages: list[tuple[dict[int, int], dict[int, int], int]], n_streams: int, n_prompts: int, overhead_ns: int
 ) -> None:
     made = GroupPlanner([StageCost(CostCurve(d.items()), CostCurve(p.items()), most) for d, p, most in given_stages])
     made.overhead_ns = float(overhead_ns)
-    plan = made.plan(n_streams, has_prefill=has_prefill)
+    plan = made.plan(n_streams, n_prompts=n_prompts)
     n_stages, rows_max = len(given_stages), min(most for _, _, most in given_stages)
     assert 1 <= plan.group_rows <= max(1, min(n_streams, rows_max))
     assert 1 <= plan.n_groups <= max(1, -(-n_streams // rows_max), min(n_streams, GROUPS_MAX_PER_STAGE * n_stages))
-    assert 1 <= plan.prefill_flights <= 2 * n_stages
+    assert (0 if plan.ride_rows else 1) <= plan.prefill_flights <= 2 * n_stages, "prompts always have a way"
+    assert 0 <= plan.ride_rows <= max(0, rows_max - plan.group_rows)
     assert 1 <= plan.chunk_rows <= max(1, rows_max)
-    assert plan == made.plan(n_streams, has_prefill=has_prefill), "cached"
+    assert plan == made.plan(n_streams, n_prompts=n_prompts), "cached"
 
 
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("n_stages", [1, 2, 4, 8])
 def test_more_streams_are_never_predicted_to_be_slower_together(curve: str, n_stages: int) -> None:
     made = planner(n_stages, curve)
-    rates = [n / made.plan(n, has_prefill=False).period_ns for n in range(1, 80)]
+    rates = [n / made.plan(n, n_prompts=0).period_ns for n in range(1, 80)]
     assert all(later >= 0.97 * max(rates[: index + 1]) for index, later in enumerate(rates[1:]))
 
 
@@ -116,5 +139,5 @@ def test_no_plan_promises_more_than_is_possible(curve: str) -> None:
     for model in (equal_stages(3, curve), one_slower(4, 3.0, curve)):
         made = GroupPlanner([StageCost(stage.decode, stage.prefill, stage.rows_max) for stage in model])
         for n_streams in range(1, 40):
-            predicted = 1e9 * n_streams / made.plan(n_streams, has_prefill=False).period_ns
+            predicted = 1e9 * n_streams / made.plan(n_streams, n_prompts=0).period_ns
             assert predicted <= 1.001 * best_rate(model, n_streams, 0)

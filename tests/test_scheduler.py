@@ -19,11 +19,13 @@ from wire.frames import Flag
 class Fixed(GroupPlanner):
     """A planner with one plan."""
 
-    def __init__(self, n_groups: int = 2, group_rows: int = 2, flights: int = 1, chunk_rows: int = 8) -> None:
+    def __init__(
+        self, n_groups: int = 2, group_rows: int = 2, flights: int = 1, chunk_rows: int = 8, ride_rows: int = 0
+    ) -> None:
         super().__init__([StageCost(CostCurve([(1, 1e6)]), CostCurve([(1, 1e6)]), 64)])
-        self._only = GroupPlan(n_groups, group_rows, 0.0, flights, chunk_rows)
+        self._only = GroupPlan(n_groups, group_rows, 0.0, flights, chunk_rows, ride_rows)
 
-    def plan(self, n_streams: int, *, has_prefill: bool) -> GroupPlan:
+    def plan(self, n_streams: int, *, n_prompts: int) -> GroupPlan:
         return self._only
 
 
@@ -152,6 +154,27 @@ def test_a_prompt_is_a_train_of_chunks() -> None:
     assert (last.position, len(last.tokens), last.flags) == (24, 6, Flag.PREFILL | Flag.WANTS_SAMPLE)
 
 
+def test_prompt_rows_ride_in_decode_flights() -> None:
+    scheduler = Scheduler(ScheduleConfig(), Fixed(2, 2, flights=0, ride_rows=3))
+    prompt = new_session(9, n_prompt=10)
+    start(scheduler, prompt)
+    opening = scheduler.take(0)
+    assert [len(frame.tokens) for frame in opening[0]] == [0], "nothing to ride in yet"
+    for session_id in (1, 2, 3):
+        scheduler.decode(row(session_id))
+    first, second = scheduler.take(0)
+    assert [(f.session.session_id, len(f.tokens)) for f in first] == [(1, 1), (2, 1), (9, 3)]
+    assert [(f.session.session_id, f.position, len(f.tokens)) for f in second] == [(3, 10, 1), (9, 3, 4)], (
+        "a flight with fewer decode rows has more room"
+    )
+    scheduler.decode(row(4))
+    answer(scheduler, first[:2])
+    assert scheduler.take(0) == [], "the flight has landed when its prompt rows have, too"
+    answer(scheduler, first[2:])
+    ((_, last),) = scheduler.take(0)
+    assert (last.position, len(last.tokens), last.flags) == (7, 3, Flag.PREFILL | Flag.WANTS_SAMPLE)
+
+
 def test_a_long_prompt_advances_among_short_ones() -> None:
     scheduler = Scheduler(ScheduleConfig(), Fixed(flights=1, chunk_rows=8))
     long = new_session(1, n_prompt=32)
@@ -181,6 +204,14 @@ def test_fixed_mode_takes_groups_by_hand() -> None:
     for session_id in range(5):
         scheduler.decode(row(session_id))
     assert ids(scheduler.take(0)) == [[0], [1], [2]]
+
+
+def test_prompts_have_a_way_beside_groups_by_hand_that_fill_every_step() -> None:
+    scheduler = Scheduler(ScheduleConfig("fixed", n_groups=1), Fixed(2, 2, flights=0, ride_rows=3))
+    start(scheduler, new_session(9, n_prompt=3))
+    assert (scheduler.plan().ride_rows, scheduler.plan().prefill_flights) == (0, 1)
+    ((_, chunk),) = scheduler.take(0)
+    assert chunk.flags & Flag.PREFILL
 
 
 def test_drain_mode_sends_everything_at_once() -> None:

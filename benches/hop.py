@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benches import interrupt, machine
+from benches.hop_floor import one_way_us, wake_us
 from benches.hop_stage import N_VOCAB, PIPELINE_ID, SOURCE_SHA256, Stamps
 from coordinator.connection import Connection
 from coordinator.pipeline_file import ArtifactFile, PipelineFile, Source, StageFile
@@ -215,9 +216,15 @@ def show(found: list[dict[str, Any]]) -> None:
 async def _report(width: int, n_steps: int, out: Path) -> int:
     facts = machine.facts()
     found = await measure(width, ROWS, n_steps)
-    results = {"machine": facts, "goal": {"rows": GOAL_ROWS, "total_p50_us": GOAL_P50_US}, "figures": found}
+    bare_us = await one_way_us([entry["message_bytes"] for entry in found], max(50, n_steps // 5))
+    floor = {"grpc_one_way_us": bare_us, "wake_us": wake_us(max(50, n_steps // 5))}
+    results = {
+        "machine": facts, "goal": {"rows": GOAL_ROWS, "total_p50_us": GOAL_P50_US}, "figures": found, "floor": floor,
+    }  # fmt: skip
     machine.write_json(out / "hop.json", results)
     show(found)
+    told = ", ".join(f"{us:.0f} us for {size} bytes" for size, us in bare_us.items())
+    print(f"a bare grpc.aio stream takes, one way: {told}; waking a thread: {floor['wake_us']:.0f} us")
     return 0
 
 

@@ -65,10 +65,6 @@ class RowEncoder:
         _rows.largest(rows, largest)
         return largest
 
-    def encode_f16(self, rows: Rows32, largest: Rows32, out: Rows16) -> Exponents | None:
-        """Write rows that `measure` found finite into out, f16 of the same shape; returns Encoded.exponents."""
-        return self.encode(rows, out).exponents
-
 
 def decode_f16(rows: Rows16, exponents: Exponents | None, out: Rows32) -> None:
     """Write rows, f16 (n_rows, width), into out, f32 of the same shape, applying the exponents where given.

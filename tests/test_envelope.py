@@ -40,7 +40,7 @@ each_encoding = pytest.mark.parametrize("encode", ENCODINGS.values(), ids=ENCODI
 def content(view: EnvelopeView) -> dict[str, Any]:
     """A view as plain values, to compare."""
     return {
-        "head": (view.epoch, view.sequence, view.dtype, view.width, view.sent_ns, view.payload_bytes),
+        "head": (view.epoch, view.sequence, view.dtype, view.width, view.sent_ns, view.payload_bytes, view.batch_trace),
         "frames": [
             {name: int(record[name]) for name in FRAME_FIELDS} | {"trace": record["trace"].tobytes()}
             for record in view.frames
@@ -61,6 +61,7 @@ def expected(message: pb.Envelope) -> dict[str, Any]:
             message.width,
             message.sent_ns,
             len(message.payload),
+            message.batch_trace,
         ),
         "frames": [
             {name: getattr(each, name) for name in FRAME_FIELDS} | {"trace": each.trace} for each in message.frames
@@ -80,7 +81,7 @@ def write(message: pb.Envelope) -> bytes:
             buffer.frames[name] = [getattr(each, name) for each in message.frames]
     set_traces(buffer.frames, [each.trace for each in message.frames])
     exponents = np.frombuffer(message.row_exponents, np.int8) if message.row_exponents else None
-    buffer.seal(message.epoch, message.sequence, message.sent_ns)
+    buffer.seal(message.epoch, message.sequence, message.sent_ns, message.batch_trace)
     return with_extras(buffer, exponents, list(message.options))
 
 
@@ -117,6 +118,7 @@ def test_golden_bytes():
     message = envelope(1, np.array([[77]], "<i4"), [frame(1, flags=2)])
     assert canonical(message).hex() == (
         "0d050000001109000000000000001d0100000025010000002d0100000031cb04fb711f0100003d01000000"
+        "62196465666768696a6b6c6d6e6f707172737475767778797a7b7c"
         "42530909070605040302011505000000" + "1d71110100" + "2501000000" + "2d02000000" + "310000000000000000"
         "39" + message.frames[0].checksum.to_bytes(8, "little").hex() + "418877665544332211"
         "4a19000102030405060708090a0b0c0d0e0f101112131415161718" + "4a044d000000"
@@ -281,6 +283,20 @@ def test_a_trace_of_another_length_is_refused_and_none_is_allowed():
         parse(library(message))
     message.frames[0].trace = b""
     assert parse(library(message)).frames["trace"][0].tobytes() == bytes(25)
+    message.batch_trace = b"short"
+    with pytest.raises(ProtocolError, match="trace context of 5 bytes"):
+        parse(library(message))
+    message.batch_trace = b""
+    assert parse(library(message)).batch_trace == bytes(25)
+
+
+def test_a_buffer_used_again_forgets_the_batch_it_carried():
+    buffer = Buffer(DTYPE_F16, 4, 1, 1)
+    buffer.frames["n_rows"] = 1
+    buffer.seal(1, 1, 1, bytes(range(1, 26)))
+    assert parse(buffer.message).batch_trace == bytes(range(1, 26))
+    buffer.seal(1, 2, 2)
+    assert parse(buffer.message).batch_trace == bytes(25)
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if 0 < len(EXAMPLES[name].payload) < 1000])

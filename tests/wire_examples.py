@@ -14,6 +14,7 @@ import xxhash
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
 TRACE = bytes(range(25))
+BATCH_TRACE = bytes(range(100, 125))
 
 
 def frame(n_rows: int, session: int = 1, **fields: object) -> pb.Frame:
@@ -38,18 +39,19 @@ def envelope(dtype: int, rows: np.ndarray, frames: list[pb.Frame], **fields: obj
         part = rows[at : at + each.n_rows].tobytes()
         each.checksum = xxhash.xxh3_64_intdigest(part) if part else 0
         at += each.n_rows
-    return pb.Envelope(
-        epoch=5,
-        sequence=9,
-        dtype=dtype,
-        n_rows=rows.shape[0],
-        width=rows.shape[1],
-        sent_ns=1_234_567_890_123,
-        n_frames=len(frames),
-        frames=frames,
-        payload=rows.tobytes(),
-        **fields,
-    )
+    values: dict[str, object] = {
+        "epoch": 5,
+        "sequence": 9,
+        "dtype": dtype,
+        "n_rows": rows.shape[0],
+        "width": rows.shape[1],
+        "sent_ns": 1_234_567_890_123,
+        "n_frames": len(frames),
+        "frames": frames,
+        "payload": rows.tobytes(),
+        "batch_trace": BATCH_TRACE,
+    }
+    return pb.Envelope(**(values | fields))
 
 
 def _rows(n_rows: int, width: int, dtype: str) -> np.ndarray:
@@ -78,7 +80,7 @@ EXAMPLES: dict[str, pb.Envelope] = {
         options=[_GREEDY],
     ),
     "exact rows": envelope(3, _rows(2, 5, "<f4"), [frame(2, flags=1)]),
-    "untraced": envelope(3, _rows(1, 5, "<f4"), [frame(1, trace=bytes(25), enqueued_ns=0)]),
+    "untraced": envelope(3, _rows(1, 5, "<f4"), [frame(1, trace=bytes(25), enqueued_ns=0)], batch_trace=bytes(25)),
     "controls only": envelope(
         2,
         _rows(0, 16, "<f2"),
@@ -95,6 +97,7 @@ def canonical(message: pb.Envelope) -> bytes:
             "<BIBQBIBI", 0x0D, message.epoch, 0x11, message.sequence, 0x1D, message.dtype, 0x25, message.n_rows
         ),
         struct.pack("<BIBQBI", 0x2D, message.width, 0x31, message.sent_ns, 0x3D, message.n_frames),
+        b"\x62\x19" + message.batch_trace,
     ]
     for each in message.frames:
         parts += [

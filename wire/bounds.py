@@ -5,7 +5,7 @@ A bound that a user may lower is a configuration field whose default and ceiling
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 1  # raised on any incompatible change of the contract; checked in every handshake
+PROTOCOL_VERSION = 2  # raised on any incompatible change of the contract; checked in every handshake
 
 N_EMBD_MAX = 32_768  # widest hidden state accepted; twice the widest open model of 2026
 ROWS_PER_ENVELOPE_MAX = 2_048  # rows of one native step, hence of one envelope; also the ceiling of --max-rows

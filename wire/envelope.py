@@ -35,7 +35,7 @@ import numpy.typing as npt
 import xxhash
 from google.protobuf.message import DecodeError
 
-from wire import bounds, frames
+from wire import bounds, frames, trace_context
 from wire.errors import ChecksumError, InternalError, ProtocolError
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.rows import EXPONENT_MAX
@@ -49,9 +49,10 @@ NUMPY_DTYPE: dict[int, np.dtype[Any]] = {
 DTYPE_BY_NAME = {"f16": DTYPE_F16, "f32": DTYPE_F32}
 DTYPE_NAMES = {DTYPE_TOKENS: "tokens", DTYPE_F16: "f16", DTYPE_F32: "f32"}
 
-# Protobuf tag and value in turn: epoch, sequence, dtype, n_rows, width, sent_ns, n_frames.
-_HEADER = struct.Struct("<BI BQ BI BI BI BQ BI")
-_HEADER_TAGS = (0x0D, 0x11, 0x1D, 0x25, 0x2D, 0x31, 0x3D)
+# Protobuf tag and value in turn: epoch, sequence, dtype, n_rows, width, sent_ns, n_frames; then batch_trace with its
+# tag and length. Its field number is higher than the frames', but here it stands at the same place in every envelope.
+_HEADER = struct.Struct(f"<BI BQ BI BI BI BQ BI BB{frames.TRACE_BYTES}s")
+_HEADER_TAGS = (0x0D, 0x11, 0x1D, 0x25, 0x2D, 0x31, 0x3D, 0x62)
 HEADER_BYTES = _HEADER.size
 _PAYLOAD_TAG = 0x4A  # field 9, length-delimited
 _EXPONENTS_TAG = 0x52  # field 10, length-delimited
@@ -125,16 +126,16 @@ class Buffer:
         """Bytes of all rows; what counts against a link's credit."""
         return self.payload.nbytes
 
-    def seal(self, epoch: int, sequence: int, sent_ns: int) -> None:
+    def seal(self, epoch: int, sequence: int, sent_ns: int, batch_trace: bytes = trace_context.NONE) -> None:
         """Fill the header and every data frame's checksum; the last step before sending.
 
-        Raises InternalError when the frames' n_rows do not add up to the buffer's rows.
+        batch_trace: 25 bytes, the context of the batch that computed these rows. Raises InternalError when the frames'
+        n_rows do not add up to the buffer's rows.
         """
         dtype, n_rows, width, n_frames = self._constants
-        t1, t2, t3, t4, t5, t6, t7 = _HEADER_TAGS
-        _HEADER.pack_into(
-            self._bytes, 0, t1, epoch, t2, sequence, t3, dtype, t4, n_rows, t5, width, t6, sent_ns, t7, n_frames
-        )
+        t1, t2, t3, t4, t5, t6, t7, t8 = _HEADER_TAGS
+        head = (t1, epoch, t2, sequence, t3, dtype, t4, n_rows, t5, width, t6, sent_ns, t7, n_frames)
+        _HEADER.pack_into(self._bytes, 0, *head, t8, frames.TRACE_BYTES, batch_trace)
         counts = self.frames["n_rows"].tolist()
         if sum(counts) != n_rows:
             raise InternalError(f"frames announce {sum(counts)} rows, their envelope holds {n_rows}")
@@ -229,6 +230,7 @@ class EnvelopeView:
     exponents: npt.NDArray[np.int8] | None  # (n_rows,); None when all are zero
     options: list[pb.SessionOptions]  # one per OPEN frame, in order
     payload_bytes: int
+    batch_trace: bytes = trace_context.NONE  # 25 bytes, see wire.trace_context
 
 
 def parse(message: bytes, *, max_rows: int = bounds.ROWS_PER_FRAME_MAX) -> EnvelopeView:
@@ -249,9 +251,9 @@ def _parse_canonical(message: bytes) -> tuple[EnvelopeView, memoryview] | None:
     if len(message) < HEADER_BYTES:
         return None
     header = _HEADER.unpack_from(message)
-    if header[::2] != _HEADER_TAGS:
+    if header[:15:2] != _HEADER_TAGS or header[15] != frames.TRACE_BYTES:
         return None
-    epoch, sequence, dtype, n_rows, width, sent_ns, n_frames = header[1::2]
+    epoch, sequence, dtype, n_rows, width, sent_ns, n_frames = header[1:14:2]
     element = NUMPY_DTYPE.get(dtype)
     if element is None or n_frames > bounds.FRAMES_PER_ENVELOPE_MAX:
         return None
@@ -277,6 +279,7 @@ def _parse_canonical(message: bytes) -> tuple[EnvelopeView, memoryview] | None:
         exponents=_exponents(extras[0]),
         options=extras[1],
         payload_bytes=payload_bytes,
+        batch_trace=header[16],
     )
     return view, memoryview(message)[payload_at:payload_end]
 
@@ -350,6 +353,7 @@ def _parse_any(data: bytes) -> tuple[EnvelopeView, memoryview]:
         exponents=_exponents(message.row_exponents),
         options=list(message.options),
         payload_bytes=len(message.payload),
+        batch_trace=_trace(message.batch_trace),
     )
     return view, memoryview(message.payload)
 
@@ -359,10 +363,14 @@ def _records(message: pb.Envelope) -> frames.Records:
     for index, frame in enumerate(message.frames):
         for name in ("session_id", "epoch", "position", "n_rows", "flags", "argument", "checksum", "enqueued_ns"):
             records[name][index] = getattr(frame, name)
-        if len(frame.trace) not in (0, frames.TRACE_BYTES):
-            raise ProtocolError(f"trace context of {len(frame.trace)} bytes, expected {frames.TRACE_BYTES} or none")
-        records["trace"][index] = np.void(frame.trace or bytes(frames.TRACE_BYTES))
+        records["trace"][index] = np.void(_trace(frame.trace))
     return records
+
+
+def _trace(context: bytes) -> bytes:
+    if len(context) not in (0, frames.TRACE_BYTES):
+        raise ProtocolError(f"trace context of {len(context)} bytes, expected {frames.TRACE_BYTES} or none")
+    return context or trace_context.NONE
 
 
 def _check_shape(n_rows: int, width: int) -> None:

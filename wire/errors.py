@@ -141,6 +141,18 @@ class HandshakeError(RelaylineError):
     label, fault = "handshake", Fault.OPERATOR
 
 
+class UnauthenticatedError(RelaylineError):
+    """A peer that is refused, or refuses us: certificate, name, join token, or TLS on one side only."""
+
+    label, fault = "unauthenticated", Fault.OPERATOR
+
+
+class PlaceTakenError(RelaylineError):
+    """A stage that wants a place which another process holds. Worth a few tries: that one may be on its way out."""
+
+    label, fault, retryable = "place_taken", Fault.OPERATOR, True
+
+
 class StaleEpochError(RelaylineError):
     """A frame of an epoch that this stage has left behind."""
 
@@ -207,6 +219,8 @@ STATUS: dict[str, tuple[grpc.StatusCode, int]] = {
     ProtocolError.label: (Code.INVALID_ARGUMENT, 502),
     ChecksumError.label: (Code.DATA_LOSS, 502),
     HandshakeError.label: (Code.FAILED_PRECONDITION, 503),
+    UnauthenticatedError.label: (Code.UNAUTHENTICATED, 503),
+    PlaceTakenError.label: (Code.ALREADY_EXISTS, 503),
     StaleEpochError.label: (Code.ABORTED, 503),
     PositionGapError.label: (Code.FAILED_PRECONDITION, 503),
     SessionError.label: (Code.FAILED_PRECONDITION, 500),

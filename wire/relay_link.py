@@ -19,7 +19,9 @@ from google.protobuf.message import DecodeError
 from wire import bounds, rpc
 from wire.envelope import Buffer, BufferPool
 from wire.errors import ProtocolError, RelaylineError, StageLostError
+from wire.link_trouble import explained
 from wire.pb.relayline.v1 import relayline_pb2 as pb
+from wire.security import PLAINTEXT, LinkSecurity
 
 OnLost = Callable[[RelaylineError], None]
 
@@ -53,26 +55,42 @@ class RelayLink:
         self._reader = asyncio.create_task(self._read_credits())
 
     @classmethod
-    async def open(cls, address: str, hello: pb.LinkOpen, on_lost: OnLost) -> RelayLink:
+    async def open(
+        cls, address: str, hello: pb.LinkOpen, on_lost: OnLost, security: LinkSecurity = PLAINTEXT
+    ) -> RelayLink:
         """Connect, say who we are and wait to be accepted.
 
         `on_lost` is called once, from the event loop, if the link breaks later. Raises the typed error with which the
         other side refuses (HandshakeError, StaleEpochError), StageLostError when it cannot be reached within
-        HANDSHAKE_TIMEOUT_S, ProtocolError when something else answers.
+        HANDSHAKE_TIMEOUT_S, UnauthenticatedError when certificates or the token are not accepted, UsageError when
+        `security` does not allow this link, ProtocolError when something else answers.
         """
-        channel = rpc.open_channel(address)
+        channel = rpc.open_channel(address, security)
         try:
             async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
                 call, accepted = await _shake_hands(channel, address, hello)
         except TimeoutError as error:
             await channel.close()
             limit_s = bounds.HANDSHAKE_TIMEOUT_S
-            raise StageLostError(f"{address} did not accept the link within {limit_s:.0f} s") from error
+            late = StageLostError(f"{address} did not accept the link within {limit_s:.0f} s")
+            raise await explained(late, address, security) from error
+        except StageLostError as error:
+            await channel.close()
+            raise await explained(error, address, security) from error
         except BaseException:
             await channel.close()
             raise
         width = 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd
         return cls(address, channel, call, accepted, BufferPool(hello.dtype, width), on_lost)
+
+    def figures(self) -> dict[str, int]:
+        """Return what went over this link and what of its credit is in use."""
+        return {
+            "envelopes_sent": self.envelopes_sent,
+            "payload_bytes_sent": self.payload_bytes_sent,
+            "in_flight_bytes": self._in_flight_bytes,
+            "window_bytes": self._window_bytes,
+        }
 
     async def send(self, buffer: Buffer, message: bytes) -> None:
         """Send one envelope once there is credit for it; `message` is the buffer's own bytes or those plus extras.

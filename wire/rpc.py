@@ -23,9 +23,11 @@ from wire.errors import (
     from_wire,
     grpc_status,
 )
+from wire.security import PLAINTEXT, LinkSecurity, check_connect
 
 SERVICE = "relayline.v1.StageService"
 _LABEL_KEY = "relayline-error"
+_CALL_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 _KEEPALIVE: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", bounds.KEEPALIVE_TIME_MS),
@@ -60,9 +62,54 @@ def method(name: str) -> str:
     return f"/{SERVICE}/{name}"
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """Open a plaintext channel; must be called inside the running event loop."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def open_channel(address: str, security: LinkSecurity = PLAINTEXT) -> grpc.aio.Channel:
+    """Open a channel as `security` says; must be called inside the running event loop.
+
+    With TLS both sides show certificates and the server's must carry the host of `address`. With a token every call
+    carries it. Raises UsageError when plaintext would leave this machine unasked, or the TLS material cannot be read.
+    """
+    check_connect(address, security)
+    if security.is_tls:
+        from wire.tls_material import read_material  # loads cryptography, which plaintext does not need
+
+        material = read_material(*security.files)
+        credentials = grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
+        channel = grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+    else:
+        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return TokenChannel(channel, security.metadata) if security.metadata else channel
+
+
+class TokenChannel:
+    """A channel whose every call carries metadata.
+
+    No interceptor does this, because grpc.aio copies the messages of an intercepted stream through a queue, which
+    costs time and breaks the reuse of message buffers.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._channel, self._metadata = channel, metadata
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._channel, name)
+        return self._wrapped(found) if name in _CALL_KINDS else found
+
+    def _wrapped(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        def make_call(*args: Any, **options: Any) -> Callable[..., Any]:
+            call = make(*args, **options)
+
+            def start(*args: Any, metadata: Any = (), **options: Any) -> Any:
+                return call(*args, metadata=(*(metadata or ()), *self._metadata), **options)
+
+            return start
+
+        return make_call
+
+    async def __aenter__(self) -> Any:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
 
 
 def serialize(message: Any) -> bytes:

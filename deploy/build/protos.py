@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +19,9 @@ def generate(target: Path) -> None:
     arguments = ["protoc", f"-I{ROOT / 'proto'}", f"--python_out={target}", f"--pyi_out={target}"]
     if protoc.main([*arguments, *map(str, SOURCES)]) != 0:
         sys.exit("protoc failed")
+    for stub in target.rglob("*_pb2.py*"):
+        # protoc imports by proto path, and the stubs live inside a package of ours.
+        stub.write_text(re.sub(r"^from relayline\.", "from wire.pb.relayline.", stub.read_text(), flags=re.MULTILINE))
 
 
 def main() -> None:

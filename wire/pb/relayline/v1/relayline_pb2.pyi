@@ -23,6 +23,14 @@ class FrameFlag(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FRAME_FLAG_CLOSE: _ClassVar[FrameFlag]
     FRAME_FLAG_TRIM: _ClassVar[FrameFlag]
     FRAME_FLAG_COPY_PREFIX: _ClassVar[FrameFlag]
+
+class TelemetryLevel(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TELEMETRY_LEVEL_UNSPECIFIED: _ClassVar[TelemetryLevel]
+    TELEMETRY_LEVEL_OFF: _ClassVar[TelemetryLevel]
+    TELEMETRY_LEVEL_SUMMARY: _ClassVar[TelemetryLevel]
+    TELEMETRY_LEVEL_BATCHES: _ClassVar[TelemetryLevel]
+    TELEMETRY_LEVEL_FRAMES: _ClassVar[TelemetryLevel]
 DTYPE_UNSPECIFIED: Dtype
 DTYPE_TOKENS: Dtype
 DTYPE_F16: Dtype
@@ -34,6 +42,11 @@ FRAME_FLAG_OPEN: FrameFlag
 FRAME_FLAG_CLOSE: FrameFlag
 FRAME_FLAG_TRIM: FrameFlag
 FRAME_FLAG_COPY_PREFIX: FrameFlag
+TELEMETRY_LEVEL_UNSPECIFIED: TelemetryLevel
+TELEMETRY_LEVEL_OFF: TelemetryLevel
+TELEMETRY_LEVEL_SUMMARY: TelemetryLevel
+TELEMETRY_LEVEL_BATCHES: TelemetryLevel
+TELEMETRY_LEVEL_FRAMES: TelemetryLevel
 
 class DescribeRequest(_message.Message):
     __slots__ = ("protocol_version",)
@@ -130,7 +143,7 @@ class LinkOpen(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., route_id: _Optional[int] = ..., epoch: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., source_sha256: _Optional[str] = ..., next_layer: _Optional[int] = ..., n_embd: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ...) -> None: ...
 
 class Envelope(_message.Message):
-    __slots__ = ("epoch", "sequence", "dtype", "n_rows", "width", "sent_ns", "n_frames", "frames", "payload", "row_exponents", "options", "open")
+    __slots__ = ("epoch", "sequence", "dtype", "n_rows", "width", "sent_ns", "n_frames", "frames", "payload", "row_exponents", "options", "batch_trace", "open")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +155,7 @@ class Envelope(_message.Message):
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     ROW_EXPONENTS_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_TRACE_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     sequence: int
@@ -154,8 +168,9 @@ class Envelope(_message.Message):
     payload: bytes
     row_exponents: bytes
     options: _containers.RepeatedCompositeFieldContainer[SessionOptions]
+    batch_trace: bytes
     open: LinkOpen
-    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., dtype: _Optional[int] = ..., n_rows: _Optional[int] = ..., width: _Optional[int] = ..., sent_ns: _Optional[int] = ..., n_frames: _Optional[int] = ..., frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ..., payload: _Optional[bytes] = ..., row_exponents: _Optional[bytes] = ..., options: _Optional[_Iterable[_Union[SessionOptions, _Mapping]]] = ..., open: _Optional[_Union[LinkOpen, _Mapping]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., dtype: _Optional[int] = ..., n_rows: _Optional[int] = ..., width: _Optional[int] = ..., sent_ns: _Optional[int] = ..., n_frames: _Optional[int] = ..., frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ..., payload: _Optional[bytes] = ..., row_exponents: _Optional[bytes] = ..., options: _Optional[_Iterable[_Union[SessionOptions, _Mapping]]] = ..., batch_trace: _Optional[bytes] = ..., open: _Optional[_Union[LinkOpen, _Mapping]] = ...) -> None: ...
 
 class Frame(_message.Message):
     __slots__ = ("session_id", "epoch", "position", "n_rows", "flags", "argument", "checksum", "enqueued_ns", "trace")
@@ -222,20 +237,52 @@ class ReturnRequest(_message.Message):
     def __init__(self, route_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ReturnEnvelope(_message.Message):
-    __slots__ = ("epoch", "stage_index", "samples", "faults", "subscribed", "progress")
+    __slots__ = ("epoch", "stage_index", "samples", "faults", "subscribed", "progress", "summaries")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     FAULTS_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBED_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    SUMMARIES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage_index: int
     samples: _containers.RepeatedCompositeFieldContainer[Sampled]
     faults: _containers.RepeatedCompositeFieldContainer[SessionFault]
     subscribed: bool
     progress: _containers.RepeatedCompositeFieldContainer[Progress]
-    def __init__(self, epoch: _Optional[int] = ..., stage_index: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., faults: _Optional[_Iterable[_Union[SessionFault, _Mapping]]] = ..., subscribed: _Optional[bool] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ...) -> None: ...
+    summaries: _containers.RepeatedCompositeFieldContainer[SessionSummary]
+    def __init__(self, epoch: _Optional[int] = ..., stage_index: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., faults: _Optional[_Iterable[_Union[SessionFault, _Mapping]]] = ..., subscribed: _Optional[bool] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., summaries: _Optional[_Iterable[_Union[SessionSummary, _Mapping]]] = ...) -> None: ...
+
+class SessionSummary(_message.Message):
+    __slots__ = ("session_id", "stage_index", "n_prefill_steps", "n_decode_steps", "prefill_wait_ns", "decode_wait_ns", "wait_max_ns", "batch_rows_sum", "batch_rows_max", "decode_ns", "batches", "n_batches_dropped", "batch_steps")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    N_PREFILL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    N_DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MAX_NS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ROWS_SUM_FIELD_NUMBER: _ClassVar[int]
+    BATCH_ROWS_MAX_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NS_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    N_BATCHES_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    BATCH_STEPS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    stage_index: int
+    n_prefill_steps: int
+    n_decode_steps: int
+    prefill_wait_ns: int
+    decode_wait_ns: int
+    wait_max_ns: int
+    batch_rows_sum: int
+    batch_rows_max: int
+    decode_ns: int
+    batches: bytes
+    n_batches_dropped: int
+    batch_steps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[int] = ..., stage_index: _Optional[int] = ..., n_prefill_steps: _Optional[int] = ..., n_decode_steps: _Optional[int] = ..., prefill_wait_ns: _Optional[int] = ..., decode_wait_ns: _Optional[int] = ..., wait_max_ns: _Optional[int] = ..., batch_rows_sum: _Optional[int] = ..., batch_rows_max: _Optional[int] = ..., decode_ns: _Optional[int] = ..., batches: _Optional[bytes] = ..., n_batches_dropped: _Optional[int] = ..., batch_steps: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("session_id", "position")
@@ -372,3 +419,77 @@ class StatusResponse(_message.Message):
     step_end_ns: _containers.RepeatedScalarFieldContainer[int]
     now_ns: int
     def __init__(self, stage_index: _Optional[int] = ..., instance_id: _Optional[str] = ..., steps_by_rows: _Optional[_Mapping[int, int]] = ..., steps_by_sessions: _Optional[_Mapping[int, int]] = ..., n_steps: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_frames: _Optional[int] = ..., busy_ns: _Optional[int] = ..., uptime_ns: _Optional[int] = ..., recent_wait_ns: _Optional[_Iterable[int]] = ..., lanes_used: _Optional[int] = ..., lanes_total: _Optional[int] = ..., queued_rows: _Optional[int] = ..., envelopes_in: _Optional[int] = ..., envelopes_out: _Optional[int] = ..., payload_bytes_in: _Optional[int] = ..., payload_bytes_out: _Optional[int] = ..., faults_by_label: _Optional[_Mapping[str, int]] = ..., close_reasons: _Optional[_Mapping[str, int]] = ..., n_padded_rows: _Optional[int] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., step_start_ns: _Optional[_Iterable[int]] = ..., step_end_ns: _Optional[_Iterable[int]] = ..., now_ns: _Optional[int] = ...) -> None: ...
+
+class TelemetrySettings(_message.Message):
+    __slots__ = ("level",)
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    level: TelemetryLevel
+    def __init__(self, level: _Optional[_Union[TelemetryLevel, str]] = ...) -> None: ...
+
+class BatchesRequest(_message.Message):
+    __slots__ = ("session_ids", "limit")
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    session_ids: _containers.RepeatedScalarFieldContainer[int]
+    limit: int
+    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class BatchesResponse(_message.Message):
+    __slots__ = ("stage_index", "instance_id", "batches", "now_ns", "n_forgotten")
+    STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    NOW_NS_FIELD_NUMBER: _ClassVar[int]
+    N_FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    stage_index: int
+    instance_id: str
+    batches: _containers.RepeatedCompositeFieldContainer[BatchRecord]
+    now_ns: int
+    n_forgotten: int
+    def __init__(self, stage_index: _Optional[int] = ..., instance_id: _Optional[str] = ..., batches: _Optional[_Iterable[_Union[BatchRecord, _Mapping]]] = ..., now_ns: _Optional[int] = ..., n_forgotten: _Optional[int] = ...) -> None: ...
+
+class BatchRecord(_message.Message):
+    __slots__ = ("step", "start_ns", "decode_ns", "encode_ns", "predicted_ns", "n_rows", "padded_rows", "close_reason", "queued_rows_before", "queued_rows_after", "bytes_out", "context", "members")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    START_NS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NS_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_NS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_NS_FIELD_NUMBER: _ClassVar[int]
+    N_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PADDED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_REASON_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_ROWS_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_ROWS_AFTER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    start_ns: int
+    decode_ns: int
+    encode_ns: int
+    predicted_ns: int
+    n_rows: int
+    padded_rows: int
+    close_reason: str
+    queued_rows_before: int
+    queued_rows_after: int
+    bytes_out: int
+    context: bytes
+    members: _containers.RepeatedCompositeFieldContainer[BatchMember]
+    def __init__(self, step: _Optional[int] = ..., start_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., encode_ns: _Optional[int] = ..., predicted_ns: _Optional[int] = ..., n_rows: _Optional[int] = ..., padded_rows: _Optional[int] = ..., close_reason: _Optional[str] = ..., queued_rows_before: _Optional[int] = ..., queued_rows_after: _Optional[int] = ..., bytes_out: _Optional[int] = ..., context: _Optional[bytes] = ..., members: _Optional[_Iterable[_Union[BatchMember, _Mapping]]] = ...) -> None: ...
+
+class BatchMember(_message.Message):
+    __slots__ = ("session_id", "position", "n_rows", "is_prefill", "wait_ns", "upstream_wait_ns")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    N_ROWS_FIELD_NUMBER: _ClassVar[int]
+    IS_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    UPSTREAM_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    position: int
+    n_rows: int
+    is_prefill: bool
+    wait_ns: int
+    upstream_wait_ns: int
+    def __init__(self, session_id: _Optional[int] = ..., position: _Optional[int] = ..., n_rows: _Optional[int] = ..., is_prefill: _Optional[bool] = ..., wait_ns: _Optional[int] = ..., upstream_wait_ns: _Optional[int] = ...) -> None: ...

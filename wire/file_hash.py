@@ -1,0 +1,67 @@
+"""The sha256 of large files, remembered: a file is not read again while it looks as it did when it was last hashed.
+
+Every process checks what it loads; without this each start would read all weights twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import msgspec
+
+_HASH_CHUNK_BYTES = 1 << 20
+
+
+class _Stamp(msgspec.Struct, frozen=True):
+    """A file that once hashed to `sha256`, and how it looked on disk then."""
+
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+    sha256: str
+
+
+def cache_dir() -> Path:
+    """Return where this user's caches are kept: $XDG_CACHE_HOME/relayline, ~/.cache/relayline without it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relayline"
+
+
+def _stamp_path(path: Path) -> Path:
+    return cache_dir() / "verified" / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]}.json"
+
+
+def sha256_of(path: Path) -> str:
+    """Return the file's sha256, from the user's cache if the file looks as it did when it was last hashed."""
+    status = path.stat()
+    try:
+        stamp = msgspec.json.decode(_stamp_path(path).read_bytes(), type=_Stamp)
+        if (stamp.size_bytes, stamp.mtime_ns, stamp.inode) == (status.st_size, status.st_mtime_ns, status.st_ino):
+            return stamp.sha256
+    except (OSError, msgspec.DecodeError):
+        pass  # no stamp, or none that can be used: hash the file
+    sha256 = _hash(path)
+    remember_sha256(path, status, sha256)
+    return sha256
+
+
+def remember_sha256(path: Path, status: os.stat_result, sha256: str) -> None:
+    """Note what a file hashed to when it looked like `status`, so that `sha256_of` need not read it again."""
+    stamp_path = _stamp_path(path)
+    stamp = _Stamp(status.st_size, status.st_mtime_ns, status.st_ino, sha256)
+    try:
+        stamp_path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = stamp_path.with_suffix(f".{os.getpid()}")
+        scratch.write_bytes(msgspec.json.encode(stamp))
+        scratch.replace(stamp_path)
+    except OSError:
+        pass  # a cache that cannot be written costs time at the next start, nothing else
+
+
+def _hash(path: Path) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(_HASH_CHUNK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while n_bytes := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:n_bytes])
+    return digest.hexdigest()

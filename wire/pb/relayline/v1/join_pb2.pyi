@@ -1,0 +1,165 @@
+from wire.pb.relayline.v1 import relayline_pb2 as _relayline_pb2
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ArtifactPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ARTIFACT_PHASE_UNSPECIFIED: _ClassVar[ArtifactPhase]
+    ARTIFACT_PHASE_FETCHING: _ClassVar[ArtifactPhase]
+    ARTIFACT_PHASE_LOADING: _ClassVar[ArtifactPhase]
+ARTIFACT_PHASE_UNSPECIFIED: ArtifactPhase
+ARTIFACT_PHASE_FETCHING: ArtifactPhase
+ARTIFACT_PHASE_LOADING: ArtifactPhase
+
+class StageReport(_message.Message):
+    __slots__ = ("hello", "progress", "serving", "failure")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    hello: StageHello
+    progress: ArtifactProgress
+    serving: StageServing
+    failure: StageFailure
+    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., progress: _Optional[_Union[ArtifactProgress, _Mapping]] = ..., serving: _Optional[_Union[StageServing, _Mapping]] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ...) -> None: ...
+
+class StageHello(_message.Message):
+    __slots__ = ("protocol_version", "software_version", "name", "process_id", "host")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    software_version: str
+    name: str
+    process_id: str
+    host: HostFacts
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., name: _Optional[str] = ..., process_id: _Optional[str] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ...) -> None: ...
+
+class HostFacts(_message.Message):
+    __slots__ = ("hostname", "system", "n_cores", "memory_bytes")
+    HOSTNAME_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_FIELD_NUMBER: _ClassVar[int]
+    N_CORES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    hostname: str
+    system: str
+    n_cores: int
+    memory_bytes: int
+    def __init__(self, hostname: _Optional[str] = ..., system: _Optional[str] = ..., n_cores: _Optional[int] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
+
+class ArtifactProgress(_message.Message):
+    __slots__ = ("phase", "done_bytes", "total_bytes")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    DONE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    phase: ArtifactPhase
+    done_bytes: int
+    total_bytes: int
+    def __init__(self, phase: _Optional[_Union[ArtifactPhase, str]] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
+
+class StageServing(_message.Message):
+    __slots__ = ("host", "port", "instance_id")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    port: int
+    instance_id: str
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
+
+class StageFailure(_message.Message):
+    __slots__ = ("label", "message")
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    label: str
+    message: str
+    def __init__(self, label: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class StageOrder(_message.Message):
+    __slots__ = ("stage_index", "stage_count", "pipeline_id", "artifact", "pipeline_json", "engine", "telemetry", "ticket")
+    STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    STAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_JSON_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    TELEMETRY_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    stage_index: int
+    stage_count: int
+    pipeline_id: str
+    artifact: ArtifactFile
+    pipeline_json: bytes
+    engine: EngineSettings
+    telemetry: TelemetryOrder
+    ticket: bytes
+    def __init__(self, stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., artifact: _Optional[_Union[ArtifactFile, _Mapping]] = ..., pipeline_json: _Optional[bytes] = ..., engine: _Optional[_Union[EngineSettings, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryOrder, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
+class ArtifactFile(_message.Message):
+    __slots__ = ("file", "size_bytes", "sha256", "path")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    size_bytes: int
+    sha256: str
+    path: str
+    def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class EngineSettings(_message.Message):
+    __slots__ = ("ctx_tokens", "n_lanes", "n_threads", "gpu_layers", "max_rows", "prefill_rows", "kv_type", "policy", "calibrate")
+    CTX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    N_LANES_FIELD_NUMBER: _ClassVar[int]
+    N_THREADS_FIELD_NUMBER: _ClassVar[int]
+    GPU_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ROWS_FIELD_NUMBER: _ClassVar[int]
+    KV_TYPE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATE_FIELD_NUMBER: _ClassVar[int]
+    ctx_tokens: int
+    n_lanes: int
+    n_threads: int
+    gpu_layers: int
+    max_rows: int
+    prefill_rows: int
+    kv_type: str
+    policy: str
+    calibrate: bool
+    def __init__(self, ctx_tokens: _Optional[int] = ..., n_lanes: _Optional[int] = ..., n_threads: _Optional[int] = ..., gpu_layers: _Optional[int] = ..., max_rows: _Optional[int] = ..., prefill_rows: _Optional[int] = ..., kv_type: _Optional[str] = ..., policy: _Optional[str] = ..., calibrate: _Optional[bool] = ...) -> None: ...
+
+class TelemetryOrder(_message.Message):
+    __slots__ = ("level", "otlp_endpoint", "sampler_ratio", "metrics_port")
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    OTLP_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLER_RATIO_FIELD_NUMBER: _ClassVar[int]
+    METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
+    level: _relayline_pb2.TelemetryLevel
+    otlp_endpoint: str
+    sampler_ratio: float
+    metrics_port: int
+    def __init__(self, level: _Optional[_Union[_relayline_pb2.TelemetryLevel, str]] = ..., otlp_endpoint: _Optional[str] = ..., sampler_ratio: _Optional[float] = ..., metrics_port: _Optional[int] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("ticket", "offset")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    offset: int
+    def __init__(self, ticket: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class FetchChunk(_message.Message):
+    __slots__ = ("offset", "data")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    data: bytes
+    def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...

@@ -1,0 +1,105 @@
+"""Why a peer was refused, in words for both ends, and how often that is logged. Pure: time is an argument."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import ipaddress
+import urllib.parse
+from collections import OrderedDict
+
+QUIET_NS = 60 * 1_000_000_000  # between two lines about the same host and reason
+HOSTS_MAX = 256  # hosts and reasons remembered for that; the one longest silent is forgotten first
+
+# A refused relayline client says what it was refused for: TLS itself keeps that from the refusing gRPC server. The
+# word travels where both ends can read it without having agreed on keys: in the ALPN list of one more ClientHello, or
+# as a method name in the clear. Anyone may send it, so it chooses among the texts below and does nothing else.
+ALPN_PROBE = "relayline-probe"
+ALPN_REFUSED_PREFIX = "relayline-refused-"
+NOTE_PREFIX = "/relayline.v1.Refused/"
+
+
+class Reason(enum.Enum):
+    """What kept two ends apart. "Server" is the end that listens, "client" the one that connected."""
+
+    SERVER_CA = "server-ca"
+    SERVER_EXPIRED = "server-expired"
+    SERVER_EARLY = "server-early"
+    SERVER_NAME = "server-name"
+    CLIENT_CA = "client-ca"
+    CLIENT_EXPIRED = "client-expired"
+    CLIENT_INVALID = "client-invalid"
+    CLIENT_NONE = "client-none"
+    PLAINTEXT_SERVER = "plaintext-server"
+    PLAINTEXT_CLIENT = "plaintext-client"
+    TOKEN_MISSING = "token-missing"
+    TOKEN_WRONG = "token-wrong"
+    UNKNOWN = "unknown"
+
+
+# What the log of the listening end says of the client.
+SAID_OF_CLIENT: dict[Reason, str] = {
+    Reason.SERVER_CA: "it trusts another CA than the one that this end's certificate comes from",
+    Reason.SERVER_EXPIRED: "this end's own certificate has expired; renew it with `relayline certs issue`",
+    Reason.SERVER_EARLY: "this end's own certificate is not valid yet by that host's clock",
+    Reason.SERVER_NAME: "this end's certificate does not carry the name that it was called by",
+    Reason.CLIENT_CA: "its certificate comes from another CA",
+    Reason.CLIENT_EXPIRED: "its certificate has expired",
+    Reason.CLIENT_INVALID: "its certificate is not valid here",
+    Reason.CLIENT_NONE: "it showed no certificate",
+    Reason.PLAINTEXT_SERVER: "it speaks TLS and this end does not; give --tls DIR on both or on neither",
+    Reason.PLAINTEXT_CLIENT: "it speaks plaintext and this end TLS; give it --tls DIR",
+    Reason.TOKEN_MISSING: "it sent no join token",
+    Reason.TOKEN_WRONG: "it sent a wrong join token",
+    Reason.UNKNOWN: "it gave up, or one of the certificates is not accepted by the other end",
+}
+
+
+@dataclasses.dataclass(slots=True)
+class _Said:
+    at_ns: int
+    unsaid: int = 0
+
+
+class RefusalLog:
+    """Which refusals get a line: the first of its kind per host, then one a minute with the number left out."""
+
+    def __init__(self) -> None:
+        self._said: OrderedDict[tuple[str, Reason], _Said] = OrderedDict()
+
+    def line(self, now_ns: int, who: str, host: str, reason: Reason) -> str | None:
+        """Return the line for a refusal at `now_ns` (monotonic) by `who`, None while the same was said just now."""
+        said = self._said.get((host, reason))
+        if said is not None and now_ns - said.at_ns < QUIET_NS:
+            said.unsaid += 1
+            return None
+        again = f" ({said.unsaid} more since the last line)" if said is not None and said.unsaid else ""
+        self._said[host, reason] = _Said(now_ns)
+        self._said.move_to_end((host, reason))
+        while len(self._said) > HOSTS_MAX:
+            self._said.popitem(last=False)
+        what = "was left before its first call by" if reason is Reason.UNKNOWN else "refused"
+        return f"{who} {what} {host}: {SAID_OF_CLIENT[reason]}{again}"
+
+
+def reason_named(name: str) -> Reason | None:
+    """Return the reason of that name, None if there is none."""
+    return next((reason for reason in Reason if reason.value == name), None)
+
+
+def peer_of(text: str) -> tuple[str, int]:
+    """Return (host, port) of gRPC's name for a peer: "ipv4:127.0.0.1:80", "ipv6:[::1]:80", "unix:" (port 0)."""
+    scheme, _, rest = urllib.parse.unquote(text).partition(":")
+    host, _, port = rest.rpartition(":")
+    if scheme not in ("ipv4", "ipv6") or not port.isdigit():
+        return scheme or text, 0
+    return plain_host(host.strip("[]")), int(port)
+
+
+def plain_host(host: str) -> str:
+    """Return an address as it is usually written: an IPv4 address mapped into IPv6 is IPv4, scopes are dropped."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    return str(getattr(address, "ipv4_mapped", None) or address)

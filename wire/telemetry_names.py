@@ -1,0 +1,233 @@
+"""Every name that leaves relayline in a span or a metric: one list, so that boards, docs and tests cannot drift apart.
+
+OpenTelemetry's own names are spelled out here rather than imported: the GenAI conventions are still in development and
+their constants in the Python package are marked as moved. What is ours begins with `relayline.`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# --- resources: who speaks --------------------------------------------------------------------------------------------
+
+SERVICE_COORDINATOR: Final = "relayline-coordinator"
+SERVICE_STAGE: Final = "relayline-stage"
+RESOURCE_SERVICE_NAME: Final = "service.name"
+RESOURCE_SERVICE_INSTANCE: Final = "service.instance.id"
+RESOURCE_SERVICE_VERSION: Final = "service.version"
+SCOPE: Final = "relayline"  # instrumentation scope of every span
+
+# --- spans ------------------------------------------------------------------------------------------------------------
+
+# The HTTP server span is named by convention: "{method} {route}".
+SPAN_TOKENIZE: Final = "relayline.tokenize"
+SPAN_QUEUE: Final = "relayline.queue"  # waiting for a lane
+SPAN_PREFILL: Final = "relayline.prefill"
+SPAN_PREFILL_CHUNK: Final = "relayline.prefill.chunk"
+SPAN_DECODE: Final = "relayline.decode"
+SPAN_BATCH: Final = "relayline.batch"  # one native batched decode of one stage; the root of its own trace
+SPAN_FRAME: Final = "relayline.frame"  # level frames: one frame at one stage, in the request's trace
+
+# --- attributes by convention -----------------------------------------------------------------------------------------
+
+HTTP_REQUEST_METHOD: Final = "http.request.method"
+HTTP_ROUTE: Final = "http.route"
+HTTP_RESPONSE_STATUS_CODE: Final = "http.response.status_code"
+URL_PATH: Final = "url.path"
+URL_SCHEME: Final = "url.scheme"
+SERVER_ADDRESS: Final = "server.address"
+SERVER_PORT: Final = "server.port"
+CLIENT_ADDRESS: Final = "client.address"
+ERROR_TYPE: Final = "error.type"
+GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
+GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
+GEN_AI_PROVIDER: Final = "relayline"  # value of gen_ai.provider.name
+GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
+GEN_AI_REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+GEN_AI_REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
+GEN_AI_REQUEST_TOP_P: Final = "gen_ai.request.top_p"
+GEN_AI_REQUEST_TOP_K: Final = "gen_ai.request.top_k"
+GEN_AI_REQUEST_SEED: Final = "gen_ai.request.seed"
+GEN_AI_REQUEST_STREAM: Final = "gen_ai.request.stream"
+GEN_AI_REQUEST_CHOICE_COUNT: Final = "gen_ai.request.choice.count"
+GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"
+GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
+GEN_AI_RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"  # seconds
+GEN_AI_USAGE_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+GEN_AI_USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+GEN_AI_INPUT_MESSAGES: Final = "gen_ai.input.messages"  # only with telemetry content on
+GEN_AI_OUTPUT_MESSAGES: Final = "gen_ai.output.messages"  # only with telemetry content on
+
+# --- our attributes: a request ----------------------------------------------------------------------------------------
+
+ATTR_REQUEST_ID: Final = "relayline.request.id"
+ATTR_SESSION_ID: Final = "relayline.session.id"  # hexadecimal text: 64-bit numbers do not fit every store
+ATTR_BATCH_IDS: Final = "relayline.batch.ids"  # text array: "<trace id>-<span id>" or "<stage>:<step>"
+
+# --- our attributes: a batch span -------------------------------------------------------------------------------------
+
+ATTR_BATCH_ID: Final = "relayline.batch.id"  # "<stage_index>:<step>"
+ATTR_BATCH_STEP: Final = "relayline.batch.step"  # native steps of this process, from 1
+ATTR_BATCH_ROWS: Final = "relayline.batch.rows"
+ATTR_BATCH_FRAMES: Final = "relayline.batch.frames"
+ATTR_BATCH_SESSIONS: Final = "relayline.batch.sessions"
+ATTR_BATCH_PREFILL_ROWS: Final = "relayline.batch.prefill_rows"
+ATTR_BATCH_PADDED_ROWS: Final = "relayline.batch.padded_rows"
+ATTR_BATCH_PHASE: Final = "relayline.batch.phase"  # decode | prefill | mixed
+ATTR_BATCH_CLOSE_REASON: Final = "relayline.batch.close_reason"
+ATTR_BATCH_QUEUED_ROWS_BEFORE: Final = "relayline.batch.queued_rows_before"
+ATTR_BATCH_QUEUED_ROWS_AFTER: Final = "relayline.batch.queued_rows_after"
+ATTR_BATCH_PREDICTED_NS: Final = "relayline.batch.predicted_ns"
+ATTR_BATCH_DECODE_NS: Final = "relayline.batch.decode_ns"  # the measured cost
+ATTR_BATCH_ENCODE_NS: Final = "relayline.batch.encode_ns"  # sampling, on the last stage
+ATTR_BATCH_BYTES_OUT: Final = "relayline.batch.bytes_out"
+ATTR_BATCH_WAIT_MAX_NS: Final = "relayline.batch.wait_max_ns"
+ATTR_BATCH_ERROR: Final = "relayline.batch.error"  # label of the error when the native decode failed
+# Per member frame, arrays in the same order: which session, from where, how many rows, how long it waited.
+ATTR_MEMBER_SESSIONS: Final = "relayline.batch.member.sessions"
+ATTR_MEMBER_POSITIONS: Final = "relayline.batch.member.positions"
+ATTR_MEMBER_ROWS: Final = "relayline.batch.member.rows"
+ATTR_MEMBER_WAITS_NS: Final = "relayline.batch.member.waits_ns"
+ATTR_STAGE_INDEX: Final = "relayline.stage.index"
+ATTR_STAGE_COUNT: Final = "relayline.stage.count"
+ATTR_LAYER_START: Final = "relayline.stage.layer_start"
+ATTR_LAYER_END: Final = "relayline.stage.layer_end"  # exclusive
+ATTR_PIPELINE_ID: Final = "relayline.pipeline.id"
+ATTR_POLICY: Final = "relayline.policy.name"
+ATTR_POLICY_MAX_ROWS: Final = "relayline.policy.max_rows"
+ATTR_POLICY_PREFILL_ROWS: Final = "relayline.policy.prefill_rows"
+ATTR_POLICY_LANES_USED: Final = "relayline.policy.lanes_used"
+ATTR_POLICY_PAD_TARGET: Final = "relayline.policy.pad_target_rows"
+
+# --- our attributes: links and frames ---------------------------------------------------------------------------------
+
+ATTR_LINK: Final = "relayline.link"  # what a link means, one of:
+LINK_MEMBER: Final = "member"  # to the request that a frame of the batch belongs to
+LINK_UPSTREAM_BATCH: Final = "upstream_batch"  # to the batch of the stage before that computed these rows
+LINK_BATCH: Final = "batch"  # from a request's span to a batch it was in
+ATTR_FRAME_POSITION: Final = "relayline.frame.position"  # absolute position of its first row
+ATTR_FRAME_ROWS: Final = "relayline.frame.rows"
+ATTR_FRAME_PREFILL: Final = "relayline.frame.prefill"
+ATTR_FRAME_WAIT_NS: Final = "relayline.frame.wait_ns"  # from arrival at the stage to the start of its step
+ATTR_FRAME_UPSTREAM_WAIT_NS: Final = "relayline.frame.upstream_wait_ns"  # between the sender's queue and its departure
+
+# --- our attributes: the decode span of a request ---------------------------------------------------------------------
+
+ATTR_TTFT_NS: Final = "relayline.ttft_ns"
+ATTR_ITL_MEAN_NS: Final = "relayline.itl_mean_ns"
+ATTR_ITL_P50_NS: Final = "relayline.itl_p50_ns"
+ATTR_ITL_P95_NS: Final = "relayline.itl_p95_ns"
+ATTR_ITL_MAX_NS: Final = "relayline.itl_max_ns"
+ATTR_RECOVERIES: Final = "relayline.recoveries"
+# Per stage, arrays in stage order, from the stages' SessionSummary:
+ATTR_STAGE_BATCH_ROWS_MEAN: Final = "relayline.stages.batch_rows_mean"
+ATTR_STAGE_BATCH_ROWS_MAX: Final = "relayline.stages.batch_rows_max"
+ATTR_STAGE_WAIT_SUM_NS: Final = "relayline.stages.wait_sum_ns"
+ATTR_STAGE_WAIT_MAX_NS: Final = "relayline.stages.wait_max_ns"
+ATTR_STAGE_DECODE_NS: Final = "relayline.stages.decode_ns"
+ATTR_STAGE_STEPS: Final = "relayline.stages.steps"
+
+# --- metrics of a stage, at its own /metrics. Every one carries the label `stage` ------------------------------------
+# Names are families: counters are exposed with `_total`, histograms with `_bucket`, `_sum` and `_count`.
+
+LABEL_STAGE: Final = "stage"
+LABEL_CLOSE_REASON: Final = "reason"
+LABEL_DIRECTION: Final = "direction"  # in | out
+LABEL_ERROR: Final = "label"
+
+METRIC_BATCH_INFO: Final = "relayline_batch_stage_info"  # labels: layers, pipeline, policy, version
+METRIC_BATCH_ROWS: Final = "relayline_batch_rows"  # histogram: rows of a native step, padding left out
+METRIC_BATCH_SESSIONS: Final = "relayline_batch_sessions"  # histogram: member frames of a native step
+METRIC_FRAME_WAIT: Final = "relayline_frame_wait_seconds"  # histogram
+METRIC_STEPS: Final = "relayline_steps"
+METRIC_ROWS: Final = "relayline_rows"
+METRIC_PADDED_ROWS: Final = "relayline_padded_rows"
+METRIC_CLOSE_REASONS: Final = "relayline_batch_close"  # by reason
+METRIC_STEP_SECONDS: Final = "relayline_step_seconds"  # inside native decode
+METRIC_STEP_PREDICTED_SECONDS: Final = "relayline_step_predicted_seconds"  # of steps that had a prediction
+METRIC_STEP_MEASURED_SECONDS: Final = "relayline_step_measured_seconds"  # of the same steps
+METRIC_ENCODE_SECONDS: Final = "relayline_encode_seconds"
+METRIC_LINK_BYTES: Final = "relayline_link_bytes"  # payload bytes by direction
+METRIC_LINK_ENVELOPES: Final = "relayline_link_envelopes"  # by direction
+METRIC_LINK_IN_FLIGHT: Final = "relayline_link_in_flight_bytes"  # sent, credit not yet given back
+METRIC_LINK_WINDOW: Final = "relayline_link_window_bytes"  # credit granted by the downstream neighbour
+METRIC_QUEUED_ROWS: Final = "relayline_queued_rows"
+METRIC_QUEUED_FRAMES: Final = "relayline_queued_frames"
+METRIC_LANES_USED: Final = "relayline_lanes_used"
+METRIC_LANES_TOTAL: Final = "relayline_lanes_total"
+METRIC_FAULTS: Final = "relayline_faults"  # by label
+METRIC_EPOCHS: Final = "relayline_epochs"  # connections by a coordinator: beyond the first they are recoveries
+METRIC_SPANS_EXPORTED: Final = "relayline_spans_exported"
+METRIC_SPANS_DROPPED: Final = "relayline_spans_dropped"
+METRIC_TELEMETRY_LEVEL: Final = "relayline_telemetry_level"  # 0 off, 1 summary, 2 batches, 3 frames
+
+# --- our attributes: spans of the coordinator -------------------------------------------------------------------------
+
+ATTR_CHOICE: Final = "relayline.choice.index"  # of a request with several choices
+ATTR_SHARED_WITH: Final = "relayline.shared_with"  # request id of whoever opened the session that this one reads
+ATTR_LINKS_DROPPED: Final = "relayline.batch.links_dropped"  # recorded batches that the span could not link to
+ATTR_CHUNK_POSITION: Final = "relayline.chunk.position"
+ATTR_CHUNK_ROWS: Final = "relayline.chunk.rows"
+ATTR_CHUNKS: Final = "relayline.chunks"  # prefill chunks that a prompt was cut into
+ATTR_QUEUE_NS: Final = "relayline.queue_ns"
+ATTR_STAGES_REPORTED: Final = "relayline.stages.reported"  # stages that have summed the session up in time
+ATTR_STAGE_PREFILL_WAIT_NS: Final = "relayline.stages.prefill_wait_ns"
+ATTR_STAGE_DECODE_WAIT_NS: Final = "relayline.stages.decode_wait_ns"
+EVENT_PAUSED: Final = "paused"  # a stage or link was lost
+EVENT_RESUMED: Final = "resumed"  # starts again from its history at a new epoch
+EVENT_REPLAYED: Final = "replayed"  # starts again from its history after a fault of its own
+LINK_SESSION: Final = "session"  # from a request that shares a session to the span that describes the session
+
+# --- metrics of the coordinator, with the label `model_name`; the stems are those of vLLM ----------------------------
+
+LABEL_MODEL: Final = "model_name"
+LABEL_FINISHED: Final = "finished_reason"
+METRIC_RUNNING: Final = "relayline_num_requests_running"
+METRIC_WAITING: Final = "relayline_num_requests_waiting"
+METRIC_KV_USAGE: Final = "relayline_kv_cache_usage_perc"  # 0..1: tokens that running streams hold of all that fit
+METRIC_TTFT: Final = "relayline_time_to_first_token_seconds"
+METRIC_ITL: Final = "relayline_inter_token_latency_seconds"
+METRIC_E2E: Final = "relayline_e2e_request_latency_seconds"
+METRIC_QUEUE: Final = "relayline_request_queue_time_seconds"
+METRIC_PREFILL: Final = "relayline_request_prefill_time_seconds"
+METRIC_DECODE: Final = "relayline_request_decode_time_seconds"
+METRIC_REQUEST_PROMPT: Final = "relayline_request_prompt_tokens"
+METRIC_REQUEST_GENERATION: Final = "relayline_request_generation_tokens"
+METRIC_PROMPT_TOKENS: Final = "relayline_prompt_tokens"
+METRIC_GENERATION_TOKENS: Final = "relayline_generation_tokens"
+METRIC_SUCCESS: Final = "relayline_request_success"
+METRIC_REPLAYS: Final = "relayline_request_replays"
+METRIC_RECOVERIES: Final = "relayline_recoveries"
+METRIC_LANES: Final = "relayline_lanes"
+METRIC_EPOCH: Final = "relayline_epoch"
+METRIC_GROUP_FLIGHTS: Final = "relayline_group_flights"
+METRIC_GROUP_ROWS: Final = "relayline_group_rows"
+METRIC_SHARED: Final = "relayline_shared_requests"
+
+# --- metrics of the coordinator, with the label `stages`: so many computing at once -----------------------------------
+
+LABEL_STAGES: Final = "stages"
+METRIC_OVERLAP: Final = "relayline_overlap_ratio"
+
+# --- what stages tell the coordinator, at the coordinator's /metrics, with the label `stage` -------------------------
+# For whoever scrapes the coordinator alone; histograms are at the stages' own /metrics. The coordinator's link to
+# stage 0 stands under METRIC_LINK_* with stage="coordinator".
+
+STAGE_COORDINATOR: Final = "coordinator"
+METRIC_STAGE_UP: Final = "relayline_stage_up"
+METRIC_STAGE_STEPS: Final = "relayline_stage_steps"
+METRIC_STAGE_ROWS: Final = "relayline_stage_rows"
+METRIC_STAGE_FRAMES: Final = "relayline_stage_frames"
+METRIC_STAGE_PADDED_ROWS: Final = "relayline_stage_padded_rows"
+METRIC_STAGE_BUSY: Final = "relayline_stage_busy_seconds"
+METRIC_STAGE_ENVELOPES_IN: Final = "relayline_stage_envelopes_received"
+METRIC_STAGE_ENVELOPES_OUT: Final = "relayline_stage_envelopes_sent"
+METRIC_STAGE_BYTES_IN: Final = "relayline_stage_payload_received_bytes"
+METRIC_STAGE_BYTES_OUT: Final = "relayline_stage_payload_sent_bytes"
+METRIC_STAGE_CLOSED: Final = "relayline_stage_batches_closed"  # by reason
+METRIC_STAGE_FAULTS: Final = "relayline_stage_session_faults"  # by label
+METRIC_STAGE_LANES_USED: Final = "relayline_stage_lanes_used"
+METRIC_STAGE_QUEUED_ROWS: Final = "relayline_stage_queued_rows"
+METRIC_STAGE_WAIT_P50: Final = "relayline_stage_wait_p50_seconds"
+METRIC_STAGE_WAIT_P95: Final = "relayline_stage_wait_p95_seconds"

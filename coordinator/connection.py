@@ -13,10 +13,12 @@ from wire.curve import CostCurve
 from wire.errors import HandshakeError, RelaylineError
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.relay_link import RelayLink
+from wire.security import PLAINTEXT, LinkSecurity
 
 # Placing, encoding, sending and receiving of one step: what `python -m benches.hop` measures at a few rows, rounded up.
 # It matters where native steps are as short: without it the plan for a tiny model would be many tiny steps.
 HOST_STEP_NS = 500_000
+CURVE_REFRESH_S = 1.0  # between looks at what the stages have learned; batches never wait for it
 
 
 class Connection:
@@ -55,17 +57,18 @@ class Connection:
         route_id: int,
         epoch: int,
         wire_dtype: int,
+        security: LinkSecurity = PLAINTEXT,
         on_return: Callable[[pb.ReturnEnvelope], None],
         on_lost: Callable[[RelaylineError], None],
     ) -> Connection:
         """Check, configure (downstream first) and connect every stage.
 
         Raises HandshakeError when stages do not fit the pipeline or each other, StageLostError when one cannot be
-        reached; then nothing stays open.
+        reached, UnauthenticatedError when one refuses us or we it; then nothing stays open.
         """
-        stages = [StageClient(address) for address in addresses]
+        stages = [StageClient(address, security) for address in addresses]
         try:
-            facts = list(await asyncio.gather(*(stage.describe() for stage in stages)))
+            facts = await _describe_all(stages)
             check_stages(addresses, facts, pipeline)
             for index in reversed(range(len(stages))):
                 request = pb.ConfigureRequest(
@@ -91,7 +94,7 @@ class Connection:
                 n_embd=pipeline.n_embd,
                 dtype=pb.DTYPE_TOKENS,
             )
-            connection.link = await RelayLink.open(addresses[0], hello, on_lost)
+            connection.link = await RelayLink.open(addresses[0], hello, on_lost, security)
         except BaseException:
             await asyncio.gather(*(stage.close() for stage in stages), return_exceptions=True)
             raise
@@ -101,6 +104,31 @@ class Connection:
         """Close every stream of this epoch; stages free what the sessions held."""
         await self.link.close()
         await asyncio.gather(*(stage.close() for stage in self.stages), return_exceptions=True)
+
+
+async def _describe_all(stages: Sequence[StageClient]) -> list[pb.DescribeResponse]:
+    """Ask every stage, and hear them all out before the first failure is raised: each may have its own to tell."""
+    answers = await asyncio.gather(*(stage.describe() for stage in stages), return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+async def refresh_costs(
+    connection: Connection, is_busy: Callable[[], bool], update: Callable[[list[StageCost]], None]
+) -> None:
+    """Plan with what the stages have learned of their speed since; for as long as the connection is used."""
+    while True:
+        await asyncio.sleep(CURVE_REFRESH_S)
+        if not is_busy():
+            continue  # an idle pipeline learns nothing
+        statuses = await asyncio.gather(*(stage.status(with_recent=False) for stage in connection.stages))
+        costs = connection.stage_costs()
+        for index, status in enumerate(statuses):
+            if status is not None:
+                costs[index] = stage_cost(status.decode_curve, status.prefill_curve, costs[index].rows_max)
+        update(costs)
 
 
 def stage_cost(decode: Iterable[pb.CostPoint], prefill: Iterable[pb.CostPoint], rows_max: int) -> StageCost:

@@ -40,7 +40,7 @@ def ranges(n_layers: int, cuts: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(itertools.pairwise(edges))
 
 
-def _allowed(facts: CutFacts, start: int, end: int) -> bool:
+def is_allowed(facts: CutFacts, start: int, end: int) -> bool:
     """Tell whether the layers from start to end may be one stage. A whole model always may."""
     if start % facts.cut_period:
         return False
@@ -60,7 +60,7 @@ def _reaches(facts: CutFacts, start: int, end: int) -> bool:
     """Tell whether some sequence of allowed stages covers the layers from start to end."""
     reached = {start}
     for edge in range(start + 1, end + 1):
-        if any(_allowed(facts, begin, edge) for begin in reached):
+        if any(is_allowed(facts, begin, edge) for begin in reached):
             reached.add(edge)
     return end in reached
 
@@ -77,7 +77,7 @@ def check_cuts(facts: CutFacts, cuts: Sequence[int]) -> None:
     if list(cuts) != sorted(set(cuts)):
         raise CutError(f"cuts {','.join(map(str, cuts))} must ascend without repeats; legal cuts: {listed}")
     for start, end in ranges(facts.n_layers, cuts):
-        if not _allowed(facts, start, end):
+        if not is_allowed(facts, start, end):
             raise CutError(f"layers {start} to {end - 1} cannot be one stage: {_reason(facts)}; legal cuts: {listed}")
 
 
@@ -118,7 +118,7 @@ def balanced_cuts(facts: CutFacts, n_stages: int) -> tuple[int, ...]:
         return step_bytes(start, end) + (facts.embedding_bytes if start == 0 else 0)
 
     def allowed(start: int, end: int) -> bool:
-        return _allowed(facts, start, end)
+        return is_allowed(facts, start, end)
 
     fastest = _best(facts.n_layers, n_stages, allowed, step_bytes, max)
     if fastest is None:

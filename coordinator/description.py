@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from coordinator.overlap import overlap
 from coordinator.pipeline_file import PipelineFile
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -15,10 +16,31 @@ def percentile(sorted_values: Sequence[int], share: float) -> int:
     return sorted_values[min(len(sorted_values) - 1, int(share * len(sorted_values)))]
 
 
+def describe_pipeline(
+    file: PipelineFile,
+    live: Mapping[str, object],
+    stages: Sequence[Mapping[str, object]],
+    statuses: Sequence[pb.StatusResponse | None],
+) -> dict[str, object]:
+    """Return the whole picture: what is served, `live` figures of the coordinator, overlap, and the stages."""
+    steps = [list(zip(s.step_start_ns, s.step_end_ns, strict=True)) if s else [] for s in statuses]
+    return {
+        "model": file.model_name,
+        "architecture": file.architecture,
+        "pipeline_id": file.pipeline_id,
+        **live,
+        "overlap": overlap(steps),
+        "stages": list(stages),
+    }
+
+
 def describe_stages(
-    file: PipelineFile, addresses: Sequence[str], statuses: Sequence[pb.StatusResponse | None]
+    file: PipelineFile,
+    addresses: Sequence[str],
+    statuses: Sequence[pb.StatusResponse | None],
+    more: Sequence[dict[str, object]],
 ) -> list[dict[str, object]]:
-    """Return one entry per stage; counters are missing where a stage did not answer."""
+    """Return one entry per stage; counters are missing where a stage did not answer. `more` is added to each."""
     described: list[dict[str, object]] = []
     for index, (stage, address) in enumerate(zip(file.stages, addresses, strict=True)):
         entry: dict[str, object] = {
@@ -26,6 +48,7 @@ def describe_stages(
             "address": address,
             "layers": [stage.layer_start, stage.layer_end],
             "artifact_bytes": stage.size_bytes,
+            **more[index],
         }
         status = statuses[index] if index < len(statuses) else None
         entry["up"] = status is not None

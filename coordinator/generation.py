@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from coordinator.request_log import RequestRecord
 
 FinishReason = Literal["stop", "length"]
 
@@ -34,7 +37,7 @@ class GenerationRequest:
     max_tokens: int  # >= 1; len(prompt_tokens) + max_tokens <= tokens per stream
     sampling: SamplingParams
     ignore_eos: bool = False  # go on past an end-of-generation token
-    trace_parent: str | None = None  # W3C traceparent of the caller, if it sent one
+    record: RequestRecord | None = None  # of the HTTP request that it is a part of
     wants_logits: bool = False  # certification: whole rows of logits with every token
 
 

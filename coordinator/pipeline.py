@@ -13,32 +13,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import enum
+import functools
 import logging
 import secrets
 import time
 from collections.abc import Callable, Hashable, Sequence
 
 from coordinator.admission import Admission
-from coordinator.connection import Connection, stage_cost
-from coordinator.description import describe_stages
+from coordinator.connection import Connection, refresh_costs
+from coordinator.description import describe_pipeline, describe_stages
 from coordinator.generation import GenerationRequest
 from coordinator.groups import GroupPlanner
-from coordinator.overlap import overlap
+from coordinator.observer import Observer
+from coordinator.pipeline_config import Phase as Phase
+from coordinator.pipeline_config import PipelineConfig as PipelineConfig
 from coordinator.pipeline_file import PipelineFile
-from coordinator.scheduler import ScheduleConfig, Scheduler
+from coordinator.reconnect import Reconnector
+from coordinator.request_log import StreamRecord
+from coordinator.roster import Roster, StaticRoster
+from coordinator.scheduler import Scheduler
 from coordinator.session import REPLAYS_MAX, OutFrame, Session, State
+from coordinator.stage_client import StageClient
 from coordinator.streams import AUDIENCE_MAX, Audience, SessionStream, sharing_key
+from coordinator.telemetry_control import greet
 from coordinator.token_sender import TokenSender
 from wire import bounds
 from wire.errors import (
-    HandshakeError,
     NotReadyError,
     ProtocolError,
     RelaylineError,
     StageLostError,
     StaleEpochError,
-    StartError,
     from_wire,
 )
 from wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -46,44 +51,23 @@ from wire.process import first_of
 
 log = logging.getLogger("relayline.coordinator")
 
-CURVE_REFRESH_S = 1.0  # between looks at what the stages have learned; batches never wait for it
-RECONNECT_FIRST_S, RECONNECT_MAX_S = 0.1, 2.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PipelineConfig:
-    """How the coordinator drives one pipeline."""
-
-    addresses: tuple[str, ...]
-    """host:port of every stage, in layer order."""
-    wire_dtype: int
-    """Dtype of activations between stages (wire.envelope.DTYPE_F16 or DTYPE_F32)."""
-    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
-    """How decode rows are grouped and prompts cut into chunks."""
-    share: bool = True
-    """Whether identical deterministic requests in flight share one session."""
-    waiting_max: int = 256
-    """Requests that may wait for a lane; one more is refused with 429."""
-    start_timeout_s: float = 60.0
-    """How long the stages may take to become reachable at the start."""
-    recovery_timeout_s: float = 120.0
-    """How long running requests wait for a lost stage to come back."""
-
-
-class Phase(enum.Enum):
-    """What the pipeline can do now."""
-
-    LOADING = "loading"
-    READY = "ready"
-    RECOVERING = "recovering"
-    DRAINING = "draining"
-
 
 class Pipeline:
     """One served pipeline; implements coordinator.generation.Generator."""
 
-    def __init__(self, config: PipelineConfig, file: PipelineFile, is_end: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        config: PipelineConfig,
+        file: PipelineFile,
+        is_end: Callable[[int], bool],
+        roster: Roster | None = None,
+        observer: Observer | None = None,
+    ) -> None:
         self.config, self.file, self._is_end = config, file, is_end
+        self._roster = roster or StaticRoster(config.addresses)
+        self._observer = observer or Observer()
+        self._roster.watch(self._on_lost)
+        self._reconnector = Reconnector(config, self._roster, self._open, lambda: bool(self._audiences), self._fail_all)
         self.phase = Phase.LOADING
         self.ready = asyncio.Event()
         self.epoch = 0
@@ -126,13 +110,11 @@ class Pipeline:
         audience = self._shared.get(key)
         if audience is None or len(audience.streams) >= AUDIENCE_MAX:
             audience = self._admit(request, key)
+            record = audience.opener
         else:
             self.n_shared += 1
-
-        def leave(stream: SessionStream) -> None:
-            self._leave(audience, stream)
-
-        stream = SessionStream(leave)
+            record = self._observer.joined(audience.session.record, request, time.monotonic_ns())
+        stream = SessionStream(functools.partial(self._leave, audience, record))
         audience.join(stream)
         return stream
 
@@ -140,38 +122,45 @@ class Pipeline:
         session = Session(self._next_session_id, request, self._is_end)
         has_lane = self._admission.admit(session)
         self._next_session_id += 1
-        audience = self._audiences[session.session_id] = self._shared[key] = Audience(session, key)
+        opener = self._observer.admitted(session.record, session.session_id, request, time.monotonic_ns())
+        audience = self._audiences[session.session_id] = self._shared[key] = Audience(session, key, opener)
         self._idle.clear()
         if has_lane:
             self._start(session)
         return audience
 
-    def _leave(self, audience: Audience, stream: SessionStream) -> None:
+    def _leave(self, audience: Audience, record: StreamRecord, stream: SessionStream) -> None:
         if stream in audience.streams:
             audience.streams.remove(stream)
+            self._observer.left(record, time.monotonic_ns())
         if not audience.streams and audience.session.session_id in self._audiences:
             self._finish(audience.session, audience.session.cancel())
 
+    @property
+    def stages(self) -> Sequence[StageClient]:
+        """The stages that are connected now, in layer order."""
+        return self._connection.stages if self._connection else ()
+
     async def describe(self) -> dict[str, object]:
         """Return topology and live counters."""
-        stages = self._connection.stages if self._connection else ()
-        statuses = await asyncio.gather(*(stage.status(with_recent=True) for stage in stages))
-        steps = [list(zip(s.step_start_ns, s.step_end_ns, strict=True)) if s else [] for s in statuses]
-        return {
-            "model": self.file.model_name,
-            "architecture": self.file.architecture,
-            "pipeline_id": self.file.pipeline_id,
+        statuses = await asyncio.gather(*(stage.status(with_recent=True) for stage in self.stages))
+        live = {
+            "now_ns": time.monotonic_ns(),
+            "generated_tokens": self._observer.n_tokens,
             "phase": self.phase.value,
             "epoch": self.epoch,
             "ctx_tokens": self.ctx_tokens,
-            "lanes": self._admission.n_lanes,
+            "lanes": self.n_lanes,
             "running": len(self._admission.running),
             "waiting": len(self._admission.waiting),
+            "kv_tokens": sum(len(session.history) for session in self._admission.running.values()),
             "shared_requests": self.n_shared,
             "plan": dataclasses.asdict(self._scheduler.plan()),
-            "overlap": overlap(steps),
-            "stages": describe_stages(self.file, self.config.addresses, statuses),
+            "link": self._connection.link.figures() if self._connection else {},
+            "missing": self._roster.missing(),
         }
+        stages = describe_stages(self.file, self._roster.addresses(), statuses, self._roster.describe())
+        return describe_pipeline(self.file, live, stages, statuses)
 
     # --- life of the connection ---------------------------------------------------------------------------------------
 
@@ -183,7 +172,7 @@ class Pipeline:
         stop = asyncio.ensure_future(stopping.wait())
         try:
             while not stop.done():
-                connected = asyncio.ensure_future(self._connect(self.config.start_timeout_s))
+                connected = asyncio.ensure_future(self._connect())
                 try:
                     await first_of(stop, connected)
                 finally:
@@ -201,68 +190,46 @@ class Pipeline:
             stop.cancel()
             await self._teardown()
 
-    async def _connect(self, start_timeout_s: float) -> None:
-        """Try until a connection stands. At the first start a misfit or a timeout is final; later nothing is."""
-        began_s = time.monotonic()
-        delay_s = RECONNECT_FIRST_S
-        while True:
-            self.epoch += 1
-            self._lost = asyncio.get_running_loop().create_future()
-            try:
-                self._connection = await Connection.open(
-                    self.config.addresses,
-                    self.file,
-                    route_id=self._route_id,
-                    epoch=self.epoch,
-                    wire_dtype=self.config.wire_dtype,
-                    on_return=self._on_return,
-                    on_lost=self._on_lost,
-                )
-                break
-            except RelaylineError as error:
-                waited_s = time.monotonic() - began_s
-                if self.phase is Phase.LOADING:
-                    if isinstance(error, HandshakeError):
-                        raise
-                    if waited_s > start_timeout_s:
-                        raise StartError(f"{error.message}; gave up after {waited_s:.0f} s") from error
-                elif waited_s > self.config.recovery_timeout_s:
-                    self._fail_all(error)
-                log.debug("not connected yet: %s", error.message)
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, RECONNECT_MAX_S)
+    async def _connect(self) -> None:
+        self._connection = await self._reconnector.connect(is_first=self.phase is Phase.LOADING)
+        await greet(self._connection.stages, self._observer.pushed_level)
         self._resume(self._connection)
+
+    async def _open(self, addresses: tuple[str, ...]) -> Connection:
+        """Begin the next epoch: one attempt to connect."""
+        self.epoch += 1
+        self._lost = asyncio.get_running_loop().create_future()
+        return await Connection.open(
+            addresses,
+            self.file,
+            route_id=self._route_id,
+            epoch=self.epoch,
+            wire_dtype=self.config.wire_dtype,
+            security=self.config.security,
+            on_return=self._on_return,
+            on_lost=self._on_lost,
+        )
 
     def _resume(self, connection: Connection) -> None:
         self._admission.n_lanes, self._admission.ctx_tokens = connection.n_lanes, connection.ctx_tokens
         self._sender = TokenSender(connection.link, self.epoch, self._on_lost)
         self._scheduler = Scheduler(self.config.schedule, GroupPlanner(connection.stage_costs()))
-        self._refresher = asyncio.create_task(self._refresh_curves(connection))
+        refreshing = refresh_costs(connection, lambda: bool(self._audiences), self._scheduler.planner.update)
+        self._refresher = asyncio.create_task(refreshing)
+        self._observer.connected(len(self.file.stages), time.monotonic_ns())
         for session in self._admission.running.values():
             self._start(session)
         self.phase = Phase.READY
         self.ready.set()
-        fields = {"epoch": self.epoch, "stages": len(self.config.addresses), "resumed": len(self._admission.running)}
+        fields = {"epoch": self.epoch, "stages": len(self.file.stages), "resumed": len(self._admission.running)}
         log.info("pipeline ready", extra={"fields": fields})
-
-    async def _refresh_curves(self, connection: Connection) -> None:
-        """Plan with what the stages have learned of their speed since; ends with the epoch."""
-        while True:
-            await asyncio.sleep(CURVE_REFRESH_S)
-            if not self._audiences:
-                continue  # an idle pipeline learns nothing
-            statuses = await asyncio.gather(*(stage.status(with_recent=False) for stage in connection.stages))
-            costs = connection.stage_costs()
-            for index, status in enumerate(statuses):
-                if status is not None:
-                    costs[index] = stage_cost(status.decode_curve, status.prefill_curve, costs[index].rows_max)
-            self._scheduler.planner.update(costs)
 
     async def _disconnect(self, error: RelaylineError) -> None:
         self.phase = Phase.RECOVERING
         self.ready.clear()
         fields = {"epoch": self.epoch, "reason": error.message, "paused": len(self._admission.running)}
         log.warning("pipeline lost, recovering", extra={"fields": fields})
+        self._observer.lost(error.message, time.monotonic_ns())
         await self._teardown()
 
     async def _teardown(self) -> None:
@@ -294,6 +261,7 @@ class Pipeline:
     # --- frames out, answers in ---------------------------------------------------------------------------------------
 
     def _start(self, session: Session) -> None:
+        self._observer.started(session.record, time.monotonic_ns())
         self._scheduler.control(session.start())
         self._scheduler.prompt(session)
         self._dispatch()
@@ -307,7 +275,9 @@ class Pipeline:
     def _dispatch_now(self) -> None:
         self._dispatching = False
         if self._sender is not None:
-            for envelope in self._scheduler.take(time.monotonic_ns()):
+            now_ns = time.monotonic_ns()
+            for envelope in self._scheduler.take(now_ns):
+                self._observer.sent(envelope, now_ns)
                 self._sender.push(envelope)
 
     def _on_lost(self, error: RelaylineError) -> None:
@@ -320,14 +290,16 @@ class Pipeline:
         now_ns = time.monotonic_ns()
         for passed in message.progress:
             self._scheduler.answered(passed.session_id, passed.position, now_ns)
+            self._observer.progressed(passed.session_id, passed.position, now_ns)
         for sample in message.samples:
             self._scheduler.answered(sample.session_id, sample.position, now_ns)
-            self._on_sample(sample)
+            self._on_sample(sample, now_ns)
+        self._observer.summarised(message.summaries)
         for fault in message.faults:
             self._on_fault(fault)
         self._dispatch()
 
-    def _on_sample(self, sample: pb.Sampled) -> None:
+    def _on_sample(self, sample: pb.Sampled, now_ns: int) -> None:
         audience = self._audiences.get(sample.session_id)
         if audience is None:
             return
@@ -341,6 +313,7 @@ class Pipeline:
             sample.position, sample.token, sample.logprob if wants_logprob else None, top, sample.logits
         )
         if event is not None:
+            self._observer.token(session.record, sample.position, event.finish_reason, now_ns)
             audience.put(event)
         if session.state is State.DONE:
             self._finish(session, frames)
@@ -359,12 +332,13 @@ class Pipeline:
         session = audience.session
         if fault.retryable and not isinstance(error, StaleEpochError) and session.replays < REPLAYS_MAX:
             session.replays += 1
-            log.info(
-                "replaying a session", extra={"fields": {"request": session.request.request_id, "why": str(error)}}
-            )
+            fields = {"request": session.request.request_id, "why": str(error)}
+            log.info("replaying a session", extra={"fields": fields})
+            self._observer.replayed(session.record, error.message, time.monotonic_ns())
             self._scheduler.forget(session.session_id, time.monotonic_ns())
             self._start(session)
             return
+        session.record.error = error.label
         audience.put(error)
         self._finish(session, session.cancel())
 
@@ -373,7 +347,8 @@ class Pipeline:
         audience = self._audiences.pop(session.session_id, None)
         if audience is not None and self._shared.get(audience.key) is audience:
             del self._shared[audience.key]
-        self._scheduler.forget(session.session_id, time.monotonic_ns())
+        self._observer.ended(session.record, now_ns := time.monotonic_ns())
+        self._scheduler.forget(session.session_id, now_ns)
         self._scheduler.control(frames)
         self._dispatch()
         following = self._admission.leave(session)
@@ -385,5 +360,6 @@ class Pipeline:
     def _fail_all(self, error: RelaylineError) -> None:
         lost = error if error.retryable else StageLostError(error.message)
         for audience in list(self._audiences.values()):
+            audience.session.record.error = lost.label
             audience.put(lost)
             self._finish(audience.session, audience.session.cancel())

@@ -11,14 +11,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 from coordinator.chat import ChatTemplate
+from coordinator.http.api_keys import protect_http
 from coordinator.http.app import make_app
 from coordinator.http.limits import HttpLimits
 from coordinator.http.server import start_http
+from coordinator.join_config import JoinConfig
+from coordinator.join_service import make_roster, serve_joining
+from coordinator.membership import Place
 from coordinator.pipeline import Pipeline, PipelineConfig
-from coordinator.pipeline_file import check_artifact, load_pipeline
+from coordinator.pipeline_file import PipelineFile, check_artifact, load_pipeline
+from coordinator.telemetry_control import TelemetryControl
+from coordinator.telemetry_start import observed
 from coordinator.tokenizer import Tokenizer
 from wire.errors import UsageError
 from wire.process import run
+from wire.security import check_connects
+from wire.telemetry_config import TelemetryConfig
 
 log = logging.getLogger("relayline.coordinator")
 
@@ -37,6 +45,16 @@ class ServeConfig:
     """Port of the HTTP API; 0 lets the system choose."""
     model_id: str = ""
     """Name clients use in requests; empty takes the model's own name."""
+    api_keys_file: Path | None = None
+    """File with the keys that the HTTP API demands, see coordinator.http.api_keys; None demands none."""
+    protect_metrics: bool = False
+    """Whether /metrics needs a key too."""
+    telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
+    """How much is traced here, and where to."""
+    push_level: bool = False
+    """Whether stages that connect are set to the trace level given here, rather than left at their own."""
+    join: JoinConfig | None = None
+    """Let stages join by themselves; `pipeline.addresses` is empty then, and the artifacts must be in pipeline_dir."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,42 +68,93 @@ class Ready:
     ctx_tokens: int
 
 
-def run_coordinator(config: ServeConfig, on_ready: Callable[[Ready], None]) -> None:
-    """Serve until SIGINT or SIGTERM, then drain. Raises RelaylineError if the start fails."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Joinable:
+    """Said once stages may join; requests are refused until all of them have."""
+
+    join_address: str  # host:port
+    url: str
+    names: tuple[str, ...]  # of the stages that are waited for, in layer order
+
+
+def run_coordinator(
+    config: ServeConfig,
+    on_ready: Callable[[Ready], None],
+    on_joinable: Callable[[Joinable], None] = lambda joinable: None,
+    on_member: Callable[[Place], None] = lambda place: None,
+) -> None:
+    """Serve until SIGINT or SIGTERM, then drain. `on_member` is told of every change of a joining stage's state.
+
+    Raises RelaylineError if the start fails.
+    """
 
     async def main(stopping: asyncio.Event) -> None:
-        await _serve(config, stopping, on_ready)
+        await _serve(config, stopping, on_ready, on_joinable, on_member)
 
     run(main)
 
 
-async def _serve(config: ServeConfig, stopping: asyncio.Event, on_ready: Callable[[Ready], None]) -> None:
-    file = load_pipeline(config.pipeline_dir, stages_here=False)
-    if len(config.pipeline.addresses) != len(file.stages):
+def _check_count(config: ServeConfig, file: PipelineFile) -> None:
+    n_given = len(config.join.stages if config.join is not None else config.pipeline.addresses)
+    what = "names" if config.join is not None else "addresses"
+    if n_given != len(file.stages):
         raise UsageError(
-            f"the pipeline in {config.pipeline_dir} has {len(file.stages)} stages, "
-            f"but {len(config.pipeline.addresses)} addresses were given"
+            f"the pipeline in {config.pipeline_dir} has {len(file.stages)} stages, but {n_given} {what} were given"
         )
+
+
+async def _serve(
+    config: ServeConfig,
+    stopping: asyncio.Event,
+    on_ready: Callable[[Ready], None],
+    on_joinable: Callable[[Joinable], None],
+    on_member: Callable[[Place], None],
+) -> None:
+    check_connects(config.pipeline.addresses, config.pipeline.security, "the coordinator")
+    file = load_pipeline(config.pipeline_dir, stages_here=config.join is not None)
+    _check_count(config, file)
     check_artifact(config.pipeline_dir / file.tokenizer.file, file.tokenizer)
     tokenizer = Tokenizer.load(config.pipeline_dir / file.tokenizer.file)
-    pipeline = Pipeline(config.pipeline, file, tokenizer.is_end)
+    joined = make_roster(config.join) if config.join is not None else None
+    if joined is not None:
+        joined.on_change = on_member
     model_id = config.model_id or file.model_name
     limits = HttpLimits()
     chat = ChatTemplate(tokenizer.chat_template, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
-    app = make_app(pipeline, tokenizer, chat, model_id, int(time.time()), limits)
-    # The API answers while the stages still load: /health says 503 until they are ready.
-    runner, port = await start_http(app, config.host, config.port)
+    async with contextlib.AsyncExitStack() as stack:
+        pushed_level = config.telemetry.level if config.push_level else None
+        observer = await stack.enter_async_context(observed(config.telemetry, file.model_name, pushed_level))
+        pipeline = Pipeline(config.pipeline, file, tokenizer.is_end, joined, observer)
+        control = TelemetryControl(observer, lambda: pipeline.stages)
+        app = make_app(pipeline, tokenizer, chat, model_id, int(time.time()), limits, control)
+        stack.enter_context(
+            protect_http(app, config.host, config.api_keys_file, protect_metrics=config.protect_metrics)
+        )
+        # The API answers while the stages still load: /health says 503 until they are ready.
+        runner, port = await start_http(app, config.host, config.port)
+        url = f"http://{config.host}:{port}"
+        stack.push_async_callback(runner.cleanup)
+        if config.join is not None and joined is not None:
+            joining = serve_joining(config.join, config.pipeline_dir, file, joined, config.pipeline.security)
+            address = await stack.enter_async_context(joining)
+            on_joinable(Joinable(address, url, tuple(stage.name for stage in config.join.stages)))
+        await _drive(
+            pipeline,
+            stopping,
+            lambda: on_ready(Ready(url, model_id, len(file.stages), pipeline.n_lanes, pipeline.ctx_tokens)),
+        )
+
+
+async def _drive(pipeline: Pipeline, stopping: asyncio.Event, on_ready: Callable[[], None]) -> None:
     serving = asyncio.create_task(pipeline.run(stopping))
     try:
         ready = asyncio.create_task(pipeline.ready.wait())
         await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         if not serving.done():
-            url = f"http://{config.host}:{port}"
-            on_ready(Ready(url, model_id, len(file.stages), pipeline.n_lanes, pipeline.ctx_tokens))
+            on_ready()
         await serving
     finally:
         serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(serving, return_exceptions=True)
-        await runner.cleanup()

@@ -16,6 +16,7 @@ import enum
 from collections.abc import Callable
 
 from coordinator.generation import FinishReason, GenerationRequest, TokenEvent
+from coordinator.request_log import SessionRecord
 from wire.frames import Flag
 
 REPLAYS_MAX = 3  # times one session is replayed after a fault of its own before it is given up
@@ -52,6 +53,8 @@ class Session:
     history: list[int] = dataclasses.field(default_factory=list)
     replays: int = 0
     n_sent: int = 0  # rows of the history sent in this epoch, while in PREFILL
+    record: SessionRecord = dataclasses.field(default_factory=SessionRecord)
+    """What telemetry notes about it; its frames carry `record.trace`."""
 
     def __post_init__(self) -> None:
         """Begin with the prompt."""

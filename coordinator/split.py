@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -89,6 +89,27 @@ def split_model(
             raise ArtifactError(f"{out_dir}: cannot write the split: {error.strerror or error}") from error
 
 
+def write_stages(source: Path, out_dir: Path, cuts: tuple[int, ...], indexes: Sequence[int]) -> tuple[Path, ...]:
+    """Write some stages of a split as files of their own, without a pipeline.json: for measuring them.
+
+    Raises ModelFileError, UnsupportedArchitectureError, CutError or ArtifactError.
+    """
+    model = open_model(source)
+    facts = facts_of(model)
+    family = families.family_of(facts.architecture, experimental=True)
+    check_cuts(facts, cuts)
+    stages = plan_split(model, facts, family, model_key(model), cuts).artifacts[1:]
+    writer = _Writer(model, facts, out_dir, None, None)
+    paths = []
+    try:
+        for index in indexes:
+            writer.write_artifact(stages[index])
+            paths.append(_partial(out_dir / stages[index].file).replace(out_dir / stages[index].file))
+    except OSError as error:
+        raise ArtifactError(f"{out_dir}: cannot write a stage: {error.strerror or error}") from error
+    return tuple(paths)
+
+
 @contextmanager
 def _directory_lock(out_dir: Path) -> Iterator[None]:
     """Hold the output directory, so that a second split of the same model waits and then finds it done."""
@@ -139,7 +160,7 @@ class _Writer:
         self.total_bytes = sum(artifact.size_bytes for artifact in plan.artifacts)
         self._check_space()
         try:
-            hashes = [self._write_artifact(artifact) for artifact in plan.artifacts]
+            hashes = [self.write_artifact(artifact) for artifact in plan.artifacts]
             if self.probe is not None:
                 self._probe(plan)
             return self._publish(plan, hashes)
@@ -154,7 +175,7 @@ class _Writer:
                 f"{self.out_dir}: the split needs {self.total_bytes:,} bytes, but only {free_bytes:,} are free there"
             )
 
-    def _write_artifact(self, artifact: PlannedArtifact) -> str:
+    def write_artifact(self, artifact: PlannedArtifact) -> str:
         """Write one file under its partial name and return its sha256."""
         buffer = memoryview(bytearray(CHUNK_BYTES))
         digest = hashlib.sha256()

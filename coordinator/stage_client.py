@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 import grpc.aio
@@ -12,7 +12,9 @@ from google.protobuf.message import DecodeError
 
 from wire import bounds, rpc
 from wire.errors import HandshakeError, ProtocolError, RelaylineError, StageLostError
+from wire.link_trouble import explained
 from wire.pb.relayline.v1 import relayline_pb2 as pb
+from wire.security import PLAINTEXT, LinkSecurity
 
 STATUS_TIMEOUT_S = 2.0  # a status that takes longer is left out of the picture
 
@@ -20,17 +22,21 @@ STATUS_TIMEOUT_S = 2.0  # a status that takes longer is left out of the picture
 class StageClient:
     """One stage as seen from the coordinator. Event loop only."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self._channel = rpc.open_channel(address)
+    def __init__(self, address: str, security: LinkSecurity = PLAINTEXT) -> None:
+        """Raises UsageError when `security` does not allow a link to `address`."""
+        self.address, self._security = address, security
+        self._channel = rpc.open_channel(address, security)
         self._reader: asyncio.Task[None] | None = None
 
     async def describe(self) -> pb.DescribeResponse:
-        """Ask what the stage holds. Raises StageLostError, HandshakeError."""
+        """Ask what the stage holds. Raises StageLostError, HandshakeError, UnauthenticatedError."""
         request = pb.DescribeRequest(protocol_version=bounds.PROTOCOL_VERSION)
-        facts: pb.DescribeResponse = await rpc.call(
-            self._channel, "Describe", request, pb.DescribeResponse, self.address, bounds.HANDSHAKE_TIMEOUT_S
-        )
+        try:
+            facts: pb.DescribeResponse = await rpc.call(
+                self._channel, "Describe", request, pb.DescribeResponse, self.address, bounds.HANDSHAKE_TIMEOUT_S
+            )
+        except StageLostError as error:
+            raise await explained(error, self.address, self._security) from error
         if facts.protocol_version != bounds.PROTOCOL_VERSION:
             raise HandshakeError(
                 f"{self.address} speaks protocol {facts.protocol_version}, this coordinator "
@@ -64,6 +70,34 @@ class StageClient:
         status.step_start_ns[:] = [at_ns + offset_ns for at_ns in status.step_start_ns]
         status.step_end_ns[:] = [at_ns + offset_ns for at_ns in status.step_end_ns]
         return status
+
+    async def batches(self, session_ids: Sequence[int]) -> pb.BatchesResponse | None:
+        """Return the remembered batches that held any of the sessions, None if there is no answer in time.
+
+        Start times are moved to this process's clock, assuming that both ways took equally long.
+        """
+        sent_ns = time.monotonic_ns()
+        request = pb.BatchesRequest(session_ids=session_ids)
+        try:
+            found: pb.BatchesResponse = await rpc.call(
+                self._channel, "Batches", request, pb.BatchesResponse, self.address, STATUS_TIMEOUT_S
+            )
+        except RelaylineError:
+            return None
+        offset_ns = (sent_ns + time.monotonic_ns()) // 2 - found.now_ns
+        for batch in found.batches:
+            batch.start_ns = max(0, batch.start_ns + offset_ns)
+        return found
+
+    async def set_telemetry(self, wanted: pb.TelemetrySettings) -> pb.TelemetrySettings | None:
+        """Set how much the stage traces (UNSPECIFIED leaves it) and return what holds now, None without an answer."""
+        try:
+            settings: pb.TelemetrySettings = await rpc.call(
+                self._channel, "SetTelemetry", wanted, pb.TelemetrySettings, self.address, STATUS_TIMEOUT_S
+            )
+        except RelaylineError:
+            return None
+        return settings
 
     async def listen(
         self,

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable, Hashable
 
 from coordinator.generation import GenerationRequest, TokenEvent
+from coordinator.request_log import StreamRecord
 from coordinator.session import Session
 from wire.errors import RelaylineError
 
@@ -53,8 +54,8 @@ class SessionStream:
 class Audience:
     """One session and everybody who listens to it."""
 
-    def __init__(self, session: Session, key: Hashable) -> None:
-        self.session, self.key = session, key
+    def __init__(self, session: Session, key: Hashable, opener: StreamRecord) -> None:
+        self.session, self.key, self.opener = session, key, opener
         self.streams: list[SessionStream] = []
         self._past: list[TokenEvent] = []  # bounded by the session's max_tokens
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 from coordinator.session import OutFrame
 from wire import bounds
 from wire.envelope import with_extras
-from wire.errors import RelaylineError
-from wire.frames import Flag
+from wire.errors import InternalError, RelaylineError
+from wire.frames import Flag, set_traces
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.relay_link import RelayLink
+
+log = logging.getLogger("relayline.coordinator")
 
 FLUSH_TIMEOUT_S = 2.0  # the last closes at the end of a process
 
@@ -58,6 +61,9 @@ class TokenSender:
                 await self._wake.wait()
         except RelaylineError as error:
             self._on_error(error)
+        except Exception as error:  # a bug of ours: without a word, every later request would wait for ever
+            log.exception("sending to stage 0 failed")
+            self._on_error(InternalError(f"sending to stage 0 failed: {error}"))
 
     async def _send(self, batch: Sequence[OutFrame]) -> None:
         now_ns = time.monotonic_ns()
@@ -72,6 +78,7 @@ class TokenSender:
         records["flags"] = [frame.flags for frame in batch]
         records["argument"] = 0
         records["enqueued_ns"] = now_ns
+        set_traces(records, [frame.session.record.trace for frame in batch])
         self._sequence += 1
         buffer.seal(self._epoch, self._sequence, now_ns)
         options = [_options(frame) for frame in batch if frame.flags & Flag.OPEN]

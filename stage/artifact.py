@@ -10,18 +10,16 @@ This module reads; it never writes into the artifact's directory. Verified hashe
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import os
 from pathlib import Path
 
 import msgspec
 
 from stage.ggml import GgufMetadata
 from wire.errors import ArtifactError, ModelFileError
+from wire.file_hash import sha256_of
 
 ARTIFACT_VERSION = 1  # relayline.version and pipeline.json's version; raised on any incompatible change
 PIPELINE_FILE = "pipeline.json"
-_HASH_CHUNK_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,15 +71,6 @@ class _Pipeline(msgspec.Struct, frozen=True):
     version: int
     pipeline_id: str
     stages: list[_StageEntry]
-
-
-class _Stamp(msgspec.Struct, frozen=True):
-    """A file that once hashed to `sha256`, and how it looked on disk then."""
-
-    size_bytes: int
-    mtime_ns: int
-    inode: int
-    sha256: str
 
 
 class _Reader:
@@ -173,7 +162,7 @@ def verify_artifact(path: Path) -> StageArtifact:
     size_bytes = path.stat().st_size
     if size_bytes != entry.size_bytes:
         raise ArtifactError(f"{path}: {size_bytes} bytes where {PIPELINE_FILE} says {entry.size_bytes}; copy it again")
-    if _sha256_of(path) != entry.sha256:
+    if sha256_of(path) != entry.sha256:
         raise ArtifactError(f"{path}: its sha256 is not the one in {PIPELINE_FILE}; it was altered, copy it again")
     artifact = open_artifact(path)
     if artifact.pipeline_id != pipeline.pipeline_id or artifact.stage_index != entry.index:
@@ -191,37 +180,3 @@ def _read_pipeline(path: Path) -> _Pipeline:
     if pipeline.version != ARTIFACT_VERSION:
         raise ArtifactError(f"{path}: version {pipeline.version}, this build reads {ARTIFACT_VERSION}; split again")
     return pipeline
-
-
-def _cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relayline"
-
-
-def _sha256_of(path: Path) -> str:
-    """Return the file's sha256, from the user's cache if the file looks as it did when it was last hashed."""
-    status = path.stat()
-    stamp_path = _cache_dir() / "verified" / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]}.json"
-    try:
-        stamp = msgspec.json.decode(stamp_path.read_bytes(), type=_Stamp)
-        if (stamp.size_bytes, stamp.mtime_ns, stamp.inode) == (status.st_size, status.st_mtime_ns, status.st_ino):
-            return stamp.sha256
-    except (OSError, msgspec.DecodeError):
-        pass  # no stamp, or none that can be used: hash the file
-    sha256 = _hash(path)
-    stamp = _Stamp(status.st_size, status.st_mtime_ns, status.st_ino, sha256)
-    try:
-        stamp_path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = stamp_path.with_suffix(f".{os.getpid()}")
-        scratch.write_bytes(msgspec.json.encode(stamp))
-        scratch.replace(stamp_path)
-    except OSError:
-        pass  # a cache that cannot be written costs time at the next start, nothing else
-    return sha256
-
-
-def _hash(path: Path) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(_HASH_CHUNK_BYTES)
-    with path.open("rb", buffering=0) as file:
-        while n_bytes := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:n_bytes])
-    return digest.hexdigest()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from wire import bounds
 from wire.errors import UsageError
+from wire.security import PLAINTEXT, LinkSecurity, check_listen
+from wire.telemetry_config import TelemetryConfig
 
 POLICIES = ("auto", "drain", "single")
 LANES_MAX = 255  # llama.cpp is compiled for 256 sequences, and one is kept for padding rows
@@ -45,6 +47,12 @@ class StageConfig:
     """Measure the cost curve at start (cached); without it the curve is learned from real steps."""
     verify: bool = True
     """Check the artifact's sha256 against pipeline.json (remembered, so the second start is quick)."""
+    security: LinkSecurity = PLAINTEXT
+    """Certificates and join token of every link, listening and connecting."""
+    telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
+    """How much is traced and where spans go."""
+    metrics: tuple[str, int] | None = None
+    """Host and port of the HTTP endpoint /metrics; port 0 lets the system choose; None serves no metrics."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for the first value out of range."""
@@ -64,6 +72,7 @@ class StageConfig:
             raise UsageError(f"--policy {self.policy} is unknown; choose one of {', '.join(POLICIES)}")
         if self.kv_type not in KV_TYPES:
             raise UsageError(f"--kv-type {self.kv_type} is unknown; choose one of {', '.join(KV_TYPES)}")
+        check_listen(self.host, self.security, "this stage")  # here, because loading the artifact may take long
 
     @property
     def threads_used(self) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib.metadata
 import logging
 import os
+import socket
 from collections.abc import AsyncIterator, Callable
 
-import grpc
-import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as grpc_health_aio
 
@@ -21,17 +21,21 @@ from stage.config import StageConfig
 from stage.curves import Curves
 from stage.embedding import EmbeddingTable
 from stage.lanes import LaneTable
+from stage.metrics import StageCollector, serve_metrics
 from stage.native import EngineConfig, NativeEngine
+from stage.padding import Padding
 from stage.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
 from stage.runner import Runner
 from stage.service import StageFacts, StageService
 from stage.stats import StageStats
 from stage.step import StepExecutor
-from stage.step_types import Padding
 from wire import rpc
+from wire import telemetry_names as names
 from wire.curve import PAD_SEARCH_ROWS
-from wire.errors import StartError
+from wire.errors import UsageError
+from wire.listening import Listener
 from wire.process import first_of, run
+from wire.telemetry import Role, Telemetry
 
 log = logging.getLogger("relayline.stage")
 
@@ -46,8 +50,7 @@ def run_stage(config: StageConfig, on_ready: OnReady) -> None:
     Raises ArtifactError, ModelFileError, NativeError, StartError or UsageError before that.
     """
 
-    # An abort inside ggml would start a debugger on this process, which takes long and says nothing to a user.
-    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+    prepare_environment()
 
     async def main(stopping: asyncio.Event) -> None:
         async with serve(config) as (address, facts, crashed):
@@ -58,6 +61,12 @@ def run_stage(config: StageConfig, on_ready: OnReady) -> None:
                 await crashed
 
     run(main)
+
+
+def prepare_environment() -> None:
+    """Set what native code reads from the environment. Call it before anything is loaded."""
+    # An abort inside ggml would start a debugger on this process, which takes long and says nothing to a user.
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 
 
 def load(config: StageConfig) -> tuple[StageFacts, StepExecutor]:
@@ -103,33 +112,66 @@ def make_policy(config: StageConfig, curves: Curves) -> Policy:
 @contextlib.asynccontextmanager
 async def serve(config: StageConfig) -> AsyncIterator[tuple[str, StageFacts, asyncio.Future[None]]]:
     """Serve a stage inside the running loop; yields (address, facts, a future that fails if the engine crashes)."""
-    facts, executor = load(config)
+    # In a thread, so that a stage that joined can go on saying that it is there.
+    facts, executor = await asyncio.to_thread(load, config)
     crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    try:
+        telemetry = start_telemetry(facts)
+    except UsageError:
+        executor.close()
+        raise
     stats = StageStats()
-    service = StageService(facts, executor, stats)
+    service = StageService(facts, executor, stats, telemetry)
     batcher = Batcher(make_policy(config, facts.curves))
     runner = Runner(batcher, executor, service.deliver, crashed.set_exception)
     service.attach(runner)
     sender = asyncio.create_task(service.send_forever())
-    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    listener = Listener(config.security, f"stage {facts.artifact.stage_index}")
+    server = listener.server
     server.add_generic_rpc_handlers((service.handlers(),))
     health = grpc_health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     try:
-        try:
-            port = server.add_insecure_port(f"{config.host}:{config.port}")
-        except RuntimeError as error:
-            raise StartError(f"cannot listen on {config.host}:{config.port}; is the port taken?") from error
-        await server.start()
-        for name in ("", rpc.SERVICE):
-            await health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        yield f"{config.host}:{port}", facts, crashed
+        port = listener.add_port(config.host, config.port)
+        async with metrics(facts, stats, telemetry, service) as metrics_address:
+            await server.start()
+            for name in ("", rpc.SERVICE):
+                await health.set(name, health_pb2.HealthCheckResponse.SERVING)
+            yield f"{config.host}:{port}", dataclasses.replace(facts, metrics_address=metrics_address), crashed
     finally:
         await health.enter_graceful_shutdown()
         if not crashed.done():
             await service.close()
         await server.stop(SHUTDOWN_GRACE_S)
+        listener.close()
         sender.cancel()
         if not crashed.done():
             await runner.call(executor.close)
         await runner.stop()
+        await asyncio.to_thread(telemetry.shutdown)
+
+
+def start_telemetry(facts: StageFacts) -> Telemetry:
+    """Start what the stage's configuration says of telemetry. Raises UsageError for OTEL_* that cannot be used."""
+    instance = f"{facts.artifact.stage_index}@{socket.gethostname()}"
+    return Telemetry.start(Role.STAGE, instance, facts.config.telemetry)
+
+
+@contextlib.asynccontextmanager
+async def metrics(
+    facts: StageFacts, stats: StageStats, telemetry: Telemetry, service: StageService
+) -> AsyncIterator[str]:
+    """Serve /metrics if the configuration says where; yields the address, empty if not. Raises StartError."""
+    artifact, config = facts.artifact, facts.config
+    if config.metrics is None:
+        yield ""
+        return
+    info = {
+        names.LABEL_STAGE: str(artifact.stage_index),
+        "layers": f"{artifact.layer_start}-{artifact.layer_end - 1}",
+        "pipeline": artifact.pipeline_id[:12],
+        "policy": config.policy,
+        "version": facts.software_version,
+    }
+    async with serve_metrics(config.metrics, StageCollector(info, stats, telemetry, service.gauges)) as address:
+        yield address

@@ -51,8 +51,8 @@ class Route:
             self._listeners.remove(listener)
 
     def report(self, output: RouteOutput) -> None:
-        """Pass one step's samples and faults to the coordinator as one message."""
-        if not (output.samples or output.faults or output.progress):
+        """Pass one step's samples, faults and summaries to the coordinator as one message."""
+        if not (output.samples or output.faults or output.progress or output.summaries):
             return
         message = pb.ReturnEnvelope(
             epoch=output.epoch,
@@ -60,6 +60,7 @@ class Route:
             samples=output.samples,
             faults=output.faults,
             progress=output.progress,
+            summaries=output.summaries,
         )
         for listener in list(self._listeners):
             if listener.queue.full():

@@ -15,6 +15,8 @@ from stage.artifact import StageArtifact
 from stage.config import StageConfig
 from stage.curves import Curves
 from stage.inbound import Inbound
+from stage.metrics import Gauges
+from stage.observer import StageObserver
 from stage.routes import ROUTES_MAX, Route
 from stage.runner import Runner
 from stage.stats import StageStats
@@ -30,9 +32,12 @@ from wire.errors import (
     RelaylineError,
     StageLostError,
     StaleEpochError,
+    UnauthenticatedError,
 )
+from wire.link_trouble import retold
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.relay_link import RelayLink
+from wire.telemetry import Telemetry
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -49,13 +54,20 @@ class StageFacts:
     software_version: str
     curves: Curves = dataclasses.field(default_factory=Curves)
     instance_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    metrics_address: str = ""  # host:port of /metrics; empty when it is not served
 
 
 class StageService:
     """All calls of relayline.v1.StageService."""
 
-    def __init__(self, facts: StageFacts, executor: StepExecutor, stats: StageStats) -> None:
+    def __init__(
+        self, facts: StageFacts, executor: StepExecutor, stats: StageStats, telemetry: Telemetry | None = None
+    ) -> None:
         self._facts, self._executor, self._stats = facts, executor, stats
+        self._observer = StageObserver(
+            telemetry or Telemetry(), facts.artifact, facts.config, facts.instance_id, lambda: len(executor.lanes)
+        )
+        executor.mark = self._observer.spans.mark
         self._routes: dict[int, Route] = {}
         self._configuring = asyncio.Lock()
         # Bounded by runner.OUTBOX_STEPS_MAX: the decode thread takes no step while that many are unsent.
@@ -78,6 +90,8 @@ class StageService:
                 "Describe": unary(self.describe, parser(pb.DescribeRequest), serialize),
                 "Configure": unary(self.configure, parser(pb.ConfigureRequest), serialize),
                 "Status": unary(self.status, parser(pb.StatusRequest), serialize),
+                "Batches": unary(self._observer.batches, parser(pb.BatchesRequest), serialize),
+                "SetTelemetry": unary(self._observer.set_telemetry, parser(pb.TelemetrySettings), serialize),
                 "Relay": grpc.stream_stream_rpc_method_handler(self.relay, None, serialize),
                 "Return": grpc.unary_stream_rpc_method_handler(self.return_, parser(pb.ReturnRequest), serialize),
             },
@@ -106,6 +120,10 @@ class StageService:
             self._sends.put_nowait(sends)
         else:
             self.runner.sent()
+        for close, summary in self._observer.step_done(result):
+            route = self._routes.get(close.route_id)
+            if route is not None and route.epoch == close.epoch:
+                route.report(RouteOutput(close.route_id, close.epoch, summaries=[summary]))
 
     async def send_forever(self) -> None:
         """Send every step's envelopes, one step after the other: gRPC allows one write at a time per stream."""
@@ -199,6 +217,7 @@ class StageService:
         wiring = RouteWiring(request.epoch, link.pool if link else None)
         await self.runner.call(lambda: self._executor.reset_route(request.route_id, wiring))
         self._routes[request.route_id] = route
+        self._stats.n_epochs += 1
 
     async def _connect(self, request: pb.ConfigureRequest) -> RelayLink:
         artifact = self._facts.artifact
@@ -218,7 +237,10 @@ class StageService:
             if route is not None and route.epoch == request.epoch:
                 self._link_lost(route, error)
 
-        return await RelayLink.open(request.next_address, hello, on_lost)
+        try:
+            return await RelayLink.open(request.next_address, hello, on_lost, self._facts.config.security)
+        except UnauthenticatedError as error:
+            raise retold(error, f"stage {artifact.stage_index}") from error
 
     async def _end_route(self, route: Route) -> None:
         """End an epoch and free what it held. The caller holds the configuring lock; an ended route stays ended."""
@@ -228,6 +250,7 @@ class StageService:
         del self._routes[route.route_id]
         self.runner.drop_route(route.route_id)
         await self.runner.call(lambda: self._executor.reset_route(route.route_id, None))
+        self._observer.route_ended(route.route_id)
         if route.link is not None:
             await route.link.close()
 
@@ -243,6 +266,18 @@ class StageService:
         message.prefill_curve.extend(_points(self._facts.curves.prefill))
         message.now_ns = time.monotonic_ns()
         return message
+
+    def gauges(self) -> Gauges:
+        """Return what this stage holds at this moment, for its metrics."""
+        links = [route.link.figures() for route in self._routes.values() if route.link is not None]
+        return Gauges(
+            queued_rows=self.runner.queued_rows,
+            queued_frames=self.runner.queued_frames,
+            lanes_used=len(self._executor.lanes),
+            lanes_total=self._executor.lanes.n_lanes,
+            in_flight_bytes=sum(figures["in_flight_bytes"] for figures in links),
+            window_bytes=sum(figures["window_bytes"] for figures in links),
+        )
 
     # --- streams ------------------------------------------------------------------------------------------------------
 

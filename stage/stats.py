@@ -6,6 +6,7 @@ step, so a reader sees a value that was true, never a torn one.
 
 from __future__ import annotations
 
+import bisect
 import collections
 
 from stage.step_types import StepResult
@@ -13,6 +14,11 @@ from wire.pb.relayline.v1 import relayline_pb2 as pb
 
 RECENT_WAITS_MAX = 8_192  # frame waits kept for percentiles
 RECENT_STEPS_MAX = 1_024  # step intervals kept for the overlap figure
+# Upper ends of the wait histogram's buckets: from a fifth of a decode step on a fast stage to a long queue.
+WAIT_BUCKETS_NS = tuple(
+    round(seconds * 1e9)
+    for seconds in (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+)  # fmt: skip
 
 
 class StageStats:
@@ -25,6 +31,10 @@ class StageStats:
         self.faults_by_label: collections.Counter[str] = collections.Counter()
         self.recent_wait_ns: collections.deque[int] = collections.deque(maxlen=RECENT_WAITS_MAX)
         self.recent_steps_ns: collections.deque[tuple[int, int]] = collections.deque(maxlen=RECENT_STEPS_MAX)
+        self.waits_by_bucket = [0] * (len(WAIT_BUCKETS_NS) + 1)  # the last one has no upper end
+        self.wait_sum_ns = self.encode_ns = 0
+        self.predicted_ns = self.measured_ns = 0  # of the steps for which the cost curves said anything
+        self.n_epochs = 0  # times that a coordinator connected this stage
         self.n_steps = self.n_rows = self.n_frames = self.busy_ns = self.n_padded_rows = 0
         self.envelopes_in = self.payload_bytes_in = 0
         self.envelopes_out = self.payload_bytes_out = 0
@@ -43,6 +53,13 @@ class StageStats:
         self.n_padded_rows += result.padded_rows
         self.n_frames += len(result.waits_ns)
         self.busy_ns += result.decode_ns
+        self.encode_ns += result.encode_ns
+        if result.predicted_ns:
+            self.predicted_ns += result.predicted_ns
+            self.measured_ns += result.decode_ns
+        for wait_ns in result.waits_ns:
+            self.waits_by_bucket[bisect.bisect_left(WAIT_BUCKETS_NS, wait_ns)] += 1
+        self.wait_sum_ns += sum(result.waits_ns)
 
     def message(self, *, with_recent: bool) -> pb.StatusResponse:
         """Return the counters in wire form; the caller adds what it knows of lanes and queues."""

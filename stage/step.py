@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from stage.lanes import LaneTable
+from stage.padding import Padding
 from stage.placement import Placed, fill_frames, run_length
 from stage.queue_types import QueuedFrame, Step
 from stage.sampler import SamplingOptions, SessionSampler
-from stage.step_types import Embeddings, Engine, Padding, RouteOutput, RouteWiring, StepResult
-from wire import bounds
+from stage.step_types import Embeddings, Engine, RouteOutput, RouteWiring, StepResult
+from wire import bounds, trace_context
 from wire.envelope import BufferPool, with_extras
 from wire.errors import NumericError, PositionGapError, ProtocolError, RelaylineError, SessionError
 from wire.frames import Flag
@@ -42,6 +43,9 @@ class StepExecutor:
         self.routes: dict[int, RouteWiring] = {}
         # Sessions are named by QueuedFrame.session_key here: (route_id, session_id).
         self.cancelled: set[tuple[int, int]] = set()  # their close has arrived; the event loop adds, a close removes
+        # Says which span a batch of these frames will have: 25 bytes, zeros for none. Set before the first step.
+        self.mark: Callable[[list[QueuedFrame]], bytes] = lambda members: trace_context.NONE
+        self._n_decodes = 0
         self._embeddings, self._close_engine, self._padding = embeddings, close, padding
         self._samplers: dict[tuple[int, int], SessionSampler] = {}
         self._wants_logits: set[tuple[int, int]] = set()
@@ -57,35 +61,49 @@ class StepExecutor:
         # Rows of one route stand together, so that each route's output is one slice of the native result.
         frames = sorted(step.frames, key=lambda frame: frame.route_id) if len(self.routes) > 1 else step.frames
         placed = self._place_all(outputs, [frame for frame in frames if self._is_current(frame)])
-        n_rows = sum(item.frame.n_rows for item in placed)
-        decode_ns = padded_rows = started_ns = 0
-        if placed:
-            padded_rows = self._pad(placed, n_rows)
-            started_ns = time.monotonic_ns()
-            try:
-                self.engine.decode(n_rows + padded_rows)
-            except RelaylineError as error:
-                for item in placed:
-                    self._fault(outputs, item.frame, error)
-                placed = []
-            decode_ns = time.monotonic_ns() - started_ns
-            self._learn(placed, n_rows + padded_rows, padded_rows, decode_ns)
+        result = StepResult(
+            step=step,
+            outputs=[],
+            waits_ns=[step.taken_ns - frame.arrived_ns for frame in step.frames],
+            members=[item.frame for item in placed],
+            closed=[frame for frame in controls if frame.flags & Flag.CLOSE],
+        )
+        if placed and not self._decode(outputs, placed, result):
+            placed = []
         for item in placed:
             item.lane.next_position = item.position_after
+        decoded_ns = time.monotonic_ns()
         if self.engine.is_last:
             self._sample(outputs, placed)
         else:
-            self._encode(outputs, controls, placed)
-        return StepResult(
-            outputs=list(outputs.values()),
-            consumed=step.frames,
-            n_rows=n_rows,
-            decode_ns=decode_ns,
-            waits_ns=[step.taken_ns - frame.arrived_ns for frame in step.frames],
-            close_reason=step.close_reason,
-            padded_rows=padded_rows,
-            started_ns=started_ns,
-        )
+            self._encode(outputs, controls, placed, result.context)
+        result.encode_ns = time.monotonic_ns() - decoded_ns
+        result.outputs = list(outputs.values())
+        return result
+
+    def _decode(self, outputs: dict[int, RouteOutput], placed: list[Placed], result: StepResult) -> bool:
+        """Run the native decode and describe it in the result; false, with a fault for every frame, if it failed."""
+        members, padding = result.members, self._padding
+        self._n_decodes += 1
+        result.number = self._n_decodes
+        result.context = self.mark(members)
+        result.n_rows = n_rows = sum(frame.n_rows for frame in members)
+        if padding is not None:
+            result.padded_rows = padding.pad(self.engine, members, n_rows)
+            n_rows += result.padded_rows
+            result.predicted_ns = padding.predicted_ns(members, n_rows)
+        result.started_ns = time.monotonic_ns()
+        try:
+            self.engine.decode(n_rows)
+        except RelaylineError as error:
+            result.error = error.label
+            for item in placed:
+                self._fault(outputs, item.frame, error)
+        result.decode_ns = time.monotonic_ns() - result.started_ns
+        if padding is not None:
+            learned = [] if result.error else members
+            padding.learn(self.engine, learned, n_rows, result.padded_rows, result.decode_ns)
+        return not result.error
 
     def reset_route(self, route_id: int, wiring: RouteWiring | None) -> None:
         """Forget all sessions of a route; with a wiring, begin its new epoch."""
@@ -103,36 +121,6 @@ class StepExecutor:
         for route_id in list(self.routes):
             self.reset_route(route_id, None)
         self._close_engine()
-
-    # --- padding ------------------------------------------------------------------------------------------------------
-
-    def _pad(self, placed: list[Placed], n_rows: int) -> int:
-        """Add scratch rows where the curve says that more rows are cheaper; returns how many."""
-        padding = self._padding
-        if padding is None or not padding.enabled or all(item.frame.is_prefill for item in placed):
-            return 0
-        target = padding.curves.decode.padded_rows(n_rows, self.engine.max_rows)
-        if target == n_rows or n_rows > padding.wanted_max - (target - n_rows):
-            return 0
-        engine = self.engine
-        engine.input_rows[n_rows:target] = 0
-        engine.positions[n_rows:target] = np.arange(target - n_rows)
-        engine.seq_ids[n_rows:target] = padding.spare_lane
-        engine.wants[n_rows:target] = 1  # the head is tiled too
-        return target - n_rows
-
-    def _learn(self, placed: list[Placed], n_rows: int, padded_rows: int, decode_ns: int) -> None:
-        if self._padding is None:
-            return
-        if padded_rows:
-            self.engine.clear(self._padding.spare_lane)
-        if not placed:
-            return
-        n_prefill = sum(item.frame.is_prefill for item in placed)
-        if n_prefill == 0:
-            self._padding.curves.decode.observe(n_rows, decode_ns)
-        elif n_prefill == len(placed):
-            self._padding.curves.prefill.observe(n_rows, decode_ns)
 
     # --- controls and placement ---------------------------------------------------------------------------------------
 
@@ -326,16 +314,18 @@ class StepExecutor:
                 )
             )
 
-    def _encode(self, outputs: dict[int, RouteOutput], controls: list[QueuedFrame], placed: list[Placed]) -> None:
+    def _encode(
+        self, outputs: dict[int, RouteOutput], controls: list[QueuedFrame], placed: list[Placed], context: bytes
+    ) -> None:
         for route_id in {frame.route_id for frame in controls} | {item.frame.route_id for item in placed}:
             pool = self.routes[route_id].pool
             if pool is None:
                 continue
             mine = [item for item in placed if item.frame.route_id == route_id]
             heads = [frame for frame in controls if frame.route_id == route_id]
-            if not self._encode_route(outputs, pool, route_id, heads, mine):
+            if not self._encode_route(outputs, pool, route_id, heads, mine, context):
                 finite = self._finite(outputs, mine)
-                self._encode_route(outputs, pool, route_id, heads, finite)
+                self._encode_route(outputs, pool, route_id, heads, finite, context)
 
     def _encode_route(
         self,
@@ -344,6 +334,7 @@ class StepExecutor:
         route_id: int,
         controls: list[QueuedFrame],
         placed: list[Placed],
+        context: bytes,
     ) -> bool:
         """Write one route's envelope into its output; false, and nothing written, if a row is not finite."""
         forwarded = controls + [item.frame for item in placed]
@@ -360,7 +351,7 @@ class StepExecutor:
         wiring.sequence += 1
         output = self._output(outputs, route_id)
         output.sent_ns = time.monotonic_ns()
-        buffer.seal(wiring.epoch, wiring.sequence, output.sent_ns)
+        buffer.seal(wiring.epoch, wiring.sequence, output.sent_ns, context)
         options = [frame.options or pb.SessionOptions() for frame in forwarded if frame.flags & Flag.OPEN]
         output.buffer, output.message = buffer, with_extras(buffer, encoded.exponents, options)
         return True

@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stage.curves import Curves
-from stage.queue_types import QueuedFrame
+from stage.queue_types import QueuedFrame, Step
+from wire import trace_context
 from wire.envelope import Buffer, BufferPool
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -52,20 +52,42 @@ class RouteOutput:
     samples: list[pb.Sampled] = dataclasses.field(default_factory=list)
     faults: list[pb.SessionFault] = dataclasses.field(default_factory=list)
     progress: list[pb.Progress] = dataclasses.field(default_factory=list)
+    summaries: list[pb.SessionSummary] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(slots=True)
 class StepResult:
     """Everything the event loop has to carry away after a step."""
 
+    step: Step
     outputs: list[RouteOutput]
-    consumed: list[QueuedFrame]  # their links get the payload bytes back as credit
-    n_rows: int
-    decode_ns: int
-    waits_ns: list[int]
-    close_reason: str
+    waits_ns: list[int]  # of step.frames: from arrival to the moment the step was taken
+    members: list[QueuedFrame]  # frames of the native decode; a frame that does not fit its lane is none
+    n_rows: int = 0  # of the members
+    closed: list[QueuedFrame] = dataclasses.field(default_factory=list)  # closes that were applied
     padded_rows: int = 0  # scratch rows beside n_rows
+    number: int = 0  # counts native decodes of this process from 1; 0 when there was none
     started_ns: int = 0  # when the native decode began
+    decode_ns: int = 0
+    predicted_ns: int = 0  # what the cost curves said before it; 0: nothing was known
+    encode_ns: int = 0  # sampling or encoding
+    error: str = ""  # label of the error with which the native decode failed
+    context: bytes = trace_context.NONE  # 25 bytes, of the batch's span; zeros when none is recorded
+
+    @property
+    def consumed(self) -> list[QueuedFrame]:
+        """Frames whose links get the payload bytes back as credit."""
+        return self.step.frames
+
+    @property
+    def close_reason(self) -> str:
+        """Why the batch took no more, see stage.policy."""
+        return self.step.close_reason
+
+    @property
+    def ended_ns(self) -> int:
+        """When everything of this step was ready to leave."""
+        return self.started_ns + self.decode_ns + self.encode_ns
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,13 +97,3 @@ class RouteWiring:
     epoch: int
     pool: BufferPool | None
     sequence: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Padding:
-    """Where scratch rows go, and the curves that say when they make a step cheaper."""
-
-    curves: Curves
-    spare_lane: int  # a native sequence that no session owns
-    wanted_max: int  # rows of one step that may want logits
-    enabled: bool = True

@@ -34,6 +34,7 @@ from wire.envelope import DTYPE_F32, DTYPE_TOKENS, Buffer, BufferPool, with_extr
 from wire.errors import InternalError, RelaylineError
 from wire.frames import TRACE_BYTES, Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb
+from wire.telemetry import Telemetry
 
 ROUTE, EPOCH, WIDTH, VOCAB, MAX_ROWS, CTX = 7, 1, 4, 32, 64, 256
 
@@ -270,14 +271,19 @@ class StageUnderTest:
 
 @contextlib.asynccontextmanager
 async def served(
-    stage_index: int = 1, stage_count: int = 2, *, n_lanes: int = 4, n_embd: int = WIDTH
+    stage_index: int = 1,
+    stage_count: int = 2,
+    *,
+    n_lanes: int = 4,
+    n_embd: int = WIDTH,
+    telemetry: Telemetry | None = None,
 ) -> AsyncIterator[StageUnderTest]:
     """Serve one stage of a fake pipeline in this process."""
     facts = new_facts(stage_index, stage_count, n_lanes=n_lanes, n_embd=n_embd)
     engine = FakeEngine(n_lanes=n_lanes, is_last=facts.artifact.is_last, n_embd=n_embd)
     embeddings = FakeEmbeddings() if facts.artifact.is_first else None
     executor = StepExecutor(engine, LaneTable(n_lanes, CTX), stage_index, embeddings, close=engine.close)
-    service = StageService(facts, executor, StageStats())
+    service = StageService(facts, executor, StageStats(), telemetry)
     crashed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
     runner = Runner(Batcher(DrainPolicy(MAX_ROWS, MAX_ROWS)), executor, service.deliver, crashed.set_result)
     service.attach(runner)

@@ -9,9 +9,9 @@ import gguf
 import numpy as np
 import pytest
 
-from stage import artifact as artifact_module
 from stage.artifact import open_artifact, verify_artifact
 from tests.tiny_slices import TinyShape, write_pipeline, write_whole
+from wire import file_hash
 from wire.errors import ArtifactError, ModelFileError
 
 SHAPE = TinyShape(n_layers=3)
@@ -54,13 +54,13 @@ def test_what_the_splitter_wrote_verifies(stages: list[Path]) -> None:
 
 def test_a_verified_file_is_hashed_once(stages: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[Path] = []
-    real_hash = artifact_module._hash
+    real_hash = file_hash._hash
 
     def counting(path: Path) -> str:
         hashed.append(path)
         return real_hash(path)
 
-    monkeypatch.setattr(artifact_module, "_hash", counting)
+    monkeypatch.setattr(file_hash, "_hash", counting)
     for _ in range(3):
         verify_artifact(stages[1])
     assert hashed == [stages[1]]

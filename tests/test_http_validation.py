@@ -20,6 +20,7 @@ from coordinator.http.validation import Plan
 from coordinator.tokenizer import Tokenizer
 from tests.http_support import MODEL, N_VOCAB, FakeGenerator, serving, write_tokenizer
 from wire.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from wire.pb.relayline.v1 import relayline_pb2 as pb
 
 LIMITS = HttpLimits()
 SEED = 11
@@ -60,6 +61,7 @@ def test_every_honoured_field_arrives() -> None:
     assert chat_plan(logprobs=True).sampling.n_logprobs == 0
     assert chat_plan(logprobs=True, top_logprobs=20).sampling.n_logprobs == 20
     assert completion_plan(top_k=-1).sampling.top_k == 0
+    assert pb.SessionOptions(top_k=completion_plan(top_k=1 << 70).sampling.top_k).top_k > 1 << 31  # fits the wire
 
 
 def test_seeds_wrap_at_64_bits() -> None:

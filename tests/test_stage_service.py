@@ -123,7 +123,7 @@ async def test_configure_refuses_a_downstream_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"protocol_version": 99}, HandshakeError, "protocol 99 here 1"),
+        ({"protocol_version": 99}, HandshakeError, f"protocol 99 here {bounds.PROTOCOL_VERSION}"),
         ({"pipeline_id": "another"}, HandshakeError, "pipeline another"),
         ({"source_sha256": "f" * 64}, HandshakeError, "model ffffffffffff"),
         ({"next_layer": 3}, HandshakeError, "next layer 3 here 1"),

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from stage.curves import Curves
 from stage.lanes import LaneTable
+from stage.padding import Padding
 from stage.sampler import SessionSampler
 from stage.step import StepExecutor
-from stage.step_types import Padding, RouteOutput, StepResult
+from stage.step_types import RouteOutput, StepResult
 from tests.fakes import (
     CTX,
     EPOCH,

@@ -11,8 +11,12 @@ from coordinator.generation import Generator
 from coordinator.http.choice import Speller
 from coordinator.http.handlers import Handlers
 from coordinator.http.limits import HttpLimits
-from coordinator.http.middleware import add_request_id, errors_as_json
+from coordinator.http.middleware import add_request_id, errors_as_json, request_id
+from coordinator.http.observe import observing
 from coordinator.http.service import Service
+from coordinator.http.telemetry_handlers import TelemetryHandlers
+from coordinator.observer import Observer
+from coordinator.telemetry_control import TelemetryControl
 from coordinator.tokenizer import Tokenizer
 
 
@@ -23,26 +27,38 @@ def make_app(
     model_id: str,
     created: int,
     limits: HttpLimits | None = None,
+    control: TelemetryControl | None = None,
 ) -> web.Application:
     """Return the OpenAI-compatible application.
 
-    `model_id` is the one model name that is served, `created` when it came up (unix seconds). Serve the application
+    `model_id` is the one model name that is served, `created` when it came up (unix seconds); without `control`
+    nothing is traced beyond this process's own ring. Serve the application
     with `coordinator.http.server.start_http`: handlers count on being cancelled when their client goes away. Further
     routes (metrics) may be added before it is started.
     """
     limits = limits or HttpLimits()
-    service = Service(generator, tokenizer, Speller(tokenizer), chat, model_id, created, _fingerprint(), limits)
+    control = control or TelemetryControl(Observer(), tuple)
+    observer = control.observer
+    service = Service(
+        generator, tokenizer, Speller(tokenizer), chat, model_id, created, _fingerprint(), limits, observer
+    )
     handlers = Handlers(service)
-    app = web.Application(client_max_size=limits.body_bytes_max, middlewares=[errors_as_json])
+    telemetry = TelemetryHandlers(control)
+    middlewares = [observing(observer, request_id), errors_as_json]
+    app = web.Application(client_max_size=limits.body_bytes_max, middlewares=middlewares)
     app.on_response_prepare.append(add_request_id)
     app.add_routes(
         [
             web.get("/health", handlers.health),
             web.get("/v1/health", handlers.health),
+            web.get("/live", handlers.live),
             web.get("/v1/models", handlers.models),
             web.get("/v1/models/{id:.+}", handlers.model),
             web.get("/v1/pipeline", handlers.pipeline),
             web.get("/metrics", handlers.metrics),
+            web.get("/v1/traces/{id}", telemetry.trace),
+            web.get("/v1/telemetry", telemetry.settings),
+            web.put("/v1/telemetry", telemetry.change),
             web.post("/v1/completions", handlers.completions),
             web.post("/v1/chat/completions", handlers.chat_completions),
             web.post("/tokenize", handlers.tokenize),

@@ -104,7 +104,14 @@ class DetokenizeBody(Struct, kw_only=True):
     tokens: list[int]
 
 
-Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+class TelemetryBody(Struct, forbid_unknown_fields=True):
+    """Body of PUT /v1/telemetry; what is left out stays as it is."""
+
+    level: str | None = None
+    sample_ratio: float | None = None
+
+
+Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TelemetryBody)
 
 _AT = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")

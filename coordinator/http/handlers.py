@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -13,8 +14,9 @@ from coordinator.http import shapes, validation
 from coordinator.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode_body
 from coordinator.http.dialects import ChatDialect, CompletionDialect, Header
 from coordinator.http.middleware import json_response
+from coordinator.http.observe import RECORD, note_input, note_plan, note_prompts, wants_content
 from coordinator.http.reply import run
-from coordinator.http.service import Prompt, Service, make_job, random_seed, trace_parent
+from coordinator.http.service import Prompt, Service, make_job, random_seed
 from wire.errors import InvalidRequestError
 
 
@@ -29,6 +31,10 @@ class Handlers:
         if self._service.generator.is_ready():
             return json_response(b'{"status":"ok"}')
         return json_response(b'{"status":"loading"}', 503, {"Retry-After": "1"})
+
+    async def live(self, _request: web.Request) -> web.StreamResponse:
+        """GET /live: 200 while the process answers at all; for probes that restart what does not."""
+        return json_response(b'{"status":"ok"}')
 
     async def models(self, _request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
@@ -45,7 +51,14 @@ class Handlers:
 
     async def metrics(self, _request: web.Request) -> web.StreamResponse:
         """GET /metrics, for Prometheus."""
-        text = metrics.render(await self._service.generator.describe())
+        observer = self._service.observer
+        telemetry = {
+            "exported_spans": observer.telemetry.exported_spans,
+            "dropped_spans": observer.telemetry.dropped_spans,
+            "level": int(observer.telemetry.level),
+        }
+        described = await self._service.generator.describe() | {"telemetry": telemetry}
+        text = metrics.render(described) + observer.metrics.render()
         return web.Response(body=text, headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -54,13 +67,18 @@ class Handlers:
         body = decode_body(await request.read(), CompletionBody)
         model = validation.check_model(body.model, service.model_id, service.limits)
         plan = validation.plan_completion(body, service.limits, random_seed())
+        header = self._header("cmpl", model, plan)
+        note_plan(service.observer, request, plan, model, header.id)
+        start_ns = time.monotonic_ns()
         prompts = []
         for prompt in validation.split_prompt(body.prompt, plan.n, service.limits):
             tokens = tuple(await service.encode(prompt) if isinstance(prompt, str) else prompt)
             echo = "" if not plan.echo else prompt if isinstance(prompt, str) else service.tokenizer.decode(tokens)
             prompts.append(Prompt(tokens, echo))
-        header = self._header("cmpl", model, plan)
-        job = make_job(service, header, plan, prompts, "prompt", trace_parent(request.headers.get("traceparent")))
+        note_prompts(request, start_ns, [len(prompt.tokens) for prompt in prompts])
+        if wants_content(service.observer, request):
+            note_input(request, [("user", service.tokenizer.decode(prompt.tokens)) for prompt in prompts])
+        job = make_job(service, header, plan, prompts, "prompt", request[RECORD])
         return await run(request, service, job, CompletionDialect(header, service.speller, plan.sampling.n_logprobs))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
@@ -72,11 +90,16 @@ class Handlers:
         if not service.tokenizer.has_text:
             text = "this model has no tokenizer; send token ids to /v1/completions"
             raise InvalidRequestError(text, param="messages")
+        header = self._header("chatcmpl", model, plan)
+        note_plan(service.observer, request, plan, model, header.id)
+        start_ns = time.monotonic_ns()
         messages = [msgspec.to_builtins(message) for message in body.messages]
         rendered = service.chat.render(messages, body.chat_template_kwargs or {})
         prompts = [Prompt(tuple(await service.encode_chat(rendered)))]
-        header = self._header("chatcmpl", model, plan)
-        job = make_job(service, header, plan, prompts, "messages", trace_parent(request.headers.get("traceparent")))
+        note_prompts(request, start_ns, [len(prompt.tokens) for prompt in prompts])
+        if wants_content(service.observer, request):
+            note_input(request, [(message["role"], _text(message)) for message in messages])
+        job = make_job(service, header, plan, prompts, "messages", request[RECORD])
         return await run(request, service, job, ChatDialect(header, service.speller, plan.sampling.n_logprobs))
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
@@ -107,6 +130,12 @@ class Handlers:
             include_usage=plan.include_usage,
             return_token_ids=plan.return_token_ids,
         )
+
+
+def _text(message: dict[str, Any]) -> str:
+    """Return a chat message's text; parts of other kinds have none."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
 
 
 def _piece(raw: bytes) -> str | list[int]:

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from coordinator.http import shapes
 from coordinator.http.errors import ErrorBody, error_body, plain_body, retry_headers
+from coordinator.http.observe import CLIENT_GONE, note_failure
 from coordinator.http.sse import ClientGoneError
 from wire.errors import InternalError, RelaylineError, http_status
 
@@ -52,6 +53,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except RelaylineError as error:
         if http_status(error) >= 500:
             log.warning("%s %s: %s: %s [%s]", request.method, request.path, error.label, error, request_id(request))
+        note_failure(request, error.label)
         return _failure(error)
     except web.HTTPException as error:
         return _plain_failure(request, error)
@@ -60,9 +62,11 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return _respond(plain_body(400, text, "bad_body"), 400, {})
     except ClientGoneError as gone:
         log.info("%s %s: %s [%s]", request.method, request.path, gone, request_id(request))
+        note_failure(request, CLIENT_GONE)
         return web.Response(status=499)  # never sent; the connection is gone
     except Exception:
         log.exception("%s %s failed [%s]", request.method, request.path, request_id(request))
+        note_failure(request, InternalError.label)
         return _failure(InternalError(f"internal error; the server's log has the details under {request_id(request)}"))
 
 

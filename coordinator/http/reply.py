@@ -12,6 +12,7 @@ from coordinator.http.dialects import Dialect
 from coordinator.http.errors import error_body
 from coordinator.http.merge import Arrival, Merge
 from coordinator.http.middleware import json_response
+from coordinator.http.observe import note_failure, note_output, wants_content
 from coordinator.http.service import Job, Service, open_streams
 from coordinator.http.shapes import Usage
 from coordinator.http.sse import DONE, EventWriter
@@ -24,18 +25,22 @@ async def run(request: web.Request, service: Service, job: Job, dialect: Dialect
     async with Merge(streams, service.limits.backlog_events_max) as merge:
         if job.plan.stream:
             return await _stream(request, service, job, dialect, merge)
-        return await _collect(service, job, dialect, merge)
+        return await _collect(request, service, job, dialect, merge)
 
 
-async def _collect(service: Service, job: Job, dialect: Dialect, merge: Merge) -> web.StreamResponse:
+async def _collect(
+    request: web.Request, service: Service, job: Job, dialect: Dialect, merge: Merge
+) -> web.StreamResponse:
     states = job.choice_states(service)
     grown: list[list[Growth]] = [[Growth(text=job.prompt_of(index).echo)] for index in range(len(states))]
     while _is_open(states):
         for arrival in await merge.next(None):
-            growth = _advance(states, merge, arrival)
+            growth = _advance(job, states, merge, arrival)
             if growth is not None:
                 grown[arrival.index].append(growth)
     choices = [(_sum(parts), state.finish_reason or "stop") for parts, state in zip(grown, states, strict=True)]
+    if wants_content(service.observer, request):
+        note_output(request, [whole.text for whole, _ in choices])
     return json_response(dialect.reply(choices, _usage(job, states)))
 
 
@@ -45,6 +50,7 @@ async def _stream(
     writer = EventWriter(request, service.limits.write_timeout_s)
     await writer.start()
     states = job.choice_states(service)
+    texts: list[list[str]] | None = [[] for _ in states] if wants_content(service.observer, request) else None
     opening = [dialect.opening_event(index, job.prompt_of(index).echo) for index in range(len(states))]
     await writer.send([event for event in opening if event is not None])
     while _is_open(states):
@@ -55,9 +61,10 @@ async def _stream(
         events: list[bytes] = []
         try:
             for arrival in arrivals:
-                events += _events(dialect, states, merge, arrival)
+                events += _events(dialect, job, states, merge, arrival, texts)
         except RelaylineError as error:
             # The status is long sent. The event makes OpenAI's clients raise; without [DONE] no one takes it for whole.
+            note_failure(request, error.label)
             events.append(shapes.encode(error_body(error)))
             await writer.send(events)
             break
@@ -65,14 +72,25 @@ async def _stream(
             events += [dialect.usage_event(_usage(job, states))] if job.plan.include_usage else []
             events.append(DONE)
         await writer.send(events)
+    if texts is not None:
+        note_output(request, ["".join(parts) for parts in texts])
     await writer.finish()
     return writer.response
 
 
-def _events(dialect: Dialect, states: Sequence[ChoiceState], merge: Merge, arrival: Arrival) -> list[bytes]:
-    growth = _advance(states, merge, arrival)
+def _events(
+    dialect: Dialect,
+    job: Job,
+    states: Sequence[ChoiceState],
+    merge: Merge,
+    arrival: Arrival,
+    texts: list[list[str]] | None,
+) -> list[bytes]:
+    growth = _advance(job, states, merge, arrival)
     if growth is None:
         return []
+    if texts is not None:
+        texts[arrival.index].append(growth.text)
     events = [dialect.growth_event(arrival.index, growth)] if growth else []
     reason = states[arrival.index].finish_reason
     if reason is not None:
@@ -80,7 +98,7 @@ def _events(dialect: Dialect, states: Sequence[ChoiceState], merge: Merge, arriv
     return events
 
 
-def _advance(states: Sequence[ChoiceState], merge: Merge, arrival: Arrival) -> Growth | None:
+def _advance(job: Job, states: Sequence[ChoiceState], merge: Merge, arrival: Arrival) -> Growth | None:
     """Give an arrival to its choice. None: the choice had finished. Raises the error that ended a stream too soon."""
     state = states[arrival.index]
     if state.is_finished():
@@ -88,6 +106,7 @@ def _advance(states: Sequence[ChoiceState], merge: Merge, arrival: Arrival) -> G
     if arrival.event is None:
         raise arrival.error or InternalError("generation ended without a reason; this is a bug of the server")
     growth = state.on_event(arrival.event)
+    job.note(arrival.index, state)
     if state.is_finished() and arrival.event.finish_reason is None:
         merge.drop(arrival.index)  # a stop string: the pipeline does not know that this choice is done
     return growth

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import re
 import secrets
 from collections.abc import Sequence
 
@@ -14,9 +13,9 @@ from coordinator.http.choice import ChoiceState, Speller
 from coordinator.http.dialects import Header
 from coordinator.http.limits import HttpLimits
 from coordinator.http.validation import Plan, check_tokens, fit_tokens
+from coordinator.observer import Observer
+from coordinator.request_log import RequestRecord
 from coordinator.tokenizer import Tokenizer
-
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +30,7 @@ class Service:
     created: int  # unix seconds when the model came up
     fingerprint: str
     limits: HttpLimits
+    observer: Observer
 
     async def encode(self, text: str) -> list[int]:
         """Return the token ids of a completion prompt. Long texts are tokenised in a thread."""
@@ -61,6 +61,7 @@ class Job:
     plan: Plan
     prompts: tuple[Prompt, ...]
     requests: tuple[GenerationRequest, ...]  # one per choice: every prompt's choices in turn
+    record: RequestRecord | None = None
 
     @property
     def n_prompt_tokens(self) -> int:
@@ -70,6 +71,12 @@ class Job:
     def prompt_of(self, choice: int) -> Prompt:
         """Return the prompt that a choice continues."""
         return self.prompts[choice // self.plan.n]
+
+    def note(self, choice: int, state: ChoiceState) -> None:
+        """Tell telemetry how far a choice has come as its client sees it."""
+        if self.record is not None and choice < len(self.record.streams):  # in the order in which choices were opened
+            self.record.streams[choice].n_tokens = state.n_tokens
+            self.record.streams[choice].finish_reason = state.finish_reason or ""
 
     def choice_states(self, service: Service) -> list[ChoiceState]:
         """Return a fresh state for each choice."""
@@ -90,13 +97,8 @@ def random_seed() -> int:
     return secrets.randbits(64)
 
 
-def trace_parent(value: str | None) -> str | None:
-    """Return a `traceparent` header if it is well formed, else None, as W3C asks."""
-    return value if value is not None and _TRACEPARENT.fullmatch(value) else None
-
-
 def make_job(
-    service: Service, header: Header, plan: Plan, prompts: Sequence[Prompt], param: str, parent: str | None
+    service: Service, header: Header, plan: Plan, prompts: Sequence[Prompt], param: str, record: RequestRecord | None
 ) -> Job:
     """Check prompts against vocabulary and context and lay out one generation request per choice.
 
@@ -114,10 +116,10 @@ def make_job(
                     max_tokens=max_tokens,
                     sampling=plan.sampling_of(choice),
                     ignore_eos=plan.ignore_eos,
-                    trace_parent=parent,
+                    record=record,
                 )
             )
-    return Job(header, plan, tuple(prompts), tuple(requests))
+    return Job(header, plan, tuple(prompts), tuple(requests), record)
 
 
 async def open_streams(generator: Generator, requests: Sequence[GenerationRequest]) -> list[TokenStream]:

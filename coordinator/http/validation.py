@@ -16,6 +16,7 @@ from wire.errors import ContextLengthError, InvalidRequestError, ModelNotFoundEr
 
 COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat goes on to the end of the context
 _U64 = 1 << 64
+TOP_K_MAX = (1 << 32) - 1  # more than any vocabulary has, hence the same as all; what the wire can carry
 
 Prompts = str | Sequence[int | str | list[int]]
 
@@ -136,7 +137,7 @@ def _plan(
     _refuse_unsupported(body)
     sampling = SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=max(0, body.top_k or 0),
+        top_k=min(max(0, body.top_k or 0), TOP_K_MAX),
         top_p=1.0 if body.top_p is None else body.top_p,
         min_p=body.min_p or 0.0,
         seed=(random_seed if body.seed is None else body.seed) % _U64,

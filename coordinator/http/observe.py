@@ -1,0 +1,130 @@
+"""The HTTP side of a request's record: from its first byte to the last of its answer, with what its body asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from coordinator.http.validation import Plan
+from coordinator.observer import Observer
+from coordinator.request_log import RequestRecord
+from wire import telemetry_names as names
+
+if TYPE_CHECKING:
+    from opentelemetry.util.types import AttributeValue
+
+RECORD = web.RequestKey("record", RequestRecord)
+OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+INTEGER_MAX = (1 << 63) - 1  # what an attribute holds; a larger number would spoil the export of its whole batch
+CLIENT_GONE = "client_gone"  # error.type of a request whose client closed the connection
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def observing(observer: Observer, id_of: Callable[[web.Request], str]) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """Return the outermost middleware, which keeps the record of every request that generates."""
+
+    @web.middleware
+    async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method != "POST" or request.path not in OPERATIONS:
+            return await handler(request)
+        record = request[RECORD] = RequestRecord(
+            request_id=id_of(request),
+            method=request.method,
+            route=request.path,
+            received_ns=time.monotonic_ns(),
+        )
+        record.unix_offset_ns = time.time_ns() - record.received_ns
+        observer.received(record, {name.lower(): value for name, value in request.headers.items()})
+        try:
+            response = await handler(request)
+            record.status = response.status
+            if response.status >= 400 and not record.error:
+                record.error = str(response.status)
+            return response
+        except asyncio.CancelledError:
+            record.error = record.error or CLIENT_GONE
+            raise
+        finally:
+            observer.answered(record, time.monotonic_ns())
+
+    return observe
+
+
+def note_failure(request: web.Request, label: str) -> None:
+    """Say why a request fails."""
+    record = request.get(RECORD)
+    if record is not None:
+        record.error = label
+
+
+def note_plan(observer: Observer, request: web.Request, plan: Plan, model: str, completion_id: str) -> None:
+    """Say what the body asked for, once it has been checked."""
+    record = request[RECORD]
+    record.completion_id, record.model = completion_id, model
+    if record.span is None:
+        return
+    attributes: dict[str, AttributeValue] = {
+        names.GEN_AI_OPERATION_NAME: OPERATIONS[record.route],
+        names.GEN_AI_PROVIDER_NAME: names.GEN_AI_PROVIDER,
+        names.GEN_AI_REQUEST_MODEL: model,
+        names.GEN_AI_RESPONSE_MODEL: model,
+        names.GEN_AI_REQUEST_TEMPERATURE: plan.sampling.temperature,
+        names.GEN_AI_REQUEST_TOP_P: plan.sampling.top_p,
+        names.GEN_AI_REQUEST_TOP_K: plan.sampling.top_k,
+        names.GEN_AI_REQUEST_STREAM: plan.stream,
+        names.GEN_AI_REQUEST_CHOICE_COUNT: plan.n,
+        names.URL_SCHEME: request.scheme,
+        **_addresses(request),
+    }
+    if plan.sampling.seed <= INTEGER_MAX:
+        attributes[names.GEN_AI_REQUEST_SEED] = plan.sampling.seed
+    if plan.max_tokens is not None and plan.max_tokens <= INTEGER_MAX:
+        attributes[names.GEN_AI_REQUEST_MAX_TOKENS] = plan.max_tokens
+    observer.tracing.describe(record, attributes)
+
+
+def note_prompts(request: web.Request, start_ns: int, prompt_lengths: Sequence[int]) -> None:
+    """Say that the prompts have been tokenised since `start_ns`, and how long each is in tokens."""
+    record = request[RECORD]
+    record.tokenize_start_ns, record.tokenize_end_ns = start_ns, time.monotonic_ns()
+    record.n_prompt = sum(prompt_lengths)
+
+
+def wants_content(observer: Observer, request: web.Request) -> bool:
+    """Return whether prompt and answer are to be recorded."""
+    record = request.get(RECORD)
+    return observer.telemetry.config.content and record is not None and record.span is not None
+
+
+def note_input(request: web.Request, messages: Sequence[tuple[str, str]]) -> None:
+    """Record the prompt itself, as (role, text) pairs."""
+    _set(request, names.GEN_AI_INPUT_MESSAGES, messages)
+
+
+def note_output(request: web.Request, texts: Sequence[str]) -> None:
+    """Record the answer's text, one per choice."""
+    _set(request, names.GEN_AI_OUTPUT_MESSAGES, [("assistant", text) for text in texts])
+
+
+def _set(request: web.Request, name: str, messages: Sequence[tuple[str, str]]) -> None:
+    span = request[RECORD].span
+    if span is not None:
+        parts = [{"role": role, "parts": [{"type": "text", "content": text}]} for role, text in messages]
+        span.set_attribute(name, json.dumps(parts))
+
+
+def _addresses(request: web.Request) -> dict[str, AttributeValue]:
+    found: dict[str, AttributeValue] = {}
+    if request.url.host:
+        found[names.SERVER_ADDRESS] = request.url.host
+    if request.url.port:
+        found[names.SERVER_PORT] = request.url.port
+    if request.remote:
+        found[names.CLIENT_ADDRESS] = request.remote
+    return found

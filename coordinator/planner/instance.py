@@ -1,0 +1,148 @@
+"""What a plan is made from: the model's sizes, the hosts in stage order, and what they have to hold. Pure values.
+
+Bytes are bytes, times are nanoseconds. Stages are in the order of the layers; a plan never reorders them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from coordinator.planner.speed import Speed
+from wire.envelope import HEADER_BYTES
+from wire.frames import FRAME_BYTES
+
+ELEMENT_BYTES = {"f16": 2, "f32": 4}  # of activations on the wire
+# Bytes of one KV value by cache type; llama.cpp's quantised types store blocks of 32 values.
+KV_VALUE_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 32, "q5_0": 22 / 32, "q4_1": 20 / 32,
+                  "q4_0": 18 / 32}  # fmt: skip
+LEAD_BYTES = 16  # tags and lengths of one envelope's rows
+TOKEN_BYTES = 4  # of a token id, to stage 0 and back from the last stage
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a model. Per-layer tuples have one item per layer."""
+
+    layer_bytes: tuple[int, ...]
+    head_bytes: int
+    """What the last stage multiplies with besides its layers."""
+    embedding_bytes: int
+    """The token embedding table, held by the first stage."""
+    kv_bytes: tuple[int, ...]
+    """KV bytes per token and layer with an f16 cache."""
+    n_embd: int
+    n_vocab: int
+    n_ff: int
+    """Width of the widest row inside a layer: with it the compute buffers grow."""
+    is_allowed: Callable[[int, int], bool] = lambda _start, _end: True
+    """Whether the layers from start to end (not included) may be one stage."""
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layer_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """What the pipeline has to hold and how it is driven."""
+
+    ctx_tokens: int = 2_048
+    """Tokens of one stream."""
+    n_lanes: int = 32
+    """Streams that may run at once; each reserves ctx_tokens cells of KV cache."""
+    kv_type: str = "f16"
+    """Element type of the KV cache; a key of KV_VALUE_BYTES."""
+    wire_dtype: str = "f16"
+    """Element type of activations between stages; a key of ELEMENT_BYTES."""
+    max_rows: int = 512
+    """Rows of one native step."""
+    n_streams: int = 0
+    """Streams that the split is optimised for; 0 means every lane."""
+
+    @property
+    def streams(self) -> int:
+        """Streams that the split is optimised for."""
+        return min(self.n_streams or self.n_lanes, self.n_lanes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Link:
+    """The network from a stage to the next; from the last one, back to the coordinator."""
+
+    round_trip_ns: int = 0
+    bytes_per_s: float = 1.25e9
+
+    def one_way_ns(self, size_bytes: float) -> int:
+        """Return how long a message of this size is under way."""
+        return self.round_trip_ns // 2 + self.transfer_ns(size_bytes)
+
+    def transfer_ns(self, size_bytes: float) -> int:
+        """Return how long the link is busy with a message of this size."""
+        return round(size_bytes / self.bytes_per_s * 1e9)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """A computer on which one or several stages run."""
+
+    name: str
+    cores: int
+    memory_bytes: int | None = None
+    """What all its stages together may use; None when nobody knows."""
+    reserved_bytes: int = 0
+    """What runs there besides stages: the coordinator."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Host:
+    """One stage's place."""
+
+    name: str
+    machine: Machine
+    threads: int
+    """Threads of a native step."""
+    speed: Speed
+    memory_bytes: int | None = None
+    """What this stage alone may use; None for no limit but the machine's."""
+    layers: tuple[int, int] | None = None
+    """Its layers [start, end) when they are given; None when the planner decides."""
+    link: Link = Link()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instance:
+    """A whole planning problem. Stages of one machine share its memory and its cores."""
+
+    model: ModelShape
+    hosts: tuple[Host, ...]
+    load: Load = Load()
+    entry: Link = Link()
+    """From the coordinator to the first stage."""
+    coordinator: Machine | None = None
+    """Where the coordinator runs, if stages run there too: it shares their cores."""
+
+    @property
+    def crowded_machines(self) -> tuple[Machine, ...]:
+        """Machines whose cores may be what limits: too few for the threads, or just enough and others compute too."""
+        mine: dict[Machine, list[Host]] = {}
+        for host in self.hosts:
+            mine.setdefault(host.machine, []).append(host)
+        return tuple(
+            machine
+            for machine, hosts in mine.items()
+            if sum(host.threads for host in hosts) + (len(hosts) > 1 or machine == self.coordinator) > machine.cores
+        )
+
+    def link_bytes(self, rows: int) -> tuple[int, ...]:
+        """Return the bytes of a decode flight of `rows` rows: to stage 0, between neighbours, back."""
+        around = HEADER_BYTES + LEAD_BYTES + rows * FRAME_BYTES
+        tokens = around + rows * TOKEN_BYTES
+        hidden = around + rows * self.model.n_embd * ELEMENT_BYTES[self.load.wire_dtype]
+        return (tokens, *(hidden for _ in self.hosts[1:]), tokens)
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Coordinator to stage 0, between neighbours, last stage to coordinator."""
+        return (self.entry, *(host.link for host in self.hosts))

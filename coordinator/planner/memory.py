@@ -1,0 +1,81 @@
+"""What a stage holds in memory. Pure.
+
+Weights are counted once: llama.cpp either maps them or keeps a repacked copy, and mapped pages behind a copy can be
+taken back by the system. The compute buffers follow what llama.cpp 0.3.36's binding reserves for llama-like graphs:
+a mask of rows x cells, some rows of the widest matrix, and the logits that a last stage may be asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from coordinator.planner.instance import KV_VALUE_BYTES, Instance, Load, Machine, ModelShape
+from wire.curve import PAD_SEARCH_ROWS
+
+GIB = 1 << 30
+MIB = 1 << 20
+CELLS_STEP = 256  # llama.cpp rounds the cache up to this
+SPARE_CELLS = 256  # of the lane for padding rows
+MASK_BYTES = 2  # of one row and cell
+FF_COPIES, EMBD_COPIES = 4, 4  # rows of each width that a graph holds at once, f32
+PROCESS_BYTES = 144 * MIB  # Python, gRPC, llama.cpp and their libraries
+COORDINATOR_BYTES = 384 * MIB  # coordinator with tokenizer and HTTP API
+HEADROOM = 0.05  # of a limit, for whatever else the host does
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of one stage."""
+
+    weights_bytes: int
+    """Layers, head on the last stage, embedding table on the first."""
+    kv_bytes: int
+    compute_bytes: int
+    process_bytes: int = PROCESS_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.weights_bytes + self.kv_bytes + self.compute_bytes + self.process_bytes
+
+
+def kv_cells(load: Load) -> int:
+    """Return the KV cells of one stage: one per token of every lane, and a few spare."""
+    cells = load.n_lanes * load.ctx_tokens + SPARE_CELLS
+    return -(-cells // CELLS_STEP) * CELLS_STEP
+
+
+def stage_memory(model: ModelShape, load: Load, start: int, end: int) -> StageMemory:
+    """Return what a stage with the layers [start, end) holds."""
+    is_last = end == model.n_layers
+    weights = sum(model.layer_bytes[start:end])
+    weights += (model.head_bytes if is_last else 0) + (model.embedding_bytes if start == 0 else 0)
+    kv = sum(model.kv_bytes[start:end]) * KV_VALUE_BYTES[load.kv_type] / KV_VALUE_BYTES["f16"]
+    return StageMemory(weights, int(kv * kv_cells(load)), compute_bytes(model, load, is_last=is_last))
+
+
+def compute_bytes(model: ModelShape, load: Load, *, is_last: bool) -> int:
+    """Estimate llama.cpp's compute buffers and this project's row buffers."""
+    rows = max(load.max_rows, load.n_lanes + 1)
+    graph = rows * (MASK_BYTES * kv_cells(load) + 4 * (FF_COPIES * model.n_ff + EMBD_COPIES * model.n_embd))
+    logits = 4 * model.n_vocab * min(load.n_lanes + PAD_SEARCH_ROWS, rows) if is_last else 0
+    return graph + logits
+
+
+def usable_bytes(limit_bytes: int | None) -> int | None:
+    """Return what of a limit a plan may use."""
+    return None if limit_bytes is None else int(limit_bytes * (1 - HEADROOM))
+
+
+def machine_usable_bytes(machine: Machine) -> int | None:
+    """Return what of a machine's memory its stages may use together."""
+    usable = usable_bytes(machine.memory_bytes)
+    return None if usable is None else max(0, usable - machine.reserved_bytes)
+
+
+def total_bytes(instance: Instance) -> int:
+    """Return what a split of the instance needs in all, whatever its cuts (the layers only once, of course)."""
+    model, load = instance.model, instance.load
+    n_stages = len(instance.hosts)
+    whole = stage_memory(model, load, 0, model.n_layers)
+    return whole.total_bytes + (n_stages - 1) * (compute_bytes(model, load, is_last=False) + PROCESS_BYTES)

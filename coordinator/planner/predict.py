@@ -1,0 +1,146 @@
+"""What a split will give: steps, rates, time to first token, bytes on links, and what limits it. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from coordinator.groups import GroupPlanner
+from coordinator.planner.costs import COORDINATOR_FLIGHT_NS, COORDINATOR_TOKEN_NS, Costs, Cycle, crowd_ns
+from coordinator.planner.instance import Instance, Machine
+from coordinator.planner.memory import StageMemory, machine_usable_bytes, stage_memory, usable_bytes
+from coordinator.planner.search import Edges
+
+ROWS_SHOWN = (1, 8, 32)
+STREAMS_SHOWN = (1, 8, 32)
+PROMPT_TOKENS = 256  # of the prompt whose time to first token is predicted
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage of a plan."""
+
+    name: str
+    machine: str
+    layers: tuple[int, int]
+    memory: StageMemory
+    limit_bytes: int | None
+    """What this stage may use: its own limit, or its machine's less what other stages there hold."""
+    step_ns: dict[int, int]
+    """Predicted step by rows, host work included."""
+    threads: int
+    source: str
+    """Where its speed is from."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RatePlan:
+    """The pipeline with a number of streams running."""
+
+    n_streams: int
+    tokens_per_s: float
+    n_groups: int
+    group_rows: int
+    limit: str
+    """What has to be faster for more: a stage, a machine's cores, a link, or the way of one flight (latency)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prediction:
+    """A whole plan in numbers."""
+
+    stages: tuple[StagePlan, ...]
+    rates: tuple[RatePlan, ...]
+    ttft_ns: int
+    """Of a prompt of PROMPT_TOKENS tokens in an idle pipeline."""
+    link_bytes_per_token: tuple[int, ...]
+    """Coordinator to stage 0, between neighbours, last stage to coordinator; one row in a message of its own."""
+    overhead_ns: int
+    """Links and coordinator in one round trip of one row."""
+
+    def rate(self, n_streams: int) -> RatePlan | None:
+        """Return the prediction for a number of streams, if it is among those made."""
+        return next((rate for rate in self.rates if rate.n_streams == n_streams), None)
+
+
+def predict(instance: Instance, edges: Edges) -> Prediction:
+    """Predict everything that a plan shows."""
+    costs = Costs(instance)
+    planner = GroupPlanner([costs.stage_cost(stage, *edge) for stage, edge in enumerate(edges)])
+    one_row = instance.link_bytes(1)
+    overhead = COORDINATOR_FLIGHT_NS + COORDINATOR_TOKEN_NS
+    overhead += sum(link.one_way_ns(size) for link, size in zip(instance.links, one_row, strict=True))
+    planner.overhead_ns = float(overhead)
+    counts = sorted({n for n in STREAMS_SHOWN if n <= instance.load.n_lanes} | {instance.load.streams})
+    return Prediction(
+        stages=tuple(_stage(costs, edges, stage) for stage in range(len(edges))),
+        rates=tuple(_rate(costs, edges, planner, n_streams) for n_streams in counts),
+        ttft_ns=_ttft_ns(costs, edges, planner, overhead),
+        link_bytes_per_token=one_row,
+        overhead_ns=overhead,
+    )
+
+
+def _stage(costs: Costs, edges: Edges, stage: int) -> StagePlan:
+    instance = costs.instance
+    host, edge = instance.hosts[stage], edges[stage]
+    return StagePlan(
+        name=host.name,
+        machine=host.machine.name,
+        layers=edge,
+        memory=stage_memory(instance.model, instance.load, *edge),
+        limit_bytes=_limit_bytes(instance, edges, stage),
+        step_ns={rows: costs.step_ns(stage, *edge, rows) for rows in ROWS_SHOWN if rows <= instance.load.max_rows},
+        threads=host.threads,
+        source=host.speed.source,
+    )
+
+
+def _limit_bytes(instance: Instance, edges: Edges, stage: int) -> int | None:
+    host = instance.hosts[stage]
+    own, shared = usable_bytes(host.memory_bytes), machine_usable_bytes(host.machine)
+    if shared is not None:
+        shared -= sum(
+            stage_memory(instance.model, instance.load, *edge).total_bytes
+            for at, (other, edge) in enumerate(zip(instance.hosts, edges, strict=True))
+            if other.machine == host.machine and at != stage
+        )
+    limits = [limit for limit in (own, shared) if limit is not None]
+    return min(limits) if limits else None
+
+
+def _rate(costs: Costs, edges: Edges, planner: GroupPlanner, n_streams: int) -> RatePlan:
+    """Predict with the groups that the running coordinator would choose."""
+    plan = planner.plan(n_streams, n_prompts=0)
+    cycle = Cycle(costs, n_streams, (plan.n_groups, plan.group_rows))
+    rate = cycle.of_split(edges) * 1e9
+    return RatePlan(n_streams, rate, plan.n_groups, plan.group_rows, _limit(costs, edges, cycle))
+
+
+def _limit(costs: Costs, edges: Edges, cycle: Cycle) -> str:
+    """Name the longest part of a cycle."""
+    instance = costs.instance
+    works = [cycle.work_ns(stage, *edge) for stage, edge in enumerate(edges)]
+    way = sum(cycle.way_ns(stage, *edge) for stage, edge in enumerate(edges))
+    names = ["coordinator", *(host.name for host in instance.hosts), "coordinator"]
+    parts = [(float(work), f"stage {host.name}") for work, host in zip(works, instance.hosts, strict=True)]
+    parts += [(float(busy), f"the cores of {machine.name}") for machine, busy in cycle.crowds_ns(works).items()]
+    parts += [(cycle.links_ns[at], f"the link {names[at]} to {names[at + 1]}") for at in range(len(instance.links))]
+    parts.append((cycle.coordinator_ns, "the coordinator"))
+    if way + cycle.ways_ns > max(busy for busy, _ in parts):
+        return "latency" if cycle.ways_ns * 2 < way else "latency of links and coordinator"
+    return max(parts, key=lambda part: part[0])[1]
+
+
+def _ttft_ns(costs: Costs, edges: Edges, planner: GroupPlanner, overhead_ns: int) -> int:
+    """Predict a prompt's way in chunks, one behind the other, through an idle pipeline."""
+    instance = costs.instance
+    tokens = min(PROMPT_TOKENS, max(1, instance.load.ctx_tokens - 1))
+    chunk = min(planner.plan(0, n_prompts=1).chunk_rows, tokens)
+    steps = [costs.prefill_ns(stage, *edge, chunk) for stage, edge in enumerate(edges)]
+    spent: dict[Machine, int] = {}
+    for host, step in zip(instance.hosts, steps, strict=True):
+        spent[host.machine] = spent.get(host.machine, 0) + host.threads * step
+    crowded = instance.crowded_machines
+    slot = max(*steps, *(crowd_ns(ns, machine.cores) for machine, ns in spent.items() if machine in crowded), 0)
+    return sum(steps) + (math.ceil(tokens / chunk) - 1) * slot + overhead_ns

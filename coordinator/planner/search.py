@@ -1,0 +1,261 @@
+"""The split with the best predicted rate, exactly. Pure.
+
+What is best: most tokens per second with all of `Load.streams` streams running, under the best way to group them. Of
+equals, the least sum of the stages' squared work: quick and even.
+
+For each grouping the rate falls with three numbers, the busiest stage's work, the busiest cores' and a flight's way, so
+labels of these (and of what machines shared by several stages have used up) find the best split (see frontier). A rate
+once found bounds the work of every stage, which leaves few ends to look at for the groupings that follow.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from coordinator.cuts import ranges
+from coordinator.planner.costs import Costs, Cycle, best_rate, candidates, crowd_ns
+from coordinator.planner.frontier import Effort, Label, TooLargeError, frontier
+from coordinator.planner.instance import Instance, Machine
+from coordinator.planner.memory import machine_usable_bytes, stage_memory, usable_bytes
+
+Edges = tuple[tuple[int, int], ...]
+BEAM_WIDTH = 3  # labels that a first, quick search goes on with
+WIDE_BEAM = 24  # where an exact search would take too long
+BEAM_CYCLES = 12  # groupings, those with the best bounds, that it looks at
+COMPARISONS_MAX = 3_000_000  # some seconds
+SAME = 1 - 1e-12  # rates this close are equal: floating point
+
+
+class Room:
+    """What stages may hold: layers that are legal and fit the memory of host and machine."""
+
+    def __init__(self, instance: Instance, *, ignore_memory: bool = False) -> None:
+        self.instance = instance
+        self.limits = tuple(None if ignore_memory else usable_bytes(host.memory_bytes) for host in instance.hosts)
+        self.machines = () if ignore_memory else self._limited_machines()
+        self.last_stage = {host.machine: stage for stage, host in enumerate(instance.hosts)}
+        limited = [machine for machine, _ in self.machines]
+        self._slot_of = [_index_of(host.machine, limited) for host in instance.hosts]
+        self._needs: dict[tuple[int, int], int] = {}
+
+    def _limited_machines(self) -> tuple[tuple[Machine, int], ...]:
+        machines = dict.fromkeys(host.machine for host in self.instance.hosts)
+        usable = ((machine, machine_usable_bytes(machine)) for machine in machines)
+        return tuple((machine, size) for machine, size in usable if size is not None)
+
+    def take(self, slots: list[float], first: int, stage: int, start: int, end: int) -> bool:
+        """Add a stage's memory to its machine's slot, slots[first:] being those; False if it does not fit.
+
+        After a machine's last stage its slot is 0 again: what it held matters to nobody any more.
+        """
+        at = self._slot_of[stage]
+        if at is None:
+            return True
+        slots[first + at] += self.need_bytes(start, end)
+        if slots[first + at] > self.machines[at][1]:
+            return False
+        if stage == self.last_stage[self.instance.hosts[stage].machine]:
+            slots[first + at] = 0
+        return True
+
+    def some_cuts(self) -> tuple[int, ...] | None:
+        """Return the cuts of any split that is legal and fits, None if there is none."""
+
+        def extend(label: Label, stage: int, start: int, end: int) -> Label | None:
+            slots = list(label)
+            return tuple(slots) if self.fits(stage, start, end) and self.take(slots, 0, stage, start, end) else None
+
+        first = (0,) * len(self.machines)
+        found = frontier(len(self.instance.hosts), self.instance.model.n_layers, first, self.ends, extend)
+        return found[0][1] if found else None
+
+    def need_bytes(self, start: int, end: int) -> int:
+        """Return the memory of a stage with these layers."""
+        key = (start, end)
+        if key not in self._needs:
+            self._needs[key] = stage_memory(self.instance.model, self.instance.load, start, end).total_bytes
+        return self._needs[key]
+
+    def ends(self, stage: int, start: int) -> Iterator[int]:
+        """Yield the ends that are legal for a stage that begins here, ascending, with layers left for later stages."""
+        host, model = self.instance.hosts[stage], self.instance.model
+        left = len(self.instance.hosts) - stage - 1
+        if host.layers is not None:
+            if host.layers[0] == start and self._leaves(host.layers[1], left) and model.is_allowed(*host.layers):
+                yield host.layers[1]
+            return
+        first, last = (start + 1, model.n_layers - left) if left else (model.n_layers, model.n_layers)
+        for end in range(max(first, start + 1), last + 1):
+            if model.is_allowed(start, end):
+                yield end
+
+    def _leaves(self, end: int, left: int) -> bool:
+        n_layers = self.instance.model.n_layers
+        return end <= n_layers - left if left else end == n_layers
+
+    def fits(self, stage: int, start: int, end: int) -> bool:
+        """Tell whether the stage's own limit allows these layers."""
+        limit = self.limits[stage]
+        return limit is None or self.need_bytes(start, end) <= limit
+
+
+def _index_of(machine: Machine, machines: Sequence[Machine]) -> int | None:
+    return machines.index(machine) if machine in machines else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Best:
+    """The best split and the rate it reaches."""
+
+    edges: Edges
+    rate: float
+    """Tokens per nanosecond with the best grouping."""
+    is_exact: bool = True
+    """False only where an exact search would have taken too long, see COMPARISONS_MAX."""
+
+
+def best_split(instance: Instance, *, ignore_memory: bool = False) -> Best | None:
+    """Return the best split, None if there is none that is legal and fits the memory."""
+    costs = Costs(instance)
+    room = Room(instance, ignore_memory=ignore_memory)
+    n_streams = instance.load.streams
+    cuts = room.some_cuts()
+    if cuts is None:
+        return None
+    cycles = [
+        Cycle(costs, n_streams, grouping)
+        for grouping in candidates(n_streams, len(instance.hosts), instance.load.max_rows)
+    ]
+    bounded = sorted(((cycle.rate_bound(), cycle) for cycle in cycles), key=lambda pair: -pair[0])
+    found = _search(bounded[:BEAM_CYCLES], room, _Found(cuts=cuts), BEAM_WIDTH, None)
+    effort = Effort(COMPARISONS_MAX)
+    try:
+        found = _search(bounded, room, found, None, effort)
+        edges, is_exact = _most_even(found, room, effort), True
+    except TooLargeError:
+        found = _search(bounded[:BEAM_CYCLES], room, found, WIDE_BEAM, None)
+        edges, is_exact = ranges(costs.n_layers, found.cuts), False
+    return Best(edges, best_rate(costs, edges, n_streams), is_exact)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    """The best so far."""
+
+    rate: float = 0.0
+    cuts: tuple[int, ...] = ()
+    winners: tuple[Cycle, ...] = ()  # groupings that reach the rate
+
+
+def _search(
+    bounded: Sequence[tuple[float, Cycle]], room: Room, best: _Found, width: int | None, effort: Effort | None
+) -> _Found:
+    """Return the best of these groupings and of what was found before."""
+    for bound, cycle in bounded:
+        if bound < best.rate * SAME:
+            break
+        labels = _labels(cycle, room, best.rate * SAME, width=width, effort=effort)
+        rate, cuts = max(((cycle.rate(*label[:3]), cuts) for label, cuts in labels), default=(0.0, ()))
+        if rate * SAME > best.rate:
+            best = _Found(rate, cuts, (cycle,))
+        elif rate and rate >= best.rate * SAME:
+            best = dataclasses.replace(best, winners=(*best.winners, cycle))
+    return best
+
+
+def _most_even(best: _Found, room: Room, effort: Effort) -> Edges:
+    """Of the splits with the best rate, return the quickest and most even. Raises TooLargeError."""
+    found: list[tuple[float, Edges]] = []
+    for cycle in dict.fromkeys(best.winners):
+        for label, cuts in _labels(cycle, room, best.rate * SAME, breaks_ties=True, effort=effort):
+            if cycle.rate(*label[:3]) >= best.rate * SAME:
+                found.append((label[-1] / cycle.n_tokens**2, ranges(cycle.costs.n_layers, cuts)))
+    return min(found)[1]
+
+
+def _labels(
+    cycle: Cycle,
+    room: Room,
+    rate: float,
+    *,
+    breaks_ties: bool = False,
+    width: int | None = None,
+    effort: Effort | None = None,
+) -> list[tuple[Label, tuple[int, ...]]]:
+    """Return the splits worth having with one grouping: (busiest stage, busiest cores, way, ...) and cuts.
+
+    Splits that cannot reach `rate` may be left out. With breaks_ties the last item is the sum of the squared work.
+    """
+    walk = _Walk(cycle, room, rate, breaks_ties)
+    crowds = tuple(cycle.idle_crowd_ns(machine) for machine in walk.crowded)
+    first = (0, 0, 0, *crowds, *(0,) * (len(room.machines) + (1 if breaks_ties else 0)))
+    if walk.earliest is None:
+        return []
+    return frontier(len(room.instance.hosts), cycle.costs.n_layers, first, walk.ends, walk.extend, width, effort)
+
+
+class _Walk:
+    """Labels of one grouping.
+
+    (busiest stage, busiest cores, way, thread-ns of each crowded machine, bytes of each machine).
+    """
+
+    def __init__(self, cycle: Cycle, room: Room, rate: float, breaks_ties: bool) -> None:
+        self.cycle, self.room, self.breaks_ties = cycle, room, breaks_ties
+        self.hosts = room.instance.hosts
+        self.crowded = room.instance.crowded_machines
+        self.crowd_of = [_index_of(host.machine, self.crowded) for host in self.hosts]
+        self.cycle_max_ns = cycle.n_tokens / rate if rate else float("inf")
+        self.last_stage = room.last_stage
+        self.rest_ns = cycle.least_rest_ns()
+        self.earliest = self._earliest_starts()
+
+    def _earliest_starts(self) -> list[int] | None:
+        """Return for each stage where it may begin at the earliest so that the rest can keep up; None if it cannot.
+
+        A relaxation: every stage from the last backwards takes as many layers as its work and memory allow.
+        """
+        end = self.cycle.costs.n_layers
+        earliest = [0] * len(self.hosts) + [end]
+        for stage in range(len(self.hosts) - 1, -1, -1):
+            at = end
+            end = bisect.bisect_left(range(at), True, key=lambda start: self._is_possible(stage, start, at))
+            earliest[stage] = end
+        return None if end > 0 else earliest
+
+    def _is_possible(self, stage: int, start: int, end: int) -> bool:
+        return self.cycle.work_ns(stage, start, end) <= self.cycle_max_ns and self.room.fits(stage, start, end)
+
+    def ends(self, stage: int, start: int) -> Iterator[int]:
+        """Yield the ends of a stage that are legal, keep up and fit."""
+        assert self.earliest is not None
+        for end in self.room.ends(stage, start):
+            if end < self.earliest[stage + 1]:
+                continue
+            if not self._is_possible(stage, start, end):
+                return  # nor is anything longer
+            yield end
+
+    def extend(self, label: Label, stage: int, start: int, end: int) -> Label | None:
+        """Add a stage to a label."""
+        cycle, host = self.cycle, self.hosts[stage]
+        work = cycle.work_ns(stage, start, end)
+        busiest, crowd, way = max(label[0], work), label[1], label[2] + cycle.way_ns(stage, start, end)
+        slots = list(label[3 : 3 + len(self.crowded) + len(self.room.machines)])
+        at = self.crowd_of[stage]
+        if at is not None:
+            slots[at] += host.threads * work
+            crowd = max(crowd, crowd_ns(slots[at], self.crowded[at].cores))
+            if stage == self.last_stage[host.machine]:
+                slots[at] = 0
+        if not self.room.take(slots, len(self.crowded), stage, start, end):
+            return None
+        least_way = way + self.rest_ns[end] + cycle.ways_ns
+        if max(busiest, crowd, least_way) > self.cycle_max_ns:
+            return None
+        ties: Label = ()
+        if self.breaks_ties:
+            ties = (label[-1] + work * work,)
+        return (busiest, crowd, way, *slots, *ties)

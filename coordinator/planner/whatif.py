@@ -1,0 +1,223 @@
+"""Why nothing fits, what would help, and what one more machine would change. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from coordinator.cuts import ranges
+from coordinator.planner.frontier import Label, frontier
+from coordinator.planner.instance import Host, Instance, Machine
+from coordinator.planner.memory import GIB, HEADROOM, usable_bytes
+from coordinator.planner.search import Best, Room, best_split
+
+MEMORY_STEP_BYTES = GIB // 2  # in which a further machine's memory is told
+ROWS_STEP = 64  # in which smaller steps are proposed
+NOTHING_ALONE = (
+    "neither fewer lanes, less context, a q8_0 cache, smaller steps nor one more machine is enough by itself"
+)
+MEMORY_MAX_BYTES = 1 << 50
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shortage:
+    """What one place is short of, in the split that is short of least in all."""
+
+    place: str
+    needed_bytes: int
+    usable_bytes: int
+    layers: tuple[int, int]
+
+    @property
+    def missing_bytes(self) -> int:
+        """What it would need more."""
+        return self.needed_bytes - self.usable_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Infeasible:
+    """Why there is no plan."""
+
+    text: str
+    """One line for the user."""
+    shortages: tuple[Shortage, ...] = ()
+    remedies: tuple[str, ...] = ()
+    """Each of them is enough by itself."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OneMore:
+    """The plan with one more machine."""
+
+    like: str
+    """The stage whose host was copied."""
+    after: str
+    """The stage behind which the new one stands."""
+    best: Best
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OtherLast:
+    """The plan with another stage at the end, where the head is."""
+
+    last: str
+    best: Best
+
+
+def explain(instance: Instance) -> Infeasible:
+    """Say why no split is possible. Call it only when best_split found none."""
+    found = _least_missing(instance)
+    if found is None:
+        return Infeasible(_structure(instance))
+    shortages = _shortages(instance, found)
+    remedies = _remedies(instance)
+    told = "; ".join(
+        f"{short.place} needs {short.needed_bytes / GIB:.2f} GiB for layers {short.layers[0]}..{short.layers[1] - 1} "
+        f"but may use {short.usable_bytes / GIB:.2f}: {short.missing_bytes / GIB:.2f} GiB are missing"
+        for short in shortages
+    )
+    ways = f"; any of these helps: {', or '.join(remedies)}" if remedies else f"; {NOTHING_ALONE}"
+    return Infeasible(f"the model does not fit: {told}{ways}", shortages, remedies)
+
+
+def _structure(instance: Instance) -> str:
+    given = [f"{host.name} {list(host.layers)}" for host in instance.hosts if host.layers is not None]
+    n_stages, n_layers = len(instance.hosts), instance.model.n_layers
+    with_given = f" with the given ranges ({', '.join(given)})" if given else ""
+    return f"{n_layers} layers cannot make {n_stages} stages{with_given} at cuts that this model allows"
+
+
+def _least_missing(instance: Instance) -> tuple[int, ...] | None:
+    """Return the cuts of the split with the least memory missing in all, of equals in one place.
+
+    None if no split is legal at all.
+    """
+    room = Room(instance)
+    bare = Room(instance, ignore_memory=True)
+    machines = [machine for machine, _ in room.machines]
+    limits = dict(room.machines)
+
+    def extend(label: Label, stage: int, start: int, end: int) -> Label | None:
+        need, host = room.need_bytes(start, end), instance.hosts[stage]
+        limit = room.limits[stage]
+        short: list[float] = [0 if limit is None else max(0, need - limit)]
+        held = list(label[2:])
+        if host.machine in limits:
+            at = machines.index(host.machine)
+            held[at] += need
+            if stage == room.last_stage[host.machine]:
+                short.append(max(0, held[at] - limits[host.machine]))
+                held[at] = 0
+        return (label[0] + sum(short), max(label[1], *short, 0), *held)
+
+    first = (0,) * (2 + len(machines))
+    found = frontier(len(instance.hosts), instance.model.n_layers, first, bare.ends, extend)
+    return min(found)[1] if found else None
+
+
+def _shortages(instance: Instance, cuts: Sequence[int]) -> tuple[Shortage, ...]:
+    room, edges = Room(instance), ranges(instance.model.n_layers, cuts)
+    found = []
+    for host, edge in zip(instance.hosts, edges, strict=True):
+        limit, need = usable_bytes(host.memory_bytes), room.need_bytes(*edge)
+        if limit is not None and need > limit:
+            found.append(Shortage(f"stage {host.name}", need, limit, edge))
+    for machine, usable in room.machines:
+        mine = [edge for host, edge in zip(instance.hosts, edges, strict=True) if host.machine == machine]
+        need = sum(room.need_bytes(*edge) for edge in mine)
+        if need > usable:
+            found.append(Shortage(machine.name, need, usable, (mine[0][0], mine[-1][1])))
+    return tuple(found)
+
+
+def _remedies(instance: Instance) -> tuple[str, ...]:
+    """Return single changes that make it fit."""
+    load = instance.load
+    found: list[str] = []
+
+    def fits(**changes: Any) -> bool:
+        changed = dataclasses.replace(instance, load=dataclasses.replace(load, **changes))
+        return Room(changed).some_cuts() is not None
+
+    lanes = _largest(load.n_lanes - 1, lambda n: fits(n_lanes=n))
+    if lanes:
+        found.append(f"lanes: {lanes} instead of {load.n_lanes}")
+    tokens = _largest((load.ctx_tokens - 1) // 256, lambda n: fits(ctx_tokens=256 * n)) * 256
+    if tokens:
+        found.append(f"context of {tokens} tokens instead of {load.ctx_tokens}")
+    if load.kv_type in ("f16", "f32") and fits(kv_type="q8_0"):
+        found.append("kvType: q8_0")
+    rows = _largest(load.max_rows // ROWS_STEP - 1, lambda n: fits(max_rows=ROWS_STEP * n)) * ROWS_STEP
+    if rows:
+        found.append(f"maxRows: {rows} instead of {load.max_rows}")
+    more = _one_more_bytes(instance)
+    if more is not None:
+        found.append(f"one more machine with {more / GIB:g} GiB")
+    return tuple(found)
+
+
+def _largest(most: int, is_good: Callable[[int], bool]) -> int:
+    """Return the largest number from 1 to `most` that is good, 0 if none is; what is good stays so further down."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if is_good(middle) else (low, middle - 1)
+    return low
+
+
+def _one_more_bytes(instance: Instance) -> int | None:
+    """Return how much memory one further machine needs to make it fit, wherever it stands."""
+
+    def fits(n_steps: int) -> bool:
+        machine = Machine("one more", 1, int(n_steps * MEMORY_STEP_BYTES))
+        speed = instance.hosts[0].speed
+        host = Host("one more", machine, 1, speed)
+        places = range(len(instance.hosts) + 1)
+        return any(Room(_with(instance, at, host)).some_cuts() is not None for at in places)
+
+    most = MEMORY_MAX_BYTES // MEMORY_STEP_BYTES
+    whole = Room(instance, ignore_memory=True).need_bytes(0, instance.model.n_layers)
+    most = min(most, int(whole / (1 - HEADROOM)) // MEMORY_STEP_BYTES + 2)
+    if not fits(most):
+        return None
+    too_little = _largest(most, lambda n: not fits(n))
+    return (too_little + 1) * MEMORY_STEP_BYTES
+
+
+def _with(instance: Instance, at: int, host: Host) -> Instance:
+    return dataclasses.replace(instance, hosts=(*instance.hosts[:at], host, *instance.hosts[at:]))
+
+
+def one_more(instance: Instance, stage: int) -> OneMore | None:
+    """Plan with a copy of one stage's host, on a machine of its own: right behind it or at the end, what gives more.
+
+    None where neither makes a legal split.
+    """
+    host = instance.hosts[stage]
+    machine = dataclasses.replace(host.machine, name=f"like-{host.machine.name}", reserved_bytes=0)
+    copy = dataclasses.replace(host, name=f"{host.name}-copy", machine=machine, layers=None)
+    places = dict.fromkeys((stage + 1, len(instance.hosts)))
+    found = [(best, at) for at in places if (best := best_split(_with(instance, at, copy))) is not None]
+    if not found:
+        return None
+    best, at = max(found, key=lambda pair: pair[0].rate)
+    return OneMore(host.name, instance.hosts[at - 1].name, best)
+
+
+def other_last(instance: Instance) -> OtherLast | None:
+    """Plan with each other host at the end and return the best of these: the head is the last stage's.
+
+    None where the order is settled by given ranges, or where nothing else is legal.
+    """
+    hosts = instance.hosts
+    if any(host.layers is not None for host in hosts):
+        return None
+    found = []
+    for at in range(len(hosts) - 1):
+        if (hosts[at].speed, hosts[at].threads) != (hosts[-1].speed, hosts[-1].threads):
+            order = (*hosts[:at], *hosts[at + 1 :], hosts[at])
+            best = best_split(dataclasses.replace(instance, hosts=order))
+            if best is not None:
+                found.append(OtherLast(hosts[at].name, best))
+    return max(found, key=lambda other: other.best.rate, default=None)

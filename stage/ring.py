@@ -1,0 +1,128 @@
+"""The last native batched decodes of this stage, so that a person can look at them without any tracing backend. Pure.
+
+An entry copies what it shows: a frame itself would keep its whole received message alive.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection
+from typing import NamedTuple
+
+from stage.step_types import StepResult
+from wire import trace_context
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+
+RING_BATCHES_MAX = 4_096  # a minute and a half of steps of 20 ms
+RING_MEMBERS_MAX = 65_536  # over all entries; about 15 MB
+
+
+class Member(NamedTuple):
+    """One frame of a batch."""
+
+    session_id: int
+    position: int
+    n_rows: int
+    is_prefill: bool
+    wait_ns: int
+    upstream_wait_ns: int
+
+
+@dataclasses.dataclass(slots=True)
+class Entry:
+    """One native decode; fields as in pb.BatchRecord."""
+
+    step: int
+    start_ns: int
+    decode_ns: int
+    encode_ns: int
+    predicted_ns: int
+    n_rows: int
+    padded_rows: int
+    close_reason: str
+    queued_rows_before: int
+    queued_rows_after: int
+    bytes_out: int
+    context: bytes
+    members: tuple[Member, ...]
+
+    @classmethod
+    def of(cls, result: StepResult) -> Entry:
+        """Copy what is kept of a step that decoded something."""
+        step = result.step
+        return cls(
+            step=result.number,
+            start_ns=result.started_ns,
+            decode_ns=result.decode_ns,
+            encode_ns=result.encode_ns,
+            predicted_ns=result.predicted_ns,
+            n_rows=result.n_rows,
+            padded_rows=result.padded_rows,
+            close_reason=result.close_reason,
+            queued_rows_before=step.queued_rows_before,
+            queued_rows_after=step.queued_rows_after,
+            bytes_out=sum(len(output.message) for output in result.outputs),
+            context=result.context,
+            members=tuple(
+                Member(
+                    frame.session_id,
+                    frame.position,
+                    frame.n_rows,
+                    frame.is_prefill,
+                    step.taken_ns - frame.arrived_ns,
+                    frame.upstream_wait_ns,
+                )
+                for frame in result.members
+            ),
+        )
+
+    def message(self) -> pb.BatchRecord:
+        """Return the entry in wire form."""
+        return pb.BatchRecord(
+            step=self.step,
+            start_ns=self.start_ns,
+            decode_ns=self.decode_ns,
+            encode_ns=self.encode_ns,
+            predicted_ns=self.predicted_ns,
+            n_rows=self.n_rows,
+            padded_rows=self.padded_rows,
+            close_reason=self.close_reason,
+            queued_rows_before=self.queued_rows_before,
+            queued_rows_after=self.queued_rows_after,
+            bytes_out=self.bytes_out,
+            context=b"" if self.context == trace_context.NONE else self.context[: trace_context.IDS_BYTES],
+            members=[pb.BatchMember(**member._asdict()) for member in self.members],
+        )
+
+
+class BatchRing:
+    """Bounded by entries and by their members; the oldest go first and are counted in `n_forgotten`."""
+
+    def __init__(self, batches_max: int = RING_BATCHES_MAX, members_max: int = RING_MEMBERS_MAX) -> None:
+        self.n_forgotten = 0
+        self._batches_max, self._members_max = batches_max, members_max
+        self._entries: collections.deque[Entry] = collections.deque()
+        self._n_members = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, entry: Entry) -> None:
+        """Keep one batch, forgetting as many old ones as it takes."""
+        self._entries.append(entry)
+        self._n_members += len(entry.members)
+        while len(self._entries) > self._batches_max or (self._n_members > self._members_max and len(self) > 1):
+            self._n_members -= len(self._entries.popleft().members)
+            self.n_forgotten += 1
+
+    def recent(self, session_ids: Collection[int] = (), limit: int = 0) -> list[Entry]:
+        """Return the newest `limit` batches (0: all) that hold any of these sessions (none: all), oldest first."""
+        wanted = frozenset(session_ids)
+        found: list[Entry] = []
+        for entry in reversed(self._entries):
+            if not wanted or any(member.session_id in wanted for member in entry.members):
+                found.append(entry)
+                if len(found) == limit:
+                    break
+        return found[::-1]

@@ -1,0 +1,99 @@
+"""What this stage did for each open session, told to the coordinator when the session ends. Pure.
+
+Bounded by lanes: only frames of open sessions decode, and a close or the end of the route takes the totals away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from stage.queue_types import QueuedFrame
+from stage.step_types import StepResult
+from wire import trace_context
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+
+BATCHES_PER_SESSION_MAX = 4_096  # recorded batch spans named in one summary, 24 bytes each; later ones are counted
+
+
+@dataclasses.dataclass(slots=True)
+class Totals:
+    """Sums over one session's frames; fields as in pb.SessionSummary."""
+
+    n_prefill_steps: int = 0
+    n_decode_steps: int = 0
+    prefill_wait_ns: int = 0
+    decode_wait_ns: int = 0
+    wait_max_ns: int = 0
+    batch_rows_sum: int = 0
+    batch_rows_max: int = 0
+    decode_ns: int = 0
+    batches: bytearray = dataclasses.field(default_factory=bytearray)
+    batch_steps: list[int] = dataclasses.field(default_factory=list)
+    n_batches_dropped: int = 0
+
+    def add(self, frame: QueuedFrame, wait_ns: int, result: StepResult) -> None:
+        """Count one frame of a native decode."""
+        if frame.is_prefill:
+            self.n_prefill_steps += 1
+            self.prefill_wait_ns += wait_ns
+        else:
+            self.n_decode_steps += 1
+            self.decode_wait_ns += wait_ns
+            self.batch_rows_sum += result.n_rows
+            self.batch_rows_max = max(self.batch_rows_max, result.n_rows)
+        self.wait_max_ns = max(self.wait_max_ns, wait_ns)
+        self.decode_ns += result.decode_ns
+        if result.context == trace_context.NONE or not trace_context.is_sampled(frame.trace):
+            return
+        if len(self.batches) < BATCHES_PER_SESSION_MAX * trace_context.IDS_BYTES:
+            self.batches += result.context[: trace_context.IDS_BYTES]
+            self.batch_steps.append(result.number)
+        else:
+            self.n_batches_dropped += 1
+
+
+class Summaries:
+    """Totals of every session that has decoded here, by QueuedFrame.session_key."""
+
+    def __init__(self, stage_index: int) -> None:
+        self._stage_index = stage_index
+        self._totals: dict[tuple[int, int], Totals] = {}
+
+    def __len__(self) -> int:
+        return len(self._totals)
+
+    def step_done(self, result: StepResult) -> list[tuple[QueuedFrame, pb.SessionSummary]]:
+        """Count a step; returns its applied closes, each with the summary of the session it ended.
+
+        A step applies its controls first, so a session that it closes and opens again begins anew.
+        """
+        ended = [(close, self._end(close)) for close in result.closed]
+        taken_ns = result.step.taken_ns
+        for frame in result.members:
+            totals = self._totals.get(frame.session_key)
+            if totals is None:
+                totals = self._totals[frame.session_key] = Totals()
+            totals.add(frame, taken_ns - frame.arrived_ns, result)
+        return ended
+
+    def forget(self, route_id: int | None = None) -> None:
+        """Drop the sessions of a route whose epoch ended, or all: nobody will close them."""
+        self._totals = {} if route_id is None else {k: v for k, v in self._totals.items() if k[0] != route_id}
+
+    def _end(self, close: QueuedFrame) -> pb.SessionSummary:
+        totals = self._totals.pop(close.session_key, None) or Totals()
+        return pb.SessionSummary(
+            session_id=close.session_id,
+            stage_index=self._stage_index,
+            n_prefill_steps=totals.n_prefill_steps,
+            n_decode_steps=totals.n_decode_steps,
+            prefill_wait_ns=totals.prefill_wait_ns,
+            decode_wait_ns=totals.decode_wait_ns,
+            wait_max_ns=totals.wait_max_ns,
+            batch_rows_sum=totals.batch_rows_sum,
+            batch_rows_max=totals.batch_rows_max,
+            decode_ns=totals.decode_ns,
+            batches=bytes(totals.batches),
+            batch_steps=totals.batch_steps,
+            n_batches_dropped=totals.n_batches_dropped,
+        )

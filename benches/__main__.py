@@ -27,6 +27,8 @@ BENCHES: dict[str, tuple[str, bool, tuple[str, ...]]] = {
     "hop": ("benches.hop", True, ()),
     "quantisation": ("benches.quantisation", True, ()),
     "simulation": ("benches.simulation", False, ("--quick",)),  # the full table takes minutes: run it by itself
+    "tracing": ("benches.tracing", True, ()),
+    "plan_accuracy": ("benches.plan_accuracy", True, ()),
     "compare": ("benches.compare", True, ()),
 }
 

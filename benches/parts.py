@@ -15,8 +15,8 @@ from benches.reference import prompts_for
 from benches.servers import relayline_linked, relayline_up, up_has_flag
 from coordinator.pipeline_file import load_pipeline
 from deploy import load
-from deploy.cli_up import split_for
 from deploy.load import Request, Target, client
+from deploy.splits import split_for
 
 if TYPE_CHECKING:
     from benches.compare import Bench

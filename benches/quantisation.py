@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benches import machine, plot
 from benches.models import MIXES, SHAPES, Shape, matrices, model
-from deploy.cli_up import split_for
+from deploy.splits import split_for
 from stage.native import EngineConfig, NativeEngine
 from wire.errors import RelaylineError
 

@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from wire.errors import StartError
@@ -24,9 +24,17 @@ LINE_BYTES_MAX = 1 << 20
 class Child:
     """One `relayline` process. Event loop only."""
 
-    def __init__(self, name: str, arguments: Sequence[str], on_line: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        on_line: Callable[[str, str], None],
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        """`on_line(name, text)` gets what it prints; `on_event` the JSON events on its stdout other than `ready`."""
         self.name, self.arguments = name, tuple(arguments)
-        self._on_line = on_line
+        self._on_line, self._on_event, self._environment = on_line, on_event, environment
         self._process: asyncio.subprocess.Process | None = None
         self._readers: list[asyncio.Task[None]] = []
         self._last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES_MAX)
@@ -38,6 +46,11 @@ class Child:
         """Process id of the current run."""
         assert self._process is not None
         return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the last run; negative for a signal, None while it runs or before it was started."""
+        return None if self._process is None else self._process.returncode
 
     async def start(self) -> None:
         """Start (or start again). `ready` is a fresh future: the ready event, or StartError if the child dies first."""
@@ -53,7 +66,7 @@ class Child:
             stderr=asyncio.subprocess.PIPE,
             limit=LINE_BYTES_MAX,
             # Without this ggml starts a debugger on itself when it aborts, and the line that says why is lost in it.
-            env={**os.environ, "GGML_NO_BACKTRACE": "1"},
+            env={**self._environment, "GGML_NO_BACKTRACE": "1"},
             start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends children in order
         )
         assert self._process.stdout is not None
@@ -67,11 +80,20 @@ class Child:
     async def _read(self, stream: asyncio.StreamReader, *, is_stdout: bool) -> None:
         while line := await stream.readline():
             text = line.decode(errors="replace").rstrip()
-            if is_stdout and not self.ready.done() and text.startswith('{"event": "ready"'):
-                self.ready.set_result(json.loads(text))
+            if is_stdout and text.startswith('{"event": ') and self._take_event(json.loads(text)):
                 continue
             self._last_lines.append(text)
             self._on_line(self.name, text)
+
+    def _take_event(self, event: dict[str, Any]) -> bool:
+        """Hand on an event; returns False if nobody wants it."""
+        if event["event"] == "ready" and not self.ready.done():
+            self.ready.set_result(event)
+        elif self._on_event is not None:
+            self._on_event(event)
+        else:
+            return False
+        return True
 
     async def _watch(self) -> None:
         assert self._process is not None
@@ -86,10 +108,12 @@ class Child:
         """Return one line: how the child ended, and the most telling line it printed."""
         assert self._process is not None
         code = self._process.returncode
+        telling = [line for line in self._last_lines if "error" in line.lower() or "GGML_ASSERT" in line]
         how = f"exit code {code}"
         if code is not None and code < 0:
             how = f"signal {signal.Signals(-code).name}"
-        telling = [line for line in self._last_lines if "error" in line.lower() or "GGML_ASSERT" in line]
+            if not telling:  # what it did before it was killed does not say why
+                return f"{self.name} ended with {how}"
         why = (telling or list(self._last_lines) or ["it printed nothing"])[-1]
         return f"{self.name} ended with {how}: {why.removeprefix('relayline: error: ')}"
 

@@ -21,9 +21,20 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "stage": ("deploy.cli_processes", "stage_command"),
     "serve": ("deploy.cli_processes", "serve_command"),
     "up": ("deploy.cli_up", "up_command"),
+    "status": ("deploy.cli_control", "status_command"),
+    "down": ("deploy.cli_control", "down_command"),
+    "logs": ("deploy.cli_control", "logs_command"),
+    "doctor": ("deploy.cli_doctor", "doctor_command"),
+    "plan": ("deploy.cli_plan", "plan_command"),
     "calibrate": ("deploy.cli_calibrate", "calibrate_command"),
+    "certs": ("deploy.cli_certs", "certs_command"),
+    "trace": ("deploy.cli_trace", "trace_command"),
+    "top": ("deploy.cli_top", "top_command"),
     "bench": ("deploy.cli_bench", "bench_command"),
+    "cache": ("deploy.cli_cache", "cache_command"),
     "certify": ("deploy.cli_certify", "certify_command"),
+    "init": ("deploy.cli_init", "init_command"),
+    "render": ("deploy.cli_render", "render_command"),
 }
 
 
@@ -62,7 +73,7 @@ def main() -> None:
     except click.ClickException as error:
         _end(error.exit_code, error.format_message())
     except UsageError as error:
-        _end(2, error.message)
+        _end(2, *error.message.splitlines())  # a manifest may have several mistakes
     except RelaylineError as error:
         _end(1, error.message)
     except BrokenPipeError:
@@ -73,8 +84,9 @@ def main() -> None:
         _end(1, f"{where}{error.strerror or error}")
 
 
-def _end(code: int, message: str) -> None:
-    click.echo(f"relayline: error: {' '.join(message.split())}", err=True)
+def _end(code: int, *messages: str) -> None:
+    for message in messages:
+        click.echo(f"relayline: error: {' '.join(message.split())}", err=True)
     sys.exit(code)
 
 

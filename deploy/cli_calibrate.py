@@ -45,11 +45,25 @@ def calibrate_command(artifact: Path, threads: int, as_json: bool, **given: Any)
     with NativeEngine(config) as engine:
         curves = fresh_curves(engine)
     if as_json:
-        click.echo(json.dumps({"decode": _rows(curves.decode, max_rows), "prefill": _rows(curves.prefill, max_rows)}))
+        found = {"artifact": sizes_of(artifact), "threads": config.n_threads}
+        found |= {"decode": _rows(curves.decode, max_rows), "prefill": _rows(curves.prefill, max_rows)}
+        click.echo(json.dumps(found))
         return
     console = Console()
     _show(console, "decode rows, each in a lane of its own", curves.decode, max_rows)
     _show(console, "prefill rows of one prompt", curves.prefill, max_rows)
+
+
+def sizes_of(artifact: Path) -> dict[str, int]:
+    """Return the bytes of an artifact's layers and of its head (0 where it has none): what its steps read."""
+    from coordinator.gguf_file import open_model
+    from coordinator.inspection import BLOCK_NAME, EMBEDDING, HEAD
+
+    model = open_model(artifact)
+    layers = sum(tensor.size_bytes for tensor in model.tensors.values() if BLOCK_NAME.match(tensor.name))
+    is_last = model.integer("relayline.stage_index") == model.integer("relayline.stage_count") - 1
+    head = model.tensors.get(HEAD) or model.tensors.get(EMBEDDING)
+    return {"layer_bytes": layers, "head_bytes": head.size_bytes if is_last and head is not None else 0}
 
 
 def _rows(curve: CostCurve, rows_max: int) -> list[dict[str, float]]:

@@ -6,25 +6,44 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from deploy.join_flags import (
+    coordinator_join,
+    joinable_event,
+    member_event,
+    serve_join_options,
+    stage_join,
+    stage_join_options,
+    stage_telemetry,
+)
+from deploy.launch.serving import for_each_stage, manifest_option, served_directory
 from deploy.options import (
     Address,
-    AddressList,
+    content_option,
     engine_options,
+    http_security_options,
+    is_given,
     log_options,
     pipeline_options,
     policy_option,
+    security_from,
+    security_options,
     supervised_option,
+    telemetry_config,
+    telemetry_options,
 )
 from wire import logs
 from wire.envelope import DTYPE_BY_NAME
 
 if TYPE_CHECKING:
+    from coordinator.membership import Place
     from coordinator.scheduler import ScheduleConfig
+    from stage.service import StageFacts
 
 
 def announce(event: dict[str, Any], text: str, *, as_json: bool) -> None:
@@ -45,21 +64,35 @@ def _watch_stdin() -> None:
 
 
 @click.command("stage", short_help="Run one stage process.")
-@click.option("--artifact", type=click.Path(path_type=Path), required=True, help="This stage's GGUF from `split`.")
+@stage_join_options
 @click.option("--listen", type=Address(), default="127.0.0.1:0", show_default=True, help="Where neighbours connect.")
 @click.option("--threads", type=int, default=0, help="Threads of a native step [default: all cores].")
 @click.option("--no-verify", is_flag=True, help="Do not check the artifact's sha256.")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
+@click.option("--metrics", type=Address(), default=None, help="Where to serve Prometheus metrics [default: nowhere].")
+@telemetry_options
 @policy_option
 @engine_options
+@security_options
 @log_options
 @supervised_option
 def stage_command(**given: Any) -> None:
-    """Load one stage artifact and serve it to its neighbours until SIGINT or SIGTERM."""
-    from stage.config import StageConfig
-    from stage.process import run_stage
-    from stage.service import StageFacts
+    """Load one stage artifact and serve it to its neighbours until SIGINT or SIGTERM.
 
+    The artifact is given with --artifact, or told and sent by the coordinator with --join.
+    """
+    from stage.config import StageConfig
+    from stage.join import run_joined
+    from stage.process import run_stage
+
+    logs.setup("stage", as_json=given["log_json"], verbose=given["verbose"])
+    security = security_from(given)
+    joining = stage_join(given, security)
+    if given["exit_with_stdin"]:
+        _watch_stdin()
+    if joining is not None:
+        run_joined(joining, _on_stage_ready(given), stage_telemetry(given))
+        return
     host, port = given["listen"]
     config = StageConfig(
         artifact=given["artifact"],
@@ -75,27 +108,33 @@ def stage_command(**given: Any) -> None:
         policy=given["policy"],
         calibrate=not given["no_calibrate"],
         verify=not given["no_verify"],
+        telemetry=telemetry_config(given),
+        metrics=given["metrics"],
+        security=security,
     )
-    logs.setup("stage", as_json=given["log_json"], verbose=given["verbose"])
-    if given["exit_with_stdin"]:
-        _watch_stdin()
+    run_stage(config, _on_stage_ready(given))
 
+
+def _on_stage_ready(given: dict[str, Any]) -> Callable[[str, StageFacts], None]:
     def on_ready(address: str, facts: StageFacts) -> None:
         artifact = facts.artifact
         announce(
             {
                 "event": "ready",
                 "role": "stage",
+                "name": given["name"],
                 "address": address,
                 "stage": artifact.stage_index,
                 "layers": [artifact.layer_start, artifact.layer_end],
+                "metrics": facts.metrics_address,
             },
             f"stage {artifact.stage_index} of {artifact.stage_count} "
-            f"(layers {artifact.layer_start}-{artifact.layer_end - 1}) ready on {address}",
+            f"(layers {artifact.layer_start}-{artifact.layer_end - 1}) ready on {address}"
+            + (f", metrics on http://{facts.metrics_address}/metrics" if facts.metrics_address else ""),
             as_json=given["as_json"],
         )
 
-    run_stage(config, on_ready)
+    return on_ready
 
 
 def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
@@ -107,35 +146,60 @@ def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
     return ScheduleConfig(mode, given["groups"], given["group_rows"], given["prefill_chunk"])
 
 
-@click.command("serve", short_help="Run the coordinator and its HTTP API.")
-@click.option("--pipeline", "directory", type=click.Path(path_type=Path), required=True, help="Directory of `split`.")
-@click.option("--stages", type=AddressList(), required=True, help="Stage addresses in layer order.")
+@click.command(
+    "serve", short_help="Run the coordinator and its HTTP API.", context_settings={"auto_envvar_prefix": "RELAYLINE"}
+)
+@manifest_option
+@click.option("--pipeline", "directory", type=click.Path(path_type=Path), default=None, help="Directory of `split`.")
+@serve_join_options
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
 @policy_option
+@engine_options
 @pipeline_options
+@security_options
+@http_security_options
+@telemetry_options
+@content_option
 @log_options
 @supervised_option
 def serve_command(**given: Any) -> None:
-    """Connect the stages of a pipeline and serve it over HTTP until SIGINT or SIGTERM."""
-    from coordinator.pipeline import PipelineConfig
-    from coordinator.serve import Ready, ServeConfig, run_coordinator
+    """Connect the stages of a pipeline and serve it over HTTP until SIGINT or SIGTERM.
 
+    Stages are at given addresses (--stages), or join by themselves (--join-listen) and are sent their artifacts; what
+    their engines shall be (--ctx, --lanes, --kv-type, ...) is then said here.
+
+    With --manifest the model is found, split and served to the stages that the manifest names. Flags win over
+    RELAYLINE_* variables (RELAYLINE_HTTP for --http), and these over the manifest.
+    """
+    from coordinator.pipeline import PipelineConfig
+    from coordinator.pipeline_file import load_pipeline
+    from coordinator.serve import Joinable, Ready, ServeConfig, run_coordinator
+
+    logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
     host, port = given["http"]
+    directory = served_directory(given["directory"], given["manifest"])
     config = ServeConfig(
-        pipeline_dir=given["directory"],
+        pipeline_dir=directory,
         pipeline=PipelineConfig(
-            addresses=given["stages"],
+            addresses=given["stages"] or (),
             wire_dtype=DTYPE_BY_NAME[given["wire"]],
             schedule=schedule_config(given),
             share=not given["no_share"],
             waiting_max=given["queue"],
+            security=security_from(given),
         ),
         host=host,
         port=port,
         model_id=given["model_id"],
+        join=for_each_stage(
+            coordinator_join(given, len(load_pipeline(directory, stages_here=False).stages)), given["manifest"]
+        ),
+        api_keys_file=given["api_keys"],
+        protect_metrics=given["protect_metrics"],
+        telemetry=telemetry_config(given, content=given["trace_content"]),
+        push_level=is_given("trace_level"),
     )
-    logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
     if given["exit_with_stdin"]:
         _watch_stdin()
 
@@ -154,4 +218,13 @@ def serve_command(**given: Any) -> None:
             as_json=given["as_json"],
         )
 
-    run_coordinator(config, on_ready)
+    def on_joinable(joinable: Joinable) -> None:
+        event = joinable_event(joinable)
+        text = f"stages may join at {joinable.join_address}; waiting for {', '.join(joinable.names)}"
+        announce(event, text, as_json=given["as_json"])
+
+    def on_member(place: Place) -> None:
+        if given["as_json"]:  # people read the same in the log
+            announce(member_event(place), "", as_json=True)
+
+    run_coordinator(config, on_ready, on_joinable, on_member)

@@ -7,10 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from deploy.cli_model import parse_cuts, progress_bar
+from deploy.cli_control import state_dir_option
+from deploy.cli_model import parse_cuts
 from deploy.cli_processes import announce
-from deploy.options import Address, engine_options, log_options, pipeline_options, policy_option
+from deploy.options import (
+    Address,
+    content_option,
+    engine_options,
+    is_given,
+    log_options,
+    pipeline_options,
+    policy_option,
+    telemetry_options,
+)
 from wire import logs
 from wire.errors import UsageError
 
@@ -18,8 +29,14 @@ if TYPE_CHECKING:
     from deploy.local import LocalConfig
 
 
-@click.command("up", short_help="Run a whole pipeline on this machine.")
-@click.option("--model", type=click.Path(path_type=Path), required=True, help="GGUF file, or first of its shards.")
+# Flags of the form with --model alone: a manifest says these things of every single stage.
+MODEL_ONLY = ("n_stages", "cuts", "threads", "split_dir", "gpu_layers")
+MANIFEST_ONLY = ("state_dir", "detach")
+
+
+@click.command("up", short_help="Run a whole pipeline.", context_settings={"auto_envvar_prefix": "RELAYLINE"})
+@click.argument("manifest", type=click.Path(path_type=Path), required=False)
+@click.option("--model", type=click.Path(path_type=Path), default=None, help="GGUF file, or first of its shards.")
 @click.option("--stages", "n_stages", type=click.IntRange(1, 64), default=None, help="Number of stages [default: 2].")
 @click.option("--cuts", callback=parse_cuts, help="First layer of each later stage, e.g. 8,16, not --stages.")
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
@@ -27,16 +44,45 @@ if TYPE_CHECKING:
 @click.option(
     "--split-dir", type=click.Path(path_type=Path), default=None, help="Where to keep the split [default: cache]."
 )
+@click.option("--detach", is_flag=True, help="Return once the manifest's pipeline is ready; it goes on running.")
+@state_dir_option
+@click.option("--report-fd", type=int, default=None, hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
 @policy_option
 @engine_options
 @pipeline_options
+@telemetry_options
+@content_option
 @log_options
-def up_command(**given: Any) -> None:
-    """Split the model if needed, start its stages and the coordinator, and serve until SIGINT or SIGTERM."""
-    from deploy.local import LocalConfig, forwarded
+@click.pass_context
+def up_command(ctx: click.Context, /, **given: Any) -> None:
+    """Start a pipeline and serve until SIGINT or SIGTERM.
 
+    With MANIFEST: its coordinator, its stages on localhost, and for each other host the command to run there; see
+    `relayline status`, `logs` and `down`. Flags win over RELAYLINE_* variables, and these over the manifest.
+
+    With --model: split the model if needed, and run all of it here.
+    """
+    if (given["manifest"] is None) == (given["model"] is None):
+        raise UsageError("give either a MANIFEST or --model, and not both")
+    other_form = MANIFEST_ONLY if given["manifest"] is None else MODEL_ONLY
+    for parameter in ctx.command.params:
+        if parameter.name in other_form and ctx.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE:
+            form = "a MANIFEST" if given["manifest"] is None else "--model"
+            raise UsageError(f"{parameter.opts[0]} belongs to the form with {form}")
     logs.setup("up", as_json=given["log_json"], verbose=given["verbose"])
+    if given["manifest"] is None:
+        _up_model(given)
+        return
+    from deploy.launch.command import up_manifest
+
+    up_manifest(given, {name: value for name, value in given.items() if is_given(name)}, _log_flags(given))
+
+
+def _up_model(given: dict[str, Any]) -> None:
+    from deploy.local import LocalConfig, forwarded
+    from deploy.splits import split_for
+
     config = LocalConfig(
         pipeline_dir=split_for(given["model"], given["n_stages"], given["cuts"], given["split_dir"]),
         http=given["http"],
@@ -46,6 +92,7 @@ def up_command(**given: Any) -> None:
                         ("--max-rows", given["max_rows"]), ("--prefill-rows", given["prefill_rows"]),
                         ("--kv-type", given["kv_type"]), ("--policy", given["policy"])]),
             *(("--no-calibrate",) if given["no_calibrate"] else ()),
+            *_telemetry_flags(given),
             *_log_flags(given),
         ),
         serve_arguments=(
@@ -54,6 +101,8 @@ def up_command(**given: Any) -> None:
                         ("--groups", given["groups"]), ("--group-rows", given["group_rows"])]),
             *(("--no-share",) if given["no_share"] else ()),
             *(("--model-id", given["model_id"]) if given["model_id"] else ()),
+            *_telemetry_flags(given),
+            *(("--trace-content",) if given["trace_content"] else ()),
             *_log_flags(given),
         ),
     )  # fmt: skip
@@ -69,22 +118,13 @@ def _log_flags(given: dict[str, Any]) -> tuple[str, ...]:
     return (*(("--log-json",) if given["log_json"] else ()), *(("--verbose",) if given["verbose"] else ()))
 
 
-def split_for(model: Path, n_stages: int | None, cuts: tuple[int, ...] | None, split_dir: Path | None) -> Path:
-    """Split the model beside its content key in the cache (or into split_dir); does nothing when that is done."""
-    from coordinator.inspection import content_key
-    from coordinator.split import split_model
-    from deploy.local import cache_dir
-
-    if cuts is not None and n_stages is not None:
-        raise UsageError("give either --stages or --cuts, not both")
-    if cuts is None:
-        n_stages = n_stages or 2
-    if split_dir is None:
-        shape = "cuts-" + "-".join(map(str, cuts)) if cuts else f"{n_stages}-stages"
-        split_dir = cache_dir() / "splits" / f"{content_key(model)[:24]}-{shape}"
-    with progress_bar() as (update, _):
-        split_model(model, split_dir, n_stages=n_stages, cuts=cuts, progress=update)
-    return split_dir
+def _telemetry_flags(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return what coordinator and stages are told alike; what was not asked for is left to their own defaults."""
+    return (
+        *(("--trace-level", given["trace_level"]) if is_given("trace_level") else ()),
+        *(("--otlp-endpoint", given["otlp_endpoint"]) if given["otlp_endpoint"] else ()),
+        *(("--trace-sample", str(given["trace_sample"])) if is_given("trace_sample") else ()),
+    )
 
 
 async def _up(config: LocalConfig, stopping: asyncio.Event, *, as_json: bool) -> None:

@@ -20,8 +20,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from deploy.cli_up import split_for
 from deploy.local import LocalConfig, running
+from deploy.splits import split_for
 from wire import logs
 
 MODEL = Path(__file__).parent / "demo" / "relayline-demo.gguf"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
 from wire.envelope import DTYPE_BY_NAME
+from wire.security import LinkSecurity, load_security
+from wire.telemetry_config import LEVEL_NAMES, Level, TelemetryConfig
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -80,6 +83,73 @@ engine_options = _apply(
     click.option("--no-calibrate", is_flag=True, help="Learn the cost curve from real steps only."),
     click.option("--kv-type", default="f16", show_default=True, help="Element type of the KV cache."),
 )
+
+security_options = _apply(
+    click.option("--tls", "tls_dir", type=click.Path(path_type=Path), default=None,
+                 help="Directory with ca.pem, cert.pem, key.pem, token from `relayline certs`; links are mutual TLS."),
+    click.option("--insecure", is_flag=True, help="Allow plaintext links beyond this machine; anyone can read them."),
+    click.option("--token-file", type=click.Path(path_type=Path), default=None,
+                 help="File with the join token [default: RELAYLINE_TOKEN, or `token` in the --tls directory]."),
+)  # fmt: skip
+
+http_security_options = _apply(
+    click.option("--api-keys", type=click.Path(path_type=Path), default=None,
+                 help="File with one API key (or NAME: KEY) a line; read again on SIGHUP [default: no key is needed]."),
+    click.option("--protect-metrics", is_flag=True, help="Demand an API key for /metrics too."),
+)  # fmt: skip
+
+
+def security_from(given: dict[str, Any]) -> LinkSecurity:
+    """Turn the flags of `security_options` (and a `token`, where a command has one) into checked link security.
+
+    Call it after the logs are set up: it may warn. Raises UsageError.
+    """
+    return load_security(
+        given["tls_dir"], token=given.get("token") or "", token_file=given["token_file"], insecure=given["insecure"]
+    )
+
+
+def security_arguments(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the flags of `security_options` for passing on to a child process, paths made absolute."""
+    return (
+        *(("--tls", str(given["tls_dir"].absolute())) if given["tls_dir"] else ()),
+        *(("--token-file", str(given["token_file"].absolute())) if given["token_file"] else ()),
+        *(("--insecure",) if given["insecure"] else ()),
+    )
+
+
+telemetry_options = _apply(
+    click.option("--trace-level", type=click.Choice(LEVEL_NAMES), default="summary", show_default=True,
+                 help="off; summary: a trace per request; batches: and a span per native batched decode; "
+                 "frames: and what every frame waited for."),
+    click.option("--otlp-endpoint", default="", metavar="URL",
+                 help="Collector for traces, as http://HOST:4317 (gRPC) or http://HOST:4318 (HTTP) "
+                 "[default: OTEL_EXPORTER_OTLP_ENDPOINT; with neither, nothing is exported]."),
+    click.option("--trace-sample", type=click.FloatRange(0, 1), default=1.0, show_default=True,
+                 help="Share of requests to trace; the coordinator decides, stages follow."),
+)  # fmt: skip
+
+
+content_option = click.option(
+    "--trace-content", is_flag=True, help="Also record prompts and answers in traces, for whoever can read those."
+)
+
+
+def is_given(name: str) -> bool:
+    """Return whether the running command's parameter has a value from the command line or the environment."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source in (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.ENVIRONMENT)
+
+
+def telemetry_config(given: dict[str, Any], *, content: bool = False) -> TelemetryConfig:
+    """Turn the flags of `telemetry_options` into configuration. Raises UsageError."""
+    return TelemetryConfig(
+        level=Level.named(given["trace_level"]),
+        otlp_endpoint=given["otlp_endpoint"],
+        sampler_ratio=given["trace_sample"],
+        content=content,
+    )
+
 
 pipeline_options = _apply(
     click.option("--wire", type=click.Choice(WIRE_NAMES), default="f16", show_default=True, help="Rows on the wire."),

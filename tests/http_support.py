@@ -15,6 +15,7 @@ from coordinator.generation import GenerationRequest, TokenEvent
 from coordinator.http.app import make_app
 from coordinator.http.limits import HttpLimits
 from coordinator.http.server import start_http
+from coordinator.telemetry_control import TelemetryControl
 from coordinator.tokenizer import Tokenizer
 
 MODEL = "org/tiny"
@@ -172,12 +173,17 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serving(
-    tokenizer: Tokenizer, generator: FakeGenerator | None = None, *, template: str | None = CHATML, **limits: object
+    tokenizer: Tokenizer,
+    generator: FakeGenerator | None = None,
+    *,
+    template: str | None = CHATML,
+    control: TelemetryControl | None = None,
+    **limits: object,
 ) -> AsyncIterator[Served]:
     """Serve a fake generator on a free loopback port; every stream it opened must be closed in the end."""
     generator = generator or FakeGenerator()
     chat = ChatTemplate(template, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
-    app = make_app(generator, tokenizer, chat, MODEL, CREATED, HttpLimits(**limits))
+    app = make_app(generator, tokenizer, chat, MODEL, CREATED, HttpLimits(**limits), control)
     runner, port = await start_http(app, "127.0.0.1", 0)
     try:
         yield Served(f"http://127.0.0.1:{port}", port, generator)

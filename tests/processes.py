@@ -27,9 +27,10 @@ def relayline(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subproces
 class Running:
     """One long-running command. `event` is its ready line; `stderr` what it logged until now."""
 
-    def __init__(self, arguments: Sequence[str | Path]) -> None:
+    def __init__(self, arguments: Sequence[str | Path], prefix: Sequence[str] = ()) -> None:
+        """`prefix` is a command that runs another one, such as `ip netns exec`."""
         self.process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*prefix, *COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self.lines: list[str] = []
         self._new_line = threading.Condition()
@@ -40,6 +41,8 @@ class Running:
         if not line:
             self.process.wait(TIMEOUT_S)
             self._reader.join(TIMEOUT_S)
+            self.process.stdout.close()
+            self.process.stderr.close()
             raise AssertionError(f"not ready, exit code {self.process.returncode}: {self.stderr}")
         self.event = json.loads(line)
 
@@ -59,6 +62,15 @@ class Running:
         with self._new_line:
             found = self._new_line.wait_for(lambda: sum(text in line for line in self.lines) >= count, TIMEOUT_S)
         assert found, f"{text!r} was not logged {count} times:\n{self.stderr}"
+
+    def next_event(self, kind: str) -> dict[str, object]:
+        """Block until the next event of this kind on stdout; others before it are passed over."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            event: dict[str, object] = json.loads(line)
+            if event["event"] == kind:
+                return event
+        raise AssertionError(f"ended before {kind!r}: {self.stderr}")
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Signal the process and return its exit code."""

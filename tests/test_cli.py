@@ -136,6 +136,37 @@ def test_help_and_version_need_no_model() -> None:
         assert "relayline" in done.stdout
 
 
+def test_commands_for_launched_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for arguments in (("status",), ("down",)):
+        done = relayline(*arguments)
+        assert (done.returncode, done.stdout) == (0, "nothing runs here\n")
+    assert json.loads(relayline("status", "--json").stdout) == []
+    for command in ("status", "down", "logs"):
+        refused(2, command, "nobody", says="no pipeline 'nobody' was launched here")
+        refused(1, command, tmp_path / "nowhere.yaml", says="nowhere.yaml")
+    refused(2, "logs", says="nothing runs here")
+    refused(2, "down", "--timeout", "-1", says="--timeout")
+
+
+def test_a_manifest_that_does_not_fit_its_model(model: Path, tmp_path: Path) -> None:
+    manifest = tmp_path / "pipeline.yaml"
+    text = (
+        "apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: misfit}\n"
+        f"spec:\n  model: {{path: {model}}}\n  coordinator: {{http: {{port: 0}}}}\n"
+    )
+    for command in (("up", "--state-dir", str(tmp_path / "state")), ("serve", "--manifest")):
+        manifest.write_text(f"{text}  stages: [{{name: a, layers: [0, 2]}}, {{name: b, layers: [2, 9]}}]\n")
+        refused(2, *command, manifest, says=f"write layers: [2, {N_LAYERS}]")
+        manifest.write_text(f"{text}  stages: {N_LAYERS + 1}\n")
+        refused(2, *command, manifest, says="")
+        manifest.write_text(f"{text}  stage: 2\n")
+        refused(2, *command, manifest, says="did you mean stages?")
+    manifest.write_text(f"{text}  context: {{lanes: 2000, tokens: 1000000}}\n")
+    refused(2, "up", "--state-dir", tmp_path / "state", manifest, says="GiB")
+    refused(2, "serve", "--http", "127.0.0.1:0", says="--manifest")
+
+
 def test_json_outputs_parse(model: Path, split: Path) -> None:
     assert json.loads(relayline("inspect", model, "--json").stdout)["layers"] == N_LAYERS
     assert json.loads((split / "pipeline.json").read_text())["cuts"]

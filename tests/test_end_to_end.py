@@ -26,7 +26,9 @@ PROMPTS = (
     "x",
     "# This module provides a class and the functions to read it.\n" * 8,
 )
-NEAR_TIE = 0.05  # nats between the two best tokens below which batch shape may decide
+# Nats between the two best tokens below which batch shape may decide. The unsplit demonstration model itself moves by up
+# to 0.35 in logits between batch shapes (`relayline certify`): activations are quantised before each product.
+NEAR_TIE = 0.25
 
 
 @pytest.fixture(scope="module")

@@ -168,18 +168,6 @@ async def test_long_prompts_are_tokenised_alike_off_the_loop(tokenizer: Tokenize
         assert served.generator.requests[0].prompt_tokens == tuple(tokenizer.encode("hello world"))
 
 
-PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-@pytest.mark.parametrize(("sent", "kept"), [(PARENT, PARENT), ("junk", None), (None, None)])
-async def test_trace_parent_is_passed_on(tokenizer: Tokenizer, sent: str | None, kept: str | None) -> None:
-    async with session_of(tokenizer) as (session, served):
-        headers = {} if sent is None else {"traceparent": sent}
-        async with session.post("/v1/completions", json={"prompt": "x"}, headers=headers) as reply:
-            assert reply.status == 200
-        assert served.generator.requests[0].trace_parent == kept
-
-
 async def test_any_model_name_may_be_allowed(tokenizer: Tokenizer) -> None:
     async with (
         session_of(tokenizer, any_model_name=True) as (session, _),

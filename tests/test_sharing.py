@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from coordinator.generation import GenerationRequest, SamplingParams, TokenEvent
+from coordinator.request_log import StreamRecord
 from coordinator.session import Session
 from coordinator.streams import Audience, SessionStream, sharing_key
 
@@ -27,7 +28,8 @@ def test_key_covers_what_decides_the_answer_and_nothing_else() -> None:
 
 
 async def test_a_late_stream_gets_the_past_and_then_the_same_tokens() -> None:
-    audience = Audience(Session(1, REQUEST, lambda _: False), "key")
+    session = Session(1, REQUEST, lambda _: False)
+    audience = Audience(session, "key", StreamRecord("r", session.record, 0))
     early, late = SessionStream(audience.streams.remove), SessionStream(audience.streams.remove)
     audience.join(early)
     audience.put(TokenEvent(5, None, ()))

@@ -1,0 +1,102 @@
+"""Which probes a doctor's visit consists of: the machine alone, or the machine for a manifest."""
+
+from __future__ import annotations
+
+import functools
+
+from deploy.doctor.files import look_keys, look_model, look_security, look_split, names_here
+from deploy.doctor.host import (
+    judge_memory,
+    look_clock,
+    look_compiler,
+    look_disk,
+    look_files,
+    look_python,
+)
+from deploy.doctor.native import LOAD_TIMEOUT_S, look_native
+from deploy.doctor.network import (
+    hosts_of,
+    look_coordinator,
+    look_coordinator_host,
+    look_host,
+    look_otlp,
+    look_ports,
+    look_stage,
+)
+from deploy.doctor.plan import needed_memory_bytes, split_of, writes_bytes
+from deploy.doctor.report import Finding, Probe, examine, failure
+from deploy.launch.control import Launched
+from deploy.launch.own_tls import directory_name
+from deploy.launch.state import StateDir, state_root
+from deploy.local import cache_dir
+from deploy.machine import available_memory_bytes
+from deploy.manifest import Manifest
+from wire.errors import RelaylineError
+from wire.security import LinkSecurity
+
+
+def machine_probes(timeout_s: float) -> list[Probe]:
+    """Return the probes that need no manifest."""
+    return [
+        Probe("python", look_python, timeout_s),
+        Probe("compiler", look_compiler, timeout_s),
+        Probe("clock", look_clock, timeout_s),
+    ]
+
+
+async def examine_machine(timeout_s: float) -> list[Finding]:
+    """Examine this machine without a manifest."""
+    return await examine([
+        *machine_probes(timeout_s),
+        Probe("llama.cpp", functools.partial(look_native, wants_gpu=False), max(timeout_s, LOAD_TIMEOUT_S)),
+        Probe("memory", lambda: [judge_memory(available_memory_bytes(), None)], timeout_s),
+        Probe("open files", functools.partial(look_files, 0), timeout_s),
+        Probe("disk", functools.partial(look_disk, cache_dir(), 0), timeout_s),
+    ])  # fmt: skip
+
+
+async def examine_manifest(manifest: Manifest, launched: Launched | None, timeout_s: float) -> list[Finding]:
+    """Examine this machine and the hosts of a manifest. `launched` is the pipeline of that name, if there is one."""
+    spec = manifest.spec
+    running = launched is not None and launched.is_running
+    wants_gpu = any(stage.device == "gpu" and stage.is_local for stage in manifest.stages)
+    security_findings, security = _security(manifest)
+    probes = [
+        *machine_probes(timeout_s),
+        Probe("llama.cpp", functools.partial(look_native, wants_gpu=wants_gpu), max(timeout_s, LOAD_TIMEOUT_S)),
+        Probe("model", functools.partial(look_model, manifest), timeout_s),
+        Probe("memory", functools.partial(_look_memory, manifest, running=running), timeout_s),
+        Probe("open files", functools.partial(look_files, spec.context.lanes + spec.coordinator.queue), timeout_s),
+        Probe("disk", lambda: look_disk(cache_dir(), writes_bytes(manifest)), timeout_s),
+        Probe("artifacts", lambda: look_split(split_of(manifest)), timeout_s),
+        Probe("ports", functools.partial(look_ports, manifest, running=running), timeout_s),
+        Probe("coordinator.host", functools.partial(look_coordinator_host, manifest), timeout_s),
+        Probe("tls", lambda: security_findings, timeout_s),
+        Probe("api keys", functools.partial(look_keys, manifest), timeout_s),
+    ]
+    for host, (what, port) in hosts_of(manifest).items():
+        probes.append(Probe(f"host {host}", functools.partial(look_host, host, what, port), timeout_s))
+    if running and launched is not None:
+        if launched.state.url:
+            probes.append(Probe("coordinator", functools.partial(look_coordinator, launched.state.url), timeout_s))
+        for record in launched.state.processes:
+            if record.role == "stage" and record.address and record.state == "ready" and security is not None:
+                probe = functools.partial(look_stage, record.name, record.address, security)
+                probes.append(Probe(f"stage {record.name}", probe, timeout_s))
+    if spec.telemetry.otlp_endpoint:
+        probes.append(Probe("otlp", functools.partial(look_otlp, spec.telemetry.otlp_endpoint), timeout_s))
+    return await examine(probes)
+
+
+def _security(manifest: Manifest) -> tuple[list[Finding], LinkSecurity | None]:
+    try:
+        own = StateDir(state_root() / manifest.name).tls / directory_name(manifest.spec.coordinator.host)
+        return look_security(manifest, names_here(manifest), own)
+    except RelaylineError as error:
+        return [failure("tls", error.message, "see `relayline certs --help`")], None
+
+
+def _look_memory(manifest: Manifest, *, running: bool) -> list[Finding]:
+    """Hold free memory against the plan; what already runs has its memory and needs none."""
+    available = available_memory_bytes()
+    return [judge_memory(available, None if running else needed_memory_bytes(manifest))]

@@ -1,0 +1,157 @@
+"""Files: the model, the split and its hashes, TLS material, tokens and keys."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import stat
+from pathlib import Path
+
+from coordinator.inspection import inspect_model
+from coordinator.pipeline_file import (
+    HASH_CHUNK_BYTES,
+    PIPELINE_NAME,
+    ArtifactFile,
+    PipelineFile,
+    StageFile,
+    check_artifact,
+    load_pipeline,
+)
+from deploy.doctor.report import Finding, failure, ok, warning
+from deploy.manifest import Manifest, is_local
+from wire.errors import ArtifactError, RelaylineError
+from wire.security import CERT_FILE, LinkSecurity, load_security
+from wire.tls_material import RENEW_DAYS, names_of, read_certificate
+
+MIB = 1 << 20
+
+
+def look_model(manifest: Manifest) -> list[Finding]:
+    """Look whether the model is there, can be read and split, and is the one that the manifest names."""
+    path = manifest.model_path
+    if path is None:
+        return [ok("model", f"{manifest.spec.model.hf}, loaded from the hub when it is needed")]
+    try:
+        facts = inspect_model(path)
+    except (RelaylineError, OSError) as error:
+        return [failure("model", " ".join(str(error).split()), "correct spec.model in the manifest")]
+    if not facts.supported:
+        return [failure("model", facts.refusal or f"{facts.architecture} is not supported", "choose a supported model")]
+    findings = [ok("model", f"{path}: {facts.architecture}, {facts.n_layers} layers, {facts.file_bytes / MIB:.0f} MiB")]
+    if manifest.spec.model.sha256 is not None:
+        found = _sha256(path)
+        if found != manifest.spec.model.sha256:
+            findings.append(
+                failure(
+                    "model sha256", f"{path.name} has {found}", "it is another file than the manifest's: load it anew"
+                )
+            )
+        else:
+            findings.append(ok("model sha256", "as in the manifest"))
+    return findings
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def look_split(directory: Path | None) -> list[Finding]:
+    """Look whether the files of a split still hold what was written. `directory` is None where none is known yet."""
+    if directory is None or not (directory / PIPELINE_NAME).exists():
+        return [ok("artifacts", "the model has not been split yet; the first start does it")]
+    try:
+        file: PipelineFile = load_pipeline(directory)
+    except ArtifactError as error:
+        return [failure("artifacts", error.message, f"remove {directory}; the next start splits the model again")]
+    findings = []
+    entries: list[ArtifactFile | StageFile] = [file.tokenizer, *file.stages]
+    for entry in entries:
+        try:
+            check_artifact(directory / entry.file, entry)
+        except (ArtifactError, OSError) as error:
+            findings.append(
+                failure("artifacts", str(error), f"remove {directory}; the next start splits the model again")
+            )
+    return findings or [ok("artifacts", f"{len(file.stages) + 1} files in {directory} have their sha256")]
+
+
+def look_security(manifest: Manifest, names: tuple[str, ...], own: Path) -> tuple[list[Finding], LinkSecurity | None]:
+    """Look at TLS material and join token; also returns the security with which stages can be asked, if it is usable.
+
+    `names` are the host names under which others know processes of this machine; `own` is the directory that the
+    launcher makes for a manifest that names none.
+    """
+    wire = manifest.spec.wire
+    token_file = manifest.resolve(wire.token_file) if wire.token_file is not None else None
+    if not manifest.uses_tls:
+        security = load_security(None, token_file=token_file, insecure=not manifest.all_local)
+        if manifest.all_local:
+            return [ok("tls", "not needed: every process is on this machine")], security
+        return [warning("tls", "wire.tls.mode is off: activations and prompts cross the network in the clear",
+                        "set wire.tls.mode to auto and make material with `relayline certs`")], security  # fmt: skip
+    directory = own if wire.tls.directory is None else manifest.resolve(wire.tls.directory)
+    if wire.tls.directory is None and not (own / CERT_FILE).exists():
+        return [ok("tls", f"`relayline up` will make its own material in {own.parent}")], None
+    try:
+        security = load_security(directory, token_file=token_file)
+        findings = [_certificate(directory, names)]
+    except (RelaylineError, OSError) as error:
+        return [failure("tls", str(error), "see `relayline certs --help`")], None
+    if not security.token:
+        findings.append(warning("join token", "none: whoever has a certificate of this CA may join",
+                                "`relayline certs init` makes one; name it in wire.tokenFile"))  # fmt: skip
+    else:
+        findings.append(ok("join token", "there"))
+    return findings, security
+
+
+def _certificate(directory: Path, names: tuple[str, ...]) -> Finding:
+    certificate = read_certificate(directory / CERT_FILE)
+    days = (certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)).days
+    covered = names_of(certificate)
+    text = f"{directory}: for {', '.join(covered)}, {days} days left"
+    missing = [name for name in names if name not in covered]
+    if missing:
+        return failure(
+            "tls", f"{text}; not for {', '.join(missing)}", "issue it anew with these names: relayline certs issue"
+        )
+    if days < RENEW_DAYS:
+        return warning("tls", text, "renew it with `relayline certs issue`")
+    return ok("tls", text)
+
+
+def names_here(manifest: Manifest) -> tuple[str, ...]:
+    """Return the names under which other hosts know processes of this machine."""
+    host = manifest.spec.coordinator.host
+    return (host,) if not is_local(host) else ("localhost",)
+
+
+def look_keys(manifest: Manifest) -> list[Finding]:
+    """Look at the file with API keys."""
+    given = manifest.spec.coordinator.api_keys_file
+    http = manifest.spec.coordinator.http.host
+    if given is None:
+        if is_local(http):
+            return [ok("api keys", f"none; the API is on {http} only")]
+        return [warning("api keys", f"none, and the API listens on {http}: whoever reaches it may use it",
+                        "name a file with keys in coordinator.apiKeysFile")]  # fmt: skip
+    path = manifest.resolve(given)
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip() and line[0] != "#"]
+    except (OSError, UnicodeDecodeError) as error:
+        return [
+            failure(
+                "api keys",
+                f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
+                "make it, one key a line",
+            )
+        ]
+    if not lines:
+        return [failure("api keys", f"{path} holds no key", "write one key a line")]
+    if path.stat().st_mode & stat.S_IROTH:
+        return [warning("api keys", f"{path} can be read by every user", f"run: chmod 600 {path}")]
+    return [ok("api keys", f"{len(lines)} in {path}")]

@@ -1,0 +1,119 @@
+"""The native libraries: what llama.cpp was built with, what this CPU could do, whether our own extensions load.
+
+They are loaded in a process of their own: a library built for another CPU ends its process at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from deploy.doctor.report import Finding, failure, ok, warning
+
+LLAMA_VERSION = "0.3.36"  # stage/ relies on this version's struct layout and tensor names
+LOAD_TIMEOUT_S = 30.0
+# What llama.cpp says of its build -> the same in /proc/cpuinfo. These make a difference to decode speed.
+FEATURES = {
+    "AVX": "avx",
+    "AVX2": "avx2",
+    "F16C": "f16c",
+    "FMA": "fma",
+    "AVX512": "avx512f",
+    "AVX512_VNNI": "avx512_vnni",
+    "NEON": "asimd",
+    "DOTPROD": "asimddp",
+    "SVE": "sve",
+}
+_PIP = f"pip install --force-reinstall --no-binary llama-cpp-python llama-cpp-python=={LLAMA_VERSION}"
+REBUILD = f'rebuild on this machine: CMAKE_ARGS="-DGGML_NATIVE=ON" {_PIP}'
+WITH_GPU = f'rebuild with your GPU\'s backend, such as CMAKE_ARGS="-DGGML_CUDA=ON" {_PIP}'
+
+_PROGRAM = """
+import json, importlib, importlib.metadata
+found = {}
+for name in ("stage._capture", "wire._rows"):
+    try:
+        importlib.import_module(name)
+        found[name] = ""
+    except Exception as error:
+        found[name] = f"{type(error).__name__}: {error}"
+try:
+    import llama_cpp
+    found["llama"] = {"version": importlib.metadata.version("llama-cpp-python"),
+                      "system": llama_cpp.llama_print_system_info().decode(),
+                      "gpu": bool(llama_cpp.llama_supports_gpu_offload())}
+except Exception as error:
+    found["llama_error"] = f"{type(error).__name__}: {error}"
+print("\\n" + json.dumps(found))
+"""
+
+
+def look_native(*, wants_gpu: bool, program: str = _PROGRAM, cpuinfo: Path = Path("/proc/cpuinfo")) -> list[Finding]:
+    """Load everything native and judge it."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LOAD_TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        return [judge_death(done.returncode, done.stderr)]
+    facts = json.loads(done.stdout.strip().splitlines()[-1])
+    return [*judge_llama(facts, _cpu_flags(cpuinfo), wants_gpu=wants_gpu), judge_extensions(facts)]
+
+
+def judge_death(code: int, stderr: str) -> Finding:
+    """Say why the loading process died."""
+    if code == -signal.SIGILL:
+        return failure("llama.cpp", "it was built for another CPU (illegal instruction)",
+                       REBUILD)  # fmt: skip
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return failure("llama.cpp", f"loading it ends with {how}: {(stderr.splitlines() or ['no message'])[-1]}",
+                   f"install llama-cpp-python=={LLAMA_VERSION} anew")  # fmt: skip
+
+
+def judge_llama(facts: dict[str, Any], cpu_flags: set[str], *, wants_gpu: bool) -> list[Finding]:
+    """Judge version, CPU features and GPU offload of the installed llama-cpp-python."""
+    if "llama" not in facts:
+        return [failure("llama.cpp", facts["llama_error"], f"pip install llama-cpp-python=={LLAMA_VERSION}")]
+    version, system, gpu = facts["llama"]["version"], facts["llama"]["system"], facts["llama"]["gpu"]
+    built = {name for name, value in re.findall(r"(\w+) = (\d+)", system) if value != "0"}
+    text = f"llama-cpp-python {version}: {' '.join(sorted(built)) or 'no CPU features'}"
+    if version.partition("+")[0] != LLAMA_VERSION:
+        findings = [
+            failure("llama.cpp", text, f"install llama-cpp-python=={LLAMA_VERSION}: the stage relies on its layout")
+        ]
+    elif unused := [name for name, flag in FEATURES.items() if flag in cpu_flags and name not in built]:
+        text += f"; this CPU also has {', '.join(unused)}"
+        findings = [warning("llama.cpp", text, REBUILD)]
+    else:
+        findings = [ok("llama.cpp", text)]
+    if gpu:
+        findings.append(ok("gpu offload", "supported by this build"))
+    elif wants_gpu:
+        text = "not supported by this build, but the manifest has a stage here on a GPU"
+        findings.append(failure("gpu offload", text, WITH_GPU))
+    else:
+        findings.append(ok("gpu offload", "not in this build; no stage here asks for it"))
+    return findings
+
+
+def judge_extensions(facts: dict[str, Any]) -> Finding:
+    """Judge relayline's own C extensions."""
+    broken = [f"{name} ({facts[name]})" for name in ("stage._capture", "wire._rows") if facts.get(name)]
+    if broken:
+        return failure(
+            "extensions", f"cannot be loaded: {', '.join(broken)}", "build them: pip install -e . in the source tree"
+        )
+    return ok("extensions", "stage._capture and wire._rows load")
+
+
+def _cpu_flags(cpuinfo: Path) -> set[str]:
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return set()
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return set(found[1].split()) if found else set()

@@ -1,0 +1,181 @@
+"""Ports of this machine, names and reachability of the others, and what the stages there say of themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import email.utils
+import importlib.metadata
+import socket
+import urllib.parse
+
+import aiohttp
+
+from coordinator.stage_client import StageClient
+from deploy.doctor.report import Finding, failure, in_daemon, ok, warning
+from deploy.launch.ports import port_problem, wanted_ports
+from deploy.manifest import Manifest, is_local
+from wire.errors import RelaylineError
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+from wire.security import LinkSecurity
+
+CONNECT_TIMEOUT_S = 5.0
+DESCRIBE_TIMEOUT_S = 10.0
+CLOCK_APART_MAX_S = 30.0  # of two machines' wall clocks; certificates and log lines suffer beyond
+OTLP_PORTS = {"http": 4318, "https": 4318, "grpc": 4317, "": 4317}
+
+
+def look_ports(manifest: Manifest, *, running: bool) -> list[Finding]:
+    """Look whether the ports that this machine's processes will listen on are free."""
+    findings = []
+    for what, host, port in wanted_ports(manifest):
+        problem = port_problem(host, port)
+        check = f"port {port}"
+        if problem is None:
+            findings.append(ok(check, f"free for {what}"))
+        elif running:
+            findings.append(ok(check, f"{what}: taken, {manifest.name} runs"))
+        else:
+            findings.append(
+                failure(check, f"{what}: {problem}", "end what holds it or name another port in the manifest")
+            )
+    return findings or [ok("ports", "the system chooses them")]
+
+
+def look_coordinator_host(manifest: Manifest) -> list[Finding]:
+    """Look whether stages of other hosts are told a coordinator that they can reach."""
+    host = manifest.spec.coordinator.host
+    remote = [stage.name for stage in manifest.stages if not stage.is_local]
+    if remote and is_local(host):
+        found = f"coordinator.host is {host}, where {', '.join(remote)} cannot reach it"
+        return [failure("coordinator.host", found, "name this machine as the other hosts know it")]
+    return []
+
+
+def hosts_of(manifest: Manifest) -> dict[str, tuple[str, int]]:
+    """Return (what, port) by host for everything of the manifest that is not on this machine."""
+    hosts: dict[str, tuple[str, int]] = {}
+    for stage in manifest.stages:
+        if not stage.is_local:
+            hosts.setdefault(stage.host, (f"stage {stage.name}", manifest.listen_port(stage)))
+    if not is_local(manifest.spec.coordinator.host):
+        hosts.setdefault(manifest.spec.coordinator.host, ("the coordinator", manifest.join_port))
+    return hosts
+
+
+async def look_host(host: str, what: str, port: int) -> list[Finding]:
+    """Look a name up and connect to it."""
+    check = f"host {host}"
+    try:
+        found = await in_daemon(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except OSError as error:
+        return [failure(check, f"its name is not known: {error.strerror or error}",
+                        "correct it in the manifest, or add it to DNS or /etc/hosts")]  # fmt: skip
+    address = found[0][4][0]
+    where = f"{host} ({address})" if address != host else host
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(str(address), port)
+    except ConnectionRefusedError:
+        return [warning(check, f"{where} answers, but nothing listens on port {port} ({what})",
+                        f"well if {what} has not been started yet")]  # fmt: skip
+    except (OSError, TimeoutError) as error:
+        why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        return [failure(check, f"{where} port {port} ({what}) cannot be reached: {why}",
+                        f"is the machine up? does a firewall hold back port {port}?")]  # fmt: skip
+    writer.close()
+    return [ok(check, f"{where} port {port} ({what}) can be reached")]
+
+
+async def look_stage(name: str, address: str, security: LinkSecurity) -> list[Finding]:
+    """Ask a stage for its version and its clock; a stage that is not there is no finding of its own."""
+    client = None
+    check = f"stage {name}"
+    try:
+        client = StageClient(address, security)
+        async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
+            facts = await client.describe()
+            first = await client.status(with_recent=False)
+            second = await client.status(with_recent=False)
+    except TimeoutError:
+        return [failure(check, f"{address} did not answer within {DESCRIBE_TIMEOUT_S:.0f} s", "see its log")]
+    except RelaylineError as error:
+        return [
+            failure(check, error.message.splitlines()[0], "run the same version, and material of one CA, on both ends")
+        ]
+    finally:
+        if client is not None:
+            await client.close()
+    findings = [judge_version(check, facts.software_version, importlib.metadata.version("relayline"))]
+    if first is not None and second is not None:
+        findings.append(judge_stage_clock(check, first, second))
+    return findings
+
+
+def judge_version(check: str, theirs: str, ours: str) -> Finding:
+    """Hold the versions of both ends together."""
+    if theirs != ours:
+        return warning(check, f"runs relayline {theirs}, this is {ours}", "run the same version on both ends")
+    return ok(check, f"runs relayline {theirs}, as here")
+
+
+def judge_stage_clock(check: str, first: pb.StatusResponse, second: pb.StatusResponse) -> Finding:
+    """Hold two readings of a stage's monotonic clock together, taken one after the other."""
+    if second.now_ns <= first.now_ns or second.uptime_ns < first.uptime_ns:
+        return failure(f"{check} clock", "its monotonic clock does not advance", "mend the clock of that machine")
+    return ok(f"{check} clock", f"advances; the stage has been up for {second.uptime_ns / 1e9:.0f} s")
+
+
+async def look_coordinator(url: str) -> list[Finding]:
+    """Ask a running coordinator for its health, and hold its wall clock against ours."""
+    timeout = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT_S)
+    try:
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/health") as answer:
+            status, date = answer.status, answer.headers.get("Date", "")
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return [warning("coordinator", f"{url} does not answer: {error or 'no answer in time'}", "see its log")]
+    findings = [
+        ok("coordinator", f"{url} is healthy")
+        if status == 200
+        else warning("coordinator", f"{url}/health answers {status}", "it is starting or recovering; see its log")
+    ]
+    if date:
+        there = email.utils.parsedate_to_datetime(date)
+        findings.append(judge_wall_clocks((datetime.datetime.now(datetime.UTC) - there).total_seconds()))
+    return findings
+
+
+def judge_wall_clocks(apart_s: float) -> Finding:
+    """Judge how far this machine's clock is from the coordinator's."""
+    text = f"{abs(apart_s):.0f} s between this machine and the coordinator"
+    if abs(apart_s) > CLOCK_APART_MAX_S:
+        return warning("wall clocks", text, "set both by NTP: certificates and traces need one time")
+    return ok("wall clocks", text)
+
+
+def otlp_address(endpoint: str) -> tuple[str, int] | None:
+    """Return host and port of an OTLP endpoint (URL or HOST:PORT); None if it is neither."""
+    parts = urllib.parse.urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
+    try:
+        port = parts.port
+    except ValueError:
+        return None
+    if not parts.hostname:
+        return None
+    return parts.hostname, port or OTLP_PORTS.get(parts.scheme, 4317)
+
+
+async def look_otlp(endpoint: str) -> list[Finding]:
+    """Connect to the collector. Serving does not depend on it."""
+    remedy = "start the collector or correct telemetry.otlpEndpoint; until then spans are dropped and counted"
+    address = otlp_address(endpoint)
+    if address is None:
+        return [failure("otlp", f"{endpoint!r} is no http(s)://HOST:PORT", "correct telemetry.otlpEndpoint")]
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(*address)
+    except (OSError, TimeoutError) as error:
+        why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        return [warning("otlp", f"{address[0]}:{address[1]} cannot be reached: {why}", remedy)]
+    writer.close()
+    return [ok("otlp", f"{address[0]}:{address[1]} can be reached")]

@@ -1,0 +1,55 @@
+"""What a manifest will need on this machine, before anything of it exists: memory, disk, the place of its split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coordinator.cuts import ranges
+from coordinator.inspection import inspect_model
+from coordinator.pipeline_file import PIPELINE_NAME
+from coordinator.planner.memory import COORDINATOR_BYTES, stage_memory
+from deploy.launch.prepare import choose_cuts
+from deploy.manifest import Manifest, is_local
+from deploy.planning import load_of, shape_of
+from deploy.splits import split_place
+from wire.errors import RelaylineError
+
+
+def needed_memory_bytes(manifest: Manifest) -> int | None:
+    """Return the memory of all processes of this machine; None where the model is not here to tell."""
+    model = _model_here(manifest)
+    if model is None:
+        return None
+    facts = inspect_model(model)
+    shape, load = shape_of(facts), load_of(manifest)
+    total = COORDINATOR_BYTES if is_local(manifest.spec.coordinator.host) else 0
+    for stage, (start, end) in zip(manifest.stages, ranges(facts.n_layers, choose_cuts(manifest, model)), strict=True):
+        if stage.is_local:
+            total += stage_memory(shape, load, start, end).total_bytes
+    return total
+
+
+def split_of(manifest: Manifest) -> Path | None:
+    """Return where the split lies or will lie; None where the model is not here or cannot be cut so."""
+    model = _model_here(manifest)
+    if model is None:
+        return None
+    try:
+        cuts = choose_cuts(manifest, model)
+    except RelaylineError:
+        return None  # another line says so
+    return split_place(model, len(manifest.stages), cuts)
+
+
+def writes_bytes(manifest: Manifest) -> int:
+    """Return how much the first start will still write: about the model's size, 0 once it is split."""
+    directory = split_of(manifest)
+    if directory is None or (directory / PIPELINE_NAME).exists():
+        return 0
+    model = _model_here(manifest)
+    return inspect_model(model).file_bytes if model is not None else 0
+
+
+def _model_here(manifest: Manifest) -> Path | None:
+    path = manifest.model_path
+    return path if path is not None and path.exists() else None

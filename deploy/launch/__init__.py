@@ -1,0 +1,1 @@
+"""Launching a pipeline from a manifest on this machine: state directory, supervisor, logs, control from outside."""

@@ -1,0 +1,38 @@
+"""When a process that died is started again, and when it is given up. Pure: lifetimes in, delays out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """Exponential back-off with a limit."""
+
+    first_s: float = 0.5
+    """Delay before the first restart."""
+    factor: float = 2.0
+    """Each further delay is this many times longer."""
+    max_s: float = 15.0
+    """Longest delay."""
+    deaths_max: int = 5
+    """Deaths in a row that are forgiven; the next one ends the pipeline."""
+    healthy_s: float = 60.0
+    """A process that was ready for so long starts with a clean record when it dies."""
+
+
+class RestartHistory:
+    """The deaths in a row of one process."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self.n_deaths = 0
+
+    def died(self, ready_for_s: float) -> float | None:
+        """Note a death after `ready_for_s` seconds of being ready; return the delay in seconds, None to give up."""
+        if ready_for_s >= self._policy.healthy_s:
+            self.n_deaths = 0
+        self.n_deaths += 1
+        if self.n_deaths > self._policy.deaths_max:
+            return None
+        return min(self._policy.max_s, self._policy.first_s * self._policy.factor ** (self.n_deaths - 1))

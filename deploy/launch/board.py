@@ -1,0 +1,58 @@
+"""What is known of every process of a launched pipeline, kept in state.json for `status`, `logs` and `down`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from deploy.launch.process_id import ProcessId
+from deploy.launch.state import STATE_VERSION, LaunchState, Phase, ProcessRecord, StateDir
+
+
+class Board:
+    """The current LaunchState; every change is stored at once."""
+
+    def __init__(
+        self, directory: StateDir, name: str, manifest: str, supervisor: ProcessId, processes: tuple[ProcessRecord, ...]
+    ) -> None:
+        self._directory = directory
+        self.state = LaunchState(
+            STATE_VERSION, name, manifest, "starting", supervisor.pid, supervisor.start_ticks, processes=processes
+        )
+        directory.store(self.state)
+
+    def __getitem__(self, name: str) -> ProcessRecord:
+        """Return the record of a process. Raises KeyError for an unknown name."""
+        for record in self.state.processes:
+            if record.name == name:
+                return record
+        raise KeyError(name)
+
+    def has(self, name: str) -> bool:
+        """Return whether a process of that name belongs to this pipeline."""
+        return any(record.name == name for record in self.state.processes)
+
+    def set_process(self, name: str, **changes: Any) -> ProcessRecord:
+        """Change fields of a process's record; the phase follows from all of them."""
+        changed = msgspec.structs.replace(self[name], **changes)
+        records = tuple(changed if record.name == name else record for record in self.state.processes)
+        phase = self.state.phase
+        if phase in ("ready", "recovering"):
+            phase = "ready" if all(record.state == "ready" for record in records) else "recovering"
+        self._store(processes=records, phase=phase)
+        return changed
+
+    def set_phase(self, phase: Phase, reason: str = "") -> None:
+        """Enter a phase."""
+        self._store(phase=phase, reason=reason)
+
+    def set_addresses(self, url: str, join: str) -> None:
+        """Note where clients and stages connect."""
+        self._store(url=url, join=join)
+
+    def _store(self, **changes: Any) -> None:
+        state = msgspec.structs.replace(self.state, **changes)
+        if state != self.state:
+            self.state = state
+            self._directory.store(state)

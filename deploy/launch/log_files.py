@@ -1,0 +1,117 @@
+"""Log files of launched processes: written line by line and rotated by size, read from the end, followed."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import logging.handlers
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TextIO
+
+LOG_BYTES_MAX = 8 << 20  # of one file; then it becomes .1
+LOG_OLD_FILES = 3  # .1 to .3; what is older is gone
+FOLLOW_INTERVAL_S = 0.2  # between looks at a followed file: log lines are for people
+
+
+class _Handler(logging.handlers.RotatingFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Lose the line: a full disk must not end what is logged about."""
+
+
+class LogWriter:
+    """Appends lines to one rotated file."""
+
+    def __init__(self, path: Path, *, bytes_max: int = LOG_BYTES_MAX) -> None:
+        self._handler = _Handler(
+            path, maxBytes=bytes_max, backupCount=LOG_OLD_FILES, encoding="utf-8", errors="replace"
+        )
+        self._handler.setFormatter(logging.Formatter("%(message)s"))
+
+    def write(self, line: str) -> None:
+        """Append a line; it is in the file when this returns. A full disk loses the line, not the process."""
+        self._handler.handle(logging.LogRecord("log", logging.INFO, "", 0, line, None, None))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._handler.close()
+
+
+class LogReader:
+    """Reads one log: the last lines once, then what is appended, no line lost or shown twice between the two."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self._pending = ""  # the beginning of a line that is still being written
+
+    def last_lines(self, n_lines: int) -> list[str]:
+        """Return the last lines, oldest first, those of the rotated predecessor where the file itself has fewer."""
+        found: collections.deque[str] = collections.deque(maxlen=n_lines)
+        try:
+            with self._path.with_name(self._path.name + ".1").open(encoding="utf-8", errors="replace") as file:
+                found.extend(line.rstrip("\n") for line in file)
+        except FileNotFoundError:
+            pass
+        if self._open():
+            found.extend(self._read())
+        return list(found)
+
+    async def follow(self) -> AsyncIterator[str]:
+        """Yield the lines that are written from here on, through rotations, until cancelled.
+
+        Begins where `last_lines` ended, without it at the file's first line. The file may not exist yet.
+        """
+        while True:
+            if not self._open():
+                await asyncio.sleep(FOLLOW_INTERVAL_S)
+                continue
+            assert self._file is not None
+            # Looked at before reading: what was written before a rotation is still in the old file.
+            rotated = not _is_still(self._path, self._file.fileno())
+            for line in self._read():
+                yield line
+            if rotated:
+                self.close()
+            else:
+                await asyncio.sleep(FOLLOW_INTERVAL_S)
+
+    def _open(self) -> bool:
+        if self._file is None:
+            try:
+                self._file = self._path.open(encoding="utf-8", errors="replace")
+            except FileNotFoundError:
+                return False
+        return True
+
+    def _read(self) -> list[str]:
+        assert self._file is not None
+        *lines, self._pending = (self._pending + self._file.read()).split("\n")
+        return lines
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def last_lines(path: Path, n_lines: int) -> list[str]:
+    """Return the last lines of a log, oldest first."""
+    reader = LogReader(path)
+    try:
+        return reader.last_lines(n_lines)
+    finally:
+        reader.close()
+
+
+def _is_still(path: Path, handle: int) -> bool:
+    """Return whether the open file is the one that stands at `path`."""
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    opened = os.fstat(handle)
+    return (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)

@@ -1,0 +1,51 @@
+"""Whether the ports that a launch is going to need are free, asked before anything starts."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from deploy.manifest import Manifest
+
+LOCALHOST = "127.0.0.1"
+
+
+def wanted_ports(manifest: Manifest) -> list[tuple[str, str, int]]:
+    """Return (what for, host, port) of every fixed port that processes on this machine will listen on."""
+    http = manifest.spec.coordinator.http
+    wanted = [("the HTTP API", http.host, http.port), ("joining stages", join_host(manifest), manifest.join_port)]
+    for stage in manifest.stages:
+        if stage.is_local:
+            host = stage_host(manifest)
+            wanted.append((f"stage {stage.name}", host, manifest.listen_port(stage)))
+            wanted.append((f"metrics of stage {stage.name}", LOCALHOST, manifest.metrics_port(stage)))
+    return [(what, host, port) for what, host, port in wanted if port]
+
+
+def join_host(manifest: Manifest) -> str:
+    """Return the address on which stages join: every interface as soon as one comes from another host."""
+    return LOCALHOST if manifest.all_local else "0.0.0.0"
+
+
+def stage_host(manifest: Manifest) -> str:
+    """Return the address on which local stages listen: their neighbours may be on other hosts."""
+    return LOCALHOST if manifest.all_local else "0.0.0.0"
+
+
+def port_problem(host: str, port: int) -> str | None:
+    """Return why nobody can listen there now, None if it is free."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        return f"{host}: {error.strerror or error}"
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return f"{host}:{port} is taken by another process"
+            return f"{host}:{port}: {error.strerror}"
+    return None

@@ -1,0 +1,160 @@
+"""From a manifest to files that can be served: the model found, the cuts chosen, the split made, every choice noted.
+
+All of it can be repeated: what is there already is taken as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from coordinator.inspection import inspect_model
+from coordinator.pipeline_file import PipelineFile, load_pipeline
+from deploy.launch.own_tls import make_own_tls, needs_own_tls
+from deploy.manifest import Manifest, Stage
+from deploy.model_source import resolve_model
+from deploy.planning import cuts_for
+from deploy.splits import split_for
+from wire.errors import UsageError
+
+Split = Callable[[Path, tuple[int, ...]], Path]
+ChooseCuts = Callable[[Manifest, Path], tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """A manifest with nothing left to choose."""
+
+    manifest: Manifest
+    """The manifest with the model's path, every stage's layers and threads, and full paths."""
+    pipeline_dir: Path
+    """The finished split."""
+    file: PipelineFile
+    """Its description."""
+
+
+def prepare(
+    manifest: Manifest,
+    *,
+    choose: ChooseCuts | None = None,
+    split: Split | None = None,
+    own_tls: Path | None = None,
+) -> Prepared:
+    """Find the model, choose the cuts, split it; with `own_tls`, make TLS material there if the manifest names none.
+
+    Raises UsageError (what the manifest asks for does not fit the model or the machines), ModelFileError,
+    UnsupportedArchitectureError, ArtifactError.
+    """
+    model = find_model(manifest)
+    cuts = (choose or choose_cuts)(manifest, model)
+    directory = (split or _split)(model, cuts)
+    file = load_pipeline(directory)
+    if own_tls is not None and needs_own_tls(manifest):
+        material = make_own_tls(manifest, own_tls)
+        manifest = override(manifest, {"wire.tls.directory": str(material.absolute())})
+    return Prepared(settle(manifest, model, file), directory, file)
+
+
+def find_model(manifest: Manifest) -> Path:
+    """Return the model's file here, loaded from the hub if it is there. Raises UsageError, ModelFileError."""
+    model = manifest.spec.model
+    path = manifest.model_path
+    return resolve_model(str(path) if path is not None else str(model.hf), model.sha256 or "")
+
+
+def choose_cuts(manifest: Manifest, model: Path) -> tuple[int, ...]:
+    """Return the first layer of every stage but the first: the manifest's where it says all, else the planner's.
+
+    Raises UsageError where the manifest's ranges do not fit the model, or the plan not the machines.
+    """
+    check_last_layer(manifest, model)
+    given = manifest.fixed_cuts()
+    cuts = tuple(cut for cut in given if cut is not None)
+    return cuts if len(cuts) == len(given) else cuts_for(manifest, model)
+
+
+def planned_cuts(manifest: Manifest, model: Path) -> tuple[int, ...]:
+    """Return the same as `choose_cuts`, but have the planner check the memory even where nothing is left to choose.
+
+    For a launch: what runs already would count as memory that is missing. Raises UsageError.
+    """
+    check_last_layer(manifest, model)
+    return cuts_for(manifest, model)
+
+
+def check_last_layer(manifest: Manifest, model: Path) -> None:
+    """Raise UsageError unless a given range of the last stage ends where the model does."""
+    last = manifest.stages[-1]
+    if last.layer_range is None:
+        return
+    n_layers = inspect_model(model).n_layers
+    if last.layer_range[1] != n_layers:
+        raise UsageError(
+            f"stage {last.name!r} ends at layer {last.layer_range[1]}, but {model.name} has {n_layers} layers; "
+            f"write layers: [{last.layer_range[0]}, {n_layers}]"
+        )
+
+
+def _split(model: Path, cuts: tuple[int, ...]) -> Path:
+    return split_for(model, None, cuts, None) if cuts else split_for(model, 1, None, None)
+
+
+def settle(manifest: Manifest, model: Path, file: PipelineFile) -> Manifest:
+    """Return the manifest with every choice written down and every path in full."""
+    data = manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
+    spec = data["spec"]
+    spec["model"] = {"path": str(model.absolute())}
+    for part, key in (
+        (spec["coordinator"], "apiKeysFile"),
+        (spec["wire"], "tokenFile"),
+        (spec["wire"]["tls"], "directory"),
+    ):
+        if key in part:
+            part[key] = str(manifest.resolve(part[key]).absolute())
+    spec["stages"] = []
+    for stage, held in zip(manifest.stages, file.stages, strict=True):
+        entry = stage.model_dump(mode="json", by_alias=True, exclude_none=True)
+        entry["layers"] = [held.layer_start, held.layer_end]
+        entry["threads"] = threads_for(stage, manifest.stages)
+        if "calibration" in entry["speed"]:
+            entry["speed"]["calibration"] = str(manifest.resolve(entry["speed"]["calibration"]).absolute())
+        spec["stages"].append(entry)
+    return Manifest.model_validate(data).with_directory(manifest.directory)
+
+
+def threads_for(stage: Stage, stages: tuple[Stage, ...]) -> int:
+    """Return a stage's threads: given, or this machine's cores divided by the local stages that give none.
+
+    0 for a stage elsewhere that gives none: its own host knows how many cores it has.
+    """
+    if stage.threads or not stage.is_local:
+        return stage.threads
+    local = [other for other in stages if other.is_local]
+    left = len(os.sched_getaffinity(0)) - sum(other.threads for other in local)
+    return max(1, left // sum(1 for other in local if not other.threads))
+
+
+def override(manifest: Manifest, changes: dict[str, Any]) -> Manifest:
+    """Return the manifest with values replaced: dotted camelCase paths below `spec`, such as context.tokens.
+
+    Raises UsageError for a value that the manifest does not allow.
+    """
+    if not changes:
+        return manifest
+    data = manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
+    for path, value in changes.items():
+        *parents, key = path.split(".")
+        part = data["spec"]
+        for parent in parents:
+            part = part[parent]
+        part[key] = value
+    try:
+        return Manifest.model_validate(data).with_directory(manifest.directory)
+    except ValueError as error:
+        first = next(itertools.islice(getattr(error, "errors", list)(), 1), {"msg": str(error), "loc": ()})
+        where = ".".join(map(str, first["loc"])).removeprefix("spec.")
+        raise UsageError(f"{where}: {first['msg']}") from error

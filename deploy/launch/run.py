@@ -1,0 +1,151 @@
+"""`relayline up MANIFEST`: everything checked, then everything started, then watched until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import logging.handlers
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from deploy.launch.arrange import arrange
+from deploy.launch.backoff import RestartPolicy
+from deploy.launch.log_files import LOG_BYTES_MAX, LOG_OLD_FILES
+from deploy.launch.ports import port_problem, wanted_ports
+from deploy.launch.prepare import Prepared, planned_cuts, prepare
+from deploy.launch.process_id import send_signal, wait_ended
+from deploy.launch.state import LaunchState, StateDir
+from deploy.launch.supervisor import Emit, Supervisor
+from deploy.manifest import Manifest, is_local
+from wire.errors import StartError
+from wire.process import first_of
+from wire.security import LinkSecurity, load_security
+
+log = logging.getLogger("relayline.up")
+
+LEFTOVER_STOP_S = 10.0  # for processes of a supervisor that ended without ending them; then they are killed
+
+
+def check_ports(manifest: Manifest) -> None:
+    """Raise StartError with every port of this machine that is wanted and not free."""
+    problems = [
+        f"{what}: {problem}"
+        for what, host, port in wanted_ports(manifest)
+        if (problem := port_problem(host, port)) is not None
+    ]
+    if problems:
+        raise StartError("; ".join(problems) + "; end what holds it or name another port in the manifest")
+
+
+def end_leftovers(state: LaunchState | None) -> int:
+    """End what a supervisor left behind that did not end properly; returns how many processes that were."""
+    leftovers = [record.process for record in state.processes if record.process is not None] if state else []
+    found = [process for process in leftovers if send_signal(process, signal.SIGTERM)]
+    give_up_s = time.monotonic() + LEFTOVER_STOP_S
+    for process in found:
+        if not wait_ended(process, give_up_s - time.monotonic()):
+            send_signal(process, signal.SIGKILL)
+            wait_ended(process, LEFTOVER_STOP_S)
+    return len(found)
+
+
+@contextlib.contextmanager
+def log_file(path: Path) -> Iterator[logging.Handler]:
+    """Send this process's log to a rotated file as well; yields the file's handler."""
+    root = logging.getLogger()
+    handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_OLD_FILES)
+    if root.handlers:
+        handler.setFormatter(root.handlers[0].formatter)
+    root.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        root.removeHandler(handler)
+        handler.close()
+
+
+def ready_to_start(manifest: Manifest, directory: StateDir) -> Prepared:
+    """Check what a launch needs and prepare its files; nothing is started. Raises what is wrong."""
+    check_ports(manifest)
+    if not all(stage.is_local for stage in manifest.stages) and is_local(manifest.spec.coordinator.host):
+        log.warning("coordinator.host is %s, where stages on other hosts cannot reach it; set it in the manifest",
+                    manifest.spec.coordinator.host)  # fmt: skip
+    prepared = prepare(manifest, choose=planned_cuts, own_tls=directory.tls)
+    load_security_of(prepared.manifest)
+    return prepared
+
+
+def load_security_of(manifest: Manifest) -> LinkSecurity:
+    """Return the links' security for processes of this machine, checked. Raises UsageError."""
+    wire = manifest.spec.wire
+    token_file = manifest.resolve(wire.token_file) if wire.token_file is not None else None
+    if not manifest.uses_tls or wire.tls.directory is None:
+        return load_security(None, token_file=token_file, insecure=not manifest.all_local)
+    return load_security(manifest.resolve(wire.tls.directory), token_file=token_file)
+
+
+def launch(
+    manifest: Manifest,
+    source: Path,
+    directory: StateDir,
+    emit: Emit,
+    *,
+    log_flags: tuple[str, ...] = (),
+    echo: Callable[[str, str], None] | None = None,
+    policy: RestartPolicy | None = None,
+) -> None:
+    """Run a pipeline until SIGINT or SIGTERM.
+
+    Raises UsageError and StartError before anything is started, StartError when a process cannot be kept alive.
+    """
+    from wire.process import run
+
+    with directory.locked(manifest.name), log_file(directory.log("up")) as file:
+        before = directory.load()
+        n_ended = end_leftovers(before)
+        if n_ended or (before is not None and before.phase not in ("stopped", "failed")):
+            log.warning("the last run did not end properly; %d processes of it were still there", n_ended)
+        prepared = ready_to_start(manifest, directory)
+        settled = prepared.manifest
+        directory.manifest.write_text(
+            json.dumps(settled.model_dump(mode="json", by_alias=True, exclude_none=True), indent=2) + "\n"
+        )
+        plan = arrange(settled, source, directory.manifest, log_flags)
+
+        async def main(stopping: asyncio.Event) -> None:
+            supervisor = Supervisor(plan, directory, emit, policy=policy, echo=echo)
+            await supervise(supervisor, stopping, emit)
+
+        try:
+            run(main)
+        except StartError as error:
+            # To the file alone: the command itself says it on stderr.
+            file.handle(log.makeRecord(log.name, logging.ERROR, "", 0, error.message, (), None))
+            raise
+
+
+async def supervise(supervisor: Supervisor, stopping: asyncio.Event, emit: Emit) -> None:
+    """Start, tell that it is ready, watch, end. Raises StartError."""
+    stop = asyncio.ensure_future(stopping.wait())
+    starting = asyncio.ensure_future(supervisor.start())
+    try:
+        await first_of(starting, stop)
+        if not starting.done():
+            return
+        ready: dict[str, Any] = starting.result()
+        emit(ready)
+        log.info("ready: %s", ready["url"])
+        await first_of(stop, supervisor.failed)
+        if supervisor.failed.done():
+            supervisor.failed.result()
+    finally:
+        starting.cancel()
+        stop.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await supervisor.stop()
+        log.info("ended")

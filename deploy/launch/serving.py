@@ -1,0 +1,111 @@
+"""`relayline serve --manifest FILE`: what the manifest says, as defaults of the command's own flags.
+
+Click looks for a value on the command line, then in the environment, then in these defaults: flag > RELAYLINE_* > file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deploy.launch.ports import join_host
+from deploy.manifest import Manifest, load_manifest
+from wire.errors import UsageError
+
+if TYPE_CHECKING:
+    from coordinator.join_config import JoinConfig
+
+
+def read_manifest(ctx: click.Context, _: click.Parameter, path: Path | None) -> Manifest | None:
+    """Read the manifest before any other flag, and let it speak where they are silent. Raises UsageError."""
+    if path is None:
+        return None
+    manifest = load_manifest(path)
+    ctx.default_map = flag_defaults(manifest) | dict(ctx.default_map or {})
+    return manifest
+
+
+manifest_option = click.option(
+    "--manifest",
+    type=click.Path(path_type=Path, dir_okay=False),
+    is_eager=True,
+    callback=read_manifest,
+    help="Take model, stages and settings from a manifest; flags win over it.",
+)
+
+
+def flag_defaults(manifest: Manifest) -> dict[str, Any]:
+    """Return the manifest's values by the names of `relayline serve`'s parameters."""
+    spec = manifest.spec
+    batching, http, telemetry = spec.batching, spec.coordinator.http, spec.telemetry
+    defaults: dict[str, Any] = {
+        "names": ",".join(stage.name for stage in manifest.stages),
+        "join_listen": (join_host(manifest), manifest.join_port),
+        "http": (http.host, http.port),
+        "model_id": spec.coordinator.model_id,
+        "queue": spec.coordinator.queue,
+        "ctx": spec.context.tokens,
+        "lanes": spec.context.lanes,
+        "kv_type": spec.context.kv_type,
+        "wire": spec.wire.dtype,
+        "policy": batching.policy,
+        "max_rows": batching.max_rows,
+        "prefill_rows": batching.prefill_rows,
+        "prefill_chunk": batching.prefill_chunk,
+        "groups": batching.groups,
+        "group_rows": batching.group_rows,
+        "no_share": not batching.share,
+        "no_calibrate": not batching.calibrate,
+        "trace_level": telemetry.level,
+        "otlp_endpoint": telemetry.otlp_endpoint,
+        "trace_sample": telemetry.sampler_ratio,
+        "trace_content": telemetry.content,
+    }
+    if spec.wire.token_file is not None:
+        defaults["token_file"] = manifest.resolve(spec.wire.token_file)
+    if spec.coordinator.api_keys_file is not None:
+        defaults["api_keys"] = manifest.resolve(spec.coordinator.api_keys_file)
+    if manifest.uses_tls and spec.wire.tls.directory is not None:
+        defaults["tls_dir"] = manifest.resolve(spec.wire.tls.directory)
+    elif not manifest.uses_tls and not manifest.all_local:
+        defaults["insecure"] = True  # the manifest says `off` itself
+    return defaults
+
+
+def for_each_stage(join: JoinConfig | None, manifest: Manifest | None) -> JoinConfig | None:
+    """Return how stages join, with what the manifest says of each single one. `join` has them in the same order."""
+    from coordinator.join_config import TelemetryDefaults
+
+    if join is None or manifest is None:
+        return join
+    if len(join.stages) != len(manifest.stages):
+        raise UsageError(f"--names gives {len(join.stages)} stages, the manifest {len(manifest.stages)}")
+    telemetry = manifest.spec.telemetry
+    stages = tuple(
+        dataclasses.replace(
+            place,
+            engine=dataclasses.replace(place.engine, n_threads=stage.threads, gpu_layers=stage.gpu_layers_used),
+            telemetry=TelemetryDefaults(
+                telemetry.level, telemetry.otlp_endpoint, telemetry.sampler_ratio, manifest.metrics_port(stage)
+            ),
+        )
+        for place, stage in zip(join.stages, manifest.stages, strict=True)
+    )
+    return dataclasses.replace(join, stages=stages)
+
+
+def served_directory(directory: Path | None, manifest: Manifest | None) -> Path:
+    """Return the split to serve: the given one, else the manifest's, made now if it is not there yet.
+
+    Raises UsageError where neither is given, and as `prepare`.
+    """
+    from deploy.launch.prepare import prepare
+
+    if directory is not None:
+        return directory
+    if manifest is None:
+        raise UsageError("give --pipeline DIR or --manifest FILE")
+    return prepare(manifest).pipeline_dir

@@ -1,0 +1,155 @@
+"""The state directory of one launched pipeline: its lock, what runs, its logs.
+
+    $XDG_STATE_HOME/relayline/NAME/     (~/.local/state without XDG_STATE_HOME)
+        lock                            held with flock by the supervisor for as long as it lives
+        state.json                      what runs, replaced whole at every change
+        manifest.json                   the manifest with every choice made, which the coordinator reads
+        tls/                            material of a manifest that needs TLS and names no directory
+        logs/PROCESS.log                one rotated log for each process, `up.log` for the supervisor
+
+A lock that nobody holds is stale, however the file looks: the kernel lets go of it when its holder ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from deploy.launch.process_id import ProcessId, age_s, is_running
+from wire.errors import StartError, UsageError
+
+STATE_VERSION = 1
+
+Phase = Literal["starting", "ready", "recovering", "stopping", "stopped", "failed"]
+ProcessState = Literal["waiting", "starting", "fetching", "loading", "ready", "restarting", "lost", "stopped", "failed"]
+
+
+class ProcessRecord(msgspec.Struct, frozen=True):
+    """One process of the pipeline. `pid` is 0 where it does not run on this machine or not now."""
+
+    name: str
+    role: Literal["coordinator", "stage"]
+    host: str
+    state: ProcessState
+    pid: int = 0
+    start_ticks: int = 0
+    n_restarts: int = 0
+    address: str = ""
+    metrics: str = ""
+    """host:port of its Prometheus endpoint; empty for none, or where it is another host's to say."""
+    detail: str = ""
+    """Why it is not ready, or how it last died."""
+
+    @property
+    def process(self) -> ProcessId | None:
+        """Identity of the process; None if it does not run here."""
+        return ProcessId(self.pid, self.start_ticks) if self.pid else None
+
+
+class LaunchState(msgspec.Struct, frozen=True):
+    """The whole of state.json."""
+
+    version: int
+    name: str
+    manifest: str
+    """The manifest file that was given, absolute."""
+    phase: Phase
+    supervisor_pid: int
+    supervisor_start_ticks: int
+    url: str = ""
+    join: str = ""
+    reason: str = ""
+    """Why it failed, in one line."""
+    processes: tuple[ProcessRecord, ...] = ()
+
+    @property
+    def supervisor(self) -> ProcessId:
+        """Identity of the `relayline up` process."""
+        return ProcessId(self.supervisor_pid, self.supervisor_start_ticks)
+
+
+def state_root() -> Path:
+    """Return where the state of all pipelines is kept."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "relayline"
+
+
+class StateDir:
+    """The files of one pipeline's state. `path` need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.logs = path / "logs"
+        self.manifest = path / "manifest.json"
+        self.tls = path / "tls"
+        self._state = path / "state.json"
+        self._lock = path / "lock"
+
+    @contextlib.contextmanager
+    def locked(self, name: str) -> Iterator[None]:
+        """Hold the lock of this directory. Raises StartError if a live supervisor holds it, or if it cannot be made."""
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise StartError(f"{self.path}: cannot keep state here: {error.strerror}; choose --state-dir") from error
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StartError(self._running_text(name)) from None
+            yield
+        finally:
+            os.close(handle)
+
+    def _running_text(self, name: str) -> str:
+        state = self.load()
+        since = ""
+        if state is not None and is_running(state.supervisor):
+            since = f" (pid {state.supervisor_pid}, for {age_s(state.supervisor):.0f} s)"
+        return f"{name} is already running{since}; see `relayline status {name}`, end it with `relayline down {name}`"
+
+    def load(self) -> LaunchState | None:
+        """Return what was last stored; None if nothing was. Raises UsageError for what another version wrote."""
+        try:
+            raw = self._state.read_bytes()
+        except OSError:
+            return None
+        try:
+            state = msgspec.json.decode(raw, type=LaunchState)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise UsageError(f"{self._state}: not a state file of this version ({error}); remove it") from error
+        if state.version != STATE_VERSION:
+            raise UsageError(f"{self._state}: version {state.version} is unknown; use the relayline that wrote it")
+        return state
+
+    def store(self, state: LaunchState) -> None:
+        """Replace the stored state in one step."""
+        partial = self._state.with_suffix(".partial")
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
+        partial.replace(self._state)
+
+    def log(self, process: str) -> Path:
+        """Return the log file of a process."""
+        return self.logs / f"{process}.log"
+
+
+def find_running(state_dir: Path | None) -> list[tuple[StateDir, LaunchState]]:
+    """Return every pipeline with stored state, oldest name first; only `state_dir` where it is given."""
+    if state_dir is not None:
+        candidates = [state_dir]
+    else:
+        root = state_root()
+        candidates = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    found = []
+    for path in candidates:
+        directory = StateDir(path)
+        state = directory.load()
+        if state is not None:
+            found.append((directory, state))
+    return found

@@ -1,0 +1,274 @@
+"""The supervisor of one pipeline: starts its processes in order, starts them again when they die, ends them in order.
+
+The coordinator comes first, because stages learn from it what they hold; then this machine's stages, the last layers
+first. Stages of other hosts join when somebody starts them there. The coordinator is ready once all of them are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shlex
+import time
+from collections.abc import Callable
+from typing import Any
+
+from deploy.child import Child
+from deploy.launch.backoff import RestartHistory, RestartPolicy
+from deploy.launch.board import Board
+from deploy.launch.log_files import LogWriter
+from deploy.launch.plan import LaunchPlan, LocalStage
+from deploy.launch.process_id import identify
+from deploy.launch.state import ProcessRecord, ProcessState, StateDir
+from wire import bounds
+from wire.errors import StartError
+from wire.process import first_of
+from wire.security import TOKEN_VARIABLE
+
+log = logging.getLogger("relayline.up")
+
+STAGE_STOP_TIMEOUT_S = 10.0
+COORDINATOR_STOP_TIMEOUT_S = bounds.DRAIN_TIMEOUT_S + STAGE_STOP_TIMEOUT_S
+COORDINATOR = "coordinator"
+EXIT_USAGE = 2  # a process that was told something impossible says the same next time
+
+_REMOTE_STATES: dict[str, ProcessState] = {
+    "missing": "waiting",
+    "joined": "starting",
+    "fetching": "fetching",
+    "loading": "loading",
+    "serving": "ready",
+}
+
+Emit = Callable[[dict[str, Any]], None]
+
+
+class _Kept:
+    """One process of this machine over all its lives."""
+
+    def __init__(self, child: Child, policy: RestartPolicy, writer: LogWriter) -> None:
+        self.child, self.history, self.log = child, RestartHistory(policy), writer
+
+
+class Supervisor:
+    """Runs one LaunchPlan. Event loop only; whoever makes it holds the lock of `directory`.
+
+    `emit` gets events: `process` (one became ready), `remote` (a command to run on another host), `ready`.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        directory: StateDir,
+        emit: Emit,
+        *,
+        policy: RestartPolicy | None = None,
+        echo: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._emit, self._echo, self._policy = emit, echo, policy or RestartPolicy()
+        self._directory = directory
+        me = identify(os.getpid())
+        assert me is not None, "this process runs"
+        self.board = Board(directory, plan.name, str(plan.manifest), me, _records(plan))
+        self._listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._stopping = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._coordinator = self._kept(COORDINATOR, self._serve_arguments(plan.http, plan.join), self._on_event)
+        self._stages: dict[str, _Kept] = {}
+
+    # --- start --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> dict[str, Any]:
+        """Start everything and wait until the pipeline serves; returns the ready event. Raises StartError."""
+        self._keep(self._coordinator)
+        await first_of(self._listening, self.failed)
+        if self.failed.done():
+            self.failed.result()
+        # Never the address that it listens on, which may be every interface: certificates are for names.
+        join = f"{self.plan.advertised_host}:{self._listening.result().rpartition(':')[2]}"
+        for stage in reversed(self.plan.local):
+            kept = self._kept(stage.name, self._stage_arguments(stage, join), None)
+            self._stages[stage.name] = kept
+            self._keep(kept)
+        for remote in self.plan.remote:
+            command = shlex.join(("relayline", "stage", "--join", join, "--name", remote.name, *remote.arguments))
+            bring = str(remote.bring) if remote.bring is not None else ""
+            self._emit(
+                {"event": "remote", "name": remote.name, "host": remote.host, "command": command, "bring": bring}
+            )
+        await first_of(self._ready, self.failed)
+        if self.failed.done():
+            self.failed.result()
+        return self._ready.result()
+
+    def _serve_arguments(self, http: tuple[str, int], join: tuple[str, int]) -> tuple[str, ...]:
+        return ("serve", *self.plan.serve_arguments, "--http", _address(http), "--join-listen", _address(join),
+                "--json", "--exit-with-stdin")  # fmt: skip
+
+    def _stage_arguments(self, stage: LocalStage, join: str) -> tuple[str, ...]:
+        return ("stage", "--join", join, "--name", stage.name, *stage.arguments, "--json", "--exit-with-stdin")
+
+    def _kept(self, name: str, arguments: tuple[str, ...], on_event: Emit | None) -> _Kept:
+        writer = LogWriter(self._directory.log(name))
+
+        def on_line(_: str, text: str) -> None:
+            writer.write(text)
+            if self._echo is not None:
+                self._echo(name, text)
+
+        return _Kept(Child(name, arguments, on_line, on_event, child_environment()), self._policy, writer)
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def _keep(self, kept: _Kept) -> None:
+        task = asyncio.create_task(self._keep_alive(kept))
+        task.add_done_callback(self._on_task_done)
+        self._tasks.append(task)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(f"a process cannot be started: {error}")
+
+    async def _keep_alive(self, kept: _Kept) -> None:
+        name = kept.child.name
+        while True:
+            ready_for_s = await self._live(kept)
+            if self._stopping.is_set():
+                return
+            cause = kept.child.cause_of_death()
+            kept.log.write(f"--- {cause}")
+            delay_s = self._delay(kept, ready_for_s)
+            if delay_s is None:
+                self.board.set_process(name, state="failed", pid=0, start_ticks=0, detail=cause)
+                n_deaths = kept.history.n_deaths
+                self._fail(f"{cause}; it died {n_deaths} times in a row" if n_deaths > 1 else cause)
+                return
+            n_restarts = self.board[name].n_restarts + 1
+            self.board.set_process(name, state="restarting", pid=0, start_ticks=0, detail=cause, n_restarts=n_restarts)
+            log.warning("%s; starting it again in %.1f s", cause, delay_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._stopping.wait()
+            if self._stopping.is_set():
+                return
+
+    def _delay(self, kept: _Kept, ready_for_s: float) -> float | None:
+        """Return the delay before the next start, None if there is none."""
+        if kept.child.exit_code == EXIT_USAGE:
+            return None
+        if kept is self._coordinator and not self._ready.done():
+            return None  # a taken port or a bad model at the start is for the user to see now
+        return kept.history.died(ready_for_s)
+
+    async def _live(self, kept: _Kept) -> float:
+        """Run one life of a process; returns for how many seconds it was ready."""
+        child = kept.child
+        await child.start()
+        process = identify(child.pid)
+        ticks = process.start_ticks if process is not None else 0
+        self.board.set_process(child.name, state="starting", pid=child.pid if ticks else 0, start_ticks=ticks)
+        if self._stopping.is_set():
+            await child.stop(STAGE_STOP_TIMEOUT_S)  # it was being started while the others were told to end
+            return 0.0
+        try:
+            event = await asyncio.shield(child.ready)
+        except StartError:
+            await child.exited.wait()
+            return 0.0
+        began_s = time.monotonic()
+        self._on_ready(child, event)
+        await child.exited.wait()
+        return time.monotonic() - began_s
+
+    def _on_ready(self, child: Child, event: dict[str, Any]) -> None:
+        address = event.get("address") or event.get("url", "")
+        metrics = event.get("metrics") or ""
+        record = self.board.set_process(child.name, state="ready", address=address, metrics=metrics, detail="")
+        self._emit({"event": "process", "name": child.name, "role": record.role, "pid": child.pid, "address": address,
+                    "restarts": record.n_restarts, "layers": event.get("layers")})  # fmt: skip
+        if child is self._coordinator.child and not self._ready.done():
+            self.board.set_phase("ready")
+            self._ready.set_result(event | {"stages": len(self.plan.stages)})
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        """Take what the coordinator tells of itself and of its stages."""
+        if event["event"] == "joinable":
+            self.board.set_addresses(event["url"], event["join"])
+            # It comes back where clients and stages look for it.
+            http = (self.plan.http[0], int(event["url"].rpartition(":")[2]))
+            join = (self.plan.join[0], int(event["join"].rpartition(":")[2]))
+            self._coordinator.child.arguments = self._serve_arguments(http, join)
+            if not self._listening.done():
+                self._listening.set_result(event["join"])
+        elif event["event"] == "stage" and self.board.has(event["name"]):
+            self._on_stage_event(event)
+
+    def _on_stage_event(self, event: dict[str, Any]) -> None:
+        name, address = event["name"], event.get("address") or ""
+        was = self.board[name].state
+        if name in self._stages:
+            # What runs here is seen at first hand; the coordinator only knows what a starting stage is busy with.
+            if event["state"] in ("fetching", "loading") and was in ("starting", "fetching", "loading"):
+                self.board.set_process(name, state=event["state"])
+            return
+        known = _REMOTE_STATES[event["state"]]
+        if known == "waiting" and was != "waiting":
+            known = "lost"
+        self.board.set_process(name, state=known, address=address, detail="" if known == "ready" else event["state"])
+        if known == "ready" and was != "ready":
+            self._emit({"event": "process", "name": name, "role": "stage", "pid": 0, "address": address,
+                        "restarts": 0, "layers": event.get("layers")})  # fmt: skip
+        elif known == "lost" and was != "lost":
+            log.warning("stage %s is lost; waiting for it to join again", name)
+
+    def _fail(self, reason: str) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(StartError(reason))
+            self.failed.exception()  # whoever waits sees it; nobody waiting is no error
+
+    # --- end ----------------------------------------------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """Drain the coordinator, then end the stages; no process is left behind. Stores how it ended."""
+        self._stopping.set()
+        self.board.set_phase("stopping")
+        await self._coordinator.child.stop(COORDINATOR_STOP_TIMEOUT_S)
+        self._gone(COORDINATOR)
+        await asyncio.gather(*(kept.child.stop(STAGE_STOP_TIMEOUT_S) for kept in self._stages.values()))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for name, kept in self._stages.items():
+            self._gone(name)
+            kept.log.close()
+        self._coordinator.log.close()
+        error = self.failed.exception() if self.failed.done() else None
+        self.board.set_phase("failed" if error else "stopped", str(error or ""))
+
+    def _gone(self, name: str) -> None:
+        if self.board[name].state != "failed":
+            self.board.set_process(name, state="stopped", pid=0, start_ticks=0)
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment without the variables that stand for flags: their values are in the manifest by now."""
+    kept = (TOKEN_VARIABLE, "RELAYLINE_API_KEY")
+    return {name: value for name, value in os.environ.items() if not name.startswith("RELAYLINE_") or name in kept}
+
+
+def _address(pair: tuple[str, int]) -> str:
+    return f"{pair[0]}:{pair[1]}"
+
+
+def _records(plan: LaunchPlan) -> tuple[ProcessRecord, ...]:
+    stages = (
+        ProcessRecord(stage.name, "stage", "localhost", "waiting")
+        if isinstance(stage, LocalStage)
+        else ProcessRecord(stage.name, "stage", stage.host, "waiting", detail="not started there yet")
+        for stage in plan.stages
+    )
+    return (ProcessRecord(COORDINATOR, "coordinator", "localhost", "waiting"), *stages)

@@ -1,0 +1,214 @@
+"""Reading a manifest: every mistake of a file in one go, one line each, with FILE:LINE and the nearest right name."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+import pydantic
+from pydantic_core import ErrorDetails
+
+from deploy.manifest.fields import child_type, field_names, places_of
+from deploy.manifest.layout import StageError
+from deploy.manifest.model import API_VERSION, KIND, Manifest
+from deploy.manifest.text import TEXT_BYTES_MAX, Complaint, Document, TextError, read_document
+from wire.errors import UsageError
+
+COMPLAINTS_MAX = 20  # of one file that are shown; the rest is counted
+VALUE_CHARS_MAX = 60  # of a wrong value that is shown
+
+
+class ManifestError(UsageError):
+    """A manifest that cannot be used. `lines` holds one complaint each, as FILE:LINE: what is wrong."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
+def load_manifest(path: Path) -> Manifest:
+    """Read a manifest; its relative paths resolve against the file's directory.
+
+    Raises ManifestError (a UsageError) with every mistake of the file, OSError if it cannot be read.
+    """
+    with path.open("rb") as file:
+        data = file.read(TEXT_BYTES_MAX + 1)
+    return parse_manifest(data, str(path)).with_directory(path.absolute().parent)
+
+
+def parse_manifest(data: bytes, name: str) -> Manifest:
+    """Read a manifest from the bytes of a file called `name`. Raises ManifestError."""
+    try:
+        document = read_document(data)
+    except TextError as error:
+        raise _refusal(list(error.complaints), name) from None
+    try:
+        # Through JSON, because pydantic's strict mode takes a list for a tuple only there.
+        return Manifest.model_validate_json(json.dumps(document.value), strict=True, by_alias=True, by_name=False)
+    except pydantic.ValidationError as error:
+        complaints = _identity_complaints(document) or [
+            _complaint(found, document) for found in error.errors() if not _is_echo(found)
+        ]
+        raise _refusal(complaints, name) from None
+
+
+def _refusal(complaints: list[Complaint], name: str) -> ManifestError:
+    shown = sorted(set(complaints))
+    lines = [f"{name}:{complaint.line}: {complaint.message}" for complaint in shown[:COMPLAINTS_MAX]]
+    if len(shown) > COMPLAINTS_MAX:
+        lines.append(f"{name}: {len(shown) - COMPLAINTS_MAX} more mistakes")
+    return ManifestError(lines)
+
+
+def _identity_complaints(document: Document) -> list[Complaint]:
+    """Return what is wrong if this is no manifest of ours at all: then nothing else about it matters."""
+    value = document.value
+    if not isinstance(value, dict):
+        return [Complaint(document.line_of(()), "a manifest is a mapping with apiVersion, kind, metadata and spec")]
+    complaints = []
+    for key, right in (("apiVersion", API_VERSION), ("kind", KIND)):
+        if key in value and value[key] != right:
+            shown = _shown(value[key])
+            complaints.append(Complaint(document.line_of((key,)), f"{key} is {shown}; this relayline reads {right}"))
+    return complaints
+
+
+def _complaint(error: ErrorDetails, document: Document) -> Complaint:
+    """Turn one of pydantic's findings into a line of ours."""
+    path = _real_path(error["loc"], document.value, is_missing=error["type"] == "missing")
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, StageError):
+        path = (*path, "stages", cause.index, cause.field)
+    line, where = document.line_of(path), dotted(path)
+    match error["type"]:
+        case "extra_forbidden":
+            return Complaint(line, _unknown_key(path))
+        case "missing":
+            return Complaint(line, f"{where} is missing")
+        case "value_error":
+            return Complaint(line, f"{where}: {cause}")
+        case "string_pattern_mismatch":
+            return Complaint(line, f"{where}: {_shown(error['input'])} is not {_expected(path)}")
+        case "literal_error":
+            return Complaint(line, _wrong_choice(where, error))
+        case _:
+            return Complaint(line, f"{where}: {_wrong_value(error)}")
+
+
+# What pydantic's error types say to a person; {0} is the violated limit.
+_WRONG_VALUES = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "int_parsing_size": "must be a whole number of usual size",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text; put it in quotes",
+    "dict_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+    "tuple_type": "must be a list",
+    "greater_than_equal": "must be at least {0}",
+    "greater_than": "must be more than {0}",
+    "less_than_equal": "must be at most {0}",
+    "less_than": "must be less than {0}",
+    "too_short": "must have {0} or more entries",
+    "too_long": "must have no more than {0} entries",
+    "string_too_short": "must have {0} or more characters",
+    "string_too_long": "must have no more than {0} characters",
+}
+
+
+def _wrong_value(error: ErrorDetails) -> str:
+    if error["input"] is None:
+        return "is empty; give it a value or leave the key out"
+    limits = error.get("ctx", {})
+    limit = next((limits[key] for key in ("ge", "gt", "le", "lt", "min_length", "max_length") if key in limits), "")
+    said = _WRONG_VALUES.get(error["type"], error["msg"]).format(limit)
+    return f"{said}, not {_shown(error['input'])}"
+
+
+def _is_echo(error: ErrorDetails) -> bool:
+    """Return whether this only says that a list lacks the entries that were refused for mistakes of their own."""
+    return error["type"] == "too_short" and len(error["input"]) >= error.get("ctx", {}).get("min_length", 0)
+
+
+def _real_path(loc: tuple[str | int, ...], value: Any, *, is_missing: bool) -> tuple[str | int, ...]:
+    """Return pydantic's location without the tags of unions, which stand for nothing in the text.
+
+    What the text does not have stays only as the last part of something missing.
+    """
+    path: list[str | int] = []
+    for place, part in enumerate(loc):
+        children = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {}
+        if part in children:
+            path.append(part)
+            value = children[part]
+        elif is_missing and place == len(loc) - 1:
+            path.append(part)
+    return tuple(path)
+
+
+def _unknown_key(path: tuple[str | int, ...]) -> str:
+    key = str(path[-1])
+    known = field_names(child_type(path[:-1]))
+    parent = dotted(path[:-1])
+    said = f"unknown key {_shown(key)} in {parent}" if parent else f"unknown key {_shown(key)}"
+    near = _nearest(key, known)
+    if near is not None:
+        return f"{said}; did you mean {near}?"
+    elsewhere = places_of(key)
+    if elsewhere:
+        return f"{said}; it belongs into {' or '.join(elsewhere)}"
+    return f"{said}; it knows {', '.join(known)}"
+
+
+def _nearest(word: str, known: list[str]) -> str | None:
+    """Return the known word that was probably meant; snake_case and upper case count as no difference."""
+    flat = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word.lower().replace("_", "").replace("-", ""), flat, n=1, cutoff=0.6)
+    return flat[found[0]] if found else None
+
+
+def _wrong_choice(where: str, error: ErrorDetails) -> str:
+    expected = error.get("ctx", {}).get("expected", "").replace("'", "")
+    message = f"{where}: {_shown(error['input'])} is not {expected}"
+    near = _nearest(str(error["input"]), expected.replace(" or ", ", ").split(", "))
+    return f"{message}; did you mean {near}?" if near else message
+
+
+def _expected(path: tuple[str | int, ...]) -> str:
+    """Say in words what a pattern asks for."""
+    match path[-1] if path else "":
+        case "hf":
+            return "hf://org/repo/file.gguf, with @revision if not the default branch"
+        case "sha256":
+            return "64 lower-case hexadecimal digits"
+        case "host":
+            return "a host name or an IP address without a port"
+        case "gpuResource":
+            return "a resource name such as nvidia.com/gpu"
+        case "name" | "namespace" | "className" | "tls" | "token" | "apiKeys" | "hfToken":
+            return "a name of lower-case letters, digits and inner dashes, at most 63 characters"
+    if "labels" in path:
+        return "a label: letters, digits, and inner dashes, dots and underscores, at most 63 characters"
+    return "one line of text"
+
+
+def dotted(path: tuple[str | int, ...]) -> str:
+    """Return a path as people write it: spec.stages[1].name."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            shown = part if part.isidentifier() else _shown(part)
+            text += f".{shown}" if text else shown
+    return text
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= VALUE_CHARS_MAX else text[: VALUE_CHARS_MAX - 3] + "..."

@@ -1,0 +1,341 @@
+"""The manifest of a pipeline: what a person writes in YAML, as frozen typed values.
+
+`deploy.manifest.load_manifest` reads one from a file; `schema.json` beside this module is its published JSON Schema.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
+
+from deploy.manifest.layout import check_layers, check_stages, fixed_cuts, place_on_host
+from deploy.manifest.scalars import DnsLabel, FilePath, Host, Labels, Part, Port, Sha256, Text, is_local
+from deploy.manifest.stage import LayerRange, Link, Speed, Stage
+from wire import bounds
+
+API_VERSION = "relayline.dev/v1alpha1"
+KIND = "Pipeline"
+STAGES_MAX = 64
+STAGE_PORT = 50_051  # of a stage's first place on another host, and inside containers
+JOIN_PORT = 50_050  # of the coordinator, where other hosts have to find it
+METRICS_PORT = 9_464  # as Prometheus's exporter allocations give to OpenTelemetry
+
+# The repository, the file inside it, the revision; no `..` and no hidden part in any of them.
+_HF_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_HF = re.compile(
+    rf"^hf://({_HF_NAME}/{_HF_NAME})/((?:{_HF_NAME}/)*{_HF_NAME}\.gguf)(?:@({_HF_NAME}(?:/{_HF_NAME})*))?$"
+)
+
+__all__ = ["HfReference", "LayerRange", "Link", "Manifest", "Spec", "Speed", "Stage"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HfReference:
+    """A file on the Hugging Face hub."""
+
+    repo: str
+    """"org/name"."""
+    file: str
+    """Path of the file inside the repository."""
+    revision: str | None
+    """Branch, tag or commit; None for the default branch."""
+
+
+class Metadata(Part):
+    """Name and labels of a pipeline."""
+
+    name: DnsLabel
+    """Name of the pipeline: of its state directory, its containers and its Kubernetes objects."""
+    labels: Labels = Field(default_factory=dict)
+    """Free labels; rendered deployments carry them."""
+
+
+class Model(Part):
+    """Which model: exactly one of `path` and `hf`."""
+
+    path: FilePath | None = None
+    """A GGUF file on the coordinator's machine, or the first of its shards (...-00001-of-0000N.gguf)."""
+    hf: Annotated[str, Field(pattern=_HF.pattern)] | None = None
+    """hf://org/repo/path/file.gguf, with @revision if not the default branch; the first file of a sharded model."""
+    sha256: Sha256 | None = None
+    """Of the named file, in lower-case hexadecimal; the coordinator refuses another one."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Model:
+        if (self.path is None) == (self.hf is None):
+            raise ValueError("give either `path` (a GGUF file) or `hf` (hf://org/repo/file.gguf), and only one of them")
+        return self
+
+    @property
+    def hf_reference(self) -> HfReference | None:
+        """The parsed `hf`, None for a path."""
+        found = _HF.fullmatch(self.hf) if self.hf is not None else None
+        if found is None:
+            return None
+        return HfReference(repo=found[1], file=found[2], revision=found[3])
+
+
+class Context(Part):
+    """How much the pipeline holds at once. Every lane reserves `tokens` cells of KV cache on every stage."""
+
+    tokens: Annotated[int, Field(ge=8, le=bounds.CTX_TOKENS_MAX)] = 2_048
+    """Tokens per stream, prompt and answer together."""
+    lanes: Annotated[int, Field(ge=1, le=bounds.SESSIONS_PER_LINK_MAX)] = 32
+    """Streams that may run at once."""
+    kv_type: Literal["f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"] = "f16"
+    """Element type of the KV cache."""
+
+
+class Http(Part):
+    """Where clients connect."""
+
+    host: Host = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for every interface."""
+    port: Port = 8_080
+    """Port to listen on; 0 lets the system choose."""
+
+
+class Coordinator(Part):
+    """The process that owns requests and serves the OpenAI-compatible API."""
+
+    host: Host = "localhost"
+    """Name or address under which stages on other hosts reach it. localhost is enough while all stages are local."""
+    http: Http = Http()
+    """The API's address."""
+    join_port: Port = 0
+    """Port on which stages join. 0: chosen by the system while all stages are local, else 50050."""
+    queue: Annotated[int, Field(ge=0, le=100_000)] = 256
+    """Requests that may wait for a lane; one more is refused with 429."""
+    model_id: Text = ""
+    """Model name in the API; empty for the model's own."""
+    api_keys_file: FilePath | None = None
+    """File with one API key per line; with it, requests need `Authorization: Bearer KEY`."""
+    memory_gib: Annotated[float, Field(gt=0, le=1e5)] | None = None
+    """Memory limit of its container, in GiB."""
+
+
+class Tls(Part):
+    """Mutual TLS between coordinator and stages."""
+
+    mode: Literal["auto", "required", "off"] = "auto"
+    """auto: whenever a stage is not on loopback. required: always. off: never, and every process warns beyond
+    loopback."""
+    directory: FilePath | None = None
+    """Directory made by `relayline certs` (ca.pem, cert.pem, key.pem). Without it the launcher keeps one of its own."""
+
+
+class Wire(Part):
+    """What travels between stages."""
+
+    dtype: Literal["f16", "f32"] = "f16"
+    """Element type of activations between stages."""
+    tls: Tls = Tls()
+    """Mutual TLS."""
+    token_file: FilePath | None = None
+    """File with the join token. Without it, the file `token` of the TLS directory, if there is one."""
+
+
+class Batching(Part):
+    """How frames of many streams become native steps."""
+
+    policy: Literal["auto", "drain", "single"] = "auto"
+    """auto: groups and padding from the cost curves; drain: batch what is queued; single: no batching."""
+    max_rows: Annotated[int, Field(ge=1, le=bounds.ROWS_PER_ENVELOPE_MAX)] = 512
+    """Rows of one native step."""
+    prefill_rows: Annotated[int, Field(ge=1, le=bounds.ROWS_PER_ENVELOPE_MAX)] = 128
+    """Prefill rows beside running decoders, with policy drain."""
+    prefill_chunk: Annotated[int, Field(ge=0, le=bounds.ROWS_PER_FRAME_MAX)] = 0
+    """Largest number of prompt rows per frame; 0: chosen."""
+    groups: Annotated[int, Field(ge=0, le=4_096)] = 0
+    """Decode groups by hand; 0: chosen."""
+    group_rows: Annotated[int, Field(ge=0, le=bounds.ROWS_PER_ENVELOPE_MAX)] = 0
+    """Rows per group by hand; 0: chosen."""
+    share: bool = True
+    """Whether identical deterministic requests in flight are decoded once for all."""
+    calibrate: bool = True
+    """Whether stages measure their cost curve at the first start."""
+
+
+class Telemetry(Part):
+    """What is recorded about requests and batches."""
+
+    level: Literal["off", "summary", "batches", "frames"] = "summary"
+    """off; summary: per request; batches: also every native step; frames: also every frame."""
+    otlp_endpoint: Text = ""
+    """OTLP collector, http(s)://host:port. Empty: the OTEL_* variables of each process decide."""
+    sampler_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Part of the requests that are traced."""
+    content: bool = False
+    """Whether prompts and answers are recorded too. They may hold personal data."""
+
+
+class Secrets(Part):
+    """Names of existing secrets; a rendered deployment refers to them and holds none of their content."""
+
+    tls: DnsLabel | None = None
+    """Prefix of the secrets with ca.pem, cert.pem and key.pem, one per process: PREFIX-coordinator, PREFIX-STAGE. By
+    default NAME-tls."""
+    token: DnsLabel | None = None
+    """Secret with the join token under the key `token`; by default NAME-join."""
+    api_keys: DnsLabel | None = None
+    """Secret with the key file under the key `keys`; by default NAME-api-keys, used when apiKeysFile is set."""
+    hf_token: DnsLabel | None = None
+    """Secret with a Hugging Face token under the key `token`, for gated models; none by default."""
+
+
+class Storage(Part):
+    """Volumes of a Kubernetes deployment."""
+
+    class_name: DnsLabel | None = None
+    """Storage class; the cluster's default without it."""
+    model_gib: Annotated[float, Field(gt=0, le=1e6)] = 100.0
+    """Size of the coordinator's volume, which holds the model and its split: twice the model's size, in GiB."""
+    stage_gib: Annotated[float, Field(gt=0, le=1e6)] = 50.0
+    """Size of every stage's cache, which holds its own slice, in GiB."""
+
+
+class Deployment(Part):
+    """What only rendered deployments need."""
+
+    image: Text = ""
+    """Container image of every process, made from deploy/Containerfile; empty for relayline:VERSION."""
+    gpu_image: Text = ""
+    """Image of stages with device gpu; empty for `image`, with -cuda behind its tag if that is empty too."""
+    replicas: Annotated[int, Field(ge=1, le=1_000)] = 1
+    """Whole pipelines side by side; more than one needs the target leaderworkerset."""
+    namespace: DnsLabel | None = None
+    """Kubernetes namespace; without it, kubectl's."""
+    gpu_resource: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[a-z0-9.-]+$")] = "nvidia.com/gpu"
+    """Extended resource that a stage with device gpu asks for."""
+    storage: Storage = Storage()
+    """Volumes."""
+    secrets: Secrets = Secrets()
+    """Secrets by name."""
+
+
+def _stages_tag(value: Any) -> str:
+    return "list" if isinstance(value, list | tuple) else "count"
+
+
+Stages = Annotated[
+    Annotated[Annotated[int, Field(ge=1, le=STAGES_MAX)], Tag("count")]
+    | Annotated[Annotated[tuple[Stage, ...], Field(min_length=1, max_length=STAGES_MAX)], Tag("list")],
+    Discriminator(_stages_tag),
+]
+
+
+class Spec(Part):
+    """What runs."""
+
+    model: Model
+    """The model."""
+    context: Context = Context()
+    """Tokens and streams."""
+    stages: Stages = 2
+    """The stages in layer order, or a number of them on localhost."""
+    coordinator: Coordinator = Coordinator()
+    """The coordinator."""
+    wire: Wire = Wire()
+    """Links between the processes."""
+    batching: Batching = Batching()
+    """How steps are formed."""
+    telemetry: Telemetry = Telemetry()
+    """What is recorded."""
+    deployment: Deployment = Deployment()
+    """For `relayline render`."""
+
+    @model_validator(mode="after")
+    def _stages_fit_together(self) -> Spec:
+        check_stages(self.stage_list)
+        check_layers(self.stage_list)
+        return self
+
+    @property
+    def stage_list(self) -> tuple[Stage, ...]:
+        """The stages in layer order; a number N becomes stage-0 .. stage-(N-1) on localhost."""
+        if isinstance(self.stages, int):
+            return tuple(Stage(name=f"stage-{index}") for index in range(self.stages))
+        return self.stages
+
+
+class Manifest(Part):
+    """A pipeline: one model over stages, its coordinator, and how it is deployed."""
+
+    model_config = ConfigDict(title="relayline pipeline manifest")
+
+    api_version: Literal["relayline.dev/v1alpha1"]
+    """Version of this format."""
+    kind: Literal["Pipeline"]
+    """Always Pipeline."""
+    metadata: Metadata
+    """Name and labels."""
+    spec: Spec
+    """The pipeline itself."""
+
+    _directory: Path = PrivateAttr(default_factory=Path)
+
+    @property
+    def name(self) -> str:
+        """The pipeline's name."""
+        return self.metadata.name
+
+    @property
+    def directory(self) -> Path:
+        """What relative paths start from: the manifest's directory."""
+        return self._directory
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages in layer order, a number resolved."""
+        return self.spec.stage_list
+
+    def with_directory(self, directory: Path) -> Manifest:
+        """Return the same manifest with relative paths starting from `directory`."""
+        copy = self.model_copy()
+        copy._directory = directory
+        return copy
+
+    def resolve(self, path: str) -> Path:
+        """Return one of the manifest's paths in full: `~` expanded, relative to the manifest's directory."""
+        return self._directory / Path(path).expanduser()
+
+    @property
+    def model_path(self) -> Path | None:
+        """The model's file, None for an hf:// reference."""
+        return None if self.spec.model.path is None else self.resolve(self.spec.model.path)
+
+    @property
+    def all_local(self) -> bool:
+        """Whether `relayline up` starts every process on this machine."""
+        return is_local(self.spec.coordinator.host) and all(stage.is_local for stage in self.stages)
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether links run over mutual TLS (see wire.tls.mode)."""
+        mode = self.spec.wire.tls.mode
+        return mode == "required" or (mode == "auto" and not self.all_local)
+
+    @property
+    def join_port(self) -> int:
+        """Port on which stages join; 0 means chosen by the system."""
+        return self.spec.coordinator.join_port or (0 if self.all_local else JOIN_PORT)
+
+    def listen_port(self, stage: Stage) -> int:
+        """Return the port a stage listens on; 0 means chosen by the system."""
+        if stage.port or stage.is_local:
+            return stage.port
+        return STAGE_PORT + place_on_host(self.stages, stage)
+
+    def metrics_port(self, stage: Stage) -> int:
+        """Return the port of a stage's Prometheus endpoint; 0 means chosen by the system."""
+        if stage.metrics_port or stage.is_local:
+            return stage.metrics_port
+        return METRICS_PORT + place_on_host(self.stages, stage)
+
+    def fixed_cuts(self) -> tuple[int | None, ...]:
+        """Return the first layer of every stage but the first; None where the planner decides."""
+        return fixed_cuts(self.stages)

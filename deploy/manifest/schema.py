@@ -1,0 +1,21 @@
+"""The published JSON Schema of manifests. `python -m deploy.manifest.schema` writes schema.json anew."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from deploy.manifest.model import Manifest
+
+SCHEMA_FILE = Path(__file__).with_name("schema.json")
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def schema_text() -> str:
+    """Return the JSON Schema (draft 2020-12) of a manifest; a test compares it with schema.json."""
+    schema = Manifest.model_json_schema(by_alias=True, mode="validation")
+    return json.dumps({"$schema": DIALECT, **schema}, indent=2, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    SCHEMA_FILE.write_text(schema_text(), encoding="utf-8")

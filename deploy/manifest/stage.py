@@ -1,0 +1,104 @@
+"""One stage of a pipeline as its manifest describes it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator
+
+from deploy.manifest.scalars import DnsLabel, FilePath, Host, Labels, Part, Port, is_local
+
+LAYERS_MAX = 100_000  # also the ceiling of --gpu-layers
+
+
+def _layers_tag(value: Any) -> str:
+    return "auto" if isinstance(value, str) else "range"
+
+
+LayerRange = tuple[Annotated[int, Field(ge=0, le=LAYERS_MAX)], Annotated[int, Field(ge=1, le=LAYERS_MAX)]]
+Layers = Annotated[
+    Annotated[Literal["auto"], Tag("auto")] | Annotated[LayerRange, Tag("range")],
+    Discriminator(_layers_tag),
+]
+
+
+class Speed(Part):
+    """How fast a host is, where it cannot be measured: the planner prefers measured curves."""
+
+    decode_gbytes_per_s: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Weights and KV bytes that a decode step of one row reads per second, in 10^9 bytes: the memory bandwidth that
+    this host reaches with the stage's threads."""
+    prefill_gflops: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """Floating-point operations per second of a step with many rows, in 10^9 (a multiply-add counts as two)."""
+    step_overhead_ms: Annotated[float, Field(ge=0, le=1e4)] | None = None
+    """What a native step costs before its first row, in milliseconds."""
+    calibration: FilePath | None = None
+    """File with the output of `relayline calibrate ARTIFACT --json`, taken on this host."""
+
+
+class Link(Part):
+    """The network to the next stage; after the last stage, back to the coordinator."""
+
+    round_trip_ms: Annotated[float, Field(ge=0, le=1e5)] = 0.2
+    """Round trip of a small message, in milliseconds."""
+    bandwidth_gbps: Annotated[float, Field(gt=0, le=1e6)] = 10.0
+    """Bandwidth in 10^9 bits per second."""
+
+
+class Stage(Part):
+    """One stage: a process that holds a contiguous range of the model's layers."""
+
+    name: DnsLabel
+    """Unique name; the process, its logs, its container and its certificate carry it."""
+    host: Host = "localhost"
+    """Where it runs. `relayline up` starts it for localhost and 127.*; on any other host somebody starts
+    `relayline stage --join` there."""
+    port: Port = 0
+    """Port its neighbours connect to. 0: chosen by the system on localhost; elsewhere 50051, 50052... in stage order
+    on each host, so that a firewall can be opened beforehand."""
+    device: Literal["cpu", "gpu"] = "cpu"
+    """Where its layers are computed."""
+    gpu_layers: Annotated[int, Field(ge=-1, le=LAYERS_MAX)] | None = None
+    """With device gpu: how many of its layers go there; -1 (the default) for all."""
+    threads: Annotated[int, Field(ge=0, le=1_024)] = 0
+    """Threads of a native step. 0: the host's cores divided by the stages on it."""
+    memory_gib: Annotated[float, Field(gt=0, le=1e5)] | None = None
+    """Memory that this stage may use, in GiB: the planner stays below it, containers are limited to it. Without it the
+    planner counts the memory of this machine for local stages."""
+    layers: Layers = "auto"
+    """`auto`: decided by the planner. Or [first, end): two integers, the second is not included."""
+    metrics_port: Port = 0
+    """Port of its Prometheus endpoint. 0: chosen by the system on localhost, 9464 plus the stage's place on its host
+    elsewhere."""
+    labels: Labels = Field(default_factory=dict)
+    """Free labels; rendered deployments put them on the stage's pods and containers."""
+    node_selector: Labels = Field(default_factory=dict)
+    """Kubernetes: labels of the nodes that the stage may run on."""
+    speed: Speed = Speed()
+    """Declared speed of the host."""
+    link: Link = Link()
+    """Network to the next stage."""
+
+    @field_validator("layers", mode="after")
+    @classmethod
+    def _is_a_range(cls, layers: Literal["auto"] | tuple[int, int]) -> Literal["auto"] | tuple[int, int]:
+        if layers != "auto" and layers[0] >= layers[1]:
+            raise ValueError(f"[{layers[0]}, {layers[1]}] holds no layer: the end is not included, write [first, end)")
+        return layers
+
+    @property
+    def is_local(self) -> bool:
+        """Whether `relayline up` starts it."""
+        return is_local(self.host)
+
+    @property
+    def layer_range(self) -> tuple[int, int] | None:
+        """The given [start, end), None for auto."""
+        return None if self.layers == "auto" else self.layers
+
+    @property
+    def gpu_layers_used(self) -> int:
+        """The value of --gpu-layers: 0 on the CPU, -1 for all."""
+        if self.device == "cpu":
+            return 0
+        return -1 if self.gpu_layers is None else self.gpu_layers

@@ -1,0 +1,117 @@
+"""The commented manifest that `relayline init` writes. Pure: facts of a machine in, text out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+N_STAGES = 2
+MEMORY_SHARE = 0.8  # of the machine, for all its stages; the rest is the system's and the coordinator's
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What the first manifest of a machine depends on."""
+
+    n_cores: int
+    """Cores that processes started here may run on."""
+    memory_gib: float
+    """Memory of the machine."""
+    has_gpu_build: bool
+    """Whether llama.cpp was built to put layers on a GPU."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """The model to name, and what is known of it."""
+
+    path: str
+    """As it is to stand in the manifest."""
+    about: str
+    """One line for a comment: what it is, or what to do."""
+
+
+def pipeline_name(model_path: str) -> str:
+    """Return a DNS label made of a model's file name, without quantisation and shard endings where they are plain."""
+    stem = re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", model_path.rpartition("/")[2], flags=re.IGNORECASE)
+    label = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40].strip("-")
+    return label if label[:1].isalpha() else f"model-{label}".strip("-")
+
+
+def starter_text(machine: MachineFacts, model: ModelChoice, schema: str) -> str:
+    """Return the manifest's text: two stages on this machine, everything else as a comment beside its default.
+
+    `schema` is where an editor finds the JSON Schema.
+    """
+    n_threads = max(1, machine.n_cores // N_STAGES)
+    memory_gib = max(0.5, round(MEMORY_SHARE * machine.memory_gib / N_STAGES * 2) / 2)
+    stages = "".join(
+        _stage(index, n_threads, memory_gib, on_gpu=machine.has_gpu_build and index == 0) for index in range(N_STAGES)
+    )
+    return _TEMPLATE.format(
+        schema=schema,
+        n_cores=machine.n_cores,
+        memory_gib=f"{machine.memory_gib:.1f}",
+        gpu="layers may go to a GPU" if machine.has_gpu_build else "no GPU in this build of llama.cpp",
+        name=pipeline_name(model.path),
+        model_path=json.dumps(model.path, ensure_ascii=False),
+        about=model.about,
+        stages=stages,
+    )
+
+
+def _stage(index: int, n_threads: int, memory_gib: float, *, on_gpu: bool) -> str:
+    device = "      device: gpu\n" if on_gpu else "      # device: gpu              # cpu is the default\n"
+    return (
+        f"    - name: stage-{index}\n"
+        f"      threads: {n_threads:<14} # 0: this machine's cores divided by the stages on it\n"
+        f"      memoryGib: {memory_gib:<12g} # what the planner may use here\n"
+        f"{device}"
+    )
+
+
+_TEMPLATE = """\
+# yaml-language-server: $schema={schema}
+# Made by `relayline init` on a machine with {n_cores} cores and {memory_gib} GiB; {gpu}.
+#   relayline plan THIS_FILE     what it will do, in numbers
+#   relayline up THIS_FILE       start it
+# What is commented out shows the default.
+apiVersion: relayline.dev/v1alpha1
+kind: Pipeline
+metadata:
+  name: {name}
+spec:
+  model:
+    # {about}
+    path: {model_path}
+    # hf: hf://org/repo/file.gguf        # instead of path: from the Hugging Face hub
+    # sha256: ...                        # refuse any other file
+
+  context:
+    tokens: 2048               # per stream, prompt and answer together
+    lanes: 32                  # streams at once; each reserves its tokens on every stage
+    # kvType: f16
+
+  stages:
+{stages}    # A stage on another machine; there, run the command that `relayline up` prints:
+    # - name: box2
+    #   host: 192.168.1.12
+    #   memoryGib: 16
+    #   layers: auto             # or [first, end): the planner decides unless you do
+    #   link: {{roundTripMs: 0.2, bandwidthGbps: 1}}   # to the next stage
+
+  # coordinator:
+  #   host: localhost            # this machine's address, once stages are on others
+  #   http: {{host: 127.0.0.1, port: 8080}}
+  #   queue: 256                 # requests that may wait; one more gets 429
+  #   apiKeysFile: keys.txt      # one key per line
+
+  # wire:
+  #   dtype: f16                 # f32 is exact and twice the bytes
+  #   tls: {{mode: auto}}          # mutual TLS as soon as a stage is on another machine
+
+  # telemetry:
+  #   level: summary             # off, summary, batches, frames
+  #   otlpEndpoint: http://127.0.0.1:4317
+"""

@@ -1,0 +1,1 @@
+"""Deployments rendered from a manifest: Compose, plain Kubernetes, LeaderWorkerSet. Text in, text out; pure."""

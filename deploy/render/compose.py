@@ -1,0 +1,192 @@
+"""A Compose file: every process of the pipeline as a service on one machine, observability under a profile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Manifest
+from deploy.manifest.stage import Stage
+from deploy.render import inside, observability
+from deploy.render.document import Mapping, without_none, yaml_file
+from deploy.render.inside import Inside, check_names
+from wire.errors import UsageError
+
+TARGET = "compose"
+COORDINATOR = "coordinator"
+TLS_SOURCE = "./tls"
+API_KEYS_SOURCE = "./api-keys"
+TAKEN = frozenset({COORDINATOR, *observability.SERVICES})
+
+# What a health check runs: the image has no curl, but Python is there in any case.
+_HEALTHY = (
+    "import http.client as h; c = h.HTTPConnection('127.0.0.1', {port}, timeout=4); "
+    "c.request('GET', '{path}'); exit(c.getresponse().status != 200)"
+)
+
+
+def render(manifest: Manifest, models_dir: str) -> str:
+    """Return compose.yaml. `models_dir` is the model's directory as seen from that file; RELAYLINE_MODELS overrides it.
+
+    Raises UsageError for what Compose cannot do: several replicas, stage names that are other services' names.
+    """
+    if manifest.spec.deployment.replicas > 1:
+        raise UsageError("deployment.replicas needs --target leaderworkerset; Compose runs one pipeline")
+    check_names(manifest, TAKEN)
+    pipeline = Inside(manifest, COORDINATOR, lambda stage: stage.name)
+    stages = manifest.stages
+    document: Mapping = {
+        "name": manifest.name,
+        "services": {
+            COORDINATOR: _coordinator(pipeline, models_dir),
+            **{stage.name: _stage(pipeline, stage) for stage in stages},
+            **observability.services(),
+        },
+        "configs": {
+            "pipeline": {"content": pipeline.manifest_text()},
+            **observability.configs(
+                f"{COORDINATOR}:{inside.HTTP_PORT}", [f"{stage.name}:{METRICS_PORT}" for stage in stages]
+            ),
+        },
+        "secrets": _secrets(pipeline),
+        "volumes": {
+            f"{COORDINATOR}-state": {},
+            **{f"{stage.name}-state": {} for stage in stages},
+            **observability.volumes(),
+        },
+    }
+    for config in document["configs"].values():
+        config["content"] = config["content"].replace("$", "$$")  # Compose would take $NAME for a variable
+    return yaml_file(TARGET, manifest.name, _explanation(pipeline), [("", document)])
+
+
+def _explanation(pipeline: Inside) -> str:
+    names = [COORDINATOR, *(stage.name for stage in pipeline.manifest.stages)]
+    lines = ["", "Once, beside this file:", f"  relayline certs init {TLS_SOURCE} --name {pipeline.manifest.name}"]
+    if pipeline.uses_tls:
+        lines += [f"  relayline certs issue {TLS_SOURCE} {name}" for name in names]
+    if pipeline.uses_api_keys:
+        lines.append(f"  put one API key per line into {API_KEYS_SOURCE}")
+    n_shared = sum(stage.threads == 0 for stage in pipeline.manifest.stages)
+    if n_shared:
+        lines.append(f"  export RELAYLINE_THREADS=$(( $(nproc) / {n_shared} ))   # of each stage without threads")
+    lines += [
+        "  export RELAYLINE_UID=$(id -u) RELAYLINE_GID=$(id -g)   # so that containers may read these files",
+        "Then:  docker compose up -d",
+        f"With traces and boards:  OTEL_EXPORTER_OTLP_ENDPOINT={observability.OTLP_ENDPOINT} \\",
+        f"                         docker compose --profile {observability.PROFILE} up -d",
+    ]
+    return "\n".join(lines)
+
+
+def _base(pipeline: Inside, name: str, stage: Stage | None) -> Mapping:
+    """Return what coordinator and stages have in common."""
+    return {
+        "image": pipeline.image(on_gpu=stage is not None and stage.device == "gpu"),
+        "user": f"${{RELAYLINE_UID:-{inside.USER_ID}}}:${{RELAYLINE_GID:-{inside.USER_ID}}}",
+        "read_only": True,
+        "tmpfs": ["/tmp"],
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "init": True,
+        "restart": "unless-stopped",
+        "environment": {"OTEL_EXPORTER_OTLP_ENDPOINT": "${OTEL_EXPORTER_OTLP_ENDPOINT:-}"},
+        "secrets": _secret_mounts(pipeline, name),
+        "volumes": [f"{name}-state:{inside.STATE_DIR}"],
+    }
+
+
+def _coordinator(pipeline: Inside, models_dir: str) -> Mapping:
+    spec = pipeline.manifest.spec
+    http = spec.coordinator.http
+    service = _base(pipeline, COORDINATOR, None)
+    published = without_none(
+        {
+            "target": inside.HTTP_PORT,
+            "published": str(http.port) if http.port else None,
+            "host_ip": "127.0.0.1" if http.host == "localhost" else http.host,
+        }
+    )
+    service |= {
+        "command": pipeline.coordinator_command(),
+        "ports": [published],
+        "expose": [str(JOIN_PORT)],
+        "configs": [{"source": "pipeline", "target": inside.MANIFEST_FILE}],
+        # Compose stops dependents first: so the coordinator drains while its stages still run.
+        "depends_on": {stage.name: {"condition": "service_started"} for stage in pipeline.manifest.stages},
+        "healthcheck": _healthcheck(inside.HTTP_PORT, "/health"),
+        "stop_grace_period": f"{inside.COORDINATOR_GRACE_S}s",
+        "labels": dict(pipeline.manifest.metadata.labels),
+        "deploy": _resources(spec.coordinator.memory_gib, threads=0, on_gpu=False),
+    }
+    if pipeline.mounts_models:
+        source = f"${{RELAYLINE_MODELS:-{models_dir.replace('$', '$$')}}}"
+        models = {"type": "bind", "source": source, "target": inside.MODELS_DIR, "read_only": True}
+        service["volumes"] = [*service["volumes"], models]
+    else:
+        service["environment"] = {**service["environment"], "HF_TOKEN": "${HF_TOKEN:-}"}
+    return without_none(service)
+
+
+def _stage(pipeline: Inside, stage: Stage) -> Mapping:
+    service = _base(pipeline, stage.name, stage)
+    command = pipeline.stage_command(join=COORDINATOR, name=stage.name, advertise=stage.name)
+    if stage.threads == 0:  # all stages share one machine here, and none can tell what the others take of it
+        command += ["--threads", "${RELAYLINE_THREADS:-0}"]
+    service |= {
+        "command": command,
+        "expose": [str(STAGE_PORT), str(METRICS_PORT)],
+        "healthcheck": _healthcheck(METRICS_PORT, "/metrics"),
+        "stop_grace_period": f"{inside.STAGE_GRACE_S}s",
+        "labels": {**pipeline.manifest.metadata.labels, **stage.labels},
+        "deploy": _resources(stage.memory_gib, threads=stage.threads, on_gpu=stage.device == "gpu"),
+    }
+    return without_none(service)
+
+
+def _healthcheck(port: int, path: str) -> Mapping:
+    return {
+        "test": ["CMD", "python3", "-c", _HEALTHY.format(port=port, path=path)],
+        "interval": "10s",
+        "timeout": "5s",
+        "retries": 3,
+        "start_period": f"{inside.START_BUDGET_S}s",
+        "start_interval": "2s",
+    }
+
+
+def _resources(memory_gib: float | None, *, threads: int, on_gpu: bool) -> Mapping | None:
+    limits = without_none(
+        {
+            "cpus": str(threads) if threads else None,
+            "memory": None if memory_gib is None else f"{round(memory_gib * 1024)}m",
+        }
+    )
+    gpu = {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    resources = without_none({"limits": limits, "reservations": {"devices": [gpu]} if on_gpu else None})
+    return {"resources": resources} if resources else None
+
+
+def _secrets(pipeline: Inside) -> Mapping:
+    secrets: dict[str, Any] = {"join-token": {"file": f"{TLS_SOURCE}/token"}}
+    if pipeline.uses_api_keys:
+        secrets["api-keys"] = {"file": API_KEYS_SOURCE}
+    if pipeline.uses_tls:
+        for name in (COORDINATOR, *(stage.name for stage in pipeline.manifest.stages)):
+            for file in inside.TLS_FILES:
+                secrets[_tls_secret(name, file)] = {"file": f"{TLS_SOURCE}/{name}/{file}"}
+    return secrets
+
+
+def _secret_mounts(pipeline: Inside, name: str) -> list[Mapping]:
+    mounts = [{"source": "join-token", "target": inside.TOKEN_FILE}]
+    if pipeline.uses_api_keys and name == COORDINATOR:
+        mounts.append({"source": "api-keys", "target": inside.API_KEYS_FILE})
+    if pipeline.uses_tls:
+        mounts += [
+            {"source": _tls_secret(name, file), "target": f"{inside.TLS_DIR}/{file}"} for file in inside.TLS_FILES
+        ]
+    return mounts
+
+
+def _tls_secret(name: str, file: str) -> str:
+    return f"tls-{name}-{file.removesuffix('.pem')}"

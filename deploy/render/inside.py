@@ -1,0 +1,149 @@
+"""What is the same in every rendered deployment: paths and ports inside a container, its commands, its manifest.
+
+The rendered coordinator reads a manifest of its own, in which every host is a name of the deployment and every path one
+of the container. It is never the user's file: that one's paths and hosts mean nothing there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import PurePosixPath
+
+from deploy.manifest.dump import dump_manifest
+from deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Deployment, Manifest
+from deploy.manifest.stage import Speed, Stage
+from wire.errors import UsageError
+
+HTTP_PORT = 8_080
+USER_ID = 10_001  # as in deploy/Containerfile
+MANIFEST_FILE = "/etc/relayline/pipeline.yaml"
+TLS_DIR = "/etc/relayline/tls"
+TOKEN_DIR = "/etc/relayline/join"
+TOKEN_FILE = f"{TOKEN_DIR}/token"
+API_KEYS_DIR = "/etc/relayline/api-keys"
+API_KEYS_FILE = f"{API_KEYS_DIR}/keys"
+MODELS_DIR = "/models"
+STATE_DIR = "/var/lib/relayline"  # XDG_CACHE_HOME of the image: models from the hub, splits, artifacts, cost curves
+TLS_FILES = ("ca.pem", "cert.pem", "key.pem")
+
+DRAIN_S = 30  # wire.bounds.DRAIN_TIMEOUT_S: running requests may finish
+COORDINATOR_GRACE_S = 60  # drain, and time to tell the stages
+STAGE_GRACE_S = 75  # stages outlive the coordinator's drain
+START_BUDGET_S = 7_200  # a model of hundreds of GB is fetched and split, or an artifact fetched over a slow link
+PROBE_PERIOD_S = 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inside:
+    """One pipeline as its containers see it."""
+
+    manifest: Manifest
+    """The user's manifest."""
+    coordinator_host: str
+    """Name under which stages reach the coordinator."""
+    stage_host: Callable[[Stage], str]
+    """Name under which a stage is reached; it is in its certificate."""
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether links are mutual TLS: always, unless the manifest says off, for containers are never loopback."""
+        return self.manifest.spec.wire.tls.mode != "off"
+
+    @property
+    def uses_api_keys(self) -> bool:
+        """Whether clients have to show a key."""
+        return self.manifest.spec.coordinator.api_keys_file is not None
+
+    @property
+    def mounts_models(self) -> bool:
+        """Whether the model is a file that has to be there, not one that is fetched from the hub."""
+        return self.manifest.spec.model.path is not None
+
+    def image(self, *, on_gpu: bool = False) -> str:
+        """Return the image of a process: the coordinator and stages on the CPU, or stages on a GPU."""
+        deployment = self.manifest.spec.deployment
+        plain = deployment.image or f"relayline:{importlib.metadata.version('relayline')}"
+        if not on_gpu:
+            return plain
+        return deployment.gpu_image or (plain if deployment.image else f"{plain}-cuda")
+
+    def coordinator_command(self) -> list[str]:
+        """Return the arguments after the image's entry point."""
+        return ["serve", "--manifest", MANIFEST_FILE, "--join-listen", f"0.0.0.0:{JOIN_PORT}",
+                "--http", f"0.0.0.0:{HTTP_PORT}", *self._link_flags(), "--log-json"]  # fmt: skip
+
+    def stage_command(self, *, join: str, name: str, advertise: str) -> list[str]:
+        """Return the arguments after the image's entry point, of the stage that joins as `name`."""
+        return ["stage", "--join", f"{join}:{JOIN_PORT}", "--name", name, "--listen", f"0.0.0.0:{STAGE_PORT}",
+                "--advertise", advertise, "--metrics", f"0.0.0.0:{METRICS_PORT}",
+                "--cache", f"{STATE_DIR}/artifacts", *self._link_flags(), "--log-json"]  # fmt: skip
+
+    def _link_flags(self) -> tuple[str, ...]:
+        tls = ("--tls", TLS_DIR) if self.uses_tls else ("--insecure",)
+        return (*tls, "--token-file", TOKEN_FILE)
+
+    def manifest_text(self) -> str:
+        """Return the manifest that the coordinator reads in its container."""
+        spec = self.manifest.spec
+        path = spec.model.path
+        contained = spec.model_copy(
+            update={
+                "model": spec.model.model_copy(update={"path": path and f"{MODELS_DIR}/{PurePosixPath(path).name}"}),
+                "stages": tuple(self._contained_stage(stage) for stage in self.manifest.stages),
+                "coordinator": spec.coordinator.model_copy(
+                    update={
+                        "host": self.coordinator_host,
+                        "http": spec.coordinator.http.model_copy(update={"host": "0.0.0.0", "port": HTTP_PORT}),
+                        "join_port": JOIN_PORT,
+                        "api_keys_file": API_KEYS_FILE if self.uses_api_keys else None,
+                    }
+                ),
+                "wire": spec.wire.model_copy(
+                    update={
+                        "tls": spec.wire.tls.model_copy(
+                            update={
+                                "mode": "required" if self.uses_tls else "off",
+                                "directory": TLS_DIR if self.uses_tls else None,
+                            }
+                        ),
+                        "token_file": TOKEN_FILE,
+                    }
+                ),
+                "deployment": Deployment(),
+            }
+        )
+        return dump_manifest(self.manifest.model_copy(update={"spec": contained}))
+
+    def _contained_stage(self, stage: Stage) -> Stage:
+        declared: Speed = stage.speed.model_copy(update={"calibration": None})
+        return stage.model_copy(
+            update={
+                "host": self.stage_host(stage),
+                "port": STAGE_PORT,
+                "metrics_port": METRICS_PORT,
+                "node_selector": {},
+                "speed": declared,
+            }
+        )
+
+
+def check_names(manifest: Manifest, taken: frozenset[str]) -> None:
+    """Raise UsageError for a stage that is called like another part of the deployment."""
+    for stage in manifest.stages:
+        if stage.name in taken:
+            raise UsageError(f"stage name {stage.name!r} is taken by another part of this deployment; rename the stage")
+
+
+def notes(manifest: Manifest, *, in_kubernetes: bool) -> list[str]:
+    """Return what the renderer could not carry over or had to guess, one line each, for stderr."""
+    found = []
+    for stage in manifest.stages:
+        if in_kubernetes and stage.memory_gib is None:
+            found.append(f"stage {stage.name!r} has no memoryGib, so its pod asks for no memory; see `relayline plan`")
+        if in_kubernetes and stage.threads == 0:
+            found.append(f"stage {stage.name!r} has no threads, so it takes every core of its node but asks for one")
+        if stage.speed.calibration is not None:
+            found.append(f"stage {stage.name!r}: speed.calibration is a file of this machine and is left out")
+    return found

@@ -1,0 +1,262 @@
+"""Plain Kubernetes YAML: a Deployment for the coordinator, one StatefulSet per stage, and what they need.
+
+One StatefulSet per stage, of one pod each, because stages are unequal: each has resources, a device, nodes and a
+certificate of its own, and keeps its artifact in a volume of its own over restarts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import re
+
+from deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Manifest
+from deploy.manifest.stage import Stage
+from deploy.render import inside, pods
+from deploy.render.document import Mapping, without_none, yaml_file
+from deploy.render.inside import Inside, check_names
+from wire.errors import UsageError
+
+TARGET = "kubernetes"
+# A StatefulSet's name plus a hash of 11 characters is a label value of its pods.
+NAME_CHARS_MAX = 63 - 11
+TAKEN = frozenset({"coordinator", "join", "stages", "manifest", "models", "state"})
+
+
+def render(manifest: Manifest) -> dict[str, str]:
+    """Return the files by name, in the order in which they should be applied.
+
+    Raises UsageError for several replicas and for names that Kubernetes would refuse.
+    """
+    if manifest.spec.deployment.replicas > 1:
+        raise UsageError("deployment.replicas needs --target leaderworkerset; plain Kubernetes runs one pipeline")
+    check_names(manifest, TAKEN)
+    check_lengths(manifest, [stage.name for stage in manifest.stages])
+    pipeline = Inside(manifest, join_service(manifest), lambda stage: _pod_host(manifest, stage))
+    stages = [("", _headless(pipeline)), *(("", _stage_set(pipeline, stage)) for stage in manifest.stages)]
+    ready = api_service(pipeline, manifest.name, pods.selector(manifest.name, pods.COORDINATOR))
+    coordinator = [("", _coordinator_deployment(pipeline)), ("", ready), (_JOIN_NOTE, _join_service(pipeline))]
+    return {
+        "config.yaml": yaml_file(TARGET, manifest.name, explanation(pipeline, _tls_lines(pipeline)), config(pipeline)),
+        "coordinator.yaml": yaml_file(TARGET, manifest.name, "", coordinator),
+        "stages.yaml": yaml_file(TARGET, manifest.name, "", stages),
+    }
+
+
+_JOIN_NOTE = "Stages join before the coordinator is ready: it is ready when they have joined."
+
+
+def version() -> str:
+    """Return relayline's version as a label value."""
+    return importlib.metadata.version("relayline").replace("+", "-")
+
+
+def check_lengths(manifest: Manifest, parts: list[str]) -> None:
+    """Raise UsageError for names that are too long together, or begin with a digit, which Services refuse."""
+    if not re.match("[a-z]", manifest.name):
+        raise UsageError(f"metadata.name {manifest.name!r} begins with a digit; Kubernetes wants a letter for Services")
+    for part in (*parts, "coordinator"):
+        name = f"{manifest.name}-{part}"
+        if len(name) > NAME_CHARS_MAX:
+            raise UsageError(
+                f"{name!r} is longer than {NAME_CHARS_MAX} characters; shorten metadata.name or the stage's"
+            )
+
+
+def join_service(manifest: Manifest) -> str:
+    """Return the name of the Service at which stages join."""
+    return f"{manifest.name}-join"
+
+
+def _pod_host(manifest: Manifest, stage: Stage) -> str:
+    return f"{manifest.name}-{stage.name}-0.{manifest.name}-stages"
+
+
+def metadata(pipeline: Inside, name: str, component: str, extra: Mapping | None = None) -> Mapping:
+    """Return the metadata of one of the pipeline's objects."""
+    own = {**pipeline.manifest.metadata.labels, **(extra or {})}
+    return without_none(
+        {
+            "name": name,
+            "namespace": pipeline.manifest.spec.deployment.namespace,
+            "labels": pods.labels(pipeline.manifest.name, component, version(), own),
+        }
+    )
+
+
+def pod_metadata(pipeline: Inside, component: str, extra: Mapping | None = None) -> Mapping:
+    """Return a pod template's metadata. The coordinator's pods are replaced when its manifest changes."""
+    own = {**pipeline.manifest.metadata.labels, **(extra or {})}
+    port = inside.HTTP_PORT if component == pods.COORDINATOR else METRICS_PORT
+    annotations = {"prometheus.io/scrape": "true", "prometheus.io/port": str(port)}
+    if component == pods.COORDINATOR:
+        digest = hashlib.sha256(pipeline.manifest_text().encode()).hexdigest()
+        annotations["relayline.dev/manifest-sha256"] = digest
+    return {"labels": pods.labels(pipeline.manifest.name, component, version(), own), "annotations": annotations}
+
+
+def explanation(pipeline: Inside, tls_lines: list[str]) -> str:
+    """Return how to make the secrets that the rendered objects refer to."""
+    namespace = pipeline.manifest.spec.deployment.namespace
+    kubectl = f"kubectl -n {namespace}" if namespace else "kubectl"
+    make = f"{kubectl} create secret generic"
+    lines = [
+        "",
+        "No secret is in these files. Make them once:",
+        f"  relayline certs init tls --name {pipeline.manifest.name}",
+        f"  {make} {pods.token_secret(pipeline)} --from-file=tls/token",
+    ]
+    lines += [f"  {line.replace('KUBECTL', make)}" for line in tls_lines]
+    if pipeline.uses_api_keys:
+        name = pipeline.manifest.spec.deployment.secrets.api_keys or f"{pipeline.manifest.name}-api-keys"
+        lines.append(f"  {make} {name} --from-file=keys=api-keys   # a file with one API key per line")
+    if pipeline.mounts_models:
+        lines += [f"Put the model's file(s) into the volume of the claim {pods.models_claim(pipeline)}, at its top."]
+    return "\n".join(lines)
+
+
+def _tls_lines(pipeline: Inside) -> list[str]:
+    if not pipeline.uses_tls:
+        return []
+    hosts = {pods.COORDINATOR: pipeline.coordinator_host}
+    hosts |= {stage.name: pipeline.stage_host(stage) for stage in pipeline.manifest.stages}
+    lines = []
+    for name, host in hosts.items():
+        lines += [
+            f"relayline certs issue tls {host}",
+            f"KUBECTL {pods.tls_secret(pipeline, name)} --from-file=tls/{host}",
+        ]
+    return lines
+
+
+def config(pipeline: Inside, *, is_shared: bool = False) -> list[tuple[str, Mapping]]:
+    """Return the manifest's ConfigMap, the disruption budget and the coordinator's claims.
+
+    `is_shared`: several coordinators read one models volume and keep their own state in volumes of their pods.
+    """
+    name = pipeline.manifest.name
+    documents: list[tuple[str, Mapping]] = [
+        (
+            "The manifest as the coordinator sees it: hosts and paths of this deployment.",
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": metadata(pipeline, f"{name}-manifest", pods.COORDINATOR),
+                "data": {"pipeline.yaml": pipeline.manifest_text()},
+            },
+        ),
+        (
+            "Nodes are drained one pod at a time: sessions survive the loss of one stage, and wait for it.",
+            {
+                "apiVersion": "policy/v1",
+                "kind": "PodDisruptionBudget",
+                "metadata": metadata(pipeline, name, "pipeline"),
+                "spec": {"maxUnavailable": 1, "selector": {"matchLabels": pods.selector(name)}},
+            },
+        ),
+    ]
+    if not is_shared:
+        documents.append(("What the coordinator keeps: the split, models from the hub.", _claim(pipeline, "state")))
+    if pipeline.mounts_models:
+        mode = "ReadWriteMany" if is_shared else "ReadWriteOnce"
+        documents.append(("The model's file(s), put there by hand.", _claim(pipeline, "models", mode)))
+    return documents
+
+
+def _claim(pipeline: Inside, part: str, mode: str = "ReadWriteOnce") -> Mapping:
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": metadata(pipeline, f"{pipeline.manifest.name}-{part}", pods.COORDINATOR),
+        "spec": pods.claim_spec(pipeline, pipeline.manifest.spec.deployment.storage.model_gib, mode),
+    }
+
+
+def api_service(pipeline: Inside, name: str, selector: Mapping) -> Mapping:
+    """Return the Service that clients use: only coordinators that are ready."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(pipeline, name, pods.COORDINATOR),
+        "spec": {"selector": selector, "ports": [{"name": "http", "port": 80, "targetPort": "http"}]},
+    }
+
+
+def _join_service(pipeline: Inside) -> Mapping:
+    name = pipeline.manifest.name
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(pipeline, join_service(pipeline.manifest), pods.COORDINATOR),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": pods.selector(name, pods.COORDINATOR),
+            "ports": [{"name": "join", "port": JOIN_PORT, "targetPort": "join"}],
+        },
+    }
+
+
+def _coordinator_deployment(pipeline: Inside) -> Mapping:
+    name = pipeline.manifest.name
+    state = {"persistentVolumeClaim": {"claimName": f"{name}-state"}}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata(pipeline, f"{name}-coordinator", pods.COORDINATOR),
+        "spec": {
+            "replicas": 1,
+            "strategy": {"type": "Recreate"},  # two coordinators would fight for the same stages
+            "selector": {"matchLabels": pods.selector(name, pods.COORDINATOR)},
+            "template": {
+                "metadata": pod_metadata(pipeline, pods.COORDINATOR),
+                "spec": pods.coordinator_spec(pipeline, state=state),
+            },
+        },
+    }
+
+
+def _headless(pipeline: Inside) -> Mapping:
+    name = pipeline.manifest.name
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(pipeline, f"{name}-stages", pods.STAGE),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": pods.selector(name, pods.STAGE),
+            "ports": [
+                {"name": "grpc", "port": STAGE_PORT, "targetPort": "grpc"},
+                {"name": "metrics", "port": METRICS_PORT, "targetPort": "metrics"},
+            ],
+        },
+    }
+
+
+def _stage_set(pipeline: Inside, stage: Stage) -> Mapping:
+    name = pipeline.manifest.name
+    own = {"relayline.dev/stage": stage.name}
+    args = pipeline.stage_command(join=pipeline.coordinator_host, name=stage.name, advertise=pipeline.stage_host(stage))
+    need = pods.Need(stage.threads, stage.memory_gib, stage.device == "gpu")
+    pod = pods.stage_spec(pipeline, args, need, tls_name=stage.name, state=None)
+    if stage.node_selector:
+        pod["nodeSelector"] = dict(stage.node_selector)
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": metadata(pipeline, f"{name}-{stage.name}", pods.STAGE, {**stage.labels, **own}),
+        "spec": {
+            "replicas": 1,
+            "serviceName": f"{name}-stages",
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": {**pods.selector(name, pods.STAGE), **own}},
+            "template": {"metadata": pod_metadata(pipeline, pods.STAGE, {**stage.labels, **own}), "spec": pod},
+            "volumeClaimTemplates": [
+                {
+                    "metadata": {"name": "state"},
+                    "spec": pods.claim_spec(pipeline, pipeline.manifest.spec.deployment.storage.stage_gib),
+                }
+            ],
+        },
+    }

@@ -1,0 +1,110 @@
+"""A LeaderWorkerSet: many replicas of one pipeline. The leader is a coordinator, its workers are the stages.
+
+All workers share one pod template, so every stage asks for what the greediest one needs, and a stage is known by its
+worker index: stage-1 is the first in layer order. A stage that dies comes back and joins again, so the group is not
+recreated for it.
+"""
+
+from __future__ import annotations
+
+from deploy.manifest.model import Manifest
+from deploy.manifest.stage import Stage
+from deploy.render import kubernetes, pods
+from deploy.render.document import Mapping, without_none, yaml_file
+from deploy.render.inside import Inside
+from wire.errors import UsageError
+
+TARGET = "leaderworkerset"
+_LEADER = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
+
+
+def render(manifest: Manifest) -> dict[str, str]:
+    """Return the files by name, in the order in which they should be applied.
+
+    Raises UsageError where stages differ in what one pod template cannot express, and for unusable names.
+    """
+    kubernetes.check_lengths(manifest, ["000-00"])  # NAME-REPLICA-WORKER
+    _check_equal(manifest.stages)
+    renamed = tuple(
+        stage.model_copy(update={"name": f"stage-{index}"}) for index, stage in enumerate(manifest.stages, 1)
+    )
+    spec = manifest.spec.model_copy(update={"stages": renamed})
+    pipeline = Inside(manifest.model_copy(update={"spec": spec}), manifest.name, lambda stage: stage.name)
+    names = ", ".join(f"stage-{index} is {stage.name}" for index, stage in enumerate(manifest.stages, 1))
+    text = kubernetes.explanation(pipeline, _tls_lines(pipeline))
+    api = kubernetes.api_service(
+        pipeline, f"{manifest.name}-api", {**pods.selector(manifest.name, pods.COORDINATOR), **_LEADER}
+    )
+    return {
+        "config.yaml": yaml_file(TARGET, manifest.name, text, kubernetes.config(pipeline, is_shared=True)),
+        "pipelines.yaml": yaml_file(
+            TARGET, manifest.name, f"In layer order: {names}.", [("", _worker_set(pipeline)), ("", api)]
+        ),
+    }
+
+
+def _check_equal(stages: tuple[Stage, ...]) -> None:
+    for field, what in (("device", "device"), ("node_selector", "nodeSelector"), ("labels", "labels")):
+        values = [getattr(stage, field) for stage in stages]
+        if any(value != values[0] for value in values):
+            raise UsageError(
+                f"stages differ in {what}, but all workers of a LeaderWorkerSet share one pod template; "
+                "make them equal or use --target kubernetes"
+            )
+
+
+def _tls_lines(pipeline: Inside) -> list[str]:
+    if not pipeline.uses_tls:
+        return []
+    namespace = pipeline.manifest.spec.deployment.namespace or "default"
+    host = f"*.{pipeline.manifest.name}.{namespace}"  # of every pod of the set
+    return [
+        line
+        for name in (pods.COORDINATOR, "stages")
+        for line in (
+            f"relayline certs issue tls '{host}' --out tls/{name}",
+            f"KUBECTL {pods.tls_secret(pipeline, name)} --from-file=tls/{name}",
+        )
+    ]
+
+
+def _worker_set(pipeline: Inside) -> Mapping:
+    manifest = pipeline.manifest
+    stages, storage = manifest.stages, manifest.spec.deployment.storage
+    memories = [stage.memory_gib for stage in stages if stage.memory_gib is not None]
+    need = pods.Need(
+        threads=max(stage.threads for stage in stages),
+        memory_gib=max(memories) if len(memories) == len(stages) else None,
+        on_gpu=stages[0].device == "gpu",
+    )
+    args = pipeline.stage_command(
+        join="$(LWS_LEADER_ADDRESS)",
+        name="stage-$(LWS_WORKER_INDEX)",
+        advertise=f"$(POD_NAME).{manifest.name}.$(POD_NAMESPACE)",
+    )
+    worker = pods.stage_spec(pipeline, args, need, tls_name="stages", state=_own_volume(pipeline, storage.stage_gib))
+    if stages[0].node_selector:
+        worker["nodeSelector"] = dict(stages[0].node_selector)
+    leader = pods.coordinator_spec(pipeline, state=_own_volume(pipeline, storage.model_gib))
+    extra = dict(stages[0].labels)
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": kubernetes.metadata(pipeline, manifest.name, "pipeline"),
+        "spec": {
+            "replicas": manifest.spec.deployment.replicas,
+            "startupPolicy": "LeaderCreated",  # the leader is ready only when its workers have joined
+            "networkConfig": {"subdomainPolicy": "Shared"},
+            "leaderWorkerTemplate": {
+                "size": 1 + len(stages),
+                "restartPolicy": "None",
+                "leaderTemplate": {"metadata": kubernetes.pod_metadata(pipeline, pods.COORDINATOR), "spec": leader},
+                "workerTemplate": {"metadata": kubernetes.pod_metadata(pipeline, pods.STAGE, extra), "spec": worker},
+            },
+        },
+    }
+
+
+def _own_volume(pipeline: Inside, size_gib: float) -> Mapping:
+    """Return a volume that lives as long as its pod, for LeaderWorkerSets keep none longer."""
+    return {"ephemeral": {"volumeClaimTemplate": without_none({"spec": pods.claim_spec(pipeline, size_gib)})}}

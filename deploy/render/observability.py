@@ -1,0 +1,112 @@
+"""Jaeger, Prometheus and Grafana beside a Compose deployment, under the profile `observability`.
+
+`deploy/observability` holds the same three for pipelines that run as plain processes: there they share the host's
+network, here the deployment's own. A test holds their images together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from deploy.manifest.dump import dump_yaml
+
+PROFILE = "observability"
+JAEGER_IMAGE = "cr.jaegertracing.io/jaegertracing/jaeger:2.20.0"
+PROMETHEUS_IMAGE = "prom/prometheus:v3.12.0"
+GRAFANA_IMAGE = "grafana/grafana:12.4.2"
+SERVICES = ("jaeger", "prometheus", "grafana")
+OTLP_ENDPOINT = "http://jaeger:4317"
+DASHBOARDS_DIR = "dashboards"
+
+
+def services() -> dict[str, Any]:
+    """Return the three services; each is reached from this machine only."""
+    return {
+        "jaeger": {
+            "image": JAEGER_IMAGE,
+            "profiles": [PROFILE],
+            "ports": ["127.0.0.1:16686:16686"],
+            "restart": "unless-stopped",
+            "deploy": {"resources": {"limits": {"memory": "4g"}}},  # traces are held in memory
+        },
+        "prometheus": {
+            "image": PROMETHEUS_IMAGE,
+            "profiles": [PROFILE],
+            "ports": ["127.0.0.1:9090:9090"],
+            "configs": [{"source": "prometheus", "target": "/etc/prometheus/prometheus.yml"}],
+            "volumes": ["prometheus-data:/prometheus"],
+            "restart": "unless-stopped",
+        },
+        "grafana": {
+            "image": GRAFANA_IMAGE,
+            "profiles": [PROFILE],
+            "depends_on": ["prometheus", "jaeger"],
+            "ports": ["127.0.0.1:3000:3000"],
+            "environment": {
+                "GF_AUTH_ANONYMOUS_ENABLED": "true",  # only this machine reaches it
+                "GF_AUTH_ANONYMOUS_ORG_ROLE": "Viewer",
+                "GF_ANALYTICS_REPORTING_ENABLED": "false",
+                "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
+            },
+            "configs": [
+                {
+                    "source": "grafana-datasources",
+                    "target": "/etc/grafana/provisioning/datasources/relayline.yaml",
+                },
+                {"source": "grafana-dashboards", "target": "/etc/grafana/provisioning/dashboards/relayline.yaml"},
+            ],
+            "volumes": [f"./{DASHBOARDS_DIR}:/etc/relayline/dashboards:ro", "grafana-data:/var/lib/grafana"],
+            "restart": "unless-stopped",
+        },
+    }
+
+
+def configs(coordinator: str, stages: Sequence[str]) -> dict[str, Any]:
+    """Return the three services' configuration files; arguments are the "host:port" to scrape."""
+    scrape = {
+        "global": {"scrape_interval": "5s"},
+        "scrape_configs": [
+            {
+                "job_name": "relayline",
+                "static_configs": [
+                    {"targets": [coordinator], "labels": {"role": "coordinator"}},
+                    {"targets": list(stages), "labels": {"role": "stage"}},
+                ],
+            }
+        ],
+    }
+    sources = {
+        "apiVersion": 1,
+        "datasources": [
+            {
+                "name": "Prometheus",
+                "uid": "relayline-prometheus",
+                "type": "prometheus",
+                "access": "proxy",
+                "url": "http://prometheus:9090",
+                "isDefault": True,
+            },
+            {
+                "name": "Jaeger",
+                "uid": "relayline-jaeger",
+                "type": "jaeger",
+                "access": "proxy",
+                "url": "http://jaeger:16686",
+            },
+        ],
+    }
+    boards = {
+        "apiVersion": 1,
+        "providers": [{"name": "relayline", "type": "file", "options": {"path": "/etc/relayline/dashboards"}}],
+    }
+    return {
+        "prometheus": {"content": dump_yaml(scrape)},
+        "grafana-datasources": {"content": dump_yaml(sources)},
+        "grafana-dashboards": {"content": dump_yaml(boards)},
+    }
+
+
+def volumes() -> dict[str, Any]:
+    """Return the services' named volumes."""
+    return {"prometheus-data": {}, "grafana-data": {}}

@@ -1,0 +1,223 @@
+"""Pod templates of coordinator and stages, the same in plain Kubernetes and in a LeaderWorkerSet.
+
+Probes of a stage: without TLS the standard gRPC health service. With mutual TLS the kubelet, which has no certificate,
+could not ask it; it asks for the stage's metrics instead, a port that is open exactly while the stage serves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT
+from deploy.render import inside
+from deploy.render.document import Mapping, without_none
+from deploy.render.inside import Inside
+
+COORDINATOR = "coordinator"
+STAGE = "stage"
+PRE_STOP_S = 5  # until every node has heard that the pod takes no new requests
+SECRET_MODE = 0o440
+STAGE_FAILURES_MAX = 60  # probes, ten minutes; then it starts anew, with what it has fetched so far
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Need:
+    """What a stage's pod asks its node for."""
+
+    threads: int = 0
+    """Cores; 0 asks for one."""
+    memory_gib: float | None = None
+    """Memory, requested and limited; None for neither."""
+    on_gpu: bool = False
+    """Whether it needs a GPU."""
+
+
+def resources(need: Need, gpu_resource: str) -> Mapping:
+    """Return a container's resources. CPU is requested and never limited: throttled threads stall every step."""
+    memory = None if need.memory_gib is None else f"{round(need.memory_gib * 1024)}Mi"
+    gpu = {gpu_resource: "1"} if need.on_gpu else {}
+    requests = without_none({"cpu": str(need.threads or 1), "memory": memory, **gpu})
+    return without_none({"requests": requests, "limits": without_none({"memory": memory, **gpu})})
+
+
+def labels(name: str, component: str, version: str, extra: Mapping | None = None) -> Mapping:
+    """Return the recommended labels of Kubernetes; the user's own come first and cannot replace them."""
+    return {**(extra or {}), **selector(name, component), "app.kubernetes.io/version": version,
+            "app.kubernetes.io/part-of": "relayline", "app.kubernetes.io/managed-by": "relayline"}  # fmt: skip
+
+
+def selector(name: str, component: str | None = None) -> Mapping:
+    """Return the labels that find a pipeline's pods, or one component's."""
+    found = {"app.kubernetes.io/name": "relayline", "app.kubernetes.io/instance": name}
+    return found if component is None else {**found, "app.kubernetes.io/component": component}
+
+
+def coordinator_spec(pipeline: Inside, *, state: Mapping) -> Mapping:
+    """Return the coordinator's pod spec; `state` is the source of its state volume."""
+    spec = pipeline.manifest.spec
+    secrets = spec.deployment.secrets
+    env: list[Mapping] = []
+    if secrets.hf_token is not None:
+        env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secrets.hf_token, "key": "token"}}})
+    volumes = [_config_volume(pipeline), *_link_volumes(pipeline, COORDINATOR)]
+    if pipeline.uses_api_keys:
+        volumes.append(_secret_volume("api-keys", secrets.api_keys or f"{pipeline.manifest.name}-api-keys", ("keys",)))
+    mounts = [
+        {"name": "manifest", "mountPath": str(inside.MANIFEST_FILE), "subPath": "pipeline.yaml", "readOnly": True}
+    ]
+    mounts += [_mount(volume["name"]) for volume in volumes[1:]]
+    if pipeline.mounts_models:
+        volumes.append({"name": "models", "persistentVolumeClaim": {"claimName": models_claim(pipeline)}})
+        mounts.append({"name": "models", "mountPath": inside.MODELS_DIR, "readOnly": True})
+    container = {
+        "name": COORDINATOR,
+        "image": pipeline.image(),
+        "args": pipeline.coordinator_command(),
+        "env": env,
+        "ports": [
+            {"name": "http", "containerPort": inside.HTTP_PORT},
+            {"name": "join", "containerPort": JOIN_PORT},
+        ],
+        "startupProbe": _startup(_http("/live", "http")),
+        "readinessProbe": _probe(_http("/health", "http"), failures=2),
+        "livenessProbe": _probe(_http("/live", "http"), failures=6),
+        "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
+        "resources": resources(Need(1, spec.coordinator.memory_gib), spec.deployment.gpu_resource),
+    }
+    return _pod(pipeline, container, volumes, mounts, state, inside.COORDINATOR_GRACE_S + PRE_STOP_S)
+
+
+def stage_spec(pipeline: Inside, args: Sequence[str], need: Need, *, tls_name: str, state: Mapping | None) -> Mapping:
+    """Return a stage's pod spec. `tls_name` ends the name of its TLS secret; without `state` a claim gives it."""
+    check = _http("/metrics", "metrics") if pipeline.uses_tls else {"grpc": {"port": STAGE_PORT}}
+    volumes = _link_volumes(pipeline, tls_name)
+    container = {
+        "name": STAGE,
+        "image": pipeline.image(on_gpu=need.on_gpu),
+        "args": list(args),
+        "env": [_field("POD_NAME", "metadata.name"), _field("POD_NAMESPACE", "metadata.namespace")],
+        "ports": [{"name": "grpc", "containerPort": STAGE_PORT}, {"name": "metrics", "containerPort": METRICS_PORT}],
+        "startupProbe": _startup(check),
+        "readinessProbe": _probe(check, failures=2),
+        # A stage that joins anew, with another range, closes its ports while it fetches and loads.
+        "livenessProbe": _probe(check, failures=STAGE_FAILURES_MAX),
+        "resources": resources(need, pipeline.manifest.spec.deployment.gpu_resource),
+    }
+    mounts = [_mount(volume["name"]) for volume in volumes]
+    return _pod(pipeline, container, volumes, mounts, state, inside.STAGE_GRACE_S)
+
+
+def claim_spec(pipeline: Inside, size_gib: float, mode: str = "ReadWriteOnce") -> Mapping:
+    """Return the spec of a volume claim."""
+    return without_none(
+        {
+            "accessModes": [mode],
+            "storageClassName": pipeline.manifest.spec.deployment.storage.class_name,
+            "resources": {"requests": {"storage": f"{round(size_gib * 1024)}Mi"}},
+        }
+    )
+
+
+def models_claim(pipeline: Inside) -> str:
+    """Return the name of the claim that holds the model's file."""
+    return f"{pipeline.manifest.name}-models"
+
+
+def tls_secret(pipeline: Inside, process: str) -> str:
+    """Return the name of a process's TLS secret."""
+    return f"{pipeline.manifest.spec.deployment.secrets.tls or pipeline.manifest.name + '-tls'}-{process}"
+
+
+def token_secret(pipeline: Inside) -> str:
+    """Return the name of the join token's secret."""
+    return pipeline.manifest.spec.deployment.secrets.token or f"{pipeline.manifest.name}-join"
+
+
+def spread(name: str) -> Mapping:
+    """Return the affinity that puts a pipeline's pods on different nodes where there are enough.
+
+    Preferred, not required: a pipeline that could not be scheduled at all for want of a node would be worse.
+    """
+    term = {"labelSelector": {"matchLabels": selector(name)}, "topologyKey": "kubernetes.io/hostname"}
+    preferred = [{"weight": 100, "podAffinityTerm": term}]
+    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+
+
+def _pod(
+    pipeline: Inside,
+    container: Mapping,
+    volumes: list[Mapping],
+    mounts: list[Mapping],
+    state: Mapping | None,
+    grace_s: int,
+) -> Mapping:
+    """Put a container into a pod that is no one's root and can write nothing but its state and /tmp."""
+    volumes = [*volumes, {"name": "tmp", "emptyDir": {}}]
+    if state is not None:
+        volumes.append({"name": "state", **state})
+    mounts = [*mounts, {"name": "state", "mountPath": inside.STATE_DIR}, {"name": "tmp", "mountPath": "/tmp"}]
+    container = container | {
+        "volumeMounts": mounts,
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+    return {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": grace_s,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": inside.USER_ID,
+            "runAsGroup": inside.USER_ID,
+            "fsGroup": inside.USER_ID,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "affinity": spread(pipeline.manifest.name),
+        "containers": [without_none(container)],
+        "volumes": volumes,
+    }
+
+
+def _http(path: str, port: str) -> Mapping:
+    return {"httpGet": {"path": path, "port": port}}
+
+
+def _probe(check: Mapping, *, failures: int) -> Mapping:
+    return {**check, "periodSeconds": inside.PROBE_PERIOD_S, "timeoutSeconds": 5, "failureThreshold": failures}
+
+
+def _startup(check: Mapping) -> Mapping:
+    return _probe(check, failures=inside.START_BUDGET_S // inside.PROBE_PERIOD_S)
+
+
+def _field(name: str, path: str) -> Mapping:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+_MOUNT_PATHS = {"tls": inside.TLS_DIR, "join": inside.TOKEN_DIR, "api-keys": inside.API_KEYS_DIR}
+
+
+def _mount(volume: str) -> Mapping:
+    return {"name": volume, "mountPath": _MOUNT_PATHS[volume], "readOnly": True}
+
+
+def _config_volume(pipeline: Inside) -> Mapping:
+    return {"name": "manifest", "configMap": {"name": f"{pipeline.manifest.name}-manifest"}}
+
+
+def _link_volumes(pipeline: Inside, process: str) -> list[Mapping]:
+    volumes = [_secret_volume("join", token_secret(pipeline), ("token",))]
+    if pipeline.uses_tls:
+        volumes.append(_secret_volume("tls", tls_secret(pipeline, process), inside.TLS_FILES))
+    return volumes
+
+
+def _secret_volume(volume: str, secret: str, keys: Sequence[str]) -> Mapping:
+    items: list[Any] = [{"key": key, "path": key} for key in keys]
+    return {"name": volume, "secret": {"secretName": secret, "defaultMode": SECRET_MODE, "items": items}}

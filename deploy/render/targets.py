@@ -1,0 +1,23 @@
+"""The targets that a manifest can be rendered for. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from deploy.manifest.model import Manifest
+from deploy.render import compose, kubernetes, leaderworkerset
+
+TARGETS: Final = (compose.TARGET, kubernetes.TARGET, leaderworkerset.TARGET)
+
+
+def render(manifest: Manifest, target: str, models_dir: str = ".") -> dict[str, str]:
+    """Return the rendered files by name, in the order in which they should be applied.
+
+    The same manifest gives the same bytes. `models_dir` is where Compose finds the model's directory, seen from the
+    rendered file. Raises UsageError for a manifest that the target cannot run.
+    """
+    if target == compose.TARGET:
+        return {"compose.yaml": compose.render(manifest, models_dir)}
+    if target == kubernetes.TARGET:
+        return kubernetes.render(manifest)
+    return leaderworkerset.render(manifest)

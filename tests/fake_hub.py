@@ -1,0 +1,83 @@
+"""A Hugging Face hub on a loopback port: as much of its protocol as loading a file takes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import http.server
+import threading
+from collections.abc import Iterator
+from urllib.parse import unquote, urlsplit
+
+COMMIT = hashlib.sha1(b"the only commit").hexdigest()
+
+
+@dataclasses.dataclass
+class Hub:
+    """What the hub has, and what it was asked for. `files` are by ORG/REPO/FILE."""
+
+    files: dict[str, bytes]
+    token: str = ""  # demanded of every caller
+    gated: bool = False
+    url: str = ""
+    asked: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # (method, path)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, *, with_body: bool) -> None:
+        path = unquote(urlsplit(self.path).path).lstrip("/")
+        self.hub.asked.append((self.command, path))
+        if self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+            return self._refuse(401, "GatedRepo" if self.hub.gated else "RepoNotFound")
+        repo, _, rest = path.partition("/resolve/")
+        revision, _, file = rest.partition("/")
+        if not any(name.startswith(f"{repo}/") for name in self.hub.files):
+            return self._refuse(404, "RepoNotFound")
+        if revision not in ("main", "v1", COMMIT):
+            return self._refuse(404, "RevisionNotFound")
+        body = self.hub.files.get(f"{repo}/{file}")
+        if body is None:
+            return self._refuse(404, "EntryNotFound")
+        self.send_response(200)
+        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+        return None
+
+    def _refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def serving(hub: Hub) -> Iterator[Hub]:
+    """Serve a hub for the length of a with block."""
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, name="hub", daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

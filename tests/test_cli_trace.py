@@ -1,0 +1,227 @@
+"""`relayline trace` and `relayline top`: what a person sees, from recorded answers and from a real pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from deploy.cli_top import frame, rates
+from deploy.cli_trace import show
+from tests.processes import Running, relayline, running
+
+DEMO = Path(__file__).parents[1] / "deploy" / "demo" / "relayline-demo.gguf"
+MATES = [f"cmpl-{letter * 32}-0" for letter in "bcd"]
+
+
+def batch(step: int, mates: list[str], **more: Any) -> dict[str, Any]:
+    return {
+        "id": f"0:{step}", "at_ms": 12.5, "phase": "decode", "position": 6 + step, "own_rows": 1,
+        "rows": 1 + len(mates), "padded_rows": 2, "frames": 1 + len(mates), "wait_ms": 0.25, "upstream_wait_ms": 0.0,
+        "close_reason": "queue_drained", "queued_rows_before": 0, "queued_rows_after": 0, "predicted_ms": 3.5,
+        "decode_ms": 4.5, "encode_ms": 0.1, "bytes_out": 10, "trace_id": None, "mates": mates,
+    } | more  # fmt: skip
+
+
+def lived(**stream: Any) -> dict[str, Any]:
+    summary = {"prefill_steps": 1, "decode_steps": 40, "prefill_wait_ms": 1.0, "decode_wait_ms": 2.0,
+               "wait_max_ms": 0.9, "batch_rows_mean": 3.5, "batch_rows_max": 8, "decode_ms": 100.0}  # fmt: skip
+    stages = [
+        {"stage": 0, "up": True, "instance_id": "i", "forgotten_batches": 0, "summary": summary,
+         "batches": [batch(step, MATES[: step % 3]) for step in range(41)]},
+        {"stage": 1, "up": False},
+    ]  # fmt: skip
+    return {
+        "request_id": "req", "id": "cmpl-a", "trace_id": "ab" * 16, "route": "POST /v1/completions", "model": "m",
+        "status": 200, "error": None, "is_running": False, "received_unix_ms": 1, "duration_ms": 512.0,
+        "tokenize_ms": 0.4, "prompt_tokens": 7,
+        "streams": [{
+            "id": "cmpl-a-0", "session_id": "0" * 16, "shared_with": None, "finish_reason": "length", "error": None,
+            "prompt_tokens": 7, "tokens": 40, "admitted_at_ms": 1.0, "queue_ms": 3.0, "prefill_ms": 20.0,
+            "decode_ms": 12345.0, "ttft_ms": 23.0, "itl_ms": {"mean": 5.0, "p50": 5.0, "p95": 9.0, "max": 11.0},
+            "chunks": [{"at_ms": 1.0, "position": 0, "rows": 7, "took_ms": 19.0}], "chunks_forgotten": 0,
+            "events": [{"at_ms": 90.0, "name": "paused", "detail": "stage 1 is gone [lost]"}], "stages": stages,
+        } | stream],
+    }  # fmt: skip
+
+
+def shown(found: dict[str, Any], rows_max: int | None = 24) -> str:
+    out = io.StringIO()
+    show(Console(file=out, width=120, highlight=False), found, rows_max)
+    return out.getvalue()
+
+
+def test_a_trace_answers_where_when_with_whom_and_why() -> None:
+    text = shown(lived())
+    assert "cmpl-a  POST /v1/completions  200" in text
+    assert "7 prompt tokens  took 512 ms" in text
+    assert "queue 3.0 ms  prefill 20.0 ms  decode 12.3 s" in text
+    assert "first token after 23.0 ms  between tokens mean 5.0 ms, p95 9.0 ms, max 11.0 ms" in text
+    assert "paused at 90.0 ms: stage 1 is gone [lost]" in text  # brackets are no markup
+    assert "1 prefill and 40 decode steps of 3.5 rows (max 8), waited 3.0 ms (max 0.90 ms)" in text
+    assert "stage 1 does not answer" in text
+    (row,) = (line for line in text.splitlines() if line.strip().startswith("0:2 "))
+    assert row.split() == ["0:2", "12.5", "ms", "decode", "8", "3", "2", "3", "0.25", "ms", "4.5", "ms", "3.5", "ms",
+                           "queue_drained", "A", "B"]  # fmt: skip
+    assert f"A  {MATES[0]}" in text
+    assert f"B  {MATES[1]}" in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_long_lists_show_their_ends_unless_all_is_asked_for() -> None:
+    assert [("0:5 " in text, "0:20 " in text, "0:40 " in text) for text in (shown(lived()), shown(lived(), None))] == [
+        (True, False, True),
+        (True, True, True),
+    ]
+
+
+def test_running_shared_and_failed_requests_can_be_shown() -> None:
+    nothing = {"finish_reason": None, "prefill_ms": None, "decode_ms": None, "ttft_ms": None, "itl_ms": None,
+               "chunks": [], "events": [], "stages": []}  # fmt: skip
+    assert "cmpl-a-0  40 tokens, running" in shown(lived(**nothing))
+    assert "shares the session of cmpl-z-0" in shown(lived(shared_with="cmpl-z-0"))
+    assert "error (stage_lost)" in shown(lived(finish_reason="error", error="stage_lost"))
+
+
+def described(now_ns: int, steps: int, *, tokens: int = 0, instance: str = "i", up: bool = True) -> dict[str, Any]:
+    stage = {
+        "index": 0, "address": "h:1", "layers": [0, 4], "artifact_bytes": 1, "up": up, "instance_id": instance,
+        "steps": steps, "rows": 4 * steps, "padded_rows": steps, "busy_ns": steps * 10_000_000,
+        "wait_p50_ns": 1_500_000, "wait_p95_ns": 2_500_000, "queued_rows": 3, "lanes_used": 2, "lanes_total": 8,
+        "close_reasons": {"row_cap": steps},
+    }  # fmt: skip
+    if not up:
+        stage = {key: stage[key] for key in ("index", "address", "layers", "artifact_bytes", "up")}
+    return {
+        "model": "m", "phase": "ready", "epoch": 1, "now_ns": now_ns, "generated_tokens": tokens, "running": 2,
+        "waiting": 1, "lanes": 8, "ctx_tokens": 100, "kv_tokens": 40, "plan": {"n_groups": 2, "group_rows": 3},
+        "overlap": {"1": 0.4, "2+": 0.6}, "stages": [stage],
+    }  # fmt: skip
+
+
+def test_rates_are_differences_over_time() -> None:
+    found = rates(described(10**9, 100, tokens=50), described(3 * 10**9, 140, tokens=110))
+    assert (found["tokens_per_s"], found["kv_share"]) == (30.0, 0.05)
+    (stage,) = found["stages"]
+    assert (stage["steps_per_s"], stage["rows_per_step"], stage["padding_share"], stage["busy_share"]) == (
+        20.0, 4.0, 0.2, 0.2,
+    )  # fmt: skip
+    assert stage["close_reasons"] == {"row_cap": 40}
+
+
+def test_a_restarted_stage_counts_from_its_start_and_a_silent_one_is_said() -> None:
+    found = rates(described(0, 1_000), described(10**9, 7, instance="another"))
+    assert found["stages"][0]["steps_per_s"] == 7.0
+    after = described(10**9, 0, up=False)
+    out = io.StringIO()
+    Console(file=out, width=120).print(frame("http://h", after, rates(described(0, 5), after)))
+    assert "does not answer" in out.getvalue()
+
+
+def test_a_coordinator_that_counts_from_zero_again_shows_no_nonsense() -> None:
+    found = rates(described(9 * 10**9, 1_000, tokens=500), described(10**9, 3, tokens=2))
+    assert (found["tokens_per_s"], found["stages"][0]["steps_per_s"]) == (0.0, 0.0)
+
+
+def test_one_frame_fits_a_terminal() -> None:
+    after = described(10**9, 30, tokens=90)
+    out = io.StringIO()
+    Console(file=out, width=120, highlight=False).print(frame("http://h", after, rates(described(0, 0), after)))
+    text = out.getvalue()
+    assert "90 tok/s" in text
+    assert "60% of busy time with two or more stages at work" in text
+    assert "steps/s" in text
+    assert "row_cap 30" in text
+    assert all(len(line.rstrip()) <= 120 for line in text.splitlines())
+
+
+# --- a real pipeline --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    directory = tmp_path_factory.mktemp("split")
+    with running("up", "--model", DEMO, "--stages", "2", "--split-dir", directory, "--http", "127.0.0.1:0", "--json",
+                 "--ctx", "256", "--lanes", "4", "--threads", "1", "--no-calibrate",
+                 "--trace-level", "batches") as process:  # fmt: skip
+        yield process
+
+
+def ask(url: str, request_id: str) -> str:
+    body = {"prompt": "def main(", "temperature": 0, "ignore_eos": True, "max_tokens": 8}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"x-request-id": request_id})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        found: str = json.load(reply)["id"]
+    return found
+
+
+def test_trace_and_top_of_a_served_pipeline(served: Running) -> None:
+    url = served.event["url"]
+    answer_id = ask(url, "from-a-test")
+    for arguments in (("from-a-test",), (answer_id,), ("--last",)):
+        seen = relayline("trace", *arguments, "--url", url)
+        assert seen.returncode == 0, seen.stderr
+        assert answer_id in seen.stdout
+        for stage in (0, 1):
+            assert f"stage {stage}  1 prefill and 7 decode steps" in seen.stdout
+    found = json.loads(relayline("trace", "--last", "--json", "--url", url).stdout)
+    assert [len(stage["batches"]) for stage in found["streams"][0]["stages"]] == [8, 8]
+    seen = relayline("top", "--once", "--interval", "0.2", "--url", url)
+    assert seen.returncode == 0, seen.stderr
+    assert "relayline-demo" in seen.stdout
+    with urllib.request.urlopen(f"{url}/v1/telemetry", timeout=60) as reply:
+        assert json.load(reply)["stages"] == ["batches", "batches"]
+    figures = json.loads(relayline("top", "--once", "--json", "--interval", "0.2", "--url", url).stdout)
+    assert [stage["up"] for stage in figures["stages"]] == [True, True]
+
+
+def test_top_is_live_until_it_is_interrupted(served: Running) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "deploy.cli", "top", "--interval", "0.2", "--url", served.event["url"]]
+    with subprocess.Popen(command, cwd=DEMO.parents[2], stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        seen = b""
+        while seen.count(b"tok/s") < 3:
+            seen += os.read(ours, 65_536)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # how Linux says that the other end has gone
+            while os.read(ours, 65_536):
+                pass
+        assert process.wait(60) == 0
+    os.close(ours)
+    assert b"Traceback" not in seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("trace",), 2, "either a REQUEST_ID or --last"),
+        (("trace", "x", "--last"), 2, "either a REQUEST_ID or --last"),
+        (("trace", "--last", "--url", "127.0.0.1:1"), 2, "not a URL"),
+        (("trace", "--last", "--url", "http://127.0.0.1:1"), 1, "does not answer"),
+        (("top", "--once", "--url", "http://127.0.0.1:1"), 1, "does not answer"),
+        (("top", "--json"), 2, "--once"),
+    ],
+)
+def test_mistakes_get_one_line(arguments: tuple[str, ...], code: int, said: str) -> None:
+    seen = relayline(*arguments)
+    assert seen.returncode == code
+    assert said in seen.stderr
+    assert "Traceback" not in seen.stderr
+
+
+def test_an_unknown_request_is_one_line(served: Running) -> None:
+    seen = relayline("trace", "none-such", "--url", served.event["url"])
+    assert (seen.returncode, "none-such" in seen.stderr) == (1, True)

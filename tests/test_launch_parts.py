@@ -1,0 +1,398 @@
+"""The launcher's parts alone: back-off, identity of processes, state and lock, log files, arranging, overrides."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.pipeline_file import load_pipeline
+from deploy.launch.arrange import arrange
+from deploy.launch.backoff import RestartHistory, RestartPolicy
+from deploy.launch.board import Board
+from deploy.launch.command import changes_of
+from deploy.launch.control import Launched, describe, end, find
+from deploy.launch.log_files import LogReader, LogWriter, last_lines
+from deploy.launch.own_tls import make_own_tls
+from deploy.launch.plan import LocalStage, RemoteStage
+from deploy.launch.ports import port_problem, wanted_ports
+from deploy.launch.prepare import override, settle, threads_for
+from deploy.launch.process_id import ProcessId, age_s, identify, is_running, send_signal, wait_ended
+from deploy.launch.run import check_ports, end_leftovers
+from deploy.launch.serving import flag_defaults, for_each_stage
+from deploy.launch.state import LaunchState, ProcessRecord, StateDir
+from deploy.launch.tell import line_of
+from deploy.manifest import Manifest, load_manifest
+from tests.processes import relayline
+from tests.tiny_models import make_tiny
+from wire.errors import StartError, UsageError
+from wire.security import load_security
+
+SMALL = """
+apiVersion: relayline.dev/v1alpha1
+kind: Pipeline
+metadata: {name: small}
+spec:
+  model: {path: model.gguf}
+"""
+FOUR = """
+apiVersion: relayline.dev/v1alpha1
+kind: Pipeline
+metadata: {name: four}
+spec:
+  model: {path: model.gguf}
+  stages:
+    - {name: here, threads: 3}
+    - {name: box1, host: box1}
+    - {name: box2, host: 10.0.0.2, port: 7000, device: gpu}
+  coordinator: {host: head, http: {host: 0.0.0.0, port: 9000}}
+  wire: {tls: {directory: tls/head}, tokenFile: secret}
+  telemetry: {level: batches, otlpEndpoint: "http://otel:4317"}
+"""
+
+
+def manifest_of(text: str, directory: Path) -> Manifest:
+    path = directory / "pipeline.yaml"
+    path.write_text(text)
+    return load_manifest(path)
+
+
+# --- back-off ---------------------------------------------------------------------------------------------------------
+
+
+def test_delays_double_up_to_a_limit_and_then_it_is_given_up() -> None:
+    history = RestartHistory(RestartPolicy(first_s=1, factor=2, max_s=5, deaths_max=4))
+    assert [history.died(0) for _ in range(5)] == [1, 2, 4, 5, None]
+
+
+def test_a_healthy_life_clears_the_record() -> None:
+    history = RestartHistory(RestartPolicy(first_s=1, deaths_max=2, healthy_s=10))
+    assert [history.died(0), history.died(9.9), history.died(10), history.died(0), history.died(0)] == [
+        1,
+        2,
+        1,
+        2,
+        None,
+    ]
+
+
+# --- which process ----------------------------------------------------------------------------------------------------
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+
+
+def test_a_recycled_pid_is_never_signalled() -> None:
+    with sleeper() as process:
+        real = identify(process.pid)
+        assert real is not None
+        other = ProcessId(real.pid, real.start_ticks - 1)
+        assert not is_running(other)
+        assert not send_signal(other, signal.SIGKILL)
+        assert wait_ended(other, 0)
+        assert is_running(real)
+        assert not wait_ended(real, 0)
+        assert age_s(real) < 60
+        assert send_signal(real, signal.SIGKILL)
+        assert wait_ended(real, 10)
+    assert not is_running(real)
+    assert not send_signal(real, signal.SIGTERM)
+
+
+def test_a_zombie_does_not_run() -> None:
+    process = sleeper()
+    real = identify(process.pid)
+    assert real is not None
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, not yet reaped
+    assert not is_running(real)
+    process.wait()
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+def board_of(directory: StateDir, supervisor: ProcessId, **stage: object) -> Board:
+    records = (ProcessRecord("coordinator", "coordinator", "localhost", "ready"),
+               ProcessRecord("stage-0", "stage", "localhost", "ready", **stage))  # type: ignore[arg-type]  # fmt: skip
+    return Board(directory, "small", "/nowhere/small.yaml", supervisor, records)
+
+
+def me() -> ProcessId:
+    found = identify(os.getpid())
+    assert found is not None
+    return found
+
+
+def test_the_lock_is_held_by_one_and_stale_without_a_holder(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path / "small")
+    with directory.locked("small"):
+        board_of(directory, me())
+        with pytest.raises(StartError, match=rf"already running \(pid {os.getpid()}"), directory.locked("small"):
+            raise AssertionError("a second one got in")
+    with directory.locked("small"):
+        pass
+
+
+def test_a_lock_dies_with_its_holder(tmp_path: Path) -> None:
+    program = (
+        "import sys, signal; from pathlib import Path; from deploy.launch.state import StateDir\n"
+        f"with StateDir(Path({str(tmp_path)!r})).locked('small'): print('held', flush=True); signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(StartError, match="already running"), StateDir(tmp_path).locked("small"):
+            raise AssertionError("a second one got in")
+        holder.kill()
+    with StateDir(tmp_path).locked("small"):
+        pass
+
+
+def test_state_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("{nonsense")
+    with pytest.raises(UsageError, match="not a state file"):
+        StateDir(tmp_path).load()
+    assert StateDir(tmp_path / "none").load() is None
+
+
+def test_the_phase_follows_the_processes(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path)
+    board = board_of(directory, me())
+    board.set_phase("ready")
+    board.set_process("stage-0", state="restarting")
+    assert board.state.phase == "recovering"
+    board.set_process("stage-0", state="ready", n_restarts=1)
+    assert directory.load() == board.state
+    assert board.state.phase == "ready"
+    with pytest.raises(KeyError):
+        board["stage-9"]
+
+
+def test_status_tells_a_dead_supervisor_from_a_stopped_one(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path / "small")
+    with sleeper() as process:
+        supervisor = identify(process.pid)
+        assert supervisor is not None
+        directory.path.mkdir()
+        board = board_of(directory, supervisor, pid=1, start_ticks=1)
+        board.set_phase("ready")
+        process.kill()
+    pipeline = find("small", directory.path)
+    assert pipeline is not None
+    assert not pipeline.is_running
+    facts = describe(pipeline)
+    assert (facts["phase"], facts["pid"], facts["processes"][1]["pid"]) == ("dead", None, None)
+    end(pipeline, 1, force=False)
+    left = directory.load()
+    assert left is not None
+    assert left.phase == "stopped"
+
+
+def test_leftovers_are_ended_and_strangers_spared(tmp_path: Path) -> None:
+    with sleeper() as mine, sleeper() as stranger:
+        known, unknown = identify(mine.pid), identify(stranger.pid)
+        assert known is not None
+        assert unknown is not None
+        records = (
+            ProcessRecord("a", "stage", "localhost", "ready", known.pid, known.start_ticks),
+            ProcessRecord("b", "stage", "localhost", "ready", unknown.pid, unknown.start_ticks + 1),
+            ProcessRecord("c", "stage", "box", "ready"),
+        )
+        state = LaunchState(1, "small", "m", "ready", 1, 1, processes=records)
+        assert end_leftovers(state) == 1
+        assert mine.wait(10) == -signal.SIGTERM
+        assert is_running(unknown)
+        stranger.kill()
+    assert end_leftovers(None) == 0
+
+
+def test_names_nobody_launched(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no pipeline 'x' was launched here"):
+        find("x", tmp_path)
+    assert find(None, tmp_path) is None
+
+
+def test_several_running_need_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for name in ("a", "b"):
+        directory = StateDir(tmp_path / "relayline" / name)
+        directory.path.mkdir(parents=True)
+        directory.store(LaunchState(1, name, "m", "ready", me().pid, me().start_ticks))
+    with pytest.raises(UsageError, match="a, b"):
+        find(None, None)
+    found = find("b", None)
+    assert isinstance(found, Launched)
+    assert found.state.name == "b"
+    assert "nothing" not in relayline("status").stdout
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+
+def test_logs_are_rotated_and_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    writer = LogWriter(path, bytes_max=100)
+    for number in range(95):
+        writer.write(f"line {number:04}")
+    writer.close()
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 4 * 100
+    assert last_lines(path, 3) == ["line 0092", "line 0093", "line 0094"]
+    assert len(last_lines(path, 1_000)) > 10, "the rotated predecessor counts too"
+    assert last_lines(tmp_path / "none.log", 5) == []
+
+
+async def test_following_survives_a_rotation(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    writer = LogWriter(path, bytes_max=60)
+    writer.write("before")
+    reader = LogReader(path)
+    assert reader.last_lines(5) == ["before"]
+    sent = [f"line {number}" for number in range(12)]
+    for line in sent:
+        writer.write(line)
+    lines = reader.follow()
+    got = [await anext(lines) for _ in sent]
+    reader.close()
+    writer.close()
+    assert got == sent
+    assert path.with_name("x.log.1").exists()
+
+
+async def test_a_log_that_does_not_exist_yet_is_awaited(tmp_path: Path) -> None:
+    reader = LogReader(tmp_path / "x.log")
+    assert reader.last_lines(5) == []
+    lines = reader.follow()
+    first = asyncio.ensure_future(anext(lines))
+    await asyncio.sleep(0)
+    (tmp_path / "x.log").write_text("half")
+    with (tmp_path / "x.log").open("a") as file:
+        file.write(" a line\nnext")
+    assert await first == "half a line"
+    reader.close()
+
+
+# --- from the manifest to processes -----------------------------------------------------------------------------------
+
+
+def test_flags_win_over_the_manifest(tmp_path: Path) -> None:
+    manifest = manifest_of(SMALL, tmp_path)
+    changed = changes_of({"ctx": 64, "http": ("127.0.0.1", 0), "no_share": True, "policy": "drain", "verbose": True})
+    spec = override(manifest, changed).spec
+    assert (spec.context.tokens, spec.coordinator.http.port, spec.batching.share) == (64, 0, False)
+    assert spec.batching.policy == "drain"
+    assert override(manifest, {}) is manifest
+    with pytest.raises(UsageError, match="context"):
+        override(manifest, {"context.tokens": 1})
+
+
+def test_threads_are_divided_among_the_stages_of_this_machine(tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    two = manifest_of(SMALL, tmp_path).stages
+    assert [threads_for(stage, two) for stage in two] == [max(1, cores // 2)] * 2
+    four = manifest_of(FOUR, tmp_path).stages
+    assert [threads_for(stage, four) for stage in four] == [3, 0, 0]
+
+
+def test_a_settled_manifest_leaves_nothing_open(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "model.gguf", n_layers=4)
+    assert relayline("split", model, "--cuts", "1,2", "--out", tmp_path / "split").returncode == 0
+    settled = settle(manifest_of(FOUR, tmp_path), model, load_pipeline(tmp_path / "split"))
+    assert [stage.layer_range for stage in settled.stages] == [(0, 1), (1, 2), (2, 4)]
+    assert settled.model_path == model
+    assert settled.spec.wire.tls.directory == str(tmp_path / "tls" / "head")
+    elsewhere = settled.with_directory(Path("/nowhere"))
+    assert elsewhere.resolve(str(elsewhere.spec.wire.token_file)) == tmp_path / "secret"
+
+
+def test_what_is_started_here_and_what_elsewhere(tmp_path: Path) -> None:
+    plan = arrange(manifest_of(FOUR, tmp_path), tmp_path / "four.yaml", tmp_path / "settled.json", ("--verbose",))
+    here, box1, box2 = plan.stages
+    assert isinstance(here, LocalStage)
+    assert isinstance(box1, RemoteStage)
+    assert isinstance(box2, RemoteStage)
+    assert plan.join == ("0.0.0.0", 50_050)
+    assert plan.http == ("0.0.0.0", 9_000)
+    assert plan.serve_arguments == ("--manifest", str(tmp_path / "settled.json"), "--verbose")
+    assert here.arguments[:4] == ("--listen", "0.0.0.0:0", "--advertise", "head")
+    assert ("--tls", str(tmp_path / "tls" / "head")) == here.arguments[6:8]
+    assert box1.arguments[:4] == ("--listen", "0.0.0.0:50051", "--advertise", "box1")
+    assert box1.arguments[-4:] == ("--tls", "box1", "--token-file", "secret")
+    assert box2.arguments[1] == "0.0.0.0:7000"
+    assert box1.bring == tmp_path / "tls" / "box1"
+
+
+def test_on_one_machine_nothing_listens_beyond_it(tmp_path: Path) -> None:
+    plan = arrange(manifest_of(SMALL, tmp_path), tmp_path / "small.yaml", tmp_path / "settled.json")
+    assert plan.join == ("127.0.0.1", 0)
+    assert not plan.remote
+    for stage in plan.local:
+        assert stage.arguments == ("--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0")
+
+
+def test_serve_takes_its_defaults_from_the_manifest(tmp_path: Path) -> None:
+    from coordinator.join_config import JoinConfig, JoiningStage
+
+    manifest = manifest_of(FOUR, tmp_path)
+    defaults = flag_defaults(manifest)
+    assert defaults["names"] == "here,box1,box2"
+    assert defaults["join_listen"] == ("0.0.0.0", 50_050)
+    assert defaults["tls_dir"] == tmp_path / "tls" / "head"
+    assert defaults["token_file"] == tmp_path / "secret"
+    assert "insecure" not in defaults
+    join = JoinConfig(tuple(JoiningStage(stage.name) for stage in manifest.stages))
+    stages = for_each_stage(join, manifest)
+    assert stages is not None
+    assert [place.engine.n_threads for place in stages.stages] == [3, 0, 0]
+    assert [place.engine.gpu_layers for place in stages.stages] == [0, 0, -1]
+    assert [place.telemetry.metrics_port for place in stages.stages] == [0, 9_464, 9_464]
+    assert {place.telemetry.level for place in stages.stages} == {"batches"}
+    with pytest.raises(UsageError, match="1 stages, the manifest 3"):
+        for_each_stage(JoinConfig((JoiningStage("one"),)), manifest)
+
+
+def test_ports_that_are_taken_are_all_named(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        text = SMALL + f"  stages: [{{name: a, port: {port}}}]\n  coordinator: {{http: {{port: {port}}}}}\n"
+        manifest = manifest_of(text, tmp_path)
+        assert [what for what, _, _ in wanted_ports(manifest)] == ["the HTTP API", "stage a"]
+        with pytest.raises(StartError, match=rf"HTTP API: 127.0.0.1:{port} is taken.*stage a: "):
+            check_ports(manifest)
+    assert port_problem("127.0.0.1", port) is None
+    assert port_problem("192.0.2.1", 1) is not None, "an address of no interface here"
+
+
+def test_the_launcher_makes_tls_material_once_and_renews_it(tmp_path: Path) -> None:
+    text = FOUR.replace("tls: {directory: tls/head}, tokenFile: secret", "tls: {mode: auto}")
+    manifest = manifest_of(text, tmp_path)
+    here = make_own_tls(manifest, tmp_path / "own")
+    assert here == tmp_path / "own" / "head"
+    security = load_security(here, environment={})
+    assert security.token
+    assert load_security(tmp_path / "own" / "10.0.0.2", environment={}).token == security.token
+    before = (here / "cert.pem").read_bytes()
+    make_own_tls(manifest, tmp_path / "own")
+    assert (here / "cert.pem").read_bytes() == before
+    make_own_tls(manifest, tmp_path / "own", datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=360))
+    assert (here / "cert.pem").read_bytes() != before
+
+
+def test_lines_for_people() -> None:
+    ready = {"event": "process", "name": "stage-0", "role": "stage", "pid": 7, "address": "127.0.0.1:5", "restarts": 1,
+             "layers": [0, 4]}  # fmt: skip
+    assert line_of(ready, as_json=False).split() == ["stage-0", "ready", "layers", "0-3", "127.0.0.1:5", "(pid", "7,",
+                                                     "restart", "1)"]  # fmt: skip
+    remote = {"event": "remote", "name": "b", "host": "box", "command": "relayline stage", "bring": "/tls/box"}
+    assert line_of(remote, as_json=False) == "on box, run (copy /tls/box there first):\n  relayline stage"
+    assert line_of(ready, as_json=True).startswith('{"event": "process"')

@@ -9,7 +9,7 @@ LLAMA_CMAKE := -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/dep
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick check proto bench clean
+.PHONY: help setup demo test test-quick test-store check proto bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -35,7 +35,10 @@ test: setup ## the whole test suite
 	@$(BIN)/python -m pytest
 
 test-quick: setup ## without the slow tests
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow and not mlflow"
+
+test-store: setup ## traces in MLflow, a store that nobody here wrote; installs it beside (850 MB)
+	@$(BIN)/python -m pytest -m mlflow
 
 check: setup ## style, types, generated stubs
 	@$(BIN)/ruff check .

@@ -98,6 +98,8 @@ class Tracing:
             if not 400 <= record.status < SERVER_ERROR:
                 span.set_status(Status(StatusCode.ERROR))
         span.end(record.ended_ns + record.unix_offset_ns)
+        # The ring keeps the record; later spans need no more of this one than its context.
+        record.span = trace.NonRecordingSpan(span.get_span_context())
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 

@@ -78,7 +78,13 @@ class Child:
         ]
 
     async def _read(self, stream: asyncio.StreamReader, *, is_stdout: bool) -> None:
-        while line := await stream.readline():
+        while True:
+            try:
+                line = await stream.readline()
+            except ValueError:
+                continue  # longer than LINE_BYTES_MAX, and dropped; who stopped reading here would block the child
+            if not line:
+                return
             text = line.decode(errors="replace").rstrip()
             if is_stdout and text.startswith('{"event": ') and self._take_event(json.loads(text)):
                 continue

@@ -76,6 +76,9 @@ def _status_text(facts: dict[str, Any]) -> str:
     lines += [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
+    for entry in facts["processes"]:
+        if entry["command"] and entry["state"] in ("waiting", "lost"):
+            lines += [f"  on {entry['host']}, run:", f"    {entry['command']}"]
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ from stage.routes import Route
 from wire import bounds
 from wire.envelope import NUMPY_DTYPE, EnvelopeView, parse
 from wire.errors import ProtocolError, StaleEpochError
-from wire.frames import Flag
+from wire.frames import TRACE_BYTES, Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CREDIT_REPLY_BYTES = bounds.BYTES_IN_FLIGHT_DEFAULT // bounds.CREDIT_HELD_DIVISOR
@@ -73,9 +73,10 @@ class Inbound:
         options = iter(view.options)
         frames: list[QueuedFrame] = []
         row = 0
+        contexts = records["trace"].tobytes()
         columns = ("session_id", "epoch", "position", "n_rows", "flags", "argument", "enqueued_ns")
-        for (session_id, epoch, position, n_rows, flags, argument, enqueued_ns), trace in zip(
-            zip(*(records[name].tolist() for name in columns), strict=True), records["trace"], strict=True
+        for at, (session_id, epoch, position, n_rows, flags, argument, enqueued_ns) in enumerate(
+            zip(*(records[name].tolist() for name in columns), strict=True)
         ):
             frames.append(
                 QueuedFrame(
@@ -89,7 +90,7 @@ class Inbound:
                     rows=view.payload[row : row + n_rows] if n_rows else None,
                     exponents=view.exponents[row : row + n_rows] if view.exponents is not None and n_rows else None,
                     options=next(options) if flags & Flag.OPEN else None,
-                    trace=trace.tobytes(),
+                    trace=contexts[at * TRACE_BYTES : (at + 1) * TRACE_BYTES],
                     arrived_ns=now_ns,
                     upstream_wait_ns=max(0, view.sent_ns - enqueued_ns),
                     on_consumed=self._consumed,

@@ -25,6 +25,8 @@ from wire.telemetry import Level, Telemetry
 if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
+BATCHES_PER_TURN = 16  # of an answer: a millisecond or less of the loop that envelopes wait for
+
 
 class StageObserver:
     """One per stage process."""
@@ -62,14 +64,15 @@ class StageObserver:
     # --- calls --------------------------------------------------------------------------------------------------------
 
     async def batches(self, request: pb.BatchesRequest, context: Any) -> pb.BatchesResponse:
-        """Answer with recent batches."""
-        return pb.BatchesResponse(
-            stage_index=self._stage_index,
-            instance_id=self._instance_id,
-            batches=[entry.message() for entry in self.ring.recent(request.session_ids, request.limit)],
-            now_ns=time.monotonic_ns(),
-            n_forgotten=self.ring.n_forgotten,
-        )
+        """Answer with recent batches, put together while envelopes go on between them."""
+        response = pb.BatchesResponse(stage_index=self._stage_index, instance_id=self._instance_id)
+        for number, entry in enumerate(self.ring.recent(request.session_ids, request.limit), start=1):
+            response.batches.append(entry.message())
+            if number % BATCHES_PER_TURN == 0:
+                await asyncio.sleep(0)
+        response.now_ns = time.monotonic_ns()
+        response.n_forgotten = self.ring.n_forgotten
+        return response
 
     async def set_telemetry(self, request: pb.TelemetrySettings, context: Any) -> pb.TelemetrySettings:
         """Change the level, or leave it when none is named; answers with what holds."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import operator
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -29,11 +30,18 @@ class Member(NamedTuple):
     upstream_wait_ns: int
 
 
+# What is kept of a frame, in one call: a Member of each would cost every step several times as much, and its named
+# tuples would stay with the garbage collector, which forgets plain tuples of numbers.
+_KEPT = operator.attrgetter("session_id", "position", "n_rows", "is_prefill", "arrived_ns", "upstream_wait_ns")
+_Kept = tuple[int, int, int, bool, int, int]
+
+
 @dataclasses.dataclass(slots=True)
 class Entry:
     """One native decode; fields as in pb.BatchRecord."""
 
     step: int
+    taken_ns: int  # when its frames were taken from the queue
     start_ns: int
     decode_ns: int
     encode_ns: int
@@ -45,7 +53,16 @@ class Entry:
     queued_rows_after: int
     bytes_out: int
     context: bytes
-    members: tuple[Member, ...]
+    kept: tuple[_Kept, ...]  # one per member frame: a Member with its arrival in place of its wait
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The frames of the batch."""
+        return tuple(Member(*each[:4], self.taken_ns - each[4], each[5]) for each in self.kept)
+
+    def holds(self, session_ids: frozenset[int]) -> bool:
+        """Return whether any of these sessions was in the batch."""
+        return any(each[0] in session_ids for each in self.kept)
 
     @classmethod
     def of(cls, result: StepResult) -> Entry:
@@ -53,6 +70,7 @@ class Entry:
         step = result.step
         return cls(
             step=result.number,
+            taken_ns=step.taken_ns,
             start_ns=result.started_ns,
             decode_ns=result.decode_ns,
             encode_ns=result.encode_ns,
@@ -64,17 +82,7 @@ class Entry:
             queued_rows_after=step.queued_rows_after,
             bytes_out=sum(len(output.message) for output in result.outputs),
             context=result.context,
-            members=tuple(
-                Member(
-                    frame.session_id,
-                    frame.position,
-                    frame.n_rows,
-                    frame.is_prefill,
-                    step.taken_ns - frame.arrived_ns,
-                    frame.upstream_wait_ns,
-                )
-                for frame in result.members
-            ),
+            kept=tuple(map(_KEPT, result.members)),
         )
 
     def message(self) -> pb.BatchRecord:
@@ -111,9 +119,9 @@ class BatchRing:
     def add(self, entry: Entry) -> None:
         """Keep one batch, forgetting as many old ones as it takes."""
         self._entries.append(entry)
-        self._n_members += len(entry.members)
+        self._n_members += len(entry.kept)
         while len(self._entries) > self._batches_max or (self._n_members > self._members_max and len(self) > 1):
-            self._n_members -= len(self._entries.popleft().members)
+            self._n_members -= len(self._entries.popleft().kept)
             self.n_forgotten += 1
 
     def recent(self, session_ids: Collection[int] = (), limit: int = 0) -> list[Entry]:
@@ -121,7 +129,7 @@ class BatchRing:
         wanted = frozenset(session_ids)
         found: list[Entry] = []
         for entry in reversed(self._entries):
-            if not wanted or any(member.session_id in wanted for member in entry.members):
+            if not wanted or entry.holds(wanted):
                 found.append(entry)
                 if len(found) == limit:
                     break

@@ -31,19 +31,9 @@ class Totals:
     batch_steps: list[int] = dataclasses.field(default_factory=list)
     n_batches_dropped: int = 0
 
-    def add(self, frame: QueuedFrame, wait_ns: int, result: StepResult) -> None:
-        """Count one frame of a native decode."""
-        if frame.is_prefill:
-            self.n_prefill_steps += 1
-            self.prefill_wait_ns += wait_ns
-        else:
-            self.n_decode_steps += 1
-            self.decode_wait_ns += wait_ns
-            self.batch_rows_sum += result.n_rows
-            self.batch_rows_max = max(self.batch_rows_max, result.n_rows)
-        self.wait_max_ns = max(self.wait_max_ns, wait_ns)
-        self.decode_ns += result.decode_ns
-        if result.context == trace_context.NONE or not trace_context.is_sampled(frame.trace):
+    def link(self, frame: QueuedFrame, result: StepResult) -> None:
+        """Note the span of a step, if this frame's request is traced."""
+        if not trace_context.is_sampled(frame.trace):
             return
         if len(self.batches) < BATCHES_PER_SESSION_MAX * trace_context.IDS_BYTES:
             self.batches += result.context[: trace_context.IDS_BYTES]
@@ -68,12 +58,27 @@ class Summaries:
         A step applies its controls first, so a session that it closes and opens again begins anew.
         """
         ended = [(close, self._end(close)) for close in result.closed]
-        taken_ns = result.step.taken_ns
-        for frame in result.members:
+        taken_ns, decode_ns, n_rows = result.step.taken_ns, result.decode_ns, result.n_rows
+        has_span = result.context != trace_context.NONE
+        for frame in result.members:  # the only work per frame and step at level summary, hence no call in it
             totals = self._totals.get(frame.session_key)
             if totals is None:
                 totals = self._totals[frame.session_key] = Totals()
-            totals.add(frame, taken_ns - frame.arrived_ns, result)
+            wait_ns = taken_ns - frame.arrived_ns
+            if frame.is_prefill:
+                totals.n_prefill_steps += 1
+                totals.prefill_wait_ns += wait_ns
+            else:
+                totals.n_decode_steps += 1
+                totals.decode_wait_ns += wait_ns
+                totals.batch_rows_sum += n_rows
+                if n_rows > totals.batch_rows_max:
+                    totals.batch_rows_max = n_rows
+            if wait_ns > totals.wait_max_ns:
+                totals.wait_max_ns = wait_ns
+            totals.decode_ns += decode_ns
+            if has_span:
+                totals.link(frame, result)
         return ended
 
     def forget(self, route_id: int | None = None) -> None:

@@ -26,8 +26,8 @@ PROMPTS = (
     "x",
     "# This module provides a class and the functions to read it.\n" * 8,
 )
-# Nats between the two best tokens below which batch shape may decide. The unsplit demonstration model itself moves by up
-# to 0.35 in logits between batch shapes (`relayline certify`): activations are quantised before each product.
+# Nats between the two best tokens below which batch shape may decide. The unsplit demonstration model itself moves by
+# up to 0.35 in logits between batch shapes (`relayline certify`): activations are quantised before each product.
 NEAR_TIE = 0.25
 
 

@@ -21,8 +21,8 @@ OTHER = ROUTE + 1
 
 
 def entry(step: int, *session_ids: int) -> Entry:
-    members = tuple(Member(session_id, 0, 1, False, 5, 6) for session_id in session_ids)
-    return Entry(step, 10, 20, 3, 19, len(members), 1, "row_cap", 7, 4, 99, trace_context.NONE, members)
+    kept = tuple((session_id, 0, 1, False, 5, 6) for session_id in session_ids)
+    return Entry(step, 9, 10, 20, 3, 19, len(kept), 1, "row_cap", 7, 4, 99, trace_context.NONE, kept)
 
 
 def traced(frame: QueuedFrame) -> QueuedFrame:

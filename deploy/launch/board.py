@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
 
 from deploy.launch.process_id import ProcessId
 from deploy.launch.state import STATE_VERSION, LaunchState, Phase, ProcessRecord, StateDir
+
+log = logging.getLogger("relayline.up")
 
 
 class Board:
@@ -55,4 +58,8 @@ class Board:
         state = msgspec.structs.replace(self.state, **changes)
         if state != self.state:
             self.state = state
-            self._directory.store(state)
+            try:
+                self._directory.store(state)
+            except OSError as error:
+                # What runs goes on; only `status` sees an older state until there is room again.
+                log.warning("the state cannot be stored: %s", error)

@@ -20,15 +20,23 @@ from deploy.launch.ports import port_problem, wanted_ports
 from deploy.launch.prepare import Prepared, planned_cuts, prepare
 from deploy.launch.process_id import send_signal, wait_ended
 from deploy.launch.state import LaunchState, StateDir
-from deploy.launch.supervisor import Emit, Supervisor
+from deploy.launch.supervisor import COORDINATOR, Emit, Supervisor
 from deploy.manifest import Manifest, is_local
-from wire.errors import StartError
+from wire.errors import StartError, UsageError
 from wire.process import first_of
 from wire.security import LinkSecurity, load_security
 
 log = logging.getLogger("relayline.up")
 
+SUPERVISOR = "up"  # the name of its own log
 LEFTOVER_STOP_S = 10.0  # for processes of a supervisor that ended without ending them; then they are killed
+
+
+def check_names(manifest: Manifest) -> None:
+    """Raise UsageError for a stage with the name that a process of every launch has."""
+    taken = next((stage.name for stage in manifest.stages if stage.name in (SUPERVISOR, COORDINATOR)), None)
+    if taken is not None:
+        raise UsageError(f"no stage can be named {taken!r}: the logs of that name are the launch's own; rename it")
 
 
 def check_ports(manifest: Manifest) -> None:
@@ -71,6 +79,7 @@ def log_file(path: Path) -> Iterator[logging.Handler]:
 
 def ready_to_start(manifest: Manifest, directory: StateDir) -> Prepared:
     """Check what a launch needs and prepare its files; nothing is started. Raises what is wrong."""
+    check_names(manifest)
     check_ports(manifest)
     if not all(stage.is_local for stage in manifest.stages) and is_local(manifest.spec.coordinator.host):
         log.warning("coordinator.host is %s, where stages on other hosts cannot reach it; set it in the manifest",
@@ -105,7 +114,7 @@ def launch(
     """
     from wire.process import run
 
-    with directory.locked(manifest.name), log_file(directory.log("up")) as file:
+    with directory.locked(manifest.name), log_file(directory.log(SUPERVISOR)) as file:
         before = directory.load()
         n_ended = end_leftovers(before)
         if n_ended or (before is not None and before.phase not in ("stopped", "failed")):

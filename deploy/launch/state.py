@@ -45,6 +45,8 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     """host:port of its Prometheus endpoint; empty for none, or where it is another host's to say."""
     detail: str = ""
     """Why it is not ready, or how it last died."""
+    command: str = ""
+    """What to run on its own host; empty for what `relayline up` starts itself."""
 
     @property
     def process(self) -> ProcessId | None:
@@ -94,7 +96,10 @@ class StateDir:
     def locked(self, name: str) -> Iterator[None]:
         """Hold the lock of this directory. Raises StartError if a live supervisor holds it, or if it cannot be made."""
         try:
-            self.logs.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Logs and settings say who asked for what, and tls/ holds keys: this user's alone.
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            self.logs.mkdir(exist_ok=True)
             handle = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise StartError(f"{self.path}: cannot keep state here: {error.strerror}; choose --state-dir") from error

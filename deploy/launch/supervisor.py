@@ -98,6 +98,7 @@ class Supervisor:
         for remote in self.plan.remote:
             command = shlex.join(("relayline", "stage", "--join", join, "--name", remote.name, *remote.arguments))
             bring = str(remote.bring) if remote.bring is not None else ""
+            self.board.set_process(remote.name, command=command)
             self._emit(
                 {"event": "remote", "name": remote.name, "host": remote.host, "command": command, "bring": bring}
             )
@@ -172,7 +173,8 @@ class Supervisor:
         await child.start()
         process = identify(child.pid)
         ticks = process.start_ticks if process is not None else 0
-        self.board.set_process(child.name, state="starting", pid=child.pid if ticks else 0, start_ticks=ticks)
+        pid = child.pid if ticks else 0
+        self.board.set_process(child.name, state="starting", pid=pid, start_ticks=ticks, address="")
         if self._stopping.is_set():
             await child.stop(STAGE_STOP_TIMEOUT_S)  # it was being started while the others were told to end
             return 0.0
@@ -187,7 +189,7 @@ class Supervisor:
         return time.monotonic() - began_s
 
     def _on_ready(self, child: Child, event: dict[str, Any]) -> None:
-        address = event.get("address") or event.get("url", "")
+        address = self._reachable(event.get("address", "")) or event.get("url", "")
         metrics = event.get("metrics") or ""
         record = self.board.set_process(child.name, state="ready", address=address, metrics=metrics, detail="")
         self._emit({"event": "process", "name": child.name, "role": record.role, "pid": child.pid, "address": address,
@@ -195,6 +197,11 @@ class Supervisor:
         if child is self._coordinator.child and not self._ready.done():
             self.board.set_phase("ready")
             self._ready.set_result(event | {"stages": len(self.plan.stages)})
+
+    def _reachable(self, address: str) -> str:
+        """Return where others find who listens at `address`: every interface is no place to connect to."""
+        host, _, port = address.rpartition(":")
+        return f"{self.plan.advertised_host}:{port}" if host in ("0.0.0.0", "[::]") else address
 
     def _on_event(self, event: dict[str, Any]) -> None:
         """Take what the coordinator tells of itself and of its stages."""
@@ -220,7 +227,8 @@ class Supervisor:
         known = _REMOTE_STATES[event["state"]]
         if known == "waiting" and was != "waiting":
             known = "lost"
-        self.board.set_process(name, state=known, address=address, detail="" if known == "ready" else event["state"])
+        detail = {"ready": "", "lost": "start it there again if it has ended"}.get(known, event["state"])
+        self.board.set_process(name, state=known, address=address, detail=detail)
         if known == "ready" and was != "ready":
             self._emit({"event": "process", "name": name, "role": "stage", "pid": 0, "address": address,
                         "restarts": 0, "layers": event.get("layers")})  # fmt: skip

@@ -19,6 +19,15 @@ from wire.security import PLAINTEXT, LinkSecurity
 STATUS_TIMEOUT_S = 2.0  # a status that takes longer is left out of the picture
 
 
+def clock_offset_ns(sent_ns: int, received_ns: int, theirs_ns: int) -> int:
+    """Return what turns a peer's monotonic times into ours: it said `theirs_ns` between sent_ns and received_ns.
+
+    A time that fits in between is from the clock of this very machine, which all its processes share: then 0 is exact,
+    where the middle would be wrong by half of what the call took. Pure.
+    """
+    return 0 if sent_ns <= theirs_ns <= received_ns else (sent_ns + received_ns) // 2 - theirs_ns
+
+
 class StageClient:
     """One stage as seen from the coordinator. Event loop only."""
 
@@ -52,7 +61,7 @@ class StageClient:
     async def status(self, *, with_recent: bool) -> pb.StatusResponse | None:
         """Return live counters (with_recent: also waits and step intervals), None if there is no answer in time.
 
-        Step times are moved to this process's clock, assuming that both ways took equally long.
+        Step times are moved to this process's clock, see clock_offset_ns.
         """
         sent_ns = time.monotonic_ns()
         try:
@@ -66,7 +75,7 @@ class StageClient:
             )
         except RelaylineError:
             return None
-        offset_ns = (sent_ns + time.monotonic_ns()) // 2 - status.now_ns
+        offset_ns = clock_offset_ns(sent_ns, time.monotonic_ns(), status.now_ns)
         status.step_start_ns[:] = [at_ns + offset_ns for at_ns in status.step_start_ns]
         status.step_end_ns[:] = [at_ns + offset_ns for at_ns in status.step_end_ns]
         return status
@@ -74,7 +83,7 @@ class StageClient:
     async def batches(self, session_ids: Sequence[int]) -> pb.BatchesResponse | None:
         """Return the remembered batches that held any of the sessions, None if there is no answer in time.
 
-        Start times are moved to this process's clock, assuming that both ways took equally long.
+        Start times are moved to this process's clock, see clock_offset_ns.
         """
         sent_ns = time.monotonic_ns()
         request = pb.BatchesRequest(session_ids=session_ids)
@@ -84,7 +93,7 @@ class StageClient:
             )
         except RelaylineError:
             return None
-        offset_ns = (sent_ns + time.monotonic_ns()) // 2 - found.now_ns
+        offset_ns = clock_offset_ns(sent_ns, time.monotonic_ns(), found.now_ns)
         for batch in found.batches:
             batch.start_ns = max(0, batch.start_ns + offset_ns)
         return found

@@ -66,7 +66,8 @@ class TelemetryControl:
         if not session_ids:
             return view(record, [], log.owners(), now_ns)
         responses = await asyncio.gather(*(stage.batches(session_ids) for stage in self.stages()))
-        return view(record, responses, log.owners(), now_ns)
+        # Tens of thousands of batch members take a while: in a thread, tokens go on in between.
+        return await asyncio.to_thread(view, record, responses, log.owners(), now_ns)
 
 
 async def greet(stages: Sequence[StageClient], level: Level | None) -> None:

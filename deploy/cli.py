@@ -14,27 +14,28 @@ import click
 
 from wire.errors import RelaylineError, UsageError
 
-# name -> (module, attribute)
+# name -> (module, attribute), in the order that --help lists them: a pipeline from a manifest, models, the single
+# processes, and looking at what runs.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "inspect": ("deploy.cli_model", "inspect_command"),
-    "split": ("deploy.cli_model", "split_command"),
-    "stage": ("deploy.cli_processes", "stage_command"),
-    "serve": ("deploy.cli_processes", "serve_command"),
+    "init": ("deploy.cli_init", "init_command"),
+    "plan": ("deploy.cli_plan", "plan_command"),
     "up": ("deploy.cli_up", "up_command"),
     "status": ("deploy.cli_control", "status_command"),
-    "down": ("deploy.cli_control", "down_command"),
     "logs": ("deploy.cli_control", "logs_command"),
+    "down": ("deploy.cli_control", "down_command"),
     "doctor": ("deploy.cli_doctor", "doctor_command"),
-    "plan": ("deploy.cli_plan", "plan_command"),
-    "calibrate": ("deploy.cli_calibrate", "calibrate_command"),
+    "render": ("deploy.cli_render", "render_command"),
     "certs": ("deploy.cli_certs", "certs_command"),
+    "inspect": ("deploy.cli_model", "inspect_command"),
+    "split": ("deploy.cli_model", "split_command"),
+    "calibrate": ("deploy.cli_calibrate", "calibrate_command"),
+    "certify": ("deploy.cli_certify", "certify_command"),
+    "stage": ("deploy.cli_processes", "stage_command"),
+    "serve": ("deploy.cli_processes", "serve_command"),
+    "cache": ("deploy.cli_cache", "cache_command"),
     "trace": ("deploy.cli_trace", "trace_command"),
     "top": ("deploy.cli_top", "top_command"),
     "bench": ("deploy.cli_bench", "bench_command"),
-    "cache": ("deploy.cli_cache", "cache_command"),
-    "certify": ("deploy.cli_certify", "certify_command"),
-    "init": ("deploy.cli_init", "init_command"),
-    "render": ("deploy.cli_render", "render_command"),
 }
 
 

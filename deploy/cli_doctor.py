@@ -59,4 +59,8 @@ def _print(findings: list[Finding]) -> None:
         if found.remedy:
             console.print(Text(f"{'':<8} {'':<{width}}  -> {found.remedy}"))
     counts = {name: sum(found.outcome.value == name for found in findings) for name in COLORS}
-    console.print(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['failure']} failures")
+    plural = {True: "", False: "s"}
+    console.print(
+        f"{counts['ok']} ok, {counts['warning']} warning{plural[counts['warning'] == 1]}, "
+        f"{counts['failure']} failure{plural[counts['failure'] == 1]}"
+    )

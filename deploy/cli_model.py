@@ -38,7 +38,7 @@ def parse_cuts(_: click.Context, __: click.Parameter, text: str | None) -> tuple
 MODEL = click.argument("model", type=click.Path(path_type=Path))
 
 
-@click.command("inspect")
+@click.command("inspect", short_help="Show what a model is made of and where it may be cut.")
 @MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def inspect_command(model: Path, as_json: bool) -> None:
@@ -147,7 +147,7 @@ def _size(size_bytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
-@click.command("split")
+@click.command("split", short_help="Cut a model into one artifact per stage.")
 @MODEL
 @click.option("--stages", type=int, help="Number of stages; the cuts are chosen to balance them.")
 @click.option("--cuts", callback=parse_cuts, help="First layer of each later stage, e.g. 8,16.")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import click
 from rich.console import Console
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from coordinator.planner.instance import Instance
     from coordinator.planner.predict import Prediction
     from coordinator.planner.search import Best
+    from deploy.console_http import Coordinator
     from deploy.manifest import Manifest
     from deploy.plan_report import Plan, Variant
 
-HTTP_TIMEOUT_S = 10.0
 ORDER_SIZE_MAX = 400  # stages x layers up to which another order is looked for: each takes a search of its own
 ORDER_GAIN_MIN = 1.05
 
@@ -75,6 +75,11 @@ def plan_command(manifest: Path, streams: int, measure: bool, is_compare: bool, 
         click.echo(json.dumps({"plan": plan_report.as_json(plan), "compare": plan_compare.as_json(figures)}))
     else:
         plan_compare.show(figures, console)
+        if not any(figure.unit == "tok/s" for figure in figures):
+            click.echo(
+                f"no tok/s: no stream decoded during the {seconds:g} s from start to end; repeat it under load, "
+                "or give --bench the output of `relayline bench URL --json`"
+            )
 
 
 def make_plan(
@@ -202,21 +207,18 @@ def _url_of(manifest: Manifest) -> str:
 
 async def _looks(url: str, seconds: float) -> tuple[dict[str, Any], dict[str, Any], float]:
     """Look at GET /v1/pipeline twice; returns both answers and the seconds between them."""
-    url = url.rstrip("/").removesuffix("/v1")
-    timeout = aiohttp.ClientTimeout(total=HTTP_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
-        before, began_s = await _look(session, url), time.monotonic()
+    from deploy.console_http import Coordinator
+
+    async with Coordinator(url, os.environ.get("RELAYLINE_API_KEY", "")) as coordinator:
+        before, began_s = await _look(coordinator), time.monotonic()
         if not seconds:
             return {}, before, 0.0
         await asyncio.sleep(seconds)
-        return before, await _look(session, url), time.monotonic() - began_s
+        return before, await _look(coordinator), time.monotonic() - began_s
 
 
-async def _look(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    try:
-        async with session.get(f"{url}/v1/pipeline") as response:
-            response.raise_for_status()
-            found: dict[str, Any] = await response.json()
-            return found
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise StartError(f"{url} does not answer as a relayline coordinator ({error})") from error
+async def _look(coordinator: Coordinator) -> dict[str, Any]:
+    found = await coordinator.get("/v1/pipeline")
+    if not isinstance(found, dict):
+        raise StartError(f"{coordinator.url} does not answer as a relayline coordinator")
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 from typing import Any
 
@@ -19,6 +20,10 @@ from wire.errors import RelaylineError
 
 BAR_CELLS = 16
 NAME_CELLS = 24
+WIDE_CELLS = 112  # below this width close reasons have lines of their own, and names are shorter
+NAME_CELLS_NARROW = 17
+COLUMNS = ("layers", "steps/s", "rows/step", "pad", "busy", "wait p50", "p95", "queued", "lanes")
+SMALL_CELLS = 92  # below this width layers are left out too, and bars are shorter
 
 
 @click.command("top", short_help="Watch a pipeline live.")
@@ -31,6 +36,8 @@ def top_command(interval: float, once: bool, as_json: bool, url: str, api_key: s
     """Watch stages, rows per step, waits, overlap, tokens per second, lanes and KV use; leave with Ctrl-C."""
     if as_json and not once:
         raise click.UsageError("--json needs --once")
+    if not once and not os.isatty(1):
+        raise click.UsageError("the live view needs a terminal; print one frame with --once")
     asyncio.run(_watch(url, api_key, interval, once=once, as_json=as_json))
 
 
@@ -43,9 +50,11 @@ async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_js
             await _pause(stopping, interval_s)
             after = await coordinator.get("/v1/pipeline")
             figures = rates(before, after)
-            click.echo(json.dumps(figures)) if as_json else console.print(frame(coordinator.url, after, figures))
+            picture = frame(coordinator.url, after, figures, console.width)
+            click.echo(json.dumps(figures)) if as_json else console.print(picture)
             return
-        with Live(frame(coordinator.url, before, rates(before, before)), console=console, screen=True) as live:
+        first = frame(coordinator.url, before, rates(before, before), console.width)
+        with Live(first, console=console, screen=True) as live:
             while not stopping.is_set():
                 await _pause(stopping, interval_s)
                 try:
@@ -53,7 +62,7 @@ async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_js
                 except RelaylineError as error:
                     live.update(Text(error.message, style="red"))
                     continue
-                live.update(frame(coordinator.url, after, rates(before, after)))
+                live.update(frame(coordinator.url, after, rates(before, after), console.width))
                 before = after
 
 
@@ -122,39 +131,49 @@ def _difference(new: dict[str, int], old: dict[str, int]) -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
-def frame(url: str, described: dict[str, Any], figures: dict[str, Any]) -> Group:
-    """Return one picture of the pipeline."""
+def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: int = WIDE_CELLS) -> Group:
+    """Return one picture of the pipeline for a terminal of so many columns; from 80 on no figure is cut."""
+    is_wide, is_small = width >= WIDE_CELLS, width < SMALL_CELLS
     plan = described["plan"]
     two = figures["overlap"].get("2+")
     overlap = f"{two:.0%} of busy time with two or more stages at work" if two is not None else "not yet known"
+    cells = BAR_CELLS // 2 if is_small else BAR_CELLS
     head = Text.from_markup(
         f"[bold]{escape(described['model'])}[/bold]  {escape(url)}  {described['phase']}, epoch {described['epoch']}\n"
         f"[bold]{figures['tokens_per_s']:g} tok/s[/bold]  {figures['running']} running, {figures['waiting']} waiting, "
-        f"lanes {_bar(figures['running'], figures['lanes'])} {figures['running']}/{figures['lanes']}  "
-        f"KV {_bar(figures['kv_share'], 1)} {figures['kv_share']:.1%}\n"
-        f"overlap: {overlap}  plan: groups {plan['n_groups']} x {plan['group_rows']} rows\n"
+        f"lanes {_bar(figures['running'], figures['lanes'], cells)} {figures['running']}/{figures['lanes']}  "
+        f"KV {_bar(figures['kv_share'], 1, cells)} {figures['kv_share']:.1%}\n"
+        f"overlap: {overlap}\n"
+        f"plan: {plan['n_groups']} decode group{'s' * (plan['n_groups'] != 1)} of {plan['group_rows']} rows\n"
     )
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("stage", no_wrap=True, max_width=NAME_CELLS, overflow="ellipsis")
-    for name in ("layers", "steps/s", "rows/step", "pad", "busy", "wait p50", "p95", "queued", "lanes"):
+    names = NAME_CELLS if is_wide else NAME_CELLS_NARROW
+    table.add_column("stage", no_wrap=True, max_width=names, overflow="ellipsis")
+    for name in COLUMNS[is_small:]:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("closed by", overflow="fold")
+    if is_wide:
+        table.add_column("closed by", overflow="fold")
+    below = Text()
     for stage, row in zip(described["stages"], figures["stages"], strict=True):
-        table.add_row(*_row(stage, row))
-    return Group(head, table)
+        name, layers, *middle, reasons = _row(stage, row)
+        table.add_row(name, *(() if is_small else (layers,)), *middle, *((reasons,) if is_wide else ()))
+        if not is_wide and reasons:
+            below.append(f"\nstage {stage['index']} closed by: {reasons}")
+    return Group(head, table, below) if below else Group(head, table)
 
 
 def _row(stage: dict[str, Any], row: dict[str, Any]) -> list[str]:
-    name = f"{stage['index']} {stage.get('name') or stage['address']}"
+    """Return the cells of a stage: name and layers first, why its batches closed last."""
+    name = escape(f"{stage['index']} {stage.get('name') or stage['address']}")
     layers = f"{stage['layers'][0]}-{stage['layers'][1] - 1}"
     if not row["up"]:
-        return [escape(name), layers, "[red]does not answer[/red]"]
+        return [name, layers, "[red]no answer[/red]", *[""] * 7, ""]
     reasons = sorted(row["close_reasons"].items(), key=lambda item: -item[1])
     rows_per_step = row["rows_per_step"]
     return [
-        escape(name),
+        name,
         layers,
-        f"{row['steps_per_s']:g}",
+        f"{row['steps_per_s']:.0f}",
         f"{rows_per_step:.1f}" if rows_per_step is not None else "",
         f"{row['padding_share']:.0%}",
         f"{row['busy_share']:.0%}",
@@ -166,6 +185,6 @@ def _row(stage: dict[str, Any], row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _bar(value: float, total: float) -> str:
-    filled = round(BAR_CELLS * min(1.0, value / total)) if total else 0
-    return "█" * filled + "░" * (BAR_CELLS - filled)
+def _bar(value: float, total: float, cells: int) -> str:
+    filled = round(cells * min(1.0, value / total)) if total else 0
+    return "█" * filled + "░" * (cells - filled)

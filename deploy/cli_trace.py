@@ -13,9 +13,13 @@ from rich.table import Table
 
 from deploy.console_http import fetch, key_option, url_option, width_of_terminal
 from wire.errors import UsageError
+from wire.telemetry_names import EVENT_RESUMED
 
 ROWS_MAX = 24  # batches shown per stage unless --all: the first and the last of them
 MATES_SHOWN = 8
+NARROW_CELLS = 98  # below this width the columns of NARROW_WITHOUT are left out
+COLUMNS = ("at", "phase", "pos", "rows", "pad", "frames", "wait", "step", "predicted")
+NARROW_WITHOUT = frozenset({"phase", "frames"})
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -76,10 +80,13 @@ def _show_stream(console: Console, stream: dict[str, Any], found: dict[str, Any]
         console.print(f"  first token after {_ms(stream['ttft_ms'])}{between}")
     if stream["chunks"]:
         n_rows = sum(chunk["rows"] for chunk in stream["chunks"])
-        console.print(f"  prompt sent in {len(stream['chunks'])} chunks, {n_rows} rows")
+        n_chunks = len(stream["chunks"])
+        console.print(f"  prompt sent in {n_chunks} chunk{'s' * (n_chunks != 1)}, {n_rows} rows")
     for event in stream["events"]:
         detail = f": {escape(event['detail'])}" if event["detail"] else ""
         console.print(f"  [yellow]{event['name']} at {_ms(event['at_ms'])}{detail}[/yellow]")
+    if any(event["name"] == EVENT_RESUMED for event in stream["events"]):
+        console.print("  sums count from the last resumption on; a stage that was started anew forgot earlier batches")
     names: dict[str, str] = {}
     for stage in stream["stages"]:
         _show_stage(console, stage, names, rows_max)
@@ -99,12 +106,14 @@ def _show_stage(console: Console, stage: dict[str, Any], names: dict[str, str], 
         return
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("    batch", no_wrap=True)
-    for name in ("at", "phase", "pos", "rows", "pad", "frames", "wait", "step", "predicted"):
+    left_out = NARROW_WITHOUT if console.width < NARROW_CELLS else frozenset()
+    columns = [name for name in COLUMNS if name not in left_out]
+    for name in columns:
         table.add_column(name, justify="left" if name == "phase" else "right", no_wrap=True)
     table.add_column("closed by", no_wrap=True)
     table.add_column("with", overflow="fold")
     for batch in _ends(batches, rows_max):
-        table.add_row(*_row(batch, names)) if batch is not None else table.add_row("    ...")
+        table.add_row(*_row(batch, names, columns)) if batch is not None else table.add_row("    ...")
     console.print(table)
 
 
@@ -128,20 +137,23 @@ def _ends(batches: list[dict[str, Any]], rows_max: int | None) -> list[dict[str,
     return [*batches[: rows_max // 2], None, *batches[-rows_max // 2 :]]
 
 
-def _row(batch: dict[str, Any], names: dict[str, str]) -> list[str]:
+def _row(batch: dict[str, Any], names: dict[str, str], columns: list[str]) -> list[str]:
     mates = [names.setdefault(mate, _letters(len(names))) for mate in batch["mates"][:MATES_SHOWN]]
     more = len(batch["mates"]) - len(mates)
+    cells = {
+        "at": _ms(batch["at_ms"]),
+        "phase": batch["phase"],
+        "pos": str(batch["position"]),
+        "rows": str(batch["rows"]),
+        "pad": str(batch["padded_rows"] or ""),
+        "frames": str(batch["frames"]),
+        "wait": _ms(batch["wait_ms"]),
+        "step": _ms(batch["decode_ms"]),
+        "predicted": _ms(batch["predicted_ms"]) if batch["predicted_ms"] is not None else "",
+    }
     return [
         f"    {batch['id']}",
-        _ms(batch["at_ms"]),
-        batch["phase"],
-        str(batch["position"]),
-        str(batch["rows"]),
-        str(batch["padded_rows"] or ""),
-        str(batch["frames"]),
-        _ms(batch["wait_ms"]),
-        _ms(batch["decode_ms"]),
-        _ms(batch["predicted_ms"]) if batch["predicted_ms"] is not None else "",
+        *(cells[name] for name in columns),
         batch["close_reason"],
         " ".join(mates) + (f" and {more} more" if more else ""),
     ]

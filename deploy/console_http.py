@@ -55,7 +55,9 @@ class Coordinator:
             async with self._session.get(f"{self.url}{path}") as response:
                 body = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = str(error) or type(error).__name__
+            # What the system says is clearer than aiohttp's sentence about it.
+            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else None
+            reason = os.strerror(cause.errno) if cause and cause.errno else str(error) or type(error).__name__
             raise StartError(f"{self.url} does not answer ({reason}); give the coordinator's with --url") from error
         try:
             found = json.loads(body)

@@ -129,10 +129,13 @@ class Writer:
             self.close()
             slot.partial.unlink(missing_ok=True)
             raise ArtifactError(f"{slot.artifact.file} came damaged: its sha256 is not the one in the order")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.close()
-        slot.partial.replace(slot.path)
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self.close()
+            slot.partial.replace(slot.path)
+        except OSError as error:
+            raise StartError(f"{slot.partial}: {error.strerror}; free space or give --cache") from error
         remember_sha256(slot.path, slot.path.stat(), slot.artifact.sha256)
 
     def close(self) -> None:

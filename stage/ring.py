@@ -33,6 +33,7 @@ class Member(NamedTuple):
 # What is kept of a frame, in one call: a Member of each would cost every step several times as much, and its named
 # tuples would stay with the garbage collector, which forgets plain tuples of numbers.
 _KEPT = operator.attrgetter("session_id", "position", "n_rows", "is_prefill", "arrived_ns", "upstream_wait_ns")
+_SESSION = operator.itemgetter(0)
 _Kept = tuple[int, int, int, bool, int, int]
 
 
@@ -62,7 +63,7 @@ class Entry:
 
     def holds(self, session_ids: frozenset[int]) -> bool:
         """Return whether any of these sessions was in the batch."""
-        return any(each[0] in session_ids for each in self.kept)
+        return not session_ids.isdisjoint(map(_SESSION, self.kept))
 
     @classmethod
     def of(cls, result: StepResult) -> Entry:

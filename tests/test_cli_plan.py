@@ -14,14 +14,14 @@ from coordinator.cuts import ranges
 from coordinator.inspection import inspect_model
 from deploy import plan_compare
 from deploy.cli_plan import make_plan
-from deploy.manifest import Manifest, load_manifest, parse_manifest
+from deploy.manifest import Manifest, parse_manifest
 from deploy.measure import known_speed, slices_for
 from deploy.planning import cuts_for, instance_of
 from tests.processes import Running, relayline
+from tests.test_manifest_commands import samples
 from tests.tiny_models import make_tiny
 from wire.errors import StartError, UsageError
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "deploy" / "examples").glob("*.y*ml"))
 HEAD = "apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: small}\n"
 SMALL = "context: {tokens: 64, lanes: 2}"
 Write = Callable[..., Path]
@@ -135,10 +135,10 @@ def test_slices_to_measure_are_stages_of_legal_splits(model: Path) -> None:
     assert len({end - start for start, end in edges[:-1]}) == len(edges) - 1
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_every_example_can_be_planned(path: Path, tmp_path: Path) -> None:
-    """With a small model that has the layers which the example's ranges speak of."""
-    manifest = load_manifest(path)
+@pytest.mark.parametrize(("name", "text"), samples(), ids=lambda value: value if "\n" not in value else "")
+def test_every_sample_can_be_planned(name: str, text: str, tmp_path: Path) -> None:
+    """With a small model that has the layers which the sample's ranges speak of."""
+    manifest = parse_manifest(text.encode(), name)
     last = max((stage.layer_range[1] for stage in manifest.stages if stage.layer_range), default=0)
     n_layers = last if manifest.stages[-1].layer_range else last + 8
     tiny = make_tiny("llama", tmp_path / "tiny.gguf", n_layers=n_layers, tokenizer=True)

@@ -57,9 +57,9 @@ def lived(**stream: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def shown(found: dict[str, Any], rows_max: int | None = 24) -> str:
+def shown(found: dict[str, Any], rows_max: int | None = 24, width: int = 120) -> str:
     out = io.StringIO()
-    show(Console(file=out, width=120, highlight=False), found, rows_max)
+    show(Console(file=out, width=width, highlight=False), found, rows_max)
     return out.getvalue()
 
 
@@ -95,6 +95,21 @@ def test_running_shared_and_failed_requests_can_be_shown() -> None:
     assert "error (stage_lost)" in shown(lived(finish_reason="error", error="stage_lost"))
 
 
+@pytest.mark.parametrize(("width", "is_whole"), [(80, False), (100, True), (120, True)])
+def test_a_trace_is_whole_at_every_usual_width(width: int, is_whole: bool) -> None:
+    text = shown(lived(), None, width)
+    assert "…" not in text, "a figure or a head is cut"
+    head = next(line for line in text.splitlines() if line.strip().startswith("batch")).split()
+    assert {"at", "pos", "rows", "pad", "wait", "step", "predicted", "with"} <= set(head)
+    assert ({"phase", "frames"} <= set(head)) is is_whole
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+
+
+def test_a_trace_says_what_its_sums_are_of_after_a_recovery() -> None:
+    assert "last resumption" not in shown(lived())
+    assert "last resumption" in shown(lived(events=[{"at_ms": 99.0, "name": "resumed", "detail": None}]))
+
+
 def described(now_ns: int, steps: int, *, tokens: int = 0, instance: str = "i", up: bool = True) -> dict[str, Any]:
     stage = {
         "index": 0, "address": "h:1", "layers": [0, 4], "artifact_bytes": 1, "up": up, "instance_id": instance,
@@ -127,7 +142,7 @@ def test_a_restarted_stage_counts_from_its_start_and_a_silent_one_is_said() -> N
     after = described(10**9, 0, up=False)
     out = io.StringIO()
     Console(file=out, width=120).print(frame("http://h", after, rates(described(0, 5), after)))
-    assert "does not answer" in out.getvalue()
+    assert "no answer" in out.getvalue()
 
 
 def test_a_coordinator_that_counts_from_zero_again_shows_no_nonsense() -> None:
@@ -135,16 +150,25 @@ def test_a_coordinator_that_counts_from_zero_again_shows_no_nonsense() -> None:
     assert (found["tokens_per_s"], found["stages"][0]["steps_per_s"]) == (0.0, 0.0)
 
 
-def test_one_frame_fits_a_terminal() -> None:
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_one_frame_fits_a_terminal(width: int) -> None:
     after = described(10**9, 30, tokens=90)
+    busy = {"index": 1, "address": "192.168.100.200:50051", "queued_rows": 12_345, "lanes_used": 128,
+            "lanes_total": 256, "wait_p50_ns": 12_340_000, "wait_p95_ns": 123_450_000}  # fmt: skip
+    after["stages"].append(after["stages"][0] | busy)
     out = io.StringIO()
-    Console(file=out, width=120, highlight=False).print(frame("http://h", after, rates(described(0, 0), after)))
+    figures = rates(described(0, 0), after)
+    Console(file=out, width=width, highlight=False).print(frame("http://h", after, figures, width))
     text = out.getvalue()
+    for head in ("stage", "steps/s", "rows/step", "pad", "busy", "wait p50", "p95", "queued", "lanes", "closed by"):
+        assert head in text, f"{head} is cut"
+    for figure in ("12.34 ms", "123.45 ms", "12345", "128/256"):
+        assert figure in text, f"{figure} is cut"
     assert "90 tok/s" in text
     assert "60% of busy time with two or more stages at work" in text
     assert "steps/s" in text
     assert "row_cap 30" in text
-    assert all(len(line.rstrip()) <= 120 for line in text.splitlines())
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
 
 
 # --- a real pipeline --------------------------------------------------------------------------------------------------
@@ -213,6 +237,7 @@ def test_top_is_live_until_it_is_interrupted(served: Running) -> None:
         (("trace", "--last", "--url", "http://127.0.0.1:1"), 1, "does not answer"),
         (("top", "--once", "--url", "http://127.0.0.1:1"), 1, "does not answer"),
         (("top", "--json"), 2, "--once"),
+        (("top",), 2, "needs a terminal"),
     ],
 )
 def test_mistakes_get_one_line(arguments: tuple[str, ...], code: int, said: str) -> None:

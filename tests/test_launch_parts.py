@@ -19,21 +19,23 @@ from deploy.launch.backoff import RestartHistory, RestartPolicy
 from deploy.launch.board import Board
 from deploy.launch.command import changes_of
 from deploy.launch.control import Launched, describe, end, find
+from deploy.launch.leftovers import end_leftovers
 from deploy.launch.log_files import LogReader, LogWriter, last_lines
-from deploy.launch.own_tls import make_own_tls
+from deploy.launch.own_tls import make_own_tls, make_own_token, needs_own_token
 from deploy.launch.plan import LocalStage, RemoteStage
 from deploy.launch.ports import port_problem, wanted_ports
 from deploy.launch.prepare import override, settle, threads_for
 from deploy.launch.process_id import ProcessId, age_s, identify, is_running, send_signal, wait_ended
-from deploy.launch.run import check_ports, end_leftovers
+from deploy.launch.run import check_names, check_ports
 from deploy.launch.serving import flag_defaults, for_each_stage
 from deploy.launch.state import LaunchState, ProcessRecord, StateDir
+from deploy.launch.supervisor import Supervisor
 from deploy.launch.tell import line_of
 from deploy.manifest import Manifest, load_manifest
 from tests.processes import relayline
 from tests.tiny_models import make_tiny
 from wire.errors import StartError, UsageError
-from wire.security import load_security
+from wire.security import load_security, read_token
 
 SMALL = """
 apiVersion: relayline.dev/v1alpha1
@@ -175,6 +177,23 @@ def test_the_phase_follows_the_processes(tmp_path: Path) -> None:
     assert board.state.phase == "ready"
     with pytest.raises(KeyError):
         board["stage-9"]
+
+
+def test_a_state_directory_is_its_users_alone(tmp_path: Path) -> None:
+    with StateDir(tmp_path / "root" / "small").locked("small"):
+        assert (tmp_path / "root" / "small").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_full_disk_does_not_end_what_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = StateDir(tmp_path)
+    board = board_of(directory, me())
+    (tmp_path / "state.partial").mkdir()  # nothing can be written there any more
+    board.set_process("stage-0", state="lost")
+    assert board["stage-0"].state == "lost"
+    assert "cannot be stored" in caplog.text
+    (tmp_path / "state.partial").rmdir()
+    board.set_process("stage-0", state="ready")
+    assert directory.load() == board.state
 
 
 def test_status_tells_a_dead_supervisor_from_a_stopped_one(tmp_path: Path) -> None:
@@ -327,7 +346,7 @@ def test_what_is_started_here_and_what_elsewhere(tmp_path: Path) -> None:
     assert box1.arguments[:4] == ("--listen", "0.0.0.0:50051", "--advertise", "box1")
     assert box1.arguments[-4:] == ("--tls", "box1", "--token-file", "secret")
     assert box2.arguments[1] == "0.0.0.0:7000"
-    assert box1.bring == tmp_path / "tls" / "box1"
+    assert box1.bring == (tmp_path / "tls" / "box1", tmp_path / "secret")
 
 
 def test_on_one_machine_nothing_listens_beyond_it(tmp_path: Path) -> None:
@@ -359,6 +378,22 @@ def test_serve_takes_its_defaults_from_the_manifest(tmp_path: Path) -> None:
         for_each_stage(JoinConfig((JoiningStage("one"),)), manifest)
 
 
+@pytest.mark.parametrize("name", ["up", "coordinator"])
+def test_names_of_the_launchs_own_processes_are_taken(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"no stage can be named '{name}'"):
+        check_names(manifest_of(SMALL + f"  stages: [{{name: a}}, {{name: {name}}}]\n", tmp_path))
+
+
+async def test_an_address_that_is_shown_can_be_connected_to(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path / "state")
+    with directory.locked("four"):
+        plan = arrange(manifest_of(FOUR, tmp_path), tmp_path / "four.yaml", tmp_path / "settled.json")
+        supervisor = Supervisor(plan, directory, lambda _: None)
+        supervisor._coordinator.log.close()
+        for told, shown in (("0.0.0.0:7", "head:7"), ("[::]:7", "head:7"), ("127.0.0.1:7", "127.0.0.1:7"), ("", "")):
+            assert supervisor._reachable(told) == shown
+
+
 def test_ports_that_are_taken_are_all_named(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -386,6 +421,17 @@ def test_the_launcher_makes_tls_material_once_and_renews_it(tmp_path: Path) -> N
     assert (here / "cert.pem").read_bytes() == before
     make_own_tls(manifest, tmp_path / "own", datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=360))
     assert (here / "cert.pem").read_bytes() != before
+
+
+def test_without_tls_the_launcher_makes_a_token_once(tmp_path: Path) -> None:
+    clear = SMALL + "  stages: [{name: a}, {name: b, host: box}]\n  wire: {tls: {mode: off}}\n"
+    assert needs_own_token(manifest_of(clear, tmp_path))
+    assert not needs_own_token(manifest_of(SMALL, tmp_path))
+    assert not needs_own_token(manifest_of(clear.replace("{tls", "{tokenFile: own, tls"), tmp_path))
+    made = make_own_token(tmp_path / "state" / "token")
+    token = read_token(made)
+    assert made.stat().st_mode & 0o777 == 0o600
+    assert read_token(make_own_token(made)) == token
 
 
 def test_lines_for_people() -> None:

@@ -143,6 +143,25 @@ def test_one_request_is_one_trace_with_its_phases() -> None:
     assert names.ERROR_TYPE not in said
 
 
+def test_the_ring_keeps_no_ended_span_and_later_spans_still_find_their_parent() -> None:
+    world = World()
+    record = world.receive()
+    session = world.open(record)
+    record.span.set_attribute(names.GEN_AI_INPUT_MESSAGES, "a long prompt")  # type: ignore[union-attr]
+    world.observer.left(record.streams[0], 3_400)
+    world.observer.answered(record, 3_500)
+    assert world.observer.log.last() is record
+    assert not hasattr(record.span, "attributes"), "what the span said stays in memory with the record"
+    world.run(session)
+    world.observer.close()
+    (root,) = [span for span in world.kept.spans() if span.name == "POST /v1/completions"]
+    assert attributes_of(root)[names.GEN_AI_INPUT_MESSAGES] == "a long prompt"
+    (decode,) = [span for span in world.kept.spans() if span.name == names.SPAN_DECODE]
+    assert decode.parent is not None
+    assert root.context is not None
+    assert decode.parent.span_id == root.context.span_id
+
+
 def test_chunks_are_spans_below_prefill_from_level_batches_on() -> None:
     for level, n_chunks in ((Level.SUMMARY, 0), (Level.BATCHES, 2)):
         world = World(level)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import gc
+import time
 import weakref
 
 import pytest
 
+from stage.observer import StageObserver
 from stage.queue_types import QueuedFrame
 from stage.ring import BatchRing, Entry, Member
 from stage.step_types import StepResult
 from stage.summaries import BATCHES_PER_SESSION_MAX, Summaries
-from tests.fakes import EPOCH, ROUTE, FakeEngine, control, new_executor, new_wiring, rows_frame, step_of
+from tests.fakes import EPOCH, ROUTE, FakeEngine, control, new_executor, new_facts, new_wiring, rows_frame, step_of
 from wire import envelope, trace_context
 from wire.errors import NativeError
 from wire.frames import Flag
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+from wire.telemetry import Telemetry
 
 PREFILL, SAMPLE = Flag.PREFILL, Flag.WANTS_SAMPLE
 OTHER = ROUTE + 1
@@ -60,6 +66,39 @@ def test_the_ring_is_asked_by_session_and_by_number() -> None:
     assert [each.step for each in ring.recent([0], 2)] == [6, 8]
     assert [each.step for each in ring.recent([0, 1], 3)] == [6, 7, 8]
     assert ring.recent([99]) == []
+
+
+async def test_a_long_answer_lets_envelopes_go_on_and_tells_its_middle() -> None:
+    facts = new_facts(0, 2)
+    observer = StageObserver(Telemetry(), facts.artifact, facts.config, "i", lambda: 0)
+    for step in range(1, 201):
+        observer.ring.add(entry(step, *range(16)))
+    n_turns = 0
+
+    async def others() -> None:
+        nonlocal n_turns
+        while True:
+            n_turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(others())
+    asked_ns = time.monotonic_ns()
+    answer = await observer.batches(pb.BatchesRequest(), None)
+    answered_ns = time.monotonic_ns()
+    other.cancel()
+    assert [record.step for record in answer.batches] == list(range(1, 201))
+    assert n_turns >= 10
+    middle_ns = (asked_ns + answered_ns) // 2
+    assert abs(answer.now_ns - middle_ns) < (answered_ns - asked_ns) // 4
+
+
+def test_an_entry_costs_the_garbage_collector_nothing() -> None:
+    executor = new_executor(FakeEngine())
+    executor.execute(step_of(control(5, Flag.OPEN)))
+    kept = Entry.of(executor.execute(step_of(rows_frame(5, 0)))).kept
+    gc.collect()
+    assert kept
+    assert not any(gc.is_tracked(each) for each in kept), "65,536 of them would be looked at in every full collection"
 
 
 def test_an_entry_says_what_the_step_did_and_keeps_no_frame() -> None:

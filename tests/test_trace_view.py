@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from coordinator.request_log import RequestRecord, SessionRecord, StageRecord, StreamRecord
+from coordinator.stage_client import clock_offset_ns
 from coordinator.trace_view import MATES_MAX, view
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -78,3 +79,9 @@ def test_mates_are_bounded() -> None:
     found = view(lived(), [pb.BatchesResponse(batches=[batch])], {}, 0)
     (shown,) = found["streams"][0]["stages"][0]["batches"]  # type: ignore[index]
     assert (len(shown["mates"]), shown["frames"]) == (MATES_MAX, MATES_MAX + 10)
+
+
+def test_stages_of_this_machine_share_its_clock_and_others_are_moved() -> None:
+    assert clock_offset_ns(1_000, 1_800, 1_700) == 0
+    assert clock_offset_ns(1_000, 1_800, 1_000_000) == 1_400 - 1_000_000
+    assert clock_offset_ns(1_000_000, 1_000_800, 5) == 1_000_400 - 5

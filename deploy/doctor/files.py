@@ -20,7 +20,7 @@ from coordinator.pipeline_file import (
 from deploy.doctor.report import Finding, failure, ok, warning
 from deploy.manifest import Manifest, is_local
 from wire.errors import ArtifactError, RelaylineError
-from wire.security import CERT_FILE, LinkSecurity, load_security
+from wire.security import CERT_FILE, TOKEN_FILE, LinkSecurity, load_security
 from wire.tls_material import RENEW_DAYS, names_of, read_certificate
 
 MIB = 1 << 20
@@ -88,6 +88,9 @@ def look_security(manifest: Manifest, names: tuple[str, ...], own: Path) -> tupl
     wire = manifest.spec.wire
     token_file = manifest.resolve(wire.token_file) if wire.token_file is not None else None
     if not manifest.uses_tls:
+        made = own.parent.parent / TOKEN_FILE
+        if token_file is None and not manifest.all_local and made.exists():
+            token_file = made  # by `relayline up`
         security = load_security(None, token_file=token_file, insecure=not manifest.all_local)
         if manifest.all_local:
             return [ok("tls", "not needed: every process is on this machine")], security

@@ -36,12 +36,16 @@ def _stage(manifest: Manifest, stage: Stage, log_flags: tuple[str, ...]) -> Loca
     return LocalStage(stage.name, (*listen, *advertise, *metrics, *local_security_flags(manifest), *log_flags))
 
 
-def _material_of(manifest: Manifest, stage: Stage) -> Path | None:
-    """Return where `relayline certs issue` put the material of another host: beside this machine's."""
-    directory = manifest.spec.wire.tls.directory
-    if not manifest.uses_tls or directory is None:
-        return None
-    return manifest.resolve(directory).parent / directory_name(stage.host)
+def _material_of(manifest: Manifest, stage: Stage) -> tuple[Path, ...]:
+    """Return what another host needs of this machine's files: its TLS material, which `relayline certs issue` put
+    beside this machine's, and the token file where the manifest names one."""
+    wire = manifest.spec.wire
+    material = []
+    if manifest.uses_tls and wire.tls.directory is not None:
+        material.append(manifest.resolve(wire.tls.directory).parent / directory_name(stage.host))
+    if wire.token_file is not None:
+        material.append(manifest.resolve(wire.token_file))
+    return tuple(material)
 
 
 def local_security_flags(manifest: Manifest) -> tuple[str, ...]:

@@ -16,7 +16,9 @@ LOG_OLD_FILES = 3  # .1 to .3; what is older is gone
 FOLLOW_INTERVAL_S = 0.2  # between looks at a followed file: log lines are for people
 
 
-class _Handler(logging.handlers.RotatingFileHandler):
+class RotatedFile(logging.handlers.RotatingFileHandler):
+    """Writes a rotated log file."""
+
     def handleError(self, record: logging.LogRecord) -> None:
         """Lose the line: a full disk must not end what is logged about."""
 
@@ -25,7 +27,7 @@ class LogWriter:
     """Appends lines to one rotated file."""
 
     def __init__(self, path: Path, *, bytes_max: int = LOG_BYTES_MAX) -> None:
-        self._handler = _Handler(
+        self._handler = RotatedFile(
             path, maxBytes=bytes_max, backupCount=LOG_OLD_FILES, encoding="utf-8", errors="replace"
         )
         self._handler.setFormatter(logging.Formatter("%(message)s"))

@@ -1,4 +1,4 @@
-"""TLS material that the launcher makes itself, for a manifest that needs some and names no directory.
+"""TLS material or a join token that the launcher makes itself, for a manifest that needs some and names none.
 
 STATE/tls/            the CA of this pipeline: ca.pem, ca-key.pem, token
 STATE/tls/HOST/       what one host needs; the one of this machine is named after coordinator.host
@@ -7,9 +7,10 @@ STATE/tls/HOST/       what one host needs; the one of this machine is named afte
 from __future__ import annotations
 
 import datetime
+import secrets
 from pathlib import Path
 
-from deploy.certificates import CA_KEY_FILE, init_authority, issue
+from deploy.certificates import CA_KEY_FILE, TOKEN_BYTES, init_authority, issue, write_file
 from deploy.manifest import Manifest
 from wire.security import CERT_FILE
 from wire.tls_material import RENEW_DAYS, names_of, read_certificate
@@ -43,6 +44,20 @@ def make_own_tls(manifest: Manifest, root: Path, now: datetime.datetime | None =
         if not _is_good(out / CERT_FILE, host, now):
             issue(root, host, (), DAYS_VALID, out, now)
     return root / directory_name(here)
+
+
+def needs_own_token(manifest: Manifest) -> bool:
+    """Return whether stages join from other hosts in the clear, and nobody says with which token."""
+    return not (manifest.uses_tls or manifest.all_local) and manifest.spec.wire.token_file is None
+
+
+def make_own_token(path: Path) -> Path:
+    """Put a join token at `path` unless there is one: without TLS nothing else tells a stage of this pipeline from
+    another. Returns `path`. Raises OSError."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, secrets.token_urlsafe(TOKEN_BYTES).encode() + b"\n", 0o600)
+    return path
 
 
 def _is_good(path: Path, host: str, now: datetime.datetime) -> bool:

@@ -23,8 +23,8 @@ class RemoteStage:
     host: str
     arguments: tuple[str, ...]
     """Arguments of `relayline stage` there, without --join."""
-    bring: Path | None = None
-    """Directory of this machine that has to be copied there first: its TLS material."""
+    bring: tuple[Path, ...] = ()
+    """What has to be copied there first from this machine: its TLS material, the token file."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

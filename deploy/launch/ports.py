@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import socket
+from typing import TYPE_CHECKING
 
-from deploy.manifest import Manifest
+if TYPE_CHECKING:
+    from deploy.manifest import Manifest
 
 LOCALHOST = "127.0.0.1"
 

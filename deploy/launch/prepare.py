@@ -14,12 +14,13 @@ from typing import Any
 
 from coordinator.inspection import inspect_model
 from coordinator.pipeline_file import PipelineFile, load_pipeline
-from deploy.launch.own_tls import make_own_tls, needs_own_tls
+from deploy.launch.own_tls import make_own_tls, make_own_token, needs_own_tls, needs_own_token
 from deploy.manifest import Manifest, Stage
 from deploy.model_source import resolve_model
 from deploy.planning import cuts_for
 from deploy.splits import split_for
 from wire.errors import UsageError
+from wire.security import TOKEN_FILE
 
 Split = Callable[[Path, tuple[int, ...]], Path]
 ChooseCuts = Callable[[Manifest, Path], tuple[int, ...]]
@@ -44,7 +45,8 @@ def prepare(
     split: Split | None = None,
     own_tls: Path | None = None,
 ) -> Prepared:
-    """Find the model, choose the cuts, split it; with `own_tls`, make TLS material there if the manifest names none.
+    """Find the model, choose the cuts, split it; with `own_tls`, make TLS material there, or without TLS
+    a join token beside it, if the manifest names none.
 
     Raises UsageError (what the manifest asks for does not fit the model or the machines), ModelFileError,
     UnsupportedArchitectureError, ArtifactError.
@@ -56,6 +58,9 @@ def prepare(
     if own_tls is not None and needs_own_tls(manifest):
         material = make_own_tls(manifest, own_tls)
         manifest = override(manifest, {"wire.tls.directory": str(material.absolute())})
+    if own_tls is not None and needs_own_token(manifest):
+        token = make_own_token(own_tls.parent / TOKEN_FILE)
+        manifest = override(manifest, {"wire.tokenFile": str(token.absolute())})
     return Prepared(settle(manifest, model, file), directory, file)
 
 

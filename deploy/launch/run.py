@@ -6,20 +6,18 @@ import asyncio
 import contextlib
 import json
 import logging
-import logging.handlers
-import signal
-import time
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from deploy.launch.arrange import arrange
 from deploy.launch.backoff import RestartPolicy
-from deploy.launch.log_files import LOG_BYTES_MAX, LOG_OLD_FILES
+from deploy.launch.leftovers import end_leftovers
+from deploy.launch.log_files import LOG_BYTES_MAX, LOG_OLD_FILES, RotatedFile
 from deploy.launch.ports import port_problem, wanted_ports
 from deploy.launch.prepare import Prepared, planned_cuts, prepare
-from deploy.launch.process_id import send_signal, wait_ended
-from deploy.launch.state import LaunchState, StateDir
+from deploy.launch.state import StateDir
 from deploy.launch.supervisor import COORDINATOR, Emit, Supervisor
 from deploy.manifest import Manifest, is_local
 from wire.errors import StartError, UsageError
@@ -29,7 +27,6 @@ from wire.security import LinkSecurity, load_security
 log = logging.getLogger("relayline.up")
 
 SUPERVISOR = "up"  # the name of its own log
-LEFTOVER_STOP_S = 10.0  # for processes of a supervisor that ended without ending them; then they are killed
 
 
 def check_names(manifest: Manifest) -> None:
@@ -50,23 +47,11 @@ def check_ports(manifest: Manifest) -> None:
         raise StartError("; ".join(problems) + "; end what holds it or name another port in the manifest")
 
 
-def end_leftovers(state: LaunchState | None) -> int:
-    """End what a supervisor left behind that did not end properly; returns how many processes that were."""
-    leftovers = [record.process for record in state.processes if record.process is not None] if state else []
-    found = [process for process in leftovers if send_signal(process, signal.SIGTERM)]
-    give_up_s = time.monotonic() + LEFTOVER_STOP_S
-    for process in found:
-        if not wait_ended(process, give_up_s - time.monotonic()):
-            send_signal(process, signal.SIGKILL)
-            wait_ended(process, LEFTOVER_STOP_S)
-    return len(found)
-
-
 @contextlib.contextmanager
 def log_file(path: Path) -> Iterator[logging.Handler]:
     """Send this process's log to a rotated file as well; yields the file's handler."""
     root = logging.getLogger()
-    handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_OLD_FILES)
+    handler = RotatedFile(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_OLD_FILES)
     if root.handlers:
         handler.setFormatter(root.handlers[0].formatter)
     root.addHandler(handler)
@@ -135,6 +120,10 @@ def launch(
         except StartError as error:
             # To the file alone: the command itself says it on stderr.
             file.handle(log.makeRecord(log.name, logging.ERROR, "", 0, error.message, (), None))
+            raise
+        except Exception:
+            # In the background nothing else would keep what went wrong.
+            file.handle(log.makeRecord(log.name, logging.ERROR, "", 0, "the supervisor failed", (), sys.exc_info()))
             raise
 
 

@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deploy.launch.ports import join_host
-from deploy.manifest import Manifest, load_manifest
 from wire.errors import UsageError
 
 if TYPE_CHECKING:
     from coordinator.join_config import JoinConfig
+    from deploy.manifest import Manifest
 
 
 def read_manifest(ctx: click.Context, _: click.Parameter, path: Path | None) -> Manifest | None:
     """Read the manifest before any other flag, and let it speak where they are silent. Raises UsageError."""
     if path is None:
         return None
+    from deploy.manifest import load_manifest  # a stage process shares this module and never needs it
+
     manifest = load_manifest(path)
     ctx.default_map = flag_defaults(manifest) | dict(ctx.default_map or {})
     return manifest

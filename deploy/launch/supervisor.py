@@ -97,7 +97,7 @@ class Supervisor:
             self._keep(kept)
         for remote in self.plan.remote:
             command = shlex.join(("relayline", "stage", "--join", join, "--name", remote.name, *remote.arguments))
-            bring = str(remote.bring) if remote.bring is not None else ""
+            bring = " and ".join(map(str, remote.bring))
             self.board.set_process(remote.name, command=command)
             self._emit(
                 {"event": "remote", "name": remote.name, "host": remote.host, "command": command, "bring": bring}

@@ -108,6 +108,7 @@ def test_taken_ports(split: Path, model: Path, taken_port: str, tmp_path: Path) 
     )
 
 
+@pytest.mark.slow
 def test_stages_that_do_not_belong_together(split: Path, model: Path, tmp_path: Path) -> None:
     other_model = make_tiny("llama", tmp_path / "other.gguf", n_layers=N_LAYERS, seed=2)
     for source, name, cuts in ((other_model, "other", "2"), (model, "recut", "1")):
@@ -136,6 +137,7 @@ def test_help_and_version_need_no_model() -> None:
         assert "relayline" in done.stdout
 
 
+@pytest.mark.slow
 def test_commands_for_launched_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     for arguments in (("status",), ("down",)):
@@ -149,6 +151,7 @@ def test_commands_for_launched_pipelines(tmp_path: Path, monkeypatch: pytest.Mon
     refused(2, "down", "--timeout", "-1", says="--timeout")
 
 
+@pytest.mark.slow
 def test_a_manifest_that_does_not_fit_its_model(model: Path, tmp_path: Path) -> None:
     manifest = tmp_path / "pipeline.yaml"
     text = (

@@ -206,6 +206,7 @@ async def test_a_killed_stage_is_a_pause_not_a_failure(served: Running) -> None:
         await assert_same_greedy(client, PROMPTS[1], undisturbed, disturbed)
 
 
+@pytest.mark.slow
 def test_stop_leaves_no_process(tmp_path: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         process = Running(

@@ -15,6 +15,8 @@ from tests.cutting_proxy import cutting_proxy
 from tests.processes import Running, relayline, running
 from tests.test_end_to_end import DEMO, PROMPTS, Client, assert_same_greedy, text_of
 
+pytestmark = pytest.mark.slow  # real processes, started many times
+
 NAMES = ("a", "b", "c")
 TOKENS = 100
 

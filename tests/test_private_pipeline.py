@@ -19,6 +19,8 @@ from tests.identities import Identities, make_identities
 from tests.processes import Running, relayline, running
 from tests.tiny_models import make_tiny
 
+pytestmark = pytest.mark.slow  # real processes, started many times
+
 KEY = "a-key-of-the-test-0123"
 SMALL = ("--ctx", "64", "--lanes", "2", "--threads", "1", "--no-calibrate", "--json")
 

@@ -17,6 +17,8 @@ from tests.trace_rebuild import rebuild
 from tests.traced_pipeline import PROMPTS, Traced, ask, ask_all, text_of, traced_pipeline
 from wire import telemetry_names as names
 
+pytestmark = pytest.mark.slow  # real processes, started many times
+
 N_TOKENS = 24
 TRIES_MAX = 5_000  # looks at the counters, each a round trip to every process
 SDK_LINKS_DEFAULT = 128

@@ -23,6 +23,8 @@ from tests.traced_pipeline import PROMPTS, ask_all, ring_of, status_of, traced_p
 from wire import telemetry_names as names
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
+pytestmark = pytest.mark.slow  # real processes, started many times
+
 N_STAGES = 3
 N_TOKENS = 48  # over three stages more batches than the 128 links that the SDK keeps by default
 ROUTE = "POST /v1/completions"

@@ -28,6 +28,8 @@ from tests.processes import COMMAND, TIMEOUT_S, relayline, wait_gone
 from tests.test_end_to_end import Client, assert_same_greedy, text_of
 from wire.errors import StartError
 
+pytestmark = pytest.mark.slow  # real processes, started many times
+
 DEMO = Path(__file__).parents[1] / "deploy" / "demo" / "relayline-demo.gguf"
 PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n"
 Event = dict[str, Any]

@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benches import interrupt, machine
+from benches.models import SHAPES, model
 from benches.servers import Setup, relayline
 from coordinator.pipeline_file import load_pipeline
 from deploy import load
@@ -57,6 +58,7 @@ class Plan:
     n_tokens: int
     repeats: int
     n_stages: int
+    shape: str = ""  # of a model with random weights; empty takes the demonstration model
 
 
 @dataclasses.dataclass(slots=True)
@@ -156,7 +158,8 @@ async def measure(plan: Plan, log_dir: Path) -> list[Run]:
     """Measure every level `repeats` times."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
     room = N_PROMPT + max(plan.n_tokens, WARM_TOKENS) + 8
-    setup = Setup(DEMO, plan.n_stages, plan.n_streams, room, cores, log_dir)
+    path = model(SHAPES[plan.shape], "q4_0") if plan.shape else DEMO
+    setup = Setup(path, plan.n_stages, plan.n_streams, room, cores, log_dir)
     prompts = [[1 + (stream * 37 + at * 11) % 200 for at in range(N_PROMPT)] for stream in range(plan.n_streams)]
     runs: list[Run] = []
     async with contextlib.AsyncExitStack() as stack:
@@ -233,6 +236,7 @@ async def main(options: argparse.Namespace) -> int:
         n_tokens=options.tokens or (8 if options.quick else 192),
         repeats=options.repeats or (1 if options.quick else 8),
         n_stages=options.stages,
+        shape=options.shape,
     )
     facts = machine.facts()
     with tempfile.TemporaryDirectory(prefix="relayline-bench-") as logs:
@@ -252,6 +256,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=0, help="of every answer")
     parser.add_argument("--repeats", type=int, default=0, help="of every level")
     parser.add_argument("--stages", type=int, default=3)
+    parser.add_argument("--shape", choices=list(SHAPES), default="", help="instead of the small demonstration model")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     parser.add_argument("--sink", action="store_true", help="only run the collector that keeps nothing")
     return parser.parse_args()

@@ -27,6 +27,9 @@ COORDINATOR_TOKEN_NS = 200_000
 # Exponent that joins a machine's crowded cores with its busiest stage: steps of several stages do not tile its cores
 # without gaps, so both limits at once cost up to 9 %.
 CROWD_SHARPNESS = 8
+# Curves hold the fastest of a few steps on an idle machine. Steps in service, with other processes on the cores and a
+# cache that fills, took 1.1 to 1.45 times as long (`benches.plan_accuracy` on a 1B shape); the middle is predicted.
+STEP_IN_SERVICE = 1.25
 Grouping = tuple[int, int]  # flights, rows of one
 
 
@@ -47,7 +50,7 @@ class Costs:
         key = (self.kinds[stage], rows)
         found = self._layers_ns.get(key)
         if found is None:
-            per_gib = self.instance.hosts[stage].speed.layer_ns(rows)
+            per_gib = STEP_IN_SERVICE * self.instance.hosts[stage].speed.layer_ns(rows)
             each = (round(per_gib * size / GIB) for size in self.instance.model.layer_bytes)
             found = self._layers_ns[key] = (0, *itertools.accumulate(each))
         return found
@@ -57,7 +60,7 @@ class Costs:
         key = (self.kinds[stage], rows)
         found = self._heads_ns.get(key)
         if found is None:
-            per_gib = self.instance.hosts[stage].speed.head_ns(rows)
+            per_gib = STEP_IN_SERVICE * self.instance.hosts[stage].speed.head_ns(rows)
             found = self._heads_ns[key] = round(per_gib * self.instance.model.head_bytes / GIB)
         return found
 

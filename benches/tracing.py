@@ -58,6 +58,7 @@ class Plan:
     n_tokens: int
     repeats: int
     n_stages: int
+    levels: tuple[str, ...] = tuple(LEVEL_NAMES)
     shape: str = ""  # of a model with random weights; empty takes the demonstration model
 
 
@@ -146,9 +147,9 @@ async def spans_of(session: aiohttp.ClientSession, urls: Sequence[str]) -> tuple
     return int(totals[names.METRIC_SPANS_EXPORTED]), int(totals[names.METRIC_SPANS_DROPPED])
 
 
-def order_of(repeat: int) -> list[str]:
+def order_of(repeat: int, names: Sequence[str] = LEVEL_NAMES) -> list[str]:
     """Return the levels in the order of one turn: in four turns each has had every place, the next four backwards."""
-    levels = list(LEVEL_NAMES)
+    levels = list(names)
     at = repeat % len(levels)
     turned = levels[at:] + levels[:at]
     return turned[::-1] if repeat // len(levels) % 2 else turned
@@ -176,10 +177,10 @@ async def measure(plan: Plan, log_dir: Path) -> list[Run]:
             after = await spans_of(session, urls)
             return Run(level, repeat, load.summarise(requests), after[0] - before[0], after[1] - before[1])
 
-        for level in LEVEL_NAMES:
+        for level in plan.levels:
             await run(level, -1, WARM_TOKENS)  # loads what a level loads
         for repeat in range(plan.repeats):
-            for level in order_of(repeat):
+            for level in order_of(repeat, plan.levels):
                 runs.append(await run(level, repeat, plan.n_tokens))
                 found = runs[-1].summary
                 print(f"{level:8} {found.tok_s:7.1f} tok/s {found.error}", file=sys.stderr, flush=True)
@@ -203,7 +204,7 @@ def figures(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
             "dropped": sum(run.n_dropped for run in mine),
             "failed": len(mine) - len(good),
         }
-    base = found[LEVEL_NAMES[0]]["median_tok_s"]
+    base = found["off"]["median_tok_s"]
     for entry in found.values():
         entry["ratio"] = entry["median_tok_s"] / base if base and entry["median_tok_s"] else None
     return found
@@ -216,7 +217,8 @@ def show(found: dict[str, dict[str, Any]], plan: Plan) -> None:
     table = Table(title=title, title_justify="left")
     for heading in ("level", "tok/s", "of off", "min-max", "ITL p50 ms", "spans a run", "dropped"):
         table.add_column(heading, justify="left" if heading == "level" else "right")
-    for level, entry in found.items():
+    for level in plan.levels:
+        entry = found[level]
         if entry["median_tok_s"] is None:
             table.add_row(level, "failed")
             continue
@@ -236,6 +238,7 @@ async def main(options: argparse.Namespace) -> int:
         n_tokens=options.tokens or (8 if options.quick else 192),
         repeats=options.repeats or (1 if options.quick else 8),
         n_stages=options.stages,
+        levels=tuple(options.levels.split(",")),
         shape=options.shape,
     )
     facts = machine.facts()
@@ -256,6 +259,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=0, help="of every answer")
     parser.add_argument("--repeats", type=int, default=0, help="of every level")
     parser.add_argument("--stages", type=int, default=3)
+    parser.add_argument("--levels", default=",".join(LEVEL_NAMES))
     parser.add_argument("--shape", choices=list(SHAPES), default="", help="instead of the small demonstration model")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     parser.add_argument("--sink", action="store_true", help="only run the collector that keeps nothing")

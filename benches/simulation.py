@@ -19,6 +19,7 @@ from rich.table import Table
 from benches.simulate_run import AUTO, DRAIN, SINGLE, Simulation
 from benches.simulate_scenarios import (
     best_of_sweep,
+    burst,
     churn,
     prompt_beside,
     slowing,
@@ -26,7 +27,7 @@ from benches.simulate_scenarios import (
     steady_figures,
     steady_part,
 )
-from benches.simulate_world import MS, StageModel, best_rate, equal_stages, one_slower
+from benches.simulate_world import CURVES, MS, StageModel, best_rate, equal_stages, one_slower
 
 STREAMS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64)
 STREAMS_QUICK = (1, 4, 8, 32)
@@ -120,6 +121,16 @@ def change_table(quick: bool, seed: int) -> None:
                 f"{figures.ttft_p50_ms:.0f}", f"{figures.ttft_p99_ms:.0f}", f"{figures.itl_mean_ms:.0f}",
                 f"{figures.itl_p99_ms:.0f}", f"{figures.utilisation:.2f}",
             )  # fmt: skip
+    for curve in CURVES:
+        for n_streams in (16,) if quick else (4, 16, 32):
+            for policy, setup in (("auto", AUTO), ("drain", DRAIN), ("single", SINGLE)):
+                world = burst(equal_stages(2, curve), n_streams, 16, 16, link_ns=MS // 2)
+                figures = Simulation(world, setup).run().audit.figures()
+                table.add_row(
+                    f"{curve}: bursts of {n_streams}, 16 tokens after 16, 2 stages", policy,
+                    f"{figures.tokens_per_s:.1f}", f"{figures.ttft_p50_ms:.0f}", f"{figures.ttft_p99_ms:.0f}",
+                    f"{figures.itl_mean_ms:.0f}", f"{figures.itl_p99_ms:.0f}", f"{figures.utilisation:.2f}",
+                )  # fmt: skip
     console.print(table)
 
 

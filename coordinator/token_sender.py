@@ -18,8 +18,6 @@ from wire.relay_link import RelayLink
 
 log = logging.getLogger("relayline.coordinator")
 
-FLUSH_TIMEOUT_S = 2.0  # the last closes at the end of a process
-
 
 class TokenSender:
     """Sends the scheduler's envelopes in order, each as a message of its own. One per epoch.

@@ -16,7 +16,7 @@ from typing import Any
 from coordinator.pipeline_file import PipelineFile, load_pipeline
 from deploy.child import Child
 from wire import bounds
-from wire.errors import StartError, UsageError
+from wire.errors import StartError
 
 log = logging.getLogger("relayline.up")
 
@@ -163,12 +163,6 @@ async def running(
         yield pipeline, await pipeline.start()
     finally:
         await pipeline.stop()
-
-
-def check_stage_count(file: PipelineFile, n_stages: int | None) -> None:
-    """Raise UsageError if a given split has another number of stages than asked for."""
-    if n_stages is not None and n_stages != len(file.stages):
-        raise UsageError(f"--stages {n_stages} does not fit this split, which has {len(file.stages)} stages")
 
 
 def forwarded(pairs: Sequence[tuple[str, object]]) -> tuple[str, ...]:

@@ -109,15 +109,6 @@ def security_from(given: dict[str, Any]) -> LinkSecurity:
     )
 
 
-def security_arguments(given: dict[str, Any]) -> tuple[str, ...]:
-    """Return the flags of `security_options` for passing on to a child process, paths made absolute."""
-    return (
-        *(("--tls", str(given["tls_dir"].absolute())) if given["tls_dir"] else ()),
-        *(("--token-file", str(given["token_file"].absolute())) if given["token_file"] else ()),
-        *(("--insecure",) if given["insecure"] else ()),
-    )
-
-
 telemetry_options = _apply(
     click.option("--trace-level", type=click.Choice(LEVEL_NAMES), default="summary", show_default=True,
                  help="off; summary: a trace per request; batches: and a span per native batched decode; "

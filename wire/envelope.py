@@ -47,7 +47,6 @@ NUMPY_DTYPE: dict[int, np.dtype[Any]] = {
     DTYPE_F32: np.dtype("<f4"),
 }
 DTYPE_BY_NAME = {"f16": DTYPE_F16, "f32": DTYPE_F32}
-DTYPE_NAMES = {DTYPE_TOKENS: "tokens", DTYPE_F16: "f16", DTYPE_F32: "f32"}
 
 # Protobuf tag and value in turn: epoch, sequence, dtype, n_rows, width, sent_ns, n_frames; then batch_trace with its
 # tag and length. Its field number is higher than the frames', but here it stands at the same place in every envelope.

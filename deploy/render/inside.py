@@ -28,7 +28,6 @@ MODELS_DIR = "/models"
 STATE_DIR = "/var/lib/relayline"  # XDG_CACHE_HOME of the image: models from the hub, splits, artifacts, cost curves
 TLS_FILES = ("ca.pem", "cert.pem", "key.pem")
 
-DRAIN_S = 30  # wire.bounds.DRAIN_TIMEOUT_S: running requests may finish
 COORDINATOR_GRACE_S = 60  # drain, and time to tell the stages
 STAGE_GRACE_S = 75  # stages outlive the coordinator's drain
 START_BUDGET_S = 7_200  # a model of hundreds of GB is fetched and split, or an artifact fetched over a slow link

@@ -5,6 +5,11 @@ every turn in another order, and what counts is the ratio of a level's median to
 drifts meets all levels alike. Spans go over OTLP/gRPC to a sink in a process of its own, which takes every byte and
 keeps none, on the same cores as the pipeline: here the collector's share of the work counts too.
 
+Beside tokens per second stands the processor time per token of all processes together (they tell it themselves, as
+`process_cpu_seconds_total`). On a machine whose cores are busy the one is the inverse of the other, but neighbours who
+take the machine away for a while change only the first: where equal runs differ by more than a level costs, read the
+second.
+
 A run counts only if every request was answered in full. Dropped spans are shown: a level that loses spans is cheaper
 than it looks.
 """
@@ -45,6 +50,7 @@ from wire.telemetry_config import LEVEL_NAMES
 DEMO = Path(__file__).parent.parent / "deploy" / "demo" / "relayline-demo.gguf"
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 SUMMARY_COST_MAX = 0.02  # of the tokens per second at 16 streams: the goal
+METRIC_CPU = "process_cpu_seconds"  # user and system time of a process, as Prometheus' clients name it
 N_PROMPT = 16
 WARM_TOKENS = 8
 SETTLE_S = 2.5  # after a run: its last spans are on their way for a second, and belong to no other run
@@ -71,6 +77,16 @@ class Run:
     summary: load.Summary
     n_exported: int  # spans, coordinator and stages together
     n_dropped: int
+    cpu_ms_per_token: float = 0.0  # of coordinator and stages together
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counters:
+    """What all processes of the pipeline together have counted since their start."""
+
+    n_exported: int
+    n_dropped: int
+    cpu_s: float
 
 
 # --- the sink ---------------------------------------------------------------------------------------------------------
@@ -135,16 +151,17 @@ async def set_level(session: aiohttp.ClientSession, target: Target, level: str) 
             raise RuntimeError(f"PUT /v1/telemetry: HTTP {response.status}: {(await response.text())[:200]}")
 
 
-async def spans_of(session: aiohttp.ClientSession, urls: Sequence[str]) -> tuple[int, int]:
-    """Return (exported, dropped) spans so far, summed over all /metrics."""
-    totals = {names.METRIC_SPANS_EXPORTED: 0.0, names.METRIC_SPANS_DROPPED: 0.0}
+async def counters_of(session: aiohttp.ClientSession, urls: Sequence[str]) -> Counters:
+    """Return spans and processor time until now, summed over all /metrics."""
+    totals = dict.fromkeys((names.METRIC_SPANS_EXPORTED, names.METRIC_SPANS_DROPPED, METRIC_CPU), 0.0)
     for url in urls:
         async with session.get(url) as response:
             text = await response.text()
         for family in text_string_to_metric_families(text):
             if family.name in totals:
                 totals[family.name] += sum(s.value for s in family.samples if s.name.endswith("_total"))
-    return int(totals[names.METRIC_SPANS_EXPORTED]), int(totals[names.METRIC_SPANS_DROPPED])
+    exported, dropped, cpu_s = totals.values()
+    return Counters(int(exported), int(dropped), cpu_s)
 
 
 def order_of(repeat: int, names: Sequence[str] = LEVEL_NAMES) -> list[str]:
@@ -171,11 +188,18 @@ async def measure(plan: Plan, log_dir: Path) -> list[Run]:
 
         async def run(level: str, repeat: int, n_tokens: int) -> Run:
             await set_level(session, target, level)
-            before = await spans_of(session, urls)
+            before = await counters_of(session, urls)
             requests = await load.closed_loop(session, target, prompts, n_streams=plan.n_streams, n_tokens=n_tokens)
             await asyncio.sleep(SETTLE_S)
-            after = await spans_of(session, urls)
-            return Run(level, repeat, load.summarise(requests), after[0] - before[0], after[1] - before[1])
+            after = await counters_of(session, urls)
+            return Run(
+                level,
+                repeat,
+                load.summarise(requests),
+                after.n_exported - before.n_exported,
+                after.n_dropped - before.n_dropped,
+                1e3 * (after.cpu_s - before.cpu_s) / (n_tokens * plan.n_streams),
+            )
 
         for level in plan.levels:
             await run(level, -1, WARM_TOKENS)  # loads what a level loads
@@ -199,6 +223,7 @@ def figures(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
         found[level] = {
             "tok_s": [run.summary.tok_s for run in good],
             "median_tok_s": median([run.summary.tok_s for run in good]) if good else None,
+            "cpu_ms_per_token": median([run.cpu_ms_per_token for run in good]) if good else None,
             "itl_p50_ms": median([run.summary.itl_ms["p50"] for run in good]) if good else None,
             "spans_per_run": median([run.n_exported for run in good]) if good else None,
             "dropped": sum(run.n_dropped for run in mine),
@@ -207,6 +232,8 @@ def figures(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     base = found["off"]["median_tok_s"]
     for entry in found.values():
         entry["ratio"] = entry["median_tok_s"] / base if base and entry["median_tok_s"] else None
+        cpu_ms, cpu_off_ms = entry["cpu_ms_per_token"], found["off"]["cpu_ms_per_token"]
+        entry["cpu_ratio"] = cpu_off_ms / cpu_ms if cpu_ms and cpu_off_ms else None
     return found
 
 
@@ -215,7 +242,9 @@ def show(found: dict[str, dict[str, Any]], plan: Plan) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     title = f"tracing at {plan.n_streams} streams, {plan.n_stages} stages, {plan.n_tokens} tokens, {plan.repeats} runs"
     table = Table(title=title, title_justify="left")
-    for heading in ("level", "tok/s", "of off", "min-max", "ITL p50 ms", "spans a run", "dropped"):
+    for heading in (
+        "level", "tok/s", "of off", "min-max", "CPU ms/token", "off / it", "ITL p50 ms", "spans a run", "dropped",
+    ):  # fmt: skip
         table.add_column(heading, justify="left" if heading == "level" else "right")
     for level in plan.levels:
         entry = found[level]
@@ -224,7 +253,8 @@ def show(found: dict[str, dict[str, Any]], plan: Plan) -> None:
             continue
         table.add_row(
             level, f"{entry['median_tok_s']:.1f}", f"{entry['ratio']:.3f}",
-            f"{min(entry['tok_s']):.0f}-{max(entry['tok_s']):.0f}", f"{entry['itl_p50_ms']:.2f}",
+            f"{min(entry['tok_s']):.0f}-{max(entry['tok_s']):.0f}", f"{entry['cpu_ms_per_token']:.2f}",
+            f"{entry['cpu_ratio'] or 0:.3f}", f"{entry['itl_p50_ms']:.2f}",
             f"{entry['spans_per_run']:.0f}", str(entry["dropped"]),
         )  # fmt: skip
     console.print(table)

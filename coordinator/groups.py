@@ -29,6 +29,7 @@ from wire.curve import CostCurve
 
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
 ITL_STRETCH = 1.92  # predicted worst inter-token latency beside prefill, against none
+ITL_STRETCH_QUEUED = 1.92  # the same for one flight that first waits for another to leave a stage
 PRESSURE_MAX = 64  # prompts per running stream beyond which more of them change nothing
 NEAR_BEST = 1.05  # of prefill choices whose rates are this close the one with the shorter latency is taken
 CHUNK_LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -58,6 +59,7 @@ class GroupPlan:
     prefill_flights: int  # flights of prompt rows alone
     chunk_rows: int  # rows of one of them
     ride_rows: int = 0  # prompt rows that a full decode flight takes along; a smaller one takes more
+    latency_max_ns: float = math.inf  # of a decode flight with rows riding, what it waits for others included
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,6 +127,14 @@ class GroupPlanner:
         """Predict the busiest stage's step of decode rows with prompt rows beside them."""
         return max(self._mixed(rows, prompt_rows), default=0.0)
 
+    def ride_within(self, rows: int, ride_rows: int, way_max_ns: float) -> int:
+        """Return how many of `ride_rows` may ride with `rows` decode rows so that their way takes at most so long."""
+        if not ride_rows or sum(self._mixed(rows, ride_rows)) + self.overhead_ns <= way_max_ns:
+            return ride_rows
+        smaller = [total - rows for total in CHUNK_LADDER if rows < total < rows + ride_rows]
+        fitting = (ride for ride in smaller if sum(self._mixed(rows, ride)) + self.overhead_ns <= way_max_ns)
+        return max(fitting, default=0)
+
     def rate(self, n_streams: int, n_groups: int, rows: int) -> float:
         """Predict the tokens per nanosecond of n_groups flights of at most `rows` rows among n_streams streams."""
         return min(n_streams, n_groups * rows) / self._cycle_ns(n_streams, n_groups, rows)
@@ -163,7 +173,9 @@ class GroupPlanner:
             return GroupPlan(n_groups, max(1, rows), 0.0, max(1, n_stages), min(FALLBACK_CHUNK_ROWS, self.rows_max))
         n_groups, rows, period_ns = self._best_groups(n_streams) if n_streams else (1, 1, 0.0)
         if pressure and n_streams:
-            return GroupPlan(n_groups, rows, period_ns, *self._beside(n_streams, n_groups, rows, pressure))
+            beside = self._beside(n_streams, n_groups, rows, pressure)
+            latency_max_ns = pressure * ITL_STRETCH_QUEUED * self._cycle_ns(n_streams, n_groups, rows)
+            return GroupPlan(n_groups, rows, period_ns, *beside, latency_max_ns)
         return GroupPlan(n_groups, rows, period_ns, 2 * n_stages, self._train())
 
     def _best_groups(self, n_streams: int) -> tuple[int, int, float]:
@@ -198,7 +210,7 @@ class GroupPlanner:
         """Return (flights, rows of one, rows riding) of the most prefill beside decode that keeps the latency bound.
 
         The bound is held for flights that have spread over the stages, which they do as soon as each has gone round
-        once; the first ones after a quiet time may delay a decode flight by one more step.
+        once. The first ones after a quiet time queue behind each other; those take fewer rows along, see `ride_within`.
         """
         latency_max_ns = pressure * ITL_STRETCH * self._cycle_ns(n_streams, n_groups, rows)
         found: list[_Beside] = []

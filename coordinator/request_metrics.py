@@ -6,7 +6,7 @@ the stages' own /metrics.
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 
 from coordinator.request_log import SessionRecord, StreamRecord
 from wire import telemetry_names as names
@@ -33,6 +33,7 @@ class RequestMetrics:
 
     def __init__(self, model_name: str = "") -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # processor time, memory, open files: as every stage tells them
         self._model_name = model_name
         self._ttft = self._histogram(names.METRIC_TTFT, "Time to first token", TTFT_BUCKETS)
         self._gap = self._histogram(names.METRIC_ITL, "Time between two tokens of a session", GAP_BUCKETS)

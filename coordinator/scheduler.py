@@ -72,6 +72,7 @@ class Scheduler:
         self._turns = 0
         self._n_decode_flights = self._n_prefill_flights = 0
         self._under_way_ns = 0.0  # predicted work of the busiest stage on all flights under way
+        self._queue_ns, self._queue_at_ns = 0.0, 0  # predicted work before the busiest stage, and when that was
         self._n_chunk_flights = 0  # flights with prompt rows under way
         self._n_chunks = 0  # and launched so far
         self._n_landed = 0
@@ -157,13 +158,24 @@ class Scheduler:
         while self._pool and self._n_decode_flights < plan.n_groups:
             rows = min(len(self._pool), plan.group_rows)
             frames = [self._pool.popleft() for _ in range(rows)]
-            ride_rows = plan.ride_rows and plan.group_rows + plan.ride_rows - rows
-            self._launch(envelopes, frames, self._next_chunks(min(ride_rows, rows_max)), now_ns)
+            ride_rows = min(self._ride_rows(plan, rows, now_ns), rows_max)
+            self._launch(envelopes, frames, self._next_chunks(ride_rows), now_ns)
         while self._prompts and self._n_prefill_flights < plan.prefill_flights:
             chunks = self._next_chunks(min(plan.chunk_rows, rows_max))
             if not chunks:
                 break
             self._launch(envelopes, [], chunks, now_ns)
+
+    def _ride_rows(self, plan: GroupPlan, rows: int, now_ns: int) -> int:
+        """Return how many prompt rows a decode flight takes along now.
+
+        What the plan says holds for flights that have spread over the stages. One that has to wait behind others which
+        became longer since it last left takes fewer, so that its streams' next token is not later than the plan allows;
+        unless that leaves less than half, for where the curve has no step in between the flights would never spread.
+        """
+        ride_rows = plan.ride_rows and plan.group_rows + plan.ride_rows - rows
+        fitting = self.planner.ride_within(rows, ride_rows, plan.latency_max_ns - self._queued_ns(now_ns))
+        return fitting if 2 * fitting >= ride_rows else ride_rows
 
     def _take_everything(self, envelopes: list[list[OutFrame]], now_ns: int) -> None:
         if self._pool:
@@ -213,6 +225,7 @@ class Scheduler:
         n_rows, n_prompt_rows = len(decode), sum(len(frame.tokens) for frame in chunks)
         step_ns = self.planner.mixed_ns(n_rows, n_prompt_rows) if decode else self.planner.chunk_ns(n_prompt_rows)
         self._under_way_ns += step_ns
+        self._queue_ns, self._queue_at_ns = self._queued_ns(now_ns) + step_ns, now_ns
         is_quiet = not chunks and not self._n_chunk_flights
         flight = Flight(
             keys, n_rows, bool(chunks), now_ns, self._under_way_ns, step_ns, self._n_chunks if is_quiet else -1
@@ -228,6 +241,10 @@ class Scheduler:
         else:
             self._n_prefill_flights += 1
         envelopes.append(frames)
+
+    def _queued_ns(self, now_ns: int) -> float:
+        """Predict how long a flight that leaves now waits at the busiest stage for those that left before it."""
+        return max(0.0, self._queue_ns - (now_ns - self._queue_at_ns))
 
     def _land(self, flight: Flight, now_ns: int) -> None:
         self._under_way_ns = max(0.0, self._under_way_ns - flight.step_ns)

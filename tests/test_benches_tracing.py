@@ -28,9 +28,9 @@ N_PROMPT, N_TOKENS, N_STAGES = 3, 10, 2
 # --- the bench --------------------------------------------------------------------------------------------------------
 
 
-def run_of(level: str, repeat: int, tok_s: float, n_complete: int = 4) -> Run:
+def run_of(level: str, repeat: int, tok_s: float, n_complete: int = 4, cpu_ms: float = 0.0) -> Run:
     summary = load.Summary(4, n_complete, 32, 1.0, tok_s, tok_s, {"p50": 1.0}, {"p50": 2.0, "p95": 3.0, "p99": 4.0}, "")
-    return Run(level, repeat, summary, 10, 1)
+    return Run(level, repeat, summary, 10, 1, cpu_ms)
 
 
 def test_every_level_has_every_place_equally_often() -> None:
@@ -48,6 +48,11 @@ def test_ratios_are_of_medians_and_a_failed_run_enters_none() -> None:
     assert found["summary"]["ratio"] == pytest.approx(1.0)
     assert (found["summary"]["failed"], found["summary"]["dropped"], found["off"]["failed"]) == (1, 3, 0)
     assert found["frames"]["ratio"] is None
+
+
+def test_processor_time_is_compared_as_the_rate_that_it_allows() -> None:
+    found = figures([run_of("off", 0, 100, cpu_ms=2.0), run_of("summary", 0, 300, cpu_ms=2.5)])
+    assert found["summary"]["cpu_ratio"] == pytest.approx(0.8)  # however fast the machine let it run
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------

@@ -91,6 +91,14 @@ def test_prompt_rows_ride_where_a_step_has_room() -> None:
     assert plan.prefill_flights == 0
 
 
+def test_rows_ride_only_as_far_as_the_time_allows() -> None:
+    made = planner(4, "smooth")  # 4 x (8 ms + 0.02 ms a row) up to 64 rows, then 0.1 ms more for each
+    assert made.ride_within(1, 95, 1e9) == 95
+    assert made.ride_within(1, 95, 38e6) == 63
+    assert made.ride_within(1, 95, 33e6) == 11
+    assert made.ride_within(1, 95, 1e6) == made.ride_within(1, 0, 1e9) == 0
+
+
 @pytest.mark.parametrize("curve", CURVES)
 def test_waiting_prompts_weigh_against_running_streams(curve: str) -> None:
     """One prompt must not slow many streams much; many prompts may slow one stream."""

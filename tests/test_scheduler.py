@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benches.simulate_world import smooth
 from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.groups import GroupPlan, GroupPlanner, StageCost
 from coordinator.scheduler import OLDEST_EVERY, ScheduleConfig, Scheduler
@@ -173,6 +174,28 @@ def test_prompt_rows_ride_in_decode_flights() -> None:
     answer(scheduler, first[2:])
     ((_, last),) = scheduler.take(0)
     assert (last.position, len(last.tokens), last.flags) == (7, 3, Flag.PREFILL | Flag.WANTS_SAMPLE)
+
+
+def test_a_flight_behind_others_that_became_longer_takes_fewer_rows_along() -> None:
+    """Four streams, 8 ms apart at every one of four stages, meet a prompt: each ride delays whoever comes next."""
+    stage = StageCost(smooth(), smooth(), 512)
+
+    def rides(gap_ns: int) -> tuple[int, list[int]]:
+        scheduler = Scheduler(ScheduleConfig(), GroupPlanner([stage] * 4))
+        start(scheduler, new_session(9, n_prompt=4_000))
+        scheduler._decoding |= {1, 2, 3, 4}  # those that have not come back yet are under way
+        planned, found = scheduler.plan().ride_rows, []
+        for turn in range(4):
+            scheduler.decode(row(turn + 1))
+            (envelope,) = scheduler.take(turn * gap_ns)
+            found.append(len(envelope[-1].tokens))
+        return planned, found
+
+    planned, found = rides(8_000_000)
+    assert found[0] == planned
+    assert planned / 2 <= found[3] < planned
+    planned, found = rides(10**9)
+    assert found == [planned] * 4, "nobody is in the way"
 
 
 def test_a_long_prompt_advances_among_short_ones() -> None:

@@ -29,6 +29,7 @@ ROUND_TRIPS_STRIDE = 4  # landings between estimates
 UNEXPLAINED = 1.02  # a typical round trip above this multiple of what queueing explains shows an overhead
 OVERHEAD_STEP_NS = 200_000  # and a fifth: smaller moves of the overhead are noise
 DRAIN_CHUNK_ROWS = 64
+SPREAD_CYCLES = 2  # times that every flight has gone round with a prompt's rows until they have spread
 OLDEST_EVERY = 4  # prefill turns
 
 
@@ -75,6 +76,7 @@ class Scheduler:
         self._queue_ns, self._queue_at_ns = 0.0, 0  # predicted work before the busiest stage, and when that was
         self._n_chunk_flights = 0  # flights with prompt rows under way
         self._n_chunks = 0  # and launched so far
+        self._n_chunks_before = 0  # and launched before the first of those that have followed without a pause
         self._n_landed = 0
         self._excess_ns: collections.deque[tuple[float, float]] = collections.deque(maxlen=ROUND_TRIPS_KEPT)
         self._decoding: set[int] = set()  # sessions that decode, in the pool or under way
@@ -169,11 +171,15 @@ class Scheduler:
     def _ride_rows(self, plan: GroupPlan, rows: int, now_ns: int) -> int:
         """Return how many prompt rows a decode flight takes along now.
 
-        What the plan says holds for flights that have spread over the stages. One that has to wait behind others which
-        became longer since it last left takes fewer, so that its streams' next token is not later than the plan allows;
-        unless that leaves less than half, for where the curve has no step in between the flights would never spread.
+        What the plan says holds for flights that have spread over the stages, as they have soon after the first rows of
+        a prompt. Until then one that has to wait behind others which became longer takes fewer, so that its streams'
+        next token is not later than the plan allows; unless that leaves less than half, for where the curve has no step
+        in between the flights would never spread.
         """
         ride_rows = plan.ride_rows and plan.group_rows + plan.ride_rows - rows
+        n_chunks = self._n_chunks - self._n_chunks_before if self._n_chunk_flights else 0
+        if n_chunks >= SPREAD_CYCLES * plan.n_groups:
+            return ride_rows
         fitting = self.planner.ride_within(rows, ride_rows, plan.latency_max_ns - self._queued_ns(now_ns))
         return fitting if 2 * fitting >= ride_rows else ride_rows
 
@@ -234,6 +240,8 @@ class Scheduler:
             self._flights[session_id, position] = flight
             self._under_way.setdefault(session_id, []).append(position)
         if chunks:
+            if not self._n_chunk_flights:
+                self._n_chunks_before = self._n_chunks
             self._n_chunk_flights += 1
             self._n_chunks += 1
         if decode:

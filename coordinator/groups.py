@@ -34,6 +34,8 @@ PRESSURE_MAX = 64  # prompts per running stream beyond which more of them change
 NEAR_BEST = 1.05  # of prefill choices whose rates are this close the one with the shorter latency is taken
 CHUNK_LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 FALLBACK_CHUNK_ROWS = 64  # while nothing has been measured
+TRAIN_ROWS = 512  # prompt rows that a train is made for when nobody says how many there are
+TRAIN_ROWS_MAX = 4_096  # beyond that the best chunk hardly changes
 EQUAL = 1.02  # plans whose predicted rates are this close count as equally fast
 SHARPNESS = 32  # exponent that joins the two terms of a cycle; equal terms make it 2 % longer than either
 ROWS_ONE_BY_ONE = 32  # candidates: every row count up to here, whole tiles beyond
@@ -59,7 +61,7 @@ class GroupPlan:
     prefill_flights: int  # flights of prompt rows alone
     chunk_rows: int  # rows of one of them
     ride_rows: int = 0  # prompt rows that a full decode flight takes along; a smaller one takes more
-    latency_max_ns: float = math.inf  # of a decode flight with rows riding, what it waits for others included
+    latency_max_ns: float = 0.0  # of a decode flight with rows riding, what it waits for others included; 0 unbounded
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class GroupPlanner:
     def __init__(self, stages: Sequence[StageCost]) -> None:
         self.stages = tuple(stages)
         self.overhead_ns = 0.0  # of one round trip beyond the native steps: links, host work
-        self._cache: dict[tuple[int, int], GroupPlan] = {}
+        self._cache: dict[tuple[int, int, int], GroupPlan] = {}
         self._costs_ns: dict[int, tuple[float, ...]] = {}  # rows -> each stage's decode step
 
     @property
@@ -102,9 +104,14 @@ class GroupPlanner:
         """Plan anew: curves or overhead have changed."""
         self._cache.clear()
 
-    def plan(self, n_streams: int, *, n_prompts: int) -> GroupPlan:
-        """Return the plan for this many running streams, with this many prompts waiting beside them."""
-        key = (n_streams, _pressure(n_streams, n_prompts))
+    def plan(self, n_streams: int, *, n_prompts: int, n_prompt_rows: int = TRAIN_ROWS) -> GroupPlan:
+        """Return the plan for this many running streams, with this many prompts waiting beside them.
+
+        n_prompt_rows: of these prompts together. It matters while no stream runs: the fewer, the smaller the chunks in
+        which they keep all stages at work. Taken in powers of two.
+        """
+        train_rows = 0 if n_streams else min(TRAIN_ROWS_MAX, 1 << max(0, n_prompt_rows - 1).bit_length())
+        key = (n_streams, _pressure(n_streams, n_prompts), train_rows)
         if key not in self._cache:
             if len(self._cache) >= CACHE_MAX:
                 self._cache.clear()
@@ -165,7 +172,7 @@ class GroupPlanner:
             work_ns = max(largest)
         return _joined(work_ns, sum(largest) + self.overhead_ns)
 
-    def _plan(self, n_streams: int, pressure: int) -> GroupPlan:
+    def _plan(self, n_streams: int, pressure: int, train_rows: int) -> GroupPlan:
         n_stages = len(self.stages)
         if not self.is_known:
             n_groups = max(1, min(n_stages, n_streams))
@@ -176,7 +183,7 @@ class GroupPlanner:
             beside = self._beside(n_streams, n_groups, rows, pressure)
             latency_max_ns = pressure * ITL_STRETCH_QUEUED * self._cycle_ns(n_streams, n_groups, rows)
             return GroupPlan(n_groups, rows, period_ns, *beside, latency_max_ns)
-        return GroupPlan(n_groups, rows, period_ns, 2 * n_stages, self._train())
+        return GroupPlan(n_groups, rows, period_ns, 2 * n_stages, self._train(train_rows or TRAIN_ROWS))
 
     def _best_groups(self, n_streams: int) -> tuple[int, int, float]:
         """Return (flights, rows, time per token of every stream) of the fastest plan.
@@ -248,13 +255,13 @@ class GroupPlanner:
                 rate = flights * chunk / cycle_ns + n_groups * ride / max(work_ns, way_ns)
                 yield _Beside(rate, latency_ns, flights, chunk, ride)
 
-    def _train(self) -> int:
-        """Return the chunk that brings a prompt of typical length through idle stages soonest."""
-        typical_rows, n_stages = 512, len(self.stages)
+    def _train(self, n_rows: int) -> int:
+        """Return the chunk that brings so many prompt rows through idle stages soonest."""
+        n_stages = len(self.stages)
 
         def time_ns(chunk: int) -> float:
             slowest = max(stage.prefill.cost_ns(chunk) for stage in self.stages)
-            return (math.ceil(typical_rows / chunk) + n_stages - 1) * (slowest + self.overhead_ns / (n_stages + 1))
+            return (math.ceil(n_rows / chunk) + n_stages - 1) * (slowest + self.overhead_ns / (n_stages + 1))
 
         return min((chunk for chunk in CHUNK_LADDER if chunk <= self.rows_max), key=time_ns)
 

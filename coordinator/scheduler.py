@@ -74,6 +74,7 @@ class Scheduler:
         self._n_decode_flights = self._n_prefill_flights = 0
         self._under_way_ns = 0.0  # predicted work of the busiest stage on all flights under way
         self._queue_ns, self._queue_at_ns = 0.0, 0  # predicted work before the busiest stage, and when that was
+        self._train_rows = 0  # prompt rows of a train while nothing decodes
         self._n_chunk_flights = 0  # flights with prompt rows under way
         self._n_chunks = 0  # and launched so far
         self._n_chunks_before = 0  # and launched before the first of those that have followed without a pause
@@ -129,7 +130,7 @@ class Scheduler:
         """Return the plan for what runs now."""
         if self.config.mode == "fixed":
             rows = self.config.group_rows or self.planner.rows_max
-            auto = self.planner.plan(self.n_decoding, n_prompts=len(self._prompts))
+            auto = self._automatic()
             ride_rows = max(0, min(auto.ride_rows, self.planner.rows_max - rows))
             return dataclasses.replace(
                 auto,
@@ -138,7 +139,18 @@ class Scheduler:
                 ride_rows=ride_rows,
                 prefill_flights=auto.prefill_flights or int(not ride_rows),  # prompts always have a way
             )
-        return self.planner.plan(self.n_decoding, n_prompts=len(self._prompts))
+        return self._automatic()
+
+    def _automatic(self) -> GroupPlan:
+        n_prompts = len(self._prompts)
+        if self._decoding:
+            return self.planner.plan(self.n_decoding, n_prompts=n_prompts)
+        return self.planner.plan(0, n_prompts=n_prompts, n_prompt_rows=self._count_train_rows())
+
+    def _count_train_rows(self) -> int:
+        """Return the prompt rows of the train under way, those that have left included: its chunks stay as they are."""
+        n_left = sum(session.prefill_left for session in self._prompts.values())
+        return max(n_left, self._train_rows if self._n_prefill_flights else 0)
 
     def take(self, now_ns: int) -> list[list[OutFrame]]:
         """Return the envelopes that leave now, in order."""
@@ -156,6 +168,7 @@ class Scheduler:
 
     def _take_groups(self, envelopes: list[list[OutFrame]], now_ns: int) -> None:
         plan = self.plan()
+        self._train_rows = 0 if self._decoding else self._count_train_rows()
         rows_max = self.config.chunk_rows or self.planner.rows_max
         while self._pool and self._n_decode_flights < plan.n_groups:
             rows = min(len(self._pool), plan.group_rows)
@@ -178,7 +191,7 @@ class Scheduler:
         """
         ride_rows = plan.ride_rows and plan.group_rows + plan.ride_rows - rows
         n_chunks = self._n_chunks - self._n_chunks_before if self._n_chunk_flights else 0
-        if n_chunks >= SPREAD_CYCLES * plan.n_groups:
+        if not plan.latency_max_ns or n_chunks >= SPREAD_CYCLES * plan.n_groups:
             return ride_rows
         fitting = self.planner.ride_within(rows, ride_rows, plan.latency_max_ns - self._queued_ns(now_ns))
         return fitting if 2 * fitting >= ride_rows else ride_rows

@@ -15,7 +15,7 @@ from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.pipeline import Pipeline, PipelineConfig
 from coordinator.pipeline_file import load_pipeline
 from coordinator.scheduler import ScheduleConfig
-from deploy.certify_workload import PREFILL_CHUNK_ROWS, Run, Script
+from deploy.certify_workload import N_LANES, PREFILL_CHUNK_ROWS, Run, Script
 from deploy.child import Child
 from deploy.local import STAGE_STOP_TIMEOUT_S, stage_child
 from wire.errors import ProtocolError, StageLostError
@@ -106,7 +106,8 @@ async def _drive(
     pipeline_config = PipelineConfig(
         addresses=tuple([stage.ready.result()["address"] for stage in stages]),
         wire_dtype=config.wire_dtype,
-        schedule=ScheduleConfig(mode="drain", chunk_rows=PREFILL_CHUNK_ROWS),
+        # One decode flight for all: sessions that run at once meet in it, however late one of them comes.
+        schedule=ScheduleConfig("fixed", n_groups=1, group_rows=N_LANES, chunk_rows=PREFILL_CHUNK_ROWS),
     )
     pipeline = Pipeline(pipeline_config, file, lambda _: False)
     stopping = asyncio.Event()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benches.simulate_world import smooth
+from benches.simulate_world import smooth, staircase
 from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.groups import GroupPlan, GroupPlanner, StageCost
 from coordinator.scheduler import OLDEST_EVERY, ScheduleConfig, Scheduler
@@ -26,7 +26,7 @@ class Fixed(GroupPlanner):
         super().__init__([StageCost(CostCurve([(1, 1e6)]), CostCurve([(1, 1e6)]), 64)])
         self._only = GroupPlan(n_groups, group_rows, 0.0, flights, chunk_rows, ride_rows)
 
-    def plan(self, n_streams: int, *, n_prompts: int) -> GroupPlan:
+    def plan(self, n_streams: int, *, n_prompts: int, n_prompt_rows: int = 0) -> GroupPlan:
         return self._only
 
 
@@ -196,6 +196,16 @@ def test_a_flight_behind_others_that_became_longer_takes_fewer_rows_along() -> N
     assert planned / 2 <= found[3] < planned
     planned, found = rides(10**9)
     assert found == [planned] * 4, "nobody is in the way"
+
+
+def test_chunks_of_an_idle_pipeline_suit_the_rows_that_wait() -> None:
+    stage = StageCost(staircase(), staircase(), 512)
+    for n_prompts, rows in ((1, 4), (60, 32)):
+        scheduler = Scheduler(ScheduleConfig(), GroupPlanner([stage] * 2))
+        for session_id in range(n_prompts):
+            start(scheduler, new_session(session_id, n_prompt=16))
+        first = next(envelope for envelope in scheduler.take(0) if any(frame.tokens for frame in envelope))
+        assert sum(len(frame.tokens) for frame in first) == rows
 
 
 def test_a_long_prompt_advances_among_short_ones() -> None:

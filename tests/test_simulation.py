@@ -142,7 +142,7 @@ def test_a_stage_that_slows_down_changes_the_plan() -> None:
 
 def test_envelopes_must_stay_apart() -> None:
     """What one message for two groups costs: they are lock-step from then on. Hence the sender keeps them apart."""
-    world = steady(equal_stages(2), 8)
+    world = World(equal_stages(2), streams(8, 50, n_prompt=1))  # they start as two groups in one turn
     melted = steady_figures(world, Setup(melts_envelopes=True)).tokens_per_s
     assert steady_figures(world).tokens_per_s >= 1.5 * melted
 

@@ -118,7 +118,7 @@ def test_links_survive_beyond_the_sdks_default(tmp_path: Path) -> None:
             asyncio.run(use())
             assert all(count == 0 for count in asyncio.run(dropped(traced)))
         found = rebuild(receiver.spans)  # whole: processes hand over their last spans when they stop
-        assert len(found.sessions) >= n_streams
+        assert len(found.sessions) > SDK_LINKS_DEFAULT
         for batch in found.batches.values():
             assert len(batch.requests) == len(batch.members)
             assert batch.span.n_dropped_links == 0

@@ -136,7 +136,7 @@ def _ttft_ns(costs: Costs, edges: Edges, planner: GroupPlanner, overhead_ns: int
     """Predict a prompt's way in chunks, one behind the other, through an idle pipeline."""
     instance = costs.instance
     tokens = min(PROMPT_TOKENS, max(1, instance.load.ctx_tokens - 1))
-    chunk = min(planner.plan(0, n_prompts=1).chunk_rows, tokens)
+    chunk = min(planner.plan(0, n_prompts=1, n_prompt_rows=tokens).chunk_rows, tokens)
     steps = [costs.prefill_ns(stage, *edge, chunk) for stage, edge in enumerate(edges)]
     spent: dict[Machine, int] = {}
     for host, step in zip(instance.hosts, steps, strict=True):

@@ -106,7 +106,8 @@ class GroupPolicy:
             rest = sum(frame.n_rows for frame in decode[n_decode:])
             if 0 < rest <= self.curve.padded_rows(rows, self.max_rows) - rows:
                 return Choice(len(decode), 0, PAD_TARGET)
-        return Choice(n_decode, n_prefill, GROUP)
+        is_cut = any(frame.envelope == envelope for frame in (*decode[n_decode:][:1], *prefill[n_prefill:][:1]))
+        return Choice(n_decode, n_prefill, ROW_CAP if is_cut else GROUP)
 
 
 def _of_envelope(frames: Sequence[QueuedFrame], envelope: int, taken: int, max_rows: int) -> tuple[int, int]:

@@ -69,16 +69,16 @@ GROUP_CASES = {  # max_rows 8: (rows and envelopes of decode heads, of prefill h
     "two groups that met are not merged": ([1] * 8, [1] * 4 + [2] * 4, [], [], False, (4, 0, GROUP)),
     "what is left joins where it costs nothing": ([1, 1, 1, 1], [1, 1, 1, 2], [], [], False, (4, 0, PAD_TARGET)),
     "but not if some would still be left": ([1] * 6, [1, 1, 1, 2, 2, 2], [], [], False, (3, 0, GROUP)),
-    "an envelope wider than a step is cut": ([3, 3, 3], [1, 1, 1], [], [], False, (2, 0, GROUP)),
-    "prefill that came first": ([1, 1], [2, 2], [4, 4, 4], [1, 1, 1], True, (0, 2, GROUP)),
+    "an envelope wider than a step is cut": ([3, 3, 3], [1, 1, 1], [], [], False, (2, 0, ROW_CAP)),
+    "prefill that came first": ([1, 1], [2, 2], [4, 4, 4], [1, 1, 1], True, (0, 2, ROW_CAP)),
     "prefill that came later waits": ([1, 1], [1, 1], [4], [2], False, (2, 0, GROUP)),
     "prompt rows ride with their envelope": ([1, 1, 1], [1, 1, 2], [4], [1], False, (2, 1, GROUP)),
     "and so do decode rows, whichever stands first": ([1, 1], [1, 1], [4, 4], [1, 2], True, (2, 1, GROUP)),
-    "prompt rows that do not fit beside them wait": ([1, 1], [1, 1], [7], [1], False, (2, 0, GROUP)),
+    "prompt rows that do not fit beside them wait": ([1, 1], [1, 1], [7], [1], False, (2, 0, ROW_CAP)),
     "nothing joins a step that prompt rows ride in": ([1, 1, 1, 1], [1, 1, 1, 2], [1], [1], False, (3, 1, GROUP)),
     "prefill alone": ([], [], [4, 4], [1, 2], False, (0, 1, GROUP)),
-    "a frame wider than a step goes alone": ([9, 1], [1, 1], [], [], False, (1, 0, GROUP)),
-    "a chunk wider than a step goes alone": ([], [], [9, 1], [1, 1], False, (0, 1, GROUP)),
+    "a frame wider than a step goes alone": ([9, 1], [1, 1], [], [], False, (1, 0, ROW_CAP)),
+    "a chunk wider than a step goes alone": ([], [], [9, 1], [1, 1], False, (0, 1, ROW_CAP)),
 }
 
 

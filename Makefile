@@ -6,6 +6,8 @@ STAMP := $(VENV)/.ready
 # llama.cpp is built with what relayline uses: no multimodal library, no `common`, no tools. CMAKE_ARGS of the caller
 # (-DGGML_CUDA=on, -DGGML_VULKAN=on, -DGGML_METAL=on ...) come on top.
 LLAMA_CMAKE := -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/deploy/build/llama_minimal.cmake
+# Files of tests side by side: they wait for processes much of the time. One test alone: .venv/bin/python -m pytest -k NAME
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
@@ -32,10 +34,10 @@ demo: setup ## three stages, six live streams, batch histograms; KEEP=1 keeps se
 	@$(BIN)/python -m deploy.demo_run $(if $(KEEP),--keep)
 
 test: setup ## the whole test suite
-	@$(BIN)/python -m pytest
+	@$(PYTEST)
 
 test-quick: setup ## without the slow tests
-	@$(BIN)/python -m pytest -m "not slow and not mlflow"
+	@$(PYTEST) -m "not slow and not mlflow"
 
 test-store: setup ## traces in MLflow, a store that nobody here wrote; installs it beside (850 MB)
 	@$(BIN)/python -m pytest -m mlflow

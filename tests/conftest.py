@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 
@@ -11,6 +12,9 @@ import pytest
 import pytest_asyncio
 
 THREADS_OF_OURS = ("decode",)
+
+# A worker of pytest-xdist ignores Ctrl-C, and so would every process that a test starts in it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

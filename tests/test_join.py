@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import aiohttp
 import pytest
 
 from tests.cutting_proxy import cutting_proxy
+from tests.http_client import Client, assert_same_greedy, tokens_of
 from tests.processes import Running, relayline, running
-from tests.test_end_to_end import DEMO, PROMPTS, Client, assert_same_greedy, text_of
+from tests.test_end_to_end import DEMO, PROMPTS
 
 pytestmark = pytest.mark.slow  # real processes, started many times
 
@@ -44,9 +45,9 @@ def stage(name: str, join: str, cache: Path, *more: str) -> Running:
 
 
 class LongClient(Client):
-    """Asks for TOKENS tokens, also where a comparison looks at the margins."""
+    """Asks for TOKENS tokens."""
 
-    def body(self, prompt: str, **more: Any) -> dict[str, Any]:
+    def body(self, prompt: str | Sequence[int], **more: Any) -> dict[str, Any]:
         return super().body(prompt, **({"max_tokens": TOKENS} | more))
 
 
@@ -78,9 +79,9 @@ def pipeline(split: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         started.stop()
 
 
-async def eight(client: Client, on_event: Any = None) -> list[str]:
+async def eight(client: Client, on_event: Any = None) -> list[list[int]]:
     streams = [client.stream(prompt, on_event) for prompt in PROMPTS]
-    return [text_of(events) for events in await asyncio.gather(*streams)]
+    return [tokens_of(events) for events in await asyncio.gather(*streams)]
 
 
 async def test_stages_join_from_empty_disks(pipeline: Pipeline) -> None:
@@ -142,14 +143,14 @@ async def test_stages_keep_their_engines_over_a_restart_of_the_coordinator(pipel
     async with aiohttp.ClientSession() as session:
         client = LongClient(session, {"url": pipeline.url, "model": "relayline-demo"})
         before = [entry["instance_id"] for entry in (await client.pipeline())["stages"]]
-        text = text_of(await client.stream(PROMPTS[0]))
+        first = tokens_of(await client.stream(PROMPTS[0]))
         pipeline.coordinator.stop(signal.SIGKILL)
         http = pipeline.url.removeprefix("http://")
         pipeline.coordinator = await asyncio.to_thread(coordinator, pipeline.split, pipeline.join, http)
         ready = await asyncio.to_thread(pipeline.coordinator.next_event, "ready")
         assert ready["event"] == "ready"
         assert [entry["instance_id"] for entry in (await client.pipeline())["stages"]] == before
-        await assert_same_greedy(client, PROMPTS[0], text, text_of(await client.stream(PROMPTS[0])))
+        await assert_same_greedy(client, PROMPTS[0], first, tokens_of(await client.stream(PROMPTS[0])))
 
 
 async def test_a_stage_that_ends_says_goodbye_and_a_coordinator_that_ends_does_too(pipeline: Pipeline) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.http_client import assert_same_greedy, tokens_of
 from tests.namespaces import Host, network, refusal
 from tests.processes import Running, relayline
-from tests.test_end_to_end import DEMO, PROMPTS, assert_same_greedy, text_of
+from tests.test_end_to_end import DEMO, PROMPTS
 from tests.test_join import LongClient
 
 pytestmark = [
@@ -88,7 +89,7 @@ async def test_four_hosts_join_over_mutual_tls_and_survive_the_loss_of_one(site:
         ]
         for index, host in enumerate(site.hosts.values()):
             assert [path.name for path in host.disk.rglob("*.gguf")] == [f"stage-{index}.gguf"]
-        undisturbed = [text_of(await client.stream(prompt)) for prompt in PROMPTS]
+        undisturbed = [tokens_of(await client.stream(prompt)) for prompt in PROMPTS]
         n_events = 0
         under_way = asyncio.Event()
 
@@ -104,7 +105,7 @@ async def test_four_hosts_join_over_mutual_tls_and_survive_the_loss_of_one(site:
         await asyncio.to_thread(site.coordinator.wait_for_log, "pipeline lost, recovering")
         assert not any(stream.done() for stream in streams)
         site.hosts["box3"].plug()
-        disturbed = [text_of(events) for events in await asyncio.gather(*streams)]
+        disturbed = [tokens_of(events) for events in await asyncio.gather(*streams)]
         for prompt, left, right in zip(PROMPTS, undisturbed, disturbed, strict=True):
             await assert_same_greedy(client, prompt, left, right)
         after = await client.pipeline()

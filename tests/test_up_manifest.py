@@ -24,8 +24,8 @@ from deploy.launch.run import supervise
 from deploy.launch.state import StateDir
 from deploy.launch.supervisor import Supervisor
 from deploy.manifest import load_manifest
+from tests.http_client import Client, assert_same_greedy, tokens_of
 from tests.processes import COMMAND, TIMEOUT_S, relayline, wait_gone
-from tests.test_end_to_end import Client, assert_same_greedy, text_of
 from wire.errors import StartError
 
 pytestmark = pytest.mark.slow  # real processes, started many times
@@ -154,7 +154,7 @@ def test_every_process_is_told_as_it_becomes_ready_the_coordinator_last(served: 
 async def test_a_killed_stage_comes_back_and_the_stream_goes_on(served: Up) -> None:
     async with aiohttp.ClientSession() as session:
         client = Client(session, served.ready())
-        undisturbed = text_of(await client.stream(PROMPT, max_tokens=400))
+        undisturbed = tokens_of(await client.stream(PROMPT, max_tokens=400))
         assert undisturbed
         pid = served.process_ready("stage-1")["pid"]
         seen = 0
@@ -165,7 +165,7 @@ async def test_a_killed_stage_comes_back_and_the_stream_goes_on(served: Up) -> N
             if seen == 3:
                 os.kill(pid, signal.SIGKILL)
 
-        disturbed = text_of(await client.stream(PROMPT, kill_once, max_tokens=400))
+        disturbed = tokens_of(await client.stream(PROMPT, kill_once, max_tokens=400))
         await assert_same_greedy(client, PROMPT, undisturbed, disturbed)
     again = await asyncio.to_thread(served.process_ready, "stage-1", 1)
     assert again["pid"] != pid

@@ -1,0 +1,78 @@
+"""A client of one served pipeline for tests, and the judge of two greedy answers to one prompt."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+# Nats between two tokens below which batch shape may decide. The unsplit demonstration model itself moves by up to 0.35
+# in logits between batch shapes (`relayline certify`): activations are quantised before each product.
+NEAR_TIE = 0.25
+N_TOP = 5
+
+
+class Client:
+    """Asks greedily, and shows what comes when."""
+
+    def __init__(self, session: aiohttp.ClientSession, event: dict[str, Any]) -> None:
+        self.session, self.url, self.model = session, event["url"], event["model"]
+
+    def body(self, prompt: str | Sequence[int], **more: Any) -> dict[str, Any]:
+        return {"model": self.model, "prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": 40} | more
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        async with self.session.post(f"{self.url}{path}", json=body) as response:
+            assert response.status == 200, await response.text()
+            found: dict[str, Any] = await response.json()
+            return found
+
+    async def complete(self, prompt: str | Sequence[int], **more: Any) -> dict[str, Any]:
+        return await self.post("/v1/completions", self.body(prompt, **more))
+
+    async def stream(self, prompt: str, on_event: Any = None, **more: Any) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        body = self.body(prompt, stream=True, return_token_ids=True, **more)
+        async with self.session.post(f"{self.url}/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    events.append(json.loads(line[6:]))
+                    assert "error" not in events[-1], events[-1]
+                    if on_event is not None:
+                        on_event(events[-1])
+        return events
+
+    async def pipeline(self) -> dict[str, Any]:
+        async with self.session.get(f"{self.url}/v1/pipeline") as response:
+            found: dict[str, Any] = await response.json()
+            return found
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+def tokens_of(events: list[dict[str, Any]]) -> list[int]:
+    return [token for event in events for choice in event["choices"] for token in choice.get("token_ids", ())]
+
+
+async def assert_same_greedy(client: Client, prompt: str, left: Sequence[int], right: Sequence[int]) -> None:
+    """Equal, or different from a near-tie on: batch shape may move the last bits of a sum.
+
+    Where they part the model is asked once more, after the prompt and all that both have in common: a third answer to
+    the prompt alone might part from both before.
+    """
+    assert len(left) == len(right) > 0
+    if list(left) == list(right):
+        return
+    n_common = next(at for at, (one, other) in enumerate(zip(left, right, strict=True)) if one != other)
+    ids = (await client.post("/tokenize", {"content": prompt, "add_special": True}))["tokens"]
+    reply = await client.complete([*ids, *left[:n_common]], max_tokens=1, logprobs=N_TOP)
+    (top,) = reply["choices"][0]["logprobs"]["top_logprobs"]
+    names = [(await client.post("/detokenize", {"tokens": [answer[n_common]]}))["content"] for answer in (left, right)]
+    behind = max(top.values()) - min(top.get(name, -math.inf) for name in names)
+    assert behind < NEAR_TIE, f"{prompt!r}: {names[0]!r} became {names[1]!r} at token {n_common}, {behind} nats behind"

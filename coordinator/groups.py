@@ -29,7 +29,6 @@ from wire.curve import CostCurve
 
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
 ITL_STRETCH = 1.92  # predicted worst inter-token latency beside prefill, against none
-ITL_STRETCH_QUEUED = 1.92  # the same for one flight that first waits for another to leave a stage
 PRESSURE_MAX = 64  # prompts per running stream beyond which more of them change nothing
 NEAR_BEST = 1.05  # of prefill choices whose rates are this close the one with the shorter latency is taken
 CHUNK_LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -181,7 +180,7 @@ class GroupPlanner:
         n_groups, rows, period_ns = self._best_groups(n_streams) if n_streams else (1, 1, 0.0)
         if pressure and n_streams:
             beside = self._beside(n_streams, n_groups, rows, pressure)
-            latency_max_ns = pressure * ITL_STRETCH_QUEUED * self._cycle_ns(n_streams, n_groups, rows)
+            latency_max_ns = pressure * ITL_STRETCH * self._cycle_ns(n_streams, n_groups, rows)
             return GroupPlan(n_groups, rows, period_ns, *beside, latency_max_ns)
         return GroupPlan(n_groups, rows, period_ns, 2 * n_stages, self._train(train_rows or TRAIN_ROWS))
 

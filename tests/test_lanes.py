@@ -148,10 +148,11 @@ class LaneMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.lengths)
     @rule(data=st.data(), into=sessions, length=st.integers(0, CTX))
     def prefix(self, data: st.DataObject, into: tuple[int, int], length: int) -> None:
-        source = data.draw(st.sampled_from(sorted(self.lengths)))
-        allowed = source[0] == into[0] and self.lengths[source] >= length and self.lengths.get(into) == 0
+        _, source = data.draw(st.sampled_from(sorted(self.lengths)))
+        held = self.lengths.get((into[0], source), -1)  # a session of the same id on another route is another session
+        allowed = held >= length and self.lengths.get(into) == 0
         try:
-            self.table.prefix(source[1], into[1], into[0], length)
+            self.table.prefix(source, into[1], into[0], length)
         except RelaylineError:
             assert not allowed
         else:

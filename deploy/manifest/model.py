@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,23 +24,9 @@ METRICS_PORT = 9_464  # as Prometheus's exporter allocations give to OpenTelemet
 
 # The repository, the file inside it, the revision; no `..` and no hidden part in any of them.
 _HF_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
-_HF = re.compile(
-    rf"^hf://({_HF_NAME}/{_HF_NAME})/((?:{_HF_NAME}/)*{_HF_NAME}\.gguf)(?:@({_HF_NAME}(?:/{_HF_NAME})*))?$"
-)
+_HF = rf"^hf://({_HF_NAME}/{_HF_NAME})/((?:{_HF_NAME}/)*{_HF_NAME}\.gguf)(?:@({_HF_NAME}(?:/{_HF_NAME})*))?$"
 
-__all__ = ["HfReference", "LayerRange", "Link", "Manifest", "Spec", "Speed", "Stage"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HfReference:
-    """A file on the Hugging Face hub."""
-
-    repo: str
-    """"org/name"."""
-    file: str
-    """Path of the file inside the repository."""
-    revision: str | None
-    """Branch, tag or commit; None for the default branch."""
+__all__ = ["LayerRange", "Link", "Manifest", "Spec", "Speed", "Stage"]
 
 
 class Metadata(Part):
@@ -59,7 +43,7 @@ class Model(Part):
 
     path: FilePath | None = None
     """A GGUF file on the coordinator's machine, or the first of its shards (...-00001-of-0000N.gguf)."""
-    hf: Annotated[str, Field(pattern=_HF.pattern)] | None = None
+    hf: Annotated[str, Field(pattern=_HF)] | None = None
     """hf://org/repo/path/file.gguf, with @revision if not the default branch; the first file of a sharded model."""
     sha256: Sha256 | None = None
     """Of the named file, in lower-case hexadecimal; the coordinator refuses another one."""
@@ -69,14 +53,6 @@ class Model(Part):
         if (self.path is None) == (self.hf is None):
             raise ValueError("give either `path` (a GGUF file) or `hf` (hf://org/repo/file.gguf), and only one of them")
         return self
-
-    @property
-    def hf_reference(self) -> HfReference | None:
-        """The parsed `hf`, None for a path."""
-        found = _HF.fullmatch(self.hf) if self.hf is not None else None
-        if found is None:
-            return None
-        return HfReference(repo=found[1], file=found[2], revision=found[3])
 
 
 class Context(Part):

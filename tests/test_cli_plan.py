@@ -12,10 +12,11 @@ import pytest
 
 from coordinator.cuts import ranges
 from coordinator.inspection import inspect_model
+from coordinator.planner.speed import Sample
 from deploy import plan_compare
 from deploy.cli_plan import make_plan
 from deploy.manifest import Manifest, parse_manifest
-from deploy.measure import known_speed, slices_for
+from deploy.measure import _quickest, known_speed, slices_for
 from deploy.planning import cuts_for, instance_of
 from tests.processes import Running, relayline
 from tests.test_manifest_commands import samples
@@ -221,3 +222,9 @@ def test_compare_against_a_running_pipeline(model: Path, tmp_path: Path) -> None
     gone = relayline("plan", path, *arguments)
     assert gone.returncode == 1
     assert "does not answer" in gone.stderr
+
+
+def test_the_quicker_of_two_measurements_counts() -> None:
+    disturbed = Sample(100, 10, [(1, 9.0), (2, 30.0), (4, 50.0)], [(4, 70.0)])
+    other = Sample(100, 10, [(1, 10.0), (2, 20.0)], [(4, 40.0)])
+    assert _quickest([disturbed, other]) == Sample(100, 10, [(1, 9.0), (2, 20.0)], [(4, 40.0)])

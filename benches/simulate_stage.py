@@ -109,9 +109,11 @@ class SimStage:
         if step.frames:
             self.n_steps += 1
             self.n_rows += step.n_rows
-            n_decode = sum(frame.n_rows for frame in step.frames if not frame.is_prefill)
-            has_prefill = any(frame.is_prefill for frame in step.frames)
-            self.curves.observe(self._step_rows, n_decode, self._step_cost_ns, has_prefill=has_prefill)
+            n_prefill = sum(frame.is_prefill for frame in step.frames)
+            if n_prefill == 0:
+                self.curves.decode.observe(self._step_rows, self._step_cost_ns)
+            elif n_prefill == len(step.frames):
+                self.curves.prefill.observe(self._step_rows, self._step_cost_ns)
         return step.controls + step.frames
 
     def check(self) -> None:

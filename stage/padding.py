@@ -38,20 +38,23 @@ class Padding:
         return target - n_rows
 
     def predicted_ns(self, frames: Sequence[QueuedFrame], n_rows: int) -> int:
-        """Return what the curves say that these frames will cost in a step of n_rows, padding included; 0: unknown."""
-        n_decode, has_prefill = _kinds(frames)
-        return self.curves.predicted_ns(n_rows, n_decode, has_prefill=has_prefill)
+        """Return what the curves say that these frames will cost in a step of n_rows, padding included; 0: unknown.
+
+        Rows of prompts beside decode rows are not measured as such; the prefill curve is the nearer one.
+        """
+        curves = self.curves
+        has_prefill = any(frame.is_prefill for frame in frames)
+        curve = curves.prefill if has_prefill and curves.prefill.is_known else curves.decode
+        return round(curve.cost_ns(n_rows))
 
     def learn(self, engine: Engine, frames: Sequence[QueuedFrame], n_rows: int, padded_rows: int, cost_ns: int) -> None:
         """Refine the curves from a step of n_rows rows, padded_rows of them scratch; no frames: the step failed."""
         if padded_rows:
             engine.clear(self.spare_lane)
-        if frames:
-            n_decode, has_prefill = _kinds(frames)
-            self.curves.observe(n_rows, n_decode, cost_ns, has_prefill=has_prefill)
-
-
-def _kinds(frames: Sequence[QueuedFrame]) -> tuple[int, bool]:
-    """Return how many decode rows there are, and whether there are rows of prompts."""
-    n_decode = sum(frame.n_rows for frame in frames if not frame.is_prefill)
-    return n_decode, any(frame.is_prefill for frame in frames)
+        if not frames:
+            return
+        n_prefill = sum(frame.is_prefill for frame in frames)
+        if n_prefill == 0:
+            self.curves.decode.observe(n_rows, cost_ns)
+        elif n_prefill == len(frames):
+            self.curves.prefill.observe(n_rows, cost_ns)

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stage.curves import Curves
 from wire.curve import OUTLIER, OUTLIERS_MAX, PAD_SEARCH_ROWS, CostCurve
 
 FIELD = {
@@ -121,28 +120,3 @@ def test_padding_follows_what_was_learned() -> None:
     for _ in range(60):
         curve.observe(3, 10_000_000)
     assert curve.padded_rows(3, 8) == 3
-
-
-# --- both curves of a stage -------------------------------------------------------------------------------------------
-
-
-def with_head() -> Curves:
-    """The last stage: a decode row costs 10 more than a row of a prompt."""
-    return Curves(CostCurve([(1, 110), (2, 220), (4, 440)]), CostCurve([(1, 100), (2, 200), (4, 400), (8, 800)]))
-
-
-def test_decode_rows_of_a_mixed_step_cost_what_they_cost_more_than_prompt_rows() -> None:
-    curves = with_head()
-    assert curves.predicted_ns(4, 4, has_prefill=False) == 440
-    assert curves.predicted_ns(4, 0, has_prefill=True) == 400
-    assert curves.predicted_ns(4, 2, has_prefill=True) == 420
-    assert Curves().predicted_ns(4, 2, has_prefill=True) == 0
-
-
-def test_mixed_steps_that_take_longer_are_learned() -> None:
-    """A long prompt beside two streams: rows become dearer with its context, and no other steps run."""
-    curves = with_head()
-    for _ in range(60):
-        curves.observe(4, 2, 820, has_prefill=True)
-    assert curves.predicted_ns(4, 2, has_prefill=True) == pytest.approx(820, rel=0.02)
-    assert curves.predicted_ns(4, 4, has_prefill=False) == 440, "decode rows of other streams have not changed"

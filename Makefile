@@ -51,8 +51,8 @@ check: setup ## style, types, generated stubs
 proto: setup ## make the protobuf stubs anew
 	@$(BIN)/python deploy/build/protos.py
 
-bench: setup ## every benchmark at real size; QUICK=1 for a smoke run
-	@$(BIN)/python -m benches $(if $(QUICK),--quick)
+bench: setup ## every benchmark at real size, about 10 minutes; QUICK=1 for a smoke run, FULL=1 for an hour
+	@$(BIN)/python -m benches $(if $(QUICK),--quick,$(if $(FULL),--full))
 
 clean: ## remove the environment and build products
 	rm -rf $(VENV) build *.egg-info stage/*.so wire/*.so

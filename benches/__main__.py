@@ -1,4 +1,4 @@
-"""Every benchmark of the project, one after the other: `python -m benches [--quick] [--only NAME,...]`.
+"""Every benchmark of the project, one after the other: `python -m benches [--quick | --full] [--only NAME,...]`.
 
 Each runs in a process of its own, so that none inherits another's memory, threads or open models; each prints its
 tables and leaves NAME.json (and plots) in the output directory, and everything together is `results.json`.
@@ -7,6 +7,7 @@ tables and leaves NAME.json (and plots) in the output directory, and everything 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -20,24 +21,43 @@ from typing import Any
 
 from benches import machine
 
-# name -> (module, whether it takes --out, further arguments of a full run)
-BENCHES: dict[str, tuple[str, bool, tuple[str, ...]]] = {
-    "envelope": ("benches.bench_envelope", False, ()),
-    "engine": ("benches.bench_engine", False, ()),
-    "hop": ("benches.hop", True, ()),
-    "quantisation": ("benches.quantisation", True, ()),
-    "simulation": ("benches.simulation", False, ("--quick",)),  # the full table takes minutes: run it by itself
-    "tracing": ("benches.tracing", True, ()),
-    "plan_accuracy": ("benches.plan_accuracy", True, ()),
-    "compare": ("benches.compare", True, ()),
-}
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bench:
+    """One benchmark: its module, and how it is run in about its share of ten minutes, or in full."""
+
+    module: str
+    takes_out: bool = False  # whether it has --out
+    short: tuple[str, ...] | None = ()  # None: it is no part of the ten minutes
+    full: tuple[str, ...] = ()
+
+
+# Ten minutes hold every comparison, at every number of streams, once and with answers half as long.
+BENCHES: dict[str, Bench] = {
+    "envelope": Bench("benches.bench_envelope"),
+    "engine": Bench("benches.bench_engine"),
+    "hop": Bench("benches.hop", True),
+    "quantisation": Bench("benches.quantisation", True, short=("--steps", "3")),
+    "simulation": Bench("benches.simulation", short=("--quick",)),
+    "compare": Bench(
+        "benches.compare",
+        True,
+        short=(
+            "--prompt", "8", "--tokens", "16", "--repeats", "1", "--delay-streams", "1,8", "--long-prompt", "256",
+            "--no-arrivals",
+        ),
+    ),
+    "tracing": Bench("benches.tracing", True, short=None),
+    "plan_accuracy": Bench("benches.plan_accuracy", True, short=None),
+}  # fmt: skip
 
 
 def run_one(name: str, options: argparse.Namespace) -> tuple[int, float]:
     """Run one benchmark to its end; returns (exit code, seconds). Its output goes to the terminal, and to NAME.txt."""
-    module, takes_out, further = BENCHES[name]
-    command = [sys.executable, "-m", module, *(["--quick"] if options.quick else further)]
-    if takes_out:
+    bench = BENCHES[name]
+    sized = ("--quick",) if options.quick else bench.full if options.full else bench.short or ()
+    command = [sys.executable, "-m", bench.module, *sized]
+    if bench.takes_out:
         command += ["--out", str(options.out)]
     print(f"\n=== {name}: {' '.join(command[1:])}", flush=True)
     started_s = time.monotonic()
@@ -74,11 +94,16 @@ def collect(out: Path, names: Sequence[str], took_s: dict[str, float], facts: di
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benches", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="toy models and few points, about 2 minutes on 2 cores")
-    parser.add_argument("--only", default=",".join(BENCHES), help=f"some of {','.join(BENCHES)}")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="toy models and few points, about 2 minutes on 2 cores")
+    size.add_argument("--full", action="store_true", help="longer answers, every part and repeats: about an hour")
+    parser.add_argument("--only", default="", help=f"some of {','.join(BENCHES)}")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     options = parser.parse_args()
-    options.names = options.only.split(",")
+    every = options.quick or options.full
+    options.names = [name for name, bench in BENCHES.items() if every or bench.short is not None]
+    if options.only:
+        options.names = options.only.split(",")
     unknown = [name for name in options.names if name not in BENCHES]
     if unknown:
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHES)}")
@@ -95,7 +120,7 @@ def main() -> int:
     took_s: dict[str, float] = {}
     failed: list[str] = []
     for name in options.names:
-        if importlib.util.find_spec(BENCHES[name][0]) is None:
+        if importlib.util.find_spec(BENCHES[name].module) is None:
             print(f"note: {name} is not in this checkout")
             continue
         code, took_s[name] = run_one(name, options)

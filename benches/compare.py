@@ -215,27 +215,30 @@ async def run(bench: Bench) -> None:
 
 def plan_of(options: argparse.Namespace, peers: Peers | None) -> Plan:
     """Return the plan that the command line asks for."""
-    quick = options.quick
+    quick, only = options.quick, options.only_streams
     cores = tuple(sorted(os.sched_getaffinity(0))[: options.cores])
     wanted = options.systems.split(",") if options.systems else list(LABELS)
-    streams = options.streams or ("1,4" if quick else "1,2,4,8,16,32")
     return Plan(
         shape=SHAPES[options.shape or ("toy" if quick else "llama-1b")],
         mix=options.type,
-        streams=tuple(int(part) for part in streams.split(",")),
+        streams=_numbers(options.streams or ("1,4" if quick else "1,2,4,8,16,32")),
         repeats=options.repeats or (1 if quick else 2),
         n_tokens=options.tokens or (16 if quick else 32),
-        n_prompt=16,
+        n_prompt=options.prompt,
         n_stages=2,
         cores=cores,
         systems=tuple(name for name in wanted if name in POLICIES or peers is not None),
-        delays_ms=() if options.only_streams else (0.0, 1.0) if quick else (0.0, 1.0, 10.0),
-        delay_streams=(4,) if quick else (1, 8, 32),
-        prefill_tokens=0 if options.only_streams else 128 if quick else 2_000,
-        open_rate_per_s=0.0 if options.only_streams else 20.0 if quick else 1.0,
+        delays_ms=() if only else (0.0, 1.0) if quick else (0.0, 1.0, 10.0),
+        delay_streams=_numbers(options.delay_streams or ("4" if quick else "1,8,32")),
+        prefill_tokens=0 if only else options.long_prompt or (128 if quick else 2_000),
+        open_rate_per_s=0.0 if only or options.no_arrivals else 20.0 if quick else 1.0,
         open_requests=6 if quick else 16,
         sweep=options.sweep,
     )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
 
 def parse() -> argparse.Namespace:
@@ -246,8 +249,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--type", default="q4_0")
     parser.add_argument("--streams", default="", help="such as 1,2,4")
     parser.add_argument("--systems", default="", help=f"some of {','.join(LABELS)}")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of every prompt")
     parser.add_argument("--tokens", type=int, default=0, help="of every answer")
     parser.add_argument("--repeats", type=int, default=0)
+    parser.add_argument("--delay-streams", default="", help="such as 1,8; streams through delayed links")
+    parser.add_argument("--long-prompt", type=int, default=0, help="tokens of the prompt beside running streams")
+    parser.add_argument("--no-arrivals", action="store_true", help="without Poisson arrivals")
     parser.add_argument("--cores", type=int, default=2, help="cores that every system gets")
     parser.add_argument("--sweep", action="store_true", help="also groups x rows set by hand (several minutes more)")
     parser.add_argument("--only-streams", action="store_true", help="without delays, open loop and prefill")

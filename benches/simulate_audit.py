@@ -246,8 +246,9 @@ class Audit:
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def figures(self, from_ns: int = 0, to_ns: int | None = None) -> Figures:
-        """Return the figures of a window of virtual time."""
-        to_ns = self._simulation.now_ns if to_ns is None else to_ns
+        """Return the figures of a window of virtual time, by default until the last token so far."""
+        if to_ns is None:
+            to_ns = max(self.token_times_ns, default=self._simulation.now_ns)
         span_ns = max(1, to_ns - from_ns)
         itls = sorted(latency for when, latency, _ in self.itls if from_ns <= when <= to_ns)
         ttfts = sorted(latency for when, latency in self.firsts if from_ns <= when <= to_ns)

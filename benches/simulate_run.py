@@ -108,7 +108,10 @@ class Simulation:
         """Return copies of what the stages know, as a coordinator gets them over the wire."""
         return [
             StageCost(
-                CostCurve(stage.curves.decode.points()), CostCurve(stage.curves.prefill.points()), stage.model.rows_max
+                CostCurve(stage.curves.decode.points()),
+                CostCurve(stage.curves.prefill.points()),
+                stage.model.rows_max,
+                stage.curves.context_ns,
             )
             for stage in self.stages
         ]

@@ -5,11 +5,12 @@ Every event checks what must never break, see `Violation`.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 from benches.simulate_world import StageModel
 from stage.batcher import Batcher
-from stage.curves import Curves
+from stage.curves import Curves, StepShape, shape_of
 from stage.lanes import LaneTable
 from stage.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
 from stage.queue_types import QueuedFrame, Step
@@ -37,7 +38,7 @@ class SimStage:
 
     def __init__(self, index: int, model: StageModel, policy: str, n_lanes: int, rng: random.Random) -> None:
         self.index, self.model, self.is_auto = index, model, policy == "auto"
-        self.curves = Curves(CostCurve(model.decode.points()), CostCurve(model.prefill.points()))
+        self.curves = Curves(CostCurve(model.decode.points()), CostCurve(model.prefill.points()), model.context_ns)
         self.batcher = Batcher(make_policy(policy, model.rows_max, self.curves.decode))
         self.lanes = LaneTable(n_lanes, 1 << 20)
         self.factor, self.stalled_until_ns = 1.0, 0
@@ -47,7 +48,8 @@ class SimStage:
         self.n_steps = self.n_rows = 0
         self._rng = rng
         self._waiting: dict[QueuedFrame, int] = {}  # row frames in the queue -> arrival, oldest first
-        self._step_rows = self._step_cost_ns = 0
+        self._step_cost_ns = 0
+        self._shape = StepShape(0, 0)
 
     @property
     def is_busy(self) -> bool:
@@ -109,11 +111,7 @@ class SimStage:
         if step.frames:
             self.n_steps += 1
             self.n_rows += step.n_rows
-            n_prefill = sum(frame.is_prefill for frame in step.frames)
-            if n_prefill == 0:
-                self.curves.decode.observe(self._step_rows, self._step_cost_ns)
-            elif n_prefill == len(step.frames):
-                self.curves.prefill.observe(self._step_rows, self._step_cost_ns)
+            self.curves.observe(self._shape, self._step_cost_ns)
         return step.controls + step.frames
 
     def check(self) -> None:
@@ -144,14 +142,15 @@ class SimStage:
                 raise Violation(f"stage {self.index} ran a frame that was not waiting")
 
     def _cost_ns(self, step: Step) -> float:
-        """Return the native step's true cost: tiles of all rows, plus the head for the rows that want it."""
-        n_prefill = sum(frame.n_rows for frame in step.frames if frame.is_prefill)
-        n_decode = step.n_rows - n_prefill
-        self._step_rows = step.n_rows
-        if n_decode == 0:
-            return self.model.prefill.cost_ns(n_prefill)
-        rows = self.curves.decode.padded_rows(step.n_rows, self.model.rows_max) if self.is_auto else step.n_rows
-        self._step_rows = rows
-        if n_prefill == 0:
-            return self.model.decode.cost_ns(rows)
-        return max(self.model.decode.cost_ns(n_decode), self.model.prefill.cost_ns(rows))
+        """Return the native step's true cost: tiles of all rows, the head for those that want it, and the context."""
+        shape = shape_of(step.frames)
+        if self.is_auto and shape.decode_rows:
+            scratch_rows = self.curves.decode.padded_rows(shape.n_rows, self.model.rows_max) - shape.n_rows
+            shape = dataclasses.replace(shape, scratch_rows=scratch_rows)
+        self._shape = shape
+        context_ns = self.model.context_ns * shape.context
+        if not shape.decode_rows:
+            return self.model.prefill.cost_ns(shape.n_rows) + context_ns
+        if not shape.prefill_rows:
+            return self.model.decode.cost_ns(shape.n_rows) + context_ns
+        return max(self.model.decode.cost_ns(shape.decode_rows), self.model.prefill.cost_ns(shape.n_rows)) + context_ns

@@ -56,6 +56,8 @@ class StageModel:
     rows_max: int = 512
     host_ns: int = 0
     """Work of the stage's process around each native step; the stage is not free meanwhile."""
+    context_ns: float = 0.0
+    """What a row costs for every token before it in its lane."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,9 +104,13 @@ class World:
         return self.link_ns * (len(self.stages) + 1) + sum(stage.host_ns for stage in self.stages)
 
 
-def equal_stages(n_stages: int, curve: str = "staircase", *, host_ns: int = 0) -> tuple[StageModel, ...]:
+def equal_stages(
+    n_stages: int, curve: str = "staircase", *, host_ns: int = 0, context_ns: float = 0.0
+) -> tuple[StageModel, ...]:
     """Return n_stages stages of one kind."""
-    return tuple(StageModel(CURVES[curve](), CURVES[curve](), host_ns=host_ns) for _ in range(n_stages))
+    return tuple(
+        StageModel(CURVES[curve](), CURVES[curve](), host_ns=host_ns, context_ns=context_ns) for _ in range(n_stages)
+    )
 
 
 def one_slower(n_stages: int, factor: float, curve: str = "staircase") -> tuple[StageModel, ...]:

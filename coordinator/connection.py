@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from coordinator.groups import StageCost
 from coordinator.pipeline_file import PipelineFile
@@ -46,7 +46,7 @@ class Connection:
 
     def stage_costs(self) -> list[StageCost]:
         """Return what each stage measured of its own speed."""
-        return [stage_cost(facts.decode_curve, facts.prefill_curve, facts.max_rows) for facts in self.facts]
+        return [stage_cost(facts, facts.max_rows) for facts in self.facts]
 
     @classmethod
     async def open(
@@ -127,16 +127,17 @@ async def refresh_costs(
         costs = connection.stage_costs()
         for index, status in enumerate(statuses):
             if status is not None:
-                costs[index] = stage_cost(status.decode_curve, status.prefill_curve, costs[index].rows_max)
+                costs[index] = stage_cost(status, costs[index].rows_max)
         update(costs)
 
 
-def stage_cost(decode: Iterable[pb.CostPoint], prefill: Iterable[pb.CostPoint], rows_max: int) -> StageCost:
-    """Read a stage's curves from their wire form, and add what a step costs beside the native decode."""
+def stage_cost(said: pb.DescribeResponse | pb.StatusResponse, rows_max: int) -> StageCost:
+    """Read what a stage says of its speed, and add what a step costs beside the native decode."""
     return StageCost(
-        CostCurve((point.n_rows, point.cost_ns + HOST_STEP_NS) for point in decode),
-        CostCurve((point.n_rows, point.cost_ns + HOST_STEP_NS) for point in prefill),
+        CostCurve((point.n_rows, point.cost_ns + HOST_STEP_NS) for point in said.decode_curve),
+        CostCurve((point.n_rows, point.cost_ns + HOST_STEP_NS) for point in said.prefill_curve),
         rows_max,
+        said.context_ns,
     )
 
 

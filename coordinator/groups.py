@@ -30,6 +30,7 @@ from wire.curve import CostCurve
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
 ITL_STRETCH = 1.92  # predicted worst inter-token latency beside prefill, against none
 PRESSURE_MAX = 64  # prompts per running stream beyond which more of them change nothing
+BUSY = 0.9  # a stage that works this part of the time has none for another flight
 NEAR_BEST = 1.05  # of prefill choices whose rates are this close the one with the shorter latency is taken
 CHUNK_LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 FALLBACK_CHUNK_ROWS = 64  # while nothing has been measured
@@ -39,6 +40,9 @@ EQUAL = 1.02  # plans whose predicted rates are this close count as equally fast
 SHARPNESS = 32  # exponent that joins the two terms of a cycle; equal terms make it 2 % longer than either
 ROWS_ONE_BY_ONE = 32  # candidates: every row count up to here, whole tiles beyond
 CACHE_MAX = 4_096  # plans kept
+CONTEXT_STEPS = 8  # contexts are told apart by so many steps between a power of two and the next
+CONTEXT_STEP_MIN = 32  # tokens; below, a step of context would make plans anew for nothing
+VIEWS_MAX = 64  # pairs of contexts for which a planner is kept
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +52,22 @@ class StageCost:
     decode: CostCurve  # every row wants what the stage computes for decode
     prefill: CostCurve  # rows of a prompt: the last stage computes no head for them
     rows_max: int  # rows of one native step
+    context_ns: float = 0.0  # what a row costs for every token before it in its lane
+    decode_tokens: int = 0  # context of an average decode row
+    prompt_tokens: int = 0  # and of a prompt row
+
+    def decode_ns(self, rows: int) -> float:
+        """Predict a step of decode rows, padding included."""
+        return self.decode.padded_cost_ns(rows, self.rows_max) + rows * self.context_ns * self.decode_tokens
+
+    def prefill_ns(self, rows: int) -> float:
+        """Predict a step of prompt rows."""
+        return self.prefill.cost_ns(rows) + rows * self.context_ns * self.prompt_tokens
+
+    def mixed_ns(self, rows: int, prompt_rows: int) -> float:
+        """Predict a step of both: what prompt rows add to a step of as many rows, on top of the decode rows."""
+        added_ns = max(0.0, self.prefill.cost_ns(rows + prompt_rows) - self.prefill.cost_ns(rows))
+        return self.decode_ns(rows) + added_ns + prompt_rows * self.context_ns * self.prompt_tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +87,8 @@ class GroupPlan:
 class _Beside:
     """One way to prefill beside decode."""
 
+    n_groups: int
+    rows: int
     rate: float  # prompt rows per nanosecond
     latency_ns: float  # of a running stream, between tokens
     flights: int
@@ -82,6 +104,7 @@ class GroupPlanner:
         self.overhead_ns = 0.0  # of one round trip beyond the native steps: links, host work
         self._cache: dict[tuple[int, int, int], GroupPlan] = {}
         self._costs_ns: dict[int, tuple[float, ...]] = {}  # rows -> each stage's decode step
+        self._views: dict[tuple[int, int], GroupPlanner] = {}  # by context of decode rows and of prompt rows
 
     @property
     def rows_max(self) -> int:
@@ -102,6 +125,24 @@ class GroupPlanner:
     def forget(self) -> None:
         """Plan anew: curves or overhead have changed."""
         self._cache.clear()
+        self._views.clear()
+
+    def at(self, decode_tokens: float, prompt_tokens: float) -> GroupPlanner:
+        """Return the planner for rows of such contexts: of decode rows, and of the next prompt rows, on average.
+
+        It is good until the next `update` or `forget`.
+        """
+        if not any(stage.context_ns for stage in self.stages):
+            return self
+        key = (_context_step(decode_tokens), _context_step(prompt_tokens))
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= VIEWS_MAX:
+                self._views.clear()
+            stages = [dataclasses.replace(s, decode_tokens=key[0], prompt_tokens=key[1]) for s in self.stages]
+            view = self._views[key] = GroupPlanner(stages)
+            view.overhead_ns = self.overhead_ns
+        return view
 
     def plan(self, n_streams: int, *, n_prompts: int, n_prompt_rows: int = TRAIN_ROWS) -> GroupPlan:
         """Return the plan for this many running streams, with this many prompts waiting beside them.
@@ -127,7 +168,7 @@ class GroupPlanner:
 
     def chunk_ns(self, rows: int) -> float:
         """Predict the busiest stage's step of `rows` prefill rows."""
-        return max((stage.prefill.cost_ns(rows) for stage in self.stages), default=0.0)
+        return max((stage.prefill_ns(rows) for stage in self.stages), default=0.0)
 
     def mixed_ns(self, rows: int, prompt_rows: int) -> float:
         """Predict the busiest stage's step of decode rows with prompt rows beside them."""
@@ -148,16 +189,12 @@ class GroupPlanner:
     def _costs(self, rows: int) -> tuple[float, ...]:
         costs = self._costs_ns.get(rows)
         if costs is None:
-            costs = tuple(stage.decode.padded_cost_ns(rows, stage.rows_max) for stage in self.stages)
+            costs = tuple(stage.decode_ns(rows) for stage in self.stages)
             self._costs_ns[rows] = costs
         return costs
 
     def _mixed(self, rows: int, prompt_rows: int) -> tuple[float, ...]:
-        """Predict each stage's step: what the prompt rows add to a step of as many rows, on top of the decode rows."""
-        return tuple(
-            ours + max(0.0, stage.prefill.cost_ns(rows + prompt_rows) - stage.prefill.cost_ns(rows))
-            for ours, stage in zip(self._costs(rows), self.stages, strict=True)
-        )
+        return tuple(stage.mixed_ns(rows, prompt_rows) for stage in self.stages)
 
     def _cycle_ns(self, n_streams: int, n_groups: int, rows: int) -> float:
         n_full = min(n_groups, n_streams // rows)
@@ -179,9 +216,12 @@ class GroupPlanner:
             return GroupPlan(n_groups, max(1, rows), 0.0, max(1, n_stages), min(FALLBACK_CHUNK_ROWS, self.rows_max))
         n_groups, rows, period_ns = self._best_groups(n_streams) if n_streams else (1, 1, 0.0)
         if pressure and n_streams:
-            beside = self._beside(n_streams, n_groups, rows, pressure)
             latency_max_ns = pressure * ITL_STRETCH * self._cycle_ns(n_streams, n_groups, rows)
-            return GroupPlan(n_groups, rows, period_ns, *beside, latency_max_ns)
+            choice = self._beside(n_streams, (n_groups, rows), pressure, latency_max_ns)
+            if choice is None:
+                return GroupPlan(n_groups, rows, period_ns, 1, 1, 0, latency_max_ns)
+            beside = (choice.flights, choice.chunk, choice.ride)
+            return GroupPlan(choice.n_groups, choice.rows, period_ns, *beside, latency_max_ns)
         return GroupPlan(n_groups, rows, period_ns, 2 * n_stages, self._train(train_rows or TRAIN_ROWS))
 
     def _best_groups(self, n_streams: int) -> tuple[int, int, float]:
@@ -212,39 +252,49 @@ class GroupPlanner:
                 if 1 <= n_groups <= min(all_in, groups_max):
                     yield n_groups, rows
 
-    def _beside(self, n_streams: int, n_groups: int, rows: int, pressure: int) -> tuple[int, int, int]:
-        """Return (flights, rows of one, rows riding) of the most prefill beside decode that keeps the latency bound.
+    def _beside(self, n_streams: int, best: tuple[int, int], pressure: int, latency_max_ns: float) -> _Beside | None:
+        """Return the most prefill beside decode that keeps the latency bound; None where nothing does.
+
+        Decode flights are those that are best without prompts, or one more where these leave the busiest stage idle at
+        times. Where steps cost much however few their rows, one flight of all streams may be best, but prompt rows
+        riding in it would find all stages idle but one.
 
         The bound is held for flights that have spread over the stages, which they do as soon as each has gone round
         once. The first ones after a quiet time queue behind each other; those take fewer rows along, see `ride_within`.
         """
-        latency_max_ns = pressure * ITL_STRETCH * self._cycle_ns(n_streams, n_groups, rows)
         found: list[_Beside] = []
-        for ride in (0, *(total - rows for total in CHUNK_LADDER if rows < total <= self.rows_max)):
-            decode = self._mixed(rows, ride)
-            if max(n_groups * max(decode), sum(decode) + self.overhead_ns) > latency_max_ns:
-                break
-            if ride:
-                cycle_ns = _joined(n_groups * max(decode), sum(decode) + self.overhead_ns)
-                found.append(_Beside(n_groups * ride / cycle_ns, cycle_ns, 0, 1, ride))
-            if not ride or pressure > 1:  # both at once fill every gap, and then flights wait for each other
-                found.extend(self._beside_flights(n_groups, decode, ride, latency_max_ns))
+        for n_groups, rows in (best, *self._one_more(n_streams, *best)):
+            for ride in (0, *(total - rows for total in CHUNK_LADDER if rows < total <= self.rows_max)):
+                decode = self._mixed(rows, ride)
+                if max(n_groups * max(decode), sum(decode) + self.overhead_ns) > latency_max_ns:
+                    break
+                if ride:
+                    cycle_ns = _joined(n_groups * max(decode), sum(decode) + self.overhead_ns)
+                    found.append(_Beside(n_groups, rows, n_groups * ride / cycle_ns, cycle_ns, 0, 1, ride))
+                if not ride or pressure > 1:  # both at once fill every gap, and then flights wait for each other
+                    found.extend(self._beside_flights((n_groups, rows), decode, ride, latency_max_ns))
         best_rate = max((choice.rate for choice in found), default=0.0)
         good = [choice for choice in found if choice.rate * NEAR_BEST >= best_rate]
-        if not good:
-            return 1, 1, 0
-        best = min(good, key=lambda choice: (choice.latency_ns, choice.flights))
-        return best.flights, best.chunk, best.ride
+        return min(good, key=lambda choice: (choice.latency_ns, choice.flights, choice.n_groups), default=None)
+
+    def _one_more(self, n_streams: int, n_groups: int, rows: int) -> Iterator[tuple[int, int]]:
+        """Yield one flight more, and its rows, where the busiest stage has time for it.
+
+        Never more at once: flights that split because a prompt came queue behind each other until they have spread.
+        """
+        is_idle = n_groups * self.step_ns(rows) < BUSY * (self.way_ns(rows) + self.overhead_ns)
+        if n_groups < n_streams and is_idle:
+            yield n_groups + 1, math.ceil(n_streams / (n_groups + 1))
 
     def _beside_flights(
-        self, n_groups: int, decode: Sequence[float], ride: int, latency_max_ns: float
+        self, groups: tuple[int, int], decode: Sequence[float], ride: int, latency_max_ns: float
     ) -> Iterator[_Beside]:
         """Yield the choices of flights of prompt rows, beside decode flights with this ride, that keep the bound."""
-        way_ns = sum(decode) + self.overhead_ns
+        n_groups, way_ns = groups[0], sum(decode) + self.overhead_ns
         for chunk in CHUNK_LADDER:
             if chunk > self.rows_max:
                 break
-            costs = [stage.prefill.cost_ns(chunk) for stage in self.stages]
+            costs = [stage.prefill_ns(chunk) for stage in self.stages]
             for flights in range(1, len(self.stages) + 1):
                 work_ns = max(n_groups * ours + flights * theirs for ours, theirs in zip(decode, costs, strict=True))
                 latency_ns = max(work_ns, way_ns + flights * max(costs))
@@ -252,17 +302,23 @@ class GroupPlanner:
                     break
                 cycle_ns = max(work_ns, sum(costs) + self.overhead_ns)
                 rate = flights * chunk / cycle_ns + n_groups * ride / max(work_ns, way_ns)
-                yield _Beside(rate, latency_ns, flights, chunk, ride)
+                yield _Beside(*groups, rate, latency_ns, flights, chunk, ride)
 
     def _train(self, n_rows: int) -> int:
         """Return the chunk that brings so many prompt rows through idle stages soonest."""
         n_stages = len(self.stages)
 
         def time_ns(chunk: int) -> float:
-            slowest = max(stage.prefill.cost_ns(chunk) for stage in self.stages)
+            slowest = self.chunk_ns(chunk)
             return (math.ceil(n_rows / chunk) + n_stages - 1) * (slowest + self.overhead_ns / (n_stages + 1))
 
         return min((chunk for chunk in CHUNK_LADDER if chunk <= self.rows_max), key=time_ns)
+
+
+def _context_step(tokens: float) -> int:
+    """Return the context among those told apart that is nearest."""
+    step = max(CONTEXT_STEP_MIN, (1 << int(tokens).bit_length()) // (2 * CONTEXT_STEPS))
+    return step * round(tokens / step)
 
 
 def _pressure(n_streams: int, n_prompts: int) -> int:

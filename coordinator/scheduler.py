@@ -43,6 +43,7 @@ class Flight:
     sent_ns: int
     ahead_ns: float  # predicted work of the busiest stage on the flights under way, this one included
     step_ns: float  # its own part of that
+    way_ns: float  # predicted native steps of its decode rows on their way through idle stages
     n_chunks_before: int  # flights with prompt rows launched until then; -1 while one is under way
 
 
@@ -80,7 +81,8 @@ class Scheduler:
         self._n_chunks_before = 0  # and launched before the first of those that have followed without a pause
         self._n_landed = 0
         self._excess_ns: collections.deque[tuple[float, float]] = collections.deque(maxlen=ROUND_TRIPS_KEPT)
-        self._decoding: set[int] = set()  # sessions that decode, in the pool or under way
+        self._decoding: dict[int, int] = {}  # sessions that decode, in the pool or under way -> their latest position
+        self._decoding_tokens = 0  # sum of these positions
 
     @property
     def n_decoding(self) -> int:
@@ -99,7 +101,9 @@ class Scheduler:
 
     def decode(self, frame: OutFrame) -> None:
         """A stream's next row is ready."""
-        self._decoding.add(frame.session.session_id)
+        session_id = frame.session.session_id
+        self._decoding_tokens += frame.position - self._decoding.get(session_id, 0)
+        self._decoding[session_id] = frame.position
         self._pool.append(frame)
 
     def answered(self, session_id: int, position: int, now_ns: int) -> None:
@@ -121,7 +125,7 @@ class Scheduler:
             self.answered(session_id, position, now_ns)
         self._prompts.pop(session_id, None)
         if session_id in self._decoding:
-            self._decoding.discard(session_id)
+            self._decoding_tokens -= self._decoding.pop(session_id)
             self._pool = collections.deque(f for f in self._pool if f.session.session_id != session_id)
 
     # --- decisions ----------------------------------------------------------------------------------------------------
@@ -142,10 +146,15 @@ class Scheduler:
         return self._automatic()
 
     def _automatic(self) -> GroupPlan:
-        n_prompts = len(self._prompts)
+        n_prompts, planner = len(self._prompts), self._planner()
         if self._decoding:
-            return self.planner.plan(self.n_decoding, n_prompts=n_prompts)
-        return self.planner.plan(0, n_prompts=n_prompts, n_prompt_rows=self._count_train_rows())
+            return planner.plan(self.n_decoding, n_prompts=n_prompts)
+        return planner.plan(0, n_prompts=n_prompts, n_prompt_rows=self._count_train_rows())
+
+    def _planner(self) -> GroupPlanner:
+        """Return the planner for the contexts of those that run and of the prompt that goes next."""
+        decode_tokens = self._decoding_tokens / len(self._decoding) if self._decoding else 0
+        return self.planner.at(decode_tokens, self._next_prompt(self._turns + 1).n_sent if self._prompts else 0)
 
     def _count_train_rows(self) -> int:
         """Return the prompt rows of the train under way, those that have left included: its chunks stay as they are."""
@@ -193,7 +202,7 @@ class Scheduler:
         n_chunks = self._n_chunks - self._n_chunks_before if self._n_chunk_flights else 0
         if not plan.latency_max_ns or n_chunks >= SPREAD_CYCLES * plan.n_groups:
             return ride_rows
-        fitting = self.planner.ride_within(rows, ride_rows, plan.latency_max_ns - self._queued_ns(now_ns))
+        fitting = self._planner().ride_within(rows, ride_rows, plan.latency_max_ns - self._queued_ns(now_ns))
         return fitting if 2 * fitting >= ride_rows else ride_rows
 
     def _take_everything(self, envelopes: list[list[OutFrame]], now_ns: int) -> None:
@@ -219,10 +228,7 @@ class Scheduler:
         left = rows
         while left and self._prompts:
             self._turns += 1
-            if self._turns % OLDEST_EVERY == 0:
-                session = next(iter(self._prompts.values()))
-            else:
-                session = min(self._prompts.values(), key=lambda waiting: waiting.prefill_left)
+            session = self._next_prompt(self._turns)
             chunk = session.next_chunk(left)
             if chunk is not None:
                 frames.append(chunk)
@@ -233,6 +239,11 @@ class Scheduler:
                 break  # a step takes one frame of a session
         return frames
 
+    def _next_prompt(self, turn: int) -> Session:
+        if turn % OLDEST_EVERY == 0:
+            return next(iter(self._prompts.values()))
+        return min(self._prompts.values(), key=lambda waiting: waiting.prefill_left)
+
     # --- flights ------------------------------------------------------------------------------------------------------
 
     def _launch(
@@ -242,13 +253,15 @@ class Scheduler:
         frames = decode + chunks
         keys = {(frame.session.session_id, frame.position + len(frame.tokens)) for frame in frames}
         n_rows, n_prompt_rows = len(decode), sum(len(frame.tokens) for frame in chunks)
-        step_ns = self.planner.mixed_ns(n_rows, n_prompt_rows) if decode else self.planner.chunk_ns(n_prompt_rows)
+        planner = self.planner.at(_mean_context(decode), _mean_context(chunks))
+        step_ns = planner.mixed_ns(n_rows, n_prompt_rows) if decode else planner.chunk_ns(n_prompt_rows)
         self._under_way_ns += step_ns
         self._queue_ns, self._queue_at_ns = self._queued_ns(now_ns) + step_ns, now_ns
         is_quiet = not chunks and not self._n_chunk_flights
         flight = Flight(
-            keys, n_rows, bool(chunks), now_ns, self._under_way_ns, step_ns, self._n_chunks if is_quiet else -1
-        )
+            keys, n_rows, bool(chunks), now_ns, self._under_way_ns, step_ns, planner.way_ns(n_rows),
+            self._n_chunks if is_quiet else -1,
+        )  # fmt: skip
         for session_id, position in keys:
             self._flights[session_id, position] = flight
             self._under_way.setdefault(session_id, []).append(position)
@@ -286,8 +299,8 @@ class Scheduler:
         overhead is hidden behind the work: it stays what it was, unless that is more than flights take. (Taking it for
         all excess there would be wrong and would keep the plan from ever choosing larger, longer steps.)
         """
-        explained_ns = max(self.planner.way_ns(flight.n_rows), flight.ahead_ns)
-        excess_ns = took_ns - self.planner.way_ns(flight.n_rows)
+        explained_ns = max(flight.way_ns, flight.ahead_ns)
+        excess_ns = took_ns - flight.way_ns
         self._excess_ns.append((took_ns / explained_ns, excess_ns))
         self._n_landed += 1
         if len(self._excess_ns) < ROUND_TRIPS_MIN or self._n_landed % ROUND_TRIPS_STRIDE:
@@ -300,3 +313,9 @@ class Scheduler:
         if abs(overhead_ns - known_ns) > 0.2 * known_ns + OVERHEAD_STEP_NS:
             self.planner.overhead_ns = overhead_ns
             self.planner.forget()
+
+
+def _mean_context(frames: list[OutFrame]) -> float:
+    """Return how many tokens stand before the frame of an average row."""
+    n_rows = sum(len(frame.tokens) for frame in frames)
+    return sum(len(frame.tokens) * frame.position for frame in frames) / n_rows if n_rows else 0.0

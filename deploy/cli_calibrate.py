@@ -26,7 +26,7 @@ BAR_COLUMNS = 24
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @engine_options
 def calibrate_command(artifact: Path, threads: int, as_json: bool, **given: Any) -> None:
-    """Measure how long native steps of ARTIFACT take, by rows, and remember it for the stage's next start."""
+    """Measure how long native steps of ARTIFACT take, by rows and context, and remember it for the next start."""
     from stage.calibrate import fresh_curves
     from stage.native import EngineConfig, NativeEngine
 
@@ -47,11 +47,13 @@ def calibrate_command(artifact: Path, threads: int, as_json: bool, **given: Any)
     if as_json:
         found = {"artifact": sizes_of(artifact), "threads": config.n_threads}
         found |= {"decode": _rows(curves.decode, max_rows), "prefill": _rows(curves.prefill, max_rows)}
+        found["context_ns"] = curves.context_ns
         click.echo(json.dumps(found))
         return
     console = Console()
     _show(console, "decode rows, each in a lane of its own", curves.decode, max_rows)
     _show(console, "prefill rows of one prompt", curves.prefill, max_rows)
+    console.print(f"context: a row takes {curves.context_ns / 1e3:.3f} ms longer for every 1,000 tokens before it")
 
 
 def sizes_of(artifact: Path) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """Measures a slice's cost curves at start: how long a native step takes by rows. Cached, since it takes seconds.
 
 Decode rows stand in lanes of their own and all want the stage's output; prefill rows stand in one lane and want none
-of the head. Short contexts: what longer ones cost is learned from real steps.
+of the head. Both have short contexts. What a longer one costs is measured beside a lane whose few cells were copied
+many times, since computing a thousand tokens would take minutes on a slow machine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import llama_cpp
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from stage.curves import Curves
 from stage.native import NativeEngine
@@ -24,26 +26,53 @@ from wire.curve import LADDER, CostCurve
 BUDGET_S = 4.0  # of one calibration; the ladder stops where it is spent and the last slope goes on
 PASSES = 3
 PREFILL_LADDER = (4, 8, 16, 32, 64, 128, 256)
-CACHE_VERSION = 1
+CONTEXT_TOKENS = 1_024  # of the lane beside which the price of context is measured
+CONTEXT_COMPUTED_TOKENS = 16  # of them; the others are copies
+CONTEXT_ROWS = 4
+CACHE_VERSION = 2
 
 
 class _Stored(msgspec.Struct, frozen=True):
     decode: list[tuple[int, int]]
     prefill: list[tuple[int, int]]
+    context_ns: float
 
 
 def calibrate(engine: NativeEngine, budget_s: float = BUDGET_S) -> Curves:
-    """Measure both curves. The engine must be idle; its lanes are empty again afterwards."""
+    """Measure curves and context. The engine must be idle; its lanes are empty again afterwards."""
     now_s = time.monotonic()
-    decode = _measure(engine, LADDER, now_s + 0.75 * budget_s, in_one_lane=False)
+    decode = _measure(engine, LADDER, now_s + 0.7 * budget_s, in_one_lane=False)
     if engine.is_last:
-        return Curves(
-            CostCurve(decode), CostCurve(_measure(engine, PREFILL_LADDER, now_s + budget_s, in_one_lane=True))
-        )
-    # Without a head prefill rows cost what decode rows do; only the upper end is missing.
-    longer = [rows for rows in PREFILL_LADDER if rows > max(decode, default=(0, 0))[0]]
-    prefill = decode + _measure(engine, longer, now_s + budget_s, in_one_lane=True)
-    return Curves(CostCurve(decode), CostCurve(prefill))
+        prefill = _measure(engine, PREFILL_LADDER, now_s + 0.9 * budget_s, in_one_lane=True)
+    else:
+        # Without a head prefill rows cost what decode rows do; only the upper end is missing.
+        longer = [rows for rows in PREFILL_LADDER if rows > max(decode, default=(0, 0))[0]]
+        prefill = decode + _measure(engine, longer, now_s + 0.9 * budget_s, in_one_lane=True)
+    context_ns = _measure_context(engine, now_s + budget_s)
+    return Curves(CostCurve(decode), CostCurve(prefill), context_ns)
+
+
+def _measure_context(engine: NativeEngine, deadline_s: float) -> float:
+    """Return what a row costs for every token before it in its lane; 0.0 where no long lane can be made."""
+    n_computed, n_rows = CONTEXT_COMPUTED_TOKENS, CONTEXT_ROWS
+    n_lanes, config = engine.config.n_sequences, engine.config
+    n_times = min(CONTEXT_TOKENS, config.n_lanes * config.ctx_tokens // 2) // n_computed
+    if n_lanes < 2 or n_times < 2 or n_computed + n_rows > min(engine.max_rows, config.ctx_tokens):
+        return 0.0
+    long_lane, free_lane = 0, n_lanes - 1
+    short_ns = long_ns = 0
+    for _ in range(PASSES):
+        duration_ns = _time_step(engine, n_rows, in_one_lane=True)
+        short_ns = min(duration_ns, short_ns or duration_ns)
+        _run_lane(engine, long_lane, 0, n_computed)
+        if engine.multiply(long_lane, free_lane, n_times):
+            duration_ns = _run_lane(engine, long_lane, n_computed, n_rows)
+            long_ns = min(duration_ns, long_ns or duration_ns)
+        engine.clear(long_lane)
+        engine.clear(free_lane)
+        if not long_ns or time.monotonic() > deadline_s:
+            break
+    return max(0, long_ns - short_ns) / (n_rows * n_computed * n_times)
 
 
 def _measure(
@@ -74,17 +103,28 @@ def _fits(engine: NativeEngine, n_rows: int, in_one_lane: bool) -> bool:
 def _time_step(engine: NativeEngine, n_rows: int, in_one_lane: bool) -> int:
     n_lanes = 1 if in_one_lane else engine.config.n_lanes
     rows = np.arange(n_rows)
-    engine.seq_ids[:n_rows] = rows % n_lanes
-    engine.positions[:n_rows] = rows // n_lanes
-    engine.wants[:n_rows] = not in_one_lane
+    duration_ns = _run(engine, rows % n_lanes, rows // n_lanes, wants_all=not in_one_lane)
+    for lane in range(min(n_rows, n_lanes)):
+        engine.clear(lane)
+    return duration_ns
+
+
+def _run_lane(engine: NativeEngine, lane: int, position: int, n_rows: int) -> int:
+    positions = np.arange(position, position + n_rows)
+    return _run(engine, np.full(n_rows, lane), positions, wants_all=False)
+
+
+def _run(engine: NativeEngine, lanes: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], wants_all: bool) -> int:
+    """Run one step; returns its nanoseconds. Of rows that do not all want the head, the last one does."""
+    n_rows = len(lanes)
+    engine.seq_ids[:n_rows] = lanes
+    engine.positions[:n_rows] = positions
+    engine.wants[:n_rows] = wants_all
     engine.wants[n_rows - 1] = 1
     engine.input_rows[:n_rows] = 0.01
     started_ns = time.monotonic_ns()
     engine.decode(n_rows)
-    duration_ns = time.monotonic_ns() - started_ns
-    for lane in range(min(n_rows, n_lanes)):
-        engine.clear(lane)
-    return duration_ns
+    return time.monotonic_ns() - started_ns
 
 
 def cached_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves:
@@ -96,7 +136,7 @@ def cached_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves
         stored = msgspec.json.decode(_path(engine, cache_dir).read_bytes(), type=_Stored)
     except (OSError, msgspec.MsgspecError):
         return fresh_curves(engine, cache_dir)  # not measured yet, or a file nobody can use
-    return Curves(CostCurve(stored.decode), CostCurve(stored.prefill))
+    return Curves(CostCurve(stored.decode), CostCurve(stored.prefill), stored.context_ns)
 
 
 def fresh_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves:
@@ -106,7 +146,8 @@ def fresh_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_bytes(msgspec.json.encode(_Stored(curves.decode.points(), curves.prefill.points())))
+        stored = _Stored(curves.decode.points(), curves.prefill.points(), curves.context_ns)
+        scratch.write_bytes(msgspec.json.encode(stored))
         scratch.replace(path)
     except OSError:
         pass  # measured again at the next start

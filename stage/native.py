@@ -294,6 +294,25 @@ class NativeEngine:
         if n_tokens > 0:
             llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, 0, n_tokens)
 
+    def multiply(self, lane: int, free_lane: int, n_times: int) -> bool:
+        """Let the lane hold what it holds n_times over, at the same positions: a long context that nobody computed.
+
+        Good for timing steps alone. `free_lane` holds nothing before and after. False where llama.cpp cannot copy
+        cells or has no room for them; some copies may have been made then.
+        """
+        self._check_lane(lane)
+        self._check_lane(free_lane)
+        size = llama.llama_state_seq_get_size(self._context, lane)
+        state = (ctypes.c_uint8 * size)()
+        if llama.llama_state_seq_get_data(self._context, state, size, lane) != size:
+            return False
+        for _ in range(n_times - 1):
+            if llama.llama_state_seq_set_data(self._context, state, size, free_lane) != size:
+                return False
+            llama.llama_memory_seq_cp(self._memory, free_lane, lane, -1, -1)
+            self.clear(free_lane)
+        return True
+
     def clear(self, lane: int) -> None:
         """Forget everything the lane holds and give its cells back."""
         self.drop_from(lane, 0)

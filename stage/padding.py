@@ -1,4 +1,4 @@
-"""What the cost curves are for in a step: scratch rows where more are cheaper, a prediction, and what is learned."""
+"""What the cost curves are for in a step: scratch rows where more are cheaper, and what is learned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stage.curves import Curves
+from stage.curves import Curves, StepShape
 from stage.queue_types import QueuedFrame
 
 if TYPE_CHECKING:
@@ -37,24 +37,9 @@ class Padding:
         engine.wants[n_rows:target] = 1  # the head is tiled too
         return target - n_rows
 
-    def predicted_ns(self, frames: Sequence[QueuedFrame], n_rows: int) -> int:
-        """Return what the curves say that these frames will cost in a step of n_rows, padding included; 0: unknown.
-
-        Rows of prompts beside decode rows are not measured as such; the prefill curve is the nearer one.
-        """
-        curves = self.curves
-        has_prefill = any(frame.is_prefill for frame in frames)
-        curve = curves.prefill if has_prefill and curves.prefill.is_known else curves.decode
-        return round(curve.cost_ns(n_rows))
-
-    def learn(self, engine: Engine, frames: Sequence[QueuedFrame], n_rows: int, padded_rows: int, cost_ns: int) -> None:
-        """Refine the curves from a step of n_rows rows, padded_rows of them scratch; no frames: the step failed."""
-        if padded_rows:
+    def learn(self, engine: Engine, shape: StepShape | None, cost_ns: int) -> None:
+        """Refine the curves from a step of that shape; None: it failed."""
+        if shape is None or shape.scratch_rows:
             engine.clear(self.spare_lane)
-        if not frames:
-            return
-        n_prefill = sum(frame.is_prefill for frame in frames)
-        if n_prefill == 0:
-            self.curves.decode.observe(n_rows, cost_ns)
-        elif n_prefill == len(frames):
-            self.curves.prefill.observe(n_rows, cost_ns)
+        if shape is not None:
+            self.curves.observe(shape, cost_ns)

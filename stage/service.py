@@ -23,7 +23,6 @@ from stage.stats import StageStats
 from stage.step import StepExecutor
 from stage.step_types import RouteOutput, RouteWiring, StepResult
 from wire import bounds, rpc
-from wire.curve import CostCurve
 from wire.envelope import EnvelopeView
 from wire.errors import (
     HandshakeError,
@@ -158,7 +157,7 @@ class StageService:
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """Say what this stage holds."""
         artifact, config = self._facts.artifact, self._facts.config
-        return pb.DescribeResponse(
+        message = pb.DescribeResponse(
             protocol_version=bounds.PROTOCOL_VERSION,
             software_version=self._facts.software_version,
             architecture=artifact.architecture,
@@ -174,9 +173,9 @@ class StageService:
             ctx_tokens=config.ctx_tokens,
             max_rows=config.max_rows,
             instance_id=self._facts.instance_id,
-            decode_curve=_points(self._facts.curves.decode),
-            prefill_curve=_points(self._facts.curves.prefill),
         )
+        self._facts.curves.tell(message)
+        return message
 
     async def configure(self, request: pb.ConfigureRequest, context: Context) -> pb.ConfigureResponse:
         """Begin a new epoch of a route: forget its sessions and connect downstream."""
@@ -262,8 +261,7 @@ class StageService:
         message.uptime_ns = time.monotonic_ns() - self._started_ns
         message.lanes_used, message.lanes_total = len(self._executor.lanes), self._executor.lanes.n_lanes
         message.queued_rows = self.runner.queued_rows
-        message.decode_curve.extend(_points(self._facts.curves.decode))
-        message.prefill_curve.extend(_points(self._facts.curves.prefill))
+        self._facts.curves.tell(message)
         message.now_ns = time.monotonic_ns()
         return message
 
@@ -393,7 +391,3 @@ class StageService:
             for route in list(self._routes.values()):
                 await self._end_route(route)
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def _points(curve: CostCurve) -> list[pb.CostPoint]:
-    return [pb.CostPoint(n_rows=n_rows, cost_ns=cost_ns) for n_rows, cost_ns in curve.points()]

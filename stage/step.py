@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from stage.curves import shape_of
 from stage.lanes import LaneTable
 from stage.padding import Padding
 from stage.placement import Placed, fill_frames, run_length
@@ -91,7 +92,8 @@ class StepExecutor:
         if padding is not None:
             result.padded_rows = padding.pad(self.engine, members, n_rows)
             n_rows += result.padded_rows
-            result.predicted_ns = padding.predicted_ns(members, n_rows)
+            shape = shape_of(members, result.padded_rows)
+            result.predicted_ns = round(padding.curves.predict_ns(shape))
         result.started_ns = time.monotonic_ns()
         try:
             self.engine.decode(n_rows)
@@ -101,8 +103,7 @@ class StepExecutor:
                 self._fault(outputs, item.frame, error)
         result.decode_ns = time.monotonic_ns() - result.started_ns
         if padding is not None:
-            learned = [] if result.error else members
-            padding.learn(self.engine, learned, n_rows, result.padded_rows, result.decode_ns)
+            padding.learn(self.engine, None if result.error else shape, result.decode_ns)
         return not result.error
 
     def reset_route(self, route_id: int, wiring: RouteWiring | None) -> None:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from stage.calibrate import cached_curves, calibrate, fresh_curves
@@ -36,6 +38,40 @@ def test_both_curves_cover_what_fits_and_no_lane_keeps_anything(engine: NativeEn
     assert [engine.lane_tokens(lane) for lane in range(5)] == [0] * 5
 
 
+def test_what_context_costs_is_measured_beside_copies_of_a_short_one(
+    engine: NativeEngine, artifacts: list[Path]
+) -> None:
+    assert calibrate(engine).context_ns == 0.0, "16 tokens a lane hold no context worth measuring"
+    with NativeEngine(EngineConfig(artifacts[0], n_lanes=2, ctx_tokens=1_024, max_rows=32, spare_lanes=1)) as roomy:
+        assert calibrate(roomy).context_ns > 0
+        assert [roomy.lane_tokens(lane) for lane in range(3)] == [0] * 3
+
+
+def test_a_lane_holds_its_cells_several_times_until_there_is_no_room(engine: NativeEngine) -> None:
+    def run(lane: int, position: int, n_rows: int) -> npt.NDArray[np.float32]:
+        engine.seq_ids[:n_rows], engine.wants[:n_rows] = lane, 1
+        engine.positions[:n_rows] = range(position, position + n_rows)
+        engine.input_rows[:n_rows] = np.linspace(-1, 1, n_rows * engine.n_embd).reshape(n_rows, -1)
+        engine.decode(n_rows)
+        found = engine.logits(n_rows - 1) if engine.is_last else engine.output_rows[n_rows - 1]
+        return np.array(found)
+
+    run(0, 0, 4)
+    alone = run(0, 4, 1)
+    engine.drop_from(0, 4)
+    assert engine.multiply(0, 4, 8)
+    assert engine.lane_tokens(0) == 4
+    assert engine.lane_tokens(4) == 0
+    beside_copies = run(0, 4, 1)
+    assert np.isfinite(beside_copies).all()
+    assert not np.allclose(alone, beside_copies, atol=1e-6), "it attends to the copies"
+    assert not engine.multiply(0, 4, 1_000), "more than there are cells"
+    engine.clear(0)
+    engine.clear(4)
+    run(0, 0, 4)
+    np.testing.assert_allclose(run(0, 4, 1), alone, atol=1e-5)
+
+
 def test_no_time_still_gives_a_curve_to_begin_with(engine: NativeEngine) -> None:
     curves = calibrate(engine, budget_s=0)
     assert curves.decode.points()[0][0] == 1
@@ -45,6 +81,7 @@ def test_no_time_still_gives_a_curve_to_begin_with(engine: NativeEngine) -> None
 def test_curves_are_remembered_by_what_changes_them(engine: NativeEngine, tmp_path: Path) -> None:
     measured = cached_curves(engine, tmp_path)
     assert cached_curves(engine, tmp_path).decode.points() == measured.decode.points()
+    assert cached_curves(engine, tmp_path).context_ns == measured.context_ns
     (file,) = (tmp_path / "curves").iterdir()
     file.write_text("not a curve")
     assert cached_curves(engine, tmp_path).decode.is_known
@@ -60,6 +97,8 @@ def test_the_command_prints_a_table_and_json(
     table = relayline("calibrate", artifacts[1], *flags)
     assert table.returncode == 0, table.stderr
     assert "ms per step" in table.stdout
+    assert "every 1,000 tokens" in table.stdout
     rows = json.loads(relayline("calibrate", artifacts[1], *flags, "--json").stdout)
     assert [line["rows"] for line in rows["decode"]][:4] == [1, 2, 3, 4]
     assert all(line["runs_as"] >= line["rows"] for line in rows["decode"])
+    assert rows["context_ns"] >= 0

@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benches.simulate_world import CURVES, MS, best_rate, equal_stages, one_slower
-from coordinator.groups import GROUPS_MAX_PER_STAGE, GroupPlanner, StageCost
+from coordinator.groups import (
+    CONTEXT_STEP_MIN,
+    CONTEXT_STEPS,
+    GROUPS_MAX_PER_STAGE,
+    GroupPlanner,
+    StageCost,
+    _context_step,
+)
 from wire.curve import CostCurve
 
 
@@ -20,6 +27,47 @@ def planner(n_stages: int, curve: str = "staircase", overhead_ms: float = 0.0, r
 def shape(made: GroupPlanner, n_streams: int) -> tuple[int, int]:
     plan = made.plan(n_streams, n_prompts=0)
     return plan.n_groups, plan.group_rows
+
+
+def with_context(n_stages: int, context_ns: float, curve: str = "arithmetic") -> GroupPlanner:
+    return GroupPlanner([StageCost(CURVES[curve](), CURVES[curve](), 512, context_ns) for _ in range(n_stages)])
+
+
+def test_rows_of_a_long_context_are_dearer_and_fewer_ride() -> None:
+    made = with_context(2, 13_000)
+    short, long = made.at(0, 0), made.at(0, 2_048)
+    assert long.chunk_ns(4) == short.chunk_ns(4) + 4 * 2_048 * 13_000
+    assert long.mixed_ns(4, 4) == short.mixed_ns(4, 4) + 4 * 2_048 * 13_000
+    assert long.step_ns(4) == short.step_ns(4)
+    assert made.at(2_048, 0).step_ns(4) == short.step_ns(4) + 4 * 2_048 * 13_000
+    rides = [made.at(0, tokens).plan(16, n_prompts=1).ride_rows for tokens in (0, 1_024, 4_096)]
+    assert rides == sorted(rides, reverse=True)
+    assert rides[0] > rides[-1]
+    assert long.plan(4, n_prompts=1).latency_max_ns == short.plan(4, n_prompts=1).latency_max_ns
+
+
+def test_contexts_are_told_apart_in_eighths_and_cost_nothing_where_they_have_no_price() -> None:
+    made = with_context(2, 13_000)
+    assert made.at(1_000, 0) is made.at(1_010, 0)
+    assert made.at(1_000, 0) is not made.at(1_200, 0)
+    view = made.at(10, 10)
+    made.forget()
+    assert made.at(10, 10) is not view, "curves or overhead have changed"
+    assert all(abs(_context_step(n) - n) <= max(CONTEXT_STEP_MIN / 2, n / CONTEXT_STEPS) for n in range(5_000))
+    plain = planner(2)
+    assert plain.at(4_000, 4_000) is plain
+
+
+def test_prompts_get_a_flight_more_where_decode_alone_leaves_stages_idle() -> None:
+    """Steps that cost 8 ms however few their rows, the first stage a third quicker: one flight of all is quickest."""
+    made = GroupPlanner([StageCost(CURVES["smooth"](factor), CURVES["smooth"](factor), 512) for factor in (0.6, 1.0)])
+    quiet, beside = made.plan(11, n_prompts=0), made.plan(11, n_prompts=8)
+    assert (quiet.n_groups, quiet.group_rows) == (1, 11)
+    assert (beside.n_groups, beside.group_rows) == (2, 6)
+    assert beside.ride_rows > 0
+    assert 2 * made.mixed_ns(6, beside.ride_rows) <= beside.latency_max_ns
+    busy = planner(2, "smooth")
+    assert busy.plan(16, n_prompts=1).n_groups == busy.plan(16, n_prompts=0).n_groups == 2
 
 
 CASES = {  # (stages, streams) -> (flights, rows), on the staircase of FIELD.md

@@ -183,7 +183,7 @@ def test_a_flight_behind_others_that_became_longer_takes_fewer_rows_along() -> N
     def rides(gap_ns: int) -> tuple[int, list[int]]:
         scheduler = Scheduler(ScheduleConfig(), GroupPlanner([stage] * 4))
         start(scheduler, new_session(9, n_prompt=4_000))
-        scheduler._decoding |= {1, 2, 3, 4}  # those that have not come back yet are under way
+        scheduler._decoding |= dict.fromkeys((1, 2, 3, 4), 10)  # those that have not come back yet are under way
         planned, found = scheduler.plan().ride_rows, []
         for turn in range(4):
             scheduler.decode(row(turn + 1))
@@ -196,6 +196,37 @@ def test_a_flight_behind_others_that_became_longer_takes_fewer_rows_along() -> N
     assert planned / 2 <= found[3] < planned
     planned, found = rides(10**9)
     assert found == [planned] * 4, "nobody is in the way"
+
+
+def test_plans_are_made_for_the_contexts_of_those_that_run_and_of_the_prompt_that_goes_next() -> None:
+    asked: list[tuple[float, float]] = []
+
+    class Noting(Fixed):
+        def at(self, decode_tokens: float, prompt_tokens: float) -> GroupPlanner:
+            asked.append((decode_tokens, prompt_tokens))
+            return self
+
+    scheduler = Scheduler(ScheduleConfig(), Noting(n_groups=1, group_rows=2, flights=0, ride_rows=4))
+    scheduler.decode(row(1, position=100))
+    scheduler.decode(row(2, position=300))
+    ((*_,),) = scheduler.take(0)
+    assert asked == [(200, 0), (200, 0)], "the plan, and the flight"
+    start(scheduler, new_session(3, n_prompt=12))
+    for session_id, position in ((1, 101), (2, 301)):
+        scheduler.answered(session_id, position, 1)
+        scheduler.decode(row(session_id, position))
+    asked.clear()
+    scheduler.take(1)
+    assert asked == [(201, 0), (201, 0)]
+    scheduler.plan()
+    assert asked[-1] == (201, 4), "four rows of the prompt have left"
+    scheduler.forget(2, 2)
+    scheduler.plan()
+    assert asked[-1] == (101, 4)
+    scheduler.forget(1, 3)
+    scheduler.forget(3, 3)
+    scheduler.plan()
+    assert asked[-1] == (0, 0)
 
 
 def test_chunks_of_an_idle_pipeline_suit_the_rows_that_wait() -> None:

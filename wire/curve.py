@@ -113,3 +113,8 @@ class CostCurve:
         if is_new:
             bisect.insort(self._rows, rows)
         self._best.clear()
+
+    def observe_speed(self, ratio: float) -> None:
+        """Refine all points alike from a step that took `ratio` times what was predicted, whatever its rows."""
+        if ratio <= OUTLIER:
+            self._scale *= 1 + SMOOTHING_SHARED * (ratio - 1)

@@ -35,10 +35,12 @@ from coordinator.scheduler import Scheduler
 from coordinator.session import REPLAYS_MAX, OutFrame, Session, State
 from coordinator.stage_client import StageClient
 from coordinator.streams import AUDIENCE_MAX, Audience, SessionStream, sharing_key
+from coordinator.suspects import LOSSES_MAX, Suspects
 from coordinator.telemetry_control import greet
 from coordinator.token_sender import TokenSender
 from wire import bounds
 from wire.errors import (
+    InternalError,
     NotReadyError,
     ProtocolError,
     RelaylineError,
@@ -77,6 +79,7 @@ class Pipeline:
         self._shared: dict[Hashable, Audience] = {}
         self.n_shared = 0  # requests that joined another's session
         self._admission = Admission(1, 0, config.waiting_max)
+        self._suspects = Suspects()
         self._connection: Connection | None = None
         self._sender: TokenSender | None = None
         self._scheduler = Scheduler(config.schedule, GroupPlanner(()))
@@ -217,7 +220,7 @@ class Pipeline:
         refreshing = refresh_costs(connection, lambda: bool(self._audiences), self._scheduler.planner.update)
         self._refresher = asyncio.create_task(refreshing)
         self._observer.connected(len(self.file.stages), time.monotonic_ns())
-        for session in self._admission.running.values():
+        for session in self._suspects.starting(self._admission.running.values()):
             self._start(session)
         self.phase = Phase.READY
         self.ready.set()
@@ -230,7 +233,14 @@ class Pipeline:
         fields = {"epoch": self.epoch, "reason": error.message, "paused": len(self._admission.running)}
         log.warning("pipeline lost, recovering", extra={"fields": fields})
         self._observer.lost(error.message, time.monotonic_ns())
+        self._give_up_guilty(error)
         await self._teardown()
+
+    def _give_up_guilty(self, error: RelaylineError) -> None:
+        """End the requests that have brought the pipeline down too often, see coordinator.suspects."""
+        for session in self._suspects.lost(self._admission.running.values()):
+            why = f"the pipeline was lost {LOSSES_MAX} times while this request ran and had not got further"
+            self._fail(session, InternalError(f"{why}; it is not tried again. The last time: {error.message}"))
 
     async def _teardown(self) -> None:
         if self._refresher is not None:
@@ -315,6 +325,7 @@ class Pipeline:
         if event is not None:
             self._observer.token(session.record, sample.position, event.finish_reason, now_ns)
             audience.put(event)
+            self._start_cleared(session)
         if session.state is State.DONE:
             self._finish(session, frames)
         else:
@@ -338,9 +349,16 @@ class Pipeline:
             self._scheduler.forget(session.session_id, time.monotonic_ns())
             self._start(session)
             return
+        self._fail(session, error)
+
+    def _fail(self, session: Session, error: RelaylineError) -> None:
         session.record.error = error.label
-        audience.put(error)
+        self._audiences[session.session_id].put(error)
         self._finish(session, session.cancel())
+
+    def _start_cleared(self, session: Session) -> None:
+        for following in self._suspects.cleared(session):
+            self._start(following)
 
     def _finish(self, session: Session, frames: Sequence[OutFrame]) -> None:
         """Send the session's last frames, give its lane to the next in line."""
@@ -354,12 +372,11 @@ class Pipeline:
         following = self._admission.leave(session)
         if following is not None:
             self._start(following)
+        self._start_cleared(session)
         if not self._audiences:
             self._idle.set()
 
     def _fail_all(self, error: RelaylineError) -> None:
         lost = error if error.retryable else StageLostError(error.message)
         for audience in list(self._audiences.values()):
-            audience.session.record.error = lost.label
-            audience.put(lost)
-            self._finish(audience.session, audience.session.cancel())
+            self._fail(audience.session, lost)

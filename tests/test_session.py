@@ -17,6 +17,7 @@ from coordinator.pipeline import Phase, Pipeline, PipelineConfig
 from coordinator.scheduler import ScheduleConfig
 from coordinator.session import OutFrame, Session, State
 from coordinator.streams import SessionStream
+from coordinator.suspects import LOSSES_MAX
 from tests.fakes import pipeline_file
 from wire.curve import CostCurve
 from wire.envelope import DTYPE_F16
@@ -254,6 +255,7 @@ class World:
     def disconnect(self) -> None:
         self.cancel_refresher()
         self.pipeline.phase = Phase.RECOVERING
+        self.pipeline._give_up_guilty(StageLostError("a stage died"))
         self.pipeline._connection = self.pipeline._sender = None
 
     def open(self, n_prompt: int, max_tokens: int) -> None:
@@ -407,4 +409,29 @@ async def test_a_token_outside_the_vocabulary_ends_the_epoch_and_no_request() ->
     assert isinstance(world.pipeline._lost.result(), ProtocolError)
     assert not world.clients[0].ends
     world.connect()
+    world.finish()
+
+
+async def test_a_request_that_kills_a_stage_each_time_is_given_up_and_the_others_go_on() -> None:
+    """Its rows end the epoch wherever they arrive; nothing else does."""
+    world = World(n_lanes=4)
+    for n_prompt in (4, 5, 6, 7):
+        world.open(n_prompt, max_tokens=6)
+    poison = world.clients[1]
+    n_lost = 0
+    for _ in range(500):
+        world.pipeline._dispatch_now()
+        if any(frame.session is poison.session and frame.tokens for frame in world.stages.frames):
+            world.disconnect()
+            n_lost += 1
+            world.connect()
+            continue
+        if not (world.stages.frames or world.stages.replies):
+            break
+        world.stages.step()
+        world.deliver()
+        world.check()
+    assert n_lost == LOSSES_MAX
+    assert poison.ends == ["internal"]
+    assert [client.ends for client in world.clients if client is not poison] == [["length"]] * 3
     world.finish()

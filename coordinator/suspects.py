@@ -1,0 +1,60 @@
+"""Which request brings the pipeline down again and again, told from those that merely ran beside it. Pure.
+
+Every epoch replays what ran when the last one ended. A request whose rows crash a stage would crash it again at each
+replay, for ever and for everybody. So losses without any token in between are counted for each session. Sessions with
+LOSSES_ALONE of them are *suspects*: of these one at a time is replayed, the next when it has got a token. The innocent
+go on after at most a pause; who brings the pipeline down alone as well is given up.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable
+
+from coordinator.session import Session
+
+LOSSES_ALONE = 2  # epochs lost without a token of the session in between, from which on it is tried alone
+LOSSES_MAX = 3  # and at which it is given up
+
+
+class Suspects:
+    """Counts losses; says who starts when."""
+
+    def __init__(self) -> None:
+        self._losses: dict[int, int] = {}  # session id -> epochs lost since its last token
+        self._line: collections.deque[Session] = collections.deque()  # suspects that have not been started
+        self._tried: Session | None = None
+
+    def lost(self, running: Iterable[Session]) -> list[Session]:
+        """An epoch was lost while these sessions had lanes. Returns those to give up."""
+        in_line = {session.session_id for session in self._line}
+        self._line.clear()
+        self._tried = None
+        guilty: list[Session] = []
+        for session in running:
+            if session.session_id not in in_line:
+                self._losses[session.session_id] = self._losses.get(session.session_id, 0) + 1
+            if self._losses[session.session_id] >= LOSSES_MAX:
+                guilty.append(session)
+        return guilty
+
+    def starting(self, running: Iterable[Session]) -> list[Session]:
+        """A new epoch begins. Returns the sessions to start now; `cleared` tells of the others."""
+        now: list[Session] = []
+        for session in running:
+            is_suspect = self._losses.get(session.session_id, 0) >= LOSSES_ALONE
+            (self._line if is_suspect else now).append(session)
+        return now + self._next()
+
+    def cleared(self, session: Session) -> list[Session]:
+        """The session has got a token, or has ended. Returns the sessions to start now."""
+        if not self._losses:
+            return []
+        self._losses.pop(session.session_id, None)
+        if session in self._line:  # its client has left
+            self._line.remove(session)
+        return self._next() if session is self._tried else []
+
+    def _next(self) -> list[Session]:
+        self._tried = self._line.popleft() if self._line else None
+        return [self._tried] if self._tried else []

@@ -1,0 +1,99 @@
+"""Who brings the pipeline down: counted, tried alone, given up; the innocent only wait."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.generation import GenerationRequest, SamplingParams
+from coordinator.session import Session
+from coordinator.suspects import LOSSES_ALONE, LOSSES_MAX, Suspects
+
+
+def sessions(n: int) -> list[Session]:
+    return [
+        Session(at, GenerationRequest(str(at), (1, 2), 4, SamplingParams()), lambda _: False) for at in range(1, n + 1)
+    ]
+
+
+def lose(suspects: Suspects, running: list[Session], n_times: int = 1) -> list[Session]:
+    guilty: list[Session] = []
+    for _ in range(n_times):
+        guilty = suspects.lost(running)
+        suspects.starting(running)
+    return guilty
+
+
+def test_all_start_again_after_one_loss() -> None:
+    suspects, running = Suspects(), sessions(3)
+    assert suspects.starting(running) == running
+    assert suspects.lost(running) == []
+    assert suspects.starting(running) == running
+
+
+def test_after_a_second_loss_suspects_start_one_by_one() -> None:
+    suspects, running = Suspects(), sessions(3)
+    suspects.lost(running)
+    suspects.starting(running)
+    assert suspects.lost(running) == []
+    assert suspects.starting(running) == running[:1]
+    assert suspects.cleared(running[0]) == running[1:2], "it has got a token"
+    assert suspects.cleared(running[0]) == [], "and more of them"
+    assert suspects.cleared(running[1]) == running[2:], "its client has left"
+    assert suspects.cleared(running[2]) == []
+
+
+def test_who_brings_it_down_alone_is_given_up_and_nobody_else() -> None:
+    suspects, running = Suspects(), sessions(3)
+    lose(suspects, running, LOSSES_ALONE)
+    suspects.cleared(running[0])
+    assert suspects.lost(running) == [running[1]]
+    assert suspects.starting([running[0], running[2]]) == [running[0], running[2]]
+
+
+def test_a_token_clears_and_those_that_come_later_are_no_suspects() -> None:
+    suspects, (old, new) = Suspects(), sessions(2)
+    for _ in range(10 * LOSSES_MAX):
+        assert suspects.lost([old]) == []
+        assert suspects.starting([old, new]) == [old, new]
+        suspects.cleared(old)
+    lose(suspects, [old], LOSSES_ALONE)
+    assert suspects.starting([old, new]) == [new, old]
+
+
+def test_one_that_leaves_the_line_is_not_started() -> None:
+    suspects, running = Suspects(), sessions(3)
+    lose(suspects, running, LOSSES_ALONE)
+    assert suspects.cleared(running[1]) == []
+    assert suspects.cleared(running[0]) == [running[2]]
+
+
+@given(st.integers(1, 8), st.data())
+def test_nobody_waits_for_ever_and_losses_are_bounded(n: int, data: st.DataObject) -> None:
+    """Some bring the pipeline down whenever they run; everybody else gets a token when they run."""
+    running = sessions(n)
+    poison = data.draw(st.sets(st.sampled_from(range(1, n + 1))))
+    suspects, n_lost, ended = Suspects(), 0, set()
+    while running:
+        started = suspects.starting(running)
+        given_up: list[Session] = []
+        while started and not given_up:
+            if any(session.session_id in poison for session in started):
+                n_lost += 1
+                given_up = suspects.lost(running)
+                assert {session.session_id for session in given_up} <= poison, "an innocent was given up"
+                break
+            following: list[Session] = []
+            for session in started:
+                running.remove(session)
+                ended.add(session.session_id)
+                following += suspects.cleared(session)
+            started = following
+        for session in given_up:
+            running.remove(session)
+            ended.add(session.session_id)
+            assert suspects.cleared(session) == []
+        assert n_lost <= LOSSES_MAX * max(1, len(poison))
+    assert ended == set(range(1, n + 1))
+    assert not suspects._losses
+    assert not suspects._line

@@ -28,8 +28,8 @@ PASSES = 3
 PREFILL_LADDER = (4, 8, 16, 32, 64, 128, 256)
 CONTEXT_TOKENS = 1_024  # of the lane beside which the price of context is measured
 CONTEXT_COMPUTED_TOKENS = 16  # of them; the others are copies
-CONTEXT_ROWS = 4
-CACHE_VERSION = 2
+CONTEXT_ROWS = 2
+CACHE_VERSION = 3
 
 
 class _Stored(msgspec.Struct, frozen=True):

@@ -18,10 +18,9 @@ from stage.queue_types import QueuedFrame
 from wire.curve import OUTLIER, SMOOTHING_SHARED, CostCurve
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
-MEANS_SMOOTHING = 0.05  # weight of a new observation for the means that others are judged by
-CONTEXT_SMOOTHING = 0.02  # and for the price of context
-CONTEXT_DOUBT_TOKENS = 100  # contexts that differ less than this say little of its price
-CONTEXT_MISS_MAX = 0.25  # of a step's cost; who misses by more than others do has another reason
+CONTEXT_DOUBT = 4  # so many times less certain than the curves, which many more steps have refined, is its price
+CONTEXT_SMOOTHING = 0.1  # weight of a new observation for the price of context
+CONTEXT_CHANGE_MAX = 0.05  # of the price, by one observation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,11 +59,8 @@ class Curves:
     decode: CostCurve = dataclasses.field(default_factory=CostCurve)
     prefill: CostCurve = dataclasses.field(default_factory=CostCurve)
     context_ns: float = 0.0
-    """What a row costs for every token in its lane before it."""
-
-    _mean_tokens: float = 0.0  # of recent steps: context of an average row,
-    _variance: float = 0.0  # how much that differs from step to step,
-    _mean_ratio: float = 1.0  # and what a step took of what was predicted
+    """What a row costs for every token in its lane before it; 0.0 where that was not measured. Then it is not learned
+    either, but taken for what rows cost."""
 
     def predict_ns(self, shape: StepShape) -> float:
         """Predict a native step; 0.0 while nothing is known of such steps."""
@@ -80,32 +76,27 @@ class Curves:
     def observe(self, shape: StepShape, ns: int) -> None:
         """Refine from a real step.
 
-        The first reason for a wrong prediction is the machine's speed, which changes what everything costs alike. Steps
-        of one kind also refine their own point; of both kinds nobody can say which rows were dearer.
+        A wrong prediction is blamed on the price of context and on the machine's speed, which changes what everything
+        costs alike, each as far as it is uncertain and part of the cost. Steps of one kind also refine their own point
+        of the curve; of both kinds nobody can say which rows were dearer.
         """
-        rows_ns = self._rows_ns(shape)
-        ratio = ns / (rows_ns + self.context_ns * shape.context) if rows_ns else 1.0
+        rows_ns, context_ns = self._rows_ns(shape), self.context_ns * shape.context
+        ratio = ns / (rows_ns + context_ns) if rows_ns else 1.0
+        doubtful_ns = CONTEXT_DOUBT * context_ns
+        share = doubtful_ns**2 / (doubtful_ns**2 + rows_ns**2) if context_ns and ratio <= OUTLIER else 0.0
+        speed = 1 + (1 - share) * (ratio - 1)
         if shape.prefill_rows == 0:
-            self.decode.observe(shape.n_rows, round(ratio * rows_ns) or ns)
+            self.decode.observe(shape.n_rows, round(speed * rows_ns) or ns)
         elif shape.decode_rows == 0:
-            self.prefill.observe(shape.n_rows, round(ratio * rows_ns) or ns)
+            self.prefill.observe(shape.n_rows, round(speed * rows_ns) or ns)
         else:
-            self.decode.observe_speed(ratio)
-            self.prefill.observe_speed(ratio)
+            self.decode.observe_speed(speed)
+            self.prefill.observe_speed(speed)
         if rows_ns and ratio <= OUTLIER:
-            self.context_ns *= 1 + SMOOTHING_SHARED * (ratio - 1)
-            self._observe_context(shape.context / shape.n_rows, ratio, rows_ns / shape.n_rows)
-
-    def _observe_context(self, tokens: float, ratio: float, row_ns: float) -> None:
-        """Move the price of context by least mean squares: steps of longer context than others that took longer than
-        others, each against what was predicted, say that it is too low. So a machine that slows down says nothing."""
-        above, missed = tokens - self._mean_tokens, ratio - self._mean_ratio
-        self._mean_tokens += MEANS_SMOOTHING * above
-        self._mean_ratio += MEANS_SMOOTHING * missed
-        self._variance += MEANS_SMOOTHING * (above**2 - self._variance)
-        if abs(missed) <= CONTEXT_MISS_MAX:
-            slope = missed * above / (self._variance + CONTEXT_DOUBT_TOKENS**2)
-            self.context_ns = max(0.0, self.context_ns + CONTEXT_SMOOTHING * slope * row_ns)
+            self.context_ns *= 1 + SMOOTHING_SHARED * (speed - 1)
+        if share:
+            change = CONTEXT_SMOOTHING * share * (ns - rows_ns - context_ns) / context_ns
+            self.context_ns *= 1 + max(-CONTEXT_CHANGE_MAX, min(change, CONTEXT_CHANGE_MAX))
 
     def _rows_ns(self, shape: StepShape) -> float:
         """Predict a step without its context."""

@@ -45,17 +45,28 @@ def test_nothing_is_predicted_of_steps_whose_rows_nobody_has_seen() -> None:
 
 @pytest.mark.parametrize("rows", [DECODE, PREFILL, BOTH])
 def test_the_price_of_context_is_learned_from_every_kind_of_step(rows: tuple[int, int]) -> None:
-    known, rng = curves(context_ns=0.0), random.Random(1)
-    for _ in range(600):
-        seen = shape(rows, rng.choice((20, 200, 500, 1_000)))
-        known.observe(seen, round(true_ns(seen) * rng.uniform(0.9, 1.1)))
-    assert known.context_ns == pytest.approx(CONTEXT_NS, rel=0.3)
-    assert known.predict_ns(shape(rows, 2_000)) == pytest.approx(true_ns(shape(rows, 2_000)), rel=0.15)
+    for wrong in (0.5, 2.0):
+        known, rng = curves(wrong * CONTEXT_NS), random.Random(1)
+        for _ in range(600):
+            seen = shape(rows, rng.choice((20, 200, 500, 1_000)))
+            known.observe(seen, round(true_ns(seen) * rng.uniform(0.9, 1.1)))
+        assert known.context_ns == pytest.approx(CONTEXT_NS, rel=0.2)
+        assert known.predict_ns(shape(rows, 2_000)) == pytest.approx(true_ns(shape(rows, 2_000)), rel=0.15)
+
+
+def test_a_price_that_is_too_low_is_not_taken_for_a_slower_machine() -> None:
+    """As a prompt beside running streams sees it: every step has the same rows, and one context grows."""
+    known = curves(0.6 * CONTEXT_NS)
+    for step in range(500):
+        seen = StepShape(2, 2, context=2 * 60 + 2 * 2 * step)
+        known.observe(seen, round(true_ns(seen)))
+    assert known.decode.cost_ns(2) == pytest.approx(arithmetic().cost_ns(2), rel=0.1)
+    assert 0.75 * CONTEXT_NS < known.context_ns < 1.1 * CONTEXT_NS
 
 
 @pytest.mark.parametrize("rows", [DECODE, PREFILL, BOTH])
 def test_a_context_that_grows_with_every_step_is_followed(rows: tuple[int, int]) -> None:
-    known = curves(context_ns=0.0)
+    known = curves(0.6 * CONTEXT_NS)
     for tokens in range(2_000):
         seen = shape(rows, tokens)
         if tokens > 100:

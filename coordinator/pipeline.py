@@ -284,11 +284,16 @@ class Pipeline:
 
     def _dispatch_now(self) -> None:
         self._dispatching = False
-        if self._sender is not None:
-            now_ns = time.monotonic_ns()
+        if self._sender is None:
+            return
+        now_ns = time.monotonic_ns()
+        try:
             for envelope in self._scheduler.take(now_ns):
                 self._observer.sent(envelope, now_ns)
                 self._sender.push(envelope)
+        except Exception as error:  # a bug of ours: the next epoch begins with a new scheduler
+            log.exception("deciding what leaves failed")
+            self._on_lost(InternalError(f"deciding what leaves failed: {error}"))
 
     def _on_lost(self, error: RelaylineError) -> None:
         if not self._lost.done():

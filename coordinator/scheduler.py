@@ -43,7 +43,7 @@ class Flight:
     sent_ns: int
     ahead_ns: float  # predicted work of the busiest stage on the flights under way, this one included
     step_ns: float  # its own part of that
-    way_ns: float  # predicted native steps of its decode rows on their way through idle stages
+    way_ns: float  # predicted native steps of its decode rows on their way through idle stages; 0.0 not known
     n_chunks_before: int  # flights with prompt rows launched until then; -1 while one is under way
 
 
@@ -288,7 +288,7 @@ class Scheduler:
             return
         self._n_decode_flights -= 1
         # Beside prefill nobody can tell queueing from overhead, and an overhead too large would allow more prefill.
-        if self.planner.is_known and flight.n_chunks_before == self._n_chunks:
+        if flight.way_ns and flight.n_chunks_before == self._n_chunks:
             self._learn_overhead(flight, now_ns - flight.sent_ns)
 
     def _learn_overhead(self, flight: Flight, took_ns: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,10 +12,12 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from wire import bounds, rpc
-from wire.errors import HandshakeError, ProtocolError, RelaylineError, StageLostError
+from wire.errors import HandshakeError, InternalError, ProtocolError, RelaylineError, StageLostError
 from wire.link_trouble import explained
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.security import PLAINTEXT, LinkSecurity
+
+log = logging.getLogger("relayline.coordinator")
 
 STATUS_TIMEOUT_S = 2.0  # a status that takes longer is left out of the picture
 
@@ -146,6 +149,9 @@ class StageClient:
             error = rpc.typed(failure, f"stage at {self.address}")
         except ProtocolError as failure:
             error = failure
+        except Exception as failure:  # a bug of ours: without a word, every stream would wait for ever
+            log.exception("taking an answer of %s failed", self.address)
+            error = InternalError(f"taking an answer of {self.address} failed: {failure}")
         on_lost(error)
 
     def _parse(self, message: bytes) -> pb.ReturnEnvelope:

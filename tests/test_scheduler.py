@@ -229,6 +229,18 @@ def test_plans_are_made_for_the_contexts_of_those_that_run_and_of_the_prompt_tha
     assert asked[-1] == (0, 0)
 
 
+def test_a_flight_that_left_before_anything_was_known_lands_after_curves_have_come() -> None:
+    planner = GroupPlanner([StageCost(CostCurve(), CostCurve(), 64)])
+    scheduler = Scheduler(ScheduleConfig(), planner)
+    scheduler.decode(row(1))
+    (envelope,) = scheduler.take(0)
+    planner.update([StageCost(staircase(), staircase(), 64, 1_000.0)])
+    answer(scheduler, envelope, now_ns=10**7)
+    assert planner.overhead_ns == 0, "nothing was predicted, so nothing was missed"
+    scheduler.decode(row(1, position=11))
+    assert scheduler.take(10**7)
+
+
 def test_chunks_of_an_idle_pipeline_suit_the_rows_that_wait() -> None:
     stage = StageCost(staircase(), staircase(), 512)
     for n_prompts, rows in ((1, 4), (60, 32)):

@@ -435,3 +435,14 @@ async def test_a_request_that_kills_a_stage_each_time_is_given_up_and_the_others
     assert poison.ends == ["internal"]
     assert [client.ends for client in world.clients if client is not poison] == [["length"]] * 3
     world.finish()
+
+
+async def test_a_bug_in_scheduling_ends_the_epoch_and_no_request() -> None:
+    world = World(n_lanes=2)
+    world.open(4, max_tokens=3)
+    with mock.patch.object(world.pipeline._scheduler, "take", side_effect=ZeroDivisionError("a bug")):
+        world.pipeline._dispatch_now()
+    assert "a bug" in str(world.pipeline._lost.result())
+    world.disconnect()
+    world.finish()
+    assert world.clients[0].ends == ["length"]

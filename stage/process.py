@@ -111,7 +111,7 @@ def make_policy(config: StageConfig, curves: Curves) -> Policy:
 
 @contextlib.asynccontextmanager
 async def serve(config: StageConfig) -> AsyncIterator[tuple[str, StageFacts, asyncio.Future[None]]]:
-    """Serve a stage inside the running loop; yields (address, facts, a future that fails if the engine crashes)."""
+    """Serve a stage inside the running loop; yields (address, facts, a future that fails if it crashes)."""
     # In a thread, so that a stage that joined can go on saying that it is there.
     facts, executor = await asyncio.to_thread(load, config)
     crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -123,9 +123,19 @@ async def serve(config: StageConfig) -> AsyncIterator[tuple[str, StageFacts, asy
     stats = StageStats()
     service = StageService(facts, executor, stats, telemetry)
     batcher = Batcher(make_policy(config, facts.curves))
-    runner = Runner(batcher, executor, service.deliver, crashed.set_exception)
+
+    def crash(error: BaseException) -> None:
+        if not crashed.done():
+            crashed.set_exception(error)
+
+    def sending_ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            crash(error)
+
+    runner = Runner(batcher, executor, service.deliver, crash)
     service.attach(runner)
     sender = asyncio.create_task(service.send_forever())
+    sender.add_done_callback(sending_ended)
     listener = Listener(config.security, f"stage {facts.artifact.stage_index}")
     server = listener.server
     server.add_generic_rpc_handlers((service.handlers(),))

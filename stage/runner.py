@@ -133,8 +133,15 @@ class Runner:
         for function, future in calls:
             self._answer(function, future)
         if step is not None:
-            self._loop.call_soon_threadsafe(self._deliver, self._executor.execute(step))
+            self._loop.call_soon_threadsafe(self._hand_over, self._executor.execute(step))
         return True
+
+    def _hand_over(self, result: StepResult) -> None:
+        try:
+            self._deliver(result)
+        except Exception as error:  # a bug of ours too: steps whose results nobody carries away would stop the thread
+            self._on_crash(error)
+            raise
 
     def _answer(self, function: Callable[[], Any], future: asyncio.Future[Any]) -> None:
         try:

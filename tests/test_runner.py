@@ -213,3 +213,13 @@ async def test_a_bug_in_a_step_is_a_crash_that_somebody_hears_of() -> None:
                 await call
         with pytest.raises(InternalError, match="stopped"):
             await h.runner.call(lambda: None)
+
+
+async def test_a_bug_in_carrying_results_away_is_one_too() -> None:
+    async with harness() as h:
+        await h.open(0)
+        h.runner._deliver = lambda result: 1 // 0
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # it is to be told, not shown
+        h.runner.push([rows_frame(0, 0)])
+        async with asyncio.timeout(20):
+            assert isinstance(await h.crash, ZeroDivisionError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 
 from coordinator.groups import StageCost
@@ -137,7 +138,7 @@ def stage_cost(said: pb.DescribeResponse | pb.StatusResponse, rows_max: int) -> 
         CostCurve((point.n_rows, point.cost_ns + HOST_STEP_NS) for point in said.decode_curve),
         CostCurve((point.n_rows, point.cost_ns + HOST_STEP_NS) for point in said.prefill_curve),
         rows_max,
-        said.context_ns,
+        max(0.0, said.context_ns) if math.isfinite(said.context_ns) else 0.0,
     )
 
 

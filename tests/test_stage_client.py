@@ -1,4 +1,4 @@
-"""The coordinator's ear at a stage: whatever ends the listening is told, once."""
+"""What the coordinator hears of a stage: whatever ends the listening is told, once, and speeds are made safe to use."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.connection import HOST_STEP_NS, stage_cost
 from coordinator.stage_client import StageClient
 from wire.errors import InternalError, ProtocolError, RelaylineError, StageLostError
 from wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -43,3 +44,13 @@ async def test_every_end_of_the_return_stream_is_told(
     (told,) = lost
     assert type(told) is error
     assert text in told.message
+
+
+@pytest.mark.parametrize(
+    ("said", "taken"), [(13_000.0, 13_000.0), (-1.0, 0.0), (float("nan"), 0.0), (float("inf"), 0.0)]
+)
+def test_what_a_stage_says_of_its_speed_is_safe_to_plan_with(said: float, taken: float) -> None:
+    point = pb.CostPoint(n_rows=1, cost_ns=7)
+    cost = stage_cost(pb.StatusResponse(decode_curve=[point], prefill_curve=[point], context_ns=said), 64)
+    assert cost.context_ns == taken
+    assert cost.decode_ns(1) == 7 + HOST_STEP_NS

@@ -21,6 +21,7 @@ from wire.pb.relayline.v1 import relayline_pb2 as pb
 CONTEXT_DOUBT = 4  # so many times less certain than the curves, which many more steps have refined, is its price
 CONTEXT_SMOOTHING = 0.1  # weight of a new observation for the price of context
 CONTEXT_CHANGE_MAX = 0.05  # of the price, by one observation
+CONTEXT_PART_MIN = 0.1  # of what the rows cost: steps of less context say nothing of its price
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,27 +77,26 @@ class Curves:
     def observe(self, shape: StepShape, ns: int) -> None:
         """Refine from a real step.
 
-        A wrong prediction is blamed on the price of context and on the machine's speed, which changes what everything
-        costs alike, each as far as it is uncertain and part of the cost. Steps of one kind also refine their own point
-        of the curve; of both kinds nobody can say which rows were dearer.
+        A wrong prediction is blamed on the price of context and on the curve, each as far as it is uncertain and part
+        of the cost. Of steps of both kinds nobody can say which rows were dearer, so these refine the price of context
+        alone: where they took the blame to the speed of the machine, and steps of one kind took it back again for their
+        own number of rows, all numbers of rows that were not tried meanwhile seemed dearer and dearer.
         """
         rows_ns, context_ns = self._rows_ns(shape), self.context_ns * shape.context
         ratio = ns / (rows_ns + context_ns) if rows_ns else 1.0
-        doubtful_ns = CONTEXT_DOUBT * context_ns
-        share = doubtful_ns**2 / (doubtful_ns**2 + rows_ns**2) if context_ns and ratio <= OUTLIER else 0.0
-        speed = 1 + (1 - share) * (ratio - 1)
-        if shape.prefill_rows == 0:
-            self.decode.observe(shape.n_rows, round(speed * rows_ns) or ns)
-        elif shape.decode_rows == 0:
-            self.prefill.observe(shape.n_rows, round(speed * rows_ns) or ns)
-        else:
-            self.decode.observe_speed(speed)
-            self.prefill.observe_speed(speed)
-        if rows_ns and ratio <= OUTLIER:
-            self.context_ns *= 1 + SMOOTHING_SHARED * (speed - 1)
-        if share:
+        share = 0.0
+        if context_ns > CONTEXT_PART_MIN * rows_ns and rows_ns and ratio <= OUTLIER:
+            doubtful_ns = CONTEXT_DOUBT * context_ns
+            share = doubtful_ns**2 / (doubtful_ns**2 + rows_ns**2)
             change = CONTEXT_SMOOTHING * share * (ns - rows_ns - context_ns) / context_ns
             self.context_ns *= 1 + max(-CONTEXT_CHANGE_MAX, min(change, CONTEXT_CHANGE_MAX))
+        if shape.prefill_rows and shape.decode_rows:
+            return
+        speed = 1 + (1 - share) * (ratio - 1)
+        curve = self.prefill if shape.prefill_rows else self.decode
+        curve.observe(shape.n_rows, round(speed * rows_ns) or ns)
+        if rows_ns and ratio <= OUTLIER:
+            self.context_ns *= max(1 / OUTLIER, speed) ** SMOOTHING_SHARED  # a slower machine is slower at everything
 
     def _rows_ns(self, shape: StepShape) -> float:
         """Predict a step without its context."""

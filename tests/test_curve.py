@@ -120,3 +120,14 @@ def test_padding_follows_what_was_learned() -> None:
     for _ in range(60):
         curve.observe(3, 10_000_000)
     assert curve.padded_rows(3, 8) == 3
+
+
+def test_slower_and_quicker_again_cancel_out_for_rows_that_were_not_seen() -> None:
+    """A machine that is loaded now and then: single rows are seen alone, eight rows under load, sixteen never."""
+    curve = field_curve()
+    for _ in range(50):
+        for rows, factor in ((1, 1.0), (8, 2.0)):
+            for _ in range(20):
+                curve.observe(rows, round(factor * field_curve().cost_ns(rows)))
+    assert 0.9 < curve.cost_ns(16) / field_curve().cost_ns(16) < 2.1
+    assert curve.cost_ns(1) < 1.1 * field_curve().cost_ns(1)

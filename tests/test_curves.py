@@ -70,7 +70,7 @@ def test_a_context_that_grows_with_every_step_is_followed(rows: tuple[int, int])
     for tokens in range(2_000):
         seen = shape(rows, tokens)
         if tokens > 100:
-            assert known.predict_ns(seen) == pytest.approx(true_ns(seen), rel=0.05)
+            assert known.predict_ns(seen) == pytest.approx(true_ns(seen), rel=0.08)
         known.observe(seen, round(true_ns(seen)))
 
 
@@ -78,21 +78,22 @@ def test_a_context_that_grows_with_every_step_is_followed(rows: tuple[int, int])
 def test_a_slower_machine_makes_rows_and_context_dearer_alike(context_ns: float) -> None:
     known, rng = curves(context_ns), random.Random(1)
     for _ in range(300):
-        seen = shape(BOTH, rng.choice((0, 20, 60, 100, 1_000)))
+        seen = shape(rng.choice((DECODE, PREFILL, BOTH)), rng.choice((0, 20, 60, 100, 1_000)))
         known.observe(seen, round(true_ns(seen, factor=3.0, context_ns=context_ns)))
     assert known.decode.cost_ns(4) == pytest.approx(3 * arithmetic().cost_ns(4), rel=0.1)
-    assert known.prefill.cost_ns(64) == pytest.approx(3 * arithmetic().cost_ns(64), rel=0.1)
-    assert known.context_ns == pytest.approx(3 * context_ns, rel=0.2, abs=1_000)
+    assert known.prefill.cost_ns(8) == pytest.approx(3 * arithmetic().cost_ns(8), rel=0.1)
+    assert known.context_ns == pytest.approx(3 * context_ns, rel=0.3)
 
 
-def test_steps_of_both_kinds_change_no_single_point() -> None:
+def test_steps_of_both_kinds_never_make_other_numbers_of_rows_dearer() -> None:
+    """Single rows are quick, steps of both kinds slow: what nobody tries meanwhile must keep its price."""
     known = curves()
-    before = dict(known.decode.points())
-    for _ in range(20):
-        known.observe(shape(BOTH, 0), round(2 * true_ns(shape(BOTH, 0))))
-    ratios = {ns / before[rows] for rows, ns in known.decode.points()}
-    assert max(ratios) == pytest.approx(min(ratios), rel=1e-6)
-    assert 1.4 < max(ratios) < 2
+    before = known.decode.cost_ns(8)
+    for _ in range(300):
+        known.observe(StepShape(1, 0, 20), round(0.9 * arithmetic().cost_ns(1)))
+        known.observe(StepShape(1, 1, 40), round(1.5 * arithmetic().cost_ns(2)))
+    assert known.decode.cost_ns(8) <= before
+    assert known.context_ns == pytest.approx(CONTEXT_NS, rel=0.1), "forty tokens say nothing of it"
 
 
 @pytest.mark.parametrize("rows", [DECODE, PREFILL, BOTH])

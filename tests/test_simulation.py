@@ -124,15 +124,14 @@ def test_bursts_of_short_requests_gain_from_batching(curve: str, n_streams: int)
 
 
 def test_churn_on_a_flat_curve_is_about_as_fast_as_draining_and_answers_sooner() -> None:
-    """Where batching costs nothing draining is hard to beat: it pays in the pace of those that run."""
+    """Where batching costs nothing draining is hard to beat: it pays in the pace of those that run and wait."""
     found = []
     for seed in (1, 2, 3):
         world = churn(equal_stages(2, "smooth"), 100, seed, link_ns=MS)
         found.append([Simulation(world, setup).run().audit.figures() for setup in (AUTO, DRAIN)])
-    assert all(auto.tokens_per_s >= 0.88 * drain.tokens_per_s for auto, drain in found)
-    assert sum(auto.tokens_per_s / drain.tokens_per_s for auto, drain in found) >= 0.95 * len(found)
-    assert all(auto.itl_mean_ms <= 0.8 * drain.itl_mean_ms for auto, drain in found)
-    assert all(auto.ttft_p50_ms <= 0.8 * drain.ttft_p50_ms for auto, drain in found)
+    assert all(auto.tokens_per_s >= 0.95 * drain.tokens_per_s for auto, drain in found)
+    assert all(auto.itl_mean_ms <= 0.95 * drain.itl_mean_ms for auto, drain in found)
+    assert all(auto.ttft_p50_ms <= 0.9 * drain.ttft_p50_ms for auto, drain in found)
 
 
 @pytest.mark.parametrize("curve", CURVES)

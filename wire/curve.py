@@ -104,17 +104,13 @@ class CostCurve:
             if self._n_outliers < OUTLIERS_MAX:
                 return
         self._n_outliers = 0
-        change = min(ns / predicted_ns, OUTLIER) - 1
+        # In logarithms, so that being slower and being quicker again cancel out for rows that were not seen meanwhile.
+        ratio = max(1 / OUTLIER, min(ns / predicted_ns, OUTLIER))
         is_new = rows not in self._cost_ns
         # The shared part moves through the scale and the rest through the point; a new point starts half way. The
         # cost comes before the row count: points() may be reading in another thread.
-        self._cost_ns[rows] = self._unscaled(rows) * (1 + (0.5 if is_new else SMOOTHING) * change)
-        self._scale *= 1 + SMOOTHING_SHARED * change
+        self._cost_ns[rows] = self._unscaled(rows) * ratio ** (0.5 if is_new else SMOOTHING)
+        self._scale *= ratio**SMOOTHING_SHARED
         if is_new:
             bisect.insort(self._rows, rows)
         self._best.clear()
-
-    def observe_speed(self, ratio: float) -> None:
-        """Refine all points alike from a step that took `ratio` times what was predicted, whatever its rows."""
-        if ratio <= OUTLIER:
-            self._scale *= 1 + SMOOTHING_SHARED * (ratio - 1)

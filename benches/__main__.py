@@ -24,12 +24,11 @@ from benches import machine
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bench:
-    """One benchmark: its module, and how it is run in about its share of ten minutes, or in full."""
+    """One benchmark: its module, and how it is run in its share of ten minutes. In full it has no arguments."""
 
     module: str
     takes_out: bool = False  # whether it has --out
     short: tuple[str, ...] | None = ()  # None: it is no part of the ten minutes
-    full: tuple[str, ...] = ()
 
 
 # Ten minutes hold every comparison, at every number of streams, once and with answers half as long.
@@ -55,7 +54,7 @@ BENCHES: dict[str, Bench] = {
 def run_one(name: str, options: argparse.Namespace) -> tuple[int, float]:
     """Run one benchmark to its end; returns (exit code, seconds). Its output goes to the terminal, and to NAME.txt."""
     bench = BENCHES[name]
-    sized = ("--quick",) if options.quick else bench.full if options.full else bench.short or ()
+    sized = ("--quick",) if options.quick else () if options.full else bench.short or ()
     command = [sys.executable, "-m", bench.module, *sized]
     if bench.takes_out:
         command += ["--out", str(options.out)]

@@ -14,7 +14,7 @@ from stage.curves import Curves, StepShape, shape_of
 from stage.lanes import LaneTable
 from stage.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
 from stage.queue_types import QueuedFrame, Step
-from wire.curve import CostCurve
+from wire.curve import CostCurve, mixed_cost_ns
 from wire.frames import Flag
 
 ROUTE = 1
@@ -38,7 +38,10 @@ class SimStage:
 
     def __init__(self, index: int, model: StageModel, policy: str, n_lanes: int, rng: random.Random) -> None:
         self.index, self.model, self.is_auto = index, model, policy == "auto"
-        self.curves = Curves(CostCurve(model.decode.points()), CostCurve(model.prefill.points()), model.context_ns)
+        decode, prefill = model.decode.points(), model.prefill.points()
+        self.curves = Curves.of_stage(
+            has_head=decode != prefill, decode=decode, prefill=prefill, context_ns=model.context_ns
+        )
         self.batcher = Batcher(make_policy(policy, model.rows_max, self.curves.decode))
         self.lanes = LaneTable(n_lanes, 1 << 20)
         self.factor, self.stalled_until_ns = 1.0, 0
@@ -153,4 +156,5 @@ class SimStage:
             return self.model.prefill.cost_ns(shape.n_rows) + context_ns
         if not shape.prefill_rows:
             return self.model.decode.cost_ns(shape.n_rows) + context_ns
-        return max(self.model.decode.cost_ns(shape.decode_rows), self.model.prefill.cost_ns(shape.n_rows)) + context_ns
+        prompt_rows = shape.n_rows - shape.decode_rows
+        return mixed_cost_ns(self.model.decode, self.model.prefill, shape.decode_rows, prompt_rows) + context_ns

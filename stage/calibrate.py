@@ -3,10 +3,15 @@
 Decode rows stand in lanes of their own and all want the stage's output; prefill rows stand in one lane and want none
 of the head. Both have short contexts. What a longer one costs is measured beside a lane whose few cells were copied
 many times, since computing a thousand tokens would take minutes on a slow machine.
+
+Programs that have the cores meanwhile would bend the curve: where single rows seem to cost twice what they do, no batch
+seems worth its wait, and what is never run is never corrected. So a step that did not get its cores counts with the
+processor time it had. How fast the machine is with all that runs on it, real steps tell soon enough.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import platform
@@ -21,7 +26,7 @@ import numpy.typing as npt
 
 from stage.curves import Curves
 from stage.native import NativeEngine
-from wire.curve import LADDER, CostCurve
+from wire.curve import LADDER
 
 BUDGET_S = 4.0  # of one calibration; the ladder stops where it is spent and the last slope goes on
 PASSES = 3
@@ -29,7 +34,9 @@ PREFILL_LADDER = (4, 8, 16, 32, 64, 128, 256)
 CONTEXT_TOKENS = 1_024  # of the lane beside which the price of context is measured
 CONTEXT_COMPUTED_TOKENS = 16  # of them; the others are copies
 CONTEXT_ROWS = 2
-CACHE_VERSION = 3
+UNDISTURBED = 0.85  # part of its processor time below which a step did not have its cores for itself
+DISTURBED_MIN_NS = 2_000_000  # of a step; shorter ones are over before anything disturbs them
+CACHE_VERSION = 4
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -38,21 +45,40 @@ class _Stored(msgspec.Struct, frozen=True):
     context_ns: float
 
 
+@dataclasses.dataclass(slots=True)
+class StepTimes:
+    """Tells what steps would have taken, had they had their cores for themselves."""
+
+    n_threads: int
+    """Threads that compute a step; 0 where other devices do, whose time nobody here counts."""
+    cores_share: float = 0.0
+    """Largest part of `n_threads` cores that a step had. A single thread has all of one, or is disturbed."""
+
+    def undisturbed_ns(self, wall_ns: int, cpu_ns: int) -> int:
+        """Return the step's time from what the clock and the process's processor time say, in nanoseconds."""
+        if not self.n_threads or wall_ns < DISTURBED_MIN_NS:
+            return wall_ns
+        share = min(1.0, cpu_ns / (wall_ns * self.n_threads))
+        self.cores_share = 1.0 if self.n_threads == 1 else max(self.cores_share, share)
+        return wall_ns if share >= UNDISTURBED * self.cores_share else round(wall_ns * share / self.cores_share)
+
+
 def calibrate(engine: NativeEngine, budget_s: float = BUDGET_S) -> Curves:
     """Measure curves and context. The engine must be idle; its lanes are empty again afterwards."""
     now_s = time.monotonic()
-    decode = _measure(engine, LADDER, now_s + 0.7 * budget_s, in_one_lane=False)
-    if engine.is_last:
-        prefill = _measure(engine, PREFILL_LADDER, now_s + 0.9 * budget_s, in_one_lane=True)
-    else:
-        # Without a head prefill rows cost what decode rows do; only the upper end is missing.
-        longer = [rows for rows in PREFILL_LADDER if rows > max(decode, default=(0, 0))[0]]
-        prefill = decode + _measure(engine, longer, now_s + 0.9 * budget_s, in_one_lane=True)
-    context_ns = _measure_context(engine, now_s + budget_s)
-    return Curves(CostCurve(decode), CostCurve(prefill), context_ns)
+    config = engine.config
+    is_offloaded = config.gpu_layers and llama_cpp.llama_supports_gpu_offload()
+    times = StepTimes(0 if is_offloaded else config.n_threads)
+    decode = _measure(engine, times, LADDER, now_s + 0.7 * budget_s, in_one_lane=False)
+    # Without a head prefill rows cost what decode rows do; only the upper end is missing.
+    top = 0 if engine.is_last else max(decode, default=(0, 0))[0]
+    ladder = [rows for rows in PREFILL_LADDER if rows > top]
+    prefill = _measure(engine, times, ladder, now_s + 0.9 * budget_s, in_one_lane=True)
+    context_ns = _measure_context(engine, times, now_s + budget_s)
+    return Curves.of_stage(has_head=engine.is_last, decode=decode, prefill=prefill, context_ns=context_ns)
 
 
-def _measure_context(engine: NativeEngine, deadline_s: float) -> float:
+def _measure_context(engine: NativeEngine, times: StepTimes, deadline_s: float) -> float:
     """Return what a row costs for every token before it in its lane; 0.0 where no long lane can be made."""
     n_computed, n_rows = CONTEXT_COMPUTED_TOKENS, CONTEXT_ROWS
     n_lanes, config = engine.config.n_sequences, engine.config
@@ -62,11 +88,11 @@ def _measure_context(engine: NativeEngine, deadline_s: float) -> float:
     long_lane, free_lane = 0, n_lanes - 1
     short_ns = long_ns = 0
     for _ in range(PASSES):
-        duration_ns = _time_step(engine, n_rows, in_one_lane=True)
+        duration_ns = _time_step(engine, times, n_rows, in_one_lane=True)
         short_ns = min(duration_ns, short_ns or duration_ns)
-        _run_lane(engine, long_lane, 0, n_computed)
+        _run_lane(engine, times, long_lane, 0, n_computed)
         if engine.multiply(long_lane, free_lane, n_times):
-            duration_ns = _run_lane(engine, long_lane, n_computed, n_rows)
+            duration_ns = _run_lane(engine, times, long_lane, n_computed, n_rows)
             long_ns = min(duration_ns, long_ns or duration_ns)
         engine.clear(long_lane)
         engine.clear(free_lane)
@@ -76,7 +102,7 @@ def _measure_context(engine: NativeEngine, deadline_s: float) -> float:
 
 
 def _measure(
-    engine: NativeEngine, ladder: Sequence[int], deadline_s: float, *, in_one_lane: bool
+    engine: NativeEngine, times: StepTimes, ladder: Sequence[int], deadline_s: float, *, in_one_lane: bool
 ) -> list[tuple[int, int]]:
     """Walk the ladder again and again until the time is spent; the fastest run of each row count stands.
 
@@ -88,7 +114,7 @@ def _measure(
         for n_rows in ladder:
             if not _fits(engine, n_rows, in_one_lane) or (fastest_ns and time.monotonic() > deadline_s):
                 break
-            duration_ns = _time_step(engine, n_rows, in_one_lane)
+            duration_ns = _time_step(engine, times, n_rows, in_one_lane=in_one_lane)
             fastest_ns[n_rows] = min(duration_ns, fastest_ns.get(n_rows, duration_ns))
     return sorted(fastest_ns.items())
 
@@ -100,21 +126,28 @@ def _fits(engine: NativeEngine, n_rows: int, in_one_lane: bool) -> bool:
     return lane_rows <= engine.config.ctx_tokens
 
 
-def _time_step(engine: NativeEngine, n_rows: int, in_one_lane: bool) -> int:
+def _time_step(engine: NativeEngine, times: StepTimes, n_rows: int, *, in_one_lane: bool) -> int:
     n_lanes = 1 if in_one_lane else engine.config.n_lanes
     rows = np.arange(n_rows)
-    duration_ns = _run(engine, rows % n_lanes, rows // n_lanes, wants_all=not in_one_lane)
+    duration_ns = _run(engine, times, rows % n_lanes, rows // n_lanes, wants_all=not in_one_lane)
     for lane in range(min(n_rows, n_lanes)):
         engine.clear(lane)
     return duration_ns
 
 
-def _run_lane(engine: NativeEngine, lane: int, position: int, n_rows: int) -> int:
+def _run_lane(engine: NativeEngine, times: StepTimes, lane: int, position: int, n_rows: int) -> int:
     positions = np.arange(position, position + n_rows)
-    return _run(engine, np.full(n_rows, lane), positions, wants_all=False)
+    return _run(engine, times, np.full(n_rows, lane), positions, wants_all=False)
 
 
-def _run(engine: NativeEngine, lanes: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], wants_all: bool) -> int:
+def _run(
+    engine: NativeEngine,
+    times: StepTimes,
+    lanes: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    *,
+    wants_all: bool,
+) -> int:
     """Run one step; returns its nanoseconds. Of rows that do not all want the head, the last one does."""
     n_rows = len(lanes)
     engine.seq_ids[:n_rows] = lanes
@@ -122,9 +155,9 @@ def _run(engine: NativeEngine, lanes: npt.NDArray[np.int64], positions: npt.NDAr
     engine.wants[:n_rows] = wants_all
     engine.wants[n_rows - 1] = 1
     engine.input_rows[:n_rows] = 0.01
-    started_ns = time.monotonic_ns()
+    started_ns, started_cpu_ns = time.monotonic_ns(), time.process_time_ns()
     engine.decode(n_rows)
-    return time.monotonic_ns() - started_ns
+    return times.undisturbed_ns(time.monotonic_ns() - started_ns, time.process_time_ns() - started_cpu_ns)
 
 
 def cached_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves:
@@ -136,7 +169,7 @@ def cached_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves
         stored = msgspec.json.decode(_path(engine, cache_dir).read_bytes(), type=_Stored)
     except (OSError, msgspec.MsgspecError):
         return fresh_curves(engine, cache_dir)  # not measured yet, or a file nobody can use
-    return Curves(CostCurve(stored.decode), CostCurve(stored.prefill), stored.context_ns)
+    return Curves.of_stage(has_head=engine.is_last, **msgspec.structs.asdict(stored))
 
 
 def fresh_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves:

@@ -2,7 +2,7 @@
 
 A step takes
 
-    decode(rows of running streams) + what prompt rows beside them add + context_ns * context
+    all rows through the layers + the head for rows of running streams + context_ns * context
 
 where *context* is the sum, over all rows, of the tokens that stand in a row's lane before its frame: with flash
 attention a row reads its own lane's keys and values and nobody else's. What rows of one frame read of each other is
@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from stage.queue_types import QueuedFrame
-from wire.curve import OUTLIER, SMOOTHING_SHARED, CostCurve
+from wire.curve import OUTLIER, SMOOTHING_SHARED, CostCurve, mixed_cost_ns
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CONTEXT_DOUBT = 4  # so many times less certain than the curves, which many more steps have refined, is its price
@@ -63,6 +63,25 @@ class Curves:
     """What a row costs for every token in its lane before it; 0.0 where that was not measured. Then it is not learned
     either, but taken for what rows cost."""
 
+    @classmethod
+    def of_stage(
+        cls,
+        *,
+        has_head: bool,
+        decode: Iterable[tuple[int, float]] = (),
+        prefill: Iterable[tuple[int, float]] = (),
+        context_ns: float = 0.0,
+    ) -> Curves:
+        """Return the curves of a stage from (rows, ns) points.
+
+        Without a head a row of a prompt costs what a decode row does: both are one curve then. So steps of prompts also
+        teach what numbers of decode rows cost that no plan has tried.
+        """
+        if has_head:
+            return cls(CostCurve(decode), CostCurve(prefill), context_ns)
+        rows = CostCurve((*decode, *prefill))
+        return cls(rows, rows, context_ns)
+
     def predict_ns(self, shape: StepShape) -> float:
         """Predict a native step; 0.0 while nothing is known of such steps."""
         rows_ns = self._rows_ns(shape)
@@ -104,8 +123,4 @@ class Curves:
             return self.decode.cost_ns(shape.n_rows)
         if shape.decode_rows == 0:
             return self.prefill.cost_ns(shape.n_rows)
-        if not (self.decode.is_known and self.prefill.is_known):
-            return 0.0
-        alone_ns = self.decode.cost_ns(shape.decode_rows)
-        added_ns = self.prefill.cost_ns(shape.n_rows) - self.prefill.cost_ns(shape.decode_rows)
-        return alone_ns + max(0.0, added_ns)
+        return mixed_cost_ns(self.decode, self.prefill, shape.decode_rows, shape.n_rows - shape.decode_rows)

@@ -87,7 +87,7 @@ def load(config: StageConfig) -> tuple[StageFacts, StepExecutor]:
         )
     )
     embeddings = EmbeddingTable(artifact) if artifact.is_first else None
-    curves = cached_curves(engine) if config.calibrate else Curves()
+    curves = cached_curves(engine) if config.calibrate else Curves.of_stage(has_head=engine.is_last)
     facts = StageFacts(artifact, config, importlib.metadata.version("relayline"), curves)
     executor = StepExecutor(
         engine,

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from stage.calibrate import cached_curves, calibrate, fresh_curves
+from stage import calibrate as calibration
+from stage.calibrate import StepTimes, cached_curves, calibrate, fresh_curves
 from stage.native import EngineConfig, NativeEngine
 from tests.processes import relayline
 from tests.tiny_slices import TinyShape, write_pipeline
@@ -70,6 +71,57 @@ def test_a_lane_holds_its_cells_several_times_until_there_is_no_room(engine: Nat
     engine.clear(4)
     run(0, 0, 4)
     np.testing.assert_allclose(run(0, 4, 1), alone, atol=1e-5)
+
+
+MS = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("n_threads", "steps", "last_ms"),
+    [
+        (1, [(40, 20)], 20),
+        (1, [(40, 39)], 40),
+        (1, [(1, 0)], 1),
+        (4, [(100, 380), (50, 190)], 50),
+        (4, [(100, 380), (100, 190)], 50),
+        (4, [(100, 200)], 100),
+        (4, [(100, 440), (100, 200)], 50),
+        (0, [(40, 1)], 40),
+    ],
+    ids=["half-a-core", "a-whole-core", "too-short-to-tell", "all-cores", "half-of-them", "never-more-than-half",
+         "more-than-all", "another-device"],
+)  # fmt: skip
+def test_a_step_counts_with_what_it_takes_on_cores_of_its_own(
+    n_threads: int, steps: list[tuple[int, int]], last_ms: int
+) -> None:
+    times = StepTimes(n_threads)
+    found_ns = [times.undisturbed_ns(wall * MS, cpu * MS) for wall, cpu in steps]
+    assert found_ns[-1] == pytest.approx(last_ms * MS)
+
+
+class BusyMachine:
+    """Clocks of a process that others let compute half of the time, except in single rows."""
+
+    def __init__(self, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.wall_ns = self.cpu_ns = 0
+        self._decode = engine.decode
+        monkeypatch.setattr(engine, "decode", self.decode)
+        monkeypatch.setattr(calibration.time, "monotonic_ns", lambda: self.wall_ns)
+        monkeypatch.setattr(calibration.time, "process_time_ns", lambda: self.cpu_ns)
+
+    def decode(self, n_rows: int) -> None:
+        self._decode(n_rows)
+        self.cpu_ns += n_rows * 10 * MS
+        self.wall_ns += n_rows * (10 if n_rows == 1 else 20) * MS
+
+
+def test_programs_that_have_the_cores_meanwhile_do_not_bend_the_curve(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    BusyMachine(engine, monkeypatch)
+    curves = calibrate(engine)
+    assert curves.decode.points() == [(rows, rows * 10 * MS) for rows, _ in curves.decode.points()]
+    assert len(curves.decode.points()) >= 8
 
 
 def test_no_time_still_gives_a_curve_to_begin_with(engine: NativeEngine) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.curve import OUTLIER, OUTLIERS_MAX, PAD_SEARCH_ROWS, CostCurve
+from wire.curve import OUTLIER, OUTLIERS_MAX, PAD_SEARCH_ROWS, CostCurve, mixed_cost_ns
 
 FIELD = {
     1: 14.7, 2: 28.3, 3: 43.2, 4: 26.5, 5: 40.7, 6: 54.0, 7: 75.4, 8: 50.7, 12: 77.0, 16: 90.0, 24: 141.0, 32: 165.0,
@@ -131,3 +131,12 @@ def test_slower_and_quicker_again_cancel_out_for_rows_that_were_not_seen() -> No
                 curve.observe(rows, round(factor * field_curve().cost_ns(rows)))
     assert 0.9 < curve.cost_ns(16) / field_curve().cost_ns(16) < 2.1
     assert curve.cost_ns(1) < 1.1 * field_curve().cost_ns(1)
+
+
+def test_prompt_rows_take_the_place_of_padding_and_decode_rows_pay_for_the_head() -> None:
+    layers = CostCurve([(1, 15), (3, 43), (4, 26), (8, 50)])
+    with_head = CostCurve([(1, 20), (3, 60), (4, 40), (8, 75)])
+    assert mixed_cost_ns(layers, layers, 3, 1) == 26, "cheaper than the three alone"
+    assert mixed_cost_ns(layers, layers, 4, 4) == 50
+    assert mixed_cost_ns(with_head, layers, 4, 4) == 50 + 14
+    assert mixed_cost_ns(with_head, CostCurve(), 4, 4) == 0

@@ -120,3 +120,17 @@ def test_a_curve_begins_with_what_it_sees() -> None:
     known.observe(shape(DECODE, 50), 1_000)
     assert known.decode.points() == [(4, 1_000)]
     assert not known.prefill.is_known
+
+
+def test_prompts_teach_a_stage_without_head_what_untried_numbers_of_decode_rows_cost() -> None:
+    """As after a calibration that found no gain in batches, so that none are tried."""
+    wrong = [(1, 44_000_000), (4, 176_000_000), (8, 352_000_000)]
+    headless = Curves.of_stage(has_head=False, decode=wrong, prefill=wrong)
+    last = Curves.of_stage(has_head=True, decode=wrong, prefill=wrong)
+    for known in (headless, last):
+        for _ in range(20):
+            known.observe(StepShape(1, 0), 30_000_000)
+            known.observe(StepShape(0, 8), 160_000_000)
+    assert headless.decode.cost_ns(8) < 6.5 * headless.decode.cost_ns(1)
+    assert last.decode.cost_ns(8) > 7.5 * last.decode.cost_ns(1)
+    assert last.prefill.cost_ns(8) < 6.5 * last.prefill.cost_ns(1)

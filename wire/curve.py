@@ -114,3 +114,15 @@ class CostCurve:
         if is_new:
             bisect.insort(self._rows, rows)
         self._best.clear()
+
+
+def mixed_cost_ns(decode: CostCurve, prefill: CostCurve, decode_rows: int, prompt_rows: int) -> float:
+    """Predict a step of decode rows and prompt rows; 0 while either curve is unknown.
+
+    All of them pass the layers, as rows of a prompt do, and the decode rows pay for the head, if there is one. Prompt
+    rows may make a step cheaper: three decode rows and one of a prompt fill a tile.
+    """
+    if not (decode.is_known and prefill.is_known):
+        return 0.0
+    head_ns = max(0.0, decode.cost_ns(decode_rows) - prefill.cost_ns(decode_rows))
+    return prefill.cost_ns(decode_rows + prompt_rows) + head_ns

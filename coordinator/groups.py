@@ -25,13 +25,13 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from wire.curve import CostCurve
+from wire.curve import CostCurve, mixed_cost_ns
 
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
 ITL_STRETCH = 1.92  # predicted worst inter-token latency beside prefill, against none
 PRESSURE_MAX = 64  # prompts per running stream beyond which more of them change nothing
 BUSY = 0.9  # a stage that works this part of the time has none for another flight
-NEAR_BEST = 1.05  # of prefill choices whose rates are this close the one with the shorter latency is taken
+NEAR_BEST = 1.08  # of prefill choices whose rates are this close the one with the shorter latency is taken
 CHUNK_LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 FALLBACK_CHUNK_ROWS = 64  # while nothing has been measured
 TRAIN_ROWS = 512  # prompt rows that a train is made for when nobody says how many there are
@@ -65,9 +65,12 @@ class StageCost:
         return self.prefill.cost_ns(rows) + rows * self.context_ns * self.prompt_tokens
 
     def mixed_ns(self, rows: int, prompt_rows: int) -> float:
-        """Predict a step of both: what prompt rows add to a step of as many rows, on top of the decode rows."""
-        added_ns = max(0.0, self.prefill.cost_ns(rows + prompt_rows) - self.prefill.cost_ns(rows))
-        return self.decode_ns(rows) + added_ns + prompt_rows * self.context_ns * self.prompt_tokens
+        """Predict a step of both, padding included; prompt rows take the place of scratch rows."""
+        if not prompt_rows:
+            return self.decode_ns(rows)
+        padded_rows = self.decode.padded_rows(rows + prompt_rows, self.rows_max)
+        rows_ns = mixed_cost_ns(self.decode, self.prefill, rows, padded_rows - rows)
+        return rows_ns + self.context_ns * (rows * self.decode_tokens + prompt_rows * self.prompt_tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -238,8 +241,7 @@ class GroupPlanner:
         return n_groups, rows, n_streams / rates[n_groups, rows]
 
     def _candidates(self, n_streams: int) -> Iterator[tuple[int, int]]:
-        rows_max = min(n_streams, self.rows_max)
-        groups_max = max(math.ceil(n_streams / self.rows_max), min(n_streams, GROUPS_MAX_PER_STAGE * len(self.stages)))
+        rows_max, groups_max = min(n_streams, self.rows_max), self._groups_max(n_streams)
         sizes = {*range(1, min(rows_max, ROWS_ONE_BY_ONE) + 1), *range(ROWS_ONE_BY_ONE, rows_max, 16), rows_max}
         sizes |= {math.ceil(n_streams / n_groups) for n_groups in range(1, groups_max + 1)}
         for rows in sizes:
@@ -251,6 +253,10 @@ class GroupPlanner:
             for n_groups in {saturating - 1, saturating, saturating + 1, all_full, all_in}:
                 if 1 <= n_groups <= min(all_in, groups_max):
                     yield n_groups, rows
+
+    def _groups_max(self, n_streams: int) -> int:
+        few = min(n_streams, GROUPS_MAX_PER_STAGE * len(self.stages))
+        return max(math.ceil(n_streams / self.rows_max), few)
 
     def _beside(self, n_streams: int, best: tuple[int, int], pressure: int, latency_max_ns: float) -> _Beside | None:
         """Return the most prefill beside decode that keeps the latency bound; None where nothing does.
@@ -283,7 +289,7 @@ class GroupPlanner:
         Never more at once: flights that split because a prompt came queue behind each other until they have spread.
         """
         is_idle = n_groups * self.step_ns(rows) < BUSY * (self.way_ns(rows) + self.overhead_ns)
-        if n_groups < n_streams and is_idle:
+        if n_groups < self._groups_max(n_streams) and is_idle:
             yield n_groups + 1, math.ceil(n_streams / (n_groups + 1))
 
     def _beside_flights(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benches.simulate_world import CURVES, MS, best_rate, equal_stages, one_slower
@@ -44,6 +44,12 @@ def test_rows_of_a_long_context_are_dearer_and_fewer_ride() -> None:
     assert rides == sorted(rides, reverse=True)
     assert rides[0] > rides[-1]
     assert long.plan(4, n_prompts=1).latency_max_ns == short.plan(4, n_prompts=1).latency_max_ns
+
+
+def test_a_step_of_both_kinds_is_padded_as_a_whole() -> None:
+    made, curve = planner(2), CURVES["staircase"]()
+    assert made.mixed_ns(3, 1) == made.step_ns(3) == curve.cost_ns(4), "the prompt row takes the scratch row's place"
+    assert made.mixed_ns(3, 4) == made.mixed_ns(3, 5) == curve.cost_ns(8)
 
 
 def test_contexts_are_told_apart_in_eighths_and_cost_nothing_where_they_have_no_price() -> None:
@@ -177,6 +183,7 @@ stages = st.lists(st.tuples(curves, curves, st.integers(1, 100)), min_size=1, ma
 
 @settings(deadline=None, max_examples=60)
 @given(stages, st.integers(0, 300), st.integers(0, 400), st.integers(0, 10**8))
+@example([({1: 10_000}, {1: 10_000}, 3)], 10, 1, 103_334)
 def test_any_plan_is_within_its_caps(
     given_stages: list[tuple[dict[int, int], dict[int, int], int]], n_streams: int, n_prompts: int, overhead_ns: int
 ) -> None:

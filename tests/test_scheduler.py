@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benches.simulate_world import smooth, staircase
+from benches.simulate_world import staircase
 from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.groups import GroupPlan, GroupPlanner, StageCost
 from coordinator.scheduler import OLDEST_EVERY, ScheduleConfig, Scheduler
@@ -177,8 +177,9 @@ def test_prompt_rows_ride_in_decode_flights() -> None:
 
 
 def test_a_flight_behind_others_that_became_longer_takes_fewer_rows_along() -> None:
-    """Four streams, 8 ms apart at every one of four stages, meet a prompt: each ride delays whoever comes next."""
-    stage = StageCost(smooth(), smooth(), 512)
+    """Four streams, 10 ms apart at every one of four stages, meet a prompt: each ride delays whoever comes next."""
+    every_row_counts = CostCurve([(1, 8_000_000), (512, 85_000_000)])
+    stage = StageCost(every_row_counts, every_row_counts, 512)
 
     def rides(gap_ns: int) -> tuple[int, list[int]]:
         scheduler = Scheduler(ScheduleConfig(), GroupPlanner([stage] * 4))
@@ -191,7 +192,7 @@ def test_a_flight_behind_others_that_became_longer_takes_fewer_rows_along() -> N
             found.append(len(envelope[-1].tokens))
         return planned, found
 
-    planned, found = rides(8_000_000)
+    planned, found = rides(10_000_000)
     assert found[0] == planned
     assert planned / 2 <= found[3] < planned
     planned, found = rides(10**9)

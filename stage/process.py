@@ -29,6 +29,7 @@ from stage.runner import Runner
 from stage.service import StageFacts, StageService
 from stage.stats import StageStats
 from stage.step import StepExecutor
+from stage.watchdog import StepWatch, watch_steps
 from wire import rpc
 from wire import telemetry_names as names
 from wire.curve import PAD_SEARCH_ROWS
@@ -136,6 +137,8 @@ async def serve(config: StageConfig) -> AsyncIterator[tuple[str, StageFacts, asy
     service.attach(runner)
     sender = asyncio.create_task(service.send_forever())
     sender.add_done_callback(sending_ended)
+    watch = StepWatch(facts.curves.predict_ns)
+    watchdog = asyncio.create_task(watch_steps(lambda: runner.running, watch, crash))
     listener = Listener(config.security, f"stage {facts.artifact.stage_index}")
     server = listener.server
     server.add_generic_rpc_handlers((service.handlers(),))
@@ -155,9 +158,10 @@ async def serve(config: StageConfig) -> AsyncIterator[tuple[str, StageFacts, asy
         await server.stop(SHUTDOWN_GRACE_S)
         listener.close()
         sender.cancel()
+        watchdog.cancel()
         if not crashed.done():
             await runner.call(executor.close)
-        await runner.stop()
+        await runner.stop(SHUTDOWN_GRACE_S if crashed.done() else None)
         await asyncio.to_thread(telemetry.shutdown)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stage.batcher import Batcher
-from stage.queue_types import QueuedFrame
+from stage.queue_types import QueuedFrame, Step
 from stage.step import StepExecutor
 from stage.step_types import StepResult
 from wire.errors import InternalError
@@ -44,6 +44,7 @@ class Runner:
         self._calls: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
         self._outbox_steps = 0
         self._stopping = False
+        self.running: Step | None = None  # what the engine computes now; written by the decode thread
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
 
@@ -89,12 +90,12 @@ class Runner:
             self._changed.notify()
         return await future
 
-    async def stop(self) -> None:
-        """Let the current step end, then end the thread."""
+    async def stop(self, timeout_s: float | None = None) -> None:
+        """Let the current step end, then end the thread. After `timeout_s` a step that hangs is left behind."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, timeout_s)
 
     def _run(self) -> None:
         try:
@@ -133,7 +134,10 @@ class Runner:
         for function, future in calls:
             self._answer(function, future)
         if step is not None:
-            self._loop.call_soon_threadsafe(self._hand_over, self._executor.execute(step))
+            self.running = step
+            result = self._executor.execute(step)
+            self.running = None
+            self._loop.call_soon_threadsafe(self._hand_over, result)
         return True
 
     def _hand_over(self, result: StepResult) -> None:

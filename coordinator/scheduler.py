@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Iterable
 
 from coordinator.groups import GroupPlan, GroupPlanner
@@ -54,9 +55,9 @@ class ScheduleConfig:
     mode: str = "auto"
     """auto: groups from the curves; drain: send at once; fixed: n_groups x group_rows by hand."""
     n_groups: int = 0
-    """Decode flights under way, in mode fixed."""
+    """Decode flights under way, in mode fixed; 0: as many as `group_rows` takes."""
     group_rows: int = 0
-    """Rows of one decode flight, in mode fixed."""
+    """Rows of one decode flight, in mode fixed; 0: the running streams shared among the flights."""
     chunk_rows: int = 0
     """Largest prefill chunk; 0 leaves it to the plan."""
 
@@ -133,17 +134,23 @@ class Scheduler:
     def plan(self) -> GroupPlan:
         """Return the plan for what runs now."""
         if self.config.mode == "fixed":
-            rows = self.config.group_rows or self.planner.rows_max
-            auto = self._automatic()
-            ride_rows = max(0, min(auto.ride_rows, self.planner.rows_max - rows))
-            return dataclasses.replace(
-                auto,
-                n_groups=self.config.n_groups or 1,
-                group_rows=rows,
-                ride_rows=ride_rows,
-                prefill_flights=auto.prefill_flights or int(not ride_rows),  # prompts always have a way
-            )
+            return self._by_hand(self._automatic())
         return self._automatic()
+
+    def _by_hand(self, auto: GroupPlan) -> GroupPlan:
+        """Return the plan with flights and rows as configured; what is not configured suits the streams that run."""
+        n_groups, rows = self.config.n_groups, self.config.group_rows
+        rows = min(rows or math.ceil(self.n_decoding / (n_groups or 1)), self.planner.rows_max) or 1
+        ride_rows = max(0, min(auto.ride_rows, self.planner.rows_max - rows))
+        return dataclasses.replace(
+            auto,
+            n_groups=n_groups or math.ceil(self.n_decoding / rows) or 1,
+            group_rows=rows,
+            ride_rows=ride_rows,
+            # Prompts always have a way: where none can ride, as many rows in a flight of their own as would have.
+            prefill_flights=auto.prefill_flights or int(not ride_rows),
+            chunk_rows=auto.chunk_rows if auto.prefill_flights else max(1, auto.ride_rows),
+        )
 
     def _automatic(self) -> GroupPlan:
         n_prompts, planner = len(self._prompts), self._planner()
@@ -178,7 +185,7 @@ class Scheduler:
     def _take_groups(self, envelopes: list[list[OutFrame]], now_ns: int) -> None:
         plan = self.plan()
         self._train_rows = 0 if self._decoding else self._count_train_rows()
-        rows_max = self.config.chunk_rows or self.planner.rows_max
+        rows_max = min(self.config.chunk_rows or self.planner.rows_max, self.planner.rows_max)
         while self._pool and self._n_decode_flights < plan.n_groups:
             rows = min(len(self._pool), plan.group_rows)
             frames = [self._pool.popleft() for _ in range(rows)]
@@ -209,7 +216,7 @@ class Scheduler:
         if self._pool:
             self._launch(envelopes, list(self._pool), [], now_ns)
             self._pool.clear()
-        rows = self.config.chunk_rows or min(DRAIN_CHUNK_ROWS, self.planner.rows_max)
+        rows = min(self.config.chunk_rows or DRAIN_CHUNK_ROWS, self.planner.rows_max)
         while self._prompts:
             _, session = self._prompts.popitem(last=False)
             frames: list[OutFrame] = []

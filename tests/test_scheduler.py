@@ -284,11 +284,36 @@ def test_fixed_mode_takes_groups_by_hand() -> None:
 
 
 def test_prompts_have_a_way_beside_groups_by_hand_that_fill_every_step() -> None:
-    scheduler = Scheduler(ScheduleConfig("fixed", n_groups=1), Fixed(2, 2, flights=0, ride_rows=3))
+    scheduler = Scheduler(ScheduleConfig("fixed", n_groups=1, group_rows=64), Fixed(2, 2, flights=0, ride_rows=3))
     start(scheduler, new_session(9, n_prompt=3))
     assert (scheduler.plan().ride_rows, scheduler.plan().prefill_flights) == (0, 1)
     ((_, chunk),) = scheduler.take(0)
     assert chunk.flags & Flag.PREFILL
+
+
+def test_what_is_not_set_by_hand_suits_the_streams_that_run() -> None:
+    def plan(config: ScheduleConfig) -> GroupPlan:
+        scheduler = Scheduler(config, Fixed(2, 2, flights=0, chunk_rows=1, ride_rows=6))
+        for session_id in range(1, 11):
+            scheduler.decode(row(session_id))
+        start(scheduler, new_session(99, n_prompt=40))
+        return scheduler.plan()
+
+    groups_only = plan(ScheduleConfig("fixed", n_groups=3))
+    assert (groups_only.n_groups, groups_only.group_rows, groups_only.ride_rows) == (3, 4, 6)
+    rows_only = plan(ScheduleConfig("fixed", group_rows=4))
+    assert (rows_only.n_groups, rows_only.group_rows) == (3, 4)
+    full = plan(ScheduleConfig("fixed", n_groups=1, group_rows=2_000))
+    assert (full.group_rows, full.ride_rows) == (64, 0)
+    assert (full.prefill_flights, full.chunk_rows) == (1, 6), "as many prompt rows as would have ridden"
+
+
+@pytest.mark.parametrize("mode", ["auto", "drain", "fixed"])
+def test_no_frame_is_wider_than_a_step_however_large_chunks_are_by_hand(mode: str) -> None:
+    scheduler = Scheduler(ScheduleConfig(mode, chunk_rows=2_000), Fixed(chunk_rows=500))
+    start(scheduler, new_session(9, n_prompt=1_000))
+    widths = [len(frame.tokens) for envelope in scheduler.take(0) for frame in envelope]
+    assert max(widths) == 64
 
 
 def test_drain_mode_sends_everything_at_once() -> None:

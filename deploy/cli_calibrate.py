@@ -26,7 +26,10 @@ BAR_COLUMNS = 24
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @engine_options
 def calibrate_command(artifact: Path, threads: int, as_json: bool, **given: Any) -> None:
-    """Measure how long native steps of ARTIFACT take, by rows and context, and remember it for the next start."""
+    """Measure how long native steps of ARTIFACT take, by rows and context.
+
+    A stage that starts here with the same threads, lanes, context, rows and types takes over what was measured.
+    """
     from stage.calibrate import fresh_curves
     from stage.native import EngineConfig, NativeEngine
 

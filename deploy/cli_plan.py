@@ -113,9 +113,8 @@ def make_plan(
 
 
 def _measure(manifest: Manifest, model: Path, *, quiet: bool) -> None:
-    from deploy import machine
     from deploy.measure import measure_speed
-    from deploy.planning import threads_of
+    from deploy.planning import n_at_once, threads_of
 
     local = [
         (stage, n_threads)
@@ -130,7 +129,7 @@ def _measure(manifest: Manifest, model: Path, *, quiet: bool) -> None:
             n_threads=n_threads,
             gpu_layers=gpu_layers,
             kv_type=manifest.spec.context.kv_type,
-            n_at_once=max(1, min(len(local), machine.cores() // n_threads)),
+            n_at_once=n_at_once(manifest, n_threads),
             tell=lambda line: None if quiet else click.echo(line, err=True),
         )
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +24,10 @@ from coordinator.cuts import is_allowed, legal_cuts
 from coordinator.inspection import ModelFacts, content_key, inspect_model
 from coordinator.planner.speed import Sample, Speed, from_samples
 from deploy.local import cache_dir
+from stage.machine import machine_facts
 from wire.errors import StartError
 
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 TURNS = 2  # of every slice
 LANES = 64  # of a calibrated slice: as many rows want logits at once
 CTX_TOKENS = 64  # of one lane: the cache stays small
@@ -43,10 +42,11 @@ class _Stored(msgspec.Struct, frozen=True):
     step_ns: float
 
 
-def known_speed(model: Path, *, n_threads: int, gpu_layers: int, kv_type: str) -> Speed | None:
-    """Return what was measured of this model on this machine with so many threads; None if nothing was."""
+def known_speed(model: Path, *, n_threads: int, gpu_layers: int, kv_type: str, n_at_once: int = 1) -> Speed | None:
+    """Return what was measured of this model on this machine with so many threads and neighbours; None if nothing."""
+    path = _path(model, n_threads, gpu_layers, kv_type, n_at_once)
     try:
-        stored = msgspec.json.decode(_path(model, n_threads, gpu_layers, kv_type).read_bytes(), type=_Stored)
+        stored = msgspec.json.decode(path.read_bytes(), type=_Stored)
     except (OSError, msgspec.MsgspecError):
         return None
     return Speed(tuple(stored.layers), tuple(stored.head), stored.step_ns, "measured")
@@ -68,7 +68,7 @@ def measure_speed(
     facts = inspect_model(model)
     arguments = ("--threads", str(n_threads), "--lanes", str(LANES), "--ctx", str(CTX_TOKENS),
                  "--gpu-layers", str(gpu_layers), "--kv-type", kv_type)  # fmt: skip
-    path = _path(model, n_threads, gpu_layers, kv_type)
+    path = _path(model, n_threads, gpu_layers, kv_type, n_at_once)
     path.parent.mkdir(parents=True, exist_ok=True)
     turns: list[list[Sample]] = []
     with tempfile.TemporaryDirectory(prefix="measure-", dir=path.parent) as directory:
@@ -184,7 +184,6 @@ def _joined_points(curves: Sequence[dict[int, float]], join: Callable[[list[floa
     return [(rows, join([curve[rows] for curve in curves])) for rows in common]
 
 
-def _path(model: Path, n_threads: int, gpu_layers: int, kv_type: str) -> Path:
-    parts = (CACHE_VERSION, content_key(model), n_threads, gpu_layers, kv_type, version("llama-cpp-python"),
-             platform.processor(), platform.node(), os.cpu_count())  # fmt: skip
+def _path(model: Path, n_threads: int, gpu_layers: int, kv_type: str, n_at_once: int) -> Path:
+    parts = (CACHE_VERSION, content_key(model), n_threads, gpu_layers, kv_type, n_at_once, machine_facts())
     return cache_dir() / "curves" / f"plan-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"

@@ -184,7 +184,19 @@ def _calibrated(path: Path) -> Speed:
 
 def _measured(manifest: Manifest, facts: ModelFacts, stage: Stage, n_threads: int) -> Speed | None:
     kv_type = manifest.spec.context.kv_type
-    return known_speed(facts.path, n_threads=n_threads, gpu_layers=stage.gpu_layers_used, kv_type=kv_type)
+    return known_speed(
+        facts.path,
+        n_threads=n_threads,
+        gpu_layers=stage.gpu_layers_used,
+        kv_type=kv_type,
+        n_at_once=n_at_once(manifest, n_threads),
+    )
+
+
+def n_at_once(manifest: Manifest, n_threads: int) -> int:
+    """Return how many of the manifest's stages compute on this machine at the same time."""
+    n_local = sum(stage.is_local for stage in manifest.stages)
+    return max(1, min(n_local, machine.cores() // n_threads))
 
 
 def _bytes_per_weight(facts: ModelFacts) -> float:

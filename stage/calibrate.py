@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stage.curves import Curves
+from stage.machine import machine_facts
 from stage.native import NativeEngine
 from wire.curve import LADDER
 
@@ -163,7 +163,7 @@ def _run(
 def cached_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves:
     """Return the curves from the cache, or measure and remember them.
 
-    The key covers what changes them: artifact, threads, device, KV type, processor and llama.cpp's version.
+    The key covers what changes them: artifact, threads, device, KV type, lanes, context, machine and llama.cpp's build.
     """
     try:
         stored = msgspec.json.decode(_path(engine, cache_dir).read_bytes(), type=_Stored)
@@ -197,7 +197,8 @@ def _cache_dir() -> Path:
 
 def _key(engine: NativeEngine) -> str:
     config, artifact = engine.config, engine.artifact
+    # Lanes, context and rows as far as the ladders go: a curve that ended early must not stand for a roomier stage.
     parts = (CACHE_VERSION, artifact.pipeline_id, artifact.stage_index, config.n_threads, config.gpu_layers,
-             config.kv_type, min(config.n_lanes, LADDER[-1]), config.max_rows, llama_cpp.__version__,
-             platform.processor(), platform.node(), os.cpu_count())  # fmt: skip
+             config.kv_type, min(config.n_lanes, LADDER[-1]), min(config.ctx_tokens, CONTEXT_TOKENS), config.max_rows,
+             machine_facts())  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

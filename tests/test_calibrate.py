@@ -141,6 +141,23 @@ def test_curves_are_remembered_by_what_changes_them(engine: NativeEngine, tmp_pa
     assert len(list((tmp_path / "curves").iterdir())) == 1
 
 
+def test_what_a_small_stage_measured_does_not_stand_for_a_roomier_one_or_another_build(
+    artifacts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(**changes: int) -> int:
+        config = EngineConfig(artifacts[1], **({"n_lanes": 2, "ctx_tokens": 16, "max_rows": 32} | changes))  # type: ignore[arg-type]
+        with NativeEngine(config) as engine:
+            return max(rows for rows, _ in cached_curves(engine, tmp_path).prefill.points())
+
+    assert measured() == 16
+    assert measured(ctx_tokens=64) == 32
+    assert measured() == 16
+    assert len(list((tmp_path / "curves").iterdir())) == 2
+    monkeypatch.setattr(calibration, "machine_facts", lambda: ("here", "with other libraries"))
+    assert measured() == 16
+    assert len(list((tmp_path / "curves").iterdir())) == 3
+
+
 def test_the_command_prints_a_table_and_json(
     artifacts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

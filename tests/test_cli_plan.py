@@ -17,7 +17,7 @@ from deploy import plan_compare
 from deploy.cli_plan import make_plan
 from deploy.manifest import Manifest, parse_manifest
 from deploy.measure import _quickest, known_speed, slices_for
-from deploy.planning import cuts_for, instance_of
+from deploy.planning import cuts_for, instance_of, threads_of
 from tests.processes import Running, relayline
 from tests.test_manifest_commands import samples
 from tests.tiny_models import make_tiny
@@ -160,6 +160,9 @@ def test_measuring_is_remembered_and_used(model: Path) -> None:
     assert again.prediction.rates == first.prediction.rates
     assert again.best == first.best
     assert known_speed(model, n_threads=77, gpu_layers=0, kv_type="f16") is None
+    n_threads = threads_of(manifest)[0]
+    found = [known_speed(model, n_threads=n_threads, gpu_layers=0, kv_type="f16", n_at_once=n) for n in range(1, 9)]
+    assert sum(speed is not None for speed in found) == 1, "it holds for as many neighbours as it was measured beside"
 
 
 def status_of(plan: Any, busy_ns: int, rows: int = 10, lanes_used: int = 1) -> dict[str, Any]:

@@ -1,0 +1,38 @@
+"""What a measured time holds for: this machine's processor, and this build of llama.cpp. For the keys of caches."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+_PACKAGE = "llama-cpp-python"
+_LIBRARIES = "llama_cpp/lib"
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def machine_facts() -> tuple[str, ...]:
+    """Return what identifies host, processor and native build. Loads nothing native.
+
+    A build with other flags has the same version, but other libraries, or libraries of another size.
+    """
+    return (platform.node(), _processor(), str(os.cpu_count()), metadata.version(_PACKAGE), *_libraries())
+
+
+def _processor() -> str:
+    """Return the processor's name; Python itself knows none on most Linux systems."""
+    try:
+        lines = _CPUINFO.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _libraries() -> list[str]:
+    directory = Path(str(metadata.distribution(_PACKAGE).locate_file(_LIBRARIES)))
+    try:
+        return sorted(f"{file.name}={file.stat().st_size}" for file in directory.iterdir())
+    except OSError:
+        return []

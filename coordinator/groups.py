@@ -14,7 +14,7 @@ When both terms are equal every delay anywhere shows, so nearness costs somethin
 
 Prompts travel in two ways, whichever brings more of them through: as rows that *ride* in the decode flights (a step
 that has room in its tile, or whose fixed cost is high, takes them at little extra cost), and as flights of their own.
-Both are sized so that running streams' inter-token latency stays within `ITL_STRETCH` of what it is without them. When
+Both are sized so that running streams' inter-token latency stays within `itl_stretch` of what it is without them. When
 more streams wait for their first token than run, that bound grows in proportion: a second of delay weighs the same
 whoever waits it.
 """
@@ -28,7 +28,8 @@ from collections.abc import Iterator, Sequence
 from wire.curve import CostCurve, mixed_cost_ns
 
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
-ITL_STRETCH = 1.92  # predicted worst inter-token latency beside prefill, against none
+ITL_STRETCH = 2.0  # running streams' inter-token latency beside prefill, against none, unless somebody sets it
+PREDICTED_PART = 0.96  # of that bound is what plans may predict; the rest is for what they do not foresee
 PRESSURE_MAX = 64  # prompts per running stream beyond which more of them change nothing
 BUSY = 0.9  # a stage that works this part of the time has none for another flight
 NEAR_BEST = 1.08  # of prefill choices whose rates are this close the one with the shorter latency is taken
@@ -102,8 +103,8 @@ class _Beside:
 class GroupPlanner:
     """Plans from curves; results are cached until the curves or the overhead move."""
 
-    def __init__(self, stages: Sequence[StageCost]) -> None:
-        self.stages = tuple(stages)
+    def __init__(self, stages: Sequence[StageCost], itl_stretch: float = ITL_STRETCH) -> None:
+        self.stages, self.itl_stretch = tuple(stages), itl_stretch
         self.overhead_ns = 0.0  # of one round trip beyond the native steps: links, host work
         self._cache: dict[tuple[int, int, int], GroupPlan] = {}
         self._costs_ns: dict[int, tuple[float, ...]] = {}  # rows -> each stage's decode step
@@ -143,7 +144,7 @@ class GroupPlanner:
             if len(self._views) >= VIEWS_MAX:
                 self._views.clear()
             stages = [dataclasses.replace(s, decode_tokens=key[0], prompt_tokens=key[1]) for s in self.stages]
-            view = self._views[key] = GroupPlanner(stages)
+            view = self._views[key] = GroupPlanner(stages, self.itl_stretch)
             view.overhead_ns = self.overhead_ns
         return view
 
@@ -219,7 +220,8 @@ class GroupPlanner:
             return GroupPlan(n_groups, max(1, rows), 0.0, max(1, n_stages), min(FALLBACK_CHUNK_ROWS, self.rows_max))
         n_groups, rows, period_ns = self._best_groups(n_streams) if n_streams else (1, 1, 0.0)
         if pressure and n_streams:
-            latency_max_ns = pressure * ITL_STRETCH * self._cycle_ns(n_streams, n_groups, rows)
+            quiet_ns = self._cycle_ns(n_streams, n_groups, rows)
+            latency_max_ns = pressure * PREDICTED_PART * self.itl_stretch * quiet_ns
             choice = self._beside(n_streams, (n_groups, rows), pressure, latency_max_ns)
             if choice is None:
                 return GroupPlan(n_groups, rows, period_ns, 1, 1, 0, latency_max_ns)

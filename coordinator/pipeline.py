@@ -216,7 +216,8 @@ class Pipeline:
     def _resume(self, connection: Connection) -> None:
         self._admission.n_lanes, self._admission.ctx_tokens = connection.n_lanes, connection.ctx_tokens
         self._sender = TokenSender(connection.link, self.epoch, self._on_lost)
-        self._scheduler = Scheduler(self.config.schedule, GroupPlanner(connection.stage_costs()))
+        planner = GroupPlanner(connection.stage_costs(), self.config.schedule.itl_stretch)
+        self._scheduler = Scheduler(self.config.schedule, planner)
         refreshing = refresh_costs(connection, lambda: bool(self._audiences), self._scheduler.planner.update)
         self._refresher = asyncio.create_task(refreshing)
         self._observer.connected(len(self.file.stages), time.monotonic_ns())

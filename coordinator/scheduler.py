@@ -21,7 +21,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from coordinator.groups import GroupPlan, GroupPlanner
+from coordinator.groups import ITL_STRETCH, GroupPlan, GroupPlanner
 from coordinator.session import OutFrame, Session
 
 ROUND_TRIPS_KEPT = 64  # recent decode flights from which the overhead of a round trip is estimated
@@ -60,6 +60,8 @@ class ScheduleConfig:
     """Rows of one decode flight, in mode fixed; 0: the running streams shared among the flights."""
     chunk_rows: int = 0
     """Largest prefill chunk; 0 leaves it to the plan."""
+    itl_stretch: float = ITL_STRETCH
+    """How many times longer running streams' inter-token latency may become while prompts are read."""
 
 
 class Scheduler:

@@ -143,7 +143,7 @@ def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
 
     by_hand = given["groups"] or given["group_rows"]
     mode = "fixed" if by_hand else "auto" if given["policy"] == "auto" else "drain"
-    return ScheduleConfig(mode, given["groups"], given["group_rows"], given["prefill_chunk"])
+    return ScheduleConfig(mode, given["groups"], given["group_rows"], given["prefill_chunk"], given["itl_stretch"])
 
 
 @click.command(

@@ -146,6 +146,9 @@ pipeline_options = _apply(
     click.option("--wire", type=click.Choice(WIRE_NAMES), default="f16", show_default=True, help="Rows on the wire."),
     click.option("--prefill-chunk", type=click.IntRange(0, 2048), default=0,
                  help="Largest number of prompt rows per frame [default: chosen]."),
+    click.option("--itl-stretch", type=click.FloatRange(1, 1000), default=2.0, show_default=True,
+                 help="How many times longer running streams may wait between tokens while prompts are read; more "
+                 "brings first tokens sooner."),
     click.option("--queue", type=click.IntRange(0, 100_000), default=256, show_default=True,
                  help="Requests that may wait for a lane."),
     click.option("--groups", type=click.IntRange(0, 4096), default=0, help="Decode groups by hand [default: chosen]."),

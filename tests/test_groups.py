@@ -46,6 +46,16 @@ def test_rows_of_a_long_context_are_dearer_and_fewer_ride() -> None:
     assert long.plan(4, n_prompts=1).latency_max_ns == short.plan(4, n_prompts=1).latency_max_ns
 
 
+def test_the_stretch_of_latency_that_somebody_allows_buys_prompts_a_higher_rate() -> None:
+    found = []
+    for stretch in (1.5, 2.0, 4.0):
+        made = GroupPlanner([StageCost(CURVES["arithmetic"](), CURVES["arithmetic"](), 512)] * 2, stretch)
+        plan = made.at(0, 0).plan(4, n_prompts=1)
+        assert plan.latency_max_ns <= stretch * made.plan(4, n_prompts=0).period_ns * 1.02
+        found.append(plan.n_groups * plan.ride_rows + plan.prefill_flights * plan.chunk_rows)
+    assert found[0] <= found[1] < found[2]
+
+
 def test_a_step_of_both_kinds_is_padded_as_a_whole() -> None:
     made, curve = planner(2), CURVES["staircase"]()
     assert made.mixed_ns(3, 1) == made.step_ns(3) == curve.cost_ns(4), "the prompt row takes the scratch row's place"

@@ -25,6 +25,7 @@ PLACES = {
     "max_rows": "batching.maxRows",
     "prefill_rows": "batching.prefillRows",
     "prefill_chunk": "batching.prefillChunk",
+    "itl_stretch": "batching.itlStretch",
     "groups": "batching.groups",
     "group_rows": "batching.groupRows",
     "policy": "batching.policy",

@@ -57,6 +57,7 @@ def flag_defaults(manifest: Manifest) -> dict[str, Any]:
         "max_rows": batching.max_rows,
         "prefill_rows": batching.prefill_rows,
         "prefill_chunk": batching.prefill_chunk,
+        "itl_stretch": batching.itl_stretch,
         "groups": batching.groups,
         "group_rows": batching.group_rows,
         "no_share": not batching.share,

@@ -126,6 +126,8 @@ class Batching(Part):
     """Prefill rows beside running decoders, with policy drain."""
     prefill_chunk: Annotated[int, Field(ge=0, le=bounds.ROWS_PER_FRAME_MAX)] = 0
     """Largest number of prompt rows per frame; 0: chosen."""
+    itl_stretch: Annotated[float, Field(ge=1, le=1_000)] = 2.0
+    """How many times longer running streams may wait between tokens while prompts are read."""
     groups: Annotated[int, Field(ge=0, le=4_096)] = 0
     """Decode groups by hand; 0: chosen."""
     group_rows: Annotated[int, Field(ge=0, le=bounds.ROWS_PER_ENVELOPE_MAX)] = 0

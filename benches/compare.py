@@ -140,7 +140,7 @@ class Bench:
         else:
             requests = await ask()
         summary = load.summarise(requests)
-        after = await parts.pipeline_status(session, target)
+        after = await parts.pipeline_status(session, target, before)
         figures = parts.pipeline_figures(before, after, summary.wall_s)
         run = Run(part, system, n_streams, repeat, summary, figures, requests)
         self.runs.append(run)

@@ -31,11 +31,14 @@ RUNNING_TOKENS_MAX = 1_500  # a running stream is cancelled once the long prompt
 # --- what relayline says of itself ------------------------------------------------------------------------------------
 
 
-async def pipeline_status(session: aiohttp.ClientSession, target: Target) -> dict[str, Any]:
-    """Return GET /v1/pipeline; empty for a server that has none."""
+async def pipeline_status(
+    session: aiohttp.ClientSession, target: Target, before: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return GET /v1/pipeline, with the overlap since an earlier look; empty for a server that has none."""
     if target.dialect != "openai":
         return {}
-    async with session.get(f"{target.url}/v1/pipeline") as response:
+    since = {"since_ns": str(before["now_ns"])} if before else {}
+    async with session.get(f"{target.url}/v1/pipeline", params=since) as response:
         status: dict[str, Any] = await response.json()
         return status
 
@@ -58,7 +61,9 @@ def pipeline_figures(before: dict[str, Any], after: dict[str, Any], wall_s: floa
 
     `batch_mean` of a stage counts frames (one per session), so that prompts do not pass for batches; `rows_mean`
     counts rows. `computing_mean` is the mean number of stages inside a native step over the run, prompts included.
-    `overlap` is the share of the time with any stage computing in which two or more were.
+    `overlap` is the share of the time with any stage computing in which two or more were, and `overlap_covers` the
+    share of the time between the looks that it was taken from: stages remember a bounded number of steps. Both are
+    left out where the second look was not told of the first: its overlap is of other runs too.
     """
     if not after.get("stages"):
         return {}
@@ -79,11 +84,15 @@ def pipeline_figures(before: dict[str, Any], after: dict[str, Any], wall_s: floa
     figures: dict[str, Any] = {"stages": stages, "plan": after.get("plan")}
     if wall_s > 0:
         figures["computing_mean"] = busy_ns / 1e9 / wall_s
-    shares = {int(key): share for key, share in (after.get("overlap") or {}).items() if key.isdigit()}
-    computing = sum(share for k, share in shares.items() if k >= 1)
-    if computing > 0:
-        figures["overlap"] = sum(share for k, share in shares.items() if k >= 2) / computing
-    return figures
+    return figures | _overlap_of(before, after)
+
+
+def _overlap_of(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
+    since_ns, shares = after.get("overlap_since_ns"), after.get("overlap")
+    if since_ns is None or since_ns < before["now_ns"] or not shares:
+        return {}
+    covers = (after["now_ns"] - since_ns) / (after["now_ns"] - before["now_ns"])
+    return {"overlap": shares["2+"], "overlap_covers": covers}
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

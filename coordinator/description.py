@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from coordinator.overlap import overlap
+from coordinator.overlap import Interval, overlap, overlap_between
 from coordinator.pipeline_file import PipelineFile
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -23,15 +23,38 @@ def describe_pipeline(
     statuses: Sequence[pb.StatusResponse | None],
 ) -> dict[str, object]:
     """Return the whole picture: what is served, `live` figures of the coordinator, overlap, and the stages."""
-    steps = [list(zip(s.step_start_ns, s.step_end_ns, strict=True)) if s else [] for s in statuses]
     return {
         "model": file.model_name,
         "architecture": file.architecture,
         "pipeline_id": file.pipeline_id,
         **live,
-        "overlap": overlap(steps),
+        "overlap": overlap([_steps(status) if status else [] for status in statuses]),
         "stages": list(stages),
     }
+
+
+def overlap_since(statuses: Sequence[pb.StatusResponse | None], since_ns: int, now_ns: int) -> dict[str, object]:
+    """Return `overlap` of the time from `since_ns` to `now_ns` (this process's clock) for describe_pipeline's answer.
+
+    Stages remember a bounded number of steps: `overlap_since_ns` says from when on every stage still knows all of its
+    own, and only that part counts. `overlap` is empty where a stage did not answer or none computed in that time.
+    """
+    known = [status for status in statuses if status is not None]
+    from_ns = max([since_ns, *(_known_from_ns(status, now_ns) for status in known)])
+    is_whole = len(known) == len(statuses)
+    shares = overlap_between(list(map(_steps, known)), from_ns, now_ns) if is_whole else {}
+    return {"overlap": shares, "overlap_since_ns": from_ns}
+
+
+def _steps(status: pb.StatusResponse) -> list[Interval]:
+    return list(zip(status.step_start_ns, status.step_end_ns, strict=True))
+
+
+def _known_from_ns(status: pb.StatusResponse, now_ns: int) -> int:
+    """Return since when `status` names every native step of its stage: its start, unless it has forgotten some."""
+    if status.n_steps > len(status.step_start_ns) > 0:
+        return status.step_start_ns[0]
+    return now_ns - status.uptime_ns
 
 
 def describe_stages(

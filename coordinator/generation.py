@@ -81,8 +81,12 @@ class Generator(Protocol):
     def is_ready(self) -> bool:
         """Return whether a request would be admitted now (all stages connected, not draining)."""
 
-    async def describe(self) -> dict[str, object]:
-        """Return the JSON-ready topology and live counters shown by GET /v1/pipeline."""
+    async def describe(self, since_ns: int | None = None) -> dict[str, object]:
+        """Return the JSON-ready topology and live counters shown by GET /v1/pipeline.
+
+        `since_ns`, monotonic nanoseconds of this process as in the answer's `now_ns`, restricts `overlap` to what came
+        after it; `overlap_since_ns` then says from when on it is known. None: of the steps that stages remember.
+        """
 
     def open(self, request: GenerationRequest) -> TokenStream:
         """Admit the request and start it, or refuse it now, without waiting.

@@ -15,17 +15,25 @@ def overlap(stages: Sequence[Sequence[Interval]]) -> dict[str, float]:
     """
     if not stages or any(not intervals for intervals in stages):
         return {}
-    window_start = max(intervals[0][0] for intervals in stages)
-    window_end = min(intervals[-1][1] for intervals in stages)
+    from_ns = max(intervals[0][0] for intervals in stages)
+    to_ns = min(intervals[-1][1] for intervals in stages)
+    return overlap_between(stages, from_ns, to_ns)
+
+
+def overlap_between(stages: Sequence[Sequence[Interval]], from_ns: int, to_ns: int) -> dict[str, float]:
+    """Return the same of a window: of an interval counts what lies in it, and a stage without any was idle.
+
+    Empty when no stage computed in the window.
+    """
     edges: list[tuple[int, int]] = []
     for intervals in stages:
         for start_ns, end_ns in intervals:
-            start_ns, end_ns = max(start_ns, window_start), min(end_ns, window_end)
+            start_ns, end_ns = max(start_ns, from_ns), min(end_ns, to_ns)
             if start_ns < end_ns:
                 edges += [(start_ns, 1), (end_ns, -1)]
     edges.sort()
     time_ns = [0] * (len(stages) + 1)
-    active, since_ns = 0, window_start
+    active, since_ns = 0, from_ns
     for at_ns, change in edges:
         time_ns[active] += at_ns - since_ns
         active, since_ns = active + change, at_ns

@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from coordinator.admission import Admission
 from coordinator.connection import Connection, refresh_costs
-from coordinator.description import describe_pipeline, describe_stages
+from coordinator.description import describe_pipeline, describe_stages, overlap_since
 from coordinator.generation import GenerationRequest
 from coordinator.groups import GroupPlanner
 from coordinator.observer import Observer
@@ -144,11 +144,12 @@ class Pipeline:
         """The stages that are connected now, in layer order."""
         return self._connection.stages if self._connection else ()
 
-    async def describe(self) -> dict[str, object]:
-        """Return topology and live counters."""
+    async def describe(self, since_ns: int | None = None) -> dict[str, object]:
+        """Return topology and live counters; see Generator.describe."""
         statuses = await asyncio.gather(*(stage.status(with_recent=True) for stage in self.stages))
+        now_ns = time.monotonic_ns()
         live = {
-            "now_ns": time.monotonic_ns(),
+            "now_ns": now_ns,
             "generated_tokens": self._observer.n_tokens,
             "phase": self.phase.value,
             "epoch": self.epoch,
@@ -163,7 +164,8 @@ class Pipeline:
             "missing": self._roster.missing(),
         }
         stages = describe_stages(self.file, self._roster.addresses(), statuses, self._roster.describe())
-        return describe_pipeline(self.file, live, stages, statuses)
+        described = describe_pipeline(self.file, live, stages, statuses)
+        return described if since_ns is None else described | overlap_since(statuses, since_ns, now_ns)
 
     # --- life of the connection ---------------------------------------------------------------------------------------
 

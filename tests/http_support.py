@@ -149,8 +149,8 @@ class FakeGenerator:
     def is_ready(self) -> bool:
         return self.ready
 
-    async def describe(self) -> dict[str, object]:
-        return {"stages": [{"index": 0, "rows_per_step": {"1": 3}}]}
+    async def describe(self, since_ns: int | None = None) -> dict[str, object]:
+        return {"stages": [{"index": 0, "rows_per_step": {"1": 3}}], "asked_since_ns": since_ns}
 
     def open(self, request: GenerationRequest) -> FakeStream:
         refusal = self.refusals.pop(0) if self.refusals else None

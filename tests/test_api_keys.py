@@ -48,7 +48,7 @@ def file(tmp_path: Path) -> Path:
 class Described(FakeGenerator):
     """A generator that /metrics can be asked about."""
 
-    async def describe(self) -> dict[str, object]:
+    async def describe(self, since_ns: int | None = None) -> dict[str, object]:
         return DESCRIBED
 
 

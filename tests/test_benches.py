@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from gguf import GGMLQuantizationType, quants
 
 from benches import parts, peers, report
@@ -279,21 +280,44 @@ def test_pipeline_figures_are_what_happened_in_between() -> None:
     def stage(rows: dict[str, int], sessions: dict[str, int], busy_ns: int) -> dict[str, object]:
         return {"steps_by_rows": rows, "steps_by_sessions": sessions, "busy_ns": busy_ns, "close_reasons": {}}
 
-    before = {"stages": [stage({"1": 5}, {"1": 5}, 0), stage({}, {}, 100)]}
-    after = {
-        "stages": [
-            stage({"1": 6, "4": 2, "16": 1}, {"1": 7, "4": 2}, 600_000_000),
-            stage({"4": 2}, {"4": 2}, 900_000_100),
-        ],
-        "overlap": {"0": 0.2, "1": 0.2, "2": 0.6, "2+": 0.6},
+    before = {
+        "now_ns": 1_000_000_000,
+        "stages": [stage({"1": 5}, {"1": 5}, 0), stage({}, {}, 100)],
+        "overlap": {"1": 0.9, "2": 0.1, "2+": 0.1},
     }
+    stages = [
+        stage({"1": 6, "4": 2, "16": 1}, {"1": 7, "4": 2}, 600_000_000),
+        stage({"4": 2}, {"4": 2}, 900_000_100),
+    ]
+    since = {"overlap_since_ns": 1_500_000_000, "overlap": {"1": 0.25, "2": 0.75, "2+": 0.75}}
+    after = {"now_ns": 2_000_000_000, "stages": stages} | since
     figures = parts.pipeline_figures(before, after, wall_s=1.0)
     assert figures["stages"][0]["steps_by_rows"] == {"1": 1, "4": 2, "16": 1}
     assert figures["stages"][0]["batch_mean"] == pytest.approx((2 * 1 + 2 * 16) / 10)
     assert figures["computing_mean"] == pytest.approx(1.5)
     assert figures["overlap"] == pytest.approx(0.75)
+    assert figures["overlap_covers"] == pytest.approx(0.5)  # the first half of the steps has been forgotten
     assert parts.pipeline_figures({}, {}, 1.0) == {}  # a server that says nothing of itself
-    assert "overlap" not in parts.pipeline_figures(before, {"stages": before["stages"]}, 1.0)
+    # Nor is a figure of the run what covers what came before it, or nobody knows what, or nothing.
+    for wrong in ({"overlap_since_ns": 999_999_999}, {"overlap_since_ns": None}, {"overlap": {}}):
+        assert "overlap" not in parts.pipeline_figures(before, after | wrong, 1.0)
+
+
+async def test_the_second_look_at_a_pipeline_asks_for_the_overlap_since_the_first() -> None:
+    asked: list[dict[str, str]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(dict(request.query))
+        return web.json_response({"now_ns": 17})
+
+    app = web.Application()
+    app.router.add_get("/v1/pipeline", answer)
+    async with TestServer(app) as server, load.client() as session:
+        target = Target(f"http://127.0.0.1:{server.port}", "openai")
+        before = await parts.pipeline_status(session, target)
+        await parts.pipeline_status(session, target, before)
+        assert await parts.pipeline_status(session, Target(target.url, "llama"), {}) == {}
+    assert asked == [{}, {"since_ns": "17"}]
 
 
 def test_results_are_json_and_the_tables_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,17 @@ async def test_models_and_pipeline(tokenizer: Tokenizer) -> None:
             assert await reply.json() == await served.generator.describe()
 
 
+async def test_overlap_since_a_moment_is_asked_for_in_whole_nanoseconds(tokenizer: Tokenizer) -> None:
+    async with session_of(tokenizer) as (session, _):
+        async with session.get("/v1/pipeline?since_ns=12345678901234567") as reply:
+            assert (await reply.json())["asked_since_ns"] == 12345678901234567
+        for wrong in ("", "soon", "1.5", "-1", "1_0", "%D9%A1", "9" * 20):
+            async with session.get(f"/v1/pipeline?since_ns={wrong}") as reply:
+                error = (await reply.json())["error"]
+                assert (reply.status, error["param"]) == (400, "since_ns"), wrong
+                assert error["message"] == "since_ns: must be whole nanoseconds, like now_ns of an earlier answer"
+
+
 async def test_tokenize_and_back(tokenizer: Tokenizer) -> None:
     async with session_of(tokenizer) as (session, _):
         async with session.post("/tokenize", json={"content": "hello é<|im_end|>"}) as reply:

@@ -215,12 +215,24 @@ async def test_every_schedule_gives_the_same(mode: str, artifacts: Artifacts, wh
     async with fleet(artifacts([2]), mode=mode) as running:
         outputs = await asyncio.gather(*(tokens_of(running.pipeline.open(request(p, 30))) for p in prompts))
         stages = (await running.pipeline.describe())["stages"]
+        await overlap_is_of_the_time_asked_for(running.pipeline)
     for prompt, tokens in zip(prompts, outputs, strict=True):
         assert_greedy(whole, prompt, tokens)
     assert isinstance(stages, list)
     if mode == "fixed":  # one group is under way, so whoever comes back meets the others
         for stage in stages:
             assert max(map(int, stage["steps_by_sessions"])) > 1, "no step held two sessions"
+
+
+async def overlap_is_of_the_time_asked_for(pipeline: Pipeline) -> None:
+    """After a run, while nothing runs."""
+    seen = await pipeline.describe()
+    assert seen["overlap"]
+    assert "overlap_since_ns" not in seen
+    assert isinstance(seen["now_ns"], int)
+    since = await pipeline.describe(seen["now_ns"])
+    assert (since["overlap"], since["overlap_since_ns"]) == ({}, seen["now_ns"])
+    assert (await pipeline.describe(0))["overlap"], "all steps of the run, which are remembered"
 
 
 async def test_a_cancelled_stream_frees_its_lane_and_the_others_go_on(

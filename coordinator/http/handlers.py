@@ -45,9 +45,11 @@ class Handlers:
         validation.check_model(request.match_info["id"], self._service.model_id, self._service.limits)
         return json_response(shapes.encode(self._model()))
 
-    async def pipeline(self, _request: web.Request) -> web.StreamResponse:
-        """GET /v1/pipeline: topology and live counters."""
-        return json_response(msgspec.json.encode(await self._service.generator.describe()))
+    async def pipeline(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/pipeline: topology and live counters; `?since_ns=N` restricts overlap to what came after."""
+        text = request.query.get("since_ns")
+        since_ns = None if text is None else validation.nanoseconds(text, "since_ns")
+        return json_response(msgspec.json.encode(await self._service.generator.describe(since_ns)))
 
     async def metrics(self, _request: web.Request) -> web.StreamResponse:
         """GET /metrics, for Prometheus."""

@@ -116,6 +116,14 @@ def fit_tokens(n_prompt: int, plan: Plan, ctx_tokens: int, param: str) -> int:
     return wanted
 
 
+def nanoseconds(text: str, param: str) -> int:
+    """Return a moment of the coordinator's clock as given in a query; raises InvalidRequestError naming `param`."""
+    is_number = text.isascii() and text.isdigit() and len(text) < len(str(_U64))
+    if not is_number:
+        raise InvalidRequestError(f"{param}: must be whole nanoseconds, like now_ns of an earlier answer", param=param)
+    return int(text)
+
+
 def check_model(name: str | None, model_id: str, limits: HttpLimits) -> str:
     """Return the name to answer under. No name at all means the one model there is."""
     if not name or name == model_id:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DELAY_STAGES = 4
 RUNNING_STREAMS = 4  # beside the long prompt
 RUNNING_CHECKED_TOKENS = 24  # of each running stream, compared with the unsplit model's
-QUIET_TOKENS = 40  # of each running stream before the long prompt comes
+QUIET_TOKENS = 64  # of each running stream before the long prompt comes: some 250 intervals, for a p99 of them
 RUNNING_TOKENS_MAX = 1_500  # a running stream is cancelled once the long prompt has its first token
 
 
@@ -196,33 +196,51 @@ async def _one_long_prompt(
 
 
 def keep_long_prompt(bench: Bench, name: str, repeat: int, running: list[Request], long: Request) -> None:
-    """Reduce one long-prompt run: latencies before the prompt came and while it was read."""
+    """Reduce one long-prompt run: latencies before the prompt came and while it was read, and their ratios."""
     from benches.compare import Run
 
     ended_ns = long.token_ns[0] if long.token_ns else time.monotonic_ns()
-    quiet, beside = [], []
-    for request in running:
-        for interval, at_ns in zip(load.intervals_ms(request), request.token_ns[1:], strict=True):
-            began_ns = at_ns - interval * 1e6
-            if at_ns <= long.due_ns:
-                quiet.append(interval)
-            elif began_ns < ended_ns:  # an interval that only reaches into the prefill waited for it too
-                beside.append(interval)
+    quiet, beside = quiet_and_beside_ms(running, long.due_ns, ended_ns)
+    p50, p99 = ((load.percentile(quiet, share), load.percentile(beside, share)) for share in (0.5, 0.99))
     checked = [_shortened(request) for request in running]
     run = Run("prefill", name, RUNNING_STREAMS, repeat, load.summarise(running), {}, checked)
     run.extra = {
         "prompt_tokens": bench.plan.prefill_tokens,
         "ttft_ms": (ended_ns - long.due_ns) / 1e6,
-        "quiet_itl_p50_ms": load.percentile(quiet, 0.5),
-        "quiet_itl_p99_ms": load.percentile(quiet, 0.99),
-        "beside_itl_p50_ms": load.percentile(beside, 0.5),
-        "beside_itl_p99_ms": load.percentile(beside, 0.99),
+        "quiet_itl_p50_ms": p50[0],
+        "quiet_itl_p99_ms": p99[0],
+        "beside_itl_p50_ms": p50[1],
+        "beside_itl_p99_ms": p99[1],
+        "itl_p50_ratio": p50[1] / p50[0] if p50[0] else float("nan"),
+        "itl_p99_ratio": p99[1] / p99[0] if p99[0] else float("nan"),
+        "n_quiet": len(quiet),
         "n_beside": len(beside),
     }
     if not long.is_complete:
         run.fault = f"long prompt: {long.error or 'no token'}"
     bench.runs.append(run)
     report.progress(run)
+
+
+def quiet_and_beside_ms(running: list[Request], due_ns: int, ended_ns: int) -> tuple[list[float], list[float]]:
+    """Return the intervals between tokens of running streams in quiet, and while a prompt was read.
+
+    The prompt was sent at `due_ns` and had its first token at `ended_ns`. Quiet is only what began after every stream
+    had its first token: until then the streams' own prompts are read, which lengthens intervals just the same.
+    """
+    all_began_ns = max((request.token_ns[0] if request.token_ns else due_ns for request in running), default=due_ns)
+    quiet: list[float] = []
+    beside: list[float] = []
+    for request in running:
+        for interval_ms, began_ns, at_ns in zip(
+            load.intervals_ms(request), request.token_ns, request.token_ns[1:], strict=False
+        ):
+            if at_ns <= due_ns:
+                if began_ns >= all_began_ns:
+                    quiet.append(interval_ms)
+            elif began_ns < ended_ns:  # an interval that only reaches into the prefill waited for it too
+                beside.append(interval_ms)
+    return quiet, beside
 
 
 def _shortened(request: Request) -> Request:

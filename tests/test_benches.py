@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import gguf
 import numpy as np
@@ -237,6 +240,10 @@ def test_prompts_are_different_seeded_and_free_of_special_tokens() -> None:
     assert all(256 <= token < 399 for prompt in prompts for token in prompt)
 
 
+def plan_of_tiny() -> Plan:
+    return Plan(TINY, "q4_0", (1, 8), 1, 4, 4, 2, (0, 1), ("auto", "rpc"), (), (), 0, 0.0, 0, sweep=False)
+
+
 def run_of(
     system: str, n_streams: int, tok_s: float, *, repeat: int = 0, fault: str = "", part: str = "streams"
 ) -> Run:
@@ -274,6 +281,47 @@ def test_automatic_is_held_against_the_best_by_hand() -> None:
     ]
     goal = report.goals_of(report.points_of(runs), [4])[0]
     assert (goal["what"], goal["value"], goal["met"]) == ("automatic against best by hand", 0.95, True)
+
+
+def tokens_at(*token_ms: float, error: str = "") -> Request:
+    return Request(0, 1_500, 0, list(range(len(token_ms))), [round(ms * 1e6) for ms in token_ms], error)
+
+
+def test_quiet_begins_when_every_stream_has_its_first_token() -> None:
+    # The second stream's prompt is read until 50 ms, and the first one's tokens come slowly meanwhile.
+    running = [tokens_at(10, 40, 60, 65, 70, 90), tokens_at(50, 56, 62, 68, 88, 94, 99)]
+    quiet, beside = parts.quiet_and_beside_ms(running, due_ns=72_000_000, ended_ns=90_000_000)
+    assert quiet == [5, 5, 6, 6, 6]  # not the 30 ms of the first, nor its 20 ms, which began before 50
+    assert beside == [20, 20, 6]  # the last one began at 88, while the prompt was read
+    assert parts.quiet_and_beside_ms([tokens_at(1, 2, 3), tokens_at()], 72_000_000, 90_000_000) == ([], [])
+
+
+def prefill_run(running: list[Request]) -> Run:
+    bench: Any = SimpleNamespace(plan=SimpleNamespace(prefill_tokens=256), runs=[])
+    long = Request(-1, 1, 2_000_000_000, [7], [2_100_000_000])
+    parts.keep_long_prompt(bench, "auto", 0, running, long)
+    run: Run = bench.runs[0]
+    return run
+
+
+def test_the_goal_beside_a_long_prompt_is_held_against_quiet_and_the_medians_stand_beside_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # A slow start of 400 ms, 100 tokens 10 ms apart, then 25, 25 and 50 ms beside the prompt.
+    times_ms = [100, 500, *(1_000 + 10 * n for n in range(100)), 2_015, 2_040, 2_090]
+    run = prefill_run([tokens_at(*times_ms), tokens_at(1_000, *times_ms[3:])])
+    assert (run.extra["quiet_itl_p99_ms"], run.extra["n_quiet"], run.extra["n_beside"]) == (10, 198, 6)
+    points = report.points_of([run])
+    goals = {goal["what"]: goal for goal in report.goals_of(points, [])}
+    p99 = goals["ITL p99 beside a long prompt, auto"]
+    assert (p99["value"], p99["goal"], p99["met"]) == (pytest.approx(5.0), 2.0, False)
+    p50 = goals["ITL p50 beside a long prompt, auto"]
+    assert (p50["value"], p50["goal"], p50["met"]) == (pytest.approx(2.5), None, None)
+    found = report.results(plan_of_tiny(), [run], {"cpu": "x", "load_average": [0.0]}, [])
+    assert json.loads(json.dumps(found))["runs"][0]["extra"]["itl_p50_ratio"] == pytest.approx(2.5)
+    report.show(found, {})
+    row = next(line for line in capsys.readouterr().out.splitlines() if "auto" in line and "25.0" in line)
+    assert re.findall(r"\d\.\d\d\b", row) == ["2.50", "5.00"]
 
 
 def test_pipeline_figures_are_what_happened_in_between() -> None:
@@ -321,8 +369,7 @@ async def test_the_second_look_at_a_pipeline_asks_for_the_overlap_since_the_firs
 
 
 def test_results_are_json_and_the_tables_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    systems = ("auto", "rpc")
-    plan = Plan(TINY, "q4_0", (1, 8), 1, 4, 4, 2, (0, 1), systems, (), (), 0, 0.0, 0, sweep=False)
+    plan = plan_of_tiny()
     delayed_run = run_of("4 stages", 8, 7.0, part="delay")
     delayed_run.extra = {"delay_ms": 1.0, "delay_measured_ms": 1.5}
     runs = [run_of("auto", 1, 12.0), run_of("rpc", 1, 10.0, fault="prompt 0: 3 of 4 tokens"), delayed_run]

@@ -1,8 +1,10 @@
 """What no hop can be quicker than here: a bare grpc.aio stream with the same bytes, and one wake-up of a thread.
 
-The stream does nothing but carry: no envelope, no frames, no credit, no decode thread. Half a round trip of it is what
-gRPC's Python binding costs one way. A wake-up is what handing over to another, sleeping thread or event loop costs; a
-hop has two of ours (decode thread to event loop, event loop to decode thread) beside those inside gRPC.
+The stream does nothing but carry: no envelope, no frames, no credit, no decode thread. It is measured as the hop's own
+`wire` is: from before the write in one process to after the read in another, both under uvloop as stages are, and the
+next message leaves when the last one was answered, so that no core sleeps for longer than it does there. A wake-up is
+what handing over to another, waiting thread or event loop costs; a hop has two of ours (decode thread to event loop,
+event loop to decode thread) beside those inside gRPC.
 """
 
 from __future__ import annotations
@@ -20,23 +22,22 @@ import uvloop
 from deploy.load import percentile
 from wire import rpc
 
-PAUSE_S = 0.003  # between rounds, about a native step: cores fall asleep in it as they do in service
 WARM_ROUNDS = 30
-METHOD = "/relayline.bench/Echo"
+STAMP_BYTES = 8
+METHOD = "/relayline.bench/Stamp"
 
 
-async def _echo(requests: Any, context: Any) -> None:
-    """Answer every message with one byte, except those of two bytes."""
-    while isinstance(message := await context.read(), bytes):
-        if len(message) != 2:
-            await context.write(b"1")
+async def _stamp(requests: Any, context: Any) -> None:
+    """Answer every message with the moment at which it had been read."""
+    while isinstance(await context.read(), bytes):
+        await context.write(time.monotonic_ns().to_bytes(STAMP_BYTES, "big"))
 
 
 async def serve() -> None:
     """Serve until stdin closes; prints the port."""
-    handler = grpc.stream_stream_rpc_method_handler(_echo, None, None)
+    handler = grpc.stream_stream_rpc_method_handler(_stamp, None, None)
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("relayline.bench", {"Echo": handler}),))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("relayline.bench", {"Stamp": handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(port, flush=True)
@@ -45,7 +46,7 @@ async def serve() -> None:
 
 
 async def one_way_us(sizes: list[int], n_rounds: int) -> dict[int, float]:
-    """Return the p50 of half a round trip, by message size: the message one way, a byte back."""
+    """Return the p50 of a message's way from process to process, by message size. Run it under uvloop."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benches.hop_floor", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
@@ -55,23 +56,22 @@ async def one_way_us(sizes: list[int], n_rounds: int) -> dict[int, float]:
         port = int(await child.stdout.readline())
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=rpc.CHANNEL_OPTIONS) as channel:
             call = channel.stream_stream(METHOD)()
-            found = {size: await _rounds(call, bytes(size), n_rounds) for size in [1, *sizes]}
+            found = {size: await rounds_us(call, bytes(size), n_rounds) for size in sizes}
             await call.done_writing()
     finally:
         child.stdin.close()
         await child.wait()
-    # A byte takes found[1] / 2 either way; what is left of a round trip is the message's own way.
-    return {size: found[size] - found[1] / 2 for size in sizes}
+    return found
 
 
-async def _rounds(call: Any, message: bytes, n_rounds: int) -> float:
+async def rounds_us(call: Any, message: bytes, n_rounds: int) -> float:
+    """Return the p50 of what the message takes to the other end of the call, which answers when it has read it."""
     took_us: list[float] = []
     for _ in range(WARM_ROUNDS + n_rounds):
-        await asyncio.sleep(PAUSE_S)
-        began_ns = time.perf_counter_ns()
+        began_ns = time.monotonic_ns()
         await call.write(message)
-        await call.read()
-        took_us.append((time.perf_counter_ns() - began_ns) / 1e3)
+        arrived_ns = int.from_bytes(await call.read(), "big")
+        took_us.append((arrived_ns - began_ns) / 1e3)
     return percentile(took_us[WARM_ROUNDS:], 0.5)
 
 
@@ -94,7 +94,6 @@ def wake_us(n_rounds: int) -> float:
     for _ in range(WARM_ROUNDS + n_rounds):
         told.wait()
         told.clear()
-        time.sleep(PAUSE_S)  # the other thread's core falls asleep
         with changed:
             began_ns = time.perf_counter_ns()
             changed.notify()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 INTERRUPTED = 130  # exit code of a process that SIGINT ended
@@ -26,6 +26,10 @@ async def _supervised(main: Coroutine[Any, Any, int]) -> int:
         return INTERRUPTED
 
 
-def run(main: Coroutine[Any, Any, int]) -> int:
-    """Run a bench under an event loop of its own; the first SIGINT or SIGTERM cancels it, further ones do nothing."""
-    return asyncio.run(_supervised(main))
+def run(main: Coroutine[Any, Any, int], new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None) -> int:
+    """Run a bench under an event loop of its own; the first SIGINT or SIGTERM cancels it, further ones do nothing.
+
+    `new_loop` makes the loop, asyncio's own unless given.
+    """
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(_supervised(main))

@@ -237,6 +237,10 @@ def figures(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
 def show(found: dict[str, dict[str, Any]], plan: Plan) -> None:
     """Print one line per level."""
     console = Console(width=None if sys.stdout.isatty() else 120)
@@ -252,9 +256,9 @@ def show(found: dict[str, dict[str, Any]], plan: Plan) -> None:
             table.add_row(level, "failed")
             continue
         table.add_row(
-            level, f"{entry['median_tok_s']:.1f}", f"{entry['ratio']:.3f}",
+            level, f"{entry['median_tok_s']:.1f}", _ratio(entry["ratio"]),
             f"{min(entry['tok_s']):.0f}-{max(entry['tok_s']):.0f}", f"{entry['cpu_ms_per_token']:.2f}",
-            f"{entry['cpu_ratio'] or 0:.3f}", f"{entry['itl_p50_ms']:.2f}",
+            _ratio(entry["cpu_ratio"]), f"{entry['itl_p50_ms']:.2f}",
             f"{entry['spans_per_run']:.0f}", str(entry["dropped"]),
         )  # fmt: skip
     console.print(table)

@@ -12,7 +12,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from benches.tracing import Run, figures, order_of
+from benches.tracing import Plan, Run, figures, order_of, show
 from benches.waterfall import bars_of, chosen, draw, hops, spans_in, to_line
 from deploy import load
 from tests.otlp_receiver import SERVER
@@ -53,6 +53,13 @@ def test_ratios_are_of_medians_and_a_failed_run_enters_none() -> None:
 def test_processor_time_is_compared_as_the_rate_that_it_allows() -> None:
     found = figures([run_of("off", 0, 100, cpu_ms=2.0), run_of("summary", 0, 300, cpu_ms=2.5)])
     assert found["summary"]["cpu_ratio"] == pytest.approx(0.8)  # however fast the machine let it run
+
+
+def test_without_off_the_figures_stand_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan(4, 32, 1, N_STAGES, levels=("summary",))
+    show(figures([run_of("summary", 0, 120.0, cpu_ms=2.5)]), plan)
+    row = next(line for line in capsys.readouterr().out.splitlines() if "summary " in line)
+    assert [cell.strip() for cell in row.split("│")][1:7] == ["summary", "120.0", "-", "120-120", "2.50", "-"]
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from typing import Any
 import aiohttp
 
 from benches import interrupt, machine, parts, plot, report
-from benches.models import SHAPES, Shape, model
+from benches.arguments import numbers, some_of
+from benches.models import MIXES, SHAPES, Shape, model
 from benches.peers import Peers, PeersUnavailableError, build_peers, find_peers
 from benches.reference import Prompt, expected_answers, judge, near_tie, prompts_for, score
 from benches.servers import Setup, llama_rpc, llama_server, relayline_up, up_has_flag
@@ -106,7 +107,9 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def system(self, name: str, setup: Setup | None = None) -> AsyncIterator[Target]:
-        """Run one system by its short name."""
+        """Run one system by its short name. Raises ValueError for a name that is not in LABELS."""
+        if name not in LABELS:
+            raise ValueError(f"there is no system {name!r}")
         setup = setup or self.setup
         if name in POLICIES:
             flags = ["--no-share", *(["--policy", name] if up_has_flag("--policy") else [])]
@@ -217,11 +220,11 @@ def plan_of(options: argparse.Namespace, peers: Peers | None) -> Plan:
     """Return the plan that the command line asks for."""
     quick, only = options.quick, options.only_streams
     cores = tuple(sorted(os.sched_getaffinity(0))[: options.cores])
-    wanted = options.systems.split(",") if options.systems else list(LABELS)
+    wanted = options.systems or tuple(LABELS)
     return Plan(
         shape=SHAPES[options.shape or ("toy" if quick else "llama-1b")],
         mix=options.type,
-        streams=_numbers(options.streams or ("1,4" if quick else "1,2,4,8,16,32")),
+        streams=options.streams or ((1, 4) if quick else (1, 2, 4, 8, 16, 32)),
         repeats=options.repeats or (1 if quick else 2),
         n_tokens=options.tokens or (16 if quick else 32),
         n_prompt=options.prompt,
@@ -229,7 +232,7 @@ def plan_of(options: argparse.Namespace, peers: Peers | None) -> Plan:
         cores=cores,
         systems=tuple(name for name in wanted if name in POLICIES or peers is not None),
         delays_ms=() if only else (0.0, 1.0) if quick else (0.0, 1.0, 10.0),
-        delay_streams=_numbers(options.delay_streams or ("4" if quick else "1,8,32")),
+        delay_streams=options.delay_streams or ((4,) if quick else (1, 8, 32)),
         prefill_tokens=0 if only else options.long_prompt or (128 if quick else 2_000),
         open_rate_per_s=0.0 if only or options.no_arrivals else 20.0 if quick else 1.0,
         open_requests=6 if quick else 16,
@@ -237,35 +240,31 @@ def plan_of(options: argparse.Namespace, peers: Peers | None) -> Plan:
     )
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-def parse() -> argparse.Namespace:
-    """Read the command line."""
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line; what cannot be measured ends it with exit code 2."""
     parser = argparse.ArgumentParser(prog="python -m benches.compare", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a toy model and few points: checks the bench itself")
     parser.add_argument("--shape", choices=list(SHAPES), default=None)
-    parser.add_argument("--type", default="q4_0")
-    parser.add_argument("--streams", default="", help="such as 1,2,4")
-    parser.add_argument("--systems", default="", help=f"some of {','.join(LABELS)}")
+    parser.add_argument("--type", choices=list(MIXES), default="q4_0")
+    parser.add_argument("--streams", type=numbers, default=(), help="such as 1,2,4")
+    parser.add_argument("--systems", type=some_of(LABELS), default=(), help=f"some of {','.join(LABELS)}")
     parser.add_argument("--prompt", type=int, default=16, help="tokens of every prompt")
     parser.add_argument("--tokens", type=int, default=0, help="of every answer")
     parser.add_argument("--repeats", type=int, default=0)
-    parser.add_argument("--delay-streams", default="", help="such as 1,8; streams through delayed links")
+    delayed = "such as 1,8; streams through delayed links"
+    parser.add_argument("--delay-streams", type=numbers, default=(), help=delayed)
     parser.add_argument("--long-prompt", type=int, default=0, help="tokens of the prompt beside running streams")
     parser.add_argument("--no-arrivals", action="store_true", help="without Poisson arrivals")
     parser.add_argument("--cores", type=int, default=2, help="cores that every system gets")
     parser.add_argument("--sweep", action="store_true", help="also groups x rows set by hand (several minutes more)")
     parser.add_argument("--only-streams", action="store_true", help="without delays, open loop and prefill")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def peers_for(options: argparse.Namespace) -> Peers | None:
     """Return the peers: a quick run takes them only if they are there, and no run fails for want of them."""
-    wanted = set(options.systems.split(",")) if options.systems else set(LABELS)
-    if not wanted - set(POLICIES):
+    if not set(options.systems or LABELS) - set(POLICIES):
         return None
     try:
         return find_peers() if options.quick else build_peers(options.cores)

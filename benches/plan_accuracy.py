@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benches import interrupt, machine
-from benches.models import SHAPES, model
+from benches.arguments import numbers
+from benches.models import MIXES, SHAPES, model
 from benches.reference import prompts_for
 from benches.servers import Setup, relayline
 from coordinator.planner.predict import PROMPT_TOKENS
@@ -132,9 +133,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benches.plan_accuracy", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a toy model, 1 and 2 stages, few tokens")
     parser.add_argument("--shape", choices=list(SHAPES), default=None)
-    parser.add_argument("--type", default="q4_0")
-    parser.add_argument("--stages", default="", help="such as 1,2,3,4")
-    parser.add_argument("--streams", default="", help="such as 1,8,32")
+    parser.add_argument("--type", choices=list(MIXES), default="q4_0")
+    parser.add_argument("--stages", type=numbers, default=(), help="such as 1,2,3,4")
+    parser.add_argument("--streams", type=numbers, default=(), help="such as 1,8,32")
     parser.add_argument("--tokens", type=int, default=0, help="of every answer")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     return parser.parse_args(argv)
@@ -145,8 +146,8 @@ async def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     quick = options.quick
     path = model(SHAPES[options.shape or ("toy" if quick else "llama-1b")], options.type)
-    stages = [int(part) for part in (options.stages or ("1,2" if quick else "1,2,3,4")).split(",")]
-    streams = tuple(int(part) for part in (options.streams or ("1,8" if quick else "1,8,32")).split(","))
+    stages = options.stages or ((1, 2) if quick else (1, 2, 3, 4))
+    streams = options.streams or ((1, 8) if quick else (1, 8, 32))
     facts: dict[str, Any] = machine.facts()
     points: list[Point] = []
     with tempfile.TemporaryDirectory(prefix="relayline-bench-") as logs:

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benches import machine, plot
+from benches.arguments import some_of
 from benches.models import MIXES, SHAPES, Shape, matrices, model
 from deploy.splits import split_for
 from stage.native import EngineConfig, NativeEngine
@@ -186,20 +187,19 @@ def run(*, quick: bool, n_threads: int, n_steps: int, names: Sequence[str] = TYP
     }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print and write quantisation.json and quantisation.png."""
     parser = argparse.ArgumentParser(prog="python -m benches.quantisation", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a toy slice and few steps: checks the bench itself")
-    parser.add_argument("--types", default=",".join(TYPES), help=f"some of {','.join(MIXES)}")
+    parser.add_argument("--types", type=some_of(MIXES), default=TYPES, help=f"some of {','.join(MIXES)}")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=0, help="per type and number of rows [default: 7, quick 3]")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     n_steps = options.steps or (3 if options.quick else 7)
     if not 0 < n_steps < CTX_TOKENS:
         parser.error(f"--steps must be between 1 and {CTX_TOKENS - 1}")
-    names = options.types.split(",")
-    results = run(quick=options.quick, n_threads=options.threads, n_steps=n_steps, names=names)
+    results = run(quick=options.quick, n_threads=options.threads, n_steps=n_steps, names=options.types)
     machine.write_json(options.out / "quantisation.json", results)
     show(results)
     series = {

@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benches import interrupt, machine
+from benches.arguments import some_of
 from benches.models import SHAPES, model
 from benches.servers import Setup, relayline
 from coordinator.pipeline_file import load_pipeline
@@ -272,7 +273,7 @@ async def main(options: argparse.Namespace) -> int:
         n_tokens=options.tokens or (8 if options.quick else 192),
         repeats=options.repeats or (1 if options.quick else 8),
         n_stages=options.stages,
-        levels=tuple(options.levels.split(",")),
+        levels=options.levels,
         shape=options.shape,
     )
     facts = machine.facts()
@@ -285,7 +286,7 @@ async def main(options: argparse.Namespace) -> int:
     return int(any(entry["failed"] for entry in found.values()))
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benches.tracing", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few streams, once: checks the bench itself")
@@ -293,11 +294,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=0, help="of every answer")
     parser.add_argument("--repeats", type=int, default=0, help="of every level")
     parser.add_argument("--stages", type=int, default=3)
-    parser.add_argument("--levels", default=",".join(LEVEL_NAMES))
+    levels = f"some of {','.join(LEVEL_NAMES)}; without off there is nothing to take ratios of"
+    parser.add_argument("--levels", type=some_of(LEVEL_NAMES), default=tuple(LEVEL_NAMES), help=levels)
     parser.add_argument("--shape", choices=list(SHAPES), default="", help="instead of the small demonstration model")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     parser.add_argument("--sink", action="store_true", help="only run the collector that keeps nothing")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -244,10 +244,14 @@ def quiet_and_beside_ms(running: list[Request], due_ns: int, ended_ns: int) -> t
 
 
 def _shortened(request: Request) -> Request:
-    """Return what is compared of a running stream that was cancelled on purpose: its first tokens."""
+    """Return what is compared of a running stream that was cancelled on purpose: its first tokens.
+
+    A cancelled stream has no error. One that failed keeps its own, so that the run does not count: whoever is gone
+    leaves the others more of the machine.
+    """
     n_tokens = RUNNING_CHECKED_TOKENS
-    return Request(
-        request.prompt_index, n_tokens, request.due_ns, request.tokens[:n_tokens], request.token_ns[:n_tokens]
+    return dataclasses.replace(
+        request, n_tokens=n_tokens, tokens=request.tokens[:n_tokens], token_ns=request.token_ns[:n_tokens]
     )
 
 

@@ -22,7 +22,7 @@ from gguf import GGMLQuantizationType, quants
 
 from benches import hop, hop_floor, parts, peers, report
 from benches.blocks import FILLS, random_rows
-from benches.compare import Plan, Run
+from benches.compare import Bench, Plan, Run
 from benches.hop import PARTS, parts_us
 from benches.hop_floor import one_way_us
 from benches.hop_stage import Stamps
@@ -323,6 +323,17 @@ def test_the_goal_beside_a_long_prompt_is_held_against_quiet_and_the_medians_sta
     report.show(found, {})
     row = next(line for line in capsys.readouterr().out.splitlines() if "auto" in line and "25.0" in line)
     assert re.findall(r"\d\.\d\d\b", row) == ["2.50", "5.00"]
+
+
+async def test_a_running_stream_that_fails_late_keeps_the_run_from_counting(tmp_path: Path) -> None:
+    times_ms = [1_000 + 10 * n for n in range(103)]
+    cancelled, failed = tokens_at(*times_ms), tokens_at(*times_ms, error="HTTP 500: lost")
+    runs = [prefill_run([cancelled]), prefill_run([cancelled, failed])]
+    bench = Bench.__new__(Bench)  # without a model: every answer is exact
+    bench.plan, bench.path, bench.runs = plan_of_tiny(), tmp_path, runs
+    bench.answers = [tuple(range(parts.RUNNING_CHECKED_TOKENS))]
+    await bench.judge_all()
+    assert [run.fault for run in runs] == ["", "prompt 0: HTTP 500: lost"]
 
 
 def test_pipeline_figures_are_what_happened_in_between() -> None:

@@ -79,7 +79,9 @@ class StageStats:
             n_padded_rows=self.n_padded_rows,
         )
         if with_recent:
-            message.recent_wait_ns.extend(self.recent_wait_ns)
-            message.step_start_ns.extend(start_ns for start_ns, _ in self.recent_steps_ns)
-            message.step_end_ns.extend(end_ns for _, end_ns in self.recent_steps_ns)
+            # Copies, made in one step each: the decode thread appends meanwhile, which would break off a loop.
+            waits_ns, steps_ns = list(self.recent_wait_ns), list(self.recent_steps_ns)
+            message.recent_wait_ns.extend(waits_ns)
+            message.step_start_ns.extend(start_ns for start_ns, _ in steps_ns)
+            message.step_end_ns.extend(end_ns for _, end_ns in steps_ns)
         return message

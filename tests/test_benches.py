@@ -363,21 +363,28 @@ def test_pipeline_figures_are_what_happened_in_between() -> None:
         assert "overlap" not in parts.pipeline_figures(before, after | wrong, 1.0)
 
 
-async def test_the_second_look_at_a_pipeline_asks_for_the_overlap_since_the_first() -> None:
+async def test_a_measured_point_asks_for_the_overlap_since_its_first_look() -> None:
     asked: list[dict[str, str]] = []
 
     async def answer(request: web.Request) -> web.Response:
         asked.append(dict(request.query))
-        return web.json_response({"now_ns": 17})
+        since = {"overlap_since_ns": 17} if "since_ns" in request.query else {}
+        return web.json_response({"now_ns": 16 + len(asked), "stages": [{}], "overlap": {"1": 0.5, "2+": 0.5}} | since)
+
+    async def nothing_to_ask() -> list[Request]:
+        return []
+
+    bench = Bench.__new__(Bench)
+    bench.runs = []
 
     app = web.Application()
     app.router.add_get("/v1/pipeline", answer)
     async with TestServer(app) as server, load.client() as session:
         target = Target(f"http://127.0.0.1:{server.port}", "openai")
-        before = await parts.pipeline_status(session, target)
-        await parts.pipeline_status(session, target, before)
+        run = await bench.measure(session, "streams", "auto", target, 1, 0, nothing_to_ask)
         assert await parts.pipeline_status(session, Target(target.url, "llama"), {}) == {}
     assert asked == [{}, {"since_ns": "17"}]
+    assert (run.pipeline["overlap"], run.pipeline["overlap_covers"]) == (0.5, 1.0)
 
 
 def test_results_are_json_and_the_tables_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:

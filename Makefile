@@ -6,26 +6,38 @@ STAMP := $(VENV)/.ready
 # llama.cpp is built with what relayline uses: no multimodal library, no `common`, no tools. CMAKE_ARGS of the caller
 # (-DGGML_CUDA=on, -DGGML_VULKAN=on, -DGGML_METAL=on ...) come on top.
 LLAMA_CMAKE := -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/deploy/build/llama_minimal.cmake
+# The caller's part of the last build. Without CMAKE_ARGS it stays, so that `make test` after a build for a GPU is no
+# build for the CPU; an empty CMAKE_ARGS goes back. The recipe gets it through its environment, whatever its quotes.
+BUILT_WITH := $(VENV)/.cmake-args
+LAST_ARGS := $(strip $(shell cat $(BUILT_WITH) 2>/dev/null))
+export LLAMA_ARGS := $(if $(filter undefined,$(origin CMAKE_ARGS)),$(LAST_ARGS),$(strip $(CMAKE_ARGS)))
+ifneq ($(LLAMA_ARGS),$(LAST_ARGS))
+REBUILD := rebuild
+endif
+# pip's cache knows a wheel by its version alone: what was built with other flags must neither be taken from it nor left
+# in it. What is installed has the version asked for as well, and goes only by force.
+PIP_FRESH := $(if $(LLAMA_ARGS)$(REBUILD),--no-cache-dir) $(if $(REBUILD),--force-reinstall --no-deps)
 # Files of tests side by side: they wait for processes much of the time. One test alone: .venv/bin/python -m pytest -k NAME
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-store check proto bench clean
+.PHONY: help setup rebuild demo test test-quick test-store check proto bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 setup: $(STAMP) ## create .venv and install relayline with its development tools
 
-$(STAMP): pyproject.toml stage/_capture.c $(wildcard wire/_*.c)
+$(STAMP): pyproject.toml stage/_capture.c $(wildcard wire/_*.c) $(wildcard $(BUILT_WITH)) $(REBUILD)
 	@echo "[1/3] environment in $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("relayline needs Python 3.11 or newer; name one with PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
-	@echo "[2/3] llama.cpp (compiled once, a few minutes; the wheel is cached for next time)"
-	@CMAKE_ARGS="$(LLAMA_CMAKE) $(CMAKE_ARGS)" $(PYTHON) deploy/build/with_progress.py \
-		$(BIN)/python -m pip install --verbose $$($(BIN)/python deploy/build/pinned.py llama-cpp-python)
+	@echo "[2/3] llama.cpp (compiled once, a few minutes$(if $(LLAMA_ARGS),,; the wheel is cached for next time))"
+	@CMAKE_ARGS="$(LLAMA_CMAKE) $$LLAMA_ARGS" $(PYTHON) deploy/build/with_progress.py \
+		$(BIN)/python -m pip install --verbose $(PIP_FRESH) $$($(BIN)/python deploy/build/pinned.py llama-cpp-python)
+	@printf '%s\n' "$$LLAMA_ARGS" > $(BUILT_WITH)
 	@echo "[3/3] relayline and its other dependencies"
 	@$(PYTHON) deploy/build/with_progress.py $(BIN)/python -m pip install --editable '.[dev]'
 	@touch $(STAMP)

@@ -157,6 +157,9 @@ def test_llama_builds() -> None:
     assert "AVX512" in slow.found
     assert outcomes(llama("0.3.1"), set()) == [FAILURE, OK]
     assert outcomes(llama(), set(), wants_gpu=True) == [OK, FAILURE]
+    without_gpu = native.judge_llama(llama(), set(), wants_gpu=True)[1]
+    for remedy in (slow.remedy, without_gpu.remedy):
+        assert {"--force-reinstall", "--no-cache-dir"} <= set(remedy.split()), "pip's cache has the build without flags"
     assert outcomes(llama(gpu=True), set(), wants_gpu=True) == [OK, OK]
     assert outcomes({"llama_error": "ImportError: no"}, set()) == [FAILURE]
 

@@ -29,7 +29,11 @@ FEATURES = {
     "DOTPROD": "asimddp",
     "SVE": "sve",
 }
-_PIP = f"pip install --force-reinstall --no-binary llama-cpp-python llama-cpp-python=={LLAMA_VERSION}"
+# pip's cache knows a wheel by its version alone, and would give back the one that was built without the flags.
+_PIP = (
+    "pip install --force-reinstall --no-deps --no-cache-dir --no-binary llama-cpp-python "
+    f"llama-cpp-python=={LLAMA_VERSION}"
+)
 REBUILD = f'rebuild on this machine: CMAKE_ARGS="-DGGML_NATIVE=ON" {_PIP}'
 WITH_GPU = f'rebuild with your GPU\'s backend, such as CMAKE_ARGS="-DGGML_CUDA=ON" {_PIP}'
 

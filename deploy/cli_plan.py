@@ -38,7 +38,7 @@ ORDER_GAIN_MIN = 1.05
     type=click.FloatRange(0, 600),
     default=2.0,
     show_default=True,
-    help="With --compare: how long to watch for tokens per second.",
+    help="With --compare: how long to watch for tokens per second; the same streams have to run throughout.",
 )
 @click.option(
     "--bench",
@@ -75,11 +75,11 @@ def plan_command(manifest: Path, streams: int, measure: bool, is_compare: bool, 
         click.echo(json.dumps({"plan": plan_report.as_json(plan), "compare": plan_compare.as_json(figures)}))
     else:
         plan_compare.show(figures, console)
-        if not any(figure.unit == "tok/s" for figure in figures):
-            click.echo(
-                f"no tok/s: no stream decoded during the {seconds:g} s from start to end; repeat it under load, "
-                "or give --bench the output of `relayline bench URL --json`"
-            )
+    why = plan_compare.why_no_rate(plan, before, after, wall_s)
+    has_rate = any(figure.unit == "tok/s" for figure in figures)
+    if why and (seconds or not has_rate):
+        advice = "; repeat it while the same streams run, or give --bench the output of `relayline bench URL --json`"
+        click.echo(f"no tok/s from these looks: {why}{'' if has_rate else advice}", err=as_json)
 
 
 def make_plan(

@@ -1,8 +1,8 @@
 """Prediction beside measurement: what GET /v1/pipeline of a running coordinator says, held against a plan.
 
 Every stage's steps say how long steps of so many rows really took on average (`busy_ns` over all of them), and bytes
-per token follow from the payloads. Tokens per second come from two looks some seconds apart, or from a file with the
-output of `relayline bench --json`.
+per token follow from the payloads. Tokens per second come from the tokens generated between two looks some seconds
+apart, where as many streams ran at both, or from a file with the output of `relayline bench --json`.
 """
 
 from __future__ import annotations
@@ -50,13 +50,33 @@ def compare(
     if not all(stage.get("steps") for stage in found):
         raise StartError("the running pipeline has not decoded anything yet; send it some requests first")
     figures = [figure for index, stage in enumerate(found) for figure in _of_stage(plan, index, stage)]
-    rate = _live_rate(before, after, wall_s)
-    if rate is not None:
-        n_streams, tokens_per_s = rate
-        known = plan.prediction.rate(n_streams)
-        if known is not None:
-            figures.append(Comparison(f"{n_streams} streams", "tok/s", known.tokens_per_s, tokens_per_s))
+    known = plan.prediction.rate(after["running"])
+    if known is not None and not why_no_rate(plan, before, after, wall_s):
+        measured = _generated(before, after) / wall_s
+        figures.append(Comparison(f"{known.n_streams} streams", "tok/s", known.tokens_per_s, measured))
     return [*figures, *_of_bench(plan, bench)]
+
+
+def why_no_rate(plan: Plan, before: dict[str, Any], after: dict[str, Any], wall_s: float) -> str:
+    """Return in one line why two looks at GET /v1/pipeline give no tokens per second; "" where they do."""
+    if wall_s <= 0 or not before:
+        return "there was only one look"
+    first, last = before["running"], after["running"]
+    if first != last:
+        return f"the streams changed: {first} ran at the first look, {last} at the last"
+    n_tokens = _generated(before, after)
+    if n_tokens < 0:
+        return "the coordinator was started anew between the looks"
+    if not last or not n_tokens:
+        return f"no stream decoded during the {wall_s:.1f} s from start to end"
+    if plan.prediction.rate(last) is None:
+        return f"this plan predicts nothing for {last} streams (--streams {last} does)"
+    return ""
+
+
+def _generated(before: dict[str, Any], after: dict[str, Any]) -> int:
+    """Tokens of answers between two looks. Rows of a stage would count prompts as well."""
+    return int(after["generated_tokens"]) - int(before["generated_tokens"])
 
 
 def _told(cut: tuple[tuple[int, ...], ...]) -> str:
@@ -79,15 +99,6 @@ def _native_ns(costs: Costs, index: int, edge: tuple[int, int], rows: int) -> in
     n_lanes = costs.instance.load.n_lanes
     head_rows = rows if rows <= n_lanes else 1
     return costs.raw_ns(index, *edge, rows, head_rows) - HOST_STEP_NS
-
-
-def _live_rate(before: dict[str, Any], after: dict[str, Any], wall_s: float) -> tuple[int, float] | None:
-    """Return (streams, tokens per second) if the same streams decoded from one look to the other, else None."""
-    if wall_s <= 0 or not before.get("stages"):
-        return None
-    lanes = {look["stages"][-1].get("lanes_used", 0) for look in (before, after)}
-    rows = after["stages"][-1]["rows"] - before["stages"][-1]["rows"]
-    return (lanes.pop(), rows / wall_s) if len(lanes) == 1 and rows > 0 else None
 
 
 def _of_bench(plan: Plan, lines: list[dict[str, Any]]) -> list[Comparison]:

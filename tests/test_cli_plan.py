@@ -165,25 +165,47 @@ def test_measuring_is_remembered_and_used(model: Path) -> None:
     assert sum(speed is not None for speed in found) == 1, "it holds for as many neighbours as it was measured beside"
 
 
-def status_of(plan: Any, busy_ns: int, rows: int = 10, lanes_used: int = 1) -> dict[str, Any]:
+def status_of(plan: Any, busy_ns: int, rows: int = 10, generated: int = 10, running: int = 1) -> dict[str, Any]:
     return {
+        "running": running,
+        "generated_tokens": generated,
         "stages": [
-            {"layers": list(edge), "steps": 10, "rows": rows, "steps_by_rows": {"1": 10}, "busy_ns": busy_ns,
-             "lanes_used": lanes_used}
+            {"layers": list(edge), "steps": 10, "rows": rows, "steps_by_rows": {"1": 10}, "busy_ns": busy_ns}
             for edge in plan.best.edges
-        ]
-    }  # fmt: skip
+        ],
+    }
 
 
 def test_a_comparison_puts_measurement_beside_prediction(model: Path) -> None:
     plan = make_plan(manifest_of(model, SMALL))
-    before, after = status_of(plan, 10_000_000), status_of(plan, 30_000_000, rows=110)
+    # 400 more rows, but 300 of them were prompts: 100 tokens in two seconds.
+    before, after = status_of(plan, 10_000_000), status_of(plan, 30_000_000, rows=410, generated=110)
     bench = [{"load": "2", "decode_tok_s": 50.0}, {"load": "5/s", "decode_tok_s": 1.0}]
     figures = plan_compare.compare(plan, before, after, 2.0, bench)
     assert [figure.unit for figure in figures] == ["ms", "ms", "tok/s", "tok/s"]
     assert [figure.measured for figure in figures] == [3.0, 3.0, 50.0, 50.0]
     assert figures[2].predicted == plan.prediction.rates[0].tokens_per_s
     assert figures[3].ratio == pytest.approx(50.0 / plan.prediction.rates[1].tokens_per_s)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "wall_s", "why"),
+    [
+        ({"running": 2}, {"running": 3, "generated": 90}, 2.0, "2 ran at the first look, 3 at the last"),
+        ({"generated": 90}, {"generated": 20}, 2.0, "started anew"),
+        ({}, {}, 2.0, "no stream decoded during the 2.0 s"),
+        ({"running": 0}, {"running": 0, "generated": 90}, 2.0, "no stream decoded"),
+        ({"running": 3}, {"running": 3, "generated": 90}, 2.0, "predicts nothing for 3 streams (--streams 3 does)"),
+        ({}, {"generated": 90}, 0.0, "only one look"),
+    ],
+)
+def test_looks_that_give_no_rate_say_why(
+    model: Path, first: dict[str, int], last: dict[str, int], wall_s: float, why: str
+) -> None:
+    plan = make_plan(manifest_of(model, SMALL))
+    before, after = status_of(plan, 1, **first), status_of(plan, 2, **last)
+    assert why in plan_compare.why_no_rate(plan, before, after, wall_s)
+    assert all(figure.unit != "tok/s" for figure in plan_compare.compare(plan, before, after, wall_s, []))
 
 
 def test_a_comparison_needs_the_same_split_and_some_steps(model: Path) -> None:
@@ -220,6 +242,9 @@ def test_compare_against_a_running_pipeline(model: Path, tmp_path: Path) -> None
         figures = json.loads(done.stdout)["compare"]
         assert [figure["unit"] for figure in figures] == ["ms", "ms", "tok/s"]
         assert all(figure["measured"] > 0 for figure in figures)
+        idle = relayline("plan", path, "--compare", "--url", url, "--seconds", "0.1")
+        assert idle.returncode == 0, idle.stderr
+        assert "no tok/s from these looks: no stream decoded during the 0.1 s" in " ".join(idle.stdout.split())
     finally:
         up.stop()
     gone = relayline("plan", path, *arguments)

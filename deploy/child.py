@@ -16,9 +16,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from wire.errors import StartError
+from wire.security import TOKEN_VARIABLE
 
 LAST_LINES_MAX = 20  # kept to explain a death
 LINE_BYTES_MAX = 1 << 20
+# What a supervisor cannot hand on as flags: secrets, which others would see in the process list, and who may use the
+# API, for which `relayline up` has no flags of its own.
+KEPT_VARIABLES = (TOKEN_VARIABLE, "RELAYLINE_API_KEY", "RELAYLINE_API_KEYS", "RELAYLINE_PROTECT_METRICS")
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment without the variables that stand for flags of the supervisor.
+
+    It has read them, and says them to its children as flags or in the manifest. To a child they would be flags that
+    it was given besides, and `relayline serve` refuses flags that do not go with --stages.
+    """
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith("RELAYLINE_") or name in KEPT_VARIABLES
+    }
 
 
 class Child:
@@ -30,11 +45,15 @@ class Child:
         arguments: Sequence[str],
         on_line: Callable[[str, str], None],
         on_event: Callable[[dict[str, Any]], None] | None = None,
-        environment: Mapping[str, str] = os.environ,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`on_line(name, text)` gets what it prints; `on_event` the JSON events on its stdout other than `ready`."""
+        """`on_line(name, text)` gets what it prints; `on_event` the JSON events on its stdout other than `ready`.
+
+        Without `environment` it has what `child_environment` returns.
+        """
         self.name, self.arguments = name, tuple(arguments)
-        self._on_line, self._on_event, self._environment = on_line, on_event, environment
+        self._on_line, self._on_event = on_line, on_event
+        self._environment = child_environment() if environment is None else environment
         self._process: asyncio.subprocess.Process | None = None
         self._readers: list[asyncio.Task[None]] = []
         self._last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES_MAX)

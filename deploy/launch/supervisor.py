@@ -25,7 +25,6 @@ from deploy.launch.state import ProcessRecord, ProcessState, StateDir
 from wire import bounds
 from wire.errors import StartError
 from wire.process import first_of
-from wire.security import TOKEN_VARIABLE
 
 log = logging.getLogger("relayline.up")
 
@@ -122,7 +121,7 @@ class Supervisor:
             if self._echo is not None:
                 self._echo(name, text)
 
-        return _Kept(Child(name, arguments, on_line, on_event, child_environment()), self._policy, writer)
+        return _Kept(Child(name, arguments, on_line, on_event), self._policy, writer)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -260,12 +259,6 @@ class Supervisor:
     def _gone(self, name: str) -> None:
         if self.board[name].state != "failed":
             self.board.set_process(name, state="stopped", pid=0, start_ticks=0)
-
-
-def child_environment() -> dict[str, str]:
-    """Return the environment without the variables that stand for flags: their values are in the manifest by now."""
-    kept = (TOKEN_VARIABLE, "RELAYLINE_API_KEY")
-    return {name: value for name, value in os.environ.items() if not name.startswith("RELAYLINE_") or name in kept}
 
 
 def _address(pair: tuple[str, int]) -> str:

@@ -55,6 +55,7 @@ class Child:
         self._on_line, self._on_event = on_line, on_event
         self._environment = child_environment() if environment is None else environment
         self._process: asyncio.subprocess.Process | None = None
+        self._spawning: asyncio.Task[None] | None = None
         self._readers: list[asyncio.Task[None]] = []
         self._last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES_MAX)
         self.ready: asyncio.Future[dict[str, Any]]
@@ -72,10 +73,15 @@ class Child:
         return None if self._process is None else self._process.returncode
 
     async def start(self) -> None:
-        """Start (or start again). `ready` is a fresh future: the ready event, or StartError if the child dies first."""
-        self.ready = asyncio.get_running_loop().create_future()
-        self.exited = asyncio.Event()
-        self._process = await asyncio.create_subprocess_exec(
+        """Start (or start again). `ready` is a fresh future: the ready event, or StartError if the child dies first.
+
+        Raises OSError if the system starts no process. Cancelled, it may still start one, which `stop` ends.
+        """
+        self._spawning = asyncio.create_task(self._spawn())
+        await asyncio.shield(self._spawning)
+
+    async def _spawn(self) -> None:
+        process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "deploy.cli",
@@ -88,11 +94,15 @@ class Child:
             env={**self._environment, "GGML_NO_BACKTRACE": "1"},
             start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends children in order
         )
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        # Together, and not before there is a process: `stop` awaits the `exited` of the process that it sees.
+        self._process = process
+        self.ready = asyncio.get_running_loop().create_future()
+        self.exited = asyncio.Event()
         self._readers = [
-            asyncio.create_task(self._read(self._process.stdout, is_stdout=True)),
-            asyncio.create_task(self._read(self._process.stderr, is_stdout=False)),
+            asyncio.create_task(self._read(process.stdout, is_stdout=True)),
+            asyncio.create_task(self._read(process.stderr, is_stdout=False)),
             asyncio.create_task(self._watch()),
         ]
 
@@ -143,7 +153,9 @@ class Child:
         return f"{self.name} ended with {how}: {why.removeprefix('relayline: error: ')}"
 
     async def stop(self, timeout_s: float) -> None:
-        """Ask the child to end; kill it if it has not within `timeout_s`."""
+        """Ask the child to end; kill it if it has not within `timeout_s`. One that is being started is ended too."""
+        if self._spawning is not None:
+            await asyncio.wait({self._spawning})
         if self._process is None:
             return
         if self._process.returncode is None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class LocalPipeline:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_line = on_line
         self._watchers: list[asyncio.Task[None]] = []
-        self._stopping = False
+        self._stopping = asyncio.Event()
 
     async def start(self) -> dict[str, Any]:
         """Start everything; returns the coordinator's ready event. Raises StartError."""
@@ -106,8 +107,8 @@ class LocalPipeline:
         for index, address in enumerate(addresses):
             # A restarted stage comes back where its neighbours look for it.
             self.stages[index].arguments = self._stage(index, n_threads, address).arguments
-            self._watchers.append(asyncio.create_task(self._keep_alive(self.stages[index])))
-        self._watchers.append(asyncio.create_task(self._watch_coordinator(self.coordinator)))
+            self._watch(self.stages[index].name, self._keep_alive(self.stages[index]))
+        self._watch(self.coordinator.name, self._watch_coordinator(self.coordinator))
         return ready
 
     def _stage(self, index: int, n_threads: int, listen: str) -> Child:
@@ -115,11 +116,23 @@ class LocalPipeline:
         arguments = self.config.stage_arguments
         return stage_child(index, artifact, arguments, self._on_line, n_threads=n_threads, listen=listen)
 
+    def _watch(self, name: str, watching: Coroutine[Any, Any, None]) -> None:
+        watcher = asyncio.create_task(watching)
+        watcher.add_done_callback(functools.partial(self._on_watcher_end, name))
+        self._watchers.append(watcher)
+
+    def _on_watcher_end(self, name: str, watcher: asyncio.Task[None]) -> None:
+        """End the whole where a child is watched no more: it would not come back, and nobody would be told."""
+        error = None if watcher.cancelled() else watcher.exception()
+        if error is not None:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else error
+            self._fail(f"{name} cannot be started again: {why}")
+
     async def _keep_alive(self, stage: Child) -> None:
         starts_s: list[float] = []
         while True:
             await stage.exited.wait()
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             now_s = time.monotonic()
             starts_s = [at_s for at_s in starts_s if now_s - at_s < RESTART_WINDOW_S]
@@ -128,12 +141,16 @@ class LocalPipeline:
                 return
             starts_s.append(now_s)
             log.warning("%s; starting it again", stage.cause_of_death())
-            await asyncio.sleep(RESTART_DELAY_S * len(starts_s))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RESTART_DELAY_S * len(starts_s)):
+                    await self._stopping.wait()
+            if self._stopping.is_set():
+                return
             await stage.start()
 
     async def _watch_coordinator(self, coordinator: Child) -> None:
         await coordinator.exited.wait()
-        if not self._stopping:
+        if not self._stopping.is_set():
             self._fail(coordinator.cause_of_death())
 
     def _fail(self, reason: str) -> None:
@@ -142,7 +159,7 @@ class LocalPipeline:
 
     async def stop(self) -> None:
         """Drain the coordinator, then end the stages; no process is left behind."""
-        self._stopping = True
+        self._stopping.set()
         if self.coordinator is not None:
             await self.coordinator.stop(bounds.DRAIN_TIMEOUT_S + STAGE_STOP_TIMEOUT_S)
         for watcher in self._watchers:

@@ -254,6 +254,30 @@ def test_several_running_need_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "nothing" not in relayline("status").stdout
 
 
+@pytest.mark.parametrize("text", ["{nonsense", '{"version": 0}', None], ids=["broken", "older", "another version"])
+def test_state_that_cannot_be_read_hides_no_other_pipeline(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for name in ("bad", "good"):
+        directory = StateDir(tmp_path / "relayline" / name)
+        directory.path.mkdir(parents=True)
+        directory.store(LaunchState(1 if name == "good" else 99, name, "m", "ready", me().pid, me().start_ticks))
+    bad = tmp_path / "relayline" / "bad"
+    if text is not None:
+        (bad / "state.json").write_text(text)
+    for arguments in (("status",), ("status", "good"), ("logs", "good"), ("logs",)):
+        seen = relayline(*arguments)
+        assert seen.returncode == 0, seen.stderr
+        (line,) = seen.stderr.splitlines()
+        assert line.startswith(f"relayline: warning: bad is left out: {bad / 'state.json'}: ")
+    assert "good: ready" in relayline("status").stdout
+    for arguments in (("status", "bad"), ("down", "bad"), ("logs", "--state-dir", str(bad))):
+        seen = relayline(*arguments)
+        assert seen.returncode == 2
+        assert seen.stderr.startswith(f"relayline: error: {bad / 'state.json'}: ")
+
+
 # --- logs -------------------------------------------------------------------------------------------------------------
 
 

@@ -46,9 +46,12 @@ class Launched:
         return "dead"
 
 
-def launched(state_dir: Path | None) -> list[Launched]:
-    """Return every pipeline that was launched on this machine, by name; `state_dir` alone where it is given."""
-    return [Launched(directory, state) for directory, state in find_running(state_dir)]
+def launched(state_dir: Path | None, asked: str = "") -> list[Launched]:
+    """Return every pipeline that was launched on this machine, by name; `state_dir` alone where it is given.
+
+    Raises UsageError where the state in `state_dir`, or of the pipeline `asked`, cannot be read.
+    """
+    return [Launched(directory, state) for directory, state in find_running(state_dir, asked)]
 
 
 def name_of(given: str) -> str:
@@ -64,16 +67,17 @@ def name_of(given: str) -> str:
 def find(given: str | None, state_dir: Path | None) -> Launched | None:
     """Return the pipeline that is meant; without a name the one that runs, None if none does.
 
-    Raises UsageError for a name that was never launched here, and where several run and none is named.
+    Raises UsageError for a name that was never launched here or whose state cannot be read, and where several run and
+    none is named.
     """
-    found = launched(state_dir)
-    if given is None:
+    name = None if given is None else name_of(given)
+    found = launched(state_dir, name or "")
+    if name is None:
         running = [pipeline for pipeline in found if pipeline.is_running]
         if len(running) > 1:
             names = ", ".join(pipeline.state.name for pipeline in running)
             raise UsageError(f"several pipelines run here; name one of {names}")
         return running[0] if running else None
-    name = name_of(given)
     for pipeline in found:
         if pipeline.state.name == name:
             return pipeline

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+import click
 import msgspec
 
 from deploy.launch.process_id import ProcessId, age_s, is_running
@@ -144,8 +145,12 @@ class StateDir:
         return self.logs / f"{process}.log"
 
 
-def find_running(state_dir: Path | None) -> list[tuple[StateDir, LaunchState]]:
-    """Return every pipeline with stored state, oldest name first; only `state_dir` where it is given."""
+def find_running(state_dir: Path | None, asked: str = "") -> list[tuple[StateDir, LaunchState]]:
+    """Return every pipeline with stored state, oldest name first; only `state_dir` where it is given.
+
+    Raises UsageError for state that cannot be read in `state_dir`, or of the pipeline `asked`. That of any other is
+    left out with a warning on stderr: it must not hide those that run.
+    """
     if state_dir is not None:
         candidates = [state_dir]
     else:
@@ -154,7 +159,13 @@ def find_running(state_dir: Path | None) -> list[tuple[StateDir, LaunchState]]:
     found = []
     for path in candidates:
         directory = StateDir(path)
-        state = directory.load()
+        try:
+            state = directory.load()
+        except UsageError as error:
+            if state_dir is not None or path.name == asked:
+                raise
+            click.echo(f"relayline: warning: {path.name} is left out: {' '.join(error.message.split())}", err=True)
+            continue
         if state is not None:
             found.append((directory, state))
     return found

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy import load
-from wire.errors import StartError, UsageError
+from deploy.console_http import KEY_STATUSES, base_url, key_headers, key_option, parsed, refusal
+from wire.errors import StartError
 
 FIRST_TOKEN = 100  # below it vocabularies keep their control tokens
 LAST_TOKEN = 1_900  # inside the smallest vocabulary that anybody serves
@@ -39,15 +40,13 @@ def _counts(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]
 @click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Requests with --rate.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Of prompts and arrivals.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+@key_option
 def bench_command(url: str, as_json: bool, **given: Any) -> None:
     """Load the server at URL (http://HOST:PORT) with greedy completions of random token ids.
 
     Every prompt is different, so nothing is shared; answers run to their full length. Exit code 1 if one did not.
     """
-    url = url.rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://")):
-        raise UsageError(f"{url!r} is not a URL such as http://127.0.0.1:8080")
-    summaries = asyncio.run(_measure(url, given))
+    summaries = asyncio.run(_measure(base_url(url), given))
     if as_json:
         for name, summary in summaries:
             click.echo(json.dumps({"load": name} | dataclasses.asdict(summary)))
@@ -73,7 +72,7 @@ async def _measure(url: str, given: dict[str, Any]) -> list[tuple[str, load.Summ
         ]
 
     found: list[tuple[str, load.Summary]] = []
-    async with load.client() as session:
+    async with load.client(key_headers(given["api_key"])) as session:
         target = load.Target(url, "openai", await _model(session, url))
         if given["rate"] > 0:
             requests = await load.open_loop(
@@ -92,9 +91,11 @@ async def _measure(url: str, given: dict[str, Any]) -> list[tuple[str, load.Summ
 async def _model(session: aiohttp.ClientSession, url: str) -> str:
     try:
         async with session.get(f"{url}/v1/models") as response:
+            if response.status in KEY_STATUSES:
+                raise StartError(refusal(f"{url}/v1/models", response.status, parsed(await response.read())))
             response.raise_for_status()
             return str((await response.json())["data"][0]["id"])
-    except (aiohttp.ClientError, KeyError, IndexError, ValueError) as error:
+    except (aiohttp.ClientError, TimeoutError, KeyError, IndexError, TypeError, ValueError) as error:
         raise StartError(f"{url} does not answer as an OpenAI-compatible server ({error})") from error
 
 

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from wire.errors import StartError, UsageError
+from wire.errors import UsageError
 
 if TYPE_CHECKING:
     from coordinator.inspection import ModelFacts
     from coordinator.planner.instance import Instance
     from coordinator.planner.predict import Prediction
     from coordinator.planner.search import Best
-    from deploy.console_http import Coordinator
     from deploy.manifest import Manifest
     from deploy.plan_report import Plan, Variant
 
 ORDER_SIZE_MAX = 400  # stages x layers up to which another order is looked for: each takes a search of its own
 ORDER_GAIN_MIN = 1.05
+COMPARED = ("running", "generated_tokens", "stages")  # of GET /v1/pipeline
 
 
 @click.command("plan", short_help="Show which stage gets which layers, and what that will give.")
@@ -206,18 +206,11 @@ def _url_of(manifest: Manifest) -> str:
 
 async def _looks(url: str, seconds: float) -> tuple[dict[str, Any], dict[str, Any], float]:
     """Look at GET /v1/pipeline twice; returns both answers and the seconds between them."""
-    from deploy.console_http import Coordinator
+    from deploy.console_http import KEY_VARIABLE, Coordinator
 
-    async with Coordinator(url, os.environ.get("RELAYLINE_API_KEY", "")) as coordinator:
-        before, began_s = await _look(coordinator), time.monotonic()
+    async with Coordinator(url, os.environ.get(KEY_VARIABLE, "")) as coordinator:
+        before, began_s = await coordinator.get("/v1/pipeline", COMPARED), time.monotonic()
         if not seconds:
             return {}, before, 0.0
         await asyncio.sleep(seconds)
-        return before, await _look(coordinator), time.monotonic() - began_s
-
-
-async def _look(coordinator: Coordinator) -> dict[str, Any]:
-    found = await coordinator.get("/v1/pipeline")
-    if not isinstance(found, dict):
-        raise StartError(f"{coordinator.url} does not answer as a relayline coordinator")
-    return found
+        return before, await coordinator.get("/v1/pipeline", COMPARED), time.monotonic() - began_s

@@ -23,6 +23,8 @@ NAME_CELLS = 24
 WIDE_CELLS = 112  # below this width close reasons have lines of their own, and names are shorter
 NAME_CELLS_NARROW = 17
 COLUMNS = ("layers", "steps/s", "rows/step", "pad", "busy", "wait p50", "p95", "queued", "lanes")
+# Of GET /v1/pipeline: what else answers there has none of them.
+SHOWN = ("model", "now_ns", "generated_tokens", "lanes", "plan", "stages")
 SMALL_CELLS = 92  # below this width layers are left out too, and bars are shorter
 
 
@@ -44,11 +46,11 @@ def top_command(interval: float, once: bool, as_json: bool, url: str, api_key: s
 async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_json: bool) -> None:
     console = Console(width=width_of_terminal(), highlight=False)
     async with Coordinator(url, api_key) as coordinator:
-        before = await coordinator.get("/v1/pipeline")
+        before = await coordinator.get("/v1/pipeline", SHOWN)
         stopping = _until_interrupted()
         if once:
             await _pause(stopping, interval_s)
-            after = await coordinator.get("/v1/pipeline")
+            after = await coordinator.get("/v1/pipeline", SHOWN)
             figures = rates(before, after)
             picture = frame(coordinator.url, after, figures, console.width)
             click.echo(json.dumps(figures)) if as_json else console.print(picture)
@@ -58,7 +60,7 @@ async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_js
             while not stopping.is_set():
                 await _pause(stopping, interval_s)
                 try:
-                    after = await coordinator.get("/v1/pipeline")
+                    after = await coordinator.get("/v1/pipeline", SHOWN)
                 except RelaylineError as error:
                     live.update(Text(error.message, style="red"))
                     continue

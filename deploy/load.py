@@ -15,7 +15,8 @@ import dataclasses
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -170,13 +171,14 @@ async def complete(
     return request
 
 
-def client() -> aiohttp.ClientSession:
-    """Return an HTTP session without a limit on connections.
+def client(headers: Mapping[str, str] = MappingProxyType({})) -> aiohttp.ClientSession:
+    """Return an HTTP session without a limit on connections; `headers` go with every request.
 
     Each request has a connection of its own: a server that closes an idle one would otherwise fail the next request.
     """
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
 
 
 async def closed_loop(

@@ -10,8 +10,10 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +246,60 @@ def test_mistakes_get_one_line(arguments: tuple[str, ...], code: int, said: str)
     seen = relayline(*arguments)
     assert seen.returncode == code
     assert said in seen.stderr
+    assert "Traceback" not in seen.stderr
+
+
+@contextlib.contextmanager
+def answering(status: int, body: str) -> Iterator[str]:
+    """Answer every GET with the same; yields the URL."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+LOOKERS = {"trace": ("trace", "--last", "--url"), "top": ("top", "--once", "--url"), "bench": ("bench",)}
+
+
+@pytest.mark.parametrize("body", ["[]", "null", '"ready"', "{}", "<html>"])
+@pytest.mark.parametrize("command", LOOKERS)
+def test_another_server_is_one_line(command: str, body: str) -> None:
+    with answering(200, body) as url:
+        seen = relayline(*LOOKERS[command], url)
+    assert seen.returncode == 1
+    (line,) = seen.stderr.splitlines()
+    assert "is not a relayline coordinator's" in line or "does not answer as an OpenAI-compatible server" in line
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("command", LOOKERS)
+def test_a_server_that_demands_a_key_is_one_line(command: str, status: int) -> None:
+    with answering(status, '{"error": {"message": "no\\nentry"}}') as url:
+        seen = relayline(*LOOKERS[command], url)
+    assert seen.returncode == 1
+    (line,) = seen.stderr.splitlines()
+    assert line.endswith(f"answered {status} (no entry); give it an API key in RELAYLINE_API_KEY")
+
+
+@pytest.mark.parametrize("command", LOOKERS)
+def test_a_key_that_can_be_none_is_one_line(command: str) -> None:
+    seen = relayline(*LOOKERS[command], "http://127.0.0.1:1", "--api-key", "two\nlines")
+    assert (seen.returncode, "printable ASCII" in seen.stderr) == (2, True)
     assert "Traceback" not in seen.stderr
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import urllib.error
 import urllib.request
@@ -16,10 +17,11 @@ from coordinator.split import split_model
 from deploy import local
 from deploy.child import Child, child_environment
 from deploy.local import LocalConfig, LocalPipeline
-from tests.processes import TIMEOUT_S, running, wait_gone
+from tests.processes import TIMEOUT_S, relayline, running, wait_gone
 from tests.tiny_models import make_tiny
 from wire.errors import StartError
 
+DEMO = Path(__file__).parents[1] / "deploy" / "demo" / "relayline-demo.gguf"
 QUICK = ("--version",)  # a child that ends by itself
 
 
@@ -50,20 +52,25 @@ def test_children_inherit_everything_but_flags(monkeypatch: pytest.MonkeyPatch) 
     assert environment["PATH"]
 
 
-def test_variables_are_flags_of_up_and_not_of_its_children(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_are_flags_of_up_and_not_of_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = tmp_path / "keys"
     keys.write_text("me: 0123456789abcdef\n")
     keys.chmod(0o600)
     for name, value in (("CTX", "64"), ("LANES", "3"), ("NO_CALIBRATE", "1"), ("MODEL_ID", "mine"), ("API_KEYS", keys)):
         monkeypatch.setenv(f"RELAYLINE_{name}", str(value))
     flags = ("--split-dir", tmp_path / "split", "--threads", "1", "--http", "127.0.0.1:0", "--json")
-    with running("up", "--model", model, *flags) as up:
+    with running("up", "--model", DEMO, *flags) as up:
         assert (up.event["ctx"], up.event["lanes"], up.event["model"]) == (64, 3, "mine")
         with pytest.raises(urllib.error.HTTPError, match="401") as refused:
             urllib.request.urlopen(f"{up.event['url']}/v1/models", timeout=60)
         refused.value.close()
+        load = ("bench", up.event["url"], "--streams", "1", "--tokens", "4", "--prompt-tokens", "4", "--json")
+        assert relayline(*load).returncode == 1
+        for key in ("--api-key", "0123456789abcdef"), ():
+            answered = relayline(*load, *key)
+            assert answered.returncode == 0, answered.stderr
+            assert json.loads(answered.stdout)["n_complete"] == 1
+            monkeypatch.setenv("RELAYLINE_API_KEY", "0123456789abcdef")
 
 
 # --- children that end, fail to start or are being started ------------------------------------------------------------

@@ -18,6 +18,7 @@ from coordinator.http.bodies import ChatBody, CompletionBody, decode_body
 from coordinator.http.limits import HttpLimits
 from coordinator.http.validation import Plan
 from coordinator.tokenizer import Tokenizer
+from stage.sampler import SamplingOptions
 from tests.http_support import MODEL, N_VOCAB, FakeGenerator, serving, write_tokenizer
 from wire.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -61,7 +62,10 @@ def test_every_honoured_field_arrives() -> None:
     assert chat_plan(logprobs=True).sampling.n_logprobs == 0
     assert chat_plan(logprobs=True, top_logprobs=20).sampling.n_logprobs == 20
     assert completion_plan(top_k=-1).sampling.top_k == 0
-    assert pb.SessionOptions(top_k=completion_plan(top_k=1 << 70).sampling.top_k).top_k > 1 << 31  # fits the wire
+    for top_k in (N_VOCAB + 1, (1 << 31) - 1, 1 << 31, 1 << 70):
+        kept = completion_plan(top_k=top_k).sampling.top_k
+        assert N_VOCAB < kept <= top_k, "as good as all"
+        SamplingOptions(top_k=pb.SessionOptions(top_k=kept).top_k)  # fits the wire, and the last stage takes it
 
 
 def test_seeds_wrap_at_64_bits() -> None:

@@ -16,7 +16,7 @@ from wire.errors import ContextLengthError, InvalidRequestError, ModelNotFoundEr
 
 COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat goes on to the end of the context
 _U64 = 1 << 64
-TOP_K_MAX = (1 << 32) - 1  # more than any vocabulary has, hence the same as all; what the wire can carry
+TOP_K_MAX = (1 << 31) - 1  # more than any vocabulary has, hence the same as all; the most that stages accept
 
 Prompts = str | Sequence[int | str | list[int]]
 

@@ -93,7 +93,7 @@ class Pipeline:
 
     @property
     def ctx_tokens(self) -> int:
-        """Tokens that one stream may hold."""
+        """Tokens that one stream may hold; 0 until the stages have been connected."""
         return self._admission.ctx_tokens
 
     @property
@@ -105,10 +105,14 @@ class Pipeline:
         """Return whether a request would be admitted now."""
         return self.phase is Phase.READY
 
+    def check_ready(self) -> None:
+        """Raise NotReadyError unless a request would be admitted now."""
+        if not self.is_ready():
+            raise NotReadyError(f"the pipeline is {self.phase.value}; try again shortly")
+
     def open(self, request: GenerationRequest) -> SessionStream:
         """Admit and start a request; see Generator.open."""
-        if self.phase is not Phase.READY:
-            raise NotReadyError(f"the pipeline is {self.phase.value}; try again shortly")
+        self.check_ready()
         key = sharing_key(request) if self.config.share else request.request_id
         audience = self._shared.get(key)
         if audience is None or len(audience.streams) >= AUDIENCE_MAX:

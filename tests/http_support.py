@@ -17,6 +17,7 @@ from coordinator.http.limits import HttpLimits
 from coordinator.http.server import start_http
 from coordinator.telemetry_control import TelemetryControl
 from coordinator.tokenizer import Tokenizer
+from wire.errors import NotReadyError
 
 MODEL = "org/tiny"
 CREATED = 1_790_000_000
@@ -149,6 +150,10 @@ class FakeGenerator:
     def is_ready(self) -> bool:
         return self.ready
 
+    def check_ready(self) -> None:
+        if not self.ready:
+            raise NotReadyError("the pipeline is not ready")
+
     async def describe(self, since_ns: int | None = None) -> dict[str, object]:
         return {"stages": [{"index": 0, "rows_per_step": {"1": 3}}], "asked_since_ns": since_ns}
 
@@ -156,6 +161,7 @@ class FakeGenerator:
         refusal = self.refusals.pop(0) if self.refusals else None
         if refusal is not None:
             raise refusal
+        self.check_ready()
         self.requests.append(request)
         self.streams.append(FakeStream(self.script(request)))
         self.streams_opened.set()

@@ -76,6 +76,34 @@ async def test_tokenize_and_back(tokenizer: Tokenizer) -> None:
             assert (reply.status, (await reply.json())["error"]["param"]) == (400, "tokens")
 
 
+GENERATING = [
+    ("/v1/completions", {"prompt": "hello", "max_tokens": 4}),
+    ("/v1/completions", {"prompt": [1, 2], "stream": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+]
+
+
+@pytest.mark.parametrize("ctx_tokens", [0, 512], ids=["never connected", "recovering"])
+@pytest.mark.parametrize(("path", "body"), GENERATING)
+async def test_nothing_is_generated_before_the_pipeline_is_ready(
+    tokenizer: Tokenizer, path: str, body: dict[str, object], ctx_tokens: int
+) -> None:
+    async with session_of(tokenizer, FakeGenerator(ctx_tokens=ctx_tokens)) as (session, served):
+        served.generator.ready = False
+        async with session.post(path, json=body) as reply:
+            assert (reply.status, (await reply.json())["error"]["code"]) == (503, "not_ready")
+            assert reply.headers["Retry-After"] == "2"
+        async with session.post(path, json=body | {"temperature": 3}) as reply:
+            assert (reply.status, (await reply.json())["error"]["param"]) == (400, "temperature")
+
+
+async def test_a_request_that_never_fits_is_told_so_during_a_recovery(tokenizer: Tokenizer) -> None:
+    async with session_of(tokenizer, FakeGenerator(ctx_tokens=4)) as (session, served):
+        served.generator.ready = False
+        async with session.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 3}) as reply:
+            assert (reply.status, (await reply.json())["error"]["code"]) == (400, "context_length_exceeded")
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [

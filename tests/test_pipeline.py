@@ -437,6 +437,15 @@ async def test_a_stage_that_never_comes_is_an_error_at_the_start(artifacts: Arti
         await start_only(artifacts([2])[:1], ["127.0.0.1:1"])
 
 
+async def test_a_pipeline_that_was_never_connected_says_that_it_loads() -> None:
+    pipeline = Pipeline(PipelineConfig(("127.0.0.1:1",), DTYPE_F32), pipeline_file(1), lambda _: False)
+    assert (pipeline.ctx_tokens, pipeline.is_ready()) == (0, False)
+    with pytest.raises(NotReadyError, match="loading"):
+        pipeline.check_ready()
+    with pytest.raises(NotReadyError, match="loading"):
+        pipeline.open(request((1, 2), 3))
+
+
 async def start_only(paths: Sequence[Path], more: Sequence[str] = ()) -> None:
     """Serve these artifacts and run a pipeline over them that is expected to fail."""
     stages = Fleet(paths, 2)

@@ -102,12 +102,15 @@ def make_job(
 ) -> Job:
     """Check prompts against vocabulary and context and lay out one generation request per choice.
 
-    Raises InvalidRequestError or ContextLengthError naming `param`.
+    Raises InvalidRequestError or ContextLengthError naming `param`, NotReadyError while the context is not known.
     """
+    ctx_tokens = service.generator.ctx_tokens
+    if not ctx_tokens:  # no stage has been heard yet: nothing would fit, and that is not the request's fault
+        service.generator.check_ready()
     requests: list[GenerationRequest] = []
     for prompt in prompts:
         check_tokens(prompt.tokens, service.tokenizer.n_vocab, param)
-        max_tokens = fit_tokens(len(prompt.tokens), plan, service.generator.ctx_tokens, param)
+        max_tokens = fit_tokens(len(prompt.tokens), plan, ctx_tokens, param)
         for choice in range(plan.n):
             requests.append(
                 GenerationRequest(

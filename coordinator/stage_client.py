@@ -19,6 +19,7 @@ from wire.security import PLAINTEXT, LinkSecurity
 
 log = logging.getLogger("relayline.coordinator")
 
+_U64 = 1 << 64
 STATUS_TIMEOUT_S = 2.0  # a status that takes longer is left out of the picture
 
 
@@ -64,7 +65,8 @@ class StageClient:
     async def status(self, *, with_recent: bool) -> pb.StatusResponse | None:
         """Return live counters (with_recent: also waits and step intervals), None if there is no answer in time.
 
-        Step times are moved to this process's clock, see clock_offset_ns.
+        Step times are moved to this process's clock, see clock_offset_ns; steps from before that clock began are left
+        out, since it has no time for them.
         """
         sent_ns = time.monotonic_ns()
         try:
@@ -79,8 +81,11 @@ class StageClient:
         except RelaylineError:
             return None
         offset_ns = clock_offset_ns(sent_ns, time.monotonic_ns(), status.now_ns)
-        status.step_start_ns[:] = [at_ns + offset_ns for at_ns in status.step_start_ns]
-        status.step_end_ns[:] = [at_ns + offset_ns for at_ns in status.step_end_ns]
+        steps = zip(status.step_start_ns, status.step_end_ns, strict=False)
+        moved = [(start_ns + offset_ns, end_ns + offset_ns) for start_ns, end_ns in steps]
+        known = [(start_ns, end_ns) for start_ns, end_ns in moved if 0 <= start_ns <= end_ns < _U64]
+        status.step_start_ns[:] = [start_ns for start_ns, _ in known]
+        status.step_end_ns[:] = [end_ns for _, end_ns in known]
         return status
 
     async def batches(self, session_ids: Sequence[int]) -> pb.BatchesResponse | None:

@@ -40,13 +40,16 @@ class StageStats:
         self.envelopes_out = self.payload_bytes_out = 0
 
     def step_done(self, result: StepResult) -> None:
-        """Count one step. A step of controls alone is no native step."""
-        if not result.waits_ns:
+        """Count one step. One of controls alone, or whose frames were all refused, is no native step."""
+        self.recent_wait_ns.extend(result.waits_ns)
+        for wait_ns in result.waits_ns:
+            self.waits_by_bucket[bisect.bisect_left(WAIT_BUCKETS_NS, wait_ns)] += 1
+        self.wait_sum_ns += sum(result.waits_ns)
+        if not result.number:
             return
         self.steps_by_rows[result.n_rows] += 1
         self.steps_by_sessions[len(result.waits_ns)] += 1
         self.close_reasons[result.close_reason] += 1
-        self.recent_wait_ns.extend(result.waits_ns)
         self.recent_steps_ns.append((result.started_ns, result.started_ns + result.decode_ns))
         self.n_steps += 1
         self.n_rows += result.n_rows
@@ -57,9 +60,6 @@ class StageStats:
         if result.predicted_ns:
             self.predicted_ns += result.predicted_ns
             self.measured_ns += result.decode_ns
-        for wait_ns in result.waits_ns:
-            self.waits_by_bucket[bisect.bisect_left(WAIT_BUCKETS_NS, wait_ns)] += 1
-        self.wait_sum_ns += sum(result.waits_ns)
 
     def message(self, *, with_recent: bool) -> pb.StatusResponse:
         """Return the counters in wire form; the caller adds what it knows of lanes and queues."""

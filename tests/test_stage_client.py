@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from coordinator.connection import HOST_STEP_NS, stage_cost
 from coordinator.stage_client import StageClient
+from wire import rpc
 from wire.errors import InternalError, ProtocolError, RelaylineError, StageLostError
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -44,6 +50,40 @@ async def test_every_end_of_the_return_stream_is_told(
     (told,) = lost
     assert type(told) is error
     assert text in told.message
+
+
+@contextlib.asynccontextmanager
+async def answering(answer: pb.StatusResponse) -> AsyncIterator[StageClient]:
+    """A client of a stage that answers every Status with this."""
+
+    async def status(_request: pb.StatusRequest, _context: Any) -> pb.StatusResponse:
+        return answer
+
+    handler = grpc.unary_unary_rpc_method_handler(status, rpc.parser(pb.StatusRequest), rpc.serialize)
+    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(rpc.SERVICE, {"Status": handler}),))
+    client = StageClient(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    await server.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+        await server.stop(None)
+
+
+async def test_steps_that_our_clock_has_no_time_for_are_left_out() -> None:
+    """Another host's clock, 1000 s ahead of ours; its steps reach back to before ours began."""
+    base_ns = time.monotonic_ns() + 1_000 * 10**9
+    starts = [5, 500 * 10**9, base_ns - 30, base_ns - 10]
+    ends = [7, base_ns - 20, base_ns - 25, base_ns - 5]
+    said = pb.StatusResponse(now_ns=base_ns, step_start_ns=starts, step_end_ns=ends, n_steps=4)
+    async with answering(said) as client:
+        status = await client.status(with_recent=True)
+    assert status is not None
+    assert status.n_steps == 4
+    moved = list(zip(status.step_start_ns, status.step_end_ns, strict=True))
+    assert [end_ns - start_ns for start_ns, end_ns in moved] == [5, 5], "both ends of a step stay or go"
+    assert moved[1][0] - moved[0][0] == 20
 
 
 @pytest.mark.parametrize(

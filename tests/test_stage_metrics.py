@@ -77,6 +77,20 @@ def test_histograms_are_cumulative_and_add_up(worked: StageStats) -> None:
     assert plain(found, f"{wait}_sum") == pytest.approx(18.003001)
 
 
+def test_a_step_whose_frames_were_all_refused_is_no_native_step(worked: StageStats) -> None:
+    before, executor = worked.message(with_recent=True), new_executor(FakeEngine())
+    result = executor.execute(step_of(rows_frame(9, 4), taken_ns=1_000))  # nobody has opened session 9
+    assert [fault.label for output in result.outputs for fault in output.faults] == ["bad_session"]
+    worked.step_done(result)
+    after = worked.message(with_recent=True)
+    assert list(after.recent_wait_ns) == [*before.recent_wait_ns, 1_000], "the frame did wait"
+    del before.recent_wait_ns[:], after.recent_wait_ns[:]
+    assert after == before
+    found = scrape(worked)
+    assert plain(found, f"{names.METRIC_FRAME_WAIT}_count") == 5
+    assert plain(found, f"{names.METRIC_BATCH_ROWS}_count") == plain(found, f"{names.METRIC_STEPS}_total") == 3
+
+
 def test_counters_and_gauges_say_what_was_counted(worked: StageStats) -> None:
     worked.faults_by_label["not_finite"] += 2
     worked.predicted_ns, worked.measured_ns = 3_000_000_000, 4_000_000_000

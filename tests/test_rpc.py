@@ -171,6 +171,40 @@ async def test_a_deadline_is_a_lost_stage():
         cancelled.set()
 
 
+@contextlib.asynccontextmanager
+async def held() -> AsyncIterator[tuple[grpc.aio.Channel, asyncio.Task[Any]]]:
+    """A channel, and a call over it that the other side has taken and does not answer."""
+
+    async def hang(request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
+        entered.set()
+        await never.wait()
+        return pb.DescribeResponse()
+
+    entered, never = asyncio.Event(), asyncio.Event()
+    async with serving(hang) as channel:
+        calling = asyncio.create_task(describe(channel))
+        async with asyncio.timeout(10):
+            await entered.wait()
+        yield channel, calling
+
+
+async def test_a_channel_that_closes_under_a_call_is_a_lost_stage():
+    async with held() as (channel, calling):
+        await channel.close()
+        with pytest.raises(StageLostError, match="was closed before it answered Describe"):
+            await calling
+        with pytest.raises(StageLostError, match="connection to b is closed"):
+            await describe(channel)
+
+
+async def test_who_is_cancelled_during_a_call_stays_cancelled():
+    async with held() as (_, calling):
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+    assert calling.cancelled()
+
+
 async def test_a_taken_port_fails_loudly():
     async with serving(raising(StaleEpochError("x"))):
         first, second = grpc.aio.server(options=rpc.SERVER_OPTIONS), grpc.aio.server(options=rpc.SERVER_OPTIONS)

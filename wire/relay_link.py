@@ -107,7 +107,7 @@ class RelayLink:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise self._lost or StageLostError(f"link to {self.address} is gone") from error
         except asyncio.CancelledError as error:
-            if _task_is_cancelled():
+            if rpc.task_is_cancelled():
                 raise
             # The call was cancelled, by `close` say, not the task that sends.
             raise self._lost or StageLostError(f"link to {self.address} was closed") from error
@@ -141,7 +141,7 @@ class RelayLink:
             error = ProtocolError(f"{self.address} sent a reply that is not one")
             self._call.cancel()
         except asyncio.CancelledError:
-            if self._closing or _task_is_cancelled():
+            if self._closing or rpc.task_is_cancelled():
                 raise
             error = StageLostError(f"a send to {self.address} was cancelled halfway")
         self._lose(error)
@@ -160,12 +160,6 @@ class RelayLink:
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         await self._channel.close()
-
-
-def _task_is_cancelled() -> bool:
-    """Tell a cancelled task from a cancelled call, which gRPC reports in the same way."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 async def _shake_hands(

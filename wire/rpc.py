@@ -5,6 +5,7 @@ Envelopes cross as ready-made bytes (no serializer), everything else as protobuf
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -149,19 +150,31 @@ def typed(error: grpc.aio.AioRpcError, peer: str) -> RelaylineError:
     return ProtocolError(f"{peer} answered {error.code().name}: {detail}")
 
 
+def task_is_cancelled() -> bool:
+    """Tell a cancelled task from a cancelled call, which gRPC reports in the same way."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def call(
     channel: grpc.aio.Channel, name: str, request: Any, reply: type[Any], peer: str, timeout_s: float
 ) -> Any:
     """Make one unary call.
 
-    Raises the typed error of the other side, StageLostError if it cannot be reached, ProtocolError if its reply is not
-    one.
+    Raises the typed error of the other side, StageLostError if it cannot be reached or the channel is closed before it
+    answers, ProtocolError if its reply is not one.
     """
-    unary = channel.unary_unary(method(name), request_serializer=serialize, response_deserializer=None)
     try:
+        unary = channel.unary_unary(method(name), request_serializer=serialize, response_deserializer=None)
         data = await unary(request, timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
         raise typed(error, peer) from error
+    except grpc.aio.UsageError as error:
+        raise StageLostError(f"the connection to {peer} is closed") from error
+    except asyncio.CancelledError as error:
+        if task_is_cancelled():
+            raise
+        raise StageLostError(f"the connection to {peer} was closed before it answered {name}") from error
     try:
         return reply.FromString(data)
     except DecodeError as error:

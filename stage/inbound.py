@@ -53,6 +53,11 @@ class Inbound:
             raise ProtocolError(f"unknown dtype {envelope.open.dtype}")
         return envelope.open
 
+    async def accept(self) -> None:
+        """Tell the neighbour that it may send, and how much."""
+        accepted = pb.LinkAccepted(credit_bytes=bounds.BYTES_IN_FLIGHT_DEFAULT, max_rows=self._max_rows)
+        await self._context.write(pb.LinkReply(accepted=accepted))
+
     async def next(self) -> EnvelopeView | None:
         """Return the next envelope, None when the neighbour has closed. Raises ProtocolError, StaleEpochError."""
         message = await self._context.read()

@@ -286,14 +286,7 @@ class StageService:
         except RelaylineError as error:
             await rpc.abort(context, error)
         inbound = Inbound(route, hello, context, self._facts.config.max_rows)
-        route.has_upstream = True
-        await context.write(
-            pb.LinkReply(
-                accepted=pb.LinkAccepted(
-                    credit_bytes=bounds.BYTES_IN_FLIGHT_DEFAULT, max_rows=self._facts.config.max_rows
-                )
-            )
-        )
+        route.has_upstream = True  # from here on only the clean-up below gives the route back
         ended = asyncio.create_task(route.ended.wait())
         reading = asyncio.create_task(self._read(inbound))
         try:
@@ -311,6 +304,7 @@ class StageService:
             self._upstream_left(route)
 
     async def _read(self, inbound: Inbound) -> None:
+        await inbound.accept()
         while True:
             view = await inbound.next()
             if view is None or inbound.route.ended.is_set():

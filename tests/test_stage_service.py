@@ -381,6 +381,40 @@ async def test_two_coordinators_share_a_stage() -> None:
         assert (await two.reply()).samples[0].position == 6
 
 
+class LostContext:
+    """A Relay stream whose upstream says hello and is gone before it hears that it was accepted."""
+
+    def __init__(self, hello: pb.LinkOpen, failure: Exception | None) -> None:
+        self._hello, self._failure = hello, failure
+        self.writing = asyncio.Event()
+
+    async def read(self) -> bytes:
+        return rpc.serialize(pb.Envelope(open=self._hello))
+
+    async def write(self, _message: pb.LinkReply) -> None:
+        self.writing.set()
+        if self._failure is not None:
+            raise self._failure
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("failure", [asyncio.InvalidStateError("the call has ended"), None], ids=["write", "cancel"])
+async def test_an_upstream_that_dies_while_it_is_accepted_leaves_no_route(failure: Exception | None) -> None:
+    async with served() as stage, Coordinator(stage) as one:
+        await one.configure()
+        context = LostContext(one.hello(), failure)
+        relaying = asyncio.create_task(stage.service.relay(None, context))  # type: ignore[arg-type]
+        async with asyncio.timeout(20):
+            await context.writing.wait()
+            if failure is None:
+                relaying.cancel()  # what gRPC does to the handler when the peer goes
+            with pytest.raises(asyncio.CancelledError if failure is None else type(failure)):
+                await relaying
+            await asyncio.gather(*stage.service._tasks)
+        assert stage.service._routes == {}
+        await one.configure(epoch=EPOCH)
+
+
 async def test_coordinators_that_never_came_back_make_room_for_others() -> None:
     async with served() as stage, contextlib.AsyncExitStack() as stack:
         for route_id in range(ROUTES_MAX + 2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,8 @@ from wire.errors import HandshakeError, RelaylineError
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.relay_link import RelayLink
 from wire.security import PLAINTEXT, LinkSecurity
+
+log = logging.getLogger("relayline.coordinator")
 
 # Placing, encoding, sending and receiving of one step: what `python -m benches.hop` measures at a few rows, rounded up.
 # It matters where native steps are as short: without it the plan for a tiny model would be many tiny steps.
@@ -119,17 +122,33 @@ async def _describe_all(stages: Sequence[StageClient]) -> list[pb.DescribeRespon
 async def refresh_costs(
     connection: Connection, is_busy: Callable[[], bool], update: Callable[[list[StageCost]], None]
 ) -> None:
-    """Plan with what the stages have learned of their speed since; for as long as the connection is used."""
+    """Plan with what the stages have learned of their speed since; for as long as the connection is used.
+
+    Ends only by being cancelled: what goes wrong is logged, and the next look may be better.
+    """
+    is_failing = False
     while True:
         await asyncio.sleep(CURVE_REFRESH_S)
         if not is_busy():
             continue  # an idle pipeline learns nothing
-        statuses = await asyncio.gather(*(stage.status(with_recent=False) for stage in connection.stages))
-        costs = connection.stage_costs()
-        for index, status in enumerate(statuses):
-            if status is not None:
-                costs[index] = stage_cost(status, costs[index].rows_max)
-        update(costs)
+        try:
+            update(await _costs_now(connection))
+        except Exception:  # a bug of ours; streams go on with the plans of before
+            if not is_failing:  # each second would fill the log
+                log.exception("reading what the stages have learned of their speed failed; trying again")
+            is_failing = True
+        else:
+            is_failing = False
+
+
+async def _costs_now(connection: Connection) -> list[StageCost]:
+    """Ask every stage for its speed; one that does not answer is taken at what it said when it connected."""
+    statuses = await asyncio.gather(*(stage.status(with_recent=False) for stage in connection.stages))
+    costs = connection.stage_costs()
+    for index, status in enumerate(statuses):
+        if status is not None:
+            costs[index] = stage_cost(status, costs[index].rows_max)
+    return costs
 
 
 def stage_cost(said: pb.DescribeResponse | pb.StatusResponse, rows_max: int) -> StageCost:

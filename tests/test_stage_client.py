@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -11,7 +12,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from coordinator.connection import HOST_STEP_NS, stage_cost
+from coordinator.connection import HOST_STEP_NS, refresh_costs, stage_cost
+from coordinator.groups import StageCost
 from coordinator.stage_client import StageClient
 from wire import rpc
 from wire.errors import InternalError, ProtocolError, RelaylineError, StageLostError
@@ -84,6 +86,43 @@ async def test_steps_that_our_clock_has_no_time_for_are_left_out() -> None:
     moved = list(zip(status.step_start_ns, status.step_end_ns, strict=True))
     assert [end_ns - start_ns for start_ns, end_ns in moved] == [5, 5], "both ends of a step stay or go"
     assert moved[1][0] - moved[0][0] == 20
+
+
+class Learning:
+    """A connection to one stage that has learned more of its speed at every look; looks at `bad` times are bugs."""
+
+    def __init__(self, bad: set[int]) -> None:
+        self.stages, self.n_looks = [self], 0
+        self._bad = bad
+
+    def stage_costs(self) -> list[StageCost]:
+        return [stage_cost(pb.StatusResponse(), 64)]
+
+    async def status(self, *, with_recent: bool) -> pb.StatusResponse:
+        assert not with_recent
+        self.n_looks += 1
+        if self.n_looks in self._bad:
+            raise ZeroDivisionError("a bug of ours")
+        return pb.StatusResponse(decode_curve=[pb.CostPoint(n_rows=1, cost_ns=self.n_looks)])
+
+
+async def test_a_bug_while_speeds_are_read_is_logged_and_the_next_look_counts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("coordinator.connection.CURVE_REFRESH_S", 0.0)
+    seen: asyncio.Queue[StageCost] = asyncio.Queue()
+    refreshing = asyncio.create_task(
+        refresh_costs(Learning({1, 2, 4}), lambda: True, lambda costs: seen.put_nowait(costs[0]))  # type: ignore[arg-type]
+    )
+    async with asyncio.timeout(20):
+        for n_looks in (3, 5):
+            assert (await seen.get()).decode_ns(1) == n_looks + HOST_STEP_NS
+        refreshing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await refreshing
+    logged = [record for record in caplog.records if record.exc_info]
+    assert len(logged) == 2, "once for each time that it began to fail"
+    assert all("speed failed" in record.message for record in logged)
 
 
 @pytest.mark.parametrize(

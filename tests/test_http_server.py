@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from coordinator.http.handlers import TOKENS_PER_PART
 from coordinator.http.server import start_http
 from coordinator.tokenizer import Tokenizer
 from tests.http_support import CREATED, MODEL, FakeGenerator, Served, serving, write_no_tokenizer, write_tokenizer
@@ -200,11 +203,71 @@ async def test_template_variables_reach_the_template(tokenizer: Tokenizer) -> No
         assert served.generator.requests[0].prompt_tokens == tuple(tokenizer.encode("calm1"))
 
 
-async def test_long_prompts_are_tokenised_alike_off_the_loop(tokenizer: Tokenizer) -> None:
-    async with session_of(tokenizer, text_inline_bytes_max=4) as (session, served):
-        async with session.post("/v1/completions", json={"prompt": "hello world"}) as reply:
-            assert reply.status == 200
-        assert served.generator.requests[0].prompt_tokens == tuple(tokenizer.encode("hello world"))
+class Watched:
+    """A tokenizer that notes in which threads it worked."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.threads: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._tokenizer, name)
+
+        def noted(*args: Any, **options: Any) -> Any:
+            self.threads.add(threading.get_ident())
+            return found(*args, **options)
+
+        return noted if name in ("encode", "encode_chat", "decode", "piece") else found
+
+
+INLINE_MAX = 60  # characters of text or bytes of a body that are worked on where they came in
+TEXTS = ["hello world"] * 3
+
+
+@pytest.mark.parametrize("n_times", [1, 2], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", lambda n: {"prompt": TEXTS * n}),  # each of them is short
+        ("/v1/completions", lambda n: {"prompt": [104, 101] * 20 * n, "echo": True}),
+        ("/v1/chat/completions", lambda n: {"messages": [{"role": "user", "content": "hi" * 20 * n}]}),
+        ("/tokenize", lambda n: {"content": "hello " * 6 * n}),
+        ("/tokenize", lambda n: {"content": "é" * 3 * n, "with_pieces": True}),
+        ("/detokenize", lambda n: {"tokens": [104, 101] * 4 * n}),
+    ],
+)
+async def test_long_texts_are_worked_on_off_the_loop_and_alike(
+    tokenizer: Tokenizer, path: str, body: Callable[[int], dict[str, object]], n_times: int
+) -> None:
+    watched = Watched(tokenizer)
+    template = "{{ messages[0].content }}"
+    async with (
+        session_of(watched, template=template, text_inline_bytes_max=INLINE_MAX) as (session, _),  # type: ignore[arg-type]
+        session_of(tokenizer, template=template) as (plain, _),
+    ):
+        watched.threads.clear()
+        answers = []
+        for each in (session, plain):
+            async with each.post(path, json=body(n_times)) as reply:
+                assert reply.status == 200
+                answers.append({k: v for k, v in (await reply.json()).items() if k not in ("id", "created")})
+    assert answers[0] == answers[1]
+    is_aside = watched.threads - {threading.get_ident()} != set()
+    assert is_aside == (n_times == 2)
+    if path in ("/tokenize", "/detokenize"):
+        assert len(watched.threads) == 1, "pieces too"
+
+
+@pytest.mark.parametrize("with_pieces", [False, True])
+@pytest.mark.parametrize("n_tokens", [0, TOKENS_PER_PART - 1, TOKENS_PER_PART, 2 * TOKENS_PER_PART + 1])
+async def test_a_long_answer_to_tokenize_is_whole(tokenizer: Tokenizer, n_tokens: int, with_pieces: bool) -> None:
+    text = "az" * (n_tokens // 2) + "a" * (n_tokens % 2)
+    ids = tokenizer.encode(text)
+    assert len(ids) == n_tokens
+    body = {"content": text, "with_pieces": with_pieces}
+    async with session_of(tokenizer) as (session, _), session.post("/tokenize", json=body) as reply:
+        found = (await reply.json())["tokens"]
+    assert found == ([{"id": token, "piece": chr(token)} for token in ids] if with_pieces else ids)
 
 
 async def test_any_model_name_may_be_allowed(tokenizer: Tokenizer) -> None:

@@ -17,7 +17,10 @@ from coordinator.http.middleware import json_response
 from coordinator.http.observe import RECORD, note_input, note_plan, note_prompts, wants_content
 from coordinator.http.reply import run
 from coordinator.http.service import Prompt, Service, make_job, random_seed
+from coordinator.tokenizer import Tokenizer
 from wire.errors import InvalidRequestError
+
+TOKENS_PER_PART = 4_096  # of a long answer to /tokenize; about a millisecond of JSON
 
 
 class Handlers:
@@ -72,11 +75,8 @@ class Handlers:
         header = self._header("cmpl", model, plan)
         note_plan(service.observer, request, plan, model, header.id)
         start_ns = time.monotonic_ns()
-        prompts = []
-        for prompt in validation.split_prompt(body.prompt, plan.n, service.limits):
-            tokens = tuple(await service.encode(prompt) if isinstance(prompt, str) else prompt)
-            echo = "" if not plan.echo else prompt if isinstance(prompt, str) else service.tokenizer.decode(tokens)
-            prompts.append(Prompt(tokens, echo))
+        sent = validation.split_prompt(body.prompt, plan.n, service.limits)
+        prompts = await service.prompts(sent, echo=plan.echo)
         note_prompts(request, start_ns, [len(prompt.tokens) for prompt in prompts])
         if wants_content(service.observer, request):
             note_input(request, [("user", service.tokenizer.decode(prompt.tokens)) for prompt in prompts])
@@ -106,19 +106,13 @@ class Handlers:
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize: text to token ids, or to ids with their pieces."""
-        body = decode_body(await request.read(), TokenizeBody)
-        tokenizer = self._service.tokenizer
-        ids = tokenizer.encode(body.content, add_special=body.add_special, parse_special=body.parse_special)
-        if not body.with_pieces:
-            return json_response(shapes.encode({"tokens": ids}))
-        pieces = [{"id": token, "piece": _piece(tokenizer.piece(token, special=True))} for token in ids]
-        return json_response(shapes.encode({"tokens": pieces}))
+        raw, tokenizer = await request.read(), self._service.tokenizer
+        return json_response(await self._service.aside(len(raw), lambda: _tokenized(raw, tokenizer)))
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /detokenize: token ids to text, special tokens by name."""
-        body = decode_body(await request.read(), DetokenizeBody)
-        validation.check_tokens(body.tokens, self._service.tokenizer.n_vocab, "tokens")
-        return json_response(shapes.encode({"content": self._service.tokenizer.decode(body.tokens)}))
+        raw, tokenizer = await request.read(), self._service.tokenizer
+        return json_response(await self._service.aside(len(raw), lambda: _detokenized(raw, tokenizer)))
 
     def _model(self) -> shapes.Model:
         return shapes.Model(self._service.model_id, self._service.created)
@@ -138,6 +132,26 @@ def _text(message: dict[str, Any]) -> str:
     """Return a chat message's text; parts of other kinds have none."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+
+
+def _tokenized(raw: bytes, tokenizer: Tokenizer) -> bytes:
+    """Return the answer to a /tokenize body. Put together in parts: encoding one keeps every other thread waiting."""
+    body = decode_body(raw, TokenizeBody)
+    ids = tokenizer.encode(body.content, add_special=body.add_special, parse_special=body.parse_special)
+    parts: list[bytes] = []
+    for at in range(0, len(ids), TOKENS_PER_PART):
+        part: list[Any] = ids[at : at + TOKENS_PER_PART]
+        if body.with_pieces:
+            part = [{"id": token, "piece": _piece(tokenizer.piece(token, special=True))} for token in part]
+        parts.append(shapes.encode(part)[1:-1])
+    return b'{"tokens":[' + b",".join(parts) + b"]}"
+
+
+def _detokenized(raw: bytes, tokenizer: Tokenizer) -> bytes:
+    """Return the answer to a /detokenize body."""
+    body = decode_body(raw, DetokenizeBody)
+    validation.check_tokens(body.tokens, tokenizer.n_vocab, "tokens")
+    return shapes.encode({"content": tokenizer.decode(body.tokens)})
 
 
 def _piece(raw: bytes) -> str | list[int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from coordinator.chat import ChatTemplate
 from coordinator.generation import GenerationRequest, Generator, TokenStream
@@ -16,6 +17,8 @@ from coordinator.http.validation import Plan, check_tokens, fit_tokens
 from coordinator.observer import Observer
 from coordinator.request_log import RequestRecord
 from coordinator.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,17 +35,25 @@ class Service:
     limits: HttpLimits
     observer: Observer
 
-    async def encode(self, text: str) -> list[int]:
-        """Return the token ids of a completion prompt. Long texts are tokenised in a thread."""
-        if len(text) <= self.limits.text_inline_bytes_max:
-            return self.tokenizer.encode(text)
-        return await asyncio.to_thread(self.tokenizer.encode, text)
+    async def aside(self, size: int, work: Callable[[], T]) -> T:
+        """Return what `work` returns for `size` characters or tokens; a lot of them does not hold up the event loop."""
+        return work() if size <= self.limits.text_inline_bytes_max else await asyncio.to_thread(work)
+
+    async def prompts(self, sent: Sequence[str | list[int]], *, echo: bool) -> list[Prompt]:
+        """Return the prompts of a completion body, each sent as text or as token ids.
+
+        Raises InvalidRequestError for text when the model has no tokenizer.
+        """
+        return await self.aside(sum(map(len, sent)), lambda: [self._prompt(each, echo) for each in sent])
+
+    def _prompt(self, sent: str | list[int], echo: bool) -> Prompt:
+        if isinstance(sent, str):
+            return Prompt(tuple(self.tokenizer.encode(sent)), sent if echo else "")
+        return Prompt(tuple(sent), self.tokenizer.decode(sent) if echo else "")
 
     async def encode_chat(self, text: str) -> list[int]:
-        """Return the token ids of a rendered chat. Long texts are tokenised in a thread."""
-        if len(text) <= self.limits.text_inline_bytes_max:
-            return self.tokenizer.encode_chat(text)
-        return await asyncio.to_thread(self.tokenizer.encode_chat, text)
+        """Return the token ids of a rendered chat. Raises InvalidRequestError when the model has no tokenizer."""
+        return await self.aside(len(text), lambda: self.tokenizer.encode_chat(text))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

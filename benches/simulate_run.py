@@ -154,8 +154,7 @@ class Simulation:
         self.scheduler.forget(session.session_id, self.now_ns)
         self.scheduler.control(frames)
         self._dispatch()
-        following = self.admission.leave(session)
-        if following is not None:
+        for following in self.admission.leave(session):
             self._start(following)
 
     def _dispatch(self) -> None:

@@ -2,11 +2,15 @@
 
 Lanes are counted here exactly as the stages count them: a lane is free again once its close has been sent, because
 closes travel in order with the next open on the same stream.
+
+Who came first runs first. A session that loses its lane, because the stages came back with fewer, goes back into the
+line; as it is older than all that never had one, that is its front.
 """
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterable
 
 from coordinator.session import Session
 from wire.errors import ContextLengthError, OverloadedError
@@ -32,7 +36,7 @@ class Admission:
                 f"This model's maximum context length is {self.ctx_tokens} tokens, but {n_prompt + request.max_tokens} "
                 f"were requested ({n_prompt} in the prompt, {request.max_tokens} for the completion)"
             )
-        if len(self.running) < self.n_lanes:
+        if not self.waiting and len(self.running) < self.n_lanes:
             self.running[session.session_id] = session
             return True
         if len(self.waiting) >= self.waiting_max:
@@ -42,14 +46,40 @@ class Admission:
         self.waiting.append(session)
         return False
 
-    def leave(self, session: Session) -> Session | None:
-        """Take the session out, wherever it stands. Returns the waiting session that gets its lane, if any."""
+    def leave(self, session: Session) -> list[Session]:
+        """Take the session out, wherever it stands. Returns the waiting sessions that get lanes by that."""
         if self.running.pop(session.session_id, None) is None:
             if session in self.waiting:
                 self.waiting.remove(session)
-            return None
-        if not self.waiting or len(self.running) >= self.n_lanes:  # a stage may have come back with fewer lanes
-            return None
-        following = self.waiting.popleft()
-        self.running[following.session_id] = following
+            return []
+        return self._fill_lanes()
+
+    def resize(self, n_lanes: int, ctx_tokens: int) -> list[Session]:
+        """The stages stand anew, with so many lanes. Returns the running sessions that have to wait for one again.
+
+        Such are never refused, however long the line. Where there are more lanes, those who wait get them.
+        """
+        self.n_lanes, self.ctx_tokens = n_lanes, ctx_tokens
+        surplus = sorted(self.running.values(), key=_age)[n_lanes:]
+        self._put_back(surplus)
+        self._fill_lanes()
+        return surplus
+
+    def _put_back(self, sessions: Iterable[Session]) -> None:
+        for session in sessions:
+            del self.running[session.session_id]
+            self.waiting.append(session)
+        self.waiting = collections.deque(sorted(self.waiting, key=_age))
+
+    def _fill_lanes(self) -> list[Session]:
+        following: list[Session] = []
+        while self.waiting and len(self.running) < self.n_lanes:
+            session = self.waiting.popleft()
+            self.running[session.session_id] = session
+            following.append(session)
         return following
+
+
+def _age(session: Session) -> int:
+    """Return a number that is smaller for a session that was admitted earlier."""
+    return session.session_id

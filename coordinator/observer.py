@@ -10,7 +10,7 @@ A session's spans stay open for at most SUMMARY_WAIT_S after its end, until ever
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from coordinator.generation import GenerationRequest
 from coordinator.request_log import BATCHES_MAX, RequestLog, RequestRecord, SessionRecord, StreamRecord
@@ -100,10 +100,13 @@ class Observer:
         return stream
 
     def started(self, session: SessionRecord, now_ns: int) -> None:
-        """The session has a lane and sends its first rows. Starting again changes nothing."""
+        """The session has a lane and sends its first rows. Starting again ends a pause and changes nothing else."""
         if not session.started_ns:
             session.started_ns = now_ns
             self.tracing.started(session)
+        elif session.is_paused:
+            session.event(names.EVENT_RESUMED, now_ns)
+        session.is_paused = False
 
     def sent(self, frames: Iterable[OutFrame], now_ns: int) -> None:
         """An envelope leaves for stage 0."""
@@ -195,23 +198,20 @@ class Observer:
 
     # --- the pipeline side: life of the connection --------------------------------------------------------------------
 
-    def connected(self, n_stages: int, now_ns: int) -> None:
-        """All stages stand at a new epoch; running sessions start again from their history."""
+    def connected(self, n_stages: int) -> None:
+        """All stages stand at a new epoch. Paused sessions start again from their history, each when its turn comes."""
         self._n_stages = n_stages
         self.n_connections += 1
         if self.n_connections > 1:
             self.metrics.recoveries.inc()
-        for session in self._running():
-            session.event(names.EVENT_RESUMED, now_ns)
 
     def lost(self, why: str, now_ns: int) -> None:
         """The connection is gone; running sessions pause, and no stage will sum anything up."""
-        for session in self._running():
-            session.event(names.EVENT_PAUSED, now_ns, why)
+        for session in self._sessions.values():
+            if session.started_ns and not session.ended_ns and not session.is_paused:
+                session.is_paused = True
+                session.event(names.EVENT_PAUSED, now_ns, why)
         self.close()
-
-    def _running(self) -> Sequence[SessionRecord]:
-        return [session for session in self._sessions.values() if session.started_ns and not session.ended_ns]
 
     def close(self) -> None:
         """End what only waits for summaries."""

@@ -17,7 +17,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from coordinator.admission import Admission
 from coordinator.connection import Connection, refresh_costs
@@ -220,17 +220,17 @@ class Pipeline:
         )
 
     def _resume(self, connection: Connection) -> None:
-        self._admission.n_lanes, self._admission.ctx_tokens = connection.n_lanes, connection.ctx_tokens
+        for session in self._admission.resize(connection.n_lanes, connection.ctx_tokens):
+            session.give_way()  # without a word: nothing of it is open in this epoch
         self._sender = TokenSender(connection.link, self.epoch, self._on_lost)
         planner = GroupPlanner(connection.stage_costs(), self.config.schedule.itl_stretch)
         self._scheduler = Scheduler(self.config.schedule, planner)
         refreshing = refresh_costs(connection, lambda: bool(self._audiences), self._scheduler.planner.update)
         self._refresher = asyncio.create_task(refreshing)
-        self._observer.connected(len(self.file.stages), time.monotonic_ns())
-        for session in self._suspects.starting(self._admission.running.values()):
-            self._start(session)
+        self._observer.connected(len(self.file.stages))
         self.phase = Phase.READY
         self.ready.set()
+        self._start_all(self._suspects.starting(self._admission.running.values()))
         fields = {"epoch": self.epoch, "stages": len(self.file.stages), "resumed": len(self._admission.running)}
         log.info("pipeline ready", extra={"fields": fields})
 
@@ -276,6 +276,11 @@ class Pipeline:
             await self._sender.flush(bounds.HANDSHAKE_TIMEOUT_S)
 
     # --- frames out, answers in ---------------------------------------------------------------------------------------
+
+    def _start_all(self, sessions: Iterable[Session]) -> None:
+        if self.phase is not Phase.RECOVERING:  # else the next epoch starts whoever has a lane
+            for session in sessions:
+                self._start(session)
 
     def _start(self, session: Session) -> None:
         self._observer.started(session.record, time.monotonic_ns())
@@ -337,7 +342,7 @@ class Pipeline:
         if event is not None:
             self._observer.token(session.record, sample.position, event.finish_reason, now_ns)
             audience.put(event)
-            self._start_cleared(session)
+            self._start_all(self._suspects.cleared(session))
         if session.state is State.DONE:
             self._finish(session, frames)
         else:
@@ -368,10 +373,6 @@ class Pipeline:
         self._audiences[session.session_id].put(error)
         self._finish(session, session.cancel())
 
-    def _start_cleared(self, session: Session) -> None:
-        for following in self._suspects.cleared(session):
-            self._start(following)
-
     def _finish(self, session: Session, frames: Sequence[OutFrame]) -> None:
         """Send the session's last frames, give its lane to the next in line."""
         audience = self._audiences.pop(session.session_id, None)
@@ -381,10 +382,9 @@ class Pipeline:
         self._scheduler.forget(session.session_id, now_ns)
         self._scheduler.control(frames)
         self._dispatch()
-        following = self._admission.leave(session)
-        if following is not None:
-            self._start(following)
-        self._start_cleared(session)
+        for following in self._admission.leave(session):
+            self._start_all(self._suspects.joining(following))
+        self._start_all(self._suspects.cleared(session))
         if not self._audiences:
             self._idle.set()
 

@@ -105,6 +105,7 @@ class SessionRecord:
     """Times between its tokens while it runs, at most max_tokens; condensed and emptied at the end."""
     gaps: Gaps = dataclasses.field(default_factory=Gaps)
     is_final: bool = False  # nothing will be added
+    is_paused: bool = False  # the epoch in which it ran was lost, and it has not started again
     origin: StreamRecord | None = None  # the stream that opened it
     prefill_span: Span | None = None
     decode_span: Span | None = None

@@ -5,7 +5,8 @@ nothing special: at a new epoch `start` opens the session again and replays the 
 position `len(history)` is the only one that is ever accepted, whoever sends it and however often.
 
     WAITING --start--> PREFILL --first sample--> DECODE --last sample--> DONE
-       |                  |  ^------ start (new epoch) -----|               ^
+       |  ^               |  ^------ start (new epoch) -----|               ^
+       |  +-- give_way ---+------------ give_way -----------+               |
        +---- cancel ------+------------- cancel ------------+---------------+
 """
 
@@ -115,8 +116,15 @@ class Session:
         self.state = State.DECODE
         return event, [OutFrame(self, position, (token,), Flag.WANTS_SAMPLE)]
 
+    def give_way(self) -> list[OutFrame]:
+        """Wait for a lane again, with nothing lost; the frames say so to stages at which it is open."""
+        if self.state not in (State.PREFILL, State.DECODE):
+            return []
+        self.state = State.WAITING
+        return [OutFrame(self, 0, (), Flag.CLOSE)]
+
     def cancel(self) -> list[OutFrame]:
         """End the session wherever it is; stages give its lane back."""
-        was_open = self.state in (State.PREFILL, State.DECODE)
+        frames = self.give_way()
         self.state = State.DONE
-        return [OutFrame(self, 0, (), Flag.CLOSE)] if was_open else []
+        return frames

@@ -40,11 +40,19 @@ class Suspects:
 
     def starting(self, running: Iterable[Session]) -> list[Session]:
         """A new epoch begins. Returns the sessions to start now; `cleared` tells of the others."""
+        self._line.clear()
+        self._tried = None
         now: list[Session] = []
         for session in running:
-            is_suspect = self._losses.get(session.session_id, 0) >= LOSSES_ALONE
-            (self._line if is_suspect else now).append(session)
+            (self._line if self._is_suspect(session) else now).append(session)
         return now + self._next()
+
+    def joining(self, session: Session) -> list[Session]:
+        """A session has got a lane while the epoch lasts. Returns it if it starts now; else `cleared` tells when."""
+        if not self._is_suspect(session):
+            return [session]
+        self._line.append(session)
+        return [] if self._tried else self._next()
 
     def cleared(self, session: Session) -> list[Session]:
         """The session has got a token, or has ended. Returns the sessions to start now."""
@@ -54,6 +62,9 @@ class Suspects:
         if session in self._line:  # its client has left
             self._line.remove(session)
         return self._next() if session is self._tried else []
+
+    def _is_suspect(self, session: Session) -> bool:
+        return self._losses.get(session.session_id, 0) >= LOSSES_ALONE
 
     def _next(self) -> list[Session]:
         self._tried = self._line.popleft() if self._line else None

@@ -21,8 +21,8 @@ def test_lanes_then_the_line_then_a_refusal() -> None:
     assert [admission.admit(each) for each in sessions[:3]] == [True, True, False]
     with pytest.raises(OverloadedError, match="all 2 lanes are taken and 1 requests"):
         admission.admit(sessions[3])
-    assert admission.leave(sessions[3]) is None
-    assert admission.leave(sessions[0]) is sessions[2]
+    assert admission.leave(sessions[3]) == []
+    assert admission.leave(sessions[0]) == [sessions[2]]
     assert admission.admit(sessions[3]) is False
 
 
@@ -43,44 +43,65 @@ def test_leaving_the_line_frees_no_lane() -> None:
     first, second, third = (session(index) for index in range(3))
     for each in (first, second, third):
         admission.admit(each)
-    assert admission.leave(second) is None
-    assert admission.leave(first) is third
-    assert (admission.leave(first), list(admission.running)) == (None, [2])
+    assert admission.leave(second) == []
+    assert admission.leave(first) == [third]
+    assert (admission.leave(first), list(admission.running)) == ([], [2])
 
 
-def test_fewer_lanes_after_a_recovery_are_not_overbooked() -> None:
-    admission = Admission(3, 8, 4)
-    sessions = [session(index) for index in range(5)]
+def filled(n_lanes: int, n_sessions: int, waiting_max: int) -> tuple[Admission, list[Session]]:
+    admission, sessions = Admission(n_lanes, 8, waiting_max), [session(index) for index in range(n_sessions)]
     for each in sessions:
         admission.admit(each)
-    admission.n_lanes = 2
-    assert admission.leave(sessions[0]) is None
-    assert admission.leave(sessions[1]) is sessions[3]
-    assert len(admission.running) == 2
+    return admission, sessions
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60), st.integers(1, 4), st.integers(0, 3))
+def test_with_fewer_lanes_the_youngest_wait_again_before_all_others() -> None:
+    admission, sessions = filled(3, 5, waiting_max=2)
+    assert admission.resize(1, 8) == sessions[1:3]
+    assert list(admission.running.values()) == sessions[:1]
+    assert list(admission.waiting) == sessions[1:], "none is refused, although the line is longer than it may be"
+    with pytest.raises(OverloadedError, match="all 1 lanes are taken and 4"):
+        admission.admit(session(5))
+    assert admission.leave(sessions[1]) == [], "it had no lane any more"
+    assert admission.leave(sessions[0]) == [sessions[2]]
+
+
+def test_with_more_lanes_those_who_wait_get_them_before_any_newcomer() -> None:
+    admission, sessions = filled(1, 4, waiting_max=4)
+    assert admission.resize(3, 16) == []
+    assert list(admission.running.values()) == sessions[:3]
+    assert admission.admit(session(4, n_prompt=10)) is False
+    assert admission.leave(sessions[0]) == [sessions[3]]
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["enter", "leave", "resize"]), st.integers(0, 9)), max_size=60)
+
+
+@given(EVENTS, st.integers(1, 4), st.integers(0, 3))
 def test_lanes_and_line_never_overflow_and_nobody_is_lost(
-    events: list[tuple[bool, int]], n_lanes: int, waiting_max: int
+    events: list[tuple[str, int]], n_lanes: int, waiting_max: int
 ) -> None:
     admission = Admission(n_lanes, 8, waiting_max)
     inside: list[Session] = []
     running: set[int] = set()
-    for index, (enters, which) in enumerate(events):
-        if enters:
+    for index, (kind, which) in enumerate(events):
+        if kind == "enter":
             each = session(index)
             try:
                 if admission.admit(each):
                     running.add(index)
                 inside.append(each)
             except OverloadedError:
-                assert len(inside) == n_lanes + waiting_max
+                assert len(inside) >= n_lanes + waiting_max
+        elif kind == "resize":
+            n_lanes = 1 + which % 4
+            losing = {each.session_id for each in admission.resize(n_lanes, 8)}
+            assert losing == running - {each.session_id for each in inside[:n_lanes]}
+            running = {each.session_id for each in inside[:n_lanes]}
         elif inside:
             leaving = inside.pop(which % len(inside))
-            following = admission.leave(leaving)
             running.discard(leaving.session_id)
-            if following is not None:
-                running.add(following.session_id)
+            running |= {each.session_id for each in admission.leave(leaving)}
         assert set(admission.running) == running
         assert len(running) == min(n_lanes, len(inside))
         waiting = [each.session_id for each in admission.waiting]

@@ -39,7 +39,7 @@ class World:
             sampler_ratio=sampler_ratio,
             later=lambda delay_s, call: self.timers.append((delay_s, call)),
         )
-        self.observer.connected(N_STAGES, 0)
+        self.observer.connected(N_STAGES)
         self.n_sessions = 0
 
     def receive(self, name: str = "r", at_ns: int = 1_000, **headers: str) -> RequestRecord:
@@ -380,9 +380,12 @@ def test_losses_and_replays_are_events_of_the_running_phase() -> None:
     world.observer.started(session.record, 3_000)
     world.observer.token(session.record, 3, None, 3_100)
     world.observer.lost("stage 1 is gone", 3_150)
-    world.observer.connected(N_STAGES, 3_400)
+    world.observer.connected(N_STAGES)  # with fewer lanes, say: the session waits for one
+    world.observer.lost("stage 2 is gone", 3_200)
+    world.observer.connected(N_STAGES)
     world.observer.started(session.record, 3_400)  # starts again: not a second start
     world.observer.replayed(session.record, "checksum", 3_450)
+    world.observer.started(session.record, 3_450)
     world.observer.token(session.record, 4, "length", 3_500)
     world.observer.ended(session.record, 3_500)
     world.observer.close()
@@ -392,7 +395,7 @@ def test_losses_and_replays_are_events_of_the_running_phase() -> None:
     ]  # fmt: skip
     assert attributes_of(decode)[names.ATTR_RECOVERIES] == 1
     assert session.record.started_ns == 3_000
-    assert world.figures()["relayline_recoveries_total",] == 1
+    assert world.figures()["relayline_recoveries_total",] == 2
     assert world.figures()["relayline_request_replays_total",] == 1
 
 

@@ -85,7 +85,7 @@ class Fleet:
     """Stages that can be stopped and started one by one, and the pipeline over them."""
 
     def __init__(self, paths: Sequence[Path], n_lanes: int) -> None:
-        self._paths, self._n_lanes = paths, n_lanes
+        self._paths, self.n_lanes = paths, n_lanes
         self._running: dict[int, contextlib.AsyncExitStack] = {}
         self.addresses: list[str] = ["127.0.0.1:0"] * len(paths)
         self.pipeline: Pipeline
@@ -97,7 +97,7 @@ class Fleet:
         config = StageConfig(
             self._paths[index],
             port=port,
-            n_lanes=self._n_lanes,
+            n_lanes=self.n_lanes,
             ctx_tokens=CTX,
             n_threads=1,
             max_rows=64,
@@ -368,6 +368,24 @@ async def test_waiting_requests_survive_a_lost_stage(artifacts: Artifacts, whole
     for prompt, tokens in zip((prompts[0], prompts[2], prompts[3]), outputs, strict=True):
         assert len(tokens) == 8
         assert_greedy(whole, prompt, tokens)
+
+
+async def test_a_stage_that_comes_back_with_fewer_lanes_makes_streams_wait(
+    artifacts: Artifacts, whole: ReferenceModel
+) -> None:
+    prompts = [prompt_of(index, 9 + index) for index in range(4)]
+    async with fleet(artifacts([2]), n_lanes=3, waiting_max=1) as running:
+        streams = [running.pipeline.open(request(prompt, 30)) for prompt in prompts]
+        begun = [await read(stream, 3) for stream in streams[:3]]
+        await running.stop(0)
+        running.n_lanes = 1
+        await running.start(0)
+        outputs = await asyncio.gather(*map(tokens_of, streams))
+        assert running.pipeline.n_lanes == 1
+        await running.until_free()
+    for prompt, before, after in zip(prompts, [*begun, []], outputs, strict=True):
+        assert len(before + after) == 30
+        assert_greedy(whole, prompt, before + after)
 
 
 async def test_a_stage_that_stays_away_ends_requests_with_an_error(artifacts: Artifacts) -> None:

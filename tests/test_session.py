@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from unittest import mock
 
@@ -122,6 +123,21 @@ def test_a_waiting_session_takes_no_token_and_needs_no_close() -> None:
     assert session.state is State.DONE
 
 
+def test_a_session_that_gives_way_loses_nothing_but_its_lane() -> None:
+    session = new_session(3, 5)
+    assert session.give_way() == [], "it has no lane yet"
+    prefilled(session)
+    session.sampled(3, 50)
+    assert shape(session.give_way()) == [(0, (), Flag.CLOSE)]
+    assert session.sampled(4, 51) == (None, []), "said before it gave way"
+    assert (session.give_way(), session.next_chunk(64), session.state) == ([], None, State.WAITING)
+    assert shape(session.start()) == [(0, (), Flag.OPEN)]
+    (chunk,) = chunks_of(session, 64)
+    assert (chunk.position, chunk.tokens) == (0, (100, 101, 102, 50))
+    assert shape(session.give_way()) == [(0, (), Flag.CLOSE)]
+    assert (session.cancel(), session.give_way(), session.state) == ([], [], State.DONE)
+
+
 def test_a_new_epoch_replays_prompt_and_tokens_as_prefill() -> None:
     session = new_session(3, 5)
     prefilled(session)
@@ -237,8 +253,9 @@ class World:
         self.clients: list[Client] = []
         self.connect()
 
-    def connect(self) -> None:
+    def connect(self, n_lanes: int = 0) -> None:
         pipeline, stages = self.pipeline, self.stages
+        stages.n_lanes = n_lanes or stages.n_lanes
         pipeline.epoch += 1
         stages.epoch = pipeline.epoch
         stages.frames, stages.rows = [], {}
@@ -267,7 +284,7 @@ class World:
         except NotReadyError:
             assert self.pipeline.phase is not Phase.READY
         except OverloadedError:
-            assert len(self.pipeline._admission.waiting) == 2
+            assert len(self.pipeline._admission.waiting) >= 2
 
     def deliver(self) -> None:
         if self.stages.replies:
@@ -284,6 +301,15 @@ class World:
             assert len(client.ends) <= 1
         running = {id(c.session) for c in self.clients if c.session.state in (State.PREFILL, State.DECODE)}
         assert len(running) <= self.stages.n_lanes
+        admission = self.pipeline._admission
+        assert not admission.waiting or len(admission.running) >= admission.n_lanes, "a lane is free and some wait"
+
+    def turn(self) -> None:
+        """Let one frame and one answer arrive."""
+        self.pipeline._dispatch_now()
+        self.stages.step()
+        self.deliver()
+        self.check()
 
     def finish(self) -> None:
         """Let everything run out; then nothing may be left."""
@@ -316,7 +342,7 @@ EVENTS = st.lists(
         st.tuples(st.just("fault"), st.integers(0, 9), st.booleans()),
         st.tuples(st.just("leave"), st.integers(0, 9)),
         st.tuples(st.just("lose")),
-        st.tuples(st.just("recover")),
+        st.tuples(st.just("recover"), st.integers(1, 3)),
     ),
     max_size=60,
 )
@@ -343,8 +369,8 @@ async def play(world: World, event: tuple[object, ...]) -> None:
             await client.stream.aclose()
         case ("lose",):
             world.disconnect()
-        case ("recover",) if world.pipeline.phase is Phase.RECOVERING:
-            world.connect()
+        case ("recover", int(n_lanes)) if world.pipeline.phase is Phase.RECOVERING:
+            world.connect(n_lanes)
 
 
 @settings(max_examples=200, deadline=None)
@@ -412,9 +438,88 @@ async def test_a_token_outside_the_vocabulary_ends_the_epoch_and_no_request() ->
     world.finish()
 
 
-async def test_a_request_that_kills_a_stage_each_time_is_given_up_and_the_others_go_on() -> None:
-    """Its rows end the epoch wherever they arrive; nothing else does."""
-    world = World(n_lanes=4)
+def state_of(client: Client) -> State:
+    return client.session.state
+
+
+def states_of(world: World) -> list[State]:
+    return [*map(state_of, world.clients)]
+
+
+async def decoding(n_lanes: int, n_clients: int) -> World:
+    """A pipeline in which whoever has a lane has got its first token, and which was then lost."""
+    world = World(n_lanes)
+    for n_prompt in range(3, 3 + n_clients):
+        world.open(n_prompt, max_tokens=6)
+    while any(not client.tokens for client in world.clients[:n_lanes]):
+        world.turn()
+    world.disconnect()
+    return world
+
+
+async def test_with_fewer_lanes_the_youngest_wait_and_go_on_where_they_were() -> None:
+    world = await decoding(n_lanes=3, n_clients=4)
+    world.connect(n_lanes=1)
+    assert states_of(world) == [State.PREFILL, State.WAITING, State.WAITING, State.WAITING]
+    begun = [len(client.tokens) for client in world.clients]
+    assert min(begun[:3]) > 0
+    fault = pb.SessionFault(session_id=world.clients[1].session.session_id, label="not_finite")
+    world.pipeline._on_return(pb.ReturnEnvelope(epoch=world.pipeline.epoch, faults=[fault]))
+    assert not world.clients[1].ends, "it has sent nothing in this epoch"
+    world.open(3, 3)
+    assert len(world.clients) == 4, "the line is full"
+    world.clients[1].left = True
+    await world.clients[1].stream.aclose()
+    world.check()
+    assert states_of(world) == [State.PREFILL, State.DONE, State.WAITING, State.WAITING]
+    world.finish()
+    assert [client.ends for client in world.clients] == [["length"], [], ["length"], ["length"]]
+
+
+async def test_with_more_lanes_those_who_wait_start_at_once() -> None:
+    world = await decoding(n_lanes=1, n_clients=3)
+    assert states_of(world)[1:] == [State.WAITING] * 2
+    world.connect(n_lanes=3)
+    assert states_of(world) == [State.PREFILL] * 3
+    world.finish()
+    assert [client.ends for client in world.clients] == [["length"]] * 3
+
+
+async def test_who_gets_a_lane_during_a_recovery_starts_with_the_next_epoch() -> None:
+    world = await decoding(n_lanes=1, n_clients=2)
+    await world.clients[0].stream.aclose()
+    assert states_of(world) == [State.DONE, State.WAITING]
+    assert not world.clients[1].session.record.started_ns
+    world.clients[0].left = True
+    world.connect()
+    assert states_of(world) == [State.DONE, State.PREFILL]
+    world.finish()
+
+
+async def test_a_suspect_that_gets_a_lane_when_another_leaves_waits_for_its_turn() -> None:
+    world = World(n_lanes=3)
+    for n_prompt in (4, 5, 6):
+        world.open(n_prompt, max_tokens=2)
+    for n_lanes in (3, 2):
+        world.disconnect()  # before any token
+        world.connect(n_lanes)
+    tried, second, third = world.clients
+    assert [state_of(client) for client in (tried, third)] == [State.PREFILL, State.WAITING]
+    await second.stream.aclose()
+    second.left = True
+    assert third.session.session_id in world.pipeline._admission.running
+    assert state_of(third) is State.WAITING, "it may be the one that brings the pipeline down"
+    while not tried.tokens:
+        assert state_of(third) is State.WAITING
+        world.turn()
+    assert state_of(third) is State.PREFILL
+    world.finish()
+
+
+@pytest.mark.parametrize("lanes", [[4], [2, 4], [1], [3, 1, 2], [4, 2, 1]], ids=str)
+async def test_a_request_that_kills_a_stage_each_time_is_given_up_and_the_others_go_on(lanes: list[int]) -> None:
+    """Its rows end the epoch wherever they arrive; nothing else does. The stages come back with so many lanes."""
+    world, lanes_then = World(n_lanes=4), itertools.cycle(lanes)
     for n_prompt in (4, 5, 6, 7):
         world.open(n_prompt, max_tokens=6)
     poison = world.clients[1]
@@ -424,7 +529,7 @@ async def test_a_request_that_kills_a_stage_each_time_is_given_up_and_the_others
         if any(frame.session is poison.session and frame.tokens for frame in world.stages.frames):
             world.disconnect()
             n_lost += 1
-            world.connect()
+            world.connect(next(lanes_then))
             continue
         if not (world.stages.frames or world.stages.replies):
             break

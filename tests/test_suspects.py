@@ -68,6 +68,27 @@ def test_one_that_leaves_the_line_is_not_started() -> None:
     assert suspects.cleared(running[0]) == [running[2]]
 
 
+def test_a_suspect_that_gets_a_lane_again_waits_for_its_turn() -> None:
+    suspects, (tried, moved, other) = Suspects(), sessions(3)
+    lose(suspects, [tried, moved], LOSSES_ALONE)
+    assert suspects.starting([tried]) == [tried], "there are fewer lanes now"
+    assert suspects.joining(other) == [other], "it was there at no loss"
+    assert suspects.joining(moved) == []
+    assert suspects.cleared(tried) == [moved]
+    assert suspects.cleared(moved) == []
+
+
+def test_a_suspect_that_gets_a_lane_again_is_tried_at_once_when_no_other_is() -> None:
+    suspects, (first, second) = Suspects(), sessions(2)
+    lose(suspects, [first, second], LOSSES_ALONE)
+    assert suspects.starting([]) == []
+    assert suspects.joining(first) == [first]
+    assert suspects.joining(second) == []
+    assert suspects.starting([first, second]) == [first], "a new epoch begins with nobody in line"
+    assert suspects.cleared(first) == [second]
+    assert suspects.cleared(second) == []
+
+
 @given(st.integers(1, 8), st.data())
 def test_nobody_waits_for_ever_and_losses_are_bounded(n: int, data: st.DataObject) -> None:
     """Some bring the pipeline down whenever they run; everybody else gets a token when they run."""

@@ -54,6 +54,11 @@ class StepTimes:
     cores_share: float = 0.0
     """Largest part of `n_threads` cores that a step had. A single thread has all of one, or is disturbed."""
 
+    @property
+    def are_doubtful(self) -> bool:
+        """Whether several threads never had their cores together: then nobody knows what that would have given."""
+        return self.n_threads > 1 and 0 < self.cores_share < UNDISTURBED
+
     def undisturbed_ns(self, wall_ns: int, cpu_ns: int) -> int:
         """Return the step's time from what the clock and the process's processor time say, in nanoseconds."""
         if not self.n_threads or wall_ns < DISTURBED_MIN_NS:
@@ -63,12 +68,15 @@ class StepTimes:
         return wall_ns if share >= UNDISTURBED * self.cores_share else round(wall_ns * share / self.cores_share)
 
 
-def calibrate(engine: NativeEngine, budget_s: float = BUDGET_S) -> Curves:
+def step_times(engine: NativeEngine) -> StepTimes:
+    """Return what tells how long this engine's steps take."""
+    is_offloaded = engine.config.gpu_layers and llama_cpp.llama_supports_gpu_offload()
+    return StepTimes(0 if is_offloaded else engine.config.n_threads)
+
+
+def calibrate(engine: NativeEngine, budget_s: float = BUDGET_S, times: StepTimes | None = None) -> Curves:
     """Measure curves and context. The engine must be idle; its lanes are empty again afterwards."""
-    now_s = time.monotonic()
-    config = engine.config
-    is_offloaded = config.gpu_layers and llama_cpp.llama_supports_gpu_offload()
-    times = StepTimes(0 if is_offloaded else config.n_threads)
+    now_s, times = time.monotonic(), times or step_times(engine)
     decode = _measure(engine, times, LADDER, now_s + 0.7 * budget_s, in_one_lane=False)
     # Without a head prefill rows cost what decode rows do; only the upper end is missing.
     top = 0 if engine.is_last else max(decode, default=(0, 0))[0]
@@ -173,8 +181,11 @@ def cached_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves
 
 
 def fresh_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves:
-    """Measure, remember, return."""
-    curves = calibrate(engine)
+    """Measure, remember what is no doubtful measurement, return."""
+    times = step_times(engine)
+    curves = calibrate(engine, times=times)
+    if times.are_doubtful:
+        return curves  # real steps correct them while this process lives; the next one measures again
     path = _path(engine, cache_dir)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

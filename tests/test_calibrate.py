@@ -124,6 +124,23 @@ def test_programs_that_have_the_cores_meanwhile_do_not_bend_the_curve(
     assert len(curves.decode.points()) >= 8
 
 
+@pytest.mark.parametrize(
+    ("n_threads", "cpu_ms", "is_doubtful"), [(1, 20, False), (4, 390, False), (4, 200, True), (0, 1, False)]
+)
+def test_curves_whose_threads_never_had_their_cores_together_are_not_remembered(
+    n_threads: int, cpu_ms: int, is_doubtful: bool, engine: NativeEngine, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    times = StepTimes(n_threads)
+    assert not times.are_doubtful, "nothing is known yet"
+    times.undisturbed_ns(100 * MS, cpu_ms * MS)
+    assert times.are_doubtful == is_doubtful
+    monkeypatch.setattr(calibration, "step_times", lambda _: times)
+    monkeypatch.setattr(calibration, "DISTURBED_MIN_NS", 10**18)
+    assert fresh_curves(engine, tmp_path).decode.is_known
+    assert (tmp_path / "curves").exists() != is_doubtful
+
+
 def test_no_time_still_gives_a_curve_to_begin_with(engine: NativeEngine) -> None:
     curves = calibrate(engine, budget_s=0)
     assert curves.decode.points()[0][0] == 1

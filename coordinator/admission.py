@@ -3,8 +3,8 @@
 Lanes are counted here exactly as the stages count them: a lane is free again once its close has been sent, because
 closes travel in order with the next open on the same stream.
 
-Who came first runs first. A session that loses its lane, because the stages came back with fewer, goes back into the
-line; as it is older than all that never had one, that is its front.
+Who came first runs first. A session that loses its lane, because the stages came back with fewer or share them with
+another coordinator, goes back into the line; as it is older than all that never had one, that is its front.
 """
 
 from __future__ import annotations
@@ -64,6 +64,16 @@ class Admission:
         self._put_back(surplus)
         self._fill_lanes()
         return surplus
+
+    def put_back(self, session: Session) -> bool:
+        """The stages had no lane for a running session. Returns whether it waits now: for the end of another one's run.
+
+        When it alone runs nothing changes, for nobody's end would bring it a lane.
+        """
+        if len(self.running) < 2:
+            return False
+        self._put_back([session])
+        return True
 
     def _put_back(self, sessions: Iterable[Session]) -> None:
         for session in sessions:

@@ -41,6 +41,7 @@ from coordinator.token_sender import TokenSender
 from wire import bounds
 from wire.errors import (
     InternalError,
+    LaneLimitError,
     NotReadyError,
     ProtocolError,
     RelaylineError,
@@ -358,13 +359,20 @@ class Pipeline:
         if audience is None or audience.session.state is State.WAITING:  # a session that has sent nothing has no fault
             return
         session = audience.session
-        if fault.retryable and not isinstance(error, StaleEpochError) and session.replays < REPLAYS_MAX:
-            session.replays += 1
+        # Another coordinator had the lane that its open was to get: the end of another session brings the next chance.
+        waits = isinstance(error, LaneLimitError) and not fault.position and self._admission.put_back(session)
+        may_replay = fault.retryable and not isinstance(error, StaleEpochError) and session.replays < REPLAYS_MAX
+        if waits or may_replay:
             fields = {"request": session.request.request_id, "why": str(error)}
             log.info("replaying a session", extra={"fields": fields})
             self._observer.replayed(session.record, error.message, time.monotonic_ns())
             self._scheduler.forget(session.session_id, time.monotonic_ns())
-            self._start(session)
+            if waits:
+                self._scheduler.control(session.give_way())
+                self._start_all(self._suspects.gave_way(session))
+            else:
+                session.replays += 1
+                self._start(session)
             return
         self._fail(session, error)
 

@@ -61,6 +61,10 @@ class Suspects:
         self._losses.pop(session.session_id, None)
         if session in self._line:  # its client has left
             self._line.remove(session)
+        return self.gave_way(session)
+
+    def gave_way(self, session: Session) -> list[Session]:
+        """The session waits for a lane again before anything is known of it. Returns the sessions to start now."""
         return self._next() if session is self._tried else []
 
     def _is_suspect(self, session: Session) -> bool:

@@ -74,6 +74,16 @@ def test_with_more_lanes_those_who_wait_get_them_before_any_newcomer() -> None:
     assert admission.leave(sessions[0]) == [sessions[3]]
 
 
+def test_who_got_no_lane_waits_before_all_others_unless_it_runs_alone() -> None:
+    admission, sessions = filled(3, 4, waiting_max=4)
+    assert [admission.put_back(sessions[index]) for index in (1, 0, 2)] == [True, True, False]
+    assert list(admission.running.values()) == sessions[2:3]
+    assert list(admission.waiting) == [sessions[index] for index in (0, 1, 3)]
+    assert admission.admit(session(4)) is False, "a lane is free, but others came first"
+    assert admission.leave(sessions[1]) == []
+    assert [each.session_id for each in admission.leave(sessions[2])] == [0, 3, 4]
+
+
 EVENTS = st.lists(st.tuples(st.sampled_from(["enter", "leave", "resize"]), st.integers(0, 9)), max_size=60)
 
 

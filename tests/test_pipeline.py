@@ -272,6 +272,30 @@ async def test_more_requests_than_lanes_wait_and_finish(artifacts: Artifacts, wh
         assert_greedy(whole, prompt, tokens)
 
 
+async def test_streams_of_two_coordinators_wait_for_lanes_that_the_other_has(
+    artifacts: Artifacts, whole: ReferenceModel
+) -> None:
+    prompts = [prompt_of(index, 9 + index) for index in range(3)]
+    async with fleet(artifacts([2]), n_lanes=2) as running:
+        other = Pipeline(running.pipeline.config, running.pipeline.file, lambda _: False)
+        stopping = asyncio.Event()
+        run = asyncio.create_task(other.run(stopping))
+        async with asyncio.timeout(20):
+            await other.ready.wait()
+        theirs = other.open(request(prompts[0], 200))
+        await read(theirs, 1)
+        streams = [running.pipeline.open(request(prompt, 30)) for prompt in prompts[1:]]
+        outputs = await asyncio.gather(*map(tokens_of, streams))
+        rest = await tokens_of(theirs)
+        stopping.set()
+        async with asyncio.timeout(40):
+            await run
+        await running.until_free()
+    assert len(rest) == 199
+    for prompt, tokens in zip(prompts[1:], outputs, strict=True):
+        assert_greedy(whole, prompt, tokens)
+
+
 async def test_a_refusal_says_why_and_leaves_nothing_behind(artifacts: Artifacts) -> None:
     async with fleet(artifacts([2]), n_lanes=1, waiting_max=1) as running:
         pipeline = running.pipeline

@@ -16,9 +16,9 @@ from coordinator.generation import GenerationRequest, SamplingParams, TokenEvent
 from coordinator.groups import StageCost
 from coordinator.pipeline import Phase, Pipeline, PipelineConfig
 from coordinator.scheduler import ScheduleConfig
-from coordinator.session import OutFrame, Session, State
+from coordinator.session import REPLAYS_MAX, OutFrame, Session, State
 from coordinator.streams import SessionStream
-from coordinator.suspects import LOSSES_MAX
+from coordinator.suspects import LOSSES_ALONE, LOSSES_MAX
 from tests.fakes import pipeline_file
 from wire.curve import CostCurve
 from wire.envelope import DTYPE_F16
@@ -182,7 +182,9 @@ class StagesModel:
     replies: list[pb.ReturnEnvelope] = dataclasses.field(default_factory=list)  # in flight towards the coordinator
     said: list[pb.ReturnEnvelope] = dataclasses.field(default_factory=list)  # everything ever said, for echoes
     rows: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    refused: set[int] = dataclasses.field(default_factory=set)  # sessions whose open was; their rows are dropped
     epoch: int = 0
+    n_taken: int = 0  # lanes that another coordinator has
 
     def push(self, frames: Iterable[OutFrame]) -> None:
         for frame in frames:
@@ -196,11 +198,18 @@ class StagesModel:
         frame = self.frames.pop(0)
         session_id = frame.session.session_id
         if frame.flags & Flag.OPEN:
+            self.refused.discard(session_id)
+            if session_id not in self.rows and len(self.rows) + self.n_taken >= self.n_lanes:
+                assert self.n_taken, "the coordinator opened more sessions than there are lanes"
+                self.refused.add(session_id)
+                fault = pb.SessionFault(session_id=session_id, label="no_lane", message="taken", retryable=True)
+                self.say(pb.ReturnEnvelope(epoch=self.epoch, faults=[fault]))
+                return
             self.rows.setdefault(session_id, [])
-            assert len(self.rows) <= self.n_lanes, "the coordinator opened more sessions than there are lanes"
         elif frame.flags & Flag.CLOSE:
             self.rows.pop(session_id, None)
-        else:
+            self.refused.discard(session_id)
+        elif session_id not in self.refused:
             held = self.rows[session_id]
             assert frame.position <= len(held), "a gap"
             held[frame.position :] = frame.tokens
@@ -258,7 +267,7 @@ class World:
         stages.n_lanes = n_lanes or stages.n_lanes
         pipeline.epoch += 1
         stages.epoch = pipeline.epoch
-        stages.frames, stages.rows = [], {}
+        stages.frames, stages.rows, stages.refused = [], {}, set()
         self.cancel_refresher()
         pipeline._connection = mock.Mock(n_lanes=stages.n_lanes, ctx_tokens=CTX)
         pipeline._connection.stage_costs = lambda: [StageCost(CostCurve(), CostCurve(), 64)]
@@ -290,10 +299,11 @@ class World:
         if self.stages.replies:
             self.pipeline._on_return(self.stages.replies.pop(0))
 
-    def fault(self, client: Client, retryable: bool) -> None:
-        label = "no_lane" if retryable else "not_finite"
-        fault = pb.SessionFault(session_id=client.session.session_id, label=label, message="m", retryable=retryable)
-        self.pipeline._on_return(pb.ReturnEnvelope(epoch=self.pipeline.epoch, faults=[fault]))
+    def fault(self, client: Client, retryable: bool, position: int = 0) -> None:
+        session_id, label = client.session.session_id, "no_lane" if retryable else "not_finite"
+        fault = pb.SessionFault(session_id=session_id, position=position, label=label, message="m", retryable=retryable)
+        self.stages.said.append(pb.ReturnEnvelope(epoch=self.pipeline.epoch, faults=[fault]))
+        self.pipeline._on_return(self.stages.said[-1])
 
     def check(self) -> None:
         for client in self.clients:
@@ -302,7 +312,9 @@ class World:
         running = {id(c.session) for c in self.clients if c.session.state in (State.PREFILL, State.DECODE)}
         assert len(running) <= self.stages.n_lanes
         admission = self.pipeline._admission
-        assert not admission.waiting or len(admission.running) >= admission.n_lanes, "a lane is free and some wait"
+        assert not admission.waiting or admission.running, "nobody's end will bring them a lane"
+        if not any(fault.label == "no_lane" for message in self.stages.said for fault in message.faults):
+            assert not admission.waiting or len(admission.running) >= admission.n_lanes, "a lane is free and some wait"
 
     def turn(self) -> None:
         """Let one frame and one answer arrive."""
@@ -341,6 +353,7 @@ EVENTS = st.lists(
         st.tuples(st.just("echo"), st.integers(0, 50)),
         st.tuples(st.just("fault"), st.integers(0, 9), st.booleans()),
         st.tuples(st.just("leave"), st.integers(0, 9)),
+        st.tuples(st.just("taken"), st.integers(0, 2)),
         st.tuples(st.just("lose")),
         st.tuples(st.just("recover"), st.integers(1, 3)),
     ),
@@ -367,6 +380,8 @@ async def play(world: World, event: tuple[object, ...]) -> None:
             client.read()
             client.left = True
             await client.stream.aclose()
+        case ("taken", int(n_lanes)):
+            world.stages.n_taken = n_lanes
         case ("lose",):
             world.disconnect()
         case ("recover", int(n_lanes)) if world.pipeline.phase is Phase.RECOVERING:
@@ -494,6 +509,81 @@ async def test_who_gets_a_lane_during_a_recovery_starts_with_the_next_epoch() ->
     world.connect()
     assert states_of(world) == [State.DONE, State.PREFILL]
     world.finish()
+
+
+async def test_a_stream_whose_lane_another_coordinator_has_waits_for_the_end_of_one_of_ours() -> None:
+    world = World(n_lanes=2)
+    world.open(3, max_tokens=6)
+    world.stages.n_taken = 1
+    world.open(4, max_tokens=2)
+    while state_of(world.clients[1]) is not State.WAITING:
+        world.turn()
+    world.open(5, max_tokens=2)
+    assert states_of(world)[1:] == [State.WAITING] * 2, "no newcomer overtakes it"
+    while not world.clients[0].ends:
+        assert not world.clients[1].ends
+        world.turn()
+    assert states_of(world)[1:] == [State.PREFILL] * 2, "both try, for the other coordinator may be done"
+    world.finish()
+    assert [client.ends for client in world.clients] == [["length"]] * 3
+    assert [client.session.replays for client in world.clients] == [0, 0, 0]
+    assert world.clients[1].session.record.events[0].name == "replayed"
+
+
+async def both_open() -> tuple[World, Client]:
+    """Two streams whose opens have passed the first stage; the second one."""
+    world = World(n_lanes=2)
+    for n_prompt in (3, 4):
+        world.open(n_prompt, max_tokens=4)
+    world.pipeline._dispatch_now()
+    world.stages.step()
+    world.stages.step()
+    assert [*world.stages.rows] == [client.session.session_id for client in world.clients]
+    return world, world.clients[1]
+
+
+async def test_a_stream_that_a_later_stage_refuses_gives_its_lanes_before_it_back() -> None:
+    world, refused = await both_open()
+    world.fault(refused, True)
+    assert (state_of(refused), refused.session.replays) == (State.WAITING, 0)
+    world.pipeline._dispatch_now()
+    while world.stages.frames:
+        world.stages.step()
+    assert refused.session.session_id not in world.stages.rows
+    world.finish()
+    assert [client.ends for client in world.clients] == [["length"]] * 2
+
+
+async def test_a_stream_that_had_its_lane_and_finds_no_room_for_more_is_replayed() -> None:
+    world, refused = await both_open()
+    world.fault(refused, True, position=3)
+    assert (state_of(refused), refused.session.replays) == (State.PREFILL, 1)
+    world.finish()
+
+
+async def test_a_stream_that_runs_alone_is_replayed_when_it_gets_no_lane() -> None:
+    world = World(n_lanes=1)
+    world.stages.n_taken = 1
+    world.open(3, max_tokens=2)
+    world.finish()
+    assert world.clients[0].ends == ["no_lane"]
+    assert world.clients[0].session.replays == REPLAYS_MAX
+
+
+async def test_a_suspect_that_gets_no_lane_lets_the_next_one_try() -> None:
+    world = World(n_lanes=2)
+    for n_prompt in (4, 5):
+        world.open(n_prompt, max_tokens=2)
+    for _ in range(LOSSES_ALONE):
+        world.disconnect()  # before any token
+        world.connect()
+    first, second = world.clients
+    world.stages.n_taken = 2
+    while state_of(first) is not State.WAITING:
+        world.turn()
+    world.stages.n_taken = 1
+    world.finish()
+    assert [first.ends, second.ends] == [["length"]] * 2
 
 
 async def test_a_suspect_that_gets_a_lane_when_another_leaves_waits_for_its_turn() -> None:

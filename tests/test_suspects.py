@@ -78,6 +78,15 @@ def test_a_suspect_that_gets_a_lane_again_waits_for_its_turn() -> None:
     assert suspects.cleared(moved) == []
 
 
+def test_a_suspect_that_waits_for_a_lane_again_lets_the_next_one_try_and_stays_a_suspect() -> None:
+    suspects, (first, second) = Suspects(), sessions(2)
+    lose(suspects, [first, second], LOSSES_ALONE)
+    assert suspects.gave_way(second) == [], "it is not the one that is tried"
+    assert suspects.gave_way(first) == [second]
+    assert suspects.joining(first) == []
+    assert suspects.cleared(second) == [first]
+
+
 def test_a_suspect_that_gets_a_lane_again_is_tried_at_once_when_no_other_is() -> None:
     suspects, (first, second) = Suspects(), sessions(2)
     lose(suspects, [first, second], LOSSES_ALONE)

@@ -226,8 +226,7 @@ class Pipeline:
         self._sender = TokenSender(connection.link, self.epoch, self._on_lost)
         planner = GroupPlanner(connection.stage_costs(), self.config.schedule.itl_stretch)
         self._scheduler = Scheduler(self.config.schedule, planner)
-        refreshing = refresh_costs(connection, lambda: bool(self._audiences), self._scheduler.planner.update)
-        self._refresher = asyncio.create_task(refreshing)
+        self._refresher = asyncio.create_task(refresh_costs(connection, lambda: bool(self._audiences), planner.update))
         self._observer.connected(len(self.file.stages))
         self.phase = Phase.READY
         self.ready.set()
@@ -352,9 +351,8 @@ class Pipeline:
 
     def _on_fault(self, fault: pb.SessionFault) -> None:
         error = from_wire(fault.label, f"stage {fault.stage_index}: {fault.message}")
-        if fault.session_id == 0:
+        if fault.session_id == 0:  # of the whole route
             self._on_lost(error)
-            return
         audience = self._audiences.get(fault.session_id)
         if audience is None or audience.session.state is State.WAITING:  # a session that has sent nothing has no fault
             return
@@ -363,8 +361,7 @@ class Pipeline:
         waits = isinstance(error, LaneLimitError) and not fault.position and self._admission.put_back(session)
         may_replay = fault.retryable and not isinstance(error, StaleEpochError) and session.replays < REPLAYS_MAX
         if waits or may_replay:
-            fields = {"request": session.request.request_id, "why": str(error)}
-            log.info("replaying a session", extra={"fields": fields})
+            log.info("session replayed", extra={"fields": {"request": session.request.request_id, "why": str(error)}})
             self._observer.replayed(session.record, error.message, time.monotonic_ns())
             self._scheduler.forget(session.session_id, time.monotonic_ns())
             if waits:

@@ -129,16 +129,17 @@ async def serve(config: StageConfig) -> AsyncIterator[tuple[str, StageFacts, asy
         if not crashed.done():
             crashed.set_exception(error)
 
-    def sending_ended(task: asyncio.Task[None]) -> None:
+    def task_ended(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             crash(error)
 
     runner = Runner(batcher, executor, service.deliver, crash)
     service.attach(runner)
     sender = asyncio.create_task(service.send_forever())
-    sender.add_done_callback(sending_ended)
+    sender.add_done_callback(task_ended)
     watch = StepWatch(facts.curves.predict_ns)
     watchdog = asyncio.create_task(watch_steps(lambda: runner.running, watch, crash))
+    watchdog.add_done_callback(task_ended)
     listener = Listener(config.security, f"stage {facts.artifact.stage_index}")
     server = listener.server
     server.add_generic_rpc_handlers((service.handlers(),))

@@ -66,11 +66,12 @@ def test_a_price_that_is_too_low_is_not_taken_for_a_slower_machine() -> None:
 
 @pytest.mark.parametrize("rows", [DECODE, PREFILL, BOTH])
 def test_a_context_that_grows_with_every_step_is_followed(rows: tuple[int, int]) -> None:
-    known = curves(0.6 * CONTEXT_NS)
+    # Steps of both kinds teach nothing until context is a tenth of their cost.
+    known, miss = curves(0.6 * CONTEXT_NS), 0.08 if rows == BOTH else 0.05
     for tokens in range(2_000):
         seen = shape(rows, tokens)
         if tokens > 100:
-            assert known.predict_ns(seen) == pytest.approx(true_ns(seen), rel=0.08)
+            assert known.predict_ns(seen) == pytest.approx(true_ns(seen), rel=miss)
         known.observe(seen, round(true_ns(seen)))
 
 
@@ -82,7 +83,7 @@ def test_a_slower_machine_makes_rows_and_context_dearer_alike(context_ns: float)
         known.observe(seen, round(true_ns(seen, factor=3.0, context_ns=context_ns)))
     assert known.decode.cost_ns(4) == pytest.approx(3 * arithmetic().cost_ns(4), rel=0.1)
     assert known.prefill.cost_ns(8) == pytest.approx(3 * arithmetic().cost_ns(8), rel=0.1)
-    assert known.context_ns == pytest.approx(3 * context_ns, rel=0.3)
+    assert known.context_ns == pytest.approx(3 * context_ns, rel=0.2, abs=1_000)
 
 
 def test_steps_of_both_kinds_never_make_other_numbers_of_rows_dearer() -> None:

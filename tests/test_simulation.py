@@ -130,8 +130,8 @@ def test_churn_on_a_flat_curve_is_about_as_fast_as_draining_and_answers_sooner()
         world = churn(equal_stages(2, "smooth"), 100, seed, link_ns=MS)
         found.append([Simulation(world, setup).run().audit.figures() for setup in (AUTO, DRAIN)])
     assert all(auto.tokens_per_s >= 0.98 * drain.tokens_per_s for auto, drain in found)
-    assert all(auto.itl_mean_ms <= 0.95 * drain.itl_mean_ms for auto, drain in found)
-    assert all(auto.ttft_p50_ms <= 0.9 * drain.ttft_p50_ms for auto, drain in found)
+    assert all(auto.itl_mean_ms <= 0.9 * drain.itl_mean_ms for auto, drain in found)
+    assert all(auto.ttft_p50_ms <= 0.85 * drain.ttft_p50_ms for auto, drain in found)
 
 
 @pytest.mark.parametrize("curve", CURVES)

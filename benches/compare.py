@@ -23,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from benches import interrupt, machine, parts, plot, report
+from benches import interrupt, machine, parts, plot, report, stages
 from benches.arguments import numbers, some_of
 from benches.models import MIXES, SHAPES, Shape, model
 from benches.peers import Peers, PeersUnavailableError, build_peers, find_peers
@@ -195,7 +195,10 @@ async def by_streams(bench: Bench) -> None:
         for repeat in range(plan.repeats):
             for n_streams in plan.streams:
                 for name, target in targets.items():
-                    await bench.measure(session, "streams", name, target, n_streams, repeat)
+                    run = await bench.measure(session, "streams", name, target, n_streams, repeat)
+                    if name == "auto":
+                        said = await stages.ask(await parts.pipeline_status(session, target))
+                        run.extra |= stages.figures(said, run.requests, plan.n_prompt)
         if plan.open_rate_per_s:
             for name in (name for name in targets if name in ("auto", "rpc", "unsplit")):
                 await parts.open_loop(bench, session, name, targets[name])

@@ -46,6 +46,16 @@ class Admission:
         self.waiting.append(session)
         return False
 
+    def figures(self) -> dict[str, int]:
+        """Return who runs and who waits, for GET /v1/pipeline; `kv_tokens` is what the running ones hold."""
+        return {
+            "ctx_tokens": self.ctx_tokens,
+            "lanes": self.n_lanes,
+            "running": len(self.running),
+            "waiting": len(self.waiting),
+            "kv_tokens": sum(len(session.history) for session in self.running.values()),
+        }
+
     def leave(self, session: Session) -> list[Session]:
         """Take the session out, wherever it stands. Returns the waiting sessions that get lanes by that."""
         if self.running.pop(session.session_id, None) is None:

@@ -79,10 +79,13 @@ class Generator(Protocol):
         """Tokens that one stream may hold, prompt and completion together; 0 until the stages have been connected."""
 
     def is_ready(self) -> bool:
-        """Return whether a request would be admitted now (all stages connected, not draining)."""
+        """Return whether a request would start now (all stages connected, not draining)."""
 
     def check_ready(self) -> None:
-        """Raise NotReadyError, which says why, unless `is_ready`."""
+        """Raise NotReadyError, which says why, unless a request would be admitted now.
+
+        That is when `is_ready`, and while a lost stage is waited for: then the request waits too.
+        """
 
     async def describe(self, since_ns: int | None = None) -> dict[str, object]:
         """Return the JSON-ready topology and live counters shown by GET /v1/pipeline.

@@ -4,8 +4,8 @@ Decisions live in `session` (one request) and `admission` (who runs); this modul
 stages' answers in. Everything here runs on the event loop.
 
 Losing a link or a stage ends an epoch, not a request: running sessions pause, a new connection is made at the next
-epoch, and each session starts again from its history. Only when that takes longer than `recovery_timeout_s` do they
-end with a retryable error.
+epoch, and each session starts again from its history; requests that come meanwhile start with them. Only when that
+takes longer than `recovery_timeout_s` do they end with a retryable error.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class Pipeline:
         self._sender: TokenSender | None = None
         self._scheduler = Scheduler(config.schedule, GroupPlanner(()))
         self._dispatching = False
+        self._lost_at_ns = 0
         self._refresher: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
         self._idle = asyncio.Event()
@@ -103,12 +104,14 @@ class Pipeline:
         return self._admission.n_lanes
 
     def is_ready(self) -> bool:
-        """Return whether a request would be admitted now."""
+        """Return whether a request would start now."""
         return self.phase is Phase.READY
 
     def check_ready(self) -> None:
-        """Raise NotReadyError unless a request would be admitted now."""
-        if not self.is_ready():
+        """Raise NotReadyError unless a request would be admitted now: also while a lost stage is waited for."""
+        lost_s = (time.monotonic_ns() - self._lost_at_ns) / 1e9
+        is_awaited = self.phase is Phase.RECOVERING and lost_s < self.config.recovery_timeout_s
+        if not (self.is_ready() or is_awaited):
             raise NotReadyError(f"the pipeline is {self.phase.value}; try again shortly")
 
     def open(self, request: GenerationRequest) -> SessionStream:
@@ -134,7 +137,7 @@ class Pipeline:
         audience = self._audiences[session.session_id] = self._shared[key] = Audience(session, key, opener)
         self._idle.clear()
         if has_lane:
-            self._start(session)
+            self._start_all([session])
         return audience
 
     def _leave(self, audience: Audience, record: StreamRecord, stream: SessionStream) -> None:
@@ -158,11 +161,7 @@ class Pipeline:
             "generated_tokens": self._observer.n_tokens,
             "phase": self.phase.value,
             "epoch": self.epoch,
-            "ctx_tokens": self.ctx_tokens,
-            "lanes": self.n_lanes,
-            "running": len(self._admission.running),
-            "waiting": len(self._admission.waiting),
-            "kv_tokens": sum(len(session.history) for session in self._admission.running.values()),
+            **self._admission.figures(),
             "shared_requests": self.n_shared,
             "plan": dataclasses.asdict(self._scheduler.plan()),
             "link": self._connection.link.figures() if self._connection else {},
@@ -235,7 +234,7 @@ class Pipeline:
         log.info("pipeline ready", extra={"fields": fields})
 
     async def _disconnect(self, error: RelaylineError) -> None:
-        self.phase = Phase.RECOVERING
+        self.phase, self._lost_at_ns = Phase.RECOVERING, time.monotonic_ns()
         self.ready.clear()
         fields = {"epoch": self.epoch, "reason": error.message, "paused": len(self._admission.running)}
         log.warning("pipeline lost, recovering", extra={"fields": fields})

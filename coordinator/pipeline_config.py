@@ -26,7 +26,7 @@ class PipelineConfig:
     start_timeout_s: float = 60.0
     """How long the stages may take to become reachable at the start."""
     recovery_timeout_s: float = 120.0
-    """How long running requests wait for a lost stage to come back."""
+    """How long requests, running and new ones, wait for a lost stage to come back."""
     security: LinkSecurity = PLAINTEXT
     """Certificates and join token of the links to the stages."""
 

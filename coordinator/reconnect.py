@@ -64,10 +64,10 @@ class Reconnector:
 
     async def _present(self, began_s: float) -> tuple[str, ...]:
         """Wait for every stage to be there; requests that waited for that too long since `began_s` are ended."""
-        if self._has_waiting():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, began_s + self._config.recovery_timeout_s - time.monotonic())):
-                    return await self._roster.present()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, began_s + self._config.recovery_timeout_s - time.monotonic())):
+                return await self._roster.present()
+        if self._has_waiting():  # since the loss or since then: requests still come while a stage is waited for
             missing = ", ".join(self._roster.missing())
             self._fail_waiting(StageLostError(f"stages did not come back in time: {missing}"))
         return await self._roster.present()

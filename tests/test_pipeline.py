@@ -353,8 +353,7 @@ async def test_a_lost_stage_is_a_pause_and_no_more(lost: int, artifacts: Artifac
         await running.stop(lost)
         async with asyncio.timeout(20):
             await running.recovering.wait()
-        with pytest.raises(NotReadyError, match="recovering"):
-            running.pipeline.open(request(prompt, 1))
+        assert not running.pipeline.is_ready()
         await running.start(lost)
         after = [await tokens_of(greedy), await tokens_of(seeded)]
         assert running.pipeline.epoch > epoch
@@ -427,6 +426,42 @@ async def test_a_stage_that_stays_away_ends_requests_with_an_error(artifacts: Ar
         async with asyncio.timeout(20):
             await running.pipeline.ready.wait()
         assert len(await tokens_of(running.pipeline.open(request(prompt_of(0, 9), 3)))) == 3
+
+
+async def test_a_request_that_comes_during_a_pause_begins_after_it(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    prompts = [prompt_of(index, 20) for index in range(4)]
+    async with fleet(artifacts([2]), n_lanes=2) as running:
+        paused = running.pipeline.open(request(prompts[0], 12))
+        begun = await read(paused, 4)
+        await running.stop(1)
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        newcomers = [running.pipeline.open(request(prompt, 8)) for prompt in prompts[1:]]  # one lane for three
+        await running.start(1)
+        outputs = await asyncio.gather(tokens_of(paused), *map(tokens_of, newcomers))
+        await running.until_free()
+    assert [len(tokens) for tokens in outputs] == [8, 8, 8, 8]
+    assert_greedy(whole, prompts[0], begun + outputs[0])
+    for prompt, tokens in zip(prompts[1:], outputs[1:], strict=True):
+        assert_greedy(whole, prompt, tokens)
+
+
+async def test_a_newcomer_waits_for_a_lost_stage_as_long_as_the_others(artifacts: Artifacts) -> None:
+    async with fleet(artifacts([2]), recovery_timeout_s=1.0) as running:
+        await running.stop(1)
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        newcomer, leaver = (running.pipeline.open(request(prompt_of(0, 9), 3)) for _ in range(2))
+        await leaver.aclose()
+        with pytest.raises(StageLostError):
+            await read(newcomer, 1)
+        with pytest.raises(NotReadyError, match="recovering"):
+            running.pipeline.open(request(prompt_of(0, 9), 3))
+        await running.start(1)
+        async with asyncio.timeout(20):
+            await running.pipeline.ready.wait()
+        assert len(await tokens_of(running.pipeline.open(request(prompt_of(0, 9), 3)))) == 3
+        await running.until_free()
 
 
 async def test_samples_of_an_old_epoch_and_echoes_are_ignored(artifacts: Artifacts, whole: ReferenceModel) -> None:

@@ -98,6 +98,20 @@ async def test_requests_that_wait_for_a_joining_stage_too_long_are_ended_and_the
         assert await connecting is CONNECTED
 
 
+async def test_requests_that_came_after_the_loss_are_ended_too() -> None:
+    roster = joined("a")
+    world = World(roster, waiting=False, recovery_timeout_s=0.05)
+    connecting = asyncio.create_task(world.reconnector.connect(is_first=False))
+    await asyncio.sleep(0)
+    world.waiting = True
+    async with asyncio.timeout(WAIT_S):
+        while not world.ended:  # noqa: ASYNC110 - ends with the timeout
+            await asyncio.sleep(0)
+        assert world.ended == ["stages did not come back in time: a"]
+        serve(roster, "a")
+        assert await connecting is CONNECTED
+
+
 async def test_requests_survive_a_stage_that_comes_back_in_time() -> None:
     roster = joined("a")
     world = World(roster, waiting=True, recovery_timeout_s=WAIT_S)

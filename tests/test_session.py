@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import time
 from collections.abc import Iterable
 from unittest import mock
 
@@ -280,7 +281,7 @@ class World:
 
     def disconnect(self) -> None:
         self.cancel_refresher()
-        self.pipeline.phase = Phase.RECOVERING
+        self.pipeline.phase, self.pipeline._lost_at_ns = Phase.RECOVERING, time.monotonic_ns()
         self.pipeline._give_up_guilty(StageLostError("a stage died"))
         self.pipeline._connection = self.pipeline._sender = None
 
@@ -291,7 +292,7 @@ class World:
             (session,) = (a.session for a in self.pipeline._audiences.values() if stream in a.streams)
             self.clients.append(Client(stream, session))
         except NotReadyError:
-            assert self.pipeline.phase is not Phase.READY
+            assert self.pipeline.phase is Phase.LOADING
         except OverloadedError:
             assert len(self.pipeline._admission.waiting) >= 2
 

@@ -30,7 +30,7 @@ class Handlers:
         self._service = service
 
     async def health(self, _request: web.Request) -> web.StreamResponse:
-        """GET /health: 200 when a request would be admitted, else 503."""
+        """GET /health: 200 when a request would start at once, else 503."""
         if self._service.generator.is_ready():
             return json_response(b'{"status":"ok"}')
         return json_response(b'{"status":"loading"}', 503, {"Retry-After": "1"})

@@ -25,16 +25,24 @@ class Padding:
     enabled: bool = True
 
     def pad(self, engine: Engine, frames: Sequence[QueuedFrame], n_rows: int) -> int:
-        """Add scratch rows behind n_rows where the curve says that more rows are cheaper; returns how many."""
+        """Add scratch rows behind n_rows where the curve says that more rows are cheaper; returns how many.
+
+        `engine.wants` holds what the rows before them want.
+        """
         if not self.enabled or all(frame.is_prefill for frame in frames):
             return 0
         target = self.curves.decode.padded_rows(n_rows, engine.max_rows)
-        if target == n_rows or n_rows > self.wanted_max - (target - n_rows):
+        n_wanted = int(np.count_nonzero(engine.wants[:n_rows]))
+        # The head is tiled as well, and all scratch rows want it in a step of decode rows alone. Prompt rows want none:
+        # beside them what fills a tile of the layers might begin one of the head, and cost more than it saves.
+        n_heads = self.curves.decode.padded_rows(n_wanted, n_wanted + target - n_rows) - n_wanted
+        if target == n_rows or n_wanted + n_heads > self.wanted_max:
             return 0
         engine.input_rows[n_rows:target] = 0
         engine.positions[n_rows:target] = np.arange(target - n_rows)
         engine.seq_ids[n_rows:target] = self.spare_lane
-        engine.wants[n_rows:target] = 1  # the head is tiled too
+        engine.wants[n_rows:target] = 0
+        engine.wants[n_rows : n_rows + n_heads] = 1
         return target - n_rows
 
     def learn(self, engine: Engine, shape: StepShape | None, cost_ns: int) -> None:

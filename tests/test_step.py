@@ -149,6 +149,25 @@ def test_no_scratch_rows_where_they_do_not_belong(changes: dict[str, object], fl
     assert (result.padded_rows, len(engine.steps[-1])) == (0, 3)
 
 
+@pytest.mark.parametrize(
+    ("n_decode", "prompt_rows", "n_heads"),
+    [(1, 2, 1), (3, 4, 4), (2, 5, 2)],
+    ids=["one row of the head", "a tile of it too", "no room for a tile of it"],
+)
+def test_scratch_rows_beside_a_prompt_begin_no_tile_of_the_head(n_decode: int, prompt_rows: int, n_heads: int) -> None:
+    """A prompt's rows want no head: three rows fill up a tile of the layers, and the one that decodes stays one."""
+    engine = FakeEngine(n_lanes=5, is_last=True)
+    padding = Padding(Curves(STAIRS), spare_lane=4, wanted_max=4)
+    executor = StepExecutor(engine, LaneTable(4, CTX), 1, None, padding=padding)
+    executor.reset_route(ROUTE, new_wiring(engine))
+    executor.execute(step_of(*(control(session_id, Flag.OPEN) for session_id in range(4))))
+    decode = [rows_frame(session_id, 0, 1, SAMPLE) for session_id in range(n_decode)]
+    result = executor.execute(step_of(*decode, rows_frame(3, 0, prompt_rows, PREFILL)))
+    assert (result.n_rows, result.padded_rows) == (n_decode + prompt_rows, 1), "only rows of the head are limited"
+    assert np.count_nonzero(engine.wants[: result.n_rows + 1]) == n_heads
+    assert len(only(result).samples) == n_decode
+
+
 def test_the_curve_is_refined_by_real_steps() -> None:
     curves = Curves()
     executor = padded(FakeEngine(), curves=curves)

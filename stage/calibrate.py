@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from stage import ggml
 from stage.curves import Curves
 from stage.machine import machine_facts
 from stage.native import NativeEngine
@@ -171,7 +172,8 @@ def _run(
 def cached_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves:
     """Return the curves from the cache, or measure and remember them.
 
-    The key covers what changes them: artifact, threads, device, KV type, lanes, context, machine and llama.cpp's build.
+    The key covers what changes them: artifact, threads, devices where layers are put on one, KV type, lanes, context,
+    machine and llama.cpp's build.
     """
     try:
         stored = msgspec.json.decode(_path(engine, cache_dir).read_bytes(), type=_Stored)
@@ -211,5 +213,5 @@ def _key(engine: NativeEngine) -> str:
     # Lanes, context and rows as far as the ladders go: a curve that ended early must not stand for a roomier stage.
     parts = (CACHE_VERSION, artifact.pipeline_id, artifact.stage_index, config.n_threads, config.gpu_layers,
              config.kv_type, min(config.n_lanes, LADDER[-1]), min(config.ctx_tokens, CONTEXT_TOKENS), config.max_rows,
-             machine_facts())  # fmt: skip
+             machine_facts(), ggml.devices() if config.gpu_layers else ())  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

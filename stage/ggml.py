@@ -69,6 +69,28 @@ def address_of(symbol: str) -> int:
     return address
 
 
+for _symbol, _arguments, _result in (
+    ("ggml_backend_dev_count", [], ctypes.c_size_t),
+    ("ggml_backend_dev_get", [ctypes.c_size_t], ctypes.c_void_p),
+    ("ggml_backend_dev_name", [ctypes.c_void_p], ctypes.c_char_p),
+    ("ggml_backend_dev_description", [ctypes.c_void_p], ctypes.c_char_p),
+):
+    _function = getattr(_lib, _symbol)
+    _function.argtypes, _function.restype = _arguments, _result
+
+
+def devices() -> tuple[str, ...]:
+    """Return name and model of every device that this process can compute on, processors included, in ggml's order.
+
+    What a variable such as CUDA_VISIBLE_DEVICES hides is not among them.
+    """
+    handles = map(_lib.ggml_backend_dev_get, range(_lib.ggml_backend_dev_count()))
+    return tuple(
+        f"{_lib.ggml_backend_dev_name(handle).decode()}: {_lib.ggml_backend_dev_description(handle).decode()}"
+        for handle in handles
+    )
+
+
 # --- GGUF metadata ----------------------------------------------------------------------------------------------------
 
 

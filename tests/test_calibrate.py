@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from stage import calibrate as calibration
+from stage import ggml
 from stage.calibrate import StepTimes, cached_curves, calibrate, fresh_curves
 from stage.native import EngineConfig, NativeEngine
 from tests.processes import relayline
@@ -173,6 +174,23 @@ def test_what_a_small_stage_measured_does_not_stand_for_a_roomier_one_or_another
     monkeypatch.setattr(calibration, "machine_facts", lambda: ("here", "with other libraries"))
     assert measured() == 16
     assert len(list((tmp_path / "curves").iterdir())) == 3
+
+
+def test_what_one_gpu_measured_does_not_stand_for_another(
+    artifacts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them in one host, of which CUDA_VISIBLE_DEVICES chooses: processor, libraries and flags are the same."""
+    for gpu_layers in (0, 1):
+        for device in ("CUDA0: a small one", "CUDA0: a large one", "CUDA0: a small one"):
+            monkeypatch.setattr(calibration.ggml, "devices", lambda device=device: (device,))
+            with NativeEngine(EngineConfig(artifacts[0], n_lanes=2, ctx_tokens=16, gpu_layers=gpu_layers)) as engine:
+                cached_curves(engine, tmp_path)
+        n_expected = 3 if gpu_layers else 1  # the processor alone computes at first, so devices change nothing
+        assert len(list((tmp_path / "curves").iterdir())) == n_expected
+
+
+def test_devices_are_named() -> None:
+    assert any(device.startswith("CPU: ") for device in ggml.devices())
 
 
 def test_the_command_prints_a_table_and_json(

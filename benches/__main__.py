@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benches import machine
+from benches.arguments import some_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,22 +91,19 @@ def collect(out: Path, names: Sequence[str], took_s: dict[str, float], facts: di
     return found
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benches", description=__doc__)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="toy models and few points, about 2 minutes on 2 cores")
     size.add_argument("--full", action="store_true", help="longer answers, every part and repeats: about an hour")
-    parser.add_argument("--only", default="", help=f"some of {','.join(BENCHES)}")
+    parser.add_argument("--only", type=some_of(BENCHES), default=(), help=f"some of {','.join(BENCHES)}")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     every = options.quick or options.full
     options.names = [name for name, bench in BENCHES.items() if every or bench.short is not None]
     if options.only:
-        options.names = options.only.split(",")
-    unknown = [name for name in options.names if name not in BENCHES]
-    if unknown:
-        parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHES)}")
+        options.names = list(options.only)
     return options
 
 

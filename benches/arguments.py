@@ -1,9 +1,16 @@
-"""What the benches' command lines have in common: lists with commas, refused in one line before anything is done."""
+"""What the benches' command lines share: numbers and lists with commas, refused in one line before anything is done."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+
+
+def number(text: str) -> int:
+    """Return "8" as a number of at least 1. Raises argparse.ArgumentTypeError, which is shown with the flag."""
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
 
 
 def numbers(text: str) -> tuple[int, ...]:

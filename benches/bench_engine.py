@@ -14,6 +14,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import gguf
 import numpy as np
 from llama_cpp import llama_cpp as llama
 
+from benches.arguments import number
 from stage.native import EngineConfig, NativeEngine
 from tests.tiny_slices import TinyShape, write_stage
 
@@ -117,14 +119,14 @@ def run(shape: TinyShape, n_steps: int, n_threads: int) -> list[dict[str, float 
     return results
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print one line per stage kind and row count, or one JSON document."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="a toy model and few steps: checks the bench itself")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=None, help="steps per row count (default 60, quick 10)")
+    parser.add_argument("--threads", type=number, default=1)
+    parser.add_argument("--steps", type=number, default=None, help="steps per row count (default 60, quick 10)")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     shape = QUICK if options.quick else FULL
     shape = TinyShape(**{**shape.__dict__, "type": gguf.GGMLQuantizationType.Q4_0})
     results = run(shape, options.steps or (10 if options.quick else 60), options.threads)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benches.arguments import number
 from coordinator.split import split_model
 from coordinator.tokenizer import Tokenizer
 from stage.embedding import EmbeddingTable
@@ -86,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benches.heldout", description=__doc__)
     parser.add_argument("--model", type=Path, default=DEMO / "relayline-demo.gguf")
     parser.add_argument("--text", type=Path, default=DEMO / "heldout.txt")
-    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--stages", type=number, default=4)
     parser.add_argument("--quick", action="store_true", help="the first two rows only")
     options = parser.parse_args()
     text = options.text.read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benches import interrupt, machine
+from benches.arguments import number
 from benches.hop_floor import one_way_us, wake_us
 from benches.hop_stage import N_VOCAB, PIPELINE_ID, SOURCE_SHA256, Stamps
 from coordinator.connection import Connection
@@ -245,14 +246,14 @@ def floor_lines(found: list[dict[str, Any]], bare_us: dict[int, float]) -> list[
     return lines
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print and write hop.json."""
     parser = argparse.ArgumentParser(prog="python -m benches.hop", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer steps")
-    parser.add_argument("--width", type=int, default=WIDTH)
-    parser.add_argument("--steps", type=int, default=0, help="per number of rows [default: 2000, quick 200]")
+    parser.add_argument("--width", type=number, default=WIDTH)
+    parser.add_argument("--steps", type=number, default=0, help="per number of rows [default: 2000, quick 200]")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     n_steps = options.steps or (200 if options.quick else 2_000)
     # Under uvloop like every process of relayline: the floor's client runs in this one.
     sys.exit(interrupt.run(_report(options.width, n_steps, options.out), uvloop.new_event_loop))

@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benches.arguments import number
 from deploy.local import cache_dir
 
 TARGETS = ("llama-server", "llama-batched-bench", "ggml-rpc-server")
@@ -142,7 +143,7 @@ def _run(command: Sequence[str], log: Path) -> None:
 def main() -> None:
     """Build the peers, or say that they are there."""
     parser = argparse.ArgumentParser(prog="python -m benches.peers", description=__doc__)
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compilers at once")
+    parser.add_argument("--jobs", type=number, default=len(os.sched_getaffinity(0)), help="compilers at once")
     try:
         print(build_peers(parser.parse_args().jobs).directory)
     except PeersUnavailableError as error:

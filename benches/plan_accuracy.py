@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benches import interrupt, machine
-from benches.arguments import numbers
+from benches.arguments import number, numbers
 from benches.models import MIXES, SHAPES, model
 from benches.reference import prompts_for
 from benches.servers import Setup, relayline
@@ -136,7 +136,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--type", choices=list(MIXES), default="q4_0")
     parser.add_argument("--stages", type=numbers, default=(), help="such as 1,2,3,4")
     parser.add_argument("--streams", type=numbers, default=(), help="such as 1,8,32")
-    parser.add_argument("--tokens", type=int, default=0, help="of every answer")
+    parser.add_argument("--tokens", type=number, default=0, help="of every answer")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     return parser.parse_args(argv)
 

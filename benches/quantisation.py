@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benches import machine, plot
-from benches.arguments import some_of
+from benches.arguments import number, some_of
 from benches.models import MIXES, SHAPES, Shape, matrices, model
 from deploy.splits import split_for
 from stage.native import EngineConfig, NativeEngine
@@ -192,8 +192,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benches.quantisation", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a toy slice and few steps: checks the bench itself")
     parser.add_argument("--types", type=some_of(MIXES), default=TYPES, help=f"some of {','.join(MIXES)}")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=0, help="per type and number of rows [default: 7, quick 3]")
+    parser.add_argument("--threads", type=number, default=1)
+    parser.add_argument("--steps", type=number, default=0, help="per type and number of rows [default: 7, quick 3]")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     options = parser.parse_args(argv)
     n_steps = options.steps or (3 if options.quick else 7)

@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benches import interrupt, machine
-from benches.arguments import some_of
+from benches.arguments import number, some_of
 from benches.models import SHAPES, model
 from benches.servers import Setup, relayline
 from coordinator.pipeline_file import load_pipeline
@@ -290,10 +290,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benches.tracing", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few streams, once: checks the bench itself")
-    parser.add_argument("--streams", type=int, default=0)
-    parser.add_argument("--tokens", type=int, default=0, help="of every answer")
-    parser.add_argument("--repeats", type=int, default=0, help="of every level")
-    parser.add_argument("--stages", type=int, default=3)
+    parser.add_argument("--streams", type=number, default=0)
+    parser.add_argument("--tokens", type=number, default=0, help="of every answer")
+    parser.add_argument("--repeats", type=number, default=0, help="of every level")
+    parser.add_argument("--stages", type=number, default=3)
     levels = f"some of {','.join(LEVEL_NAMES)}; without off there is nothing to take ratios of"
     parser.add_argument("--levels", type=some_of(LEVEL_NAMES), default=tuple(LEVEL_NAMES), help=levels)
     parser.add_argument("--shape", choices=list(SHAPES), default="", help="instead of the small demonstration model")

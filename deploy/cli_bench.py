@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import random
 from typing import Any
 
@@ -31,12 +32,20 @@ def _counts(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]
     return counts
 
 
+def _rate(_: click.Context, __: click.Parameter, per_s: float | None) -> float | None:
+    if per_s is not None and not 0 < per_s < math.inf:
+        raise click.BadParameter(f"{per_s:g} is not a number of requests per second above 0")
+    return per_s
+
+
 @click.command("bench", short_help="Load a running server and time its answers.")
 @click.argument("url")
 @click.option("--streams", callback=_counts, default="1,2,4,8", show_default=True, help="Streams at once, in turn.")
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens of each answer.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens of each prompt.")
-@click.option("--rate", type=float, default=0.0, help="Requests per second at random times, instead of streams.")
+@click.option(
+    "--rate", type=float, callback=_rate, default=None, help="Requests per second at random times, instead of streams."
+)
 @click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Requests with --rate.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Of prompts and arrivals.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
@@ -74,7 +83,7 @@ async def _measure(url: str, given: dict[str, Any]) -> list[tuple[str, load.Summ
     found: list[tuple[str, load.Summary]] = []
     async with load.client(key_headers(given["api_key"])) as session:
         target = load.Target(url, "openai", await _model(session, url))
-        if given["rate"] > 0:
+        if given["rate"]:
             requests = await load.open_loop(
                 session, target, prompts(given["requests"]), rate_per_s=given["rate"], n_tokens=given["tokens"],
                 seed=given["seed"],

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from deploy.options import engine_options
+from deploy.options import slice_options
 from wire.curve import PAD_SEARCH_ROWS
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ BAR_COLUMNS = 24
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--threads", type=click.IntRange(0), default=0, help="Threads of a native step [default: all cores].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@engine_options
+@slice_options
 def calibrate_command(artifact: Path, threads: int, as_json: bool, **given: Any) -> None:
     """Measure how long native steps of ARTIFACT take, by rows and context.
 

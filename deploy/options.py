@@ -68,11 +68,16 @@ policy_option = click.option(
     help="auto: groups and padding from the cost curves; drain: batch what is queued; single: no batching.",
 )
 
-engine_options = _apply(
+slice_options = _apply(
     click.option("--ctx", type=int, default=2048, show_default=True, help="Tokens per stream, prompt and answer."),
     click.option("--lanes", type=int, default=32, show_default=True, help="Streams that may run at once."),
     click.option("--gpu-layers", type=int, default=0, show_default=True, help="Layers on the GPU; -1 for all."),
     click.option("--max-rows", type=int, default=512, show_default=True, help="Rows of one native step."),
+    click.option("--kv-type", default="f16", show_default=True, help="Element type of the KV cache."),
+)
+
+engine_options = _apply(
+    slice_options,
     click.option(
         "--prefill-rows",
         type=int,
@@ -81,7 +86,6 @@ engine_options = _apply(
         help="Prefill rows beside decoders with --policy drain.",
     ),
     click.option("--no-calibrate", is_flag=True, help="Learn the cost curve from real steps only."),
-    click.option("--kv-type", default="f16", show_default=True, help="Element type of the KV cache."),
 )
 
 security_options = _apply(

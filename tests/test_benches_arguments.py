@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benches import compare, plan_accuracy, quantisation, tracing
+from benches import __main__ as everything
+from benches import bench_engine, compare, hop, plan_accuracy, quantisation, tracing
 from benches.compare import Bench, plan_of
 from benches.models import SHAPES, Shape
 from wire.telemetry_config import LEVEL_NAMES
@@ -27,6 +28,13 @@ from wire.telemetry_config import LEVEL_NAMES
         (compare.parse, ["--delay-streams", "8,0"], "--delay-streams: '0' is not a number of at least 1"),
         (compare.parse, ["--type", "q4"], "--type: invalid choice: 'q4'"),
         (quantisation.main, ["--types", "q4"], "--types: there is no 'q4'; there are q4_0, q8_0"),
+        (quantisation.main, ["--threads", "0"], "--threads: '0' is not a number of at least 1"),
+        (bench_engine.main, ["--steps", "-3"], "--steps: '-3' is not a number of at least 1"),
+        (hop.main, ["--width", "0"], "--width: '0' is not a number of at least 1"),
+        (tracing.parse, ["--repeats", "-1"], "--repeats: '-1' is not a number of at least 1"),
+        (plan_accuracy.parse, ["--tokens", "x"], "--tokens: 'x' is not a number of at least 1"),
+        (everything.parse, ["--only", "hop,quantization"], "--only: there is no 'quantization'; there are envelope"),
+        (everything.parse, ["--only", ""], "--only: there is no ''; there are envelope"),
         (tracing.parse, ["--levels", "off,sumary"], "--levels: there is no 'sumary'; there are off, summary"),
         (plan_accuracy.parse, ["--stages", "two"], "--stages: 'two' is not a number of at least 1"),
         (plan_accuracy.parse, ["--streams", "-1"], "--streams: '-1' is not a number of at least 1"),

@@ -90,6 +90,11 @@ def test_usage_errors_exit_with_2(model: Path, split: Path, tmp_path: Path) -> N
     refused(2, "stage", "--artifact", split / "stage-0.gguf", "--kv-type", "q3", says="q8_0")
     refused(2, "serve", "--pipeline", split, "--stages", "127.0.0.1:1", "--http", "127.0.0.1:0", says="2 stages")
     refused(2, "nonsense", says="nonsense")
+    for rate in ("-1", "0", "nan", "inf"):
+        says = f"'--rate': {rate} is not a number of requests per second above 0"
+        refused(2, "bench", "http://127.0.0.1:1", "--rate", rate, says=says)
+    # It has nothing to do with a measurement, and was taken without a word.
+    refused(2, "calibrate", split / "stage-0.gguf", "--no-calibrate", says="No such option '--no-calibrate'")
 
 
 def test_an_altered_artifact_is_refused(split: Path, tmp_path: Path) -> None:

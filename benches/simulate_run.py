@@ -35,7 +35,7 @@ class Setup:
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     stage_policy: str = "auto"
     is_calibrated: bool = True
-    """Whether the coordinator knows the stages' curves at the start."""
+    """Whether stages know their curves at the start; else they learn them from steps alone, as with --no-calibrate."""
     melts_envelopes: bool = False
     """Send everything that one turn brings as one message, whatever groups were made (to see what it costs)."""
 
@@ -62,10 +62,10 @@ class Simulation:
         self.world, self.setup = world, setup
         rng = random.Random(world.seed)
         self.stages = [
-            SimStage(index, model, setup.stage_policy, world.n_lanes, rng) for index, model in enumerate(world.stages)
+            SimStage(index, model, setup.stage_policy, world.n_lanes, rng, is_calibrated=setup.is_calibrated)
+            for index, model in enumerate(world.stages)
         ]
-        costs = self._stage_costs() if setup.is_calibrated else self._unknown_costs()
-        self.planner = GroupPlanner(costs)
+        self.planner = GroupPlanner(self._stage_costs())
         self.scheduler = Scheduler(setup.schedule, self.planner)
         self.admission = Admission(world.n_lanes, 1 << 20, world.waiting_max)
         self.sessions: dict[int, Session] = {}
@@ -115,9 +115,6 @@ class Simulation:
             )
             for stage in self.stages
         ]
-
-    def _unknown_costs(self) -> list[StageCost]:
-        return [StageCost(CostCurve(), CostCurve(), stage.model.rows_max) for stage in self.stages]
 
     def _refresh(self) -> None:
         self.planner.update(self._stage_costs())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 from benches.simulate_world import StageModel
 from stage.batcher import Batcher
@@ -36,12 +37,13 @@ def make_policy(name: str, rows_max: int, curve: CostCurve) -> Policy:
 class SimStage:
     """Queue, engine and lanes of one stage."""
 
-    def __init__(self, index: int, model: StageModel, policy: str, n_lanes: int, rng: random.Random) -> None:
+    def __init__(
+        self, index: int, model: StageModel, policy: str, n_lanes: int, rng: random.Random, *, is_calibrated: bool
+    ) -> None:
         self.index, self.model, self.is_auto = index, model, policy == "auto"
         decode, prefill = model.decode.points(), model.prefill.points()
-        self.curves = Curves.of_stage(
-            has_head=decode != prefill, decode=decode, prefill=prefill, context_ns=model.context_ns
-        )
+        known: dict[str, Any] = {"decode": decode, "prefill": prefill, "context_ns": model.context_ns}
+        self.curves = Curves.of_stage(has_head=decode != prefill, **(known if is_calibrated else {}))
         self.batcher = Batcher(make_policy(policy, model.rows_max, self.curves.decode))
         self.lanes = LaneTable(n_lanes, 1 << 20)
         self.factor, self.stalled_until_ns = 1.0, 0

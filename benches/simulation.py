@@ -27,7 +27,7 @@ from benches.simulate_scenarios import (
     steady_figures,
     steady_part,
 )
-from benches.simulate_world import CURVES, MS, StageModel, best_rate, equal_stages, one_slower
+from benches.simulate_world import CURVES, MS, StageModel, World, best_rate, equal_stages, one_slower, streams
 
 STREAMS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64)
 STREAMS_QUICK = (1, 4, 8, 32)
@@ -79,6 +79,27 @@ def steady_table(quick: bool) -> float:
         table.add_section()
     console.print(table)
     return worst
+
+
+def scale_table(quick: bool) -> None:
+    """Print many stages and many streams, as far as a plan is ever asked for, beside the analytic bound."""
+    table = Table("scenario", "streams", "plan", "auto tok/s", "bound", "auto/bound", "overlap", "in use",
+                  "s to simulate", title="many stages, many streams")  # fmt: skip
+    # Tokens enough for the groups to have formed by the middle third, which is what counts.
+    sizes = [(16, 512, 24), (2, 4_096, 6)] if quick else [(64, 64, 12), (64, 256, 12), (16, 512, 24), (2, 4_096, 6)]
+    for curve in ("smooth",) if quick else ("staircase", "smooth"):
+        for n_stages, n_streams, n_tokens in sizes:
+            began_s = time.monotonic()
+            world = World(equal_stages(n_stages, curve), streams(n_streams, n_tokens, n_prompt=1))
+            simulation = Simulation(world).run()
+            auto, bound = steady_part(simulation), best_rate(world.stages, n_streams, 0)
+            plan = simulation.planner.plan(n_streams, n_prompts=0)
+            table.add_row(
+                f"{curve}, {n_stages} equal", str(n_streams), f"{plan.n_groups}x{plan.group_rows}",
+                f"{auto.tokens_per_s:.1f}", f"{bound:.1f}", f"{auto.tokens_per_s / bound:.2f}", f"{auto.overlap:.2f}",
+                f"{auto.utilisation:.2f}", f"{time.monotonic() - began_s:.1f}",
+            )  # fmt: skip
+    console.print(table)
 
 
 def prompt_table(quick: bool) -> float:
@@ -145,6 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"seed {options.seed}")
     began_s = time.monotonic()
     worst_rate = steady_table(options.quick)
+    scale_table(options.quick)
     worst_itl = prompt_table(options.quick)
     change_table(options.quick, options.seed)
     console.print(

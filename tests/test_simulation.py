@@ -9,7 +9,16 @@ import pytest
 
 from benches import simulate_stage
 from benches.simulate_run import AUTO, DRAIN, SINGLE, Setup, Simulation, fixed
-from benches.simulate_scenarios import best_of_sweep, burst, churn, prompt_beside, slowing, steady, steady_figures
+from benches.simulate_scenarios import (
+    best_of_sweep,
+    burst,
+    churn,
+    prompt_beside,
+    slowing,
+    steady,
+    steady_figures,
+    steady_part,
+)
 from benches.simulate_stage import Violation
 from benches.simulate_world import MS, Request, World, best_rate, equal_stages, one_slower, streams
 from coordinator.groups import GroupPlanner
@@ -168,20 +177,34 @@ def test_envelopes_must_stay_apart() -> None:
     assert steady_figures(world).tokens_per_s >= 1.5 * melted
 
 
-def test_hundreds_of_streams_on_sixteen_stages() -> None:
-    simulation = Simulation(World(equal_stages(16, "smooth"), streams(512, 6, n_prompt=2))).run()
-    assert len(simulation.audit.token_times_ns) == 512 * 6
+@pytest.mark.parametrize(
+    ("n_stages", "n_streams", "n_tokens"),
+    [(16, 512, 6), (64, 64, 6), pytest.param(2, 4_096, 4, marks=pytest.mark.slow)],
+    ids=["512 on 16", "64 on 64", "4,096 on 2"],
+)
+def test_many_streams_and_stages_come_close_to_the_bound(n_stages: int, n_streams: int, n_tokens: int) -> None:
+    world = World(equal_stages(n_stages, "smooth"), streams(n_streams, n_tokens, n_prompt=1))
+    figures = steady_figures(world)
+    assert figures.tokens_per_s >= 0.95 * best_rate(world.stages, n_streams, 0)
+    assert figures.overlap >= 0.90
 
 
-@pytest.mark.slow
-def test_thousands_of_streams() -> None:
-    simulation = Simulation(World(equal_stages(2, "smooth"), streams(4_096, 1, n_prompt=1))).run()
-    assert len(simulation.audit.ends) == 4_096
+def test_requests_come_and_go_on_sixty_four_unequal_stages() -> None:
+    simulation = Simulation(churn(one_slower(64, 3.0, "smooth"), 40, seed=3, link_ns=MS)).run()
+    assert len(simulation.audit.ends) == 40
 
 
-def test_sixty_four_stages() -> None:
-    simulation = Simulation(World(equal_stages(64, "smooth"), streams(64, 2))).run()
-    assert simulation.audit.figures().overlap > 0.9
+@pytest.mark.parametrize("curve", ALL_CURVES)
+@pytest.mark.parametrize("n_streams", [1, 4, 8, 16])
+def test_curves_that_nobody_measured_are_learned_from_real_steps(curve: str, n_streams: int) -> None:
+    """What `--no-calibrate` is: stages begin without any curve, and the coordinator with them."""
+    world = dataclasses.replace(steady(equal_stages(2, curve), n_streams, jitter=0.05), refresh_ns=1_000 * MS)
+    blind = Simulation(world, Setup(is_calibrated=False))
+    assert not blind.planner.is_known
+    assert not any(stage.curves.decode.is_known for stage in blind.stages)
+    learned = steady_part(blind.run())
+    assert blind.planner.is_known
+    assert learned.tokens_per_s >= 0.90 * steady_figures(world).tokens_per_s
 
 
 # --- canaries: broken code must be caught -----------------------------------------------------------------------------

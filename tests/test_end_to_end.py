@@ -111,6 +111,41 @@ async def test_identical_greedy_requests_share_one_session(served: Running) -> N
         assert (await client.pipeline())["shared_requests"] > before
 
 
+async def test_who_shares_a_session_keeps_an_answer_of_its_own_when_its_opener_leaves(served: Running) -> None:
+    """One decode for a client that goes away, a whole answer, two choices, and one that ends at a stop string."""
+    prompt, n_tokens = "class SharedQueue(", 400
+    async with aiohttp.ClientSession() as session:
+        client = Client(session, served.event)
+        before = (await client.pipeline())["shared_requests"]
+        joined: list[asyncio.Task[Any]] = []
+
+        def join(_: dict[str, Any]) -> None:
+            if not joined:
+                joined.append(asyncio.create_task(client.complete(prompt, max_tokens=n_tokens)))
+                joined.append(asyncio.create_task(client.complete(prompt, max_tokens=n_tokens, n=2)))
+                joined.append(asyncio.create_task(client.stream(prompt, max_tokens=n_tokens, stop=["\n"])))
+
+        async def shared() -> int:
+            return int((await client.pipeline())["shared_requests"]) - before
+
+        opener = asyncio.create_task(client.stream(prompt, join, max_tokens=n_tokens))
+        async with asyncio.timeout(20):
+            while await shared() < 4 and not opener.done():
+                pass
+        assert not opener.done(), "it was to leave before its answer ends"
+        opener.cancel()  # closes its connection, and so its stream
+        whole, two, stopped = await asyncio.gather(*joined)
+        assert await shared() == 4, "a choice each, and two"
+    (choice,) = whole["choices"]
+    assert whole["usage"]["completion_tokens"] == n_tokens
+    assert choice["finish_reason"] == "length"
+    assert [other["text"] for other in two["choices"]] == [choice["text"]] * 2
+    assert two["usage"]["completion_tokens"] == 2 * n_tokens
+    assert text_of(stopped) == choice["text"].split("\n")[0]
+    assert stopped[-1]["choices"][0]["finish_reason"] == "stop"
+    assert len({whole["id"], two["id"], stopped[0]["id"]}) == 3
+
+
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [

@@ -341,6 +341,26 @@ async def read(stream: SessionStream, n_tokens: int) -> list[int]:
         return [(await anext(stream)).token for _ in range(n_tokens)]
 
 
+async def test_a_shared_session_goes_on_after_a_loss_for_those_that_stay(artifacts: Artifacts) -> None:
+    prompt, n_tokens = prompt_of(4, 21), 40
+    async with fleet(artifacts([1, 3]), share=True) as running:
+        undisturbed = await tokens_of(running.pipeline.open(request(prompt, n_tokens, SEEDED)))
+        opener, stays = (running.pipeline.open(request(prompt, n_tokens, SEEDED)) for _ in range(2))
+        begun = await read(opener, 5)
+        await running.stop(1)
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        await opener.aclose()
+        await running.start(1)
+        async with asyncio.timeout(20):
+            await running.pipeline.ready.wait()
+        late = running.pipeline.open(request(prompt, n_tokens, SEEDED))
+        assert await tokens_of(stays) == await tokens_of(late) == undisturbed
+        assert begun == undisturbed[:5]
+        assert running.pipeline.n_shared == 2
+        await running.until_free()
+
+
 @pytest.mark.parametrize("lost", [0, 1, 2])
 async def test_a_lost_stage_is_a_pause_and_no_more(lost: int, artifacts: Artifacts, whole: ReferenceModel) -> None:
     paths, prompt, n_tokens = artifacts([1, 3]), prompt_of(3, 37), 40

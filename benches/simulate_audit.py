@@ -67,10 +67,12 @@ class Audit:
         self._prompts: dict[int, Session] = {}
         self._chunks_since_oldest = 0
         self._pool: collections.deque[tuple[int, int]] = collections.deque()
+        self._pooled_ns: dict[tuple[int, int], int] = {}
         self.ends: dict[int, bool] = {}  # session id -> was cancelled
         self.arrivals_ns: dict[int, int] = {}
         self.firsts: list[tuple[int, int]] = []  # (arrival, time to first token)
         self.itls: list[tuple[int, int, int]] = []  # (when, latency, session id)
+        self.holds: list[tuple[int, int]] = []  # (when, how long a decode row was held at the coordinator)
         self.token_times_ns: list[int] = []
         self.steps: list[tuple[int, int, int, int]] = []  # (start, end, stage, rows)
         self._last_ns: dict[int, int] = {}
@@ -88,7 +90,9 @@ class Audit:
 
     def pooled(self, frame: OutFrame) -> None:
         """A decode row was handed to the scheduler."""
-        self._pool.append((frame.session.session_id, frame.position))
+        key = (frame.session.session_id, frame.position)
+        self._pool.append(key)
+        self._pooled_ns[key] = self._simulation.now_ns
 
     def stalled(self, stall_ns: int) -> None:
         """A stage does nothing for a while."""
@@ -198,6 +202,8 @@ class Audit:
                     self._pool.popleft()
                 if not self._pool or self._pool.popleft() != (key, frame.position):
                     raise Violation(f"session {key} overtook another in the pool, or was never in it")
+                now_ns = self._simulation.now_ns
+                self.holds.append((now_ns, now_ns - self._pooled_ns.pop((key, frame.position))))
                 continue
             oldest = next(iter(self._prompts), None)
             self._chunks_since_oldest = 0 if key == oldest else self._chunks_since_oldest + 1

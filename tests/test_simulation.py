@@ -143,6 +143,23 @@ def test_churn_on_a_flat_curve_is_about_as_fast_as_draining_and_answers_sooner()
     assert all(auto.ttft_p50_ms <= 0.85 * drain.ttft_p50_ms for auto, drain in found)
 
 
+@pytest.mark.parametrize(
+    ("n_stages", "n_streams", "link_ms", "is_held"),
+    [(2, 8, 0, False), (4, 7, 0, True), (8, 12, 0, True), (2, 32, 10, True)],
+    ids=["all at once", "five flights for seven", "nine for twelve", "three of eight rows for 32"],
+)
+def test_a_row_is_held_only_where_the_plan_says_so_and_no_longer_than_it_predicts(
+    n_stages: int, n_streams: int, link_ms: int, is_held: bool
+) -> None:
+    """On the staircase full flights that streams take turns in beat one more, poorly filled one."""
+    simulation = Simulation(steady(equal_stages(n_stages), n_streams, link_ns=link_ms * MS, jitter=0.03)).run()
+    from_ns, to_ns = simulation.audit.steady_window(sum(r.max_tokens for r in simulation.world.requests) // 3)
+    longest_ns = max(held_ns for when_ns, held_ns in simulation.audit.holds if from_ns <= when_ns <= to_ns)
+    plan = simulation.planner.plan(n_streams, n_prompts=0)
+    assert (longest_ns > 0) == is_held == (plan.n_groups * plan.group_rows < n_streams)
+    assert longest_ns <= 0.5 * plan.period_ns, "half of what a token of every stream takes by the curves"
+
+
 @pytest.mark.parametrize("curve", CURVES)
 def test_a_slow_stage_bounds_the_pipeline_and_nothing_else_does(curve: str) -> None:
     stages = one_slower(4, 3.0, curve)

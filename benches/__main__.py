@@ -124,7 +124,7 @@ def main() -> int:
         if code:
             failed.append(f"{name} (exit code {code})")
     results = collect(options.out, options.names, took_s, facts)
-    (options.out / "results.json").write_text(json.dumps(results, indent=1))
+    machine.write_json(options.out / "results.json", results)
     told = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in took_s.items())
     print(f"\n{told}; results in {options.out}")
     if failed:

@@ -9,6 +9,8 @@ import platform
 import subprocess
 from pathlib import Path
 
+from deploy.load import json_ready
+
 PACKAGES = ("relayline", "llama_cpp_python", "grpcio", "numpy", "uvloop")
 
 
@@ -36,9 +38,11 @@ def _commit() -> str:
 
 
 def write_json(path: Path, results: object) -> None:
-    """Write one results file, making its directory if need be."""
+    """Write one results file, making its directory if need be. What is no number, such as the latency of a run without
+    an answer, is null in it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1))
+    path.write_text(json.dumps(json_ready(results), indent=1, allow_nan=False))
 
 
 def facts() -> dict[str, object]:

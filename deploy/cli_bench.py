@@ -58,7 +58,7 @@ def bench_command(url: str, as_json: bool, **given: Any) -> None:
     summaries = asyncio.run(_measure(base_url(url), given))
     if as_json:
         for name, summary in summaries:
-            click.echo(json.dumps({"load": name} | dataclasses.asdict(summary)))
+            click.echo(json.dumps(load.json_ready({"load": name} | dataclasses.asdict(summary))))
     else:
         Console().print(_table(summaries))
     failed = next(
@@ -118,7 +118,10 @@ def _table(summaries: list[tuple[str, load.Summary]]) -> Table:
             name,
             f"{summary.tok_s:.1f}",
             f"{summary.decode_tok_s:.1f}",
-            *(f"{value:.1f}" for value in (ttft["p50"], ttft["p95"], itl["p50"], itl["p95"], itl["p99"])),
+            *(
+                "-" if math.isnan(value) else f"{value:.1f}"
+                for value in (ttft["p50"], ttft["p95"], itl["p50"], itl["p95"], itl["p99"])
+            ),
             f"{summary.n_complete}/{summary.n_requests}",
         )
     return table

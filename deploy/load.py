@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -102,6 +103,15 @@ def summarise(requests: Sequence[Request]) -> Summary:
         itl_ms={f"p{share}": percentile(itl_ms, share / 100) for share in (50, 95, 99)},
         error=next((request.error for request in requests if request.error), ""),
     )
+
+
+def json_ready(value: Any) -> Any:
+    """Return dicts and lists of figures as JSON can carry them: what is no number (nan, infinity) becomes None."""
+    if isinstance(value, dict):
+        return {key: json_ready(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def body_of(target: Target, prompt: Sequence[int], n_tokens: int) -> tuple[str, dict[str, Any]]:

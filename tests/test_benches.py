@@ -20,7 +20,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from gguf import GGMLQuantizationType, quants
 
-from benches import hop, hop_floor, parts, peers, report
+from benches import hop, hop_floor, machine, parts, peers, report
 from benches.blocks import FILLS, random_rows
 from benches.compare import Bench, Plan, Run
 from benches.hop import PARTS, parts_us
@@ -399,6 +399,20 @@ def test_results_are_json_and_the_tables_can_be_printed(capsys: pytest.CaptureFi
     assert "ours" in shown
     assert "1 ms (1.50)" in shown
     assert "3 of 4 tokens" in shown
+
+
+def test_figures_of_a_run_without_an_answer_are_null_and_not_what_json_does_not_know(tmp_path: Path) -> None:
+    failed = Run("streams", "rpc", 1, 0, load.summarise([Request(0, 4, 0, error="HTTP 500: no")]), {}, [])
+    failed.fault, failed.worst_gap = "prompt 0: HTTP 500: no", float("inf")
+    found = report.results(plan_of_tiny(), [failed], {"cpu": "x", "load_average": [0.0]}, [])
+    machine.write_json(tmp_path / "found" / "compare.json", found)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    (run,) = json.loads((tmp_path / "found" / "compare.json").read_text(), parse_constant=refuse)["runs"]
+    assert (run["summary"]["ttft_ms"], run["worst_gap"]) == ({"p50": None, "p95": None}, None)
+    assert run["summary"]["tok_s"] == 0.0
 
 
 def test_crossings_name_who_is_quicker_from_where_on() -> None:

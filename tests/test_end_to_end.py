@@ -94,6 +94,14 @@ async def test_metrics_and_the_bench_command_see_the_same_server(served: Running
     assert bench.returncode == 0, bench.stderr
     lines = [json.loads(line) for line in bench.stdout.splitlines()]
     assert [(line["load"], line["n_tokens"]) for line in lines] == [("1", 8), ("3", 24)]
+    too_long = ("bench", served.event["url"], "--streams", "1", "--tokens", "5000")
+    table = await asyncio.to_thread(relayline, *too_long)
+    refused = await asyncio.to_thread(relayline, *too_long, "--json")
+    assert (table.returncode, refused.returncode) == (1, 1)
+    assert "context_length_exceeded" in refused.stderr
+    assert "nan" not in table.stdout.lower()
+    assert "NaN" not in refused.stdout
+    assert json.loads(refused.stdout)["ttft_ms"]["p50"] is None, "no token, no time"
     async with aiohttp.ClientSession() as session, session.get(f"{served.event['url']}/metrics") as response:
         text = await response.text()
     assert response.status == 200

@@ -1,9 +1,9 @@
 """A discrete-event simulation of a whole pipeline on virtual time, around the code that runs in production.
 
 Real: batcher, policies, lanes and curves of every stage; scheduler, planner, sessions and admission of the coordinator.
-Simulated: the native step (takes what the true curve says), links (take `link_ns`), clients. The coordinator's part
-does what `coordinator.pipeline` does with the same events. One heap of events, one seed; the same world gives the same
-history, event for event.
+Simulated: the native step (takes what the true curve says), links (take what the world says), clients. The
+coordinator's part does what `coordinator.pipeline` does with the same events. One heap of events, one seed; the same
+world gives the same history, event for event.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Simulation:
     def _travel(self, stage_index: int, frames: list[QueuedFrame]) -> None:
         n_row_frames = sum(1 for frame in frames if frame.n_rows)
         self.audit.n_on_links += n_row_frames
-        arrives_ns = self.now_ns + self.world.link_ns
+        arrives_ns = self.now_ns + self.world.way_ns(stage_index)
         if stage_index == len(self.stages):
             if n_row_frames:
                 self._at(arrives_ns, self._returned, [frame for frame in frames if frame.n_rows])

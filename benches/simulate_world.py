@@ -89,6 +89,9 @@ class World:
     requests: tuple[Request, ...]
     link_ns: int = 0
     """One way, between neighbours and between the coordinator and both ends."""
+    links_ns: tuple[int, ...] = ()
+    """The same of each link, in the order of travel: coordinator to first stage, ..., last stage to coordinator. Empty:
+    all of them take `link_ns`."""
     jitter: float = 0.0
     """Largest relative deviation of a step from its curve."""
     disturbances: tuple[Disturbance, ...] = ()
@@ -101,7 +104,11 @@ class World:
     @property
     def overhead_ns(self) -> int:
         """A round trip beyond native steps when nothing is in the way."""
-        return self.link_ns * (len(self.stages) + 1) + sum(stage.host_ns for stage in self.stages)
+        return sum(map(self.way_ns, range(len(self.stages) + 1))) + sum(stage.host_ns for stage in self.stages)
+
+    def way_ns(self, link: int) -> int:
+        """Return what the link to this stage takes; the one after the last stage's leads to the coordinator."""
+        return self.links_ns[link] if self.links_ns else self.link_ns
 
 
 def equal_stages(

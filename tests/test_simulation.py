@@ -176,6 +176,18 @@ def test_link_delay_is_learned_and_hidden(curve: str, link_ms: int) -> None:
         assert steady_figures(world).tokens_per_s >= 0.95 * best_of_sweep(world, tries=2)[0]
 
 
+@pytest.mark.parametrize("curve", CURVES)
+def test_one_far_stage_of_four_is_hidden_too(curve: str) -> None:
+    """Two machines in a room, two elsewhere: 20 ms between them, and 5 ms from the last back to the coordinator."""
+    links_ns, stages = (0, 0, 20 * MS, 0, 5 * MS), equal_stages(4, curve)
+    for n_streams in (4, 12, 16):
+        world = World(stages, streams(n_streams, 30), links_ns=links_ns, jitter=0.03)
+        assert steady_figures(world).tokens_per_s >= 0.95 * best_of_sweep(world, tries=2)[0]
+    alone = Simulation(World(stages, streams(1, 4, n_prompt=1), links_ns=links_ns)).run()
+    way_ns = 4 * stages[0].decode.cost_ns(1) + 25 * MS
+    assert [itl_ns for _, itl_ns, _ in alone.audit.itls] == pytest.approx([way_ns] * 3), "every link, once a token"
+
+
 def test_a_stage_that_slows_down_changes_the_plan() -> None:
     """A uniform slow-down of one of two stages: the plan that was best before may not be any more."""
     world = slowing(equal_stages(2), 8, 20_000 * MS, 3.0, refresh_ns=1_000 * MS)

@@ -91,6 +91,12 @@ def collect(out: Path, names: Sequence[str], took_s: dict[str, float], facts: di
     return found
 
 
+def forget(out: Path, names: Sequence[str]) -> None:
+    """Remove what earlier runs of these benchmarks left: where one fails, an old result must not pass for a new one."""
+    for left in ("results.json", *(f"{name}.{kind}" for name in names for kind in ("json", "png", "txt"))):
+        (out / left).unlink(missing_ok=True)
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benches", description=__doc__)
@@ -111,8 +117,7 @@ def main() -> int:
     """Run what was asked for; exit code 1 if one of them failed."""
     options = parse()
     options.out.mkdir(parents=True, exist_ok=True)
-    for name in options.names:
-        (options.out / f"{name}.json").unlink(missing_ok=True)  # an old result must not pass for a new one
+    forget(options.out, options.names)
     facts = machine.facts()
     took_s: dict[str, float] = {}
     failed: list[str] = []

@@ -49,6 +49,14 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_old_results_do_not_pass_for_new_ones(tmp_path: Path) -> None:
+    """An interrupted run leaves what it has measured, and neither the whole nor the plots of an earlier one."""
+    for name in ("results.json", "hop.json", "compare.json", "compare.png", "compare.txt", "of-mine.png"):
+        (tmp_path / name).touch()
+    everything.forget(tmp_path, ["compare"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hop.json", "of-mine.png"]
+
+
 def test_lists_are_read_as_they_are_given() -> None:
     options = compare.parse(["--systems", "drain,auto", "--streams", "2,16", "--delay-streams", "4"])
     plan = plan_of(options, None)

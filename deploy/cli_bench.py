@@ -41,6 +41,13 @@ def _rate(_: click.Context, __: click.Parameter, per_s: float | None) -> float |
 @click.command("bench", short_help="Load a running server and time its answers.")
 @click.argument("url")
 @click.option("--streams", callback=_counts, default="1,2,4,8", show_default=True, help="Streams at once, in turn.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Requests of each stream: more of them weigh its start and end less.",
+)
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens of each answer.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens of each prompt.")
 @click.option(
@@ -91,8 +98,9 @@ async def _measure(url: str, given: dict[str, Any]) -> list[tuple[str, load.Summ
             return [(f"{given['rate']:g}/s", load.summarise(requests))]
         for n_streams in given["streams"]:
             requests = await load.closed_loop(
-                session, target, prompts(n_streams), n_streams=n_streams, n_tokens=given["tokens"]
-            )
+                session, target, prompts(n_streams * given["rounds"]), n_streams=n_streams, n_tokens=given["tokens"],
+                requests_per_stream=given["rounds"],
+            )  # fmt: skip
             found.append((str(n_streams), load.summarise(requests)))
     return found
 

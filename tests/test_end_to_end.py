@@ -89,11 +89,11 @@ async def test_seeded_sampling_is_reproducible(served: Running) -> None:
 
 async def test_metrics_and_the_bench_command_see_the_same_server(served: Running) -> None:
     bench = await asyncio.to_thread(
-        relayline, "bench", served.event["url"], "--streams", "1,3", "--tokens", "8", "--json"
+        relayline, "bench", served.event["url"], "--streams", "1,3", "--rounds", "2", "--tokens", "8", "--json"
     )
     assert bench.returncode == 0, bench.stderr
     lines = [json.loads(line) for line in bench.stdout.splitlines()]
-    assert [(line["load"], line["n_tokens"]) for line in lines] == [("1", 8), ("3", 24)]
+    assert [(line["load"], line["n_tokens"]) for line in lines] == [("1", 16), ("3", 48)]
     too_long = ("bench", served.event["url"], "--streams", "1", "--tokens", "5000")
     table = await asyncio.to_thread(relayline, *too_long)
     refused = await asyncio.to_thread(relayline, *too_long, "--json")

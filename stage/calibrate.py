@@ -31,13 +31,15 @@ from wire.curve import LADDER
 
 BUDGET_S = 4.0  # of one calibration; the ladder stops where it is spent and the last slope goes on
 PASSES = 3
-PREFILL_LADDER = (4, 8, 16, 32, 64, 128, 256)
+# Few rows tell what the head costs as many decode rows beside a prompt (wire.curve.mixed_cost_ns), where a line through
+# tiles of four is wrong by what a leftover costs. In the order of what they are worth: time may run out.
+PREFILL_LADDER = (4, 8, 16, 32, 3, 1, 2, 64, 128, 5, 6, 7, 12, 256)
 CONTEXT_TOKENS = 1_024  # of the lane beside which the price of context is measured
 CONTEXT_COMPUTED_TOKENS = 16  # of them; the others are copies
 CONTEXT_ROWS = 2
 UNDISTURBED = 0.85  # part of its processor time below which a step did not have its cores for itself
 DISTURBED_MIN_NS = 2_000_000  # of a step; shorter ones are over before anything disturbs them
-CACHE_VERSION = 4
+CACHE_VERSION = 5
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -116,12 +118,15 @@ def _measure(
     """Walk the ladder again and again until the time is spent; the fastest run of each row count stands.
 
     Whole passes rather than repeats of one rung: interference then falls on all alike, and the ladder is climbed even
-    on a slow machine, where time runs out within the first pass and the last slope goes on.
+    on a slow machine, where time runs out within the first pass and the last slope goes on. A rung that does not fit
+    is left out.
     """
     fastest_ns: dict[int, int] = {}
     for _ in range(PASSES):
         for n_rows in ladder:
-            if not _fits(engine, n_rows, in_one_lane) or (fastest_ns and time.monotonic() > deadline_s):
+            if not _fits(engine, n_rows, in_one_lane):
+                continue
+            if fastest_ns and time.monotonic() > deadline_s:
                 break
             duration_ns = _time_step(engine, times, n_rows, in_one_lane=in_one_lane)
             fastest_ns[n_rows] = min(duration_ns, fastest_ns.get(n_rows, duration_ns))

@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from benches import interrupt, machine, parts, plot, report, stages
-from benches.arguments import numbers, some_of
+from benches.arguments import number, numbers, some_of
 from benches.models import MIXES, SHAPES, Shape, model
 from benches.peers import Peers, PeersUnavailableError, build_peers, find_peers
 from benches.reference import Prompt, expected_answers, judge, near_tie, prompts_for, score
@@ -52,6 +52,7 @@ class Plan:
     repeats: int
     n_tokens: int  # of every answer
     n_prompt: int  # tokens of every prompt
+    rounds: int  # requests of each stream: the more, the less its start and end weigh
     n_stages: int
     cores: tuple[int, ...]
     systems: tuple[str, ...]
@@ -94,7 +95,7 @@ class Bench:
             cores=plan.cores,
             log_dir=log_dir,
         )
-        n_prompts = max(max(plan.streams), plan.open_requests)
+        n_prompts = max(max(plan.streams) * plan.rounds, plan.open_requests)
         self.prompts: list[Prompt] = prompts_for(n_prompts, plan.n_prompt, plan.shape.n_vocab)
         self.answers: list[tuple[int, ...]] = []
         self.runs: list[Run] = []
@@ -138,8 +139,9 @@ class Bench:
         before = await parts.pipeline_status(session, target)
         if ask is None:
             requests = await load.closed_loop(
-                session, target, self.prompts, n_streams=n_streams, n_tokens=self.plan.n_tokens
-            )
+                session, target, self.prompts, n_streams=n_streams, n_tokens=self.plan.n_tokens,
+                requests_per_stream=self.plan.rounds,
+            )  # fmt: skip
         else:
             requests = await ask()
         summary = load.summarise(requests)
@@ -198,7 +200,7 @@ async def by_streams(bench: Bench) -> None:
                     run = await bench.measure(session, "streams", name, target, n_streams, repeat)
                     if name == "auto":
                         said = await stages.ask(await parts.pipeline_status(session, target))
-                        run.extra |= stages.figures(said, run.requests, plan.n_prompt)
+                        run.extra |= stages.figures(said, run.requests, n_streams, plan.n_prompt)
         if plan.open_rate_per_s:
             for name in (name for name in targets if name in ("auto", "rpc", "unsplit")):
                 await parts.open_loop(bench, session, name, targets[name])
@@ -231,6 +233,7 @@ def plan_of(options: argparse.Namespace, peers: Peers | None) -> Plan:
         repeats=options.repeats or (1 if quick else 2),
         n_tokens=options.tokens or (16 if quick else 32),
         n_prompt=options.prompt,
+        rounds=options.rounds,
         n_stages=2,
         cores=cores,
         systems=tuple(name for name in wanted if name in POLICIES or peers is not None),
@@ -251,14 +254,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--type", choices=list(MIXES), default="q4_0")
     parser.add_argument("--streams", type=numbers, default=(), help="such as 1,2,4")
     parser.add_argument("--systems", type=some_of(LABELS), default=(), help=f"some of {','.join(LABELS)}")
-    parser.add_argument("--prompt", type=int, default=16, help="tokens of every prompt")
-    parser.add_argument("--tokens", type=int, default=0, help="of every answer")
-    parser.add_argument("--repeats", type=int, default=0)
+    parser.add_argument("--prompt", type=number, default=16, help="tokens of every prompt")
+    parser.add_argument("--tokens", type=number, default=0, help="of every answer")
+    parser.add_argument("--rounds", type=number, default=1, help="requests of each stream, one after the other")
+    parser.add_argument("--repeats", type=number, default=0)
     delayed = "such as 1,8; streams through delayed links"
     parser.add_argument("--delay-streams", type=numbers, default=(), help=delayed)
-    parser.add_argument("--long-prompt", type=int, default=0, help="tokens of the prompt beside running streams")
+    parser.add_argument("--long-prompt", type=number, default=0, help="tokens of the prompt beside running streams")
     parser.add_argument("--no-arrivals", action="store_true", help="without Poisson arrivals")
-    parser.add_argument("--cores", type=int, default=2, help="cores that every system gets")
+    parser.add_argument("--cores", type=number, default=2, help="cores that every system gets")
     parser.add_argument("--sweep", action="store_true", help="also groups x rows set by hand (several minutes more)")
     parser.add_argument("--only-streams", action="store_true", help="without delays, open loop and prefill")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))

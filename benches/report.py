@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 # (what, system, rival, figure, {streams: goal}); a ratio of at least the goal meets it
 RATIO_GOALS: tuple[tuple[str, str, str, str, dict[int, float]], ...] = (
-    ("against llama.cpp RPC", "auto", "rpc", "tok_s", {1: 1.05, 2: 2.2, 4: 2.2, 8: 2.8, 16: 3.0, 32: 3.6}),
+    ("against llama.cpp RPC, decode", "auto", "rpc", "decode_tok_s", {1: 1.05, 2: 2.2, 4: 2.2, 8: 2.8, 16: 3, 32: 3.6}),
+    ("against llama.cpp RPC, with prompts", "auto", "rpc", "tok_s", {}),
     ("batching on against off", "auto", "single", "tok_s", {1: 0.98, 2: 0.98, 4: 1.0, 8: 1.5, 16: 1.9, 32: 2.3}),
     ("against plain drain", "auto", "drain", "tok_s", {}),
     ("against unsplit llama-server", "auto", "unsplit", "tok_s", {8: 0.85, 16: 0.85, 32: 1.0}),
@@ -125,7 +126,7 @@ def goals_of(
                 ours = _figure(points, "streams", system, n_streams, name)
                 theirs = _figure(points, "streams", rival, n_streams, name)
                 if ours and theirs:
-                    most = _figure(points, "streams", system, n_streams, "allowed_tok_s") if name == "tok_s" else None
+                    most = _figure(points, "streams", system, n_streams, f"allowed_{name}")
                     allowed = most / theirs if most else None
                     add(what, n_streams, ours / theirs, wanted.get(n_streams), at_most, allowed)
     for n_streams in streams:
@@ -202,6 +203,8 @@ COLUMNS = (
     ("computing_mean", "computing", 2),
 )
 
+SPREAD_SHOWN = ("tok_s", "ttft_p50_ms", "itl_p99_ms")  # of the others it is in the JSON
+
 PREFILL_COLUMNS = (
     ("quiet_itl_p50_ms", "quiet ITL p50 ms", 1),
     ("quiet_itl_p99_ms", "p99", 1),
@@ -218,7 +221,8 @@ def _cell(point: dict[str, Any], name: str, digits: int) -> str:
     if value is None:
         return "-"
     low, high = point["spread"][name]
-    wide = f" ±{100 * (high - low) / 2 / value:.0f}%" if name == "tok_s" and value and point["n_counted"] > 1 else ""
+    is_spread = name in SPREAD_SHOWN and value and point["n_counted"] > 1
+    wide = f" ±{100 * (high - low) / 2 / value:.0f}%" if is_spread else ""
     return f"{value:.{digits}f}{wide}"
 
 
@@ -288,6 +292,8 @@ def show(found: dict[str, Any], labels: dict[str, str], console: Console | None 
         f"{plan['repeats']} repeats, cores {','.join(map(str, plan['cores']))} of {facts['cpu']}; "
         f"load average at the start {facts['load_average'][0]:.2f}"
     )
+    versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())
+    console.print(f"commit {facts.get('commit') or 'unknown'}; {versions}")
     titles = {
         "streams": "streams at once (closed loop)",
         "open": "Poisson arrivals (open loop)",

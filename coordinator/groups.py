@@ -70,7 +70,9 @@ class StageCost:
         if not prompt_rows:
             return self.decode_ns(rows)
         padded_rows = self.decode.padded_rows(rows + prompt_rows, self.rows_max)
-        rows_ns = mixed_cost_ns(self.decode, self.prefill, rows, padded_rows - rows)
+        # Of the scratch rows so many want the head as fill its tile, see stage.padding.
+        heads = self.decode.padded_rows(rows, padded_rows - prompt_rows)
+        rows_ns = mixed_cost_ns(self.decode, self.prefill, heads, padded_rows - heads)
         return rows_ns + self.context_ns * (rows * self.decode_tokens + prompt_rows * self.prompt_tokens)
 
 

@@ -242,7 +242,7 @@ def test_prompts_are_different_seeded_and_free_of_special_tokens() -> None:
 
 
 def plan_of_tiny() -> Plan:
-    return Plan(TINY, "q4_0", (1, 8), 1, 4, 4, 2, (0, 1), ("auto", "rpc"), (), (), 0, 0.0, 0, sweep=False)
+    return Plan(TINY, "q4_0", (1, 8), 1, 4, 4, 1, 2, (0, 1), ("auto", "rpc"), (), (), 0, 0.0, 0, sweep=False)
 
 
 def run_of(
@@ -267,7 +267,7 @@ def test_points_are_medians_of_the_runs_that_count_and_goals_are_ratios_of_them(
     assert mine["spread"]["tok_s"] == [20.0, 30.0]
     assert (mine["n_runs"], mine["n_counted"], mine["faults"]) == (3, 2, ["short"])
     goals = {goal["what"]: goal for goal in report.goals_of(points, [8])}
-    rpc = goals["against llama.cpp RPC"]
+    rpc = goals["against llama.cpp RPC, decode"]
     assert (rpc["value"], rpc["goal"], rpc["met"]) == (2.5, 2.8, False)
     assert goals["against unsplit llama-server"]["met"] is False
     assert all(goal["met"] is None for goal in report.goals_of(points, [8], has_goals=False))
@@ -418,6 +418,9 @@ def test_figures_of_a_run_without_an_answer_are_null_and_not_what_json_does_not_
 def test_crossings_name_who_is_quicker_from_where_on() -> None:
     assert crossings((1, 2, 4, 8), (1, 2, 4, 8), (2, 3, 4.01, 6)) == [(1, "first"), (8, "second")]
     assert crossings((1, 2), (1.0, 1.0), (1.01, 0.99)) == []
+    # A lead of five percent counts where the next clear one confirms it, and noise in between does not cross twice.
+    assert crossings((1, 2, 4, 8), (1, 2, 4, 8), (1.2, 1.9, 4.01, 9.6)) == [(1, "first")]
+    assert crossings((1, 2, 4, 8), (1, 2, 4, 8), (1.2, 1.9, 4.01, 7.6)) == [(1, "first"), (2, "second")]
 
 
 def test_parts_of_a_hop_add_up_to_the_hop() -> None:

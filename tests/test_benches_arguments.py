@@ -26,6 +26,8 @@ from wire.telemetry_config import LEVEL_NAMES
         (compare.parse, ["--streams", "x"], "--streams: 'x' is not a number of at least 1"),
         (compare.parse, ["--streams", "1,,2"], "--streams: '' is not a number of at least 1"),
         (compare.parse, ["--delay-streams", "8,0"], "--delay-streams: '0' is not a number of at least 1"),
+        (compare.parse, ["--tokens", "0"], "--tokens: '0' is not a number of at least 1"),
+        (compare.parse, ["--rounds", "x"], "--rounds: 'x' is not a number of at least 1"),
         (compare.parse, ["--type", "q4"], "--type: invalid choice: 'q4'"),
         (quantisation.main, ["--types", "q4"], "--types: there is no 'q4'; there are q4_0, q8_0"),
         (quantisation.main, ["--threads", "0"], "--threads: '0' is not a number of at least 1"),

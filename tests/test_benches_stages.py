@@ -19,9 +19,10 @@ def test_a_curve_without_gain_allows_what_its_rows_take() -> None:
     by_row = CostCurve(((1, 10 * MS), (2, 20 * MS)))
     costs = [StageCost(by_row, by_row, 8)] * 2
     # 16 prompt rows one by one through two stages, 170 ms; then four times four rows at 100 a second, 160 ms.
-    assert stages.allowed_tok_s(costs, 4, 4, 5) == pytest.approx(20 / 0.33, rel=1e-3)
+    assert stages.allowed(costs, 4, 4, 5).tok_s == pytest.approx(20 / 0.33, rel=1e-3)
+    assert stages.allowed(costs, 4, 4, 5).decode_tok_s == pytest.approx(100)
     with_context = [StageCost(by_row, by_row, 8, context_ns=1 * MS)] * 2
-    assert stages.allowed_tok_s(with_context, 4, 4, 5) < 0.8 * stages.allowed_tok_s(costs, 4, 4, 5)
+    assert stages.allowed(with_context, 4, 4, 5).tok_s < 0.8 * stages.allowed(costs, 4, 4, 5).tok_s
 
 
 @pytest.mark.parametrize("curve", ["staircase", "smooth", "arithmetic"])
@@ -31,7 +32,7 @@ def test_the_schedule_comes_near_and_never_beyond(curve: str, n_streams: int) ->
     reached = Simulation(burst(models, n_streams, 8, 16, rounds=1), AUTO).run().audit.figures().tokens_per_s
     costs = [StageCost(stage.decode, stage.prefill, stage.rows_max) for stage in models]
     # The bound on steps of few streams is loose on a staircase.
-    assert 0.8 < reached / stages.allowed_tok_s(costs, n_streams, 8, 16) < 1.04  # steps jitter by three percent
+    assert 0.8 < reached / stages.allowed(costs, n_streams, 8, 16).tok_s < 1.04  # steps jitter by three percent
 
 
 def asked(steps_ms: list[tuple[int, int]], *, is_measured: bool = True) -> pb.StatusResponse:
@@ -50,26 +51,34 @@ def test_overlap_counts_while_every_stream_decodes() -> None:
     # One stage alone until the second stream's first token at 40 ms and from the first stream's end at 80 on.
     said = [asked([(0, 40), (40, 60), (60, 80), (80, 100)]), asked([(10, 30), (45, 60), (60, 80)])]
     requests = [answered(20, 60, 80), answered(40, 60, 100)]
-    found = stages.figures(said, requests, 4)
+    found = stages.figures(said, requests, 2, 4)
     assert found["overlap_decode"] == pytest.approx(35 / 40)
     assert found["allowed_tok_s"] > 0
     forgotten = [asked([(60, 80), (80, 100)]), said[1]]
-    assert stages.figures(forgotten, requests, 4)["overlap_decode"] == pytest.approx(1.0)
+    assert stages.figures(forgotten, requests, 2, 4)["overlap_decode"] == pytest.approx(1.0)
+
+
+def test_a_stream_that_asks_again_is_still_the_same_stream() -> None:
+    said = [asked([(0, 100)]), asked([(0, 50), (70, 100)])]
+    again = [answered(20, 40), answered(60, 80), answered(30, 50), answered(70, 90)]  # two streams, two rounds
+    found = stages.figures(said, again, 2, 4)
+    assert found["overlap_decode"] == pytest.approx(30 / 50)  # from 30 to 80
+    assert found["allowed_tok_s"] > stages.figures(said, again[::2], 2, 4)["allowed_tok_s"]  # fills the stages once
 
 
 def test_what_nobody_knows_is_left_out() -> None:
     unmeasured = [asked([(0, 40)], is_measured=False)] * 2
-    assert stages.figures(unmeasured, [answered(20), answered(30)], 4) == {}  # no stream decodes beside another
-    assert stages.figures([], [answered(20, 30)], 4) == {}
-    assert "overlap_decode" not in stages.figures([asked([(0, 40)])] * 2, [answered(), answered(30)], 4)
+    assert stages.figures(unmeasured, [answered(20), answered(30)], 2, 4) == {}  # no stream decodes beside another
+    assert stages.figures([], [answered(20, 30)], 1, 4) == {}
+    assert "overlap_decode" not in stages.figures([asked([(0, 40)])] * 2, [answered(), answered(30)], 2, 4)
 
 
 def test_a_goal_beyond_the_curves_says_so() -> None:
     ours = run_of("auto", 8, 20.0)
-    ours.extra["allowed_tok_s"] = 25.0
+    ours.extra |= {"allowed_tok_s": 25.0, "allowed_decode_tok_s": 25.0}
     points = report.points_of([ours, run_of("rpc", 8, 10.0), run_of("unsplit", 8, 25.0)])
     goals = {goal["what"]: goal for goal in report.goals_of(points, [8])}
     assert goals["of what its curves allow at most"]["value"] == pytest.approx(0.8)
-    assert goals["against llama.cpp RPC"]["allowed"] == pytest.approx(2.5)
-    assert "2.00[/] (≥ 2.8; curves allow 2.50)" in report._goal_cell(goals["against llama.cpp RPC"])
+    assert goals["against llama.cpp RPC, decode"]["allowed"] == pytest.approx(2.5)
+    assert "2.00[/] (≥ 2.8; curves allow 2.50)" in report._goal_cell(goals["against llama.cpp RPC, decode"])
     assert "allow" not in report._goal_cell(goals["against unsplit llama-server"])  # 1.0 is allowed, 0.85 the goal

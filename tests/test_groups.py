@@ -224,3 +224,12 @@ def test_no_plan_promises_more_than_is_possible(curve: str) -> None:
         for n_streams in range(1, 40):
             predicted = 1e9 * n_streams / made.plan(n_streams, n_prompts=0).period_ns
             assert predicted <= 1.001 * best_rate(model, n_streams, 0)
+
+
+def test_a_mixed_step_is_priced_with_the_head_that_runs() -> None:
+    """Of the scratch rows that fill the layers' tile so many want the head as fill its own, as stages pad them."""
+    layers = {1: 10.0, 2: 20.0, 3: 30.0, 4: 20.0, 5: 30.0, 6: 40.0, 7: 50.0, 8: 40.0}
+    head = {1: 4.0, 2: 8.0, 3: 12.0, 4: 6.0, 5: 10.0, 6: 14.0, 7: 18.0, 8: 12.0}
+    stage = StageCost(CostCurve((r, layers[r] + head[r]) for r in layers), CostCurve(layers.items()), 64)
+    assert stage.mixed_ns(3, 4) == pytest.approx(40 + 6)  # eight rows, four of them with the head: one is scratch
+    assert stage.mixed_ns(3, 5) == pytest.approx(40 + 12)  # no scratch row is there to fill the head's tile

@@ -148,14 +148,12 @@ static const struct kernels portable = {"portable", largest_portable, narrow_por
 #ifdef HAS_AVX2
 #define AVX2 __attribute__((target("avx2,f16c")))
 
+/* In registers: through an array, GCC keeps the caller's running maximum in memory and every turn waits for its store. */
 AVX2 static uint32_t largest_lane_avx2(__m256i lanes) {
-    uint32_t each[8];
-    _mm256_storeu_si256((__m256i *) each, lanes);
-    uint32_t most = each[0];
-    for (int i = 1; i < 8; i++) {
-        most = larger(most, each[i]);
-    }
-    return most;
+    const __m128i four = _mm_max_epu32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
+    const __m128i two = _mm_max_epu32(four, _mm_shuffle_epi32(four, _MM_SHUFFLE(1, 0, 3, 2)));
+    const __m128i one = _mm_max_epu32(two, _mm_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1)));
+    return (uint32_t) _mm_cvtsi128_si32(one);
 }
 
 AVX2 static uint32_t largest_avx2(const uint8_t * row, size_t n) {

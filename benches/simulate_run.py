@@ -244,7 +244,7 @@ def queued(frame: OutFrame) -> QueuedFrame:
         n_rows=len(frame.tokens),
         flags=frame.flags,
         argument=0,
-        rows=None,
+        payload=None,
         exponents=None,
         options=None,
         trace=b"",

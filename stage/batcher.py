@@ -47,7 +47,9 @@ class Batcher:
         if frame.flags & Flag.CLOSE:
             dropped = self._drop(frame.session_key)
         frame.push_order = next(self._push_orders)
-        queue = self._sessions.setdefault(frame.session_key, collections.deque())
+        queue = self._sessions.get(frame.session_key)
+        if queue is None:
+            queue = self._sessions[frame.session_key] = collections.deque()
         queue.append(frame)
         self.queued_rows += frame.n_rows
         self._n_frames += 1
@@ -80,6 +82,8 @@ class Batcher:
 
     def _take_controls(self) -> list[QueuedFrame]:
         taken: list[QueuedFrame] = []
+        if not self._controls:
+            return taken
         while ready := [frame for frame in self._controls.values() if not self._waits_for_rows(frame)]:
             for frame in ready:
                 self._remove_head(frame)

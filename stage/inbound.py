@@ -15,7 +15,7 @@ from stage.routes import Route
 from wire import bounds
 from wire.envelope import NUMPY_DTYPE, EnvelopeView, parse
 from wire.errors import ProtocolError, StaleEpochError
-from wire.frames import TRACE_BYTES, Flag
+from wire.frames import Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CREDIT_REPLY_BYTES = bounds.BYTES_IN_FLIGHT_DEFAULT // bounds.CREDIT_HELD_DIVISOR
@@ -64,46 +64,31 @@ class Inbound:
         if not isinstance(message, bytes):
             return None
         view = parse(message, max_rows=self._max_rows)
-        if view.epoch != self.route.epoch or (view.frames["epoch"] != self.route.epoch).any():
-            raise StaleEpochError(f"envelope or frame of another epoch on a link of epoch {self.route.epoch}")
+        epoch = self.route.epoch
+        if view.epoch != epoch or any(head[1] != epoch for head in view.heads):
+            raise StaleEpochError(f"envelope or frame of another epoch on a link of epoch {epoch}")
         if view.dtype != self._dtype or view.width != self._width:
             raise ProtocolError(f"envelope of dtype {view.dtype} and width {view.width} does not fit the handshake")
         return view
 
     def frames(self, view: EnvelopeView) -> list[QueuedFrame]:
-        """Turn an envelope into frames for the batcher; rows stay views of the received message."""
-        now_ns = time.monotonic_ns()
-        envelope = next(_ENVELOPE_NUMBERS)
-        records = view.frames
-        options = iter(view.options)
+        """Turn an envelope into frames for the batcher; rows stay in the received message."""
+        now_ns, sent_ns, envelope = time.monotonic_ns(), view.sent_ns, next(_ENVELOPE_NUMBERS)
+        route_id, consumed, options = self.route.route_id, self._consumed, iter(view.options)
         frames: list[QueuedFrame] = []
         row = 0
-        contexts = records["trace"].tobytes()
-        columns = ("session_id", "epoch", "position", "n_rows", "flags", "argument", "enqueued_ns")
-        for at, (session_id, epoch, position, n_rows, flags, argument, enqueued_ns) in enumerate(
-            zip(*(records[name].tolist() for name in columns), strict=True)
-        ):
-            frames.append(
-                QueuedFrame(
-                    route_id=self.route.route_id,
-                    session_id=session_id,
-                    epoch=epoch,
-                    position=position,
-                    n_rows=n_rows,
-                    flags=flags,
-                    argument=argument,
-                    rows=view.payload[row : row + n_rows] if n_rows else None,
-                    exponents=view.exponents[row : row + n_rows] if view.exponents is not None and n_rows else None,
-                    options=next(options) if flags & Flag.OPEN else None,
-                    trace=contexts[at * TRACE_BYTES : (at + 1) * TRACE_BYTES],
-                    arrived_ns=now_ns,
-                    upstream_wait_ns=max(0, view.sent_ns - enqueued_ns),
-                    on_consumed=self._consumed,
-                    source=view,
-                    source_row=row,
-                    envelope=envelope,
-                )
-            )
+        for session_id, epoch, position, n_rows, flags, argument, _, enqueued_ns, trace in view.heads:
+            # By position: with this many fields, names would cost as much again as the frame itself.
+            frame = QueuedFrame(
+                route_id, session_id, epoch, position, n_rows, flags, argument,
+                view.payload if n_rows else None,
+                view.exponents if n_rows else None,
+                next(options) if flags & Flag.OPEN else None,
+                trace, now_ns,
+                sent_ns - enqueued_ns if sent_ns > enqueued_ns else 0,
+                consumed, row, envelope, view.batch_trace,
+            )  # fmt: skip
+            frames.append(frame)
             row += n_rows
         return frames
 

@@ -12,6 +12,7 @@ Pure: no clock, no llama.cpp. House rules:
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from wire.errors import InternalError, LaneLimitError, PositionGapError, SessionError
 
@@ -26,8 +27,7 @@ class Lane:
     next_position: int = 0  # positions 0..next_position-1 are in the KV cache
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Where a frame's rows go."""
 
     lane: Lane

@@ -7,7 +7,6 @@ import dataclasses
 from stage.lanes import Lane
 from stage.queue_types import QueuedFrame
 from wire.envelope import Buffer
-from wire.frames import set_traces
 
 
 @dataclasses.dataclass(slots=True)
@@ -28,11 +27,11 @@ class Placed:
 def run_length(placed: list[Placed], at: int) -> int:
     """Return how many frames from `at` on stand behind each other in one received message."""
     first = placed[at].frame
-    end_row = first.source_row + first.n_rows
+    payload, end_row = first.payload, first.first_row + first.n_rows
     run = 1
     for item in placed[at + 1 :]:
         frame = item.frame
-        if first.source is None or frame.source is not first.source or frame.source_row != end_row:
+        if frame.payload is not payload or frame.first_row != end_row:
             break
         end_row += frame.n_rows
         run += 1
@@ -41,12 +40,9 @@ def run_length(placed: list[Placed], at: int) -> int:
 
 def fill_frames(buffer: Buffer, forwarded: list[QueuedFrame]) -> None:
     """Write the header records of frames that go on to the next stage."""
-    records = buffer.frames
-    records["session_id"] = [frame.session_id for frame in forwarded]
-    records["epoch"] = [frame.epoch for frame in forwarded]
-    records["position"] = [frame.position for frame in forwarded]
-    records["n_rows"] = [frame.n_rows for frame in forwarded]
-    records["flags"] = [frame.flags for frame in forwarded]
-    records["argument"] = [frame.argument for frame in forwarded]
-    records["enqueued_ns"] = [frame.arrived_ns for frame in forwarded]
-    set_traces(records, [frame.trace for frame in forwarded])
+    buffer.fill_frames(
+        [
+            (f.session_id, f.epoch, f.position, f.n_rows, f.flags, f.argument, 0, f.arrived_ns, f.trace)
+            for f in forwarded
+        ]
+    )

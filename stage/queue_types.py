@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wire.envelope import EnvelopeView
+from wire import trace_context
 from wire.frames import CONTROL, Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class QueuedFrame:
-    """One frame waiting at this stage; rows are views into the received message."""
+    """One frame waiting at this stage; its rows stay in the received message, which frames of one envelope share."""
 
     route_id: int
     session_id: int
@@ -25,16 +25,16 @@ class QueuedFrame:
     n_rows: int
     flags: int
     argument: int
-    rows: npt.NDArray[Any] | None  # (n_rows, width): i32 tokens, f16 or f32; None for controls
-    exponents: npt.NDArray[np.int8] | None  # (n_rows,) for f16 rows that were scaled
+    payload: npt.NDArray[Any] | None  # the message's rows (any, width): i32 tokens, f16 or f32; None for controls
+    exponents: npt.NDArray[np.int8] | None  # (any,), of the same rows; None when none of them was scaled
     options: pb.SessionOptions | None  # with Flag.OPEN
     trace: bytes  # 25 bytes, see wire.frames
     arrived_ns: int  # this process's monotonic clock
     upstream_wait_ns: int  # how long the frame had waited at the sender
     on_consumed: Callable[[int], None] | None = None  # gives payload bytes back to the link as credit
-    source: EnvelopeView | None = None  # the message that `rows` are a view of, and where in it they begin
-    source_row: int = 0
+    first_row: int = 0  # where in the payload this frame's rows begin
     envelope: int = 0  # number of the message it came in, unique in this process: frames of one group share it
+    upstream_trace: bytes = trace_context.NONE  # 25 bytes, of the batch that computed its rows upstream
     push_order: int = 0  # set by the batcher: counts frames as they arrive
     line_order: int = 0  # set by the batcher: counts frames as they reach the head of their session's queue
 
@@ -45,8 +45,18 @@ class QueuedFrame:
 
     def __post_init__(self) -> None:
         self.session_key = (self.route_id, self.session_id)
-        self.is_control = bool(self.flags & CONTROL)
-        self.is_prefill = bool(self.flags & Flag.PREFILL)
+        self.is_control = self.flags & CONTROL != 0
+        self.is_prefill = self.flags & Flag.PREFILL != 0
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of its rows, as they count against a link's credit."""
+        return self.n_rows * self.payload.strides[0] if self.payload is not None else 0
+
+    def give_credit(self) -> None:
+        """Give the bytes of its rows back to the link they came over."""
+        if self.on_consumed is not None and self.n_rows:
+            self.on_consumed(self.rows_bytes)
 
 
 @dataclasses.dataclass(slots=True)

@@ -103,8 +103,7 @@ class StageService:
         self._stats.step_done(result)
         self._stepped.set()
         for frame in result.consumed:
-            if frame.on_consumed is not None and frame.rows is not None:
-                frame.on_consumed(frame.rows.nbytes)
+            frame.give_credit()
         sends: list[tuple[Route, RouteOutput]] = []
         for output in result.outputs:
             route = self._routes.get(output.route_id)
@@ -318,8 +317,7 @@ class StageService:
         self._stats.envelopes_in += 1
         self._stats.payload_bytes_in += view.payload_bytes
         for frame in self.runner.push(inbound.frames(view)):
-            if frame.on_consumed is not None and frame.rows is not None:
-                frame.on_consumed(frame.rows.nbytes)
+            frame.give_credit()
 
     async def _accept(self, context: Context) -> tuple[Route, pb.LinkOpen]:
         """Read and check the first message of a Relay stream."""

@@ -72,7 +72,7 @@ class StepExecutor:
         if placed and not self._decode(outputs, placed, result):
             placed = []
         for item in placed:
-            item.lane.next_position = item.position_after
+            item.lane.next_position = item.frame.position + item.frame.n_rows
         decoded_ns = time.monotonic_ns()
         if self.engine.is_last:
             self._sample(outputs, placed)
@@ -192,13 +192,13 @@ class StepExecutor:
             n_rows = 0
             for frame in frames:
                 try:
-                    placement = self.lanes.place(frame.session_id, frame.route_id, frame.position, frame.n_rows)
-                    if frame.rows is None or n_rows + frame.n_rows > self.engine.max_rows:
+                    lane, drop_from = self.lanes.place(frame.session_id, frame.route_id, frame.position, frame.n_rows)
+                    if frame.payload is None or n_rows + frame.n_rows > self.engine.max_rows:
                         raise ProtocolError(f"{frame.n_rows} rows do not fit a step of {self.engine.max_rows}")
                 except RelaylineError as error:
                     self._fault(outputs, frame, error)
                     continue
-                placed.append(Placed(frame, n_rows, placement.lane, placement.drop_from))
+                placed.append(Placed(frame, n_rows, lane, drop_from))
                 n_rows += frame.n_rows
             unreadable = self._fill_all(outputs, placed)
             if not unreadable:
@@ -206,7 +206,8 @@ class StepExecutor:
             frames = [item.frame for item in placed if item.frame not in unreadable]
         self._describe_rows(placed, n_rows)
         for item in placed:
-            self._broken.discard(item.frame.session_key)
+            if self._broken:
+                self._broken.discard(item.frame.session_key)
             if item.drop_from is not None:
                 self.engine.drop_from(item.lane.index, item.drop_from)
                 item.lane.next_position = item.drop_from
@@ -216,15 +217,17 @@ class StepExecutor:
         """Fill positions, lanes and wanted rows of the batch, in one go each."""
         positions: list[int] = []
         lanes: list[int] = []
+        wants: list[int] = []
         for item in placed:
-            frame = item.frame
-            positions.extend(range(frame.position, frame.position + frame.n_rows))
-            lanes.extend([item.lane.index] * frame.n_rows)
+            frame, count = item.frame, item.frame.n_rows
+            positions += range(frame.position, frame.position + count)
+            lanes += [item.lane.index] * count
+            wants += [0] * (count - 1)
+            wants.append(1 if frame.flags & Flag.WANTS_SAMPLE else 0)
         engine = self.engine
         engine.positions[:n_rows] = positions
         engine.seq_ids[:n_rows] = lanes
-        engine.wants[:n_rows] = 0
-        engine.wants[[i.row + i.frame.n_rows - 1 for i in placed if i.frame.flags & Flag.WANTS_SAMPLE]] = 1
+        engine.wants[:n_rows] = wants
 
     def _fill_all(self, outputs: dict[int, RouteOutput], placed: list[Placed]) -> list[QueuedFrame]:
         """Fill the input rows, one call for frames that stand together in one message. Returns frames that cannot be.
@@ -249,14 +252,12 @@ class StepExecutor:
         return unreadable
 
     def _fill(self, items: list[Placed]) -> None:
-        first, n_rows = items[0].frame, sum(item.frame.n_rows for item in items)
-        rows, exponents = first.rows, first.exponents
-        if len(items) > 1 and first.source is not None:
-            where = slice(first.source_row, first.source_row + n_rows)
-            rows = first.source.payload[where]
-            exponents = first.source.exponents[where] if first.source.exponents is not None else None
-        assert rows is not None
-        out = self.engine.input_rows[items[0].row : items[0].row + n_rows]
+        first, last = items[0], items[-1].frame
+        payload, begin, end = first.frame.payload, first.frame.first_row, last.first_row + last.n_rows
+        assert payload is not None
+        rows = payload[begin:end]
+        exponents = first.frame.exponents[begin:end] if first.frame.exponents is not None else None
+        out = self.engine.input_rows[first.row : first.row + end - begin]
         if self._embeddings is not None:
             if rows.dtype != np.int32:
                 raise ProtocolError("stage 0 takes token ids, but hidden rows came")

@@ -78,7 +78,7 @@ class BatchSpans:
             context = self._sampled(frame)
             if context is not None:
                 links.append(Link(context, {names.ATTR_LINK: names.LINK_MEMBER, **_frame_attributes(frame, result)}))
-        upstream = dict.fromkeys(frame.source.batch_trace for frame in result.members if frame.source is not None)
+        upstream = dict.fromkeys(frame.upstream_trace for frame in result.members)
         for packed in upstream:
             context = self._unpack(packed)
             if context is not None:

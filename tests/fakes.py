@@ -155,7 +155,7 @@ def rows_frame(
         n_rows=len(content),
         flags=flags,
         argument=0,
-        rows=content,
+        payload=content,
         exponents=None,
         options=None,
         trace=bytes(TRACE_BYTES),
@@ -176,7 +176,7 @@ def control(
 ) -> QueuedFrame:
     """One control frame; an open is greedy unless told."""
     frame = rows_frame(session_id, position, np.zeros((0, WIDTH), np.float32), flag, route_id=route_id, epoch=epoch)
-    frame.rows, frame.argument = None, argument
+    frame.payload, frame.argument = None, argument
     if flag & Flag.OPEN:
         frame.options = options or greedy()
     return frame
@@ -398,7 +398,7 @@ class Coordinator:
 
 def envelope_of(*frames: QueuedFrame, epoch: int = EPOCH, width: int | None = None, dtype: int = DTYPE_F32) -> bytes:
     """The message that carries these frames; width 1 means that their rows are token ids."""
-    rows = [frame.rows for frame in frames if frame.rows is not None]
+    rows = [frame.payload for frame in frames if frame.payload is not None]
     if width == 1:
         dtype = DTYPE_TOKENS
     width = width or (rows[0].shape[1] if rows else WIDTH)

@@ -28,13 +28,25 @@ from wire.envelope import (
     with_extras,
 )
 from wire.errors import ChecksumError, InternalError, ProtocolError
-from wire.frames import FRAME_BYTES, Flag, set_traces
+from wire.frames import FRAME_BYTES, Flag, Head, set_traces
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.rows import RowEncoder, decode_f16
 
 FRAME_FIELDS = ("session_id", "epoch", "position", "n_rows", "flags", "argument", "checksum", "enqueued_ns")
 each_example = pytest.mark.parametrize("name", EXAMPLES)
 each_encoding = pytest.mark.parametrize("encode", ENCODINGS.values(), ids=ENCODINGS.keys())
+
+
+def written_whole(like: Buffer, heads: list[Head]) -> bytes:
+    """The message of a buffer like this one whose frames were written record by record, over bytes of another use."""
+    dtype, width = (DTYPE_F16 if like.payload.itemsize == 2 else DTYPE_F32), like.payload.shape[1]
+    again = Buffer(dtype, width, *like.shape)
+    again.frames.view(np.uint8)[:] = 0xA5
+    again.payload[:] = like.payload
+    again.exponents[:] = like.exponents
+    again.fill_frames(heads)
+    again.seal(1, 2, 3)
+    return again.message
 
 
 def content(view: EnvelopeView) -> dict[str, Any]:
@@ -45,6 +57,7 @@ def content(view: EnvelopeView) -> dict[str, Any]:
             {name: int(record[name]) for name in FRAME_FIELDS} | {"trace": record["trace"].tobytes()}
             for record in view.frames
         ],
+        "heads": view.heads,
         "payload": (view.payload.shape, view.payload.dtype, view.payload.tobytes()),
         "exponents": None if view.exponents is None else view.exponents.tolist(),
         "options": view.options,
@@ -66,6 +79,7 @@ def expected(message: pb.Envelope) -> dict[str, Any]:
         "frames": [
             {name: getattr(each, name) for name in FRAME_FIELDS} | {"trace": each.trace} for each in message.frames
         ],
+        "heads": [(*(getattr(each, name) for name in FRAME_FIELDS), each.trace) for each in message.frames],
         "payload": ((message.n_rows, message.width), NUMPY_DTYPE[message.dtype], message.payload),
         "exponents": exponents if any(exponents) else None,
         "options": list(message.options),
@@ -388,6 +402,7 @@ def test_round_trip_of_arbitrary_frames_and_rows(frames: list[pb.Frame], dtype: 
     buffer.seal(1, 2, 3)
     view = parse(with_extras(buffer, encoded.exponents, []))
     assert [each["trace"].tobytes() for each in view.frames] == [each.trace for each in frames]
+    assert written_whole(buffer, view.heads) == buffer.message
     for name in (*FRAME_FIELDS[:-2], "enqueued_ns"):
         assert view.frames[name].tolist() == [getattr(each, name) for each in frames]
     back = np.empty_like(rows)

@@ -124,8 +124,8 @@ def test_an_entry_says_what_the_step_did_and_keeps_no_frame() -> None:
     assert record.bytes_out == len(result.outputs[0].message)
     assert record.context == context[:24]
     assert [(member.session_id, member.wait_ns) for member in record.members] == [(5, 100), (6, 40)]
-    assert frames[0].rows is not None
-    rows = weakref.ref(frames[0].rows)
+    assert frames[0].payload is not None
+    rows = weakref.ref(frames[0].payload)
     del result, step, frames
     assert rows() is None, "the entry keeps a received message alive"
 

@@ -241,7 +241,7 @@ def test_two_routes_in_one_step_give_two_envelopes() -> None:
     assert outputs[ROUTE].frames["n_rows"].tolist() == [2, 1]
     assert outputs[other].frames["n_rows"].tolist() == [3]
     assert outputs[other].payload.tolist() == [
-        [v + i + 1 for v in row] for i, row in enumerate(frames[1].rows.tolist())
+        [v + i + 1 for v in row] for i, row in enumerate(frames[1].payload.tolist())
     ]
 
 

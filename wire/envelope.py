@@ -28,6 +28,7 @@ import dataclasses
 import functools
 import struct
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from google.protobuf.message import DecodeError
 
 from wire import bounds, frames, trace_context
 from wire.errors import ChecksumError, InternalError, ProtocolError
+from wire.frames import Head
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.rows import EXPONENT_MAX
 
@@ -96,13 +98,15 @@ class Buffer:
     NUMPY_DTYPE[dtype]. exponents: i8 (n_rows,), present for f16; `with_extras` fills them.
     """
 
-    __slots__ = ("_bytes", "_constants", "_payload_at", "exponents", "frames", "message", "payload", "shape")
+    __slots__ = (
+        "_bytes", "_constants", "_payload_at", "exponents", "frames", "message", "payload", "payload_bytes", "shape"
+    )  # fmt: skip
 
     def __init__(self, dtype: int, width: int, n_frames: int, n_rows: int) -> None:
         element = NUMPY_DTYPE[dtype]
         self.shape = (n_frames, n_rows)
         self._constants = (dtype, n_rows, width, n_frames)
-        payload_bytes = n_rows * width * element.itemsize
+        self.payload_bytes = payload_bytes = n_rows * width * element.itemsize  # what counts against a link's credit
         lead = _lead(_PAYLOAD_TAG, payload_bytes)
         # An f16 message always carries its exponents: a few bytes, and rows that need them cost no copy.
         tail = _lead(_EXPONENTS_TAG, n_rows) if dtype == DTYPE_F16 and n_rows else b""
@@ -120,10 +124,9 @@ class Buffer:
         self.exponents = raw[exponents_at:].view(np.int8)
         frames.stamp_tags(self.frames)
 
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of all rows; what counts against a link's credit."""
-        return self.payload.nbytes
+    def fill_frames(self, heads: Iterable[Head]) -> None:
+        """Write all frame records, for senders that have them row by row; `seal` replaces the checksums."""
+        frames.write_heads(self._bytes[HEADER_BYTES:], heads)
 
     def seal(self, epoch: int, sequence: int, sent_ns: int, batch_trace: bytes = trace_context.NONE) -> None:
         """Fill the header and every data frame's checksum; the last step before sending.
@@ -229,6 +232,7 @@ class EnvelopeView:
     exponents: npt.NDArray[np.int8] | None  # (n_rows,); None when all are zero
     options: list[pb.SessionOptions]  # one per OPEN frame, in order
     payload_bytes: int
+    heads: list[Head]  # the same as `frames`, one tuple per frame
     batch_trace: bytes = trace_context.NONE  # 25 bytes, see wire.trace_context
 
 
@@ -240,8 +244,8 @@ def parse(message: bytes, *, max_rows: int = bounds.ROWS_PER_FRAME_MAX) -> Envel
     if len(message) > bounds.ENVELOPE_BYTES_MAX:
         raise ProtocolError(f"envelope of {len(message)} bytes is over the limit of {bounds.ENVELOPE_BYTES_MAX}")
     view, rows = _parse_canonical(message) or _parse_any(message)
-    _check_frames(view, rows, max_rows)
-    _check_extras(view)
+    n_open = _check_frames(view, rows, max_rows)
+    _check_extras(view, n_open)
     return view
 
 
@@ -278,6 +282,7 @@ def _parse_canonical(message: bytes) -> tuple[EnvelopeView, memoryview] | None:
         exponents=_exponents(extras[0]),
         options=extras[1],
         payload_bytes=payload_bytes,
+        heads=frames.read_heads(memoryview(message)[HEADER_BYTES:lead_at]),
         batch_trace=header[16],
     )
     return view, memoryview(message)[payload_at:payload_end]
@@ -341,17 +346,19 @@ def _parse_any(data: bytes) -> tuple[EnvelopeView, memoryview]:
     if message.row_exponents and len(message.row_exponents) != message.n_rows:
         raise ProtocolError("row exponents do not match the rows")
     payload = np.frombuffer(message.payload, dtype=element).reshape(message.n_rows, message.width)
+    records = _records(message)
     view = EnvelopeView(
         epoch=message.epoch,
         sequence=message.sequence,
         dtype=message.dtype,
         width=message.width,
         sent_ns=message.sent_ns,
-        frames=_records(message),
+        frames=records,
         payload=payload,
         exponents=_exponents(message.row_exponents),
         options=list(message.options),
         payload_bytes=len(message.payload),
+        heads=frames.read_heads(records),
         batch_trace=_trace(message.batch_trace),
     )
     return view, memoryview(message.payload)
@@ -379,19 +386,16 @@ def _check_shape(n_rows: int, width: int) -> None:
         raise ProtocolError(f"row width {width} is outside 1..{bounds.N_EMBD_MAX}")
 
 
-def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> None:
-    """Hold every count, flag and checksum of a parsed envelope against its content."""
-    records = view.frames
-    counts = records["n_rows"].tolist()
-    if not counts:
+def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> int:
+    """Hold every count, flag and checksum of a parsed envelope against its content. Returns how many frames open."""
+    if not view.heads:
         raise ProtocolError("envelope has no frames")
-    if sum(counts) != view.payload.shape[0]:
-        raise ProtocolError(f"frames announce {sum(counts)} rows, envelope holds {view.payload.shape[0]}")
+    n_rows = sum([head[3] for head in view.heads])
+    if n_rows != view.payload.shape[0]:
+        raise ProtocolError(f"frames announce {n_rows} rows, envelope holds {view.payload.shape[0]}")
     row_bytes = view.width * view.payload.itemsize
-    at = 0
-    for count, flags, position, expected in zip(
-        counts, records["flags"].tolist(), records["position"].tolist(), records["checksum"].tolist(), strict=True
-    ):
+    at = n_open = 0
+    for _, _, position, count, flags, _, expected, _, _ in view.heads:
         control = flags & _CONTROL
         if (control == 0) == (count == 0):
             raise ProtocolError("a frame must either carry rows or be a control, not both or neither")
@@ -400,17 +404,18 @@ def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> None:
         if position + count > bounds.CTX_TOKENS_MAX:
             raise ProtocolError(f"a position is beyond the limit of {bounds.CTX_TOKENS_MAX} tokens")
         if count == 0:
+            n_open += control == _OPEN
             continue
         if count > max_rows:
             raise ProtocolError(f"a frame of {count} rows is over the limit of {max_rows}")
         if checksum(rows[at : at + count * row_bytes]) != expected:
             raise ChecksumError("a frame's rows do not match their checksum; the sender may repeat the step")
         at += count * row_bytes
+    return n_open
 
 
-def _check_extras(view: EnvelopeView) -> None:
+def _check_extras(view: EnvelopeView, n_open: int) -> None:
     """Hold exponents and options against the rows and frames they belong to."""
-    n_open = sum(flags & _OPEN != 0 for flags in view.frames["flags"].tolist())
     if n_open != len(view.options):
         raise ProtocolError(f"{n_open} open frames came with {len(view.options)} session options")
     if any(options.ByteSize() > bounds.OPTIONS_BYTES_MAX for options in view.options):

@@ -10,6 +10,8 @@ This module does not know envelopes, links or sessions' meaning.
 from __future__ import annotations
 
 import functools
+import struct
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ import numpy as np
 TRACE_BYTES = 25  # trace id (16), span id (8), flags (1)
 
 Records = np.ndarray[Any, np.dtype[np.void]]
+# One record's session_id, epoch, position, n_rows, flags, argument, checksum, enqueued_ns and trace.
+Head = tuple[int, int, int, int, int, int, int, int, bytes]
 
 
 class Flag:
@@ -80,6 +84,13 @@ FRAME_CONSTANTS: dict[str, int] = {
 }
 
 
+# The same layout once more, for reading and writing whole records: a column costs numpy about what a whole record costs
+# `struct`, and a decode step has as few records as columns.
+_READ = struct.Struct(f"<3xQxIxIxIxIxQxQxQ2x{TRACE_BYTES}s")
+_WRITE = struct.Struct(f"<3BQBIBIBIBIBQBQBQ2B{TRACE_BYTES}s")
+assert _READ.size == _WRITE.size == FRAME_BYTES
+
+
 def new_frames(n_frames: int) -> Records:
     """Return n_frames zeroed records with every protobuf tag in place."""
     frames: Records = np.zeros(n_frames, dtype=FRAME_DTYPE)
@@ -112,6 +123,22 @@ def _mask_and_constants(n_frames: int) -> tuple[int, int]:
         int.from_bytes(mask.tobytes() * n_frames, "little"),
         int.from_bytes(constants.tobytes() * n_frames, "little"),
     )
+
+
+def read_heads(records: Any) -> list[Head]:
+    """Return the columns of all records, one tuple per record; `records` are their bytes or an array of them."""
+    return list(_READ.iter_unpack(records))
+
+
+def write_heads(into: memoryview, heads: Iterable[Head]) -> None:
+    """Write whole records one after the other, tags included."""
+    at = 0
+    for session_id, epoch, position, n_rows, flags, argument, checksum, enqueued_ns, trace in heads:
+        _WRITE.pack_into(
+            into, at, 0x42, FRAME_BYTES - 2, 0x09, session_id, 0x15, epoch, 0x1D, position, 0x25, n_rows, 0x2D, flags,
+            0x31, argument, 0x39, checksum, 0x41, enqueued_ns, 0x4A, TRACE_BYTES, trace,
+        )  # fmt: skip
+        at += FRAME_BYTES
 
 
 def set_traces(frames: Records, traces: list[bytes]) -> None:

@@ -133,7 +133,7 @@ async def serve(config: StageConfig) -> AsyncIterator[tuple[str, StageFacts, asy
         if not task.cancelled() and (error := task.exception()) is not None:
             crash(error)
 
-    runner = Runner(batcher, executor, service.deliver, crash)
+    runner = Runner(batcher, executor, service.deliver, crash, service.account)
     service.attach(runner)
     sender = asyncio.create_task(service.send_forever())
     sender.add_done_callback(task_ended)

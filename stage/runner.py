@@ -1,9 +1,12 @@
 """The decode thread: takes steps from the batcher, runs them, hands results to the event loop.
 
 Theory of operation. One thread owns the native engine for its whole life. It shares the batcher with the event loop
-under one condition variable: the loop pushes frames and notifies, the thread takes the next step the moment the last
-one is done, without a round trip through the loop. So frames that arrive during a native step form the next batch,
+under one lock: the loop pushes frames and wakes the thread if it sleeps, the thread takes the next step the moment the
+last one is done, without a round trip through the loop. So frames that arrive during a native step form the next batch,
 and the event loop never waits for a decode.
+
+The thread sleeps on a lock that whoever wakes it releases (`_Bell`). A condition variable does the same in so much
+Python that a thread whose core has been idle, its caches cold, takes tens of microseconds longer to get to work.
 
 `OUTBOX_STEPS_MAX` bounds the results that the loop has not yet carried away: when the downstream link has no credit
 the thread stops taking steps, the queue holds its frames, and upstream runs out of credit in turn.
@@ -28,7 +31,11 @@ OUTBOX_STEPS_MAX = 4  # steps computed but not yet sent; enough to hide the send
 
 
 class Runner:
-    """Owns the decode thread. `deliver` is called on the event loop with each step's result, in order."""
+    """Owns the decode thread. `deliver` is called on the event loop with each step's result, in order.
+
+    `account` is called with the same results, each after its `deliver` and what that has set going: what the next stage
+    need not wait for.
+    """
 
     def __init__(
         self,
@@ -36,11 +43,12 @@ class Runner:
         executor: StepExecutor,
         deliver: Callable[[StepResult], None],
         on_crash: Callable[[BaseException], None],
+        account: Callable[[StepResult], None] = lambda result: None,
     ) -> None:
         self._batcher, self._executor = batcher, executor
-        self._deliver, self._on_crash = deliver, on_crash
+        self._deliver, self._account, self._on_crash = deliver, account, on_crash
         self._loop = asyncio.get_running_loop()
-        self._changed = threading.Condition()
+        self._bell = _Bell()
         self._calls: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
         self._outbox_steps = 0
         self._stopping = False
@@ -61,40 +69,41 @@ class Runner:
     def push(self, frames: list[QueuedFrame]) -> list[QueuedFrame]:
         """Queue frames in order and wake the thread. Returns waiting frames that a close made pointless."""
         dropped: list[QueuedFrame] = []
-        with self._changed:
+        with self._bell.lock:
             for frame in frames:
                 if frame.flags & Flag.CLOSE:
                     self._executor.cancelled.add(frame.session_key)
                 dropped += self._batcher.push(frame)
-            self._changed.notify()
+            self._bell.ring()
         return dropped
 
     def drop_route(self, route_id: int) -> list[QueuedFrame]:
         """Forget the waiting frames of a route."""
-        with self._changed:
+        with self._bell.lock:
             return self._batcher.drop_route(route_id)
 
     def sent(self) -> None:
         """Say that one step's result has left the process (or never will)."""
-        with self._changed:
+        with self._bell.lock:
             self._outbox_steps -= 1
-            self._changed.notify()
+            if self._outbox_steps == OUTBOX_STEPS_MAX - 1:  # the thread waits for nothing else that this could change
+                self._bell.ring()
 
     async def call(self, function: Callable[[], Any]) -> Any:
         """Run a function in the decode thread between two steps and return its result."""
         future: asyncio.Future[Any] = self._loop.create_future()
-        with self._changed:
+        with self._bell.lock:
             if self._stopping:
                 raise InternalError("the decode thread has stopped")
             self._calls.append((function, future))
-            self._changed.notify()
+            self._bell.ring()
         return await future
 
     async def stop(self, timeout_s: float | None = None) -> None:
         """Let the current step end, then end the thread. After `timeout_s` a step that hangs is left behind."""
-        with self._changed:
+        with self._bell.lock:
             self._stopping = True
-            self._changed.notify()
+            self._bell.ring()
         await asyncio.to_thread(self._thread.join, timeout_s)
 
     def _run(self) -> None:
@@ -109,7 +118,7 @@ class Runner:
 
     def _refuse_calls(self) -> None:
         """Answer whoever still waits for `call`; nobody may wait for a thread that has ended."""
-        with self._changed:
+        with self._bell.lock:
             self._stopping = True
             calls, self._calls = self._calls, []
         for _, future in calls:
@@ -118,7 +127,7 @@ class Runner:
     def _turn(self) -> bool:
         """Wait for work and do one piece of it; False once stopping."""
         step = None
-        with self._changed:
+        with self._bell.lock:
             while True:
                 if self._stopping:
                     return False
@@ -130,7 +139,7 @@ class Runner:
                     if step is not None:
                         self._outbox_steps += 1
                         break
-                self._changed.wait()
+                self._bell.wait()
         for function, future in calls:
             self._answer(function, future)
         if step is not None:
@@ -141,8 +150,12 @@ class Runner:
         return True
 
     def _hand_over(self, result: StepResult) -> None:
+        self._guarded(self._deliver, result)
+        self._loop.call_soon(self._guarded, self._account, result)
+
+    def _guarded(self, carry: Callable[[StepResult], None], result: StepResult) -> None:
         try:
-            self._deliver(result)
+            carry(result)
         except Exception as error:  # a bug of ours too: steps whose results nobody carries away would stop the thread
             self._on_crash(error)
             raise
@@ -154,6 +167,31 @@ class Runner:
             self._loop.call_soon_threadsafe(_settle, future, None, error)
         else:
             self._loop.call_soon_threadsafe(_settle, future, result, None)
+
+
+class _Bell:
+    """What one thread sleeps on and others wake it by. All but waiting happens under `lock`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._asleep = False
+        self._rung = threading.Lock()  # held but for the moment between a ring and its sleeper's waking
+        self._rung.acquire()
+
+    def ring(self) -> None:
+        """Wake the sleeper, if it sleeps; the caller holds the lock."""
+        if self._asleep:
+            self._asleep = False
+            self._rung.release()
+
+    def wait(self) -> None:
+        """Give the lock up until the bell is rung, then hold it again. Every ring after `wait` began wakes."""
+        self._asleep = True
+        self.lock.release()
+        try:
+            self._rung.acquire()
+        finally:
+            self.lock.acquire()
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

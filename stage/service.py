@@ -100,10 +100,6 @@ class StageService:
 
     def deliver(self, result: StepResult) -> None:
         """Carry one step's results away; called on the event loop in step order."""
-        self._stats.step_done(result)
-        self._stepped.set()
-        for frame in result.consumed:
-            frame.give_credit()
         sends: list[tuple[Route, RouteOutput]] = []
         for output in result.outputs:
             route = self._routes.get(output.route_id)
@@ -118,6 +114,13 @@ class StageService:
             self._sends.put_nowait(sends)
         else:
             self.runner.sent()
+
+    def account(self, result: StepResult) -> None:
+        """Take note of a step whose results are under way; called on the event loop in step order."""
+        self._stats.step_done(result)
+        self._stepped.set()
+        for frame in result.consumed:
+            frame.give_credit()
         for close, summary in self._observer.step_done(result):
             route = self._routes.get(close.route_id)
             if route is not None and route.epoch == close.epoch:

@@ -285,7 +285,9 @@ async def served(
     executor = StepExecutor(engine, LaneTable(n_lanes, CTX), stage_index, embeddings, close=engine.close)
     service = StageService(facts, executor, StageStats(), telemetry)
     crashed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-    runner = Runner(Batcher(DrainPolicy(MAX_ROWS, MAX_ROWS)), executor, service.deliver, crashed.set_result)
+    runner = Runner(
+        Batcher(DrainPolicy(MAX_ROWS, MAX_ROWS)), executor, service.deliver, crashed.set_result, service.account
+    )
     service.attach(runner)
     sender = asyncio.create_task(service.send_forever())
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)

@@ -215,10 +215,39 @@ async def test_a_bug_in_a_step_is_a_crash_that_somebody_hears_of() -> None:
             await h.runner.call(lambda: None)
 
 
-async def test_a_bug_in_carrying_results_away_is_one_too() -> None:
+async def test_a_step_is_accounted_for_after_what_its_delivery_set_going() -> None:
+    async with harness() as h:
+        loop, order = asyncio.get_running_loop(), list[str]()
+        accounted = asyncio.Event()
+
+        def deliver(result: StepResult) -> None:
+            order.append("delivered")
+            loop.call_soon(order.append, "sent")
+
+        def account(result: StepResult) -> None:
+            order.append("accounted")
+            accounted.set()
+
+        h.runner._deliver, h.runner._account = deliver, account
+        h.runner.push([control(0, Flag.OPEN)])
+        async with asyncio.timeout(20):
+            await accounted.wait()
+        assert order == ["delivered", "sent", "accounted"]
+
+
+async def test_a_thread_that_went_to_sleep_is_woken_by_every_kind_of_work() -> None:
+    async with harness() as h:
+        for session_id in range(100):  # each finds the thread asleep, about to sleep or awake, as it happens
+            await h.open(session_id % 60)
+            assert await h.runner.call(lambda: 7) == 7
+            assert await h.runner.call(lambda: 8) == 8
+
+
+@pytest.mark.parametrize("part", ["_deliver", "_account"])
+async def test_a_bug_in_carrying_results_away_is_one_too(part: str) -> None:
     async with harness() as h:
         await h.open(0)
-        h.runner._deliver = lambda result: 1 // 0
+        setattr(h.runner, part, lambda result: 1 // 0)
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # it is to be told, not shown
         h.runner.push([rows_frame(0, 0)])
         async with asyncio.timeout(20):

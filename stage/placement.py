@@ -6,7 +6,7 @@ import dataclasses
 
 from stage.lanes import Lane
 from stage.queue_types import QueuedFrame
-from wire.envelope import Buffer
+from wire.frames import Head
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,11 +38,8 @@ def run_length(placed: list[Placed], at: int) -> int:
     return run
 
 
-def fill_frames(buffer: Buffer, forwarded: list[QueuedFrame]) -> None:
-    """Write the header records of frames that go on to the next stage."""
-    buffer.fill_frames(
-        [
-            (f.session_id, f.epoch, f.position, f.n_rows, f.flags, f.argument, 0, f.arrived_ns, f.trace)
-            for f in forwarded
-        ]
-    )
+def heads_of(forwarded: list[QueuedFrame]) -> list[Head]:
+    """Return the headers of frames that go on to the next stage; sealing fills the checksums in."""
+    return [
+        (f.session_id, f.epoch, f.position, f.n_rows, f.flags, f.argument, 0, f.arrived_ns, f.trace) for f in forwarded
+    ]

@@ -102,6 +102,8 @@ class GroupPolicy:
         envelope = (prefill if is_prefill_first else decode)[0].envelope
         n_decode, rows = _of_envelope(decode, envelope, 0, self.max_rows)
         n_prefill, _ = _of_envelope(prefill, envelope, rows, self.max_rows)
+        if n_decode == len(decode) and n_prefill == len(prefill):
+            return Choice(n_decode, n_prefill, GROUP)
         if not n_prefill:
             rest = sum(frame.n_rows for frame in decode[n_decode:])
             if 0 < rest <= self.curve.padded_rows(rows, self.max_rows) - rows:

@@ -22,12 +22,13 @@ from stage.artifact import StageArtifact
 from stage.batcher import Batcher
 from stage.config import StageConfig
 from stage.lanes import LaneTable
+from stage.placement import heads_of
 from stage.policy import DrainPolicy
 from stage.queue_types import QueuedFrame, Step
 from stage.runner import Runner
 from stage.service import StageFacts, StageService
 from stage.stats import StageStats
-from stage.step import StepExecutor, fill_frames
+from stage.step import StepExecutor
 from stage.step_types import RouteWiring
 from wire import bounds, rpc
 from wire.envelope import DTYPE_F32, DTYPE_TOKENS, Buffer, BufferPool, with_extras
@@ -407,8 +408,7 @@ def envelope_of(*frames: QueuedFrame, epoch: int = EPOCH, width: int | None = No
     buffer = Buffer(dtype, width, len(frames), sum(map(len, rows)))
     if rows:
         buffer.payload[:] = np.concatenate(rows)
-    fill_frames(buffer, list(frames))
-    buffer.seal(epoch, 1, 0)
+    buffer.seal(epoch, 1, 0, heads=heads_of(list(frames)))
     return with_extras(buffer, None, [frame.options for frame in frames if frame.options is not None])
 
 

@@ -44,8 +44,9 @@ def written_whole(like: Buffer, heads: list[Head]) -> bytes:
     again.frames.view(np.uint8)[:] = 0xA5
     again.payload[:] = like.payload
     again.exponents[:] = like.exponents
-    again.fill_frames(heads)
-    again.seal(1, 2, 3)
+    with pytest.raises(InternalError):
+        again.seal(1, 2, 3, heads=heads[1:])
+    again.seal(1, 2, 3, heads=[(*head[:6], 0, *head[7:]) for head in heads])
     return again.message
 
 

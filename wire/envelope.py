@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ from google.protobuf.message import DecodeError
 
 from wire import bounds, frames, trace_context
 from wire.errors import ChecksumError, InternalError, ProtocolError
-from wire.frames import Head
+from wire.frames import FRAME_DTYPE, Head
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.rows import EXPONENT_MAX
 
@@ -124,21 +124,27 @@ class Buffer:
         self.exponents = raw[exponents_at:].view(np.int8)
         frames.stamp_tags(self.frames)
 
-    def fill_frames(self, heads: Iterable[Head]) -> None:
-        """Write all frame records, for senders that have them row by row; `seal` replaces the checksums."""
-        frames.write_heads(self._bytes[HEADER_BYTES:], heads)
-
-    def seal(self, epoch: int, sequence: int, sent_ns: int, batch_trace: bytes = trace_context.NONE) -> None:
+    def seal(
+        self,
+        epoch: int,
+        sequence: int,
+        sent_ns: int,
+        batch_trace: bytes = trace_context.NONE,
+        heads: Sequence[Head] | None = None,
+    ) -> None:
         """Fill the header and every data frame's checksum; the last step before sending.
 
-        batch_trace: 25 bytes, the context of the batch that computed these rows. Raises InternalError when the frames'
-        n_rows do not add up to the buffer's rows.
+        batch_trace: 25 bytes, the context of the batch that computed these rows. heads: the frames, one for each of the
+        buffer's, for a sender that has not filled `frames`; their checksums are ignored. Raises InternalError when the
+        frames are not as many, or their n_rows do not add up to the buffer's rows.
         """
         dtype, n_rows, width, n_frames = self._constants
         t1, t2, t3, t4, t5, t6, t7, t8 = _HEADER_TAGS
         head = (t1, epoch, t2, sequence, t3, dtype, t4, n_rows, t5, width, t6, sent_ns, t7, n_frames)
         _HEADER.pack_into(self._bytes, 0, *head, t8, frames.TRACE_BYTES, batch_trace)
-        counts = self.frames["n_rows"].tolist()
+        counts = self.frames["n_rows"].tolist() if heads is None else [head[3] for head in heads]
+        if len(counts) != n_frames:
+            raise InternalError(f"{len(counts)} frames for an envelope of {n_frames}")
         if sum(counts) != n_rows:
             raise InternalError(f"frames announce {sum(counts)} rows, their envelope holds {n_rows}")
         row_bytes = width * self.payload.itemsize
@@ -147,7 +153,10 @@ class Buffer:
         for count in counts:
             sums.append(checksum(self._bytes[at : at + count * row_bytes]) if count else 0)
             at += count * row_bytes
-        self.frames["checksum"] = sums
+        if heads is None:
+            self.frames["checksum"] = sums
+        else:
+            frames.write_heads(self._bytes[HEADER_BYTES:], heads, sums)
 
 
 def _writable(message: bytes) -> memoryview:
@@ -227,13 +236,18 @@ class EnvelopeView:
     dtype: int
     width: int
     sent_ns: int
-    frames: frames.Records  # (n_frames,)
+    heads: list[Head]  # one per frame
     payload: npt.NDArray[Any]  # (n_rows, width) of NUMPY_DTYPE[dtype]
     exponents: npt.NDArray[np.int8] | None  # (n_rows,); None when all are zero
     options: list[pb.SessionOptions]  # one per OPEN frame, in order
     payload_bytes: int
-    heads: list[Head]  # the same as `frames`, one tuple per frame
+    records: memoryview  # the frames' bytes, which `heads` were read from
     batch_trace: bytes = trace_context.NONE  # 25 bytes, see wire.trace_context
+
+    @property
+    def frames(self) -> frames.Records:
+        """The frames as records (n_frames,), for who wants columns."""
+        return np.frombuffer(self.records, dtype=FRAME_DTYPE)
 
 
 def parse(message: bytes, *, max_rows: int = bounds.ROWS_PER_FRAME_MAX) -> EnvelopeView:
@@ -271,18 +285,19 @@ def _parse_canonical(message: bytes) -> tuple[EnvelopeView, memoryview] | None:
     extras = _parse_extras(message, payload_end)
     if extras is None or not frames.has_canonical_tags(message, HEADER_BYTES, n_frames):
         return None
+    records = memoryview(message)[HEADER_BYTES:lead_at]
     view = EnvelopeView(
         epoch=epoch,
         sequence=sequence,
         dtype=dtype,
         width=width,
         sent_ns=sent_ns,
-        frames=np.frombuffer(message, dtype=frames.FRAME_DTYPE, count=n_frames, offset=HEADER_BYTES),
+        heads=frames.read_heads(records),
         payload=np.frombuffer(message, dtype=element, count=n_rows * width, offset=payload_at).reshape(n_rows, width),
         exponents=_exponents(extras[0]),
         options=extras[1],
         payload_bytes=payload_bytes,
-        heads=frames.read_heads(memoryview(message)[HEADER_BYTES:lead_at]),
+        records=records,
         batch_trace=header[16],
     )
     return view, memoryview(message)[payload_at:payload_end]
@@ -346,19 +361,19 @@ def _parse_any(data: bytes) -> tuple[EnvelopeView, memoryview]:
     if message.row_exponents and len(message.row_exponents) != message.n_rows:
         raise ProtocolError("row exponents do not match the rows")
     payload = np.frombuffer(message.payload, dtype=element).reshape(message.n_rows, message.width)
-    records = _records(message)
+    records = memoryview(_records(message).tobytes())
     view = EnvelopeView(
         epoch=message.epoch,
         sequence=message.sequence,
         dtype=message.dtype,
         width=message.width,
         sent_ns=message.sent_ns,
-        frames=records,
+        heads=frames.read_heads(records),
         payload=payload,
         exponents=_exponents(message.row_exponents),
         options=list(message.options),
         payload_bytes=len(message.payload),
-        heads=frames.read_heads(records),
+        records=records,
         batch_trace=_trace(message.batch_trace),
     )
     return view, memoryview(message.payload)

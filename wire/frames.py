@@ -130,10 +130,11 @@ def read_heads(records: Any) -> list[Head]:
     return list(_READ.iter_unpack(records))
 
 
-def write_heads(into: memoryview, heads: Iterable[Head]) -> None:
-    """Write whole records one after the other, tags included."""
+def write_heads(into: memoryview, heads: Iterable[Head], checksums: Iterable[int]) -> None:
+    """Write whole records one after the other, tags included, with these checksums in place of the heads' own."""
     at = 0
-    for session_id, epoch, position, n_rows, flags, argument, checksum, enqueued_ns, trace in heads:
+    for head, checksum in zip(heads, checksums, strict=True):
+        session_id, epoch, position, n_rows, flags, argument, _, enqueued_ns, trace = head
         _WRITE.pack_into(
             into, at, 0x42, FRAME_BYTES - 2, 0x09, session_id, 0x15, epoch, 0x1D, position, 0x25, n_rows, 0x2D, flags,
             0x31, argument, 0x39, checksum, 0x41, enqueued_ns, 0x4A, TRACE_BYTES, trace,

@@ -1,0 +1,231 @@
+"""Stages die while everybody talks: `python -m benches.soak [--minutes 3] [--seed 1]`.
+
+Streams of the demonstration model ask one request after the other, some of them leave in the middle of an answer, and
+meanwhile stages are killed, ended or stopped for seconds, at random and from the seed. What must come out of it: every
+request that nobody cancelled is answered whole, every answer is the unsplit model's (near-ties weighed as in
+reference.py), also what was read of cancelled ones, and at the end no lane is taken. What is reported beside that is
+what users noticed: the pauses between tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benches import interrupt, machine, parts
+from benches.arguments import number
+from benches.reference import Answer, Prompt, expected_answers, judge, near_tie, score
+from deploy import load
+from deploy.demo_run import MODEL
+from deploy.load import Request, Target
+from deploy.local import RESTARTS_MAX, LocalConfig, LocalPipeline, running
+from deploy.splits import split_for
+from wire.process import first_of
+
+N_STAGES, N_LANES, N_STREAMS = 3, 10, 16  # some always wait for a lane
+CTX_TOKENS, TOKENS_MAX = 256, 80
+PROMPT_LENGTHS = (1, 3, 8, 20, 60, 120)
+N_PROMPTS = 30
+LEAVING_SHARE = 0.15  # of all requests
+CANCELLED = "cancelled"
+REQUEST_TIMEOUT_S = 150.0  # beyond the time that requests wait for a stage: whoever takes longer hangs
+QUIET_S = 15.0  # at the end, without faults
+DEATHS_WINDOW_S, DEATHS_MAX = 70.0, RESTARTS_MAX - 1  # of one stage: `up` gives up a stage that dies more often
+KINDS = ("kill", "kill", "end", "stop")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that happens to a stage."""
+
+    at_s: float  # since the start
+    kind: str  # kill: SIGKILL; end: SIGTERM; stop: SIGSTOP, for stopped_s
+    stage: int
+    stopped_s: float
+
+
+def faults_of(seed: int, minutes: float) -> Iterator[Fault]:
+    """Yield what happens, in order: one fault every few seconds, no stage so often that it is given up. Pure."""
+    rng = random.Random(seed)
+    deaths_s: dict[int, list[float]] = collections.defaultdict(list)
+    at_s = 0.0
+    while (at_s := at_s + rng.uniform(1.0, 11.0)) < 60 * minutes - QUIET_S:
+        fault = Fault(at_s, rng.choice(KINDS), rng.randrange(N_STAGES), rng.uniform(0.2, 4.0))
+        if fault.kind != "stop":
+            recent = [death_s for death_s in deaths_s[fault.stage] if at_s - death_s < DEATHS_WINDOW_S]
+            if len(recent) >= DEATHS_MAX:
+                continue
+            deaths_s[fault.stage] = [*recent, at_s]
+        yield fault
+
+
+async def inflict(pipeline: LocalPipeline, fault: Fault) -> bool:
+    """Do it to the stage's process of the moment; returns whether there was one."""
+    child = pipeline.stages[fault.stage]
+    if child.exited.is_set():
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        if fault.kind == "stop":
+            os.kill(child.pid, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(fault.stopped_s)
+            finally:
+                os.kill(child.pid, signal.SIGCONT)
+        else:
+            os.kill(child.pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM)
+        return True
+    return False
+
+
+class Soak:
+    """One soak: who asks what, and what came back."""
+
+    def __init__(self, seed: int, minutes: float) -> None:
+        self.seed, self.minutes = seed, minutes
+        rng = random.Random(seed)
+        lengths = [rng.choice(PROMPT_LENGTHS) for _ in range(N_PROMPTS)]
+        self.prompts: list[Prompt] = [tuple(rng.randrange(256, 450) for _ in range(length)) for length in lengths]
+        self.requests: list[Request] = []
+        self.inflicted: collections.Counter[str] = collections.Counter()
+
+    async def run(self) -> dict[str, Any]:
+        """Run it; returns the pipeline's own picture at the end."""
+        arguments = ("--ctx", str(CTX_TOKENS), "--lanes", str(N_LANES))
+        split = split_for(MODEL, N_STAGES, None, None)
+        config = LocalConfig(split, ("127.0.0.1", 0), 1, arguments, ("--no-share",))
+        async with running(config, lambda _, __: None) as (pipeline, ready), load.client() as session:
+            target = Target(ready["url"], "openai", ready["model"])
+            began_s = time.monotonic()
+            streams = [self._stream(session, target, began_s, index) for index in range(N_STREAMS)]
+            work = asyncio.gather(self._chaos(pipeline, began_s), *streams)
+            await first_of(work, pipeline.failed)
+            if pipeline.failed.done():
+                work.cancel()
+                pipeline.failed.result()
+            await work
+            return await self._until_free(session, target)
+
+    async def _until_free(self, session: aiohttp.ClientSession, target: Target) -> dict[str, Any]:
+        """Wait until no stage holds a lane: closes are under way when the last token arrives. Raises TimeoutError."""
+        async with asyncio.timeout(QUIET_S):
+            while True:
+                picture = await parts.pipeline_status(session, target)
+                if not any(stage["lanes_used"] for stage in picture["stages"]):
+                    return picture
+
+    async def _chaos(self, pipeline: LocalPipeline, began_s: float) -> None:
+        for fault in faults_of(self.seed, self.minutes):
+            await asyncio.sleep(max(0.0, began_s + fault.at_s - time.monotonic()))
+            if await inflict(pipeline, fault):
+                self.inflicted[fault.kind] += 1
+                print(f"{fault.at_s:6.1f} s: {fault.kind} stage {fault.stage}", file=sys.stderr, flush=True)
+
+    async def _stream(self, session: aiohttp.ClientSession, target: Target, began_s: float, index: int) -> None:
+        rng = random.Random(f"{self.seed} {index}")
+        while time.monotonic() < began_s + 60 * self.minutes:
+            request = Request(rng.randrange(N_PROMPTS), rng.randint(2, TOKENS_MAX), time.monotonic_ns())
+            leaves_after = rng.randint(1, request.n_tokens) if rng.random() < LEAVING_SHARE else 0
+            self.requests.append(request)
+            await self._ask(session, target, request, leaves_after)
+
+    async def _ask(self, session: aiohttp.ClientSession, target: Target, request: Request, leaves_after: int) -> None:
+        asking: asyncio.Task[Request]
+
+        def on_token(asked: Request) -> None:
+            if leaves_after and len(asked.tokens) >= leaves_after:
+                asking.cancel()
+
+        prompt = self.prompts[request.prompt_index]
+        asking = asyncio.create_task(load.complete(session, target, prompt, request, on_token))
+        done, _ = await asyncio.wait([asking], timeout=REQUEST_TIMEOUT_S)
+        if not done:
+            asking.cancel()
+            request.error = f"no end after {REQUEST_TIMEOUT_S:.0f} s"
+        elif asking.cancelled():
+            request.error = CANCELLED
+
+
+async def wrong_answers(soak: Soak) -> list[str]:
+    """Return one line for each request that failed or whose tokens, as far as they came, are not the model's."""
+    answers = await expected_answers(MODEL, soak.prompts, TOKENS_MAX, 2)
+    told = {(request.prompt_index, tuple(request.tokens)) for request in soak.requests}
+    doubtful = sorted((at, tokens) for at, tokens in told if tokens != answers[at][: len(tokens)])
+    gaps = await score(MODEL, [(soak.prompts[at], tokens) for at, tokens in doubtful], 2)
+    return faulty(soak.requests, answers, dict(zip(doubtful, gaps, strict=True)))
+
+
+def faulty(
+    requests: Sequence[Request], answers: Sequence[Answer], gaps: dict[tuple[int, Answer], list[float]]
+) -> list[str]:
+    """Say what is wrong with which request, see wrong_answers. Pure.
+
+    gaps: of (prompt index, tokens) that are not exact, each token's distance below the best (see reference.score).
+    """
+    found: list[str] = []
+    for request in requests:
+        tokens = tuple(request.tokens)
+        verdict = judge(
+            tokens, answers[request.prompt_index][: len(tokens)], gaps.get((request.prompt_index, tokens)),
+            near_tie("q4_0"),
+        )  # fmt: skip
+        if request.error not in ("", CANCELLED):
+            found.append(f"prompt {request.prompt_index}: {request.error}")
+        elif not request.error and not request.is_complete:
+            found.append(f"prompt {request.prompt_index}: {len(tokens)} of {request.n_tokens} tokens")
+        elif not verdict.agrees:
+            where = f"prompt {request.prompt_index} differs from token {verdict.n_exact} on"
+            found.append(f"{where}, {verdict.worst_gap:.2f} deviations below the best")
+    return found
+
+
+async def main(argv: Sequence[str] | None = None) -> int:
+    """Soak, judge, report; exit code 1 where a request failed, an answer was wrong or a lane was kept."""
+    parser = argparse.ArgumentParser(prog="python -m benches.soak", description=__doc__)
+    parser.add_argument("--minutes", type=number, default=3)
+    parser.add_argument("--seed", type=int, default=1, help="of faults, prompts and who leaves when")
+    parser.add_argument("--out", type=Path, default=Path("build/bench"))
+    options = parser.parse_args(argv)
+    soak = Soak(options.seed, options.minutes)
+    picture = await soak.run()
+    wrong = await wrong_answers(soak)
+    pauses_ms = [pause for request in soak.requests for pause in load.intervals_ms(request)]
+    results = {
+        "machine": machine.facts(),
+        "seed": options.seed,
+        "minutes": options.minutes,
+        "faults": dict(soak.inflicted),
+        "epochs": picture["epoch"],
+        "requests": len(soak.requests),
+        "cancelled": sum(request.error == CANCELLED for request in soak.requests),
+        "tokens": sum(len(request.tokens) for request in soak.requests),
+        "pause_ms": {f"p{share}": load.percentile(pauses_ms, share / 100) for share in (50, 99, 100)},
+        "wrong": wrong,
+    }
+    machine.write_json(options.out / "soak.json", results)
+    pause_ms = results["pause_ms"]
+    assert isinstance(pause_ms, dict)
+    print(
+        f"{results['requests']} requests, {results['cancelled']} of them cancelled, {results['tokens']} tokens; "
+        f"faults {dict(soak.inflicted)}, {picture['epoch']} epochs begun\n"
+        f"between tokens: p50 {pause_ms['p50']:.0f} ms, p99 {pause_ms['p99']:.0f} ms, at most {pause_ms['p100']:.0f} ms"
+    )
+    for line in wrong:
+        print(f"wrong: {line}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(interrupt.run(main()))

@@ -198,9 +198,9 @@ async def by_streams(bench: Bench) -> None:
             for n_streams in plan.streams:
                 for name, target in targets.items():
                     run = await bench.measure(session, "streams", name, target, n_streams, repeat)
-                    if name == "auto":
+                    if name == "auto" and plan.rounds == 1:
                         said = await stages.ask(await parts.pipeline_status(session, target))
-                        run.extra |= stages.figures(said, run.requests, n_streams, plan.n_prompt)
+                        run.extra |= stages.figures(said, run.requests, plan.n_prompt)
         if plan.open_rate_per_s:
             for name in (name for name in targets if name in ("auto", "rpc", "unsplit")):
                 await parts.open_loop(bench, session, name, targets[name])

@@ -97,7 +97,7 @@ def measure(engines: dict[str, NativeEngine], n_steps: int) -> dict[str, dict[in
 def crossings(rows: Sequence[int], first: Sequence[float], second: Sequence[float]) -> list[tuple[int, str]]:
     """Return where the quicker of two changes: (rows, "first" or "second") from each change on. Pure.
 
-    The first entry is who is quicker at the least rows. Times within CLEAR of each other leave things as they were, and
+    The first entry is who first is for certain. Times within CLEAR of each other leave things as they were, and
     a lead of less than CERTAIN counts where the next clear one says the same: steps of a shared machine are noisy.
     """
     lead = [_leader(a, b, CLEAR) for a, b in zip(first, second, strict=True)]

@@ -108,23 +108,35 @@ class Soak:
         config = LocalConfig(split, ("127.0.0.1", 0), 1, arguments, ("--no-share",))
         async with running(config, lambda _, __: None) as (pipeline, ready), load.client() as session:
             target = Target(ready["url"], "openai", ready["model"])
-            began_s = time.monotonic()
-            streams = [self._stream(session, target, began_s, index) for index in range(N_STREAMS)]
-            work = asyncio.gather(self._chaos(pipeline, began_s), *streams)
-            await first_of(work, pipeline.failed)
-            if pipeline.failed.done():
+            work = asyncio.create_task(self._talk(pipeline, session, target))
+            try:
+                await first_of(work, pipeline.failed)
+                if pipeline.failed.done():
+                    pipeline.failed.result()
+                await work
+            finally:
                 work.cancel()
-                pipeline.failed.result()
-            await work
-            return await self._until_free(session, target)
+                await asyncio.gather(work, return_exceptions=True)
+            return await self._at_rest(session, target)
 
-    async def _until_free(self, session: aiohttp.ClientSession, target: Target) -> dict[str, Any]:
-        """Wait until no stage holds a lane: closes are under way when the last token arrives. Raises TimeoutError."""
-        async with asyncio.timeout(QUIET_S):
-            while True:
-                picture = await parts.pipeline_status(session, target)
-                if not any(stage["lanes_used"] for stage in picture["stages"]):
-                    return picture
+    async def _talk(self, pipeline: LocalPipeline, session: aiohttp.ClientSession, target: Target) -> None:
+        began_s = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._chaos(pipeline, began_s))
+            for index in range(N_STREAMS):
+                group.create_task(self._stream(session, target, began_s, index))
+
+    async def _at_rest(self, session: aiohttp.ClientSession, target: Target) -> dict[str, Any]:
+        """Return the pipeline's picture once no stage holds a lane, or after QUIET_S as it is then.
+
+        Closes are under way when the last token arrives, and a stage that was hurt last may not be back yet.
+        """
+        until_s = time.monotonic() + QUIET_S
+        while True:
+            picture = await parts.pipeline_status(session, target)
+            if not kept_lanes(picture) or time.monotonic() > until_s:
+                return picture
+            await asyncio.sleep(0.1)
 
     async def _chaos(self, pipeline: LocalPipeline, began_s: float) -> None:
         for fault in faults_of(self.seed, self.minutes):
@@ -150,12 +162,23 @@ class Soak:
 
         prompt = self.prompts[request.prompt_index]
         asking = asyncio.create_task(load.complete(session, target, prompt, request, on_token))
-        done, _ = await asyncio.wait([asking], timeout=REQUEST_TIMEOUT_S)
-        if not done:
+        try:
+            done, _ = await asyncio.wait([asking], timeout=REQUEST_TIMEOUT_S)
+        finally:
             asking.cancel()
+        if not done:
             request.error = f"no end after {REQUEST_TIMEOUT_S:.0f} s"
         elif asking.cancelled():
             request.error = CANCELLED
+
+
+def kept_lanes(picture: dict[str, Any]) -> list[str]:
+    """Return one line for each stage of GET /v1/pipeline that holds lanes, or does not say. Pure."""
+    return [
+        f"stage {stage['index']} keeps {stage.get('lanes_used', 'nobody knows how many')} lanes"
+        for stage in picture["stages"]
+        if stage.get("lanes_used", 1)
+    ]
 
 
 async def wrong_answers(soak: Soak) -> list[str]:
@@ -200,7 +223,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     soak = Soak(options.seed, options.minutes)
     picture = await soak.run()
-    wrong = await wrong_answers(soak)
+    wrong = kept_lanes(picture) + await wrong_answers(soak)
     pauses_ms = [pause for request in soak.requests for pause in load.intervals_ms(request)]
     results = {
         "machine": machine.facts(),

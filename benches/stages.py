@@ -29,24 +29,24 @@ class Allowed:
     decode_tok_s: float  # while all of them decode
 
 
-def allowed(stages: Sequence[StageCost], n_streams: int, n_prompt: int, n_tokens: int, *, rounds: int = 1) -> Allowed:
-    """Return what the curves allow n_streams at most, each of which asks `rounds` times. Pure.
+def allowed(stages: Sequence[StageCost], n_streams: int, n_prompt: int, n_tokens: int) -> Allowed:
+    """Return what the curves allow n_streams at most. Pure.
 
     All prompts go through the stages as one train of the best chunk; then decode steps, of which no schedule makes
     more (see best_rate), at the context of half an answer.
     """
     rows = [_with_context(stage.prefill, stage.context_ns * n_prompt / 2) for stage in stages]
     chunks = [chunk for chunk in CHUNK_LADDER if chunk <= min(stage.rows_max for stage in stages)]
-    n_requests, n_more = n_streams * rounds, len(stages) - 1
+    n_more = len(stages) - 1
     prompts_ns = min(
-        (math.ceil(n_requests * n_prompt / chunk) + n_more) * max(curve.cost_ns(chunk) for curve in rows)
+        (math.ceil(n_streams * n_prompt / chunk) + n_more) * max(curve.cost_ns(chunk) for curve in rows)
         for chunk in chunks
     )
     context = n_prompt + n_tokens / 2
     models = [StageModel(_with_context(s.decode, s.context_ns * context), s.prefill, s.rows_max) for s in stages]
     decode_tok_s = best_rate(models, n_streams, 0.0)
-    decode_s = n_requests * (n_tokens - 1) / decode_tok_s
-    return Allowed(n_requests * n_tokens / (prompts_ns / 1e9 + decode_s), decode_tok_s)
+    decode_s = n_streams * (n_tokens - 1) / decode_tok_s
+    return Allowed(n_streams * n_tokens / (prompts_ns / 1e9 + decode_s), decode_tok_s)
 
 
 def _with_context(curve: CostCurve, row_ns: float) -> CostCurve:
@@ -63,26 +63,22 @@ async def ask(status: dict[str, Any]) -> list[pb.StatusResponse]:
     return [one for one in said if one is not None]
 
 
-def figures(
-    said: Sequence[pb.StatusResponse], requests: Sequence[Request], n_streams: int, n_prompt: int
-) -> dict[str, float]:
-    """Return `allowed_tok_s`, `allowed_decode_tok_s` and `overlap_decode` of a closed loop that has just ended. Pure.
+def figures(said: Sequence[pb.StatusResponse], requests: Sequence[Request], n_prompt: int) -> dict[str, float]:
+    """Return `allowed_tok_s`, `allowed_decode_tok_s` and `overlap_decode` of streams that asked once each. Pure.
 
-    requests: of n_streams, as deploy.load.closed_loop returns them, stream by stream. `overlap_decode` is the overlap
-    from the moment every stream had its first token until one of them had its last: before and after fewer run.
-    Figures that nobody knows are left out: curves not measured, answers too short.
+    `overlap_decode` is the overlap from the moment every stream had its first token until one of them had its last:
+    before and after fewer run. (Of streams that ask again neither holds: prompts are read all the time then.) Figures
+    that nobody knows are left out: curves not measured, answers too short.
     """
     found: dict[str, float] = {}
-    costs = [stage_cost(one, ROWS_MAX) for one in said]
-    rounds = len(requests) // n_streams
+    costs = [stage_cost(one, ROWS_MAX, host_ns=0) for one in said]
     if costs and all(cost.decode.is_known and cost.prefill.is_known for cost in costs):
-        most = allowed(costs, n_streams, n_prompt, requests[0].n_tokens, rounds=rounds)
+        most = allowed(costs, len(requests), n_prompt, requests[0].n_tokens)
         found |= {"allowed_tok_s": most.tok_s, "allowed_decode_tok_s": most.decode_tok_s}
     if all(request.token_ns for request in requests):
-        streams = [requests[at : at + rounds] for at in range(0, len(requests), rounds)]
         steps = [list(zip(one.step_start_ns, one.step_end_ns, strict=True)) for one in said]
         # Stages remember a bounded number of steps: before the first of them nobody can tell idle from forgotten.
-        firsts = [*(stream[0].token_ns[0] for stream in streams), *(known[0][0] for known in steps if known)]
-        if shares := overlap_between(steps, max(firsts), min(stream[-1].token_ns[-1] for stream in streams)):
+        firsts = [*(request.token_ns[0] for request in requests), *(known[0][0] for known in steps if known)]
+        if shares := overlap_between(steps, max(firsts), min(request.token_ns[-1] for request in requests)):
             found["overlap_decode"] = shares["2+"]
     return found

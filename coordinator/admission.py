@@ -29,13 +29,8 @@ class Admission:
 
         Raises ContextLengthError (it can never fit) or OverloadedError (no room in the line).
         """
-        request = session.request
-        n_prompt = len(request.prompt_tokens)
-        if n_prompt + request.max_tokens > self.ctx_tokens:
-            raise ContextLengthError(
-                f"This model's maximum context length is {self.ctx_tokens} tokens, but {n_prompt + request.max_tokens} "
-                f"were requested ({n_prompt} in the prompt, {request.max_tokens} for the completion)"
-            )
+        if not self._fits(session):
+            raise self.too_long(session)
         if not self.waiting and len(self.running) < self.n_lanes:
             self.running[session.session_id] = session
             return True
@@ -45,6 +40,21 @@ class Admission:
             )
         self.waiting.append(session)
         return False
+
+    def _fits(self, session: Session) -> bool:
+        return len(session.request.prompt_tokens) + session.request.max_tokens <= self.ctx_tokens
+
+    def too_long(self, session: Session) -> ContextLengthError:
+        """Return what to tell a request that cannot fit."""
+        n_prompt, max_tokens = len(session.request.prompt_tokens), session.request.max_tokens
+        return ContextLengthError(
+            f"This model's maximum context length is {self.ctx_tokens} tokens, but {n_prompt + max_tokens} "
+            f"were requested ({n_prompt} in the prompt, {max_tokens} for the completion)"
+        )
+
+    def unfit(self) -> list[Session]:
+        """Return whom a context that has become smaller, see `resize`, cannot hold."""
+        return [session for session in (*self.running.values(), *self.waiting) if not self._fits(session)]
 
     def figures(self) -> dict[str, int]:
         """Return who runs and who waits, for GET /v1/pipeline; `kv_tokens` is what the running ones hold."""

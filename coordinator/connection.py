@@ -151,11 +151,11 @@ async def _costs_now(connection: Connection) -> list[StageCost]:
     return costs
 
 
-def stage_cost(said: pb.DescribeResponse | pb.StatusResponse, rows_max: int) -> StageCost:
+def stage_cost(said: pb.DescribeResponse | pb.StatusResponse, rows_max: int, host_ns: int = HOST_STEP_NS) -> StageCost:
     """Read what a stage says of its speed, and add what a step costs beside the native decode."""
     return StageCost(
-        CostCurve((point.n_rows, point.cost_ns + HOST_STEP_NS) for point in said.decode_curve),
-        CostCurve((point.n_rows, point.cost_ns + HOST_STEP_NS) for point in said.prefill_curve),
+        CostCurve((point.n_rows, point.cost_ns + host_ns) for point in said.decode_curve),
+        CostCurve((point.n_rows, point.cost_ns + host_ns) for point in said.prefill_curve),
         rows_max,
         max(0.0, said.context_ns) if math.isfinite(said.context_ns) else 0.0,
     )

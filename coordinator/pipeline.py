@@ -35,7 +35,7 @@ from coordinator.scheduler import Scheduler
 from coordinator.session import REPLAYS_MAX, OutFrame, Session, State
 from coordinator.stage_client import StageClient
 from coordinator.streams import AUDIENCE_MAX, Audience, SessionStream, sharing_key
-from coordinator.suspects import LOSSES_MAX, Suspects
+from coordinator.suspects import Suspects, given_up
 from coordinator.telemetry_control import greet
 from coordinator.token_sender import TokenSender
 from wire import bounds
@@ -222,6 +222,8 @@ class Pipeline:
     def _resume(self, connection: Connection) -> None:
         for session in self._admission.resize(connection.n_lanes, connection.ctx_tokens):
             session.give_way()  # without a word: nothing of it is open in this epoch
+        for session in self._admission.unfit():
+            self._fail(session, self._admission.too_long(session))
         self._sender = TokenSender(connection.link, self.epoch, self._on_lost)
         planner = GroupPlanner(connection.stage_costs(), self.config.schedule.itl_stretch)
         self._scheduler = Scheduler(self.config.schedule, planner)
@@ -245,8 +247,7 @@ class Pipeline:
     def _give_up_guilty(self, error: RelaylineError) -> None:
         """End the requests that have brought the pipeline down too often, see coordinator.suspects."""
         for session in self._suspects.lost(self._admission.running.values()):
-            why = f"the pipeline was lost {LOSSES_MAX} times while this request ran and had not got further"
-            self._fail(session, InternalError(f"{why}; it is not tried again. The last time: {error.message}"))
+            self._fail(session, given_up(error))
 
     async def _teardown(self) -> None:
         if self._refresher is not None:
@@ -264,7 +265,7 @@ class Pipeline:
         """Let running requests end, bounded by DRAIN_TIMEOUT_S, then end the rest."""
         self.phase = Phase.DRAINING
         self.ready.clear()
-        if self._connection is not None:  # else nobody is left to end them
+        if self._sender is not None:  # else nobody is left to end them
             idle = asyncio.ensure_future(self._idle.wait())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(bounds.DRAIN_TIMEOUT_S):

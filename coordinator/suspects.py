@@ -12,9 +12,16 @@ import collections
 from collections.abc import Iterable
 
 from coordinator.session import Session
+from wire.errors import InternalError, RelaylineError
 
 LOSSES_ALONE = 2  # epochs lost without a token of the session in between, from which on it is tried alone
 LOSSES_MAX = 3  # and at which it is given up
+
+
+def given_up(error: RelaylineError) -> InternalError:
+    """Return what to tell a request that is not tried again; `error` is how the pipeline was lost the last time."""
+    why = f"the pipeline was lost {LOSSES_MAX} times while this request ran and had not got further"
+    return InternalError(f"{why}; it is not tried again. The last time: {error.message}")
 
 
 class Suspects:

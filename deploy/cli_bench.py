@@ -16,7 +16,7 @@ from rich.table import Table
 
 from deploy import load
 from deploy.console_http import KEY_STATUSES, base_url, key_headers, key_option, parsed, refusal
-from wire.errors import StartError
+from wire.errors import StartError, UsageError
 
 FIRST_TOKEN = 100  # below it vocabularies keep their control tokens
 LAST_TOKEN = 1_900  # inside the smallest vocabulary that anybody serves
@@ -62,6 +62,8 @@ def bench_command(url: str, as_json: bool, **given: Any) -> None:
 
     Every prompt is different, so nothing is shared; answers run to their full length. Exit code 1 if one did not.
     """
+    if given["rate"] and given["rounds"] > 1:
+        raise UsageError("--rounds is of streams; with --rate say how many --requests")
     summaries = asyncio.run(_measure(base_url(url), given))
     if as_json:
         for name, summary in summaries:

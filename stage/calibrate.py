@@ -32,8 +32,9 @@ from wire.curve import LADDER
 BUDGET_S = 4.0  # of one calibration; the ladder stops where it is spent and the last slope goes on
 PASSES = 3
 # Few rows tell what the head costs as many decode rows beside a prompt (wire.curve.mixed_cost_ns), where a line through
-# tiles of four is wrong by what a leftover costs. In the order of what they are worth: time may run out.
-PREFILL_LADDER = (4, 8, 16, 32, 3, 1, 2, 64, 128, 5, 6, 7, 12, 256)
+# tiles of four is wrong by what a leftover costs. In the order of what they are worth: time may run out. (One before
+# three: below its first point a curve goes on with the slope of the first two, which from three to four may fall.)
+PREFILL_LADDER = (4, 8, 16, 32, 1, 3, 2, 64, 128, 5, 6, 7, 12, 256)
 CONTEXT_TOKENS = 1_024  # of the lane beside which the price of context is measured
 CONTEXT_COMPUTED_TOKENS = 16  # of them; the others are copies
 CONTEXT_ROWS = 2

@@ -1,7 +1,6 @@
 """Live counters of one stage: what batches formed, how long frames waited, how busy the engine was.
 
-Written by the decode thread, read by the event loop; every field is replaced or incremented in one bytecode-sized
-step, so a reader sees a value that was true, never a torn one.
+Event loop only: steps are counted when their results have been handed over.
 """
 
 from __future__ import annotations
@@ -79,9 +78,7 @@ class StageStats:
             n_padded_rows=self.n_padded_rows,
         )
         if with_recent:
-            # Copies, made in one step each: the decode thread appends meanwhile, which would break off a loop.
-            waits_ns, steps_ns = list(self.recent_wait_ns), list(self.recent_steps_ns)
-            message.recent_wait_ns.extend(waits_ns)
-            message.step_start_ns.extend(start_ns for start_ns, _ in steps_ns)
-            message.step_end_ns.extend(end_ns for _, end_ns in steps_ns)
+            message.recent_wait_ns.extend(self.recent_wait_ns)
+            message.step_start_ns.extend(start_ns for start_ns, _ in self.recent_steps_ns)
+            message.step_end_ns.extend(end_ns for _, end_ns in self.recent_steps_ns)
         return message

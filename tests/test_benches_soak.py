@@ -57,6 +57,11 @@ def test_only_whole_answers_of_the_model_and_beginnings_of_cancelled_ones_are_ri
     assert faulty([near], answers, {(0, (5, 9, 1, 2)): [0.0, 0.1, 0.0, 0.2]}) == []
 
 
+def test_a_stage_that_keeps_lanes_or_says_nothing_is_wrong() -> None:
+    stages = [{"index": 0, "lanes_used": 0}, {"index": 1, "lanes_used": 2}, {"index": 2}]
+    assert soak.kept_lanes({"stages": stages}) == ["stage 1 keeps 2 lanes", "stage 2 keeps nobody knows how many lanes"]
+
+
 async def waiting_process() -> tuple[asyncio.subprocess.Process, Any]:
     """Return a process that ends with its input, and a pipeline whose only stage it is."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)

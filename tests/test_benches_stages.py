@@ -51,26 +51,18 @@ def test_overlap_counts_while_every_stream_decodes() -> None:
     # One stage alone until the second stream's first token at 40 ms and from the first stream's end at 80 on.
     said = [asked([(0, 40), (40, 60), (60, 80), (80, 100)]), asked([(10, 30), (45, 60), (60, 80)])]
     requests = [answered(20, 60, 80), answered(40, 60, 100)]
-    found = stages.figures(said, requests, 2, 4)
+    found = stages.figures(said, requests, 4)
     assert found["overlap_decode"] == pytest.approx(35 / 40)
     assert found["allowed_tok_s"] > 0
     forgotten = [asked([(60, 80), (80, 100)]), said[1]]
-    assert stages.figures(forgotten, requests, 2, 4)["overlap_decode"] == pytest.approx(1.0)
-
-
-def test_a_stream_that_asks_again_is_still_the_same_stream() -> None:
-    said = [asked([(0, 100)]), asked([(0, 50), (70, 100)])]
-    again = [answered(20, 40), answered(60, 80), answered(30, 50), answered(70, 90)]  # two streams, two rounds
-    found = stages.figures(said, again, 2, 4)
-    assert found["overlap_decode"] == pytest.approx(30 / 50)  # from 30 to 80
-    assert found["allowed_tok_s"] > stages.figures(said, again[::2], 2, 4)["allowed_tok_s"]  # fills the stages once
+    assert stages.figures(forgotten, requests, 4)["overlap_decode"] == pytest.approx(1.0)
 
 
 def test_what_nobody_knows_is_left_out() -> None:
     unmeasured = [asked([(0, 40)], is_measured=False)] * 2
-    assert stages.figures(unmeasured, [answered(20), answered(30)], 2, 4) == {}  # no stream decodes beside another
-    assert stages.figures([], [answered(20, 30)], 1, 4) == {}
-    assert "overlap_decode" not in stages.figures([asked([(0, 40)])] * 2, [answered(), answered(30)], 2, 4)
+    assert stages.figures(unmeasured, [answered(20), answered(30)], 4) == {}  # no stream decodes beside another
+    assert stages.figures([], [answered(20, 30)], 4) == {}
+    assert "overlap_decode" not in stages.figures([asked([(0, 40)])] * 2, [answered(), answered(30)], 4)
 
 
 def test_a_goal_beyond_the_curves_says_so() -> None:

@@ -93,6 +93,7 @@ def test_usage_errors_exit_with_2(model: Path, split: Path, tmp_path: Path) -> N
     for rate in ("-1", "0", "nan", "inf"):
         says = f"'--rate': {rate} is not a number of requests per second above 0"
         refused(2, "bench", "http://127.0.0.1:1", "--rate", rate, says=says)
+    refused(2, "bench", "http://127.0.0.1:1", "--rate", "1", "--rounds", "2", says="--rounds is of streams")
     # It has nothing to do with a measurement, and was taken without a word.
     refused(2, "calibrate", split / "stage-0.gguf", "--no-calibrate", says="No such option '--no-calibrate'")
 

@@ -85,7 +85,7 @@ class Fleet:
     """Stages that can be stopped and started one by one, and the pipeline over them."""
 
     def __init__(self, paths: Sequence[Path], n_lanes: int) -> None:
-        self._paths, self.n_lanes = paths, n_lanes
+        self._paths, self.n_lanes, self.ctx_tokens = paths, n_lanes, CTX
         self._running: dict[int, contextlib.AsyncExitStack] = {}
         self.addresses: list[str] = ["127.0.0.1:0"] * len(paths)
         self.pipeline: Pipeline
@@ -98,7 +98,7 @@ class Fleet:
             self._paths[index],
             port=port,
             n_lanes=self.n_lanes,
-            ctx_tokens=CTX,
+            ctx_tokens=self.ctx_tokens,
             n_threads=1,
             max_rows=64,
             verify=False,
@@ -429,6 +429,31 @@ async def test_a_stage_that_comes_back_with_fewer_lanes_makes_streams_wait(
     for prompt, before, after in zip(prompts, [*begun, []], outputs, strict=True):
         assert len(before + after) == 30
         assert_greedy(whole, prompt, before + after)
+
+
+async def test_who_no_longer_fits_a_stage_that_came_back_with_less_context_is_told(
+    artifacts: Artifacts, whole: ReferenceModel
+) -> None:
+    prompt = prompt_of(1, 9)
+    async with fleet(artifacts([2]), n_lanes=2) as running:
+        fits, too_long, waits = (running.pipeline.open(request(prompt, n)) for n in (20, 100, 20))
+        begun = await read(fits, 3)
+        await read(too_long, 3)
+        await running.stop(0)
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        newcomer = running.pipeline.open(request(prompt, 90))
+        running.ctx_tokens = 64
+        await running.start(0)
+        for stream in (too_long, newcomer):
+            with pytest.raises(ContextLengthError, match="64 tokens"):
+                await read(stream, 100)
+            await stream.aclose()
+        outputs = await asyncio.gather(tokens_of(fits), tokens_of(waits))
+        assert running.pipeline.ctx_tokens == 64
+        await running.until_free()
+    assert_greedy(whole, prompt, begun + outputs[0])
+    assert_greedy(whole, prompt, outputs[1])
 
 
 async def test_a_stage_that_stays_away_ends_requests_with_an_error(artifacts: Artifacts) -> None:

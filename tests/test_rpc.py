@@ -11,6 +11,8 @@ import mmap
 import os
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -231,6 +233,37 @@ def test_grpc_knows_every_experiment_that_is_switched_off(name: str):
     assert name in {"event_engine_client", "event_engine_listener"}, "the environment of this test run says otherwise"
     with Path(cygrpc.__file__).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
         assert library.find(name.encode() + b"\0") >= 0
+
+
+SEEN_AT_FIRST_IMPORT = """
+import importlib.abc, importlib, os, sys
+class Watch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "grpc":
+            print(os.environ.get("GRPC_EXPERIMENTS"))
+            sys.exit()
+sys.meta_path.insert(0, Watch())
+importlib.import_module(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["deploy.cli_processes", "stage.process", "stage.join", "coordinator.stage_client", "coordinator.serve",
+     "benches.hop", "benches.hop_stage", "benches.compare"],
+)  # fmt: skip
+def test_grpc_finds_its_settings_whatever_is_imported_first(module: str):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    command = [sys.executable, "-c", SEEN_AT_FIRST_IMPORT, module]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert told.stdout.strip() == wire_setting()
+
+
+def wire_setting() -> str:
+    source = (Path(__file__).parents[1] / "wire" / "__init__.py").read_text()
+    found = re.search(r'"GRPC_EXPERIMENTS", "([^"]+)"', source)
+    assert found
+    return found[1]
 
 
 def test_options_say_what_the_bounds_say():

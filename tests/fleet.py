@@ -1,0 +1,178 @@
+"""Real stages on tiny artifacts in one event loop, to be stopped and started one by one, and the pipeline over them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coordinator.generation import GenerationRequest, SamplingParams, TokenEvent
+from coordinator.pipeline import Pipeline, PipelineConfig
+from coordinator.scheduler import ScheduleConfig
+from coordinator.streams import SessionStream
+from stage.config import StageConfig
+from stage.process import serve
+from tests.fakes import pipeline_file
+from tests.reference import ReferenceModel
+from tests.tiny_slices import TinyShape, write_pipeline, write_whole
+from wire.envelope import DTYPE_F32
+from wire.errors import (
+    RelaylineError,
+)
+
+SHAPE = TinyShape(n_layers=4)
+CTX = 256
+GREEDY = SamplingParams(temperature=0.0)
+# Batch shape moves the last bits of a logit (their deviation is about 2), so a token may be any whose logit is this
+# close to the largest.
+NEAR_TIE = 1e-3
+Artifacts = Callable[[Sequence[int]], list[Path]]
+request_ids = itertools.count()
+
+
+@pytest.fixture(scope="module", name="artifacts")
+def artifacts_fixture(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
+    """Artifacts for given cuts, each split made once."""
+
+    @functools.cache
+    def made(cuts: tuple[int, ...]) -> list[Path]:
+        return write_pipeline(tmp_path_factory.mktemp("split"), SHAPE, list(cuts))
+
+    return lambda cuts: made(tuple(cuts))
+
+
+@pytest.fixture(scope="module", name="whole")
+def whole_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferenceModel]:
+    """The same model in one piece."""
+    with ReferenceModel(write_whole(tmp_path_factory.mktemp("whole") / "whole.gguf", SHAPE), CTX, 1) as model:
+        yield model
+
+
+def prompt_of(seed: int, n_tokens: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(0, SHAPE.n_vocab, n_tokens).tolist())
+
+
+def request(prompt: tuple[int, ...], max_tokens: int, sampling: SamplingParams = GREEDY) -> GenerationRequest:
+    return GenerationRequest(f"r{next(request_ids)}", prompt, max_tokens, sampling)
+
+
+def assert_greedy(whole: ReferenceModel, prompt: tuple[int, ...], tokens: list[int]) -> None:
+    """Every token is the unsplit model's choice after the tokens before it."""
+    fed = [*prompt, *tokens[:-1]]
+    whole.drop_from(0, 0)
+    wants = [position >= len(prompt) - 1 for position in range(len(fed))]
+    logits = whole.decode(fed, range(len(fed)), [0] * len(fed), wants)
+    behind = logits.max(axis=1) - logits[np.arange(len(tokens)), tokens]
+    assert behind.max() <= NEAR_TIE, f"token {int(behind.argmax())} of {len(tokens)} is {behind.max()} behind"
+
+
+class Fleet:
+    """Stages that can be stopped and started one by one, and the pipeline over them."""
+
+    def __init__(self, paths: Sequence[Path], n_lanes: int) -> None:
+        self._paths, self.n_lanes, self.ctx_tokens = paths, n_lanes, CTX
+        self._running: dict[int, contextlib.AsyncExitStack] = {}
+        self.addresses: list[str] = ["127.0.0.1:0"] * len(paths)
+        self.pipeline: Pipeline
+        self.recovering = asyncio.Event()
+
+    async def start(self, index: int) -> None:
+        """Start a stage, at its former address if it had one."""
+        port = int(self.addresses[index].rsplit(":", 1)[1])
+        config = StageConfig(
+            self._paths[index],
+            port=port,
+            n_lanes=self.n_lanes,
+            ctx_tokens=self.ctx_tokens,
+            n_threads=1,
+            max_rows=64,
+            verify=False,
+            calibrate=False,
+        )
+        stack = self._running[index] = contextlib.AsyncExitStack()
+        self.addresses[index], _, _ = await stack.enter_async_context(serve(config))
+
+    async def stop(self, index: int) -> None:
+        await self._running.pop(index).aclose()
+
+    async def stop_all(self) -> None:
+        for index in list(self._running):
+            await self.stop(index)
+
+    async def lanes_used(self) -> list[int]:
+        """Per stage, as the stages say."""
+        stages = (await self.pipeline.describe())["stages"]
+        assert isinstance(stages, list)
+        return [stage["lanes_used"] for stage in stages]
+
+    async def until_free(self) -> None:
+        """Wait until no stage holds a lane: closes are under way when the last token arrives."""
+        async with asyncio.timeout(20):
+            while any(await self.lanes_used()):
+                pass
+
+
+@contextlib.asynccontextmanager
+async def fleet(
+    paths: Sequence[Path],
+    *,
+    n_lanes: int = 8,
+    waiting_max: int = 64,
+    recovery_timeout_s: float = 60.0,
+    mode: str = "auto",
+    share: bool = False,
+) -> AsyncIterator[Fleet]:
+    """A ready pipeline; at its end it drains, and everything has gone."""
+    made = Fleet(paths, n_lanes)
+    for index in range(len(paths)):
+        await made.start(index)
+    config = PipelineConfig(
+        tuple(made.addresses),
+        DTYPE_F32,
+        ScheduleConfig(mode, n_groups=1, group_rows=8, chunk_rows=16),
+        waiting_max=waiting_max,
+        recovery_timeout_s=recovery_timeout_s,
+        share=share,
+    )
+    file = pipeline_file(len(paths), pipeline_id="tiny", n_embd=SHAPE.n_embd, n_vocab=SHAPE.n_vocab)
+    pipeline = made.pipeline = Pipeline(config, file, lambda _: False)
+    disconnect = pipeline._disconnect
+
+    async def noticed(error: RelaylineError) -> None:
+        made.recovering.set()
+        await disconnect(error)
+
+    pipeline._disconnect = noticed  # type: ignore[method-assign]
+    stopping = asyncio.Event()
+    run = asyncio.create_task(pipeline.run(stopping))
+    try:
+        async with asyncio.timeout(20):
+            await pipeline.ready.wait()
+        yield made
+    finally:
+        stopping.set()
+        async with asyncio.timeout(40):
+            await run
+            await made.stop_all()
+
+
+async def tokens_of(stream: SessionStream) -> list[int]:
+    """Read a stream to its end and hold it to its contract."""
+    events: list[TokenEvent] = []
+    async with asyncio.timeout(60):
+        async for event in stream:
+            events.append(event)
+    await stream.aclose()
+    assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
+    return [event.token for event in events]
+
+
+async def read(stream: SessionStream, n_tokens: int) -> list[int]:
+    async with asyncio.timeout(30):
+        return [(await anext(stream)).token for _ in range(n_tokens)]

@@ -2,11 +2,15 @@
 
 A step takes
 
-    all rows through the layers + the head for rows of running streams + context_ns * context
+    all rows through the layers + the head for rows of running streams + attention to what stands before their frames
 
-where *context* is the sum, over all rows, of the tokens that stand in a row's lane before its frame: with flash
-attention a row reads its own lane's keys and values and nobody else's. What rows of one frame read of each other is
-part of the prefill curve. On CPUs a row of a context of 2,000 tokens costs twice a short one's (benches/RESULTS.md).
+With flash attention a row reads its own lane's keys and values and nobody else's, which takes context_ns for each of
+these tokens. On CPUs a row of a context of 2,000 tokens costs twice a short one's (benches/RESULTS.md). Steps of at
+least ATTENTION_TILE_ROWS rows are another matter there: rows go in tiles, whose lanes are read once for the whole tile,
+and every row of the tile pays for all of them, also those that are missing where it is not full
+(ggml_compute_forward_flash_attn_ext_tiled in ggml-cpu/ops.cpp). So a token of context costs a row of a long prompt a
+quarter, and rows of many lanes in one tile many times what they would cost one by one. What rows of one frame read of
+each other is part of the prefill curve.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from stage.queue_types import QueuedFrame
-from wire.curve import OUTLIER, SMOOTHING_SHARED, CostCurve, mixed_cost_ns
+from wire.curve import ATTENTION_TILE_ROWS, OUTLIER, SMOOTHING_SHARED, CostCurve, mixed_cost_ns
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CONTEXT_DOUBT = 4  # so many times less certain than the curves, which many more steps have refined, is its price
@@ -32,6 +36,9 @@ class StepShape:
     prefill_rows: int
     context: int = 0
     """Sum over all rows of the tokens in a row's lane before its frame."""
+    tile_tokens: int = 0
+    """Sum over tiles of attention of the tokens that the lanes of a tile hold before their frames; what counts in steps
+    of enough rows for tiles. Scratch rows add none: they come last, and their lane is empty."""
     scratch_rows: int = 0
     """Rows of no session; they have no context."""
 
@@ -40,17 +47,22 @@ class StepShape:
         """Rows of the native step."""
         return self.decode_rows + self.prefill_rows + self.scratch_rows
 
+    def padded(self, scratch_rows: int) -> StepShape:
+        """Return the shape of the same step with so many scratch rows behind its own."""
+        return dataclasses.replace(self, scratch_rows=scratch_rows)
 
-def shape_of(frames: Iterable[QueuedFrame], scratch_rows: int = 0) -> StepShape:
-    """Return the shape of a step of these frames."""
-    decode = prefill = context = 0
+
+def shape_of(frames: Iterable[QueuedFrame]) -> StepShape:
+    """Return the shape of a step of these frames, one of a session, in the order of their rows."""
+    n_rows = prefill = context = tile_tokens = 0
     for frame in frames:
+        first_tile = n_rows // ATTENTION_TILE_ROWS
+        n_rows += frame.n_rows
         context += frame.n_rows * frame.position
+        tile_tokens += frame.position * (-(-n_rows // ATTENTION_TILE_ROWS) - first_tile)
         if frame.is_prefill:
             prefill += frame.n_rows
-        else:
-            decode += frame.n_rows
-    return StepShape(decode, prefill, context, scratch_rows)
+    return StepShape(n_rows - prefill, prefill, context, tile_tokens)
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,6 +74,9 @@ class Curves:
     context_ns: float = 0.0
     """What a row costs for every token in its lane before it; 0.0 where that was not measured. Then it is not learned
     either, but taken for what rows cost."""
+    context_tiled_ns: float = 0.0
+    """What a row of a tile costs for every token that the tile's lanes hold before their frames; 0.0 where that was not
+    measured, or there are no such tiles. Then steps of many rows cost what those of few do, and teach that price."""
 
     @classmethod
     def of_stage(
@@ -71,6 +86,7 @@ class Curves:
         decode: Iterable[tuple[int, float]] = (),
         prefill: Iterable[tuple[int, float]] = (),
         context_ns: float = 0.0,
+        context_tiled_ns: float = 0.0,
     ) -> Curves:
         """Return the curves of a stage from (rows, ns) points.
 
@@ -78,44 +94,71 @@ class Curves:
         teach what numbers of decode rows cost that no plan has tried.
         """
         if has_head:
-            return cls(CostCurve(decode), CostCurve(prefill), context_ns)
+            return cls(CostCurve(decode), CostCurve(prefill), context_ns, context_tiled_ns)
         rows = CostCurve((*decode, *prefill))
-        return cls(rows, rows, context_ns)
+        return cls(rows, rows, context_ns, context_tiled_ns)
 
     def predict_ns(self, shape: StepShape) -> float:
         """Predict a native step; 0.0 while nothing is known of such steps."""
         rows_ns = self._rows_ns(shape)
-        return rows_ns + self.context_ns * shape.context if rows_ns else 0.0
+        return rows_ns + self._context_ns(shape) if rows_ns else 0.0
+
+    def padded_rows(self, shape: StepShape, rows_max: int) -> int:
+        """Return the rows, those of a step without scratch rows or up to `rows_max`, that are predicted to be cheapest.
+
+        Scratch rows that make a step tiled change what all others pay for their context, and must be worth that too.
+        """
+        most = self.decode.padded_rows(shape.n_rows, rows_max)
+        if shape.n_rows >= ATTENTION_TILE_ROWS or most < ATTENTION_TILE_ROWS:
+            return most
+        untiled = self.decode.padded_rows(shape.n_rows, ATTENTION_TILE_ROWS - 1)
+        return min(untiled, most, key=lambda rows: self.predict_ns(shape.padded(rows - shape.n_rows)))
 
     def tell(self, message: pb.DescribeResponse | pb.StatusResponse) -> None:
         """Write all of it into a message."""
         for points, curve in ((message.decode_curve, self.decode), (message.prefill_curve, self.prefill)):
             points.extend(pb.CostPoint(n_rows=n_rows, cost_ns=cost_ns) for n_rows, cost_ns in curve.points())
-        message.context_ns = self.context_ns
+        message.context_ns, message.context_tiled_ns = self.context_ns, self.context_tiled_ns
 
     def observe(self, shape: StepShape, ns: int) -> None:
         """Refine from a real step.
 
-        A wrong prediction is blamed on the price of context and on the curve, each as far as it is uncertain and part
-        of the cost. Of steps of both kinds nobody can say which rows were dearer, so these refine the price of context
-        alone: where they took the blame to the speed of the machine, and steps of one kind took it back again for their
-        own number of rows, all numbers of rows that were not tried meanwhile seemed dearer and dearer.
+        A wrong prediction is blamed on the price of context (that of tiles, where the step had them) and on the curve,
+        each as far as it is uncertain and part of the cost. Of steps of both kinds nobody can say which rows were
+        dearer, so these refine the price of context alone: where they took the blame to the speed of the machine, and
+        steps of one kind took it back again for their own number of rows, all numbers of rows that were not tried
+        meanwhile seemed dearer and dearer.
         """
-        rows_ns, context_ns = self._rows_ns(shape), self.context_ns * shape.context
+        rows_ns, context_ns = self._rows_ns(shape), self._context_ns(shape)
         ratio = ns / (rows_ns + context_ns) if rows_ns else 1.0
         share = 0.0
         if context_ns > CONTEXT_PART_MIN * rows_ns and rows_ns and ratio <= OUTLIER:
             doubtful_ns = CONTEXT_DOUBT * context_ns
             share = doubtful_ns**2 / (doubtful_ns**2 + rows_ns**2)
             change = CONTEXT_SMOOTHING * share * (ns - rows_ns - context_ns) / context_ns
-            self.context_ns *= 1 + max(-CONTEXT_CHANGE_MAX, min(change, CONTEXT_CHANGE_MAX))
+            change = max(-CONTEXT_CHANGE_MAX, min(change, CONTEXT_CHANGE_MAX))
+            if self._is_tiled(shape):
+                self.context_tiled_ns *= 1 + change
+            else:
+                self.context_ns *= 1 + change
         if shape.prefill_rows and shape.decode_rows:
             return
         speed = 1 + (1 - share) * (ratio - 1)
         curve = self.prefill if shape.prefill_rows else self.decode
         curve.observe(shape.n_rows, round(speed * rows_ns) or ns)
         if rows_ns and ratio <= OUTLIER:
-            self.context_ns *= max(1 / OUTLIER, speed) ** SMOOTHING_SHARED  # a slower machine is slower at everything
+            slower = max(1 / OUTLIER, speed) ** SMOOTHING_SHARED  # a slower machine is slower at everything
+            self.context_ns *= slower
+            self.context_tiled_ns *= slower
+
+    def _is_tiled(self, shape: StepShape) -> bool:
+        return self.context_tiled_ns > 0 and shape.n_rows >= ATTENTION_TILE_ROWS
+
+    def _context_ns(self, shape: StepShape) -> float:
+        """Predict what a step's context adds to its rows."""
+        if self._is_tiled(shape):
+            return self.context_tiled_ns * ATTENTION_TILE_ROWS * shape.tile_tokens
+        return self.context_ns * shape.context
 
     def _rows_ns(self, shape: StepShape) -> float:
         """Predict a step without its context."""

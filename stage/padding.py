@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stage.curves import Curves, StepShape
-from stage.queue_types import QueuedFrame
 
 if TYPE_CHECKING:
     from stage.step_types import Engine
@@ -24,14 +22,15 @@ class Padding:
     wanted_max: int  # rows of one step that may want logits
     enabled: bool = True
 
-    def pad(self, engine: Engine, frames: Sequence[QueuedFrame], n_rows: int) -> int:
-        """Add scratch rows behind n_rows where the curve says that more rows are cheaper; returns how many.
+    def pad(self, engine: Engine, shape: StepShape) -> int:
+        """Add scratch rows behind a step's own where the curves say that more rows are cheaper; returns how many.
 
         `engine.wants` holds what the rows before them want.
         """
-        if not self.enabled or all(frame.is_prefill for frame in frames):
+        n_rows = shape.n_rows
+        if not self.enabled or not shape.decode_rows:
             return 0
-        target = self.curves.decode.padded_rows(n_rows, engine.max_rows)
+        target = self.curves.padded_rows(shape, engine.max_rows)
         n_wanted = int(np.count_nonzero(engine.wants[:n_rows]))
         # The head is tiled as well, and all scratch rows want it in a step of decode rows alone. Prompt rows want none:
         # beside them what fills a tile of the layers might begin one of the head, and cost more than it saves.

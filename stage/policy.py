@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from stage.queue_types import QueuedFrame
-from wire.curve import CostCurve
+from wire.curve import ATTENTION_TILE_ROWS, CostCurve
 
 GROUP: Final = "group_policy"
 PAD_TARGET: Final = "pad_target"
@@ -106,7 +106,9 @@ class GroupPolicy:
             return Choice(n_decode, n_prefill, GROUP)
         if not n_prefill:
             rest = sum(frame.n_rows for frame in decode[n_decode:])
-            if 0 < rest <= self.curve.padded_rows(rows, self.max_rows) - rows:
+            # The curve knows no context, and as a tile of attention rows of many lanes would pay for each other's.
+            rows_max = min(self.max_rows, ATTENTION_TILE_ROWS - 1) if rows < ATTENTION_TILE_ROWS else self.max_rows
+            if 0 < rest <= self.curve.padded_rows(rows, rows_max) - rows:
                 return Choice(len(decode), 0, PAD_TARGET)
         is_cut = any(frame.envelope == envelope for frame in (*decode[n_decode:][:1], *prefill[n_prefill:][:1]))
         return Choice(n_decode, n_prefill, ROW_CAP if is_cut else GROUP)

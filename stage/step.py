@@ -91,9 +91,10 @@ class StepExecutor:
         result.context = self.mark(members)
         result.n_rows = n_rows = sum(frame.n_rows for frame in members)
         if padding is not None:
-            result.padded_rows = padding.pad(self.engine, members, n_rows)
+            shape = shape_of(members)
+            result.padded_rows = padding.pad(self.engine, shape)
             n_rows += result.padded_rows
-            shape = shape_of(members, result.padded_rows)
+            shape = shape.padded(result.padded_rows)
             result.predicted_ns = round(padding.curves.predict_ns(shape))
         result.started_ns = time.monotonic_ns()
         try:

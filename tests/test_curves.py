@@ -7,10 +7,13 @@ import random
 import pytest
 
 from benches.simulate_world import arithmetic
-from stage.curves import Curves, StepShape
-from wire.curve import OUTLIER, OUTLIERS_MAX
+from stage.curves import Curves, StepShape, shape_of
+from tests.fakes import rows_frame
+from wire.curve import ATTENTION_TILE_ROWS, OUTLIER, OUTLIERS_MAX, CostCurve
+from wire.frames import Flag
 
 CONTEXT_NS = 13_000.0  # of the 1B shape's first ten layers, see benches/RESULTS.md
+TILED_NS = 3_000.0  # and of steps of 64 rows of one prompt or more
 DECODE, PREFILL, BOTH = (4, 0), (0, 8), (2, 6)
 
 
@@ -36,6 +39,96 @@ def test_scratch_rows_cost_rows_and_no_context() -> None:
     padded = StepShape(3, 0, context=3 * 1_000, scratch_rows=1)
     assert padded.n_rows == 4
     assert curves().predict_ns(padded) == pytest.approx(arithmetic().cost_ns(4) + 3_000 * CONTEXT_NS)
+
+
+def chunk(n_rows: int, tokens: int) -> StepShape:
+    """A step of prompt rows that all have this context."""
+    return shape_of([rows_frame(1, tokens, n_rows, Flag.PREFILL)])
+
+
+def tiled_curves(context_tiled_ns: float = TILED_NS) -> Curves:
+    return Curves(arithmetic(), arithmetic(), CONTEXT_NS, context_tiled_ns)
+
+
+SHAPES = {  # [(tokens before a frame, its rows)] -> tokens that the tiles of 64 rows read
+    "one chunk, one tile": ([(1_000, 64)], 1_000),
+    "a tile that is not full reads as much": ([(1_000, 65)], 2_000),
+    "eight tiles": ([(1_000, 512)], 8_000),
+    "every lane of a tile": ([(10, 1)] * 63 + [(500, 1)], 63 * 10 + 500),
+    "lanes of other tiles are not read": ([(10, 64), (500, 64)], 510),
+    "a chunk that begins in one tile and ends in the next": ([(10, 60), (500, 8), (0, 1)], 10 + 2 * 500),
+    "a chunk that ends with its tile": ([(10, 60), (500, 4), (30, 1)], 10 + 500 + 30),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_tile_of_attention_reads_the_lanes_of_all_its_rows(name: str) -> None:
+    frames, tile_tokens = SHAPES[name]
+    found = shape_of(rows_frame(index, *frame, Flag.PREFILL * (index % 2)) for index, frame in enumerate(frames))
+    assert found.tile_tokens == tile_tokens
+    assert found.context == sum(tokens * n_rows for tokens, n_rows in frames)
+    assert found.n_rows == sum(n_rows for _, n_rows in frames)
+    assert found.prefill_rows == sum(n_rows for _, n_rows in frames[1::2])
+
+
+def test_rows_of_a_tile_share_what_they_read_and_pay_for_each_other() -> None:
+    known = tiled_curves()
+    assert known.predict_ns(chunk(63, 1_000)) == pytest.approx(arithmetic().cost_ns(63) + 63 * 1_000 * CONTEXT_NS)
+    for n_rows, n_tiles in ((64, 1), (65, 2), (128, 2)):
+        context_ns = n_tiles * ATTENTION_TILE_ROWS * 1_000 * TILED_NS
+        assert known.predict_ns(chunk(n_rows, 1_000)) == pytest.approx(arithmetic().cost_ns(n_rows) + context_ns)
+    lanes = [rows_frame(index, 1_000, 1) for index in range(64)]
+    context_ns = 64 * ATTENTION_TILE_ROWS * 1_000 * TILED_NS
+    assert known.predict_ns(shape_of(lanes)) == pytest.approx(arithmetic().cost_ns(64) + context_ns)
+    assert known.predict_ns(shape_of(lanes)) > 2 * known.predict_ns(shape_of(lanes[:63]))
+
+
+def test_scratch_rows_that_fill_a_tile_make_a_step_tiled() -> None:
+    known, seen = tiled_curves(), shape_of([rows_frame(1, 1_000, 60)])
+    assert known.predict_ns(seen.padded(4)) == known.predict_ns(chunk(64, 1_000)) < known.predict_ns(seen.padded(3))
+
+
+def test_a_price_of_tiles_that_nobody_knows_is_that_of_single_rows() -> None:
+    known = tiled_curves(context_tiled_ns=0.0)
+    assert known.predict_ns(chunk(128, 1_000)) == pytest.approx(arithmetic().cost_ns(128) + 128_000 * CONTEXT_NS)
+    for _ in range(100):
+        known.observe(chunk(128, 2_000), round(arithmetic().cost_ns(128) + 128 * 2_000 * 0.5 * CONTEXT_NS))
+    assert known.context_tiled_ns == 0.0
+    assert known.context_ns < 0.9 * CONTEXT_NS, "as before such steps were known"
+
+
+@pytest.mark.parametrize("wrong", [0.5, 2.0])
+def test_each_price_of_context_is_learned_from_its_own_steps(wrong: float) -> None:
+    known, truth, rng = tiled_curves(wrong * TILED_NS), tiled_curves(), random.Random(1)
+    for _ in range(600):
+        seen = chunk(rng.choice((16, 64, 128)), rng.choice((500, 2_000, 4_000)))
+        known.observe(seen, round(truth.predict_ns(seen) * rng.uniform(0.95, 1.05)))
+    assert known.context_tiled_ns == pytest.approx(TILED_NS, rel=0.2)
+    assert known.context_ns == pytest.approx(CONTEXT_NS, rel=0.2)
+
+
+def test_a_slower_machine_makes_both_prices_of_context_dearer() -> None:
+    known, truth = tiled_curves(), tiled_curves()
+    for _ in range(200):
+        known.observe(shape(DECODE, 20), round(3 * truth.predict_ns(shape(DECODE, 20))))
+    assert known.context_ns > 1.3 * CONTEXT_NS, "what all have in common moves with steps of one kind too"
+    assert known.context_tiled_ns / TILED_NS == pytest.approx(known.context_ns / CONTEXT_NS)
+
+
+LEFTOVERS = CostCurve(
+    [(1, 25e6), (4, 80e6), (5, 180e6), (6, 280e6), (7, 380e6), (8, 160e6), (60, 1_200e6), (64, 1_240e6)]
+)
+
+
+def test_padding_fills_a_tile_only_where_that_makes_the_whole_step_cheaper() -> None:
+    known = Curves(LEFTOVERS, LEFTOVERS, CONTEXT_NS, TILED_NS)
+    short, long = ([rows_frame(index, tokens, 1) for index in range(62)] for tokens in (0, 1_000))
+    assert known.padded_rows(shape_of(short), 512) == 64
+    assert known.padded_rows(shape_of(long), 512) == 62
+    beside = [*long[:1], rows_frame(99, 2_000, 61, Flag.PREFILL)]
+    assert known.padded_rows(shape_of(beside), 512) == 64, "one lane's rows: together they read it once"
+    assert known.padded_rows(shape_of(long[:7]), 512) == 8
+    assert known.padded_rows(shape_of(short), 63) == 62
 
 
 def test_nothing_is_predicted_of_steps_whose_rows_nobody_has_seen() -> None:

@@ -91,6 +91,17 @@ def test_groups_stay_together_and_apart(name: str) -> None:
     assert (choice.n_decode, choice.n_prefill, choice.close_reason) == expected
 
 
+def test_what_is_left_does_not_make_a_group_of_rows_a_tile_of_attention() -> None:
+    """In which each of them would pay for the context of all. A step that is one already takes it."""
+    curve = CostCurve(
+        [(1, 25), (4, 80), (5, 180), (6, 280), (7, 380), (8, 160), (60, 1_200), (64, 1_240), (128, 2_480)]
+    )
+    for n_rows, expected in ((58, (60, PAD_TARGET)), (62, (62, GROUP)), (66, (68, PAD_TARGET))):
+        decoders = in_envelopes(heads(*[1] * (n_rows + 2)), *[1] * n_rows, 2, 2)
+        choice = GroupPolicy(128, curve).choose(decoders, [], 0)
+        assert (choice.n_decode, choice.close_reason) == expected
+
+
 def test_single_takes_the_oldest_whatever_it_is() -> None:
     decoders, chunks = heads(1, 1, first_order=10), heads(4, first_order=0)
     assert SinglePolicy(8).choose(decoders, chunks, 0).n_prefill == 1

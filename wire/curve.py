@@ -16,6 +16,9 @@ from collections.abc import Iterable
 
 # Rows measured one by one at the low end, where steps are steep; beyond, a geometric ladder of tile multiples.
 LADDER = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+# Rows that llama.cpp's attention on CPUs takes at once (GGML_FA_TILE_Q in ggml-cpu/common.h), in steps of at least so
+# many: keys and values are read once for all of them. Fewer rows read their lanes one by one.
+ATTENTION_TILE_ROWS = 64
 TILE_ROWS = 4  # of llama.cpp's repacked CPU kernels; the pattern is measured, only its period is assumed
 PAD_SEARCH_ROWS = 7  # how far above the real row count a cheaper one is looked for
 PAD_GAIN = 0.03  # padding must be predicted to save this part of the step, or the noise of a flat curve would pad

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.options import slice_options
-from wire.curve import PAD_SEARCH_ROWS
+from wire.curve import ATTENTION_TILE_ROWS, PAD_SEARCH_ROWS
 
 if TYPE_CHECKING:
     from wire.curve import CostCurve
@@ -50,13 +50,16 @@ def calibrate_command(artifact: Path, threads: int, as_json: bool, **given: Any)
     if as_json:
         found = {"artifact": sizes_of(artifact), "threads": config.n_threads}
         found |= {"decode": _rows(curves.decode, max_rows), "prefill": _rows(curves.prefill, max_rows)}
-        found["context_ns"] = curves.context_ns
+        found |= {"context_ns": curves.context_ns, "context_tiled_ns": curves.context_tiled_ns}
         click.echo(json.dumps(found))
         return
     console = Console()
     _show(console, "decode rows, each in a lane of its own", curves.decode, max_rows)
     _show(console, "prefill rows of one prompt", curves.prefill, max_rows)
     console.print(f"context: a row takes {curves.context_ns / 1e3:.3f} ms longer for every 1,000 tokens before it")
+    if curves.context_tiled_ns:
+        tiled_ms = curves.context_tiled_ns / 1e3
+        console.print(f"  {tiled_ms:.3f} ms in steps of {ATTENTION_TILE_ROWS} rows or more, which read it together")
 
 
 def sizes_of(artifact: Path) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 Decode rows stand in lanes of their own and all want the stage's output; prefill rows stand in one lane and want none
 of the head. Both have short contexts. What a longer one costs is measured beside a lane whose few cells were copied
-many times, since computing a thousand tokens would take minutes on a slow machine.
+many times, since computing a thousand tokens would take minutes on a slow machine; for rows one by one, and for a tile
+of attention where two such steps fit the time.
 
 Programs that have the cores meanwhile would bend the curve: where single rows seem to cost twice what they do, no batch
 seems worth its wait, and what is never run is never corrected. So a step that did not get its cores counts with the
@@ -27,9 +28,14 @@ from stage import ggml
 from stage.curves import Curves
 from stage.machine import machine_facts
 from stage.native import NativeEngine
+from wire.curve import ATTENTION_TILE_ROWS as TILE
 from wire.curve import LADDER
 
-BUDGET_S = 4.0  # of one calibration; the ladder stops where it is spent and the last slope goes on
+BUDGET_S = 8.0  # of one calibration; a ladder stops where its part is spent, and the last slope goes on
+DECODE_UNTIL, PREFILL_UNTIL, CONTEXT_UNTIL = 0.35, 0.45, 0.5  # of the budget
+TILE_PART = (
+    0.6  # of it, from where the others ended, is what steps of a tile of attention may take; else there are none
+)
 PASSES = 3
 # Few rows tell what the head costs as many decode rows beside a prompt (wire.curve.mixed_cost_ns), where a line through
 # tiles of four is wrong by what a leftover costs. In the order of what they are worth: time may run out. (One before
@@ -38,15 +44,33 @@ PREFILL_LADDER = (4, 8, 16, 32, 1, 3, 2, 64, 128, 5, 6, 7, 12, 256)
 CONTEXT_TOKENS = 1_024  # of the lane beside which the price of context is measured
 CONTEXT_COMPUTED_TOKENS = 16  # of them; the others are copies
 CONTEXT_ROWS = 2
+# Of what context costs rows one by one, what it costs a row of a tile at least. (A quarter was seen.) Noise may hide it
+# all, but 0.0 says that nobody knows, and with a price near it context would never seem to be enough of a step's cost
+# for real steps to refine it.
+TILED_PART_MIN = 0.125
+TILED_KV_TYPES = ("f16", "f32")  # of others rows are read one by one however many there are
 UNDISTURBED = 0.85  # part of its processor time below which a step did not have its cores for itself
 DISTURBED_MIN_NS = 2_000_000  # of a step; shorter ones are over before anything disturbs them
-CACHE_VERSION = 5
+CACHE_VERSION = 6
 
 
 class _Stored(msgspec.Struct, frozen=True):
     decode: list[tuple[int, int]]
     prefill: list[tuple[int, int]]
     context_ns: float
+    context_tiled_ns: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Context:
+    """What was measured beside a long lane, in nanoseconds."""
+
+    row_ns: float = 0.0
+    """What each of few rows costs for every token before it; 0.0 not measured."""
+    tiled_ns: float = 0.0
+    """And each row of a tile of attention."""
+    tile_step_ns: int = 0
+    """A step of such a tile without context."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,43 +98,72 @@ class StepTimes:
 
 def step_times(engine: NativeEngine) -> StepTimes:
     """Return what tells how long this engine's steps take."""
-    is_offloaded = engine.config.gpu_layers and llama_cpp.llama_supports_gpu_offload()
-    return StepTimes(0 if is_offloaded else engine.config.n_threads)
+    return StepTimes(0 if _is_offloaded(engine) else engine.config.n_threads)
+
+
+def _is_offloaded(engine: NativeEngine) -> bool:
+    return bool(engine.config.gpu_layers) and bool(llama_cpp.llama_supports_gpu_offload())
 
 
 def calibrate(engine: NativeEngine, budget_s: float = BUDGET_S, times: StepTimes | None = None) -> Curves:
     """Measure curves and context. The engine must be idle; its lanes are empty again afterwards."""
     now_s, times = time.monotonic(), times or step_times(engine)
-    decode = _measure(engine, times, LADDER, now_s + 0.7 * budget_s, in_one_lane=False)
+    decode = _measure(engine, times, LADDER, now_s + DECODE_UNTIL * budget_s, in_one_lane=False)
     # Without a head prefill rows cost what decode rows do; only the upper end is missing.
     top = 0 if engine.is_last else max(decode, default=(0, 0))[0]
     ladder = [rows for rows in PREFILL_LADDER if rows > top]
-    prefill = _measure(engine, times, ladder, now_s + 0.9 * budget_s, in_one_lane=True)
-    context_ns = _measure_context(engine, times, now_s + budget_s)
-    return Curves.of_stage(has_head=engine.is_last, decode=decode, prefill=prefill, context_ns=context_ns)
+    prefill = _measure(engine, times, ladder, now_s + PREFILL_UNTIL * budget_s, in_one_lane=True)
+    curves = Curves.of_stage(has_head=engine.is_last, decode=decode, prefill=prefill)
+    context = _measure_context(engine, times, curves, now_s + CONTEXT_UNTIL * budget_s, TILE_PART * budget_s)
+    if context.tile_step_ns and TILE not in dict(curves.prefill.points()):
+        prefill.append((TILE, context.tile_step_ns))  # no ladder had the time to come so far
+    prices = {"context_ns": context.row_ns, "context_tiled_ns": context.tiled_ns}
+    return Curves.of_stage(has_head=engine.is_last, decode=decode, prefill=prefill, **prices)
 
 
-def _measure_context(engine: NativeEngine, times: StepTimes, deadline_s: float) -> float:
-    """Return what a row costs for every token before it in its lane; 0.0 where no long lane can be made."""
-    n_computed, n_rows = CONTEXT_COMPUTED_TOKENS, CONTEXT_ROWS
-    n_lanes, config = engine.config.n_sequences, engine.config
+def _measure_context(
+    engine: NativeEngine, times: StepTimes, curves: Curves, deadline_s: float, tile_s: float
+) -> _Context:
+    """Return what context costs, beside one long lane for both prices; 0.0 where no such lane can be made."""
+    n_computed, config = CONTEXT_COMPUTED_TOKENS, engine.config
+    long_lane, free_lane = 0, config.n_sequences - 1
     n_times = min(CONTEXT_TOKENS, config.n_lanes * config.ctx_tokens // 2) // n_computed
-    if n_lanes < 2 or n_times < 2 or n_computed + n_rows > min(engine.max_rows, config.ctx_tokens):
-        return 0.0
-    long_lane, free_lane = 0, n_lanes - 1
-    short_ns = long_ns = 0
-    for _ in range(PASSES):
-        duration_ns = _time_step(engine, times, n_rows, in_one_lane=True)
-        short_ns = min(duration_ns, short_ns or duration_ns)
-        _run_lane(engine, times, long_lane, 0, n_computed)
-        if engine.multiply(long_lane, free_lane, n_times):
-            duration_ns = _run_lane(engine, times, long_lane, n_computed, n_rows)
-            long_ns = min(duration_ns, long_ns or duration_ns)
-        engine.clear(long_lane)
+    rows_max = min(engine.max_rows, config.ctx_tokens - n_computed)  # of a step that the long lane takes
+    if config.n_sequences < 2 or n_times < 2 or rows_max < CONTEXT_ROWS or engine.max_rows < n_computed:
+        return _Context()
+    n_tokens, found = n_computed * n_times, _Context()
+    _run_lane(engine, times, long_lane, 0, n_computed)
+    if engine.multiply(long_lane, free_lane, n_times):
+        short_ns, long_ns = _beside_context(engine, times, CONTEXT_ROWS, deadline_s)
+        found = _Context(max(0, long_ns - short_ns) / (CONTEXT_ROWS * n_tokens))
+        tile_ns = 2 * curves.prefill.cost_ns(TILE) + found.row_ns * TILE * n_tokens  # no tile would be dearer than that
+        fits = tile_ns <= tile_s * 1e9
+        if fits and found.row_ns and _has_tiles(engine) and min(rows_max, n_tokens) >= TILE:
+            short_ns, long_ns = _beside_context(engine, times, TILE, time.monotonic() + tile_s, tile_ns)
+            tiled_ns = max(TILED_PART_MIN * found.row_ns, (long_ns - short_ns) / (TILE * n_tokens))
+            found = _Context(found.row_ns, tiled_ns, short_ns)
+    engine.clear(long_lane)
+    engine.clear(free_lane)
+    return found
+
+
+def _beside_context(
+    engine: NativeEngine, times: StepTimes, n_rows: int, deadline_s: float, pass_ns: float = 0.0
+) -> tuple[int, int]:
+    """Return the fastest steps of so many rows of an empty lane and of the long one, whose passes take pass_ns."""
+    long_lane, free_lane = 0, engine.config.n_sequences - 1
+    found: list[tuple[int, int]] = []
+    while not found or (len(found) < PASSES and time.monotonic() + pass_ns / 1e9 <= deadline_s):
+        short_ns = _run_lane(engine, times, free_lane, 0, n_rows)
         engine.clear(free_lane)
-        if not long_ns or time.monotonic() > deadline_s:
-            break
-    return max(0, long_ns - short_ns) / (n_rows * n_computed * n_times)
+        found.append((short_ns, _run_lane(engine, times, long_lane, CONTEXT_COMPUTED_TOKENS, n_rows)))
+        engine.drop_from(long_lane, CONTEXT_COMPUTED_TOKENS)
+    return min(short for short, _ in found), min(long for _, long in found)
+
+
+def _has_tiles(engine: NativeEngine) -> bool:
+    """Whether attention runs on the processor with a cache of a type that its tiles are made for."""
+    return not _is_offloaded(engine) and engine.config.kv_type in TILED_KV_TYPES
 
 
 def _measure(
@@ -198,7 +251,8 @@ def fresh_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
-        stored = _Stored(curves.decode.points(), curves.prefill.points(), curves.context_ns)
+        prices = (curves.context_ns, curves.context_tiled_ns)
+        stored = _Stored(curves.decode.points(), curves.prefill.points(), *prices)
         scratch.write_bytes(msgspec.json.encode(stored))
         scratch.replace(path)
     except OSError:

@@ -16,7 +16,7 @@ from stage.calibrate import StepTimes, cached_curves, calibrate, fresh_curves
 from stage.native import EngineConfig, NativeEngine
 from tests.processes import relayline
 from tests.tiny_slices import TinyShape, write_pipeline
-from wire.curve import LADDER
+from wire.curve import ATTENTION_TILE_ROWS, LADDER
 
 
 @pytest.fixture
@@ -128,6 +128,74 @@ def test_programs_that_have_the_cores_meanwhile_do_not_bend_the_curve(
     assert len(curves.decode.points()) >= 8
 
 
+class PricedMachine:
+    """Clocks on which a row takes what is said, and each of the 1,024 tokens before it more: less in steps of tiles."""
+
+    CONTEXT_NS = 20_000
+
+    def __init__(self, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch, row_ms: float, tiled_ns: int) -> None:
+        self.now_ns, self.row_ns, self.tiled_ns, self.steps = 0, round(row_ms * MS), tiled_ns, list[int]()
+        self._engine, self._decode = engine, engine.decode
+        monkeypatch.setattr(engine, "decode", self.decode)
+        monkeypatch.setattr(calibration.time, "monotonic", lambda: self.now_ns / 1e9)
+        for name in ("monotonic_ns", "process_time_ns"):
+            monkeypatch.setattr(calibration.time, name, lambda: self.now_ns)
+
+    def decode(self, n_rows: int) -> None:
+        is_long = self._engine.positions[0] == calibration.CONTEXT_COMPUTED_TOKENS
+        context_ns = self.tiled_ns if n_rows >= ATTENTION_TILE_ROWS else self.CONTEXT_NS
+        self.now_ns += n_rows * (self.row_ns + is_long * 1_024 * context_ns)
+        self.steps.append(n_rows)
+        self._decode(n_rows)
+
+
+@pytest.fixture
+def roomy(artifacts: list[Path]) -> Iterator[NativeEngine]:
+    with NativeEngine(EngineConfig(artifacts[0], n_lanes=2, ctx_tokens=1_024, max_rows=64, spare_lanes=1)) as engine:
+        yield engine
+
+
+def test_what_context_costs_rows_of_a_tile_is_measured_apart(
+    roomy: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = PricedMachine(roomy, monkeypatch, row_ms=20, tiled_ns=5_000)
+    curves = calibrate(roomy)
+    assert curves.context_ns == pytest.approx(20_000)
+    assert curves.context_tiled_ns == pytest.approx(5_000)
+    assert (64, 64 * 20 * MS) in curves.prefill.points(), (
+        "no ladder comes so far in its time; this step was long enough"
+    )
+    assert machine.now_ns < 12_000 * MS
+    assert [roomy.lane_tokens(lane) for lane in range(3)] == [0] * 3
+
+
+def test_a_tile_that_a_slow_machine_would_need_long_for_is_not_measured(
+    roomy: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = PricedMachine(roomy, monkeypatch, row_ms=100, tiled_ns=5_000)
+    curves = calibrate(roomy)
+    assert curves.context_ns == pytest.approx(20_000)
+    assert curves.context_tiled_ns == 0.0, "which says that nobody knows"
+    assert max(machine.steps) < 64
+    assert machine.now_ns < 10_000 * MS
+
+
+def test_nor_is_one_when_the_time_is_spent_or_attention_knows_no_tiles(
+    roomy: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PricedMachine(roomy, monkeypatch, row_ms=1, tiled_ns=5_000)
+    assert calibrate(roomy, budget_s=0).context_tiled_ns == 0.0
+    monkeypatch.setattr(calibration, "TILED_KV_TYPES", ("f32",))
+    assert calibrate(roomy).context_tiled_ns == 0.0
+
+
+def test_noise_that_hides_what_context_costs_a_tile_leaves_a_price_to_refine(
+    roomy: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PricedMachine(roomy, monkeypatch, row_ms=20, tiled_ns=-1_000)
+    assert calibrate(roomy).context_tiled_ns == pytest.approx(calibration.TILED_PART_MIN * 20_000)
+
+
 @pytest.mark.parametrize(
     ("n_threads", "cpu_ms", "is_doubtful"), [(1, 20, False), (4, 390, False), (4, 200, True), (0, 1, False)]
 )
@@ -155,6 +223,7 @@ def test_curves_are_remembered_by_what_changes_them(engine: NativeEngine, tmp_pa
     measured = cached_curves(engine, tmp_path)
     assert cached_curves(engine, tmp_path).decode.points() == measured.decode.points()
     assert cached_curves(engine, tmp_path).context_ns == measured.context_ns
+    assert cached_curves(engine, tmp_path).context_tiled_ns == measured.context_tiled_ns
     (file,) = (tmp_path / "curves").iterdir()
     file.write_text("not a curve")
     assert cached_curves(engine, tmp_path).decode.is_known
@@ -209,3 +278,4 @@ def test_the_command_prints_a_table_and_json(
     assert [line["rows"] for line in rows["decode"]][:4] == [1, 2, 3, 4]
     assert all(line["runs_as"] >= line["rows"] for line in rows["decode"])
     assert rows["context_ns"] >= 0
+    assert rows["context_tiled_ns"] == 0, "a lane of 64 tokens is never much behind its rows"

@@ -157,8 +157,14 @@ def stage_cost(said: pb.DescribeResponse | pb.StatusResponse, rows_max: int, hos
         CostCurve((point.n_rows, point.cost_ns + host_ns) for point in said.decode_curve),
         CostCurve((point.n_rows, point.cost_ns + host_ns) for point in said.prefill_curve),
         rows_max,
-        max(0.0, said.context_ns) if math.isfinite(said.context_ns) else 0.0,
+        _price_ns(said.context_ns),
+        _price_ns(said.context_tiled_ns),
     )
+
+
+def _price_ns(said_ns: float) -> float:
+    """Return a price that plans can be made with: 0.0, which is not known, for what is none."""
+    return max(0.0, said_ns) if math.isfinite(said_ns) else 0.0
 
 
 def check_stages(addresses: Sequence[str], facts: Sequence[pb.DescribeResponse], pipeline: PipelineFile) -> None:

@@ -25,7 +25,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from wire.curve import CostCurve, mixed_cost_ns
+from wire.curve import ATTENTION_TILE_ROWS, CostCurve, mixed_cost_ns
 
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
 ITL_STRETCH = 2.0  # running streams' inter-token latency beside prefill, against none, unless somebody sets it
@@ -54,26 +54,51 @@ class StageCost:
     prefill: CostCurve  # rows of a prompt: the last stage computes no head for them
     rows_max: int  # rows of one native step
     context_ns: float = 0.0  # what a row costs for every token before it in its lane
+    context_tiled_ns: float = (
+        0.0  # and in steps of tiles of attention, for every token of its tile's lanes; 0: not known
+    )
     decode_tokens: int = 0  # context of an average decode row
     prompt_tokens: int = 0  # and of a prompt row
 
     def decode_ns(self, rows: int) -> float:
         """Predict a step of decode rows, padding included."""
-        return self.decode.padded_cost_ns(rows, self.rows_max) + rows * self.context_ns * self.decode_tokens
+        padded_rows = self._padded_rows(rows, 0)
+        return self.decode.cost_ns(padded_rows) + self._context_ns(padded_rows, rows, 0)
 
     def prefill_ns(self, rows: int) -> float:
         """Predict a step of prompt rows."""
-        return self.prefill.cost_ns(rows) + rows * self.context_ns * self.prompt_tokens
+        return self.prefill.cost_ns(rows) + self._context_ns(rows, 0, rows)
 
     def mixed_ns(self, rows: int, prompt_rows: int) -> float:
         """Predict a step of both, padding included; prompt rows take the place of scratch rows."""
         if not prompt_rows:
             return self.decode_ns(rows)
-        padded_rows = self.decode.padded_rows(rows + prompt_rows, self.rows_max)
+        padded_rows = self._padded_rows(rows, prompt_rows)
         # Of the scratch rows so many want the head as fill its tile, see stage.padding.
         heads = self.decode.padded_rows(rows, padded_rows - prompt_rows)
         rows_ns = mixed_cost_ns(self.decode, self.prefill, heads, padded_rows - heads)
-        return rows_ns + self.context_ns * (rows * self.decode_tokens + prompt_rows * self.prompt_tokens)
+        return rows_ns + self._context_ns(padded_rows, rows, prompt_rows)
+
+    def _padded_rows(self, rows: int, prompt_rows: int) -> int:
+        """Return the rows that such a step is padded to, see stage.curves."""
+        n_rows = rows + prompt_rows
+        most = self.decode.padded_rows(n_rows, self.rows_max)
+        if n_rows >= ATTENTION_TILE_ROWS or most < ATTENTION_TILE_ROWS:
+            return most
+        untiled = self.decode.padded_rows(n_rows, ATTENTION_TILE_ROWS - 1)
+        costs_ns = {n: self.decode.cost_ns(n) + self._context_ns(n, rows, prompt_rows) for n in (untiled, most)}
+        return min(costs_ns, key=costs_ns.__getitem__)
+
+    def _context_ns(self, padded_rows: int, rows: int, prompt_rows: int) -> float:
+        """Predict what context adds to a step of so many rows, of which these are decode rows and rows of one prompt.
+
+        Of tiles every one pays for whose rows are in it: a prompt in each of its tiles, a decode row in one.
+        """
+        if padded_rows < ATTENTION_TILE_ROWS or not self.context_tiled_ns:
+            return self.context_ns * (rows * self.decode_tokens + prompt_rows * self.prompt_tokens)
+        n_tiles = -(-(rows + prompt_rows) // ATTENTION_TILE_ROWS) - rows // ATTENTION_TILE_ROWS if prompt_rows else 0
+        tile_tokens = rows * self.decode_tokens + n_tiles * self.prompt_tokens
+        return self.context_tiled_ns * ATTENTION_TILE_ROWS * tile_tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -277,7 +302,7 @@ class GroupPlanner:
             for ride in (0, *(total - rows for total in CHUNK_LADDER if rows < total <= self.rows_max)):
                 decode = self._mixed(rows, ride)
                 if max(n_groups * max(decode), sum(decode) + self.overhead_ns) > latency_max_ns:
-                    break
+                    continue  # more rows may take less time, as they do once attention goes in tiles
                 if ride:
                     cycle_ns = _joined(n_groups * max(decode), sum(decode) + self.overhead_ns)
                     found.append(_Beside(n_groups, rows, n_groups * ride / cycle_ns, cycle_ns, 0, 1, ride))
@@ -315,7 +340,7 @@ class GroupPlanner:
                 yield _Beside(*groups, rate, latency_ns, flights, chunk, ride)
 
     def _train(self, n_rows: int) -> int:
-        """Return the chunk that brings so many prompt rows through idle stages soonest."""
+        """Return the chunk that brings so many prompt rows through idle stages soonest, at their average context."""
         n_stages = len(self.stages)
 
         def time_ns(chunk: int) -> float:

@@ -161,9 +161,17 @@ class Scheduler:
         return planner.plan(0, n_prompts=n_prompts, n_prompt_rows=self._count_train_rows())
 
     def _planner(self) -> GroupPlanner:
-        """Return the planner for the contexts of those that run and of the prompt that goes next."""
+        """Return the planner for the contexts of those that run and of the prompt that goes next.
+
+        While others run, its next rows count. Alone all of them do, those that have left included, half of which stand
+        before an average one: its train is planned as a whole, so that its chunks stay as they are.
+        """
         decode_tokens = self._decoding_tokens / len(self._decoding) if self._decoding else 0
-        return self.planner.at(decode_tokens, self._next_prompt(self._turns + 1).n_sent if self._prompts else 0)
+        prompt_tokens = 0.0
+        if self._prompts:
+            prompt = self._next_prompt(self._turns + 1)
+            prompt_tokens = prompt.n_sent if self._decoding else (prompt.n_sent + prompt.prefill_left) / 2
+        return self.planner.at(decode_tokens, prompt_tokens)
 
     def _count_train_rows(self) -> int:
         """Return the prompt rows of the train under way, those that have left included: its chunks stay as they are."""

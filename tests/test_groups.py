@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from coordinator.groups import (
     CONTEXT_STEP_MIN,
     CONTEXT_STEPS,
     GROUPS_MAX_PER_STAGE,
+    PREDICTED_PART,
     GroupPlanner,
     StageCost,
     _context_step,
@@ -44,6 +47,72 @@ def test_rows_of_a_long_context_are_dearer_and_fewer_ride() -> None:
     assert rides == sorted(rides, reverse=True)
     assert rides[0] > rides[-1]
     assert long.plan(4, n_prompts=1).latency_max_ns == short.plan(4, n_prompts=1).latency_max_ns
+
+
+def with_tiles(n_stages: int = 2, curve: str = "arithmetic") -> GroupPlanner:
+    """Attention as in benches/RESULTS.md: in tiles a token of context costs a row of its lane a quarter."""
+    stage = StageCost(CURVES[curve](), CURVES[curve](), 512, context_ns=12_000, context_tiled_ns=3_000)
+    return GroupPlanner([stage] * n_stages)
+
+
+def test_steps_of_tiles_are_priced_by_the_lanes_that_a_tile_reads() -> None:
+    made, curve = with_tiles(), CURVES["arithmetic"]()
+    view, tile = made.at(1_024, 2_048), 64 * 3_000
+    assert view.chunk_ns(63) == pytest.approx(curve.cost_ns(63) + 63 * 2_048 * 12_000)
+    assert view.chunk_ns(64) == pytest.approx(curve.cost_ns(64) + 2_048 * tile)
+    assert view.chunk_ns(96) == pytest.approx(curve.cost_ns(96) + 2 * 2_048 * tile), (
+        "a tile that is not full is no cheaper"
+    )
+    assert view.step_ns(64) == pytest.approx(curve.cost_ns(64) + 64 * 1_024 * tile)
+    assert view.step_ns(96) == pytest.approx(curve.cost_ns(96) + 96 * 1_024 * tile), "each lane is read in one tile"
+    assert view.mixed_ns(4, 60) == pytest.approx(curve.cost_ns(64) + (4 * 1_024 + 2_048) * tile)
+    assert view.mixed_ns(4, 64) == pytest.approx(curve.cost_ns(68) + (4 * 1_024 + 2 * 2_048) * tile)
+    assert view.mixed_ns(64, 64) == pytest.approx(curve.cost_ns(128) + (64 * 1_024 + 2_048) * tile)
+
+
+def test_rows_of_many_lanes_stay_below_a_tile() -> None:
+    made = with_tiles(1, "smooth")
+    assert made.plan(64, n_prompts=0).group_rows == 64, "without context there is nothing to read"
+    plan = made.at(1_000, 0).plan(64, n_prompts=0)
+    assert plan.group_rows < 64
+
+
+def test_padding_is_planned_as_stages_pad() -> None:
+    """62 rows run as 64 where that is cheaper by rows, unless each of them would then pay for the context of all."""
+    curve = CostCurve(
+        [(1, 25e6), (4, 80e6), (5, 180e6), (6, 280e6), (7, 380e6), (8, 160e6), (60, 1_200e6), (64, 1_240e6)]
+    )
+    stage = StageCost(curve, curve, 512, context_ns=12_000, context_tiled_ns=3_000)
+    assert stage.decode_ns(62) == curve.cost_ns(64)
+    long = dataclasses.replace(stage, decode_tokens=1_000)
+    assert long.decode_ns(62) == pytest.approx(curve.cost_ns(62) + 62 * 1_000 * 12_000)
+    beside = dataclasses.replace(stage, decode_tokens=10, prompt_tokens=2_000)
+    assert beside.mixed_ns(1, 61) == pytest.approx(curve.cost_ns(64) + 64 * 2_010 * 3_000)
+
+
+def test_a_long_prompt_alone_travels_in_whole_tiles_and_a_short_one_as_ever() -> None:
+    made, plain = with_tiles(), with_context(2, 12_000)
+    for n_rows in (2_000, 4_000, 8_000):
+        plan = made.at(0, n_rows / 2).plan(0, n_prompts=1, n_prompt_rows=n_rows)
+        assert plan.chunk_rows >= 64
+        assert plan.chunk_rows % 64 == 0
+    for n_rows in (4, 16, 60, 120, 250):
+        short = [
+            one.at(0, n_rows / 2).plan(0, n_prompts=1, n_prompt_rows=n_rows)
+            for one in (made, plain, planner(2, "arithmetic"))
+        ]
+        assert len({plan.chunk_rows for plan in short}) == 1
+        assert short[0].chunk_rows < 64
+
+
+def test_prompt_rows_ride_in_whole_tiles_where_fewer_take_longer() -> None:
+    """At a long context 64 rows take less time than 48: what exceeds the bound does not end the search."""
+    view = with_tiles(1).at(10, 8_000)
+    latency_ns = view.mixed_ns(1, 63)
+    assert latency_ns < view.mixed_ns(1, 47)
+    assert view.ride_within(1, 95, 1.01 * latency_ns) == 63
+    stretch = 1.001 * latency_ns / (PREDICTED_PART * view.plan(1, n_prompts=0).period_ns)
+    assert GroupPlanner(view.stages, stretch).plan(1, n_prompts=1).ride_rows == 63
 
 
 def test_the_stretch_of_latency_that_somebody_allows_buys_prompts_a_higher_rate() -> None:

@@ -230,6 +230,28 @@ def test_plans_are_made_for_the_contexts_of_those_that_run_and_of_the_prompt_tha
     assert asked[-1] == (0, 0)
 
 
+def test_a_train_is_planned_for_the_contexts_that_its_rows_will_have() -> None:
+    asked: list[float] = []
+
+    class Noting(Fixed):
+        def at(self, decode_tokens: float, prompt_tokens: float) -> GroupPlanner:
+            asked.append(prompt_tokens)
+            return self
+
+    scheduler = Scheduler(ScheduleConfig(), Noting(flights=1, chunk_rows=8))
+    start(scheduler, new_session(1, n_prompt=100))
+    scheduler.take(0)
+    assert asked == [50, 0], "the plan, and the first chunk"
+    scheduler.plan()
+    assert asked[-1] == 50, "the same to its end: its chunks stay as they are"
+    start(scheduler, new_session(2, n_prompt=20))
+    scheduler.plan()
+    assert asked[-1] == 10, "that of the prompt that goes next"
+    scheduler.decode(row(3))
+    scheduler.plan()
+    assert asked[-1] == 0, "beside others its next rows alone"
+
+
 def test_a_flight_that_left_before_anything_was_known_lands_after_curves_have_come() -> None:
     planner = GroupPlanner([StageCost(CostCurve(), CostCurve(), 64)])
     scheduler = Scheduler(ScheduleConfig(), planner)

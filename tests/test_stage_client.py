@@ -130,6 +130,8 @@ async def test_a_bug_while_speeds_are_read_is_logged_and_the_next_look_counts(
 )
 def test_what_a_stage_says_of_its_speed_is_safe_to_plan_with(said: float, taken: float) -> None:
     point = pb.CostPoint(n_rows=1, cost_ns=7)
-    cost = stage_cost(pb.StatusResponse(decode_curve=[point], prefill_curve=[point], context_ns=said), 64)
-    assert cost.context_ns == taken
+    cost = stage_cost(
+        pb.StatusResponse(decode_curve=[point], prefill_curve=[point], context_ns=said, context_tiled_ns=said), 64
+    )
+    assert (cost.context_ns, cost.context_tiled_ns) == (taken, taken)
     assert cost.decode_ns(1) == 7 + HOST_STEP_NS

@@ -112,6 +112,7 @@ class Simulation:
                 CostCurve(stage.curves.prefill.points()),
                 stage.model.rows_max,
                 stage.curves.context_ns,
+                stage.curves.context_tiled_ns,
             )
             for stage in self.stages
         ]

@@ -5,7 +5,6 @@ Every event checks what must never break, see `Violation`.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -15,7 +14,7 @@ from stage.curves import Curves, StepShape, shape_of
 from stage.lanes import LaneTable
 from stage.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
 from stage.queue_types import QueuedFrame, Step
-from wire.curve import CostCurve, mixed_cost_ns
+from wire.curve import ATTENTION_TILE_ROWS, CostCurve, mixed_cost_ns
 from wire.frames import Flag
 
 ROUTE = 1
@@ -42,7 +41,8 @@ class SimStage:
     ) -> None:
         self.index, self.model, self.is_auto = index, model, policy == "auto"
         decode, prefill = model.decode.points(), model.prefill.points()
-        known: dict[str, Any] = {"decode": decode, "prefill": prefill, "context_ns": model.context_ns}
+        known: dict[str, Any] = {"decode": decode, "prefill": prefill}
+        known |= {"context_ns": model.context_ns, "context_tiled_ns": model.context_tiled_ns}
         self.curves = Curves.of_stage(has_head=decode != prefill, **(known if is_calibrated else {}))
         self.batcher = Batcher(make_policy(policy, model.rows_max, self.curves.decode))
         self.lanes = LaneTable(n_lanes, 1 << 20)
@@ -150,13 +150,22 @@ class SimStage:
         """Return the native step's true cost: tiles of all rows, the head for those that want it, and the context."""
         shape = shape_of(step.frames)
         if self.is_auto and shape.decode_rows:
-            scratch_rows = self.curves.decode.padded_rows(shape.n_rows, self.model.rows_max) - shape.n_rows
-            shape = dataclasses.replace(shape, scratch_rows=scratch_rows)
+            shape = shape.padded(self.curves.padded_rows(shape, self.model.rows_max) - shape.n_rows)
         self._shape = shape
-        context_ns = self.model.context_ns * shape.context
+        context_ns = self._context_ns(step.frames, shape.n_rows)
         if not shape.decode_rows:
             return self.model.prefill.cost_ns(shape.n_rows) + context_ns
         if not shape.prefill_rows:
             return self.model.decode.cost_ns(shape.n_rows) + context_ns
         prompt_rows = shape.n_rows - shape.decode_rows
         return mixed_cost_ns(self.model.decode, self.model.prefill, shape.decode_rows, prompt_rows) + context_ns
+
+    def _context_ns(self, frames: list[QueuedFrame], n_rows: int) -> float:
+        """Return what context truly adds: to each row its own lane's, or to a tile that of all lanes in it."""
+        model = self.model
+        if n_rows < ATTENTION_TILE_ROWS or not model.context_tiled_ns:
+            return model.context_ns * sum(frame.n_rows * frame.position for frame in frames)
+        by_row = [frame for frame in frames for _ in range(frame.n_rows)]
+        tiles = [set(by_row[at : at + ATTENTION_TILE_ROWS]) for at in range(0, len(by_row), ATTENTION_TILE_ROWS)]
+        n_tokens = sum(frame.position for tile in tiles for frame in tile)
+        return model.context_tiled_ns * ATTENTION_TILE_ROWS * n_tokens

@@ -58,6 +58,9 @@ class StageModel:
     """Work of the stage's process around each native step; the stage is not free meanwhile."""
     context_ns: float = 0.0
     """What a row costs for every token before it in its lane."""
+    context_tiled_ns: float = 0.0
+    """And in a step of ATTENTION_TILE_ROWS rows or more, for every token before the frames in its tile; 0.0: the same
+    as in a smaller one, and for its own lane alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,11 +115,19 @@ class World:
 
 
 def equal_stages(
-    n_stages: int, curve: str = "staircase", *, host_ns: int = 0, context_ns: float = 0.0
+    n_stages: int,
+    curve: str = "staircase",
+    *,
+    host_ns: int = 0,
+    context_ns: float = 0.0,
+    context_tiled_ns: float = 0.0,
 ) -> tuple[StageModel, ...]:
     """Return n_stages stages of one kind."""
     return tuple(
-        StageModel(CURVES[curve](), CURVES[curve](), host_ns=host_ns, context_ns=context_ns) for _ in range(n_stages)
+        StageModel(
+            CURVES[curve](), CURVES[curve](), host_ns=host_ns, context_ns=context_ns, context_tiled_ns=context_tiled_ns
+        )
+        for _ in range(n_stages)
     )
 
 

@@ -33,13 +33,14 @@ def allowed(stages: Sequence[StageCost], n_streams: int, n_prompt: int, n_tokens
     """Return what the curves allow n_streams at most. Pure.
 
     All prompts go through the stages as one train of the best chunk; then decode steps, of which no schedule makes
-    more (see best_rate), at the context of half an answer.
+    more (see best_rate), at the context of half an answer. (Rows of many streams in tiles of attention would be dearer
+    than said here, so what is said is a bound all the same.)
     """
-    rows = [_with_context(stage.prefill, stage.context_ns * n_prompt / 2) for stage in stages]
+    rows = [dataclasses.replace(stage, prompt_tokens=n_prompt // 2) for stage in stages]
     chunks = [chunk for chunk in CHUNK_LADDER if chunk <= min(stage.rows_max for stage in stages)]
     n_more = len(stages) - 1
     prompts_ns = min(
-        (math.ceil(n_streams * n_prompt / chunk) + n_more) * max(curve.cost_ns(chunk) for curve in rows)
+        (math.ceil(n_streams * n_prompt / chunk) + n_more) * max(stage.prefill_ns(chunk) for stage in rows)
         for chunk in chunks
     )
     context = n_prompt + n_tokens / 2

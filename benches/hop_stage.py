@@ -60,6 +60,7 @@ class StampingEngine:
         self.output_rows = np.random.default_rng(1).standard_normal((0 if is_last else N_LANES, width), np.float32)
         self._logits = np.linspace(0, 1, N_VOCAB, dtype=np.float32)
         self.begin_ns = self.ready_ns = 0
+        self.micro_batches: tuple[int, ...] = ()
 
     def decode(self, n_rows: int) -> None:
         """Take the time; the output rows are what they always are."""

@@ -50,7 +50,7 @@ class Connection:
 
     def stage_costs(self) -> list[StageCost]:
         """Return what each stage measured of its own speed."""
-        return [stage_cost(facts, facts.max_rows) for facts in self.facts]
+        return [stage_cost(facts, facts.max_rows, is_per_lane=facts.kv_per_lane) for facts in self.facts]
 
     @classmethod
     async def open(
@@ -147,11 +147,17 @@ async def _costs_now(connection: Connection) -> list[StageCost]:
     costs = connection.stage_costs()
     for index, status in enumerate(statuses):
         if status is not None:
-            costs[index] = stage_cost(status, costs[index].rows_max)
+            costs[index] = stage_cost(status, costs[index].rows_max, is_per_lane=costs[index].is_per_lane)
     return costs
 
 
-def stage_cost(said: pb.DescribeResponse | pb.StatusResponse, rows_max: int, host_ns: int = HOST_STEP_NS) -> StageCost:
+def stage_cost(
+    said: pb.DescribeResponse | pb.StatusResponse,
+    rows_max: int,
+    host_ns: int = HOST_STEP_NS,
+    *,
+    is_per_lane: bool = False,
+) -> StageCost:
     """Read what a stage says of its speed, and add what a step costs beside the native decode."""
     return StageCost(
         CostCurve((point.n_rows, point.cost_ns + host_ns) for point in said.decode_curve),
@@ -159,6 +165,7 @@ def stage_cost(said: pb.DescribeResponse | pb.StatusResponse, rows_max: int, hos
         rows_max,
         _price_ns(said.context_ns),
         _price_ns(said.context_tiled_ns),
+        is_per_lane=is_per_lane,
     )
 
 

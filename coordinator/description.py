@@ -89,6 +89,7 @@ def _counters(status: pb.StatusResponse) -> dict[str, object]:
         "rows": status.n_rows,
         "frames": status.n_frames,
         "padded_rows": status.n_padded_rows,
+        "micro_batches": status.n_micro_batches,
         "steps_by_rows": {str(rows): status.steps_by_rows[rows] for rows in sorted(status.steps_by_rows)},
         "steps_by_sessions": {str(n): status.steps_by_sessions[n] for n in sorted(status.steps_by_sessions)},
         "wait_p50_ns": percentile(waits, 0.5),

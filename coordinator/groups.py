@@ -54,11 +54,10 @@ class StageCost:
     prefill: CostCurve  # rows of a prompt: the last stage computes no head for them
     rows_max: int  # rows of one native step
     context_ns: float = 0.0  # what a row costs for every token before it in its lane
-    context_tiled_ns: float = (
-        0.0  # and in steps of tiles of attention, for every token of its tile's lanes; 0: not known
-    )
+    context_tiled_ns: float = 0.0  # and in steps of tiles, for every token of its tile's lanes; 0: not known
     decode_tokens: int = 0  # context of an average decode row
     prompt_tokens: int = 0  # and of a prompt row
+    is_per_lane: bool = False  # lanes have KV cells of their own: decode rows and prompt rows are computed apart
 
     def decode_ns(self, rows: int) -> float:
         """Predict a step of decode rows, padding included."""
@@ -73,6 +72,8 @@ class StageCost:
         """Predict a step of both, padding included; prompt rows take the place of scratch rows."""
         if not prompt_rows:
             return self.decode_ns(rows)
+        if self.is_per_lane:
+            return self.decode_ns(rows) + self.prefill_ns(prompt_rows)
         padded_rows = self._padded_rows(rows, prompt_rows)
         # Of the scratch rows so many want the head as fill its tile, see stage.padding.
         heads = self.decode.padded_rows(rows, padded_rows - prompt_rows)
@@ -82,6 +83,8 @@ class StageCost:
     def _padded_rows(self, rows: int, prompt_rows: int) -> int:
         """Return the rows that such a step is padded to, see stage.curves."""
         n_rows = rows + prompt_rows
+        if self.is_per_lane:
+            return n_rows
         most = self.decode.padded_rows(n_rows, self.rows_max)
         if n_rows >= ATTENTION_TILE_ROWS or most < ATTENTION_TILE_ROWS:
             return most
@@ -141,6 +144,11 @@ class GroupPlanner:
     def rows_max(self) -> int:
         """Rows that every stage takes in one step."""
         return min((stage.rows_max for stage in self.stages), default=1)
+
+    @property
+    def is_per_lane(self) -> bool:
+        """Whether any stage computes rows of neighbouring lanes alone at once."""
+        return any(stage.is_per_lane for stage in self.stages)
 
     @property
     def is_known(self) -> bool:
@@ -209,9 +217,14 @@ class GroupPlanner:
         """Return how many of `ride_rows` may ride with `rows` decode rows so that their way takes at most so long."""
         if not ride_rows or sum(self._mixed(rows, ride_rows)) + self.overhead_ns <= way_max_ns:
             return ride_rows
-        smaller = [total - rows for total in CHUNK_LADDER if rows < total < rows + ride_rows]
+        smaller = (ride for ride in self._rides(rows) if ride < ride_rows)
         fitting = (ride for ride in smaller if sum(self._mixed(rows, ride)) + self.overhead_ns <= way_max_ns)
         return max(fitting, default=0)
+
+    def _rides(self, rows: int) -> list[int]:
+        """Return how many prompt rows may ride with so many decode rows: what fills tiles, ascending."""
+        beside = 0 if self.is_per_lane else rows
+        return [total - beside for total in CHUNK_LADDER if beside < total <= self.rows_max - rows + beside]
 
     def rate(self, n_streams: int, n_groups: int, rows: int) -> float:
         """Predict the tokens per nanosecond of n_groups flights of at most `rows` rows among n_streams streams."""
@@ -299,7 +312,7 @@ class GroupPlanner:
         """
         found: list[_Beside] = []
         for n_groups, rows in (best, *self._one_more(n_streams, *best)):
-            for ride in (0, *(total - rows for total in CHUNK_LADDER if rows < total <= self.rows_max)):
+            for ride in (0, *self._rides(rows)):
                 decode = self._mixed(rows, ride)
                 if max(n_groups * max(decode), sum(decode) + self.overhead_ns) > latency_max_ns:
                     continue  # more rows may take less time, as they do once attention goes in tiles

@@ -62,6 +62,8 @@ class CertifyConfig:
     """Layers on the GPU, on both sides."""
     kv_type: str = "f16"
     """Element type of the KV cache, on both sides."""
+    kv_layout: str = "unified"
+    """How the stages' lanes hold their KV cells: unified or per-lane."""
     experimental: bool = False
     """Try an architecture outside the table of families."""
     keep: Path | None = None
@@ -196,6 +198,7 @@ class _Certification:
                 n_threads=self._n_threads,
                 gpu_layers=config.gpu_layers,
                 kv_type=config.kv_type,
+                kv_layout=config.kv_layout,
             ),
             self._check_stop,
         )
@@ -291,6 +294,7 @@ def _stage_arguments(config: CertifyConfig) -> tuple[str, ...]:
         gpu_layers=config.gpu_layers,
         max_rows=MAX_ROWS,
         kv_type=config.kv_type,
+        kv_layout=config.kv_layout,
     )
     flags = forwarded(
         [
@@ -299,6 +303,7 @@ def _stage_arguments(config: CertifyConfig) -> tuple[str, ...]:
             ("--gpu-layers", config.gpu_layers),
             ("--max-rows", MAX_ROWS),
             ("--kv-type", config.kv_type),
+            ("--kv-layout", config.kv_layout),
             # No padding and no splitting by measured curves: a session alone then comes in batches known beforehand.
             ("--policy", "drain"),
         ]

@@ -42,7 +42,8 @@ def calibrate_command(artifact: Path, threads: int, as_json: bool, **given: Any)
         n_threads=threads or len(os.sched_getaffinity(0)),
         gpu_layers=given["gpu_layers"],
         kv_type=given["kv_type"],
-        spare_lanes=1,
+        kv_layout=given["kv_layout"],
+        spare_lanes=1 if given["kv_layout"] == "unified" else 0,
         max_wanted=min(lanes + PAD_SEARCH_ROWS, max_rows),
     )
     with NativeEngine(config) as engine:

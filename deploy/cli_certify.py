@@ -58,6 +58,13 @@ def _parse_seeds(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
 @click.option("--threads", type=int, default=0, help="Threads per stage [default: cores / stages].")
 @click.option("--gpu-layers", type=int, default=0, show_default=True, help="Layers on the GPU; -1 for all.")
 @click.option("--kv-type", default="f16", show_default=True, help="Element type of the KV cache.")
+@click.option(
+    "--kv-layout",
+    type=click.Choice(("unified", "per-lane")),
+    default="unified",
+    show_default=True,
+    help="Cells of the KV cache: shared by all lanes, or each lane's own.",
+)
 @click.option("--keep", type=click.Path(path_type=Path), default=None, help="Keep the artifacts in this directory.")
 @click.option("--experimental", is_flag=True, help="Try an architecture that has not been certified.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
@@ -92,6 +99,7 @@ def certify_command(**given: Any) -> None:
         n_threads=given["threads"],
         gpu_layers=given["gpu_layers"],
         kv_type=given["kv_type"],
+        kv_layout=given["kv_layout"],
         experimental=given["experimental"],
         keep=given["keep"],
         verbose=given["verbose"],

@@ -105,6 +105,7 @@ def stage_command(**given: Any) -> None:
         max_rows=given["max_rows"],
         prefill_rows=given["prefill_rows"],
         kv_type=given["kv_type"],
+        kv_layout=given["kv_layout"],
         policy=given["policy"],
         calibrate=not given["no_calibrate"],
         verify=not given["no_verify"],

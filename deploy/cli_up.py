@@ -90,7 +90,8 @@ def _up_model(given: dict[str, Any]) -> None:
         stage_arguments=(
             *forwarded([("--ctx", given["ctx"]), ("--lanes", given["lanes"]), ("--gpu-layers", given["gpu_layers"]),
                         ("--max-rows", given["max_rows"]), ("--prefill-rows", given["prefill_rows"]),
-                        ("--kv-type", given["kv_type"]), ("--policy", given["policy"])]),
+                        ("--kv-type", given["kv_type"]), ("--kv-layout", given["kv_layout"]),
+                        ("--policy", given["policy"])]),
             *(("--no-calibrate",) if given["no_calibrate"] else ()),
             *_telemetry_flags(given),
             *_log_flags(given),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from wire.pb.relayline.v1 import join_pb2 as pb
 
 Command = Callable[..., Any]
-ENGINE_FLAGS = ("ctx", "lanes", "gpu_layers", "max_rows", "prefill_rows", "no_calibrate", "kv_type")
+ENGINE_FLAGS = ("ctx", "lanes", "gpu_layers", "max_rows", "prefill_rows", "no_calibrate", "kv_type", "kv_layout")
 TOLD_BY_ORDER = (*ENGINE_FLAGS, "policy", "no_verify")
 
 
@@ -87,6 +87,7 @@ def coordinator_join(given: dict[str, Any], n_stages: int) -> JoinConfig | None:
         max_rows=given["max_rows"],
         prefill_rows=given["prefill_rows"],
         kv_type=given["kv_type"],
+        kv_layout=given["kv_layout"],
         policy=given["policy"],
         calibrate=not given["no_calibrate"],
     )

@@ -74,6 +74,13 @@ slice_options = _apply(
     click.option("--gpu-layers", type=int, default=0, show_default=True, help="Layers on the GPU; -1 for all."),
     click.option("--max-rows", type=int, default=512, show_default=True, help="Rows of one native step."),
     click.option("--kv-type", default="f16", show_default=True, help="Element type of the KV cache."),
+    click.option(
+        "--kv-layout",
+        type=click.Choice(("unified", "per-lane")),
+        default="unified",
+        show_default=True,
+        help="Cells of the KV cache: shared by all lanes, or each lane's own (quicker on CPUs for long streams).",
+    ),
 )
 
 engine_options = _apply(

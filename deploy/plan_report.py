@@ -131,7 +131,7 @@ def show(plan: Plan, console: Console) -> None:
     load = plan.instance.load
     console.print(
         f"{plan.name}: {plan.model}, {plan.instance.model.n_layers} layers over {len(plan.best.edges)} stages; "
-        f"{load.n_lanes} lanes of {load.ctx_tokens} tokens, {load.kv_type} cache",
+        f"{load.n_lanes} lanes of {load.ctx_tokens} tokens, {load.kv_type} cache, {load.kv_layout}",
         highlight=False,
         soft_wrap=True,
     )

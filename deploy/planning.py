@@ -43,6 +43,7 @@ def shape_of(facts: ModelFacts) -> ModelShape:
         n_embd=facts.n_embd,
         n_vocab=facts.n_vocab,
         n_ff=max(widths, default=facts.n_embd),
+        n_heads=max(facts.n_heads, default=0),
         is_allowed=lambda start, end: is_allowed(facts, start, end),
     )
 
@@ -54,6 +55,7 @@ def load_of(manifest: Manifest, n_streams: int = 0) -> Load:
         ctx_tokens=spec.context.tokens,
         n_lanes=spec.context.lanes,
         kv_type=spec.context.kv_type,
+        kv_layout=spec.context.kv_layout,
         wire_dtype=spec.wire.dtype,
         max_rows=spec.batching.max_rows,
         n_streams=n_streams,

@@ -17,11 +17,9 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
 from stage import ggml
-from stage.native import KV_TYPES
+from stage.kv_cache import count_cells, lay_out
 from wire.errors import InternalError, ModelFileError, NativeError
 
-_CTX_STEP_TOKENS = 256  # llama.cpp rounds a context up to this
-_SPARE_CELLS = 256  # that stages have for padding rows; some models choose their rope by the size of the context
 _VOCAB_TYPE_NONE = 0
 _UNFIT_ATTRIBUTES = llama.LLAMA_TOKEN_ATTR_UNKNOWN | llama.LLAMA_TOKEN_ATTR_UNUSED | llama.LLAMA_TOKEN_ATTR_CONTROL
 
@@ -45,7 +43,9 @@ class WholeConfig:
     gpu_layers: int = 0
     """Layers held on the GPU; -1 for all."""
     kv_type: str = "f16"
-    """Element type of the KV cache; a key of stage.native.KV_TYPES."""
+    """Element type of the KV cache; a key of stage.kv_cache.KV_TYPES."""
+    kv_layout: str = "unified"
+    """How lanes hold their KV cells: unified or per-lane. It decides how attention is computed, too."""
 
 
 class Row(NamedTuple):
@@ -82,16 +82,24 @@ class WholeModel:
     def _open_context(self) -> Any:
         config = self.config
         n_rows = max(config.max_rows, config.n_lanes)
-        n_cells = max(config.n_lanes * config.ctx_tokens + _SPARE_CELLS, n_rows)
         params = llama.llama_context_default_params()
-        params.n_ctx = -(-n_cells // _CTX_STEP_TOKENS) * _CTX_STEP_TOKENS
         params.n_batch = params.n_ubatch = n_rows
-        params.n_seq_max = config.n_lanes
+        lay_out(
+            params,
+            kv_layout=config.kv_layout,
+            kv_type=config.kv_type,
+            flash_attn="auto",
+            n_lanes=config.n_lanes,
+            spare_lanes=0,
+            ctx_tokens=config.ctx_tokens,
+            max_rows=config.max_rows,
+            gpu_layers=config.gpu_layers,
+            n_heads=llama.llama_model_n_head(self._model),
+        )
+        if params.kv_unified:  # some models choose their rope by the context's size, and stages have a spare lane
+            params.n_ctx = count_cells(config.kv_layout, config.n_lanes, 1, config.ctx_tokens, n_rows)
         params.n_outputs_max = max(config.max_wanted, config.n_lanes)
         params.n_threads = params.n_threads_batch = config.n_threads
-        params.type_k = params.type_v = KV_TYPES[config.kv_type]
-        params.kv_unified = True
-        params.swa_full = True
         params.no_perf = True
         ggml.LOG.watch()
         context = llama.llama_init_from_model(self._model, params)

@@ -51,6 +51,9 @@ TILED_PART_MIN = 0.125
 TILED_KV_TYPES = ("f16", "f32")  # of others rows are read one by one however many there are
 UNDISTURBED = 0.85  # part of its processor time below which a step did not have its cores for itself
 DISTURBED_MIN_NS = 2_000_000  # of a step; shorter ones are over before anything disturbs them
+# Where no long lane can be made, steps correct this guess: of rows of 60 million weights a layer (llama-1b), scores and
+# values of a token are some 4,000 multiplications a layer, in kernels half as quick.
+CONTEXT_PART = 1 / 6_000  # of a row is what a token of its context costs
 CACHE_VERSION = 6
 
 
@@ -131,6 +134,8 @@ def _measure_context(
     rows_max = min(engine.max_rows, config.ctx_tokens - n_computed)  # of a step that the long lane takes
     if config.n_sequences < 2 or n_times < 2 or rows_max < CONTEXT_ROWS or engine.max_rows < n_computed:
         return _Context()
+    if config.kv_layout == "per-lane":
+        return _Context(CONTEXT_PART * curves.prefill.cost_ns(1))
     n_tokens, found = n_computed * n_times, _Context()
     _run_lane(engine, times, long_lane, 0, n_computed)
     if engine.multiply(long_lane, free_lane, n_times):
@@ -190,6 +195,8 @@ def _measure(
 def _fits(engine: NativeEngine, n_rows: int, in_one_lane: bool) -> bool:
     if n_rows > engine.max_rows or (engine.is_last and not in_one_lane and n_rows > engine.max_wanted):
         return False
+    if engine.config.kv_layout == "per-lane" and not in_one_lane and n_rows > engine.config.n_lanes:
+        return False  # several rows of a lane would not be computed as those of several lanes are
     lane_rows = n_rows if in_one_lane else -(-n_rows // engine.config.n_lanes)
     return lane_rows <= engine.config.ctx_tokens
 
@@ -272,6 +279,6 @@ def _key(engine: NativeEngine) -> str:
     config, artifact = engine.config, engine.artifact
     # Lanes, context and rows as far as the ladders go: a curve that ended early must not stand for a roomier stage.
     parts = (CACHE_VERSION, artifact.pipeline_id, artifact.stage_index, config.n_threads, config.gpu_layers,
-             config.kv_type, min(config.n_lanes, LADDER[-1]), min(config.ctx_tokens, CONTEXT_TOKENS), config.max_rows,
-             machine_facts(), ggml.devices() if config.gpu_layers else ())  # fmt: skip
+             config.kv_type, config.kv_layout, min(config.n_lanes, LADDER[-1]), min(config.ctx_tokens, CONTEXT_TOKENS),
+             config.max_rows, machine_facts(), ggml.devices() if config.gpu_layers else ())  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

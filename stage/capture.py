@@ -88,8 +88,8 @@ class RowCapture:
         self._state.n_calls = 0
         self._state.error = 0
 
-    def check(self, n_rows: int) -> None:
-        """Raise NativeError unless the decode delivered exactly `n_rows` rows."""
+    def check(self, n_rows: int, n_parts: int = 1) -> None:
+        """Raise NativeError unless the decode delivered exactly `n_rows` rows, in that many micro-batches."""
         if self._state.error:
             reason = _REASONS.get(self._state.error, f"code {self._state.error}")
             raise NativeError(f"cannot capture tensor {self.tensor_name}: {reason}")
@@ -99,7 +99,8 @@ class RowCapture:
                 f"tensor {self.tensor_name} gave {self._state.written} floats where {n_expected} were expected: "
                 "this architecture does not expose its hidden state under that name"
             )
-        if self._state.n_calls != 1:  # llama.cpp may then have grouped the rows by sequence
+        if self._state.n_calls != n_parts:  # llama.cpp may then have grouped the rows by sequence
             raise NativeError(
-                f"llama.cpp cut a step into {self._state.n_calls} parts; the order of its rows is unknown"
+                f"llama.cpp cut a step into {self._state.n_calls} parts where {n_parts} were expected; "
+                "the order of its rows is unknown"
             )

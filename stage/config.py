@@ -13,6 +13,7 @@ from wire.telemetry_config import TelemetryConfig
 
 POLICIES = ("auto", "drain", "single")
 LANES_MAX = 255  # llama.cpp is compiled for 256 sequences, and one is kept for padding rows
+KV_LAYOUTS = ("unified", "per-lane")
 KV_TYPES = ("f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
@@ -40,6 +41,9 @@ class StageConfig:
     """Prefill rows that may run beside waiting decoders in one step."""
     kv_type: str = "f16"
     """Element type of the KV cache."""
+    kv_layout: str = "unified"
+    """unified: all lanes share the KV cells, and a step is one micro-batch; per-lane: each lane has cells of its own,
+    so that attention never walks those of the others, which on a CPU it does at great cost."""
     policy: str = "auto"
     """auto: keep the coordinator's groups and pad to cheaper row counts; drain: take what is queued; single: one
     frame a step, no batching."""
@@ -72,6 +76,8 @@ class StageConfig:
             raise UsageError(f"--policy {self.policy} is unknown; choose one of {', '.join(POLICIES)}")
         if self.kv_type not in KV_TYPES:
             raise UsageError(f"--kv-type {self.kv_type} is unknown; choose one of {', '.join(KV_TYPES)}")
+        if self.kv_layout not in KV_LAYOUTS:
+            raise UsageError(f"--kv-layout {self.kv_layout} is unknown; choose one of {', '.join(KV_LAYOUTS)}")
         check_listen(self.host, self.security, "this stage")  # here, because loading the artifact may take long
 
     @property

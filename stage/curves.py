@@ -41,6 +41,8 @@ class StepShape:
     of enough rows for tiles. Scratch rows add none: they come last, and their lane is empty."""
     scratch_rows: int = 0
     """Rows of no session; they have no context."""
+    micro_batches: tuple[int, ...] = ()
+    """Rows of each part in which llama.cpp ran the step, see stage.micro_batches; empty: all rows at once."""
 
     @property
     def n_rows(self) -> int:
@@ -143,9 +145,14 @@ class Curves:
                 self.context_ns *= 1 + change
         if shape.prefill_rows and shape.decode_rows:
             return
+        n_rows = max(shape.micro_batches, default=shape.n_rows)
+        if n_rows < shape.n_rows:  # of several parts nobody knows which was dearer: the largest stands for all
+            if not rows_ns:
+                return
+            rows_ns = (self.prefill if shape.prefill_rows else self.decode).cost_ns(n_rows)
         speed = 1 + (1 - share) * (ratio - 1)
         curve = self.prefill if shape.prefill_rows else self.decode
-        curve.observe(shape.n_rows, round(speed * rows_ns) or ns)
+        curve.observe(n_rows, round(speed * rows_ns) or ns)
         if rows_ns and ratio <= OUTLIER:
             slower = max(1 / OUTLIER, speed) ** SMOOTHING_SHARED  # a slower machine is slower at everything
             self.context_ns *= slower
@@ -162,6 +169,9 @@ class Curves:
 
     def _rows_ns(self, shape: StepShape) -> float:
         """Predict a step without its context."""
+        if len(shape.micro_batches) > 1 and self.prefill.is_known:
+            head_ns = self.decode.cost_ns(shape.decode_rows) - self.prefill.cost_ns(shape.decode_rows)
+            return sum(map(self.prefill.cost_ns, shape.micro_batches)) + max(0.0, head_ns)
         if shape.prefill_rows == 0:
             return self.decode.cost_ns(shape.n_rows)
         if shape.decode_rows == 0:

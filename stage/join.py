@@ -127,6 +127,7 @@ class JoinedStage:
             max_rows=engine.max_rows,
             prefill_rows=engine.prefill_rows,
             kv_type=engine.kv_type,
+            kv_layout=engine.kv_layout or "unified",
             policy=engine.policy,
             calibrate=engine.calibrate,
             security=self._config.security,

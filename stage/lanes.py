@@ -45,14 +45,19 @@ class LaneTable:
     def __len__(self) -> int:
         return len(self._by_session)
 
-    def open(self, session_id: int, route_id: int) -> Lane:
-        """Give the session a lane. Raises LaneLimitError when none is free."""
+    def open(self, session_id: int, route_id: int, wanted: int = -1) -> Lane:
+        """Give the session a lane, the wanted one if it is free. Raises LaneLimitError when none is."""
         lane = self._by_session.get((route_id, session_id))
         if lane is not None:
             return lane
         if not self._free:
             raise LaneLimitError(f"all {self.n_lanes} lanes of this stage are taken")
-        lane = Lane(self._free.pop(), session_id, route_id)
+        if wanted in self._free:
+            self._free.remove(wanted)
+            index = wanted
+        else:
+            index = self._free.pop()
+        lane = Lane(index, session_id, route_id)
         self._by_session[route_id, session_id] = lane
         return lane
 

@@ -84,6 +84,7 @@ class StageCollector:
             (names.METRIC_STEPS, "Native steps", stats.n_steps),
             (names.METRIC_ROWS, "Rows decoded, padding left out", stats.n_rows),
             (names.METRIC_PADDED_ROWS, "Scratch rows decoded beside them", stats.n_padded_rows),
+            (names.METRIC_MICRO_BATCHES, "Parts in which llama.cpp ran the steps", stats.n_micro_batches),
             (names.METRIC_STEP_SECONDS, "Time inside native decode", stats.busy_ns * _SECONDS),
             (names.METRIC_STEP_PREDICTED_SECONDS, "Predicted time of steps that had a prediction",
              stats.predicted_ns * _SECONDS),

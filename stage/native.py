@@ -22,21 +22,13 @@ from llama_cpp import llama_cpp as llama
 from stage import ggml
 from stage.artifact import StageArtifact, open_artifact
 from stage.capture import RowCapture
+from stage.config import KV_LAYOUTS
+from stage.kv_cache import CTX_STEP_TOKENS, FLASH_ATTN, KV_TYPES, lay_out
+from stage.micro_batches import Cut, cut
 from wire.bounds import CTX_TOKENS_MAX, ROWS_PER_ENVELOPE_MAX
 from wire.errors import InternalError, LaneLimitError, ModelFileError, NativeError, UsageError
 
-KV_TYPES: dict[str, int] = {
-    "f32": llama.GGML_TYPE_F32,
-    "f16": llama.GGML_TYPE_F16,
-    "q8_0": llama.GGML_TYPE_Q8_0,
-    "q5_1": llama.GGML_TYPE_Q5_1,
-    "q5_0": llama.GGML_TYPE_Q5_0,
-    "q4_1": llama.GGML_TYPE_Q4_1,
-    "q4_0": llama.GGML_TYPE_Q4_0,
-}
 LANES_MAX: int = llama.llama_max_parallel_sequences()  # compiled into llama.cpp
-_CTX_STEP_TOKENS = 256  # llama.cpp rounds a context up to this; done here first, so that n_batch is not clipped
-_SPARE_CELLS = 256  # of one spare lane
 _NO_KV_SLOT = 1  # return code of llama_decode
 _ROPE_TYPES_4D = (llama.LLAMA_ROPE_TYPE_MROPE, llama.LLAMA_ROPE_TYPE_IMROPE)
 
@@ -52,6 +44,8 @@ class EngineConfig:
     n_threads: int = 1  # CPU threads of one decode
     gpu_layers: int = 0  # layers held on the GPU; -1 for all
     kv_type: str = "f16"  # element type of the KV cache; a key of KV_TYPES
+    kv_layout: str = "unified"  # unified: lanes share all cells; per-lane: each has cells of its own
+    flash_attn: str = "auto"  # a key of FLASH_ATTN; auto: see stage.kv_cache
     spare_lanes: int = 0  # further sequences, numbered after the lanes, with a few cells: for rows of no session
     max_wanted: int = 0  # last stage: rows of one step that may want logits (4 x n_vocab bytes each); 0: max_rows
 
@@ -72,10 +66,14 @@ class EngineConfig:
         ):
             if not low <= value <= high:
                 raise UsageError(f"--{name} is {value}; it must be between {low} and {high}")
-        if self.n_lanes * self.ctx_tokens > (1 << 31) - _CTX_STEP_TOKENS:
+        if self.n_lanes * self.ctx_tokens > (1 << 31) - CTX_STEP_TOKENS:
             raise UsageError(f"--lanes {self.n_lanes} x --ctx {self.ctx_tokens} is more cells than llama.cpp counts")
         if self.kv_type not in KV_TYPES:
             raise UsageError(f"--kv-type is {self.kv_type!r}; it must be one of {', '.join(KV_TYPES)}")
+        if self.kv_layout not in KV_LAYOUTS:
+            raise UsageError(f"--kv-layout is {self.kv_layout!r}; it must be one of {', '.join(KV_LAYOUTS)}")
+        if self.flash_attn not in FLASH_ATTN:
+            raise UsageError(f"flash attention is {self.flash_attn!r}; it must be one of {', '.join(FLASH_ATTN)}")
 
 
 class NativeEngine:
@@ -109,6 +107,8 @@ class NativeEngine:
         self._model: Any = None
         self._context: Any = None
         self._capture: RowCapture | None = None
+        self._is_per_lane = config.kv_layout == "per-lane"
+        self._step_cut: Cut | None = None  # of the last step, where lanes have cells of their own
         try:
             self._model = self._load_model()
             self._n_positions = 4 if llama.llama_model_rope_type(self._model) in _ROPE_TYPES_4D else 1
@@ -159,37 +159,47 @@ class NativeEngine:
         self.seq_ids = np.zeros(n_rows, np.int32)
         self.wants = np.ones(n_rows, np.int8)
         self.output_rows = np.zeros((0 if self.is_last else n_rows, self.n_embd), np.float32)
+        self._batch_arrays: list[npt.NDArray[Any]] = [self.input_rows, self.positions, self.seq_ids, self.wants]
+        if self._is_per_lane:  # llama.cpp gets copies in the order of lanes
+            self._batch_arrays = [np.zeros_like(array) for array in self._batch_arrays]
+        rows, positions, lanes, wants = self._batch_arrays
         # Multi-axis rope reads four positions a row, axis by axis: a copy laid out that way is made for each step.
-        self._positions_4d = np.zeros(4 * n_rows, np.int32) if self._n_positions == 4 else self.positions
+        self._positions_4d = np.zeros(4 * n_rows, np.int32) if self._n_positions == 4 else positions
         self._seq_counts = np.ones(n_rows, np.int32)
-        lane_addresses = self.seq_ids.ctypes.data + 4 * np.arange(n_rows, dtype=np.uintp)
+        lane_addresses = lanes.ctypes.data + 4 * np.arange(n_rows, dtype=np.uintp)
         self._seq_pointers = np.ascontiguousarray(lane_addresses)
         self._lane_first = np.empty(self.config.n_sequences, np.int32)
         self._logits_type = ctypes.c_float * self.n_vocab
         self._batch = llama.llama_batch(
             n_tokens=0,
             token=None,
-            embd=_pointer(self.input_rows, ctypes.c_float),
+            embd=_pointer(rows, ctypes.c_float),
             pos=_pointer(self._positions_4d, llama.llama_pos),
             n_seq_id=_pointer(self._seq_counts, ctypes.c_int32),
             seq_id=_pointer(self._seq_pointers, ctypes.POINTER(llama.llama_seq_id)),
-            logits=_pointer(self.wants, ctypes.c_int8),
+            logits=_pointer(wants, ctypes.c_int8),
         )
 
     def _open_context(self) -> Any:
         config = self.config
         # llama.cpp sizes its graphs for one row of each lane, and aborts where a batch or its outputs could hold fewer.
         n_rows = max(config.max_rows, config.n_sequences)
-        n_cells = max(config.n_lanes * config.ctx_tokens + config.spare_lanes * _SPARE_CELLS, n_rows)
         params = llama.llama_context_default_params()
-        params.n_ctx = -(-n_cells // _CTX_STEP_TOKENS) * _CTX_STEP_TOKENS
         params.n_batch = params.n_ubatch = n_rows
-        params.n_seq_max = config.n_sequences
+        lay_out(
+            params,
+            kv_layout=config.kv_layout,
+            kv_type=config.kv_type,
+            flash_attn=config.flash_attn,
+            n_lanes=config.n_lanes,
+            spare_lanes=config.spare_lanes,
+            ctx_tokens=config.ctx_tokens,
+            max_rows=config.max_rows,
+            gpu_layers=config.gpu_layers,
+            n_heads=llama.llama_model_n_head(self._model),
+        )
         params.n_outputs_max = max(self.max_wanted, config.n_sequences) if self.is_last else n_rows
         params.n_threads = params.n_threads_batch = config.n_threads
-        params.type_k = params.type_v = KV_TYPES[config.kv_type]
-        params.kv_unified = True  # one micro-batch keeps its row order, lanes share cells, and prefixes are free
-        params.swa_full = True  # a lane can be rewound to any position
         params.embeddings = False
         params.no_perf = True
         if not self.is_last:
@@ -223,26 +233,44 @@ class NativeEngine:
         """
         if not 0 < n_rows <= self.max_rows:
             raise InternalError(f"a step of {n_rows} rows; the engine was made for 1 to {self.max_rows}")
-        batch, capture = self._batch, self._capture
-        batch.n_tokens = n_rows
-        if self._n_positions == 4:
-            axes = self._positions_4d[: 4 * n_rows].reshape(4, n_rows)
-            axes[:3] = self.positions[:n_rows]
-            axes[3] = 0
+        capture = self._capture
         if capture is not None:
             self.wants[:n_rows] = 1  # a row that is not wanted would be dropped inside the last layer
             capture.begin()
         elif np.count_nonzero(self.wants[:n_rows]) > self.max_wanted:  # llama.cpp would abort the process
             raise InternalError(f"a step wants more than {self.max_wanted} rows of logits")
-        code = llama.llama_decode(self._context, batch)
+        self._fill_batch(n_rows)
+        code = llama.llama_decode(self._context, self._batch)
         try:
             if code != 0:
                 self._raise_for(code, n_rows)
             if capture is not None:
-                capture.check(n_rows)
+                capture.check(n_rows, len(self._step_cut.sizes) if self._step_cut else 1)
         except BaseException:
             self._drop_batch(n_rows)
             raise
+        if self._step_cut and not self.is_last:
+            rows = self._batch_arrays[0][:n_rows]  # free again
+            np.copyto(rows, self.output_rows[:n_rows])
+            self.output_rows[self._step_cut.computed] = rows
+
+    def _fill_batch(self, n_rows: int) -> None:
+        """Let llama.cpp's batch hold the step's rows, where lanes have cells of their own in the order of lanes."""
+        self._batch.n_tokens = n_rows
+        if self._is_per_lane:
+            self._step_cut = cut(self.seq_ids[:n_rows])
+            given: list[npt.NDArray[Any]] = [self.input_rows, self.positions, self.seq_ids, self.wants]
+            for array, ordered in zip(given, self._batch_arrays, strict=True):
+                np.take(array, self._step_cut.given, axis=0, out=ordered[:n_rows], mode="clip")  # else it buffers
+        if self._n_positions == 4:
+            axes = self._positions_4d[: 4 * n_rows].reshape(4, n_rows)
+            axes[:3] = self._batch_arrays[1][:n_rows]
+            axes[3] = 0
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """Rows of each part in which llama.cpp ran the last step; empty where it runs all at once."""
+        return self._step_cut.sizes if self._step_cut else ()
 
     def _raise_for(self, code: int, n_rows: int) -> None:
         reason = ggml.LOG.reason("llama.cpp gave no reason")
@@ -267,7 +295,8 @@ class NativeEngine:
         """
         if not self.is_last:
             raise InternalError("logits are asked of a stage that has no head")
-        pointer = llama.llama_get_logits_ith(self._context, row)
+        place = int(np.flatnonzero(self._step_cut.given == row)[0]) if self._step_cut else row
+        pointer = llama.llama_get_logits_ith(self._context, place)
         if not pointer:
             ggml.LOG.watch()
             raise InternalError(f"logits of row {row} are asked, but that row was not wanted")
@@ -284,14 +313,21 @@ class NativeEngine:
             raise NativeError(f"{self.artifact.architecture}: the cache of lane {lane} cannot be cut at {position}")
 
     def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
-        """Let the target lane hold exactly the source's first `n_tokens` positions. No cell is copied: both share."""
+        """Let the target lane hold exactly the source's first `n_tokens` positions.
+
+        Unified, no cell is copied: both share. Where lanes have cells of their own, all of the source's are copied
+        before the next step, and what is too much is forgotten.
+        """
         self._check_lane(source_lane)
         self._check_lane(target_lane)
         if source_lane == target_lane:
             self.drop_from(target_lane, n_tokens)
             return
         self.clear(target_lane)
-        if n_tokens > 0:
+        if n_tokens > 0 and self._is_per_lane:
+            llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, -1, -1)
+            self.drop_from(target_lane, n_tokens)
+        elif n_tokens > 0:
             llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, 0, n_tokens)
 
     def multiply(self, lane: int, free_lane: int, n_times: int) -> bool:
@@ -302,6 +338,8 @@ class NativeEngine:
         """
         self._check_lane(lane)
         self._check_lane(free_lane)
+        if self._is_per_lane:
+            return False  # a copy into a lane replaces what it holds
         size = llama.llama_state_seq_get_size(self._context, lane)
         state = (ctypes.c_uint8 * size)()
         if llama.llama_state_seq_get_data(self._context, state, size, lane) != size:

@@ -20,7 +20,7 @@ class Padding:
     curves: Curves
     spare_lane: int  # a native sequence that no session owns
     wanted_max: int  # rows of one step that may want logits
-    enabled: bool = True
+    enabled: bool = True  # else there need be no such lane
 
     def pad(self, engine: Engine, shape: StepShape) -> int:
         """Add scratch rows behind a step's own where the curves say that more rows are cheaper; returns how many.
@@ -46,7 +46,7 @@ class Padding:
 
     def learn(self, engine: Engine, shape: StepShape | None, cost_ns: int) -> None:
         """Refine the curves from a step of that shape; None: it failed."""
-        if shape is None or shape.scratch_rows:
+        if self.enabled and (shape is None or shape.scratch_rows):
             engine.clear(self.spare_lane)
         if shape is not None:
             self.curves.observe(shape, cost_ns)

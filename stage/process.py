@@ -32,7 +32,7 @@ from stage.step import StepExecutor
 from stage.watchdog import StepWatch, watch_steps
 from wire import rpc
 from wire import telemetry_names as names
-from wire.curve import PAD_SEARCH_ROWS
+from wire.curve import PAD_SEARCH_ROWS, CostCurve
 from wire.errors import UsageError
 from wire.listening import Listener
 from wire.process import first_of, run
@@ -73,6 +73,8 @@ def prepare_environment() -> None:
 def load(config: StageConfig) -> tuple[StageFacts, StepExecutor]:
     """Verify and load the artifact; takes as long as the disk needs."""
     artifact = verify_artifact(config.artifact) if config.verify else open_artifact(config.artifact)
+    # Rows of a spare lane would be a micro-batch of their own where lanes have cells of their own.
+    spare_lanes = 1 if config.kv_layout == "unified" else 0
     wanted_max = min(config.n_lanes + PAD_SEARCH_ROWS, config.max_rows)
     engine = NativeEngine(
         EngineConfig(
@@ -83,7 +85,8 @@ def load(config: StageConfig) -> tuple[StageFacts, StepExecutor]:
             n_threads=config.threads_used,
             gpu_layers=config.gpu_layers,
             kv_type=config.kv_type,
-            spare_lanes=1,
+            kv_layout=config.kv_layout,
+            spare_lanes=spare_lanes,
             max_wanted=wanted_max,
         )
     )
@@ -96,7 +99,7 @@ def load(config: StageConfig) -> tuple[StageFacts, StepExecutor]:
         artifact.stage_index,
         embeddings,
         close=engine.close,
-        padding=Padding(curves, config.n_lanes, wanted_max, enabled=config.policy == "auto"),
+        padding=Padding(curves, config.n_lanes, wanted_max, enabled=config.policy == "auto" and spare_lanes > 0),
     )
     return facts, executor
 
@@ -107,7 +110,8 @@ def make_policy(config: StageConfig, curves: Curves) -> Policy:
         return SinglePolicy(config.max_rows)
     if config.policy == "drain":
         return DrainPolicy(max_rows=config.max_rows, prefill_rows=config.prefill_rows)
-    return GroupPolicy(config.max_rows, curves.decode)
+    # Rows of other lanes are computed apart where lanes have cells of their own: there is nothing to fill up.
+    return GroupPolicy(config.max_rows, curves.decode if config.kv_layout == "unified" else CostCurve())
 
 
 @contextlib.asynccontextmanager

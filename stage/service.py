@@ -173,6 +173,7 @@ class StageService:
             n_vocab=artifact.n_vocab,
             n_lanes=config.n_lanes,
             ctx_tokens=config.ctx_tokens,
+            kv_per_lane=config.kv_layout == "per-lane",
             max_rows=config.max_rows,
             instance_id=self._facts.instance_id,
         )

@@ -34,7 +34,7 @@ class StageStats:
         self.wait_sum_ns = self.encode_ns = 0
         self.predicted_ns = self.measured_ns = 0  # of the steps for which the cost curves said anything
         self.n_epochs = 0  # times that a coordinator connected this stage
-        self.n_steps = self.n_rows = self.n_frames = self.busy_ns = self.n_padded_rows = 0
+        self.n_steps = self.n_rows = self.n_frames = self.busy_ns = self.n_padded_rows = self.n_micro_batches = 0
         self.envelopes_in = self.payload_bytes_in = 0
         self.envelopes_out = self.payload_bytes_out = 0
 
@@ -53,6 +53,7 @@ class StageStats:
         self.n_steps += 1
         self.n_rows += result.n_rows
         self.n_padded_rows += result.padded_rows
+        self.n_micro_batches += result.n_micro_batches
         self.n_frames += len(result.waits_ns)
         self.busy_ns += result.decode_ns
         self.encode_ns += result.encode_ns
@@ -76,6 +77,7 @@ class StageStats:
             faults_by_label=dict(self.faults_by_label),
             close_reasons=dict(self.close_reasons),
             n_padded_rows=self.n_padded_rows,
+            n_micro_batches=self.n_micro_batches,
         )
         if with_recent:
             message.recent_wait_ns.extend(self.recent_wait_ns)

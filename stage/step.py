@@ -7,6 +7,7 @@ session; the others of the step go on.
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 import time
 from collections.abc import Callable
@@ -95,7 +96,6 @@ class StepExecutor:
             result.padded_rows = padding.pad(self.engine, shape)
             n_rows += result.padded_rows
             shape = shape.padded(result.padded_rows)
-            result.predicted_ns = round(padding.curves.predict_ns(shape))
         result.started_ns = time.monotonic_ns()
         try:
             self.engine.decode(n_rows)
@@ -104,7 +104,10 @@ class StepExecutor:
             for item in placed:
                 self._fault(outputs, item.frame, error)
         result.decode_ns = time.monotonic_ns() - result.started_ns
+        result.n_micro_batches = len(self.engine.micro_batches) or 1
         if padding is not None:
+            shape = dataclasses.replace(shape, micro_batches=self.engine.micro_batches)
+            result.predicted_ns = round(padding.curves.predict_ns(shape))  # before the step teaches them
             padding.learn(self.engine, None if result.error else shape, result.decode_ns)
         return not result.error
 
@@ -166,7 +169,7 @@ class StepExecutor:
             seed=options.seed,
             n_logprobs=options.n_logprobs,
         )
-        self.lanes.open(frame.session_id, frame.route_id)
+        self.lanes.open(frame.session_id, frame.route_id, frame.argument - 1)
         self._broken.discard(key)
         if not self.engine.is_last:
             return

@@ -27,6 +27,8 @@ class Engine(Protocol):
     wants: npt.NDArray[np.int8]
     output_rows: npt.NDArray[np.float32]
 
+    @property
+    def micro_batches(self) -> tuple[int, ...]: ...  # noqa: D102
     def decode(self, n_rows: int) -> None: ...  # noqa: D102
     def logits(self, row: int) -> npt.NDArray[np.float32]: ...  # noqa: D102
     def drop_from(self, lane: int, position: int) -> None: ...  # noqa: D102
@@ -66,6 +68,7 @@ class StepResult:
     n_rows: int = 0  # of the members
     closed: list[QueuedFrame] = dataclasses.field(default_factory=list)  # closes that were applied
     padded_rows: int = 0  # scratch rows beside n_rows
+    n_micro_batches: int = 1  # parts in which llama.cpp ran the decode
     number: int = 0  # counts native decodes of this process from 1; 0 when there was none
     started_ns: int = 0  # when the native decode began
     decode_ns: int = 0

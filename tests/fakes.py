@@ -53,6 +53,7 @@ class FakeEngine:
         self.seq_ids = np.zeros(max_rows, np.int32)
         self.wants = np.ones(max_rows, np.int8)
         self.output_rows = np.zeros((0 if is_last else max_rows, n_embd), np.float32)
+        self.micro_batches: tuple[int, ...] = ()
         self.lanes: list[list[tuple[float, ...]]] = [[] for _ in range(n_lanes)]
         self.steps: list[list[tuple[int, int]]] = []  # per decode: (lane, position) of every row
         self.fail_next: BaseException | None = None

@@ -228,3 +228,16 @@ def test_prompts_teach_a_stage_without_head_what_untried_numbers_of_decode_rows_
     assert headless.decode.cost_ns(8) < 6.5 * headless.decode.cost_ns(1)
     assert last.decode.cost_ns(8) > 7.5 * last.decode.cost_ns(1)
     assert last.prefill.cost_ns(8) < 6.5 * last.prefill.cost_ns(1)
+
+
+def test_steps_in_parts_cost_what_their_parts_do_and_teach_the_largest() -> None:
+    known = curves(0.0)
+    shape = StepShape(6, 0, micro_batches=(4, 2))
+    expected_ns = arithmetic().cost_ns(4) + arithmetic().cost_ns(2)
+    assert known.predict_ns(shape) == pytest.approx(expected_ns)
+    for _ in range(200):
+        known.observe(shape, round(2 * expected_ns))
+    assert known.predict_ns(shape) == pytest.approx(2 * expected_ns, rel=0.1)
+    blind = Curves()
+    blind.observe(shape, round(expected_ns))
+    assert not blind.decode.is_known, "nobody knows what one part of it took"

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from stage.config import KV_LAYOUTS
 from tests.http_client import Client, assert_same_greedy, text_of, tokens_of
 from tests.processes import Running, child_running, children, relayline, running, wait_gone
 
@@ -29,11 +30,12 @@ PROMPTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+@pytest.fixture(scope="module", params=KV_LAYOUTS)
+def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Running]:
     directory = tmp_path_factory.mktemp("split")
     with running("up", "--model", DEMO, "--stages", "3", "--split-dir", directory, "--http", "127.0.0.1:0", "--json",
-                 "--ctx", "512", "--lanes", "16", "--threads", "1") as process:  # fmt: skip
+                 "--ctx", "512", "--lanes", "16", "--threads", "1",
+                 "--kv-layout", request.param) as process:  # fmt: skip
         yield process
 
 

@@ -302,3 +302,13 @@ def test_a_mixed_step_is_priced_with_the_head_that_runs() -> None:
     stage = StageCost(CostCurve((r, layers[r] + head[r]) for r in layers), CostCurve(layers.items()), 64)
     assert stage.mixed_ns(3, 4) == pytest.approx(40 + 6)  # eight rows, four of them with the head: one is scratch
     assert stage.mixed_ns(3, 5) == pytest.approx(40 + 12)  # no scratch row is there to fill the head's tile
+
+
+def test_lanes_with_cells_of_their_own_pay_for_prompt_rows_apart_and_are_not_padded() -> None:
+    curve = CURVES["staircase"]()
+    shared, apart = (StageCost(curve, curve, 512, is_per_lane=is_per_lane) for is_per_lane in (False, True))
+    assert shared.decode_ns(3) == curve.cost_ns(4)
+    assert apart.decode_ns(3) == curve.cost_ns(3)
+    assert apart.mixed_ns(2, 6) == curve.cost_ns(2) + curve.cost_ns(6) > shared.mixed_ns(2, 6)
+    plan = GroupPlanner([apart, apart]).plan(4, n_prompts=1)
+    assert plan.ride_rows in (0, 1, 2, 4, 8, 12, 16), "what fills tiles by itself"

@@ -104,7 +104,7 @@ async def serves(port: JoinPort, engines: Engines) -> None:
 
 async def test_the_order_becomes_the_engine(tmp_path: Path, engines: Engines) -> None:
     order = EngineOrder(ctx_tokens=64, n_lanes=3, n_threads=2, gpu_layers=-1, max_rows=32, prefill_rows=16,
-                        kv_type="q8_0", policy="drain", calibrate=False)  # fmt: skip
+                        kv_type="q8_0", kv_layout="per-lane", policy="drain", calibrate=False)  # fmt: skip
     async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", order) as port:
         stage = Living(port.address, tmp_path)
         await serves(port, engines)

@@ -61,6 +61,14 @@ def test_a_refusal_changes_nothing(name: str) -> None:
     table.check()
 
 
+def test_a_session_gets_the_lane_it_wants_if_that_is_free() -> None:
+    table = LaneTable(4, CTX)
+    assert [table.open(session_id, 1, wanted).index for session_id, wanted in ((0, 2), (1, 0))] == [2, 0]
+    assert table.open(2, 1, 2).index in (1, 3), "taken"
+    assert table.open(3, 1, 1 << 62).index in (1, 3), "what no lane is called"
+    table.check()
+
+
 def test_opening_and_closing_again_change_nothing() -> None:
     table = table_with(5)
     assert table.open(0, 1).next_position == 5

@@ -21,7 +21,8 @@ from deploy.manifest.schema import SCHEMA_FILE, schema_text
 from deploy.manifest.stage import Stage
 from deploy.manifest.text import DEPTH_MAX, NODES_MAX, TEXT_BYTES_MAX
 from deploy.model_source import parse_reference
-from stage.native import KV_TYPES
+from stage.config import KV_LAYOUTS
+from stage.kv_cache import KV_TYPES
 from tests.manifest_strategies import manifests
 
 HEAD = "apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: small}\n"
@@ -337,6 +338,7 @@ def test_every_field_is_described() -> None:
 
 def test_what_the_engine_can_and_what_the_manifest_offers_are_the_same() -> None:
     assert set(typing.get_args(Context.model_fields["kv_type"].annotation)) == set(KV_TYPES)
+    assert set(typing.get_args(Context.model_fields["kv_layout"].annotation)) == set(KV_LAYOUTS)
     assert Stage(name="a").gpu_layers_used == 0
     assert Stage(name="a", device="gpu").gpu_layers_used == -1
     assert Stage(name="a", device="gpu", gpu_layers=3).gpu_layers_used == 3

@@ -61,11 +61,16 @@ def test_more_than_was_opened_is_refused_before_llama_cpp_sees_it(tiny: Path) ->
             model.decode(rows()[:3])
 
 
-def test_its_context_is_as_large_as_a_stages(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kv_layout", "spare_lanes"), [("unified", 1), ("per-lane", 0)])
+@pytest.mark.parametrize(("n_lanes", "ctx_tokens"), [(5, 800), (1, 128)])
+def test_its_context_is_as_large_as_a_stages(
+    kv_layout: str, spare_lanes: int, n_lanes: int, ctx_tokens: int, tiny: Path, tmp_path: Path
+) -> None:
     """Some models choose their rope by the size of the context, so both sides need the same."""
-    pipeline = split_model(tiny, tmp_path, cuts=(1,))
-    config = EngineConfig(tmp_path / pipeline.stages[0].file, n_lanes=5, ctx_tokens=800, spare_lanes=1)
-    with NativeEngine(config) as engine, WholeModel(WholeConfig(tiny, n_lanes=5, ctx_tokens=800)) as model:
+    path = tmp_path / split_model(tiny, tmp_path, cuts=(1,)).stages[0].file
+    config = EngineConfig(path, n_lanes, ctx_tokens, spare_lanes=spare_lanes, kv_layout=kv_layout)
+    whole = WholeConfig(tiny, n_lanes, ctx_tokens, kv_layout=kv_layout)
+    with NativeEngine(config) as engine, WholeModel(whole) as model:
         assert model.n_ctx == llama.llama_n_ctx(engine._context)
 
 

@@ -35,6 +35,8 @@ class ModelShape:
     n_vocab: int
     n_ff: int
     """Width of the widest row inside a layer: with it the compute buffers grow."""
+    n_heads: int = 0
+    """Attention heads of the layer that has most; 0 where the model does not say."""
     is_allowed: Callable[[int, int], bool] = lambda _start, _end: True
     """Whether the layers from start to end (not included) may be one stage."""
 
@@ -54,6 +56,8 @@ class Load:
     """Streams that may run at once; each reserves ctx_tokens cells of KV cache."""
     kv_type: str = "f16"
     """Element type of the KV cache; a key of KV_VALUE_BYTES."""
+    kv_layout: str = "unified"
+    """How lanes hold their KV cells: unified or per-lane."""
     wire_dtype: str = "f16"
     """Element type of activations between stages; a key of ELEMENT_BYTES."""
     max_rows: int = 512

@@ -17,6 +17,7 @@ MIB = 1 << 20
 CELLS_STEP = 256  # llama.cpp rounds the cache up to this
 SPARE_CELLS = 256  # of the lane for padding rows
 MASK_BYTES = 2  # of one row and cell
+SCORE_BYTES_MAX = 1 << 30  # beyond which stages keep flash attention, see stage.kv_cache
 FF_COPIES, EMBD_COPIES = 4, 4  # rows of each width that a graph holds at once, f32
 PROCESS_BYTES = 144 * MIB  # Python, gRPC, llama.cpp and their libraries
 COORDINATOR_BYTES = 384 * MIB  # coordinator with tokenizer and HTTP API
@@ -40,7 +41,9 @@ class StageMemory:
 
 
 def kv_cells(load: Load) -> int:
-    """Return the KV cells of one stage: one per token of every lane, and a few spare."""
+    """Return the KV cells of one stage: one per token of every lane, and a few spare where lanes share them."""
+    if load.kv_layout == "per-lane":
+        return load.n_lanes * -(-load.ctx_tokens // CELLS_STEP) * CELLS_STEP
     cells = load.n_lanes * load.ctx_tokens + SPARE_CELLS
     return -(-cells // CELLS_STEP) * CELLS_STEP
 
@@ -57,9 +60,17 @@ def stage_memory(model: ModelShape, load: Load, start: int, end: int) -> StageMe
 def compute_bytes(model: ModelShape, load: Load, *, is_last: bool) -> int:
     """Estimate llama.cpp's compute buffers and this project's row buffers."""
     rows = max(load.max_rows, load.n_lanes + 1)
-    graph = rows * (MASK_BYTES * kv_cells(load) + 4 * (FF_COPIES * model.n_ff + EMBD_COPIES * model.n_embd))
+    graph = rows * (_attention_bytes(model, load, rows) + 4 * (FF_COPIES * model.n_ff + EMBD_COPIES * model.n_embd))
     logits = 4 * model.n_vocab * min(load.n_lanes + PAD_SEARCH_ROWS, rows) if is_last else 0
     return graph + logits
+
+
+def _attention_bytes(model: ModelShape, load: Load, rows: int) -> int:
+    """Return the bytes of mask and scores for each row of a step; there are scores without flash attention alone."""
+    if load.kv_layout == "unified":
+        return MASK_BYTES * kv_cells(load)
+    scores = 4 * model.n_heads * load.ctx_tokens
+    return MASK_BYTES * load.ctx_tokens + (scores if rows * scores <= SCORE_BYTES_MAX else 0)
 
 
 def usable_bytes(limit_bytes: int | None) -> int | None:

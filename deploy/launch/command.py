@@ -22,6 +22,7 @@ PLACES = {
     "ctx": "context.tokens",
     "lanes": "context.lanes",
     "kv_type": "context.kvType",
+    "kv_layout": "context.kvLayout",
     "max_rows": "batching.maxRows",
     "prefill_rows": "batching.prefillRows",
     "prefill_chunk": "batching.prefillChunk",

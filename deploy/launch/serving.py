@@ -52,6 +52,7 @@ def flag_defaults(manifest: Manifest) -> dict[str, Any]:
         "ctx": spec.context.tokens,
         "lanes": spec.context.lanes,
         "kv_type": spec.context.kv_type,
+        "kv_layout": spec.context.kv_layout,
         "wire": spec.wire.dtype,
         "policy": batching.policy,
         "max_rows": batching.max_rows,

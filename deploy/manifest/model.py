@@ -64,6 +64,9 @@ class Context(Part):
     """Streams that may run at once."""
     kv_type: Literal["f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"] = "f16"
     """Element type of the KV cache."""
+    kv_layout: Literal["unified", "per-lane"] = "unified"
+    """unified: lanes share all cells, and a step is one micro-batch; per-lane: each has its own, quicker on CPUs where
+    streams grow long."""
 
 
 class Http(Part):

@@ -115,7 +115,7 @@ class ArtifactFile(_message.Message):
     def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
 
 class EngineSettings(_message.Message):
-    __slots__ = ("ctx_tokens", "n_lanes", "n_threads", "gpu_layers", "max_rows", "prefill_rows", "kv_type", "policy", "calibrate")
+    __slots__ = ("ctx_tokens", "n_lanes", "n_threads", "gpu_layers", "max_rows", "prefill_rows", "kv_type", "policy", "calibrate", "kv_layout")
     CTX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     N_LANES_FIELD_NUMBER: _ClassVar[int]
     N_THREADS_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class EngineSettings(_message.Message):
     KV_TYPE_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     CALIBRATE_FIELD_NUMBER: _ClassVar[int]
+    KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     ctx_tokens: int
     n_lanes: int
     n_threads: int
@@ -134,7 +135,8 @@ class EngineSettings(_message.Message):
     kv_type: str
     policy: str
     calibrate: bool
-    def __init__(self, ctx_tokens: _Optional[int] = ..., n_lanes: _Optional[int] = ..., n_threads: _Optional[int] = ..., gpu_layers: _Optional[int] = ..., max_rows: _Optional[int] = ..., prefill_rows: _Optional[int] = ..., kv_type: _Optional[str] = ..., policy: _Optional[str] = ..., calibrate: _Optional[bool] = ...) -> None: ...
+    kv_layout: str
+    def __init__(self, ctx_tokens: _Optional[int] = ..., n_lanes: _Optional[int] = ..., n_threads: _Optional[int] = ..., gpu_layers: _Optional[int] = ..., max_rows: _Optional[int] = ..., prefill_rows: _Optional[int] = ..., kv_type: _Optional[str] = ..., policy: _Optional[str] = ..., calibrate: _Optional[bool] = ..., kv_layout: _Optional[str] = ...) -> None: ...
 
 class TelemetryOrder(_message.Message):
     __slots__ = ("level", "otlp_endpoint", "sampler_ratio", "metrics_port")

@@ -1,0 +1,71 @@
+"""How llama.cpp cuts a step into micro-batches when each lane has cells of its own. Pure.
+
+With one unified cache a step is one micro-batch and keeps its row order. With a cache of its own for each lane
+(`llama_batch_allocr::split_equal`, sequential) a micro-batch holds lanes of consecutive numbers, each with the same
+number of rows, in the order of lanes: the first lane of the batch that has rows left begins it, every following lane of
+the batch whose number is one higher than the last one's joins it, and all give as many rows as the shortest has. Hidden
+rows are captured in that order, so it has to be known. A step of decode rows of neighbouring lanes is one micro-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """One step as llama.cpp will run it."""
+
+    given: npt.NDArray[np.intp]
+    """Rows of the step in the order in which they are best given to llama.cpp."""
+    computed: npt.NDArray[np.intp]
+    """The same rows in the order in which they are computed."""
+    sizes: tuple[int, ...]
+    """Rows of each micro-batch."""
+
+
+def cut(lanes: npt.NDArray[np.int32]) -> Cut:
+    """Return how a step whose rows are of these lanes (shape [n_rows]) is run in the fewest micro-batches.
+
+    Rows of one lane keep their order; a lane's rows need not stand together. Of orders with as few micro-batches that
+    is taken which keeps lanes of several rows (prompts) apart from those of one.
+    """
+    rows_of: dict[int, list[int]] = {}
+    for row, lane in enumerate(lanes.tolist()):
+        rows_of.setdefault(lane, []).append(row)
+    ascending = sorted(rows_of)
+    several = [lane for lane in ascending if len(rows_of[lane]) > 1]
+    single = [lane for lane in ascending if len(rows_of[lane]) == 1]
+    orders = [several + single, single + several, ascending] if several and single else [ascending]
+    best_order, best = min(((order, _run(order, rows_of)) for order in orders), key=lambda each: len(each[1]))
+    return Cut(
+        _flat(rows_of[lane] for lane in best_order),
+        _flat(part for micro_batch in best for part in micro_batch),
+        tuple(sum(map(len, micro_batch)) for micro_batch in best),
+    )
+
+
+def _run(order: list[int], rows_of: dict[int, list[int]]) -> list[list[list[int]]]:
+    """Return the micro-batches of lanes given in this order: of each lane in it the rows that it gives."""
+    taken = dict.fromkeys(order, 0)
+    micro_batches: list[list[list[int]]] = []
+    left = list(order)
+    while left:
+        chosen = [left[0]]
+        for lane in left[1:]:
+            if lane == chosen[-1] + 1:
+                chosen.append(lane)
+        count = min(len(rows_of[lane]) - taken[lane] for lane in chosen)
+        micro_batches.append([rows_of[lane][taken[lane] : taken[lane] + count] for lane in chosen])
+        for lane in chosen:
+            taken[lane] += count
+        left = [lane for lane in left if taken[lane] < len(rows_of[lane])]
+    return micro_batches
+
+
+def _flat(parts: Iterable[list[int]]) -> npt.NDArray[np.intp]:
+    return np.fromiter((row for part in parts for row in part), np.intp)

@@ -11,7 +11,8 @@ The audit keeps books of its own and trusts none of the code under test. Its inv
 * **No starvation.** With the group policy a row that waits at a stage runs within `(F + 1) c`: F is the largest number
   of envelopes that were under way at once, c the stage's dearest step. A prompt's later chunks, which stand behind
   their predecessors, have that time each; stalls come on top. At the coordinator decode rows leave in the order in
-  which they became ready, and of any OLDEST_EVERY + 1 chunks in a row one is the oldest prompt's.
+  which they became ready (where lanes have cells of their own at most PASSES_MAX flights pass over one), and of any
+  OLDEST_EVERY + 1 chunks in a row one is the oldest prompt's.
 * **Progress.** The simulation does not run dry while a request is unfinished.
 """
 
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from benches.simulate_stage import SimStage, Violation
 from coordinator.groups import GroupPlan
+from coordinator.lane_groups import PASSES_MAX
 from coordinator.scheduler import OLDEST_EVERY
 from coordinator.session import OutFrame, Session
 from stage.queue_types import Step
@@ -63,7 +65,8 @@ class Audit:
         self._prefill_flights_most = 0
         self._flights_most = 0
         self._stalls_ns = 0
-        self._n_cancelled = 0
+        self._n_cancelled = self._n_passes = 0
+        self._is_per_lane = any(model.is_per_lane for model in simulation.world.stages)
         self._prompts: dict[int, Session] = {}
         self._chunks_since_oldest = 0
         self._pool: collections.deque[tuple[int, int]] = collections.deque()
@@ -106,7 +109,10 @@ class Audit:
             if not rows:
                 continue
             is_prefill = bool(rows[0].flags & Flag.PREFILL)  # prompt rows that ride come after the decode rows
+            oldest = next((key for key in self._pool if key[0] not in self.ends), None)
             self._check_order(rows)
+            if not is_prefill:
+                self._check_passes(oldest)
             self._open_flight(rows, is_prefill)
             if self._has_plan:
                 self._check_caps(rows, is_prefill, plan)
@@ -198,10 +204,7 @@ class Audit:
         for frame in rows:
             key = frame.session.session_id
             if not frame.flags & Flag.PREFILL:
-                while self._pool and self._pool[0][0] in self.ends:
-                    self._pool.popleft()
-                if not self._pool or self._pool.popleft() != (key, frame.position):
-                    raise Violation(f"session {key} overtook another in the pool, or was never in it")
+                self._take_from_pool(key, frame.position)
                 now_ns = self._simulation.now_ns
                 self.holds.append((now_ns, now_ns - self._pooled_ns.pop((key, frame.position))))
                 continue
@@ -211,6 +214,20 @@ class Audit:
                 raise Violation(f"the oldest prompt, session {oldest}, is passed over")
             if frame.flags & Flag.WANTS_SAMPLE:  # its last chunk
                 self._prompts.pop(key, None)
+
+    def _take_from_pool(self, session_id: int, position: int) -> None:
+        while self._pool and self._pool[0][0] in self.ends:
+            self._pool.popleft()
+        if self._is_per_lane and (session_id, position) in self._pool:
+            self._pool.remove((session_id, position))  # neighbouring lanes go together; see _check_passes
+        elif not self._pool or self._pool.popleft() != (session_id, position):
+            raise Violation(f"session {session_id} overtook another in the pool, or was never in it")
+
+    def _check_passes(self, oldest: tuple[int, int] | None) -> None:
+        """A decode flight has left, before which this row had waited longest."""
+        self._n_passes = self._n_passes + 1 if oldest is not None and oldest in self._pool else 0
+        if self._n_passes > PASSES_MAX:
+            raise Violation(f"{self._n_passes} flights left before session {oldest and oldest[0]}, which came first")
 
     def _open_flight(self, rows: Sequence[OutFrame], is_prefill: bool) -> None:
         flight = len(self._flight_kinds)

@@ -113,6 +113,7 @@ class Simulation:
                 stage.model.rows_max,
                 stage.curves.context_ns,
                 stage.curves.context_tiled_ns,
+                is_per_lane=stage.model.is_per_lane,
             )
             for stage in self.stages
         ]
@@ -244,7 +245,7 @@ def queued(frame: OutFrame) -> QueuedFrame:
         position=frame.position,
         n_rows=len(frame.tokens),
         flags=frame.flags,
-        argument=0,
+        argument=frame.argument,
         payload=None,
         exponents=None,
         options=None,

@@ -5,13 +5,17 @@ Every event checks what must never break, see `Violation`.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
+
+import numpy as np
 
 from benches.simulate_world import StageModel
 from stage.batcher import Batcher
 from stage.curves import Curves, StepShape, shape_of
 from stage.lanes import LaneTable
+from stage.micro_batches import cut
 from stage.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
 from stage.queue_types import QueuedFrame, Step
 from wire.curve import ATTENTION_TILE_ROWS, CostCurve, mixed_cost_ns
@@ -50,7 +54,7 @@ class SimStage:
         self.step: Step | None = None
         self.cancelled: set[int] = set()
         self.cost_max_ns = 0  # dearest step so far
-        self.n_steps = self.n_rows = 0
+        self.n_steps = self.n_rows = self.n_parts = 0
         self._rng = rng
         self._waiting: dict[QueuedFrame, int] = {}  # row frames in the queue -> arrival, oldest first
         self._step_cost_ns = 0
@@ -128,7 +132,7 @@ class SimStage:
         if control.flags & Flag.OPEN:
             if (ROUTE, control.session_id) in self.lanes._by_session:
                 raise Violation(f"session {control.session_id} was opened twice at stage {self.index}")
-            self.lanes.open(control.session_id, ROUTE)
+            self.lanes.open(control.session_id, ROUTE, control.argument - 1)
         elif control.flags & Flag.CLOSE:
             self.lanes.close(control.session_id, ROUTE)
             self.cancelled.discard(control.session_id)
@@ -149,6 +153,8 @@ class SimStage:
     def _cost_ns(self, step: Step) -> float:
         """Return the native step's true cost: tiles of all rows, the head for those that want it, and the context."""
         shape = shape_of(step.frames)
+        if self.model.is_per_lane:
+            return self._parts_cost_ns(step, shape)
         if self.is_auto and shape.decode_rows:
             shape = shape.padded(self.curves.padded_rows(shape, self.model.rows_max) - shape.n_rows)
         self._shape = shape
@@ -169,3 +175,18 @@ class SimStage:
         tiles = [set(by_row[at : at + ATTENTION_TILE_ROWS]) for at in range(0, len(by_row), ATTENTION_TILE_ROWS)]
         n_tokens = sum(frame.position for tile in tiles for frame in tile)
         return model.context_tiled_ns * ATTENTION_TILE_ROWS * n_tokens
+
+    def _parts_cost_ns(self, step: Step, shape: StepShape) -> float:
+        """Return the cost where every part of neighbouring lanes is a native step of its own."""
+        lanes = [
+            self.lanes.place(frame.session_id, ROUTE, frame.position, 0).lane.index
+            for frame in step.frames
+            for _ in range(frame.n_rows)
+        ]
+        if not lanes:
+            return 0.0
+        sizes = cut(np.array(lanes, np.int32)).sizes
+        self.n_parts += len(sizes)
+        self._shape = dataclasses.replace(shape, micro_batches=sizes)
+        head_ns = self.model.decode.cost_ns(shape.decode_rows) - self.model.prefill.cost_ns(shape.decode_rows)
+        return sum(map(self.model.prefill.cost_ns, sizes)) + max(0.0, head_ns) + self.model.context_ns * shape.context

@@ -61,6 +61,8 @@ class StageModel:
     context_tiled_ns: float = 0.0
     """And in a step of ATTENTION_TILE_ROWS rows or more, for every token before the frames in its tile; 0.0: the same
     as in a smaller one, and for its own lane alone."""
+    is_per_lane: bool = False
+    """Lanes have KV cells of their own: a step is run in the parts that `stage.micro_batches` says, without padding."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

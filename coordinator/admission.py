@@ -32,7 +32,7 @@ class Admission:
         if not self._fits(session):
             raise self.too_long(session)
         if not self.waiting and len(self.running) < self.n_lanes:
-            self.running[session.session_id] = session
+            self._run(session)
             return True
         if len(self.waiting) >= self.waiting_max:
             raise OverloadedError(
@@ -40,6 +40,12 @@ class Admission:
             )
         self.waiting.append(session)
         return False
+
+    def _run(self, session: Session) -> None:
+        """Give the session the lowest lane that is free: streams that travel together then have neighbouring ones."""
+        taken = {other.lane for other in self.running.values()}
+        session.lane = next(lane for lane in range(self.n_lanes) if lane not in taken)
+        self.running[session.session_id] = session
 
     def _fits(self, session: Session) -> bool:
         return len(session.request.prompt_tokens) + session.request.max_tokens <= self.ctx_tokens
@@ -82,6 +88,8 @@ class Admission:
         self.n_lanes, self.ctx_tokens = n_lanes, ctx_tokens
         surplus = sorted(self.running.values(), key=_age)[n_lanes:]
         self._put_back(surplus)
+        for session in [session for session in self.running.values() if session.lane >= n_lanes]:
+            self._run(session)
         self._fill_lanes()
         return surplus
 
@@ -105,7 +113,7 @@ class Admission:
         following: list[Session] = []
         while self.waiting and len(self.running) < self.n_lanes:
             session = self.waiting.popleft()
-            self.running[session.session_id] = session
+            self._run(session)
             following.append(session)
         return following
 

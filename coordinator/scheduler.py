@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable
 
 from coordinator.groups import ITL_STRETCH, GroupPlan, GroupPlanner
+from coordinator.lane_groups import next_group
 from coordinator.session import OutFrame, Session
 
 ROUND_TRIPS_KEPT = 64  # recent decode flights from which the overhead of a round trip is estimated
@@ -84,7 +85,9 @@ class Scheduler:
         self._n_chunks_before = 0  # and launched before the first of those that have followed without a pause
         self._n_landed = 0
         self._excess_ns: collections.deque[tuple[float, float]] = collections.deque(maxlen=ROUND_TRIPS_KEPT)
-        self._decoding: dict[int, int] = {}  # sessions that decode, in the pool or under way -> their latest position
+        # Sessions that decode, in the pool or under way -> (their lane, their latest position).
+        self._decoding: dict[int, tuple[int, int]] = {}
+        self._n_passes = 0  # decode flights that left before the oldest row of the pool
         self._decoding_tokens = 0  # sum of these positions
 
     @property
@@ -105,8 +108,8 @@ class Scheduler:
     def decode(self, frame: OutFrame) -> None:
         """A stream's next row is ready."""
         session_id = frame.session.session_id
-        self._decoding_tokens += frame.position - self._decoding.get(session_id, 0)
-        self._decoding[session_id] = frame.position
+        self._decoding_tokens += frame.position - self._decoding.get(session_id, (0, 0))[1]
+        self._decoding[session_id] = (frame.session.lane, frame.position)
         self._pool.append(frame)
 
     def answered(self, session_id: int, position: int, now_ns: int) -> None:
@@ -128,7 +131,7 @@ class Scheduler:
             self.answered(session_id, position, now_ns)
         self._prompts.pop(session_id, None)
         if session_id in self._decoding:
-            self._decoding_tokens -= self._decoding.pop(session_id)
+            self._decoding_tokens -= self._decoding.pop(session_id)[1]
             self._pool = collections.deque(f for f in self._pool if f.session.session_id != session_id)
 
     # --- decisions ----------------------------------------------------------------------------------------------------
@@ -197,15 +200,25 @@ class Scheduler:
         self._train_rows = 0 if self._decoding else self._count_train_rows()
         rows_max = min(self.config.chunk_rows or self.planner.rows_max, self.planner.rows_max)
         while self._pool and self._n_decode_flights < plan.n_groups:
-            rows = min(len(self._pool), plan.group_rows)
-            frames = [self._pool.popleft() for _ in range(rows)]
-            ride_rows = min(self._ride_rows(plan, rows, now_ns), rows_max)
+            frames = self._next_group(plan.group_rows)
+            ride_rows = min(self._ride_rows(plan, len(frames), now_ns), rows_max)
             self._launch(envelopes, frames, self._next_chunks(ride_rows), now_ns)
         while self._prompts and self._n_prefill_flights < plan.prefill_flights:
             chunks = self._next_chunks(min(plan.chunk_rows, rows_max))
             if not chunks:
                 break
             self._launch(envelopes, [], chunks, now_ns)
+
+    def _next_group(self, rows_max: int) -> list[OutFrame]:
+        """Take the decode rows of one flight out of the pool."""
+        if not self.planner.is_per_lane or len(self._pool) == 1:
+            return [self._pool.popleft() for _ in range(min(len(self._pool), rows_max))]
+        oldest, lanes = self._pool[0], [lane for lane, _ in self._decoding.values()]
+        frames = next_group(self._pool, lanes, rows_max, self._n_passes)
+        self._n_passes = 0 if oldest in frames else self._n_passes + 1
+        chosen = set(map(id, frames))
+        self._pool = collections.deque(frame for frame in self._pool if id(frame) not in chosen)
+        return frames
 
     def _ride_rows(self, plan: GroupPlan, rows: int, now_ns: int) -> int:
         """Return how many prompt rows a decode flight takes along now.

@@ -40,6 +40,7 @@ class OutFrame:
     position: int
     tokens: tuple[int, ...]  # empty for controls
     flags: int
+    argument: int = 0  # of an open: the lane that it is best given, plus one
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -54,6 +55,7 @@ class Session:
     history: list[int] = dataclasses.field(default_factory=list)
     replays: int = 0
     n_sent: int = 0  # rows of the history sent in this epoch, while in PREFILL
+    lane: int = -1  # given by admission; stages take the same number where it is free
     record: SessionRecord = dataclasses.field(default_factory=SessionRecord)
     """What telemetry notes about it; its frames carry `record.trace`."""
 
@@ -77,7 +79,7 @@ class Session:
             return []
         self.state = State.PREFILL
         self.n_sent = 0
-        return [OutFrame(self, 0, (), Flag.OPEN)]
+        return [OutFrame(self, 0, (), Flag.OPEN, self.lane + 1)]
 
     def next_chunk(self, rows_max: int) -> OutFrame | None:
         """Return the next rows of the history to prefill, None when all have been sent."""

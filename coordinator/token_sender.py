@@ -74,7 +74,7 @@ class TokenSender:
         records["position"] = [frame.position for frame in batch]
         records["n_rows"] = [len(frame.tokens) for frame in batch]
         records["flags"] = [frame.flags for frame in batch]
-        records["argument"] = 0
+        records["argument"] = [frame.argument for frame in batch]
         records["enqueued_ns"] = now_ns
         set_traces(records, [frame.session.record.trace for frame in batch])
         self._sequence += 1

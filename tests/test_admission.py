@@ -84,6 +84,15 @@ def test_who_got_no_lane_waits_before_all_others_unless_it_runs_alone() -> None:
     assert [each.session_id for each in admission.leave(sessions[2])] == [0, 3, 4]
 
 
+def test_a_session_gets_the_lowest_free_lane_and_keeps_it() -> None:
+    admission, sessions = filled(3, 5, waiting_max=4)
+    assert [each.lane for each in sessions[:3]] == [0, 1, 2]
+    admission.leave(sessions[1])
+    assert [each.lane for each in sessions[:4]] == [0, 1, 2, 1], "the next gets the one that is free again"
+    admission.resize(2, 8)
+    assert sorted(each.lane for each in admission.running.values()) == [0, 1], "and a number that there still is"
+
+
 EVENTS = st.lists(st.tuples(st.sampled_from(["enter", "leave", "resize"]), st.integers(0, 9)), max_size=60)
 
 
@@ -114,5 +123,8 @@ def test_lanes_and_line_never_overflow_and_nobody_is_lost(
             running |= {each.session_id for each in admission.leave(leaving)}
         assert set(admission.running) == running
         assert len(running) == min(n_lanes, len(inside))
+        lanes = {each.lane for each in admission.running.values()}
+        assert len(lanes) == len(running)
+        assert all(0 <= lane < n_lanes for lane in lanes)
         waiting = [each.session_id for each in admission.waiting]
         assert waiting == [each.session_id for each in inside if each.session_id not in running]

@@ -184,7 +184,7 @@ def test_a_flight_behind_others_that_became_longer_takes_fewer_rows_along() -> N
     def rides(gap_ns: int) -> tuple[int, list[int]]:
         scheduler = Scheduler(ScheduleConfig(), GroupPlanner([stage] * 4))
         start(scheduler, new_session(9, n_prompt=4_000))
-        scheduler._decoding |= dict.fromkeys((1, 2, 3, 4), 10)  # those that have not come back yet are under way
+        scheduler._decoding |= dict.fromkeys((1, 2, 3, 4), (-1, 10))  # those that have not come back yet are under way
         planned, found = scheduler.plan().ride_rows, []
         for turn in range(4):
             scheduler.decode(row(turn + 1))

@@ -38,6 +38,7 @@ BENCHES: dict[str, Bench] = {
     "engine": Bench("benches.bench_engine"),
     "hop": Bench("benches.hop", True),
     "quantisation": Bench("benches.quantisation", True, short=("--steps", "3")),
+    "contexts": Bench("benches.contexts", True, short=None),
     "simulation": Bench("benches.simulation", short=("--quick",)),
     "compare": Bench(
         "benches.compare",

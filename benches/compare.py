@@ -54,6 +54,7 @@ class Plan:
     n_prompt: int  # tokens of every prompt
     rounds: int  # requests of each stream: the more, the less its start and end weigh
     n_stages: int
+    kv_layout: str  # of relayline's stages
     cores: tuple[int, ...]
     systems: tuple[str, ...]
     delays_ms: tuple[float, ...]  # one way, between the processes of a 4-stage pipeline
@@ -94,6 +95,7 @@ class Bench:
             ctx_tokens=plan.n_prompt + plan.n_tokens + 8,
             cores=plan.cores,
             log_dir=log_dir,
+            kv_layout=plan.kv_layout,
         )
         n_prompts = max(max(plan.streams) * plan.rounds, plan.open_requests)
         self.prompts: list[Prompt] = prompts_for(n_prompts, plan.n_prompt, plan.shape.n_vocab)
@@ -235,11 +237,12 @@ def plan_of(options: argparse.Namespace, peers: Peers | None) -> Plan:
         n_prompt=options.prompt,
         rounds=options.rounds,
         n_stages=2,
+        kv_layout=options.kv_layout,
         cores=cores,
         systems=tuple(name for name in wanted if name in POLICIES or peers is not None),
         delays_ms=() if only else (0.0, 1.0) if quick else (0.0, 1.0, 10.0),
         delay_streams=options.delay_streams or ((4,) if quick else (1, 8, 32)),
-        prefill_tokens=0 if only else options.long_prompt or (128 if quick else 2_000),
+        prefill_tokens=options.long_prompt or (0 if only else 128 if quick else 2_000),
         open_rate_per_s=0.0 if only or options.no_arrivals else 20.0 if quick else 1.0,
         open_requests=6 if quick else 16,
         sweep=options.sweep,
@@ -261,10 +264,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     delayed = "such as 1,8; streams through delayed links"
     parser.add_argument("--delay-streams", type=numbers, default=(), help=delayed)
     parser.add_argument("--long-prompt", type=number, default=0, help="tokens of the prompt beside running streams")
+    layout = "of the KV cache of relayline's stages"
+    parser.add_argument("--kv-layout", choices=("unified", "per-lane"), default="unified", help=layout)
     parser.add_argument("--no-arrivals", action="store_true", help="without Poisson arrivals")
     parser.add_argument("--cores", type=number, default=2, help="cores that every system gets")
     parser.add_argument("--sweep", action="store_true", help="also groups x rows set by hand (several minutes more)")
-    parser.add_argument("--only-streams", action="store_true", help="without delays, open loop and prefill")
+    parser.add_argument(
+        "--only-streams", action="store_true", help="without delays, arrivals and, unless given, a long prompt"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     return parser.parse_args(argv)
 

@@ -242,7 +242,7 @@ def test_prompts_are_different_seeded_and_free_of_special_tokens() -> None:
 
 
 def plan_of_tiny() -> Plan:
-    return Plan(TINY, "q4_0", (1, 8), 1, 4, 4, 1, 2, (0, 1), ("auto", "rpc"), (), (), 0, 0.0, 0, sweep=False)
+    return Plan(TINY, "q4_0", (1, 8), 1, 4, 4, 1, 2, "unified", (0, 1), ("auto", "rpc"), (), (), 0, 0.0, 0, sweep=False)
 
 
 def run_of(
@@ -535,9 +535,10 @@ def test_peers_say_in_one_line_why_they_cannot_be_built(tmp_path: Path, monkeypa
     ("arguments", "written"),
     [
         (("benches.hop", "--quick", "--steps", "20", "--width", "64"), "hop.json"),
+        (("benches.contexts", "--quick", "--contexts", "16", "--lanes", "2"), "contexts.json"),
         (("benches.quantisation", "--quick", "--steps", "1", "--types", "q4_0,nvfp4"), "quantisation.json"),
     ],  # compare runs as a whole in CI's smoke run, and below until it is interrupted
-    ids=["hop", "quantisation"],
+    ids=["hop", "contexts", "quantisation"],
 )
 def test_quick_benches_run_and_leave_their_results(tmp_path: Path, arguments: tuple[str, ...], written: str) -> None:
     run = subprocess.run(

@@ -1,0 +1,146 @@
+"""What a native step costs where streams have grown long: `python -m benches.contexts [--quick]`.
+
+One slice of a 1B-shape llama, three layers without head, on one thread, with each layout of the KV cache: decode rows,
+one of each lane, and chunks of one prompt, while all lanes hold a context. Lanes hold cells of their own in every
+layout: computed ones and copies of them. Layouts are measured in turns, so that a drifting machine meets all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benches import machine
+from benches.arguments import number, numbers
+from benches.models import model
+from benches.quantisation import slice_shape
+from deploy.splits import split_for
+from stage.native import EngineConfig, NativeEngine
+
+COPIED_TOKENS = 16  # cells that are computed and then copied, where lanes share all of them
+FILL_ROWS = 256  # of one step that computes a context
+REPEATS = 3
+LAYOUTS = {
+    "unified": {"kv_layout": "unified", "spare_lanes": 1},
+    "per-lane, flash": {"kv_layout": "per-lane", "flash_attn": "on"},
+    "per-lane": {"kv_layout": "per-lane"},
+}
+
+
+def step_ms(engine: NativeEngine, lanes: Sequence[int], positions: Sequence[int]) -> float:
+    """Run one step, forget it again, and return what it took."""
+    n_rows = len(lanes)
+    engine.seq_ids[:n_rows], engine.positions[:n_rows] = lanes, positions
+    engine.input_rows[:n_rows] = 0.01
+    started_ns = time.monotonic_ns()
+    engine.decode(n_rows)
+    took_ns = time.monotonic_ns() - started_ns
+    for lane in set(lanes):
+        engine.drop_from(lane, min(positions))
+    return took_ns / 1e6
+
+
+def fill(engine: NativeEngine, n_lanes: int, n_tokens: int) -> int:
+    """Let every lane hold so many cells; returns the position at which they go on."""
+    unified = engine.config.kv_layout == "unified"
+    for lane in range(n_lanes):
+        if unified or lane == 0:
+            _compute(engine, lane, COPIED_TOKENS if unified else n_tokens)
+        if unified and not engine.multiply(lane, n_lanes, n_tokens // COPIED_TOKENS):
+            raise SystemExit("this llama.cpp copies no cells")
+        if not unified and lane > 0:
+            engine.copy_prefix(0, lane, n_tokens)
+    return COPIED_TOKENS if unified else n_tokens
+
+
+def _compute(engine: NativeEngine, lane: int, n_tokens: int) -> None:
+    for at in range(0, n_tokens, FILL_ROWS):
+        positions = np.arange(at, min(n_tokens, at + FILL_ROWS))
+        engine.seq_ids[: len(positions)], engine.positions[: len(positions)] = lane, positions
+        engine.input_rows[: len(positions)] = 0.01
+        engine.decode(len(positions))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Point:
+    """One measured step."""
+
+    context: int
+    what: str  # lanes, or rows of a chunk
+    ms: dict[str, float]  # by layout, the fastest of the repeats
+
+
+def measure(
+    engines: dict[str, NativeEngine], n_tokens: int, lanes: Sequence[int], chunks: Sequence[int]
+) -> list[Point]:
+    """Return the points of one context."""
+    starts = {name: fill(engine, max(lanes), n_tokens) for name, engine in engines.items()}
+    steps = [(f"{n} lanes", list(range(n)), [0] * n) for n in lanes]
+    steps += [(f"chunk of {n}", [0] * n, list(range(n))) for n in chunks]
+    points = []
+    for what, rows, offsets in steps:
+        ms: dict[str, float] = {}
+        for _ in range(REPEATS):
+            for name, engine in engines.items():
+                took_ms = step_ms(engine, rows, [starts[name] + offset for offset in offsets])
+                ms[name] = min(took_ms, ms.get(name, took_ms))
+        points.append(Point(n_tokens, what, ms))
+    for engine in engines.values():
+        for lane in range(max(lanes)):
+            engine.clear(lane)
+    return points
+
+
+def show(points: Sequence[Point]) -> None:
+    """Print the table."""
+    table = Table(
+        "context", "step", *(f"{name}, ms" for name in LAYOUTS), "unified / per-lane", title="a step by context"
+    )
+    for point in points:
+        ratio = point.ms["unified"] / point.ms["per-lane"]
+        table.add_row(f"{point.context:,}", point.what, *(f"{point.ms[name]:.1f}" for name in LAYOUTS), f"{ratio:.2f}")
+    Console().print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(prog="python -m benches.contexts", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a toy model and short contexts: checks the bench itself")
+    parser.add_argument("--contexts", type=numbers, default=(), help="tokens that lanes hold, such as 64,1024")
+    parser.add_argument("--lanes", type=numbers, default=(), help="lanes of a decode step, such as 1,8")
+    parser.add_argument("--threads", type=number, default=1, help="of a native step")
+    parser.add_argument("--out", type=Path, default=Path("build/bench"))
+    options = parser.parse_args(argv)
+    contexts = options.contexts or ((32, 128) if options.quick else (64, 256, 512, 1024, 2048))
+    lanes = options.lanes or ((1, 4) if options.quick else (1, 4, 8, 16))
+    chunks = (4,) if options.quick else (4, 32, 64, 256)
+    shape = slice_shape(options.quick)
+    artifact = split_for(model(shape, "q4_0"), None, (shape.n_layers - 1,), None) / "stage-0.gguf"
+    common: dict[str, Any] = {
+        "artifact_path": artifact, "n_lanes": max(lanes), "ctx_tokens": max(contexts) + max(chunks),
+        "max_rows": FILL_ROWS, "n_threads": options.threads,
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(NativeEngine(EngineConfig(**common, **layout)))
+            for name, layout in LAYOUTS.items()
+        }
+        points = [point for context in contexts for point in measure(engines, context, lanes, chunks)]
+    show(points)
+    results = {"points": [dataclasses.asdict(point) for point in points], "threads": options.threads}
+    machine.write_json(options.out / "contexts.json", {"machine": machine.facts(), **results})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

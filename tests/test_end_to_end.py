@@ -13,7 +13,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from stage.config import KV_LAYOUTS
 from tests.http_client import Client, assert_same_greedy, text_of, tokens_of
 from tests.processes import Running, child_running, children, relayline, running, wait_gone
 
@@ -30,7 +29,7 @@ PROMPTS = (
 )
 
 
-@pytest.fixture(scope="module", params=KV_LAYOUTS)
+@pytest.fixture(scope="module", params=["unified", pytest.param("per-lane", marks=pytest.mark.slow)])
 def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Running]:
     directory = tmp_path_factory.mktemp("split")
     with running("up", "--model", DEMO, "--stages", "3", "--split-dir", directory, "--http", "127.0.0.1:0", "--json",

@@ -31,6 +31,7 @@ from benches.reference import Prompt, expected_answers, judge, near_tie, prompts
 from benches.servers import Setup, llama_rpc, llama_server, relayline_up, up_has_flag
 from deploy import load
 from deploy.load import Request, Target, client
+from wire.kv_layout import KV_LAYOUTS
 
 POLICIES = ("auto", "single", "drain")
 LABELS = {
@@ -265,7 +266,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--delay-streams", type=numbers, default=(), help=delayed)
     parser.add_argument("--long-prompt", type=number, default=0, help="tokens of the prompt beside running streams")
     layout = "of the KV cache of relayline's stages"
-    parser.add_argument("--kv-layout", choices=("unified", "per-lane"), default="unified", help=layout)
+    parser.add_argument("--kv-layout", choices=KV_LAYOUTS, default="auto", help=layout)
     parser.add_argument("--no-arrivals", action="store_true", help="without Poisson arrivals")
     parser.add_argument("--cores", type=number, default=2, help="cores that every system gets")
     parser.add_argument("--sweep", action="store_true", help="also groups x rows set by hand (several minutes more)")

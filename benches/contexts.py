@@ -116,11 +116,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(prog="python -m benches.contexts", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a toy model and short contexts: checks the bench itself")
-    parser.add_argument("--contexts", type=numbers, default=(), help="tokens that lanes hold, such as 64,1024")
+    parser.add_argument(
+        "--contexts",
+        type=numbers,
+        default=(),
+        help=f"tokens that lanes hold, multiples of {COPIED_TOKENS}, such as 64,1024",
+    )
     parser.add_argument("--lanes", type=numbers, default=(), help="lanes of a decode step, such as 1,8")
     parser.add_argument("--threads", type=number, default=1, help="of a native step")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     options = parser.parse_args(argv)
+    if any(n_tokens % COPIED_TOKENS for n_tokens in options.contexts):
+        parser.error(f"--contexts: contexts are copies of {COPIED_TOKENS} tokens, so give multiples of that")
     contexts = options.contexts or ((32, 128) if options.quick else (64, 256, 512, 1024, 2048))
     lanes = options.lanes or ((1, 4) if options.quick else (1, 4, 8, 16))
     chunks = (4,) if options.quick else (4, 32, 64, 256)

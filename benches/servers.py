@@ -45,7 +45,7 @@ class Setup:
     ctx_tokens: int  # of one stream
     cores: tuple[int, ...]  # the only ones a server may use
     log_dir: Path
-    kv_layout: str = "unified"  # of relayline's stages
+    kv_layout: str = "auto"  # of relayline's stages
     n_threads: int = 0  # of one stage; 0: the cores divided by the stages, at least 1
 
     @property
@@ -115,8 +115,8 @@ async def relayline(name: str, arguments: Sequence[str], setup: Setup) -> AsyncI
 
 
 def _engine_flags(setup: Setup) -> list[str]:
-    flags = ["--ctx", str(setup.ctx_tokens), "--lanes", str(setup.n_lanes), "--threads", str(setup.stage_threads)]
-    return flags if setup.kv_layout == "unified" else [*flags, "--kv-layout", setup.kv_layout]
+    return ["--ctx", str(setup.ctx_tokens), "--lanes", str(setup.n_lanes), "--threads", str(setup.stage_threads),
+            "--kv-layout", setup.kv_layout]  # fmt: skip
 
 
 @contextlib.asynccontextmanager

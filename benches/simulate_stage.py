@@ -18,7 +18,7 @@ from stage.lanes import LaneTable
 from stage.micro_batches import cut
 from stage.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
 from stage.queue_types import QueuedFrame, Step
-from wire.curve import ATTENTION_TILE_ROWS, CostCurve, mixed_cost_ns
+from wire.curve import ATTENTION_TILE_ROWS, CostCurve, mixed_cost_ns, price_per_lane
 from wire.frames import Flag
 
 ROUTE = 1
@@ -47,6 +47,7 @@ class SimStage:
         decode, prefill = model.decode.points(), model.prefill.points()
         known: dict[str, Any] = {"decode": decode, "prefill": prefill}
         known |= {"context_ns": model.context_ns, "context_tiled_ns": model.context_tiled_ns}
+        known |= {"is_per_lane": model.is_per_lane}
         self.curves = Curves.of_stage(has_head=decode != prefill, **(known if is_calibrated else {}))
         self.batcher = Batcher(make_policy(policy, model.rows_max, self.curves.decode))
         self.lanes = LaneTable(n_lanes, 1 << 20)
@@ -189,4 +190,6 @@ class SimStage:
         self.n_parts += len(sizes)
         self._shape = dataclasses.replace(shape, micro_batches=sizes)
         head_ns = self.model.decode.cost_ns(shape.decode_rows) - self.model.prefill.cost_ns(shape.decode_rows)
-        return sum(map(self.model.prefill.cost_ns, sizes)) + max(0.0, head_ns) + self.model.context_ns * shape.context
+        first_ns, further_ns = self.model.context_ns, self.model.context_tiled_ns or self.model.context_ns
+        context_ns = price_per_lane(first_ns, further_ns, shape.context, shape.lane_tokens)
+        return sum(map(self.model.prefill.cost_ns, sizes)) + max(0.0, head_ns) + context_ns

@@ -62,7 +62,8 @@ class StageModel:
     """And in a step of ATTENTION_TILE_ROWS rows or more, for every token before the frames in its tile; 0.0: the same
     as in a smaller one, and for its own lane alone."""
     is_per_lane: bool = False
-    """Lanes have KV cells of their own: a step is run in the parts that `stage.micro_batches` says, without padding."""
+    """Lanes have KV cells of their own: a step is run in the parts that `stage.micro_batches` says, without padding.
+    context_tiled_ns is then what all rows of a frame but the first cost for every token before it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

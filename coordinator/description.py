@@ -98,6 +98,7 @@ def _counters(status: pb.StatusResponse) -> dict[str, object]:
         "uptime_ns": status.uptime_ns,
         "lanes_used": status.lanes_used,
         "lanes_total": status.lanes_total,
+        "kv_layout": "per-lane" if status.kv_per_lane else "unified",
         "queued_rows": status.queued_rows,
         "envelopes_in": status.envelopes_in,
         "envelopes_out": status.envelopes_out,

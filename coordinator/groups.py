@@ -25,7 +25,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from wire.curve import ATTENTION_TILE_ROWS, CostCurve, mixed_cost_ns
+from wire.curve import ATTENTION_TILE_ROWS, CostCurve, mixed_cost_ns, price_per_lane
 
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
 ITL_STRETCH = 2.0  # running streams' inter-token latency beside prefill, against none, unless somebody sets it
@@ -54,7 +54,8 @@ class StageCost:
     prefill: CostCurve  # rows of a prompt: the last stage computes no head for them
     rows_max: int  # rows of one native step
     context_ns: float = 0.0  # what a row costs for every token before it in its lane
-    context_tiled_ns: float = 0.0  # and in steps of tiles, for every token of its tile's lanes; 0: not known
+    context_tiled_ns: float = 0.0  # and in steps of tiles, for every token of its tile's lanes; 0: not known. Per lane:
+    # what every further row of a prompt's chunk costs for every token before it
     decode_tokens: int = 0  # context of an average decode row
     prompt_tokens: int = 0  # and of a prompt row
     is_per_lane: bool = False  # lanes have KV cells of their own: decode rows and prompt rows are computed apart
@@ -97,6 +98,11 @@ class StageCost:
 
         Of tiles every one pays for whose rows are in it: a prompt in each of its tiles, a decode row in one.
         """
+        if self.is_per_lane and self.context_tiled_ns:
+            decode_tokens = rows * self.decode_tokens
+            row_tokens = decode_tokens + prompt_rows * self.prompt_tokens
+            lane_tokens = decode_tokens + (self.prompt_tokens if prompt_rows else 0)
+            return price_per_lane(self.context_ns, self.context_tiled_ns, row_tokens, lane_tokens)
         if padded_rows < ATTENTION_TILE_ROWS or not self.context_tiled_ns:
             return self.context_ns * (rows * self.decode_tokens + prompt_rows * self.prompt_tokens)
         n_tiles = -(-(rows + prompt_rows) // ATTENTION_TILE_ROWS) - rows // ATTENTION_TILE_ROWS if prompt_rows else 0

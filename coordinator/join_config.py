@@ -32,8 +32,8 @@ class EngineOrder:
     """Prefill rows that may run beside waiting decoders in one step."""
     kv_type: str = "f16"
     """Element type of the KV cache."""
-    kv_layout: str = "unified"
-    """How lanes hold their KV cells: unified or per-lane."""
+    kv_layout: str = "auto"
+    """How lanes hold their KV cells; a key of wire.kv_layout.KV_LAYOUTS."""
     policy: str = "auto"
     """Batching policy: auto, drain or single."""
     calibrate: bool = True

@@ -228,7 +228,9 @@ class Scheduler:
         next token is not later than the plan allows; unless that leaves less than half, for where the curve has no step
         in between the flights would never spread.
         """
-        ride_rows = plan.ride_rows and plan.group_rows + plan.ride_rows - rows
+        ride_rows = plan.ride_rows
+        if ride_rows and not self.planner.is_per_lane:  # else they are computed apart, and fill tiles by themselves
+            ride_rows += plan.group_rows - rows
         n_chunks = self._n_chunks - self._n_chunks_before if self._n_chunk_flights else 0
         if not plan.latency_max_ns or n_chunks >= SPREAD_CYCLES * plan.n_groups:
             return ride_rows

@@ -31,6 +31,7 @@ from deploy.whole_model import WholeConfig, plain_tokens
 from stage.config import StageConfig
 from wire.envelope import DTYPE_BY_NAME
 from wire.errors import CutError, ModelFileError, RelaylineError, UnsupportedArchitectureError, UsageError
+from wire.kv_layout import choose_layout
 
 MAX_ROWS = 512  # of a native step on both sides; the stage's default
 
@@ -54,22 +55,27 @@ class CertifyConfig:
     """Each adds one session alone and one mixed batch."""
     n_steps: int = 24
     """Decode steps of every session, after its prefill."""
-    ctx_tokens: int = 512
-    """Tokens per stream."""
+    ctx_tokens: int = 2_048
+    """Tokens per stream; by default those of a stage, which decide how it holds its KV cells."""
     n_threads: int = 0
     """Threads per stage; 0 divides this machine's cores."""
     gpu_layers: int = 0
     """Layers on the GPU, on both sides."""
     kv_type: str = "f16"
     """Element type of the KV cache, on both sides."""
-    kv_layout: str = "unified"
-    """How the stages' lanes hold their KV cells: unified or per-lane."""
+    kv_layout: str = "auto"
+    """How lanes hold their KV cells, on both sides; a key of wire.kv_layout.KV_LAYOUTS."""
     experimental: bool = False
     """Try an architecture outside the table of families."""
     keep: Path | None = None
     """Directory for the artifacts; None puts them into a temporary one and removes them."""
     verbose: bool = False
     """Stages log more."""
+
+    @property
+    def layout_used(self) -> str:
+        """The layout of KV cells after resolving auto."""
+        return choose_layout(self.kv_layout, ctx_tokens=self.ctx_tokens, gpu_layers=self.gpu_layers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -198,7 +204,7 @@ class _Certification:
                 n_threads=self._n_threads,
                 gpu_layers=config.gpu_layers,
                 kv_type=config.kv_type,
-                kv_layout=config.kv_layout,
+                kv_layout=config.layout_used,
             ),
             self._check_stop,
         )
@@ -294,7 +300,7 @@ def _stage_arguments(config: CertifyConfig) -> tuple[str, ...]:
         gpu_layers=config.gpu_layers,
         max_rows=MAX_ROWS,
         kv_type=config.kv_type,
-        kv_layout=config.kv_layout,
+        kv_layout=config.layout_used,
     )
     flags = forwarded(
         [
@@ -303,7 +309,7 @@ def _stage_arguments(config: CertifyConfig) -> tuple[str, ...]:
             ("--gpu-layers", config.gpu_layers),
             ("--max-rows", MAX_ROWS),
             ("--kv-type", config.kv_type),
-            ("--kv-layout", config.kv_layout),
+            ("--kv-layout", config.layout_used),
             # No padding and no splitting by measured curves: a session alone then comes in batches known beforehand.
             ("--policy", "drain"),
         ]

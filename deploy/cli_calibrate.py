@@ -13,6 +13,7 @@ from rich.table import Table
 
 from deploy.options import slice_options
 from wire.curve import ATTENTION_TILE_ROWS, PAD_SEARCH_ROWS
+from wire.kv_layout import choose_layout
 
 if TYPE_CHECKING:
     from wire.curve import CostCurve
@@ -34,6 +35,7 @@ def calibrate_command(artifact: Path, threads: int, as_json: bool, **given: Any)
     from stage.native import EngineConfig, NativeEngine
 
     lanes, max_rows = given["lanes"], given["max_rows"]
+    layout = choose_layout(given["kv_layout"], ctx_tokens=given["ctx"], gpu_layers=given["gpu_layers"])
     config = EngineConfig(
         artifact_path=artifact,
         n_lanes=lanes,
@@ -42,8 +44,8 @@ def calibrate_command(artifact: Path, threads: int, as_json: bool, **given: Any)
         n_threads=threads or len(os.sched_getaffinity(0)),
         gpu_layers=given["gpu_layers"],
         kv_type=given["kv_type"],
-        kv_layout=given["kv_layout"],
-        spare_lanes=1 if given["kv_layout"] == "unified" else 0,
+        kv_layout=layout,
+        spare_lanes=1 if layout == "unified" else 0,
         max_wanted=min(lanes + PAD_SEARCH_ROWS, max_rows),
     )
     with NativeEngine(config) as engine:

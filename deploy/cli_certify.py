@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deploy.cli_model import MODEL, parse_cuts
-from deploy.options import WIRE_NAMES, log_options
+from deploy.options import WIRE_NAMES, kv_layout_option, log_options
 from wire import logs
 
 if TYPE_CHECKING:
@@ -54,17 +54,11 @@ def _parse_seeds(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
     help="Of the prompts; each adds a session alone and a mixed batch.",
 )
 @click.option("--steps", type=click.IntRange(16, 256), default=24, show_default=True, help="Decode steps per session.")
-@click.option("--ctx", type=int, default=512, show_default=True, help="Tokens per stream, prompt and answer.")
+@click.option("--ctx", type=int, default=2048, show_default=True, help="Tokens per stream, prompt and answer.")
 @click.option("--threads", type=int, default=0, help="Threads per stage [default: cores / stages].")
 @click.option("--gpu-layers", type=int, default=0, show_default=True, help="Layers on the GPU; -1 for all.")
 @click.option("--kv-type", default="f16", show_default=True, help="Element type of the KV cache.")
-@click.option(
-    "--kv-layout",
-    type=click.Choice(("unified", "per-lane")),
-    default="unified",
-    show_default=True,
-    help="Cells of the KV cache: shared by all lanes, or each lane's own.",
-)
+@kv_layout_option
 @click.option("--keep", type=click.Path(path_type=Path), default=None, help="Keep the artifacts in this directory.")
 @click.option("--experimental", is_flag=True, help="Try an architecture that has not been certified.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")

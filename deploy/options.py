@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from wire.envelope import DTYPE_BY_NAME
+from wire.kv_layout import KV_LAYOUTS, LONG_LANE_TOKENS
 from wire.security import LinkSecurity, load_security
 from wire.telemetry_config import LEVEL_NAMES, Level, TelemetryConfig
 
@@ -68,19 +69,22 @@ policy_option = click.option(
     help="auto: groups and padding from the cost curves; drain: batch what is queued; single: no batching.",
 )
 
+kv_layout_option = click.option(
+    "--kv-layout",
+    type=click.Choice(KV_LAYOUTS),
+    default="auto",
+    show_default=True,
+    help="Cells of the KV cache: shared by all lanes, or each lane's own (quicker on CPUs for long streams); auto: "
+    f"each lane's own on CPUs from --ctx {LONG_LANE_TOKENS} on.",
+)
+
 slice_options = _apply(
     click.option("--ctx", type=int, default=2048, show_default=True, help="Tokens per stream, prompt and answer."),
     click.option("--lanes", type=int, default=32, show_default=True, help="Streams that may run at once."),
     click.option("--gpu-layers", type=int, default=0, show_default=True, help="Layers on the GPU; -1 for all."),
     click.option("--max-rows", type=int, default=512, show_default=True, help="Rows of one native step."),
     click.option("--kv-type", default="f16", show_default=True, help="Element type of the KV cache."),
-    click.option(
-        "--kv-layout",
-        type=click.Choice(("unified", "per-lane")),
-        default="unified",
-        show_default=True,
-        help="Cells of the KV cache: shared by all lanes, or each lane's own (quicker on CPUs for long streams).",
-    ),
+    kv_layout_option,
 )
 
 engine_options = _apply(

@@ -33,15 +33,13 @@ from wire.curve import LADDER
 
 BUDGET_S = 8.0  # of one calibration; a ladder stops where its part is spent, and the last slope goes on
 DECODE_UNTIL, PREFILL_UNTIL, CONTEXT_UNTIL = 0.35, 0.45, 0.5  # of the budget
-TILE_PART = (
-    0.6  # of it, from where the others ended, is what steps of a tile of attention may take; else there are none
-)
+TILE_PART = 0.6  # of it may go into steps of a tile of attention, after the others; else there are none
 PASSES = 3
 # Few rows tell what the head costs as many decode rows beside a prompt (wire.curve.mixed_cost_ns), where a line through
 # tiles of four is wrong by what a leftover costs. In the order of what they are worth: time may run out. (One before
 # three: below its first point a curve goes on with the slope of the first two, which from three to four may fall.)
 PREFILL_LADDER = (4, 8, 16, 32, 1, 3, 2, 64, 128, 5, 6, 7, 12, 256)
-CONTEXT_TOKENS = 1_024  # of the lane beside which the price of context is measured
+CONTEXT_TOKENS = 1_024  # of the lane beside which the price of context is measured; a lane's own cells: with its rows
 CONTEXT_COMPUTED_TOKENS = 16  # of them; the others are copies
 CONTEXT_ROWS = 2
 # Of what context costs rows one by one, what it costs a row of a tile at least. (A quarter was seen.) Noise may hide it
@@ -51,10 +49,11 @@ TILED_PART_MIN = 0.125
 TILED_KV_TYPES = ("f16", "f32")  # of others rows are read one by one however many there are
 UNDISTURBED = 0.85  # part of its processor time below which a step did not have its cores for itself
 DISTURBED_MIN_NS = 2_000_000  # of a step; shorter ones are over before anything disturbs them
-# Where no long lane can be made, steps correct this guess: of rows of 60 million weights a layer (llama-1b), scores and
-# values of a token are some 4,000 multiplications a layer, in kernels half as quick.
+# Where no long lane can be made of lanes with cells of their own, steps correct this guess: of rows of 60 million
+# weights a layer (llama-1b), scores and values of a token are some 4,000 multiplications a layer, in kernels half as
+# quick.
 CONTEXT_PART = 1 / 6_000  # of a row is what a token of its context costs
-CACHE_VERSION = 6
+CACHE_VERSION = 7
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -120,8 +119,14 @@ def calibrate(engine: NativeEngine, budget_s: float = BUDGET_S, times: StepTimes
     context = _measure_context(engine, times, curves, now_s + CONTEXT_UNTIL * budget_s, TILE_PART * budget_s)
     if context.tile_step_ns and TILE not in dict(curves.prefill.points()):
         prefill.append((TILE, context.tile_step_ns))  # no ladder had the time to come so far
-    prices = {"context_ns": context.row_ns, "context_tiled_ns": context.tiled_ns}
-    return Curves.of_stage(has_head=engine.is_last, decode=decode, prefill=prefill, **prices)
+    return Curves.of_stage(
+        has_head=engine.is_last,
+        decode=decode,
+        prefill=prefill,
+        context_ns=context.row_ns,
+        context_tiled_ns=context.tiled_ns,
+        is_per_lane=engine.config.kv_layout == "per-lane",
+    )
 
 
 def _measure_context(
@@ -130,23 +135,28 @@ def _measure_context(
     """Return what context costs, beside one long lane for both prices; 0.0 where no such lane can be made."""
     n_computed, config = CONTEXT_COMPUTED_TOKENS, engine.config
     long_lane, free_lane = 0, config.n_sequences - 1
-    n_times = min(CONTEXT_TOKENS, config.n_lanes * config.ctx_tokens // 2) // n_computed
+    is_per_lane, n_rows = config.kv_layout == "per-lane", CONTEXT_ROWS
+    most = min(CONTEXT_TOKENS, config.n_lanes * config.ctx_tokens // 2)
+    if is_per_lane:  # the first row of a frame reads a lane for all of them, so it is measured alone
+        n_rows, most = 1, min(CONTEXT_TOKENS - TILE, config.ctx_tokens // 2)
+    n_times = most // n_computed
     rows_max = min(engine.max_rows, config.ctx_tokens - n_computed)  # of a step that the long lane takes
-    if config.n_sequences < 2 or n_times < 2 or rows_max < CONTEXT_ROWS or engine.max_rows < n_computed:
-        return _Context()
-    if config.kv_layout == "per-lane":
-        return _Context(CONTEXT_PART * curves.prefill.cost_ns(1))
-    n_tokens, found = n_computed * n_times, _Context()
+    unknown = _Context(CONTEXT_PART * curves.prefill.cost_ns(1)) if is_per_lane else _Context()
+    if config.n_sequences < 2 or n_times < 2 or rows_max < n_rows or engine.max_rows < n_computed:
+        return unknown
+    n_tokens, found = n_computed * n_times, unknown
     _run_lane(engine, times, long_lane, 0, n_computed)
     if engine.multiply(long_lane, free_lane, n_times):
-        short_ns, long_ns = _beside_context(engine, times, CONTEXT_ROWS, deadline_s)
-        found = _Context(max(0, long_ns - short_ns) / (CONTEXT_ROWS * n_tokens))
+        short_ns, long_ns = _beside_context(engine, times, n_rows, deadline_s)
+        found = _Context(max(0, long_ns - short_ns) / (n_rows * n_tokens))
         tile_ns = 2 * curves.prefill.cost_ns(TILE) + found.row_ns * TILE * n_tokens  # no tile would be dearer than that
         fits = tile_ns <= tile_s * 1e9
-        if fits and found.row_ns and _has_tiles(engine) and min(rows_max, n_tokens) >= TILE:
+        if fits and found.row_ns and (is_per_lane or _has_tiles(engine)) and min(rows_max, n_tokens) >= TILE:
             short_ns, long_ns = _beside_context(engine, times, TILE, time.monotonic() + tile_s, tile_ns)
-            tiled_ns = max(TILED_PART_MIN * found.row_ns, (long_ns - short_ns) / (TILE * n_tokens))
-            found = _Context(found.row_ns, tiled_ns, short_ns)
+            tiled_ns = (long_ns - short_ns) / (TILE * n_tokens)
+            if is_per_lane:
+                tiled_ns = (TILE * tiled_ns - found.row_ns) / (TILE - 1)
+            found = _Context(found.row_ns, max(TILED_PART_MIN * found.row_ns, tiled_ns), short_ns)
     engine.clear(long_lane)
     engine.clear(free_lane)
     return found
@@ -245,7 +255,8 @@ def cached_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves
         stored = msgspec.json.decode(_path(engine, cache_dir).read_bytes(), type=_Stored)
     except (OSError, msgspec.MsgspecError):
         return fresh_curves(engine, cache_dir)  # not measured yet, or a file nobody can use
-    return Curves.of_stage(has_head=engine.is_last, **msgspec.structs.asdict(stored))
+    is_per_lane = engine.config.kv_layout == "per-lane"
+    return Curves.of_stage(has_head=engine.is_last, is_per_lane=is_per_lane, **msgspec.structs.asdict(stored))
 
 
 def fresh_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from wire import bounds
 from wire.errors import UsageError
+from wire.kv_layout import KV_LAYOUTS, choose_layout
 from wire.security import PLAINTEXT, LinkSecurity, check_listen
 from wire.telemetry_config import TelemetryConfig
 
 POLICIES = ("auto", "drain", "single")
 LANES_MAX = 255  # llama.cpp is compiled for 256 sequences, and one is kept for padding rows
-KV_LAYOUTS = ("unified", "per-lane")
 KV_TYPES = ("f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
@@ -41,9 +41,10 @@ class StageConfig:
     """Prefill rows that may run beside waiting decoders in one step."""
     kv_type: str = "f16"
     """Element type of the KV cache."""
-    kv_layout: str = "unified"
+    kv_layout: str = "auto"
     """unified: all lanes share the KV cells, and a step is one micro-batch; per-lane: each lane has cells of its own,
-    so that attention never walks those of the others, which on a CPU it does at great cost."""
+    so that attention never walks those of the others, which on a CPU it does at great cost; auto: see
+    wire.kv_layout."""
     policy: str = "auto"
     """auto: keep the coordinator's groups and pad to cheaper row counts; drain: take what is queued; single: one
     frame a step, no batching."""
@@ -79,6 +80,11 @@ class StageConfig:
         if self.kv_layout not in KV_LAYOUTS:
             raise UsageError(f"--kv-layout {self.kv_layout} is unknown; choose one of {', '.join(KV_LAYOUTS)}")
         check_listen(self.host, self.security, "this stage")  # here, because loading the artifact may take long
+
+    @property
+    def layout_used(self) -> str:
+        """The layout of KV cells after resolving auto."""
+        return choose_layout(self.kv_layout, ctx_tokens=self.ctx_tokens, gpu_layers=self.gpu_layers)
 
     @property
     def threads_used(self) -> int:

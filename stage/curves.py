@@ -11,6 +11,9 @@ and every row of the tile pays for all of them, also those that are missing wher
 (ggml_compute_forward_flash_attn_ext_tiled in ggml-cpu/ops.cpp). So a token of context costs a row of a long prompt a
 quarter, and rows of many lanes in one tile many times what they would cost one by one. What rows of one frame read of
 each other is part of the prefill curve.
+
+Where lanes have KV cells of their own a frame reads its lane once, and each of its rows multiplies with that. There too
+context_ns is what the only row of a frame pays, context_tiled_ns what every further one does.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from stage.queue_types import QueuedFrame
-from wire.curve import ATTENTION_TILE_ROWS, OUTLIER, SMOOTHING_SHARED, CostCurve, mixed_cost_ns
+from wire.curve import ATTENTION_TILE_ROWS, OUTLIER, SMOOTHING_SHARED, CostCurve, mixed_cost_ns, price_per_lane
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CONTEXT_DOUBT = 4  # so many times less certain than the curves, which many more steps have refined, is its price
@@ -39,6 +42,8 @@ class StepShape:
     tile_tokens: int = 0
     """Sum over tiles of attention of the tokens that the lanes of a tile hold before their frames; what counts in steps
     of enough rows for tiles. Scratch rows add none: they come last, and their lane is empty."""
+    lane_tokens: int = 0
+    """Sum over the frames of the tokens before them."""
     scratch_rows: int = 0
     """Rows of no session; they have no context."""
     micro_batches: tuple[int, ...] = ()
@@ -56,15 +61,16 @@ class StepShape:
 
 def shape_of(frames: Iterable[QueuedFrame]) -> StepShape:
     """Return the shape of a step of these frames, one of a session, in the order of their rows."""
-    n_rows = prefill = context = tile_tokens = 0
+    n_rows = prefill = context = tile_tokens = lane_tokens = 0
     for frame in frames:
         first_tile = n_rows // ATTENTION_TILE_ROWS
         n_rows += frame.n_rows
         context += frame.n_rows * frame.position
+        lane_tokens += frame.position
         tile_tokens += frame.position * (-(-n_rows // ATTENTION_TILE_ROWS) - first_tile)
         if frame.is_prefill:
             prefill += frame.n_rows
-    return StepShape(n_rows - prefill, prefill, context, tile_tokens)
+    return StepShape(n_rows - prefill, prefill, context, tile_tokens, lane_tokens)
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,6 +85,9 @@ class Curves:
     context_tiled_ns: float = 0.0
     """What a row of a tile costs for every token that the tile's lanes hold before their frames; 0.0 where that was not
     measured, or there are no such tiles. Then steps of many rows cost what those of few do, and teach that price."""
+    is_per_lane: bool = False
+    """Lanes have KV cells of their own. Then context_tiled_ns is what all rows of a frame but the first cost for every
+    token before it, however many they are."""
 
     @classmethod
     def of_stage(
@@ -89,6 +98,7 @@ class Curves:
         prefill: Iterable[tuple[int, float]] = (),
         context_ns: float = 0.0,
         context_tiled_ns: float = 0.0,
+        is_per_lane: bool = False,
     ) -> Curves:
         """Return the curves of a stage from (rows, ns) points.
 
@@ -96,9 +106,9 @@ class Curves:
         teach what numbers of decode rows cost that no plan has tried.
         """
         if has_head:
-            return cls(CostCurve(decode), CostCurve(prefill), context_ns, context_tiled_ns)
+            return cls(CostCurve(decode), CostCurve(prefill), context_ns, context_tiled_ns, is_per_lane)
         rows = CostCurve((*decode, *prefill))
-        return cls(rows, rows, context_ns, context_tiled_ns)
+        return cls(rows, rows, context_ns, context_tiled_ns, is_per_lane)
 
     def predict_ns(self, shape: StepShape) -> float:
         """Predict a native step; 0.0 while nothing is known of such steps."""
@@ -125,10 +135,10 @@ class Curves:
     def observe(self, shape: StepShape, ns: int) -> None:
         """Refine from a real step.
 
-        A wrong prediction is blamed on the price of context (that of tiles, where the step had them) and on the curve,
-        each as far as it is uncertain and part of the cost. Of steps of both kinds nobody can say which rows were
-        dearer, so these refine the price of context alone: where they took the blame to the speed of the machine, and
-        steps of one kind took it back again for their own number of rows, all numbers of rows that were not tried
+        A wrong prediction is blamed on the price of context (that of many rows, where it was most of it) and on the
+        curve, each as far as it is uncertain and part of the cost. Of steps of both kinds nobody can say which rows
+        were dearer, so these refine the price of context alone: where they took the blame to the speed of the machine,
+        and steps of one kind took it back again for their own number of rows, all numbers of rows that were not tried
         meanwhile seemed dearer and dearer.
         """
         rows_ns, context_ns = self._rows_ns(shape), self._context_ns(shape)
@@ -139,7 +149,7 @@ class Curves:
             share = doubtful_ns**2 / (doubtful_ns**2 + rows_ns**2)
             change = CONTEXT_SMOOTHING * share * (ns - rows_ns - context_ns) / context_ns
             change = max(-CONTEXT_CHANGE_MAX, min(change, CONTEXT_CHANGE_MAX))
-            if self._is_tiled(shape):
+            if self._teaches_tiled(shape):
                 self.context_tiled_ns *= 1 + change
             else:
                 self.context_ns *= 1 + change
@@ -158,11 +168,19 @@ class Curves:
             self.context_ns *= slower
             self.context_tiled_ns *= slower
 
+    def _teaches_tiled(self, shape: StepShape) -> bool:
+        if self.is_per_lane:
+            further_ns = self.context_tiled_ns * (shape.context - shape.lane_tokens)
+            return further_ns > self.context_ns * shape.lane_tokens
+        return self._is_tiled(shape)
+
     def _is_tiled(self, shape: StepShape) -> bool:
         return self.context_tiled_ns > 0 and shape.n_rows >= ATTENTION_TILE_ROWS
 
     def _context_ns(self, shape: StepShape) -> float:
         """Predict what a step's context adds to its rows."""
+        if self.is_per_lane and self.context_tiled_ns:
+            return price_per_lane(self.context_ns, self.context_tiled_ns, shape.context, shape.lane_tokens)
         if self._is_tiled(shape):
             return self.context_tiled_ns * ATTENTION_TILE_ROWS * shape.tile_tokens
         return self.context_ns * shape.context

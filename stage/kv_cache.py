@@ -1,16 +1,12 @@
-"""What llama.cpp is told of its KV cache: types, cells, and how attention reads them. Pure.
-
-On a CPU llama.cpp's flash attention goes through the cells one by one for each row and head, masked ones too (some 8 ns
-each), which in a unified cache are those of all other lanes. Measured on 16 rows of 16 lanes of 1,024 tokens (10 layers
-of a 1B shape, 1 thread): unified 1,504 ms, a cache for each lane 655 ms, and 451 ms without flash attention, since all
-scores of a lane are then one product of matrices. Without context it is 320 ms whatever the layout.
-"""
+"""What llama.cpp is told of its KV cache: types, cells, and how attention reads them (see wire.kv_layout)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from llama_cpp import llama_cpp as llama
+
+from wire.kv_layout import has_scores
 
 KV_TYPES: dict[str, int] = {
     "f32": llama.GGML_TYPE_F32,
@@ -26,8 +22,6 @@ FLASH_ATTN: dict[str, int] = {
     "on": llama.LLAMA_FLASH_ATTN_TYPE_ENABLED,
     "off": llama.LLAMA_FLASH_ATTN_TYPE_DISABLED,
 }
-UNQUANTISED = ("f16", "f32")  # a quantised cache needs flash attention
-SCORE_BYTES_MAX = 1 << 30  # of scores without flash attention, f32
 CTX_STEP_TOKENS = 256  # llama.cpp rounds a context up to this; done here first, so that n_batch is not clipped
 SPARE_CELLS = 256  # of one spare lane, in a unified cache
 
@@ -57,8 +51,8 @@ def lay_out(
 ) -> None:
     """Set in llama_context_params all that concerns the KV cache; `n_ubatch` must be set before.
 
-    Flash attention "auto" leaves the choice to llama.cpp, unless it is slow and the scores that there are without it
-    fit into memory.
+    kv_layout is no longer "auto" here. Flash attention "auto" leaves the choice to llama.cpp where wire.kv_layout does
+    not know better.
     """
     n_rows = params.n_ubatch
     params.n_ctx = count_cells(kv_layout, n_lanes, spare_lanes, ctx_tokens, n_rows)
@@ -66,6 +60,6 @@ def lay_out(
     params.type_k = params.type_v = KV_TYPES[kv_type]
     params.kv_unified = kv_layout == "unified"  # then a step is one micro-batch in its row order, and prefixes are free
     params.swa_full = True  # a lane can be rewound to any position
-    is_slow = kv_layout == "per-lane" and not gpu_layers and kv_type in UNQUANTISED
-    scores_fit = 4 * max_rows * ctx_tokens * n_heads <= SCORE_BYTES_MAX
-    params.flash_attn_type = FLASH_ATTN["off" if flash_attn == "auto" and is_slow and scores_fit else flash_attn]
+    score_bytes = 4 * max_rows * ctx_tokens * n_heads
+    scored = has_scores(kv_layout, kv_type=kv_type, gpu_layers=gpu_layers, score_bytes=score_bytes)
+    params.flash_attn_type = FLASH_ATTN["off" if flash_attn == "auto" and scored else flash_attn]

@@ -22,11 +22,12 @@ from llama_cpp import llama_cpp as llama
 from stage import ggml
 from stage.artifact import StageArtifact, open_artifact
 from stage.capture import RowCapture
-from stage.config import KV_LAYOUTS
 from stage.kv_cache import CTX_STEP_TOKENS, FLASH_ATTN, KV_TYPES, lay_out
+from stage.kv_state import multiplied
 from stage.micro_batches import Cut, cut
 from wire.bounds import CTX_TOKENS_MAX, ROWS_PER_ENVELOPE_MAX
 from wire.errors import InternalError, LaneLimitError, ModelFileError, NativeError, UsageError
+from wire.kv_layout import LAYOUTS
 
 LANES_MAX: int = llama.llama_max_parallel_sequences()  # compiled into llama.cpp
 _NO_KV_SLOT = 1  # return code of llama_decode
@@ -70,8 +71,8 @@ class EngineConfig:
             raise UsageError(f"--lanes {self.n_lanes} x --ctx {self.ctx_tokens} is more cells than llama.cpp counts")
         if self.kv_type not in KV_TYPES:
             raise UsageError(f"--kv-type is {self.kv_type!r}; it must be one of {', '.join(KV_TYPES)}")
-        if self.kv_layout not in KV_LAYOUTS:
-            raise UsageError(f"--kv-layout is {self.kv_layout!r}; it must be one of {', '.join(KV_LAYOUTS)}")
+        if self.kv_layout not in LAYOUTS:
+            raise UsageError(f"--kv-layout is {self.kv_layout!r}; it must be one of {', '.join(LAYOUTS)}")
         if self.flash_attn not in FLASH_ATTN:
             raise UsageError(f"flash attention is {self.flash_attn!r}; it must be one of {', '.join(FLASH_ATTN)}")
 
@@ -334,16 +335,20 @@ class NativeEngine:
         """Let the lane hold what it holds n_times over, at the same positions: a long context that nobody computed.
 
         Good for timing steps alone. `free_lane` holds nothing before and after. False where llama.cpp cannot copy
-        cells or has no room for them; some copies may have been made then.
+        cells or has no room for them; some copies may have been made then, or the lane be empty.
         """
         self._check_lane(lane)
         self._check_lane(free_lane)
-        if self._is_per_lane:
-            return False  # a copy into a lane replaces what it holds
         size = llama.llama_state_seq_get_size(self._context, lane)
         state = (ctypes.c_uint8 * size)()
         if llama.llama_state_seq_get_data(self._context, state, size, lane) != size:
             return False
+        if self._is_per_lane:  # a copy into a lane would replace what it holds
+            longer = multiplied(bytes(state), n_times)
+            if longer is None:
+                return False
+            given = (ctypes.c_uint8 * len(longer)).from_buffer_copy(longer)
+            return bool(llama.llama_state_seq_set_data(self._context, given, len(longer), lane) == len(longer))
         for _ in range(n_times - 1):
             if llama.llama_state_seq_set_data(self._context, state, size, free_lane) != size:
                 return False

@@ -74,7 +74,7 @@ def load(config: StageConfig) -> tuple[StageFacts, StepExecutor]:
     """Verify and load the artifact; takes as long as the disk needs."""
     artifact = verify_artifact(config.artifact) if config.verify else open_artifact(config.artifact)
     # Rows of a spare lane would be a micro-batch of their own where lanes have cells of their own.
-    spare_lanes = 1 if config.kv_layout == "unified" else 0
+    spare_lanes = 1 if config.layout_used == "unified" else 0
     wanted_max = min(config.n_lanes + PAD_SEARCH_ROWS, config.max_rows)
     engine = NativeEngine(
         EngineConfig(
@@ -85,7 +85,7 @@ def load(config: StageConfig) -> tuple[StageFacts, StepExecutor]:
             n_threads=config.threads_used,
             gpu_layers=config.gpu_layers,
             kv_type=config.kv_type,
-            kv_layout=config.kv_layout,
+            kv_layout=config.layout_used,
             spare_lanes=spare_lanes,
             max_wanted=wanted_max,
         )
@@ -111,7 +111,7 @@ def make_policy(config: StageConfig, curves: Curves) -> Policy:
     if config.policy == "drain":
         return DrainPolicy(max_rows=config.max_rows, prefill_rows=config.prefill_rows)
     # Rows of other lanes are computed apart where lanes have cells of their own: there is nothing to fill up.
-    return GroupPolicy(config.max_rows, curves.decode if config.kv_layout == "unified" else CostCurve())
+    return GroupPolicy(config.max_rows, curves.decode if config.layout_used == "unified" else CostCurve())
 
 
 @contextlib.asynccontextmanager

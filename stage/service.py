@@ -173,7 +173,7 @@ class StageService:
             n_vocab=artifact.n_vocab,
             n_lanes=config.n_lanes,
             ctx_tokens=config.ctx_tokens,
-            kv_per_lane=config.kv_layout == "per-lane",
+            kv_per_lane=config.layout_used == "per-lane",
             max_rows=config.max_rows,
             instance_id=self._facts.instance_id,
         )
@@ -264,6 +264,7 @@ class StageService:
         message.uptime_ns = time.monotonic_ns() - self._started_ns
         message.lanes_used, message.lanes_total = len(self._executor.lanes), self._executor.lanes.n_lanes
         message.queued_rows = self.runner.queued_rows
+        message.kv_per_lane = self._facts.config.layout_used == "per-lane"
         self._facts.curves.tell(message)
         message.now_ns = time.monotonic_ns()
         return message

@@ -13,10 +13,13 @@ import pytest
 from stage import calibrate as calibration
 from stage import ggml
 from stage.calibrate import StepTimes, cached_curves, calibrate, fresh_curves
+from stage.curves import shape_of
 from stage.native import EngineConfig, NativeEngine
+from tests.fakes import rows_frame
 from tests.processes import relayline
 from tests.tiny_slices import TinyShape, write_pipeline
 from wire.curve import ATTENTION_TILE_ROWS, LADDER
+from wire.frames import Flag
 
 
 @pytest.fixture
@@ -167,6 +170,50 @@ def test_what_context_costs_rows_of_a_tile_is_measured_apart(
     )
     assert machine.now_ns < 12_000 * MS
     assert [roomy.lane_tokens(lane) for lane in range(3)] == [0] * 3
+
+
+class LaneMachine(PricedMachine):
+    """Where lanes have cells of their own: each frame reads its lane once, and each row multiplies with it."""
+
+    LANE_NS, ROW_NS = 15_000, 3_000
+
+    def decode(self, n_rows: int) -> None:
+        is_long = self._engine.positions[0] == calibration.CONTEXT_COMPUTED_TOKENS
+        context_ns = self.LANE_NS + n_rows * self.ROW_NS
+        self.now_ns += n_rows * self.row_ns + is_long * (1_024 - ATTENTION_TILE_ROWS) * context_ns
+        self.steps.append(n_rows)
+        self._decode(n_rows)
+
+
+@pytest.fixture
+def apart(artifacts: list[Path]) -> Iterator[NativeEngine]:
+    config = EngineConfig(artifacts[0], n_lanes=2, ctx_tokens=2_048, max_rows=64, kv_layout="per-lane")
+    with NativeEngine(config) as engine:
+        yield engine
+
+
+def test_of_lanes_with_their_own_cells_the_first_row_of_a_frame_and_the_others_are_measured_apart(
+    apart: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = LaneMachine(apart, monkeypatch, row_ms=20, tiled_ns=0)
+    curves = calibrate(apart)
+    assert curves.context_ns == pytest.approx(18_000)
+    assert curves.context_tiled_ns == pytest.approx(3_000)
+    assert curves.is_per_lane
+    assert curves.predict_ns(shape_of([rows_frame(1, 1_000, 40, Flag.PREFILL), rows_frame(2, 500, 1)])) == (
+        pytest.approx(41 * 20 * MS + 1_000 * (15_000 + 40 * 3_000) + 500 * 18_000, rel=0.01)
+    )
+    assert machine.now_ns < 12_000 * MS
+    assert [apart.lane_tokens(lane) for lane in range(2)] == [0] * 2
+
+
+def test_lanes_of_which_none_can_be_made_long_have_a_guess_to_refine(
+    apart: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apart, "multiply", lambda *_: False)
+    curves = calibrate(apart)
+    assert curves.context_ns == pytest.approx(calibration.CONTEXT_PART * curves.prefill.cost_ns(1), rel=0.01)
+    assert curves.context_tiled_ns == 0.0
 
 
 def test_a_tile_that_a_slow_machine_would_need_long_for_is_not_measured(

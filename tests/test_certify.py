@@ -105,7 +105,7 @@ def test_a_quantised_model_in_three_stages(tmp_path: Path, scratch: Path) -> Non
     model = make_tiny("qwen3", tmp_path / "model.gguf", n_layers=3, quant="q8_0", tokenizer=True)
     done = certify(scratch, model, "--stages", 3, "--seeds", "4,5", "--steps", 16)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "qwen3, 3 layers, f32 wire, 204 rows per cut" in done.stdout
+    assert "qwen3, 3 layers, f32 wire, per-lane KV cells, 204 rows per cut" in done.stdout
     assert "float noise of the unsplit model: run again 0.0e+00" in done.stdout
     assert "pass: 1 of 1 may be trusted" in done.stdout
 

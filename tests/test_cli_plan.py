@@ -91,8 +91,11 @@ def test_what_does_not_fit_is_told_with_what_would_help(model: Path, tmp_path: P
     done = relayline("plan", path)
     assert done.returncode == 2
     assert "GiB are missing" in done.stderr
-    assert "lanes: " in done.stderr
+    assert "context of " in done.stderr
+    assert "lanes: " not in done.stderr, "even one lane of its own cells has scores that do not fit"
     assert "Traceback" not in done.stderr
+    path.write_text(path.read_text().replace("lanes: 32", "lanes: 32, kvLayout: unified"))
+    assert "lanes: " in relayline("plan", path).stderr
 
 
 def test_a_declared_slow_host_gets_fewer_layers_and_links_are_the_manifests(model: Path) -> None:

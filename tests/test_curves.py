@@ -115,6 +115,33 @@ def test_a_slower_machine_makes_both_prices_of_context_dearer() -> None:
     assert known.context_tiled_ns / TILED_NS == pytest.approx(known.context_ns / CONTEXT_NS)
 
 
+def lanes_curves(first: float = 1.0, further: float = 1.0) -> Curves:
+    """Lanes with cells of their own: what a frame's first row pays, and each further one, times so much."""
+    return Curves(arithmetic(), arithmetic(), first * CONTEXT_NS, further * TILED_NS, is_per_lane=True)
+
+
+def test_a_frame_reads_a_lane_of_its_own_once() -> None:
+    known = lanes_curves()
+    decode = shape_of(rows_frame(index, 1_000, 1) for index in range(80))
+    assert known.predict_ns(decode) == pytest.approx(arithmetic().cost_ns(80) + 80 * 1_000 * CONTEXT_NS)
+    both = shape_of([rows_frame(1, 500, 1), rows_frame(2, 2_000, 128, Flag.PREFILL)])
+    context_ns = 500 * CONTEXT_NS + 2_000 * (CONTEXT_NS + 127 * TILED_NS)
+    assert known.predict_ns(both) == pytest.approx(arithmetic().cost_ns(129) + context_ns)
+    guessed = Curves(arithmetic(), arithmetic(), CONTEXT_NS, is_per_lane=True)
+    assert guessed.predict_ns(chunk(8, 1_000)) == pytest.approx(arithmetic().cost_ns(8) + 8_000 * CONTEXT_NS)
+
+
+@pytest.mark.parametrize(("first", "further"), [(0.5, 1.0), (2.0, 1.0), (1.0, 0.5), (1.0, 2.0), (0.5, 2.0)])
+def test_first_rows_and_further_ones_learn_their_price_apart(first: float, further: float) -> None:
+    known, truth, rng = lanes_curves(first, further), lanes_curves(), random.Random(1)
+    for _ in range(600):
+        tokens = rng.choice((500, 2_000, 4_000))
+        seen = rng.choice((shape_of([rows_frame(1, tokens, 1)] * 4), chunk(rng.choice((32, 64)), tokens)))
+        known.observe(seen, round(truth.predict_ns(seen) * rng.uniform(0.95, 1.05)))
+    assert known.context_ns == pytest.approx(CONTEXT_NS, rel=0.2)
+    assert known.context_tiled_ns == pytest.approx(TILED_NS, rel=0.2)
+
+
 LEFTOVERS = CostCurve(
     [(1, 25e6), (4, 80e6), (5, 180e6), (6, 280e6), (7, 380e6), (8, 160e6), (60, 1_200e6), (64, 1_240e6)]
 )

@@ -29,12 +29,13 @@ PROMPTS = (
 )
 
 
-@pytest.fixture(scope="module", params=["unified", pytest.param("per-lane", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["auto", pytest.param("unified", marks=pytest.mark.slow)])
 def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Running]:
     directory = tmp_path_factory.mktemp("split")
     with running("up", "--model", DEMO, "--stages", "3", "--split-dir", directory, "--http", "127.0.0.1:0", "--json",
-                 "--ctx", "512", "--lanes", "16", "--threads", "1",
+                 "--ctx", "1024", "--lanes", "16", "--threads", "1",
                  "--kv-layout", request.param) as process:  # fmt: skip
+        process.event["asked"] = request.param
         yield process
 
 
@@ -55,6 +56,8 @@ async def test_eight_streams_equal_one_at_a_time_and_share_batches(served: Runni
         after = await client.pipeline()
         for prompt, left, right in zip(PROMPTS, alone, together, strict=True):
             await assert_same_greedy(client, prompt, left, right)
+    layout = {"auto": "per-lane", "unified": "unified"}[served.event["asked"]]
+    assert {stage["kv_layout"] for stage in after["stages"]} == {layout}
     # Stream 2 began before stream 1 ended: they really ran side by side.
     assert order.index((1, "token")) < order.index((0, "end"))
     for stage_before, stage_after in zip(before["stages"], after["stages"], strict=True):
@@ -174,7 +177,7 @@ async def test_wrong_requests_get_one_clear_line(served: Running, body: Any, sta
             assert "\n" not in answer["message"]
             assert code is None or answer["code"] == code
             if code == "context_length_exceeded":
-                assert "512" in answer["message"]
+                assert "1024" in answer["message"]
 
 
 async def test_a_killed_stage_is_a_pause_not_a_failure(served: Running) -> None:

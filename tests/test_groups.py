@@ -70,6 +70,15 @@ def test_steps_of_tiles_are_priced_by_the_lanes_that_a_tile_reads() -> None:
     assert view.mixed_ns(64, 64) == pytest.approx(curve.cost_ns(128) + (64 * 1_024 + 2_048) * tile)
 
 
+def test_a_prompts_rows_read_a_lane_of_their_own_once() -> None:
+    curve = CURVES["arithmetic"]()
+    made = GroupPlanner([StageCost(curve, curve, 512, 12_000, 3_000, is_per_lane=True)] * 2)
+    view, prompt_ns = made.at(1_024, 2_048), 2_048 * (12_000 + 63 * 3_000)
+    assert view.chunk_ns(64) == pytest.approx(curve.cost_ns(64) + prompt_ns)
+    assert view.step_ns(80) == pytest.approx(curve.cost_ns(80) + 80 * 1_024 * 12_000), "nobody shares anything"
+    assert view.mixed_ns(4, 64) == pytest.approx(view.step_ns(4) + view.chunk_ns(64))
+
+
 def test_rows_of_many_lanes_stay_below_a_tile() -> None:
     made = with_tiles(1, "smooth")
     assert made.plan(64, n_prompts=0).group_rows == 64, "without context there is nothing to read"
@@ -310,5 +319,5 @@ def test_lanes_with_cells_of_their_own_pay_for_prompt_rows_apart_and_are_not_pad
     assert shared.decode_ns(3) == curve.cost_ns(4)
     assert apart.decode_ns(3) == curve.cost_ns(3)
     assert apart.mixed_ns(2, 6) == curve.cost_ns(2) + curve.cost_ns(6) > shared.mixed_ns(2, 6)
-    plan = GroupPlanner([apart, apart]).plan(4, n_prompts=1)
-    assert plan.ride_rows in (0, 1, 2, 4, 8, 12, 16), "what fills tiles by itself"
+    beside, alone = (GroupPlanner([cost, cost])._rides(2)[:3] for cost in (shared, apart))
+    assert (beside, alone) == ([2, 6, 10], [1, 2, 4]), "what fills tiles, by itself or with the decode rows"

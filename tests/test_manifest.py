@@ -21,9 +21,9 @@ from deploy.manifest.schema import SCHEMA_FILE, schema_text
 from deploy.manifest.stage import Stage
 from deploy.manifest.text import DEPTH_MAX, NODES_MAX, TEXT_BYTES_MAX
 from deploy.model_source import parse_reference
-from stage.config import KV_LAYOUTS
 from stage.kv_cache import KV_TYPES
 from tests.manifest_strategies import manifests
+from wire.kv_layout import KV_LAYOUTS
 
 HEAD = "apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: small}\n"
 SMALLEST = HEAD + "spec:\n  model: {path: model.gguf}\n"

@@ -17,7 +17,7 @@ from llama_cpp import llama_cpp as llama
 from stage import capture, ggml
 from stage.artifact import open_artifact
 from stage.embedding import EmbeddingTable
-from stage.native import KV_LAYOUTS, LANES_MAX, EngineConfig, NativeEngine
+from stage.native import LANES_MAX, LAYOUTS, EngineConfig, NativeEngine
 from tests.reference import ReferenceModel
 from tests.tiny_slices import TinyShape, write_pipeline, write_stage, write_whole
 from wire.errors import ArtifactError, InternalError, LaneLimitError, ModelFileError, NativeError, UsageError
@@ -93,7 +93,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferenceMod
         yield model
 
 
-@pytest.fixture(params=KV_LAYOUTS)
+@pytest.fixture(params=LAYOUTS)
 def chain(stages: list[Path], request: pytest.FixtureRequest) -> Iterator[Chain]:
     made = Chain(stages, kv_layout=request.param, flash_attn="on")  # as the reference has it
     yield made

@@ -66,7 +66,8 @@ def instances(draw: st.DrawFn, *, has_memory: bool = True) -> Instance:
         )
         for at in range(n_stages)
     )
-    load = Load(ctx_tokens=512, n_lanes=draw(st.sampled_from((1, 2, 5, 8, 17))))
+    layout = draw(st.sampled_from(("unified", "per-lane")))
+    load = Load(ctx_tokens=512, n_lanes=draw(st.sampled_from((1, 2, 5, 8, 17))), kv_layout=layout)
     return Instance(model, hosts, load, coordinator=draw(st.sampled_from((None, machines[0]))))
 
 
@@ -181,6 +182,8 @@ def test_where_nothing_fits_the_remedies_are_true(instance: Instance) -> None:
             assert best_split(_loaded(instance, ctx_tokens=int(remedy.split()[2]))) is not None
         elif remedy.startswith("maxRows: "):
             assert best_split(_loaded(instance, max_rows=int(remedy.split()[1]))) is not None
+        elif remedy.startswith("kvLayout"):
+            assert best_split(_loaded(instance, kv_layout="unified")) is not None
         elif remedy.startswith("kvType"):
             assert best_split(_loaded(instance, kv_type="q8_0")) is not None
         else:

@@ -119,6 +119,15 @@ class CostCurve:
         self._best.clear()
 
 
+def price_per_lane(context_ns: float, further_ns: float, row_tokens: float, lane_tokens: float) -> float:
+    """Predict what context adds to a step where lanes have KV cells of their own.
+
+    context_ns is the price of a token before the only row of a frame, further_ns before each further one; row_tokens
+    and lane_tokens are the tokens before all rows and before all frames.
+    """
+    return further_ns * row_tokens + max(0.0, context_ns - further_ns) * lane_tokens
+
+
 def mixed_cost_ns(decode: CostCurve, prefill: CostCurve, decode_rows: int, prompt_rows: int) -> float:
     """Predict a step of decode rows and prompt rows; 0 while either curve is unknown.
 

@@ -11,13 +11,13 @@ import dataclasses
 
 from coordinator.planner.instance import KV_VALUE_BYTES, Instance, Load, Machine, ModelShape
 from wire.curve import PAD_SEARCH_ROWS
+from wire.kv_layout import has_scores
 
 GIB = 1 << 30
 MIB = 1 << 20
 CELLS_STEP = 256  # llama.cpp rounds the cache up to this
 SPARE_CELLS = 256  # of the lane for padding rows
 MASK_BYTES = 2  # of one row and cell
-SCORE_BYTES_MAX = 1 << 30  # beyond which stages keep flash attention, see stage.kv_cache
 FF_COPIES, EMBD_COPIES = 4, 4  # rows of each width that a graph holds at once, f32
 PROCESS_BYTES = 144 * MIB  # Python, gRPC, llama.cpp and their libraries
 COORDINATOR_BYTES = 384 * MIB  # coordinator with tokenizer and HTTP API
@@ -70,7 +70,9 @@ def _attention_bytes(model: ModelShape, load: Load, rows: int) -> int:
     if load.kv_layout == "unified":
         return MASK_BYTES * kv_cells(load)
     scores = 4 * model.n_heads * load.ctx_tokens
-    return MASK_BYTES * load.ctx_tokens + (scores if rows * scores <= SCORE_BYTES_MAX else 0)
+    # As on a CPU: a stage on a GPU needs less.
+    scored = has_scores(load.kv_layout, kv_type=load.kv_type, gpu_layers=0, score_bytes=load.max_rows * scores)
+    return MASK_BYTES * load.ctx_tokens + (scores if scored else 0)
 
 
 def usable_bytes(limit_bytes: int | None) -> int | None:

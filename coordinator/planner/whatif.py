@@ -15,7 +15,8 @@ from coordinator.planner.search import Best, Room, best_split
 MEMORY_STEP_BYTES = GIB // 2  # in which a further machine's memory is told
 ROWS_STEP = 64  # in which smaller steps are proposed
 NOTHING_ALONE = (
-    "neither fewer lanes, less context, a q8_0 cache, smaller steps nor one more machine is enough by itself"
+    "neither fewer lanes, less context, a q8_0 cache, shared KV cells, smaller steps nor one more machine is enough by "
+    "itself"
 )
 MEMORY_MAX_BYTES = 1 << 50
 
@@ -148,6 +149,8 @@ def _remedies(instance: Instance) -> tuple[str, ...]:
         found.append(f"context of {tokens} tokens instead of {load.ctx_tokens}")
     if load.kv_type in ("f16", "f32") and fits(kv_type="q8_0"):
         found.append("kvType: q8_0")
+    if load.kv_layout == "per-lane" and fits(kv_layout="unified"):
+        found.append("kvLayout: unified")
     rows = _largest(load.max_rows // ROWS_STEP - 1, lambda n: fits(max_rows=ROWS_STEP * n)) * ROWS_STEP
     if rows:
         found.append(f"maxRows: {rows} instead of {load.max_rows}")

@@ -64,9 +64,9 @@ class Context(Part):
     """Streams that may run at once."""
     kv_type: Literal["f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"] = "f16"
     """Element type of the KV cache."""
-    kv_layout: Literal["unified", "per-lane"] = "unified"
+    kv_layout: Literal["auto", "unified", "per-lane"] = "auto"
     """unified: lanes share all cells, and a step is one micro-batch; per-lane: each has its own, quicker on CPUs where
-    streams grow long."""
+    streams grow long; auto: per-lane on CPUs from 1,024 tokens on."""
 
 
 class Http(Part):

@@ -92,7 +92,7 @@ spec:
     tokens: 2048               # per stream, prompt and answer together
     lanes: 32                  # streams at once; each reserves its tokens on every stage
     # kvType: f16
-    # kvLayout: per-lane       # cells of each lane's own: quicker on CPUs where streams grow long
+    # kvLayout: auto           # cells of each lane's own (per-lane) on CPUs, where streams may grow long; or: unified
 
   stages:
 {stages}    # A stage on another machine; there, run the command that `relayline up` prints:

@@ -1,0 +1,86 @@
+"""What llama.cpp writes of one lane's KV cells, made longer: a context that nobody computed. Pure.
+
+`llama_state_seq_get_data` of llama.cpp 0.3.36's binding gives eight bytes of head, and then for each cache (a model
+with sliding windows has two) what `llama_kv_cache::state_write` writes: the number of streams and, for each, its number
+of cells; of a stream that has any, the cells' positions and owners, then keys and values layer by layer, cell after
+cell, or values row after row where they are stored transposed (without flash attention).
+"""
+
+from __future__ import annotations
+
+import struct
+
+HEAD_BYTES = 8
+CELL_BYTES = 12  # position, number of owners (one), owner
+_U32 = struct.Struct("<I")
+_ROWS = struct.Struct("<iQ")  # type, bytes of a cell's row
+_TRANSPOSED = struct.Struct("<iII")  # type, bytes of a value, rows
+
+
+def multiplied(state: bytes, n_times: int) -> bytes | None:
+    """Return the state of a lane that holds each of its cells n_times, at the same positions.
+
+    None for what is written in another way: llama.cpp's format is its own, and cells may hold more than a position.
+    """
+    reader = _Reader(state, n_times)
+    try:
+        reader.keep(HEAD_BYTES)
+        while reader.at < len(state):
+            reader.cache()
+    except (struct.error, ValueError):
+        return None
+    return b"".join(reader.parts)
+
+
+class _Reader:
+    """Walks a state from its start, and collects the parts of the longer one."""
+
+    def __init__(self, state: bytes, n_times: int) -> None:
+        self._state, self._n_times = state, n_times
+        self.at = 0
+        self.parts: list[bytes] = []
+
+    def keep(self, n_bytes: int, n_times: int = 1) -> None:
+        """Take the next bytes over, so many times. Raises ValueError where they end before."""
+        if self.at + n_bytes > len(self._state):
+            raise ValueError("the state ends too early")
+        self.parts.append(self._state[self.at : self.at + n_bytes] * n_times)
+        self.at += n_bytes
+
+    def cache(self) -> None:
+        """Take one cache over, with n_times its cells."""
+        (n_streams,) = _U32.unpack_from(self._state, self.at)
+        self.keep(_U32.size)
+        for _ in range(n_streams):
+            (n_cells,) = _U32.unpack_from(self._state, self.at)
+            self.at += _U32.size
+            self.parts.append(_U32.pack(n_cells * self._n_times))
+            if n_cells:
+                self._cells(n_cells)
+
+    def _cells(self, n_cells: int) -> None:
+        for cell in range(n_cells):
+            _, n_owners = struct.unpack_from("<iI", self._state, self.at + cell * CELL_BYTES)
+            if n_owners != 1:
+                raise ValueError("cells that hold more than a position and an owner")
+        self.keep(n_cells * CELL_BYTES, self._n_times)
+        is_transposed, n_layers = struct.unpack_from("<II", self._state, self.at)
+        self.keep(2 * _U32.size)
+        for _ in range(n_layers):
+            self._rows(n_cells)
+        for _ in range(n_layers):
+            if is_transposed:
+                self._transposed(n_cells)
+            else:
+                self._rows(n_cells)
+
+    def _rows(self, n_cells: int) -> None:
+        _, row_bytes = _ROWS.unpack_from(self._state, self.at)
+        self.keep(_ROWS.size)
+        self.keep(n_cells * row_bytes, self._n_times)
+
+    def _transposed(self, n_cells: int) -> None:
+        _, value_bytes, n_rows = _TRANSPOSED.unpack_from(self._state, self.at)
+        self.keep(_TRANSPOSED.size)
+        for _ in range(n_rows):
+            self.keep(n_cells * value_bytes, self._n_times)

@@ -1,0 +1,35 @@
+"""Which layout of KV cells a stage uses, and whether attention then computes all scores of a step at once. Pure.
+
+Stages and the planner both ask here. Unified, all lanes share the cells and a step is one micro-batch in its row order.
+Per-lane, each lane has cells of its own: attention walks no others, but llama.cpp computes only neighbouring lanes at
+once (stage.micro_batches).
+
+On a CPU llama.cpp's flash attention goes through the cells one by one for each row and head, masked ones too (some 8 ns
+each), which in a unified cache are those of all other lanes. Measured by `python -m benches.contexts`, 16 rows of 16
+lanes, unified / per-lane: 103 / 111 ms with 64 tokens in each lane, 142 / 118 with 256, 429 / 174 with 1,024, 745 / 179
+with 2,048. Hence "auto": streams that may grow long have cells of their own on a CPU. On a GPU a micro-batch costs what
+a whole step does, however few its rows, so that there cells are shared.
+"""
+
+from __future__ import annotations
+
+LAYOUTS = ("unified", "per-lane")
+KV_LAYOUTS = ("auto", *LAYOUTS)  # what may be asked for
+LONG_LANE_TOKENS = 1_024  # from which on a lane is taken for one whose stream grows long
+SCORED_KV_TYPES = ("f16", "f32")  # a quantised cache needs flash attention
+SCORE_BYTES_MAX = 1 << 30  # of one step's scores, f32; with more, flash attention stays
+
+
+def choose_layout(asked: str, *, ctx_tokens: int, gpu_layers: int) -> str:
+    """Return "unified" or "per-lane" for a key of KV_LAYOUTS, lanes of so many tokens and layers on a GPU."""
+    if asked != "auto":
+        return asked
+    return "per-lane" if ctx_tokens >= LONG_LANE_TOKENS and not gpu_layers else "unified"
+
+
+def has_scores(layout: str, *, kv_type: str, gpu_layers: int, score_bytes: int) -> bool:
+    """Return whether attention does without flash attention: it is slower for a lane's own cells on a CPU.
+
+    score_bytes: of all scores of the largest step, 4 x rows x cells x heads.
+    """
+    return layout == "per-lane" and not gpu_layers and kv_type in SCORED_KV_TYPES and 0 < score_bytes <= SCORE_BYTES_MAX

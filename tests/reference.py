@@ -12,6 +12,7 @@ import numpy as np
 from llama_cpp import llama_cpp as llama
 
 import stage.ggml  # noqa: F401  (silences llama.cpp's log)
+from stage.kv_cache import FLASH_ATTN
 
 
 class ReferenceModel:
@@ -26,6 +27,7 @@ class ReferenceModel:
         max_rows: int = 512,
         n_threads: int = 1,
         kv_type: int | None = None,
+        flash_attn: str = "auto",
     ) -> None:
         llama.llama_backend_init()
         self._context = self._model = None
@@ -40,6 +42,7 @@ class ReferenceModel:
         params.n_threads = params.n_threads_batch = n_threads
         params.kv_unified = True
         params.swa_full = True
+        params.flash_attn_type = FLASH_ATTN[flash_attn]
         if kv_type is not None:
             params.type_k = params.type_v = kv_type
         self._context = llama.llama_init_from_model(self._model, params)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 DELAY_STAGES = 4
 RUNNING_STREAMS = 4  # beside the long prompt
 RUNNING_CHECKED_TOKENS = 24  # of each running stream, compared with the unsplit model's
-# Of each running stream before the long prompt comes: some 1,000 intervals. (Of 250 the p99 is the third largest, which
-# was 177 ms in one run and 251 in another with the same median.)
-QUIET_TOKENS = 256
+# Of each running stream before the long prompt comes: 250 for one of 2,000 tokens, hence some 1,000 intervals. (Of 250
+# intervals the p99 is the third largest, which was 177 ms in one run and 251 in another with the same median.)
+QUIET_TOKENS_MIN, QUIET_PART = 64, 8
 RUNNING_TOKENS_MAX = 1_500  # a running stream is cancelled once the long prompt has its first token
 
 
@@ -185,7 +185,8 @@ async def _one_long_prompt(
     ]
     long = Request(-1, 1, 0)
     try:
-        await progress.reach([QUIET_TOKENS] * len(running), tasks)
+        quiet_tokens = max(QUIET_TOKENS_MIN, plan.prefill_tokens // QUIET_PART)
+        await progress.reach([quiet_tokens] * len(running), tasks)
         long.due_ns = time.monotonic_ns()
         await load.complete(session, target, long_prompt, long)
         # The interval that the prompt's last chunk lengthened ends with each stream's next token.

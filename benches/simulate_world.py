@@ -63,7 +63,7 @@ class StageModel:
     as in a smaller one, and for its own lane alone."""
     is_per_lane: bool = False
     """Lanes have KV cells of their own: a step is run in the parts that `stage.micro_batches` says, without padding.
-    context_tiled_ns is then what all rows of a frame but the first cost for every token before it."""
+    context_tiled_ns is then what each row of a frame after its first costs for every token before it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

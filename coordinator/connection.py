@@ -191,3 +191,8 @@ def check_stages(addresses: Sequence[str], facts: Sequence[pb.DescribeResponse],
             )
         if fact.n_embd != pipeline.n_embd:
             raise HandshakeError(f"{address} has rows of {fact.n_embd} values, the pipeline {pipeline.n_embd}")
+        if fact.kv_per_lane != facts[0].kv_per_lane:  # see wire.kv_layout
+            raise HandshakeError(
+                f"{address} and {addresses[0]} lay out their KV cells differently; start all stages with the same "
+                "--kv-layout, per-lane or unified"
+            )

@@ -119,7 +119,7 @@ class GroupPlan:
     period_ns: float  # predicted time per token of every stream, without prefill; 0 when nothing is known
     prefill_flights: int  # flights of prompt rows alone
     chunk_rows: int  # rows of one of them
-    ride_rows: int = 0  # prompt rows that a full decode flight takes along; a smaller one takes more
+    ride_rows: int = 0  # prompt rows that a full decode flight takes along; a smaller one takes more in shared cells
     latency_max_ns: float = 0.0  # of a decode flight with rows riding, what it waits for others included; 0 unbounded
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from wire.errors import UsageError
+from wire.kv_layout import choose_pipeline_layout
 from wire.pb.relayline.v1 import join_pb2 as pb
 from wire.telemetry_config import Level
 
@@ -108,6 +109,17 @@ class JoinConfig:
         ):
             if not low <= value <= high:
                 raise UsageError(f"{flag}, {value}, is outside {low}..{high}")
+
+    def with_one_layout(self) -> JoinConfig:
+        """Return the same with one layout of KV cells for all stages, where each might choose another."""
+        gpu_layers = [place.engine.gpu_layers for place in self.stages]
+
+        def settled(engine: EngineOrder) -> EngineOrder:
+            layout = choose_pipeline_layout(engine.kv_layout, ctx_tokens=engine.ctx_tokens, gpu_layers=gpu_layers)
+            return dataclasses.replace(engine, kv_layout=layout)
+
+        stages = tuple(dataclasses.replace(place, engine=settled(place.engine)) for place in self.stages)
+        return dataclasses.replace(self, stages=stages)
 
 
 def check_names(names: Sequence[str]) -> None:

@@ -51,7 +51,7 @@ def calibrate_command(artifact: Path, threads: int, as_json: bool, **given: Any)
     with NativeEngine(config) as engine:
         curves = fresh_curves(engine)
     if as_json:
-        found = {"artifact": sizes_of(artifact), "threads": config.n_threads}
+        found = {"artifact": sizes_of(artifact), "threads": config.n_threads, "kv_layout": layout}
         found |= {"decode": _rows(curves.decode, max_rows), "prefill": _rows(curves.prefill, max_rows)}
         found |= {"context_ns": curves.context_ns, "context_tiled_ns": curves.context_tiled_ns}
         click.echo(json.dumps(found))
@@ -62,7 +62,9 @@ def calibrate_command(artifact: Path, threads: int, as_json: bool, **given: Any)
     console.print(f"context: a row takes {curves.context_ns / 1e3:.3f} ms longer for every 1,000 tokens before it")
     if curves.context_tiled_ns:
         tiled_ms = curves.context_tiled_ns / 1e3
-        console.print(f"  {tiled_ms:.3f} ms in steps of {ATTENTION_TILE_ROWS} rows or more, which read it together")
+        together = f"in steps of {ATTENTION_TILE_ROWS} rows or more, which read it together"
+        console.print(f"  {tiled_ms:.3f} ms {'after the first row of a chunk' if curves.is_per_lane else together}")
+    console.print(f"KV cells: {layout}")
 
 
 def sizes_of(artifact: Path) -> dict[str, int]:

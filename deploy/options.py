@@ -75,7 +75,7 @@ kv_layout_option = click.option(
     default="auto",
     show_default=True,
     help="Cells of the KV cache: shared by all lanes, or each lane's own (quicker on CPUs for long streams); auto: "
-    f"each lane's own on CPUs from --ctx {LONG_LANE_TOKENS} on.",
+    f"each lane's own with --gpu-layers 0 from --ctx {LONG_LANE_TOKENS} on.",
 )
 
 slice_options = _apply(

@@ -23,7 +23,7 @@ from deploy import machine
 from deploy.manifest import Manifest, Stage, is_local
 from deploy.measure import known_speed, sample_of
 from wire.errors import UsageError
-from wire.kv_layout import choose_layout
+from wire.kv_layout import choose_pipeline_layout
 
 LOOPBACK = Link(round_trip_ns=0, bytes_per_s=2e9)  # what a hop costs on one machine is in the host's work of a step
 GPU_BYTES_PER_S, GPU_FLOPS = 300e9, 20e12  # of a GPU of which nothing is known
@@ -52,12 +52,12 @@ def shape_of(facts: ModelFacts) -> ModelShape:
 def load_of(manifest: Manifest, n_streams: int = 0) -> Load:
     """Return what the manifest's pipeline has to hold; n_streams as in planner.instance.Load."""
     spec = manifest.spec
-    on_gpus = all(stage.gpu_layers_used for stage in manifest.stages)  # others are counted as if on a CPU
+    gpu_layers = [stage.gpu_layers_used for stage in manifest.stages]
     return Load(
         ctx_tokens=spec.context.tokens,
         n_lanes=spec.context.lanes,
         kv_type=spec.context.kv_type,
-        kv_layout=choose_layout(spec.context.kv_layout, ctx_tokens=spec.context.tokens, gpu_layers=int(on_gpus)),
+        kv_layout=choose_pipeline_layout(spec.context.kv_layout, ctx_tokens=spec.context.tokens, gpu_layers=gpu_layers),
         wire_dtype=spec.wire.dtype,
         max_rows=spec.batching.max_rows,
         n_streams=n_streams,

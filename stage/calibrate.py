@@ -68,9 +68,9 @@ class _Context:
     """What was measured beside a long lane, in nanoseconds."""
 
     row_ns: float = 0.0
-    """What each of few rows costs for every token before it; 0.0 not measured."""
+    """What each of few rows costs for every token before it, or the first row of a frame; 0.0 not measured."""
     tiled_ns: float = 0.0
-    """And each row of a tile of attention."""
+    """And each row of a tile of attention, or each further row of a frame."""
     tile_step_ns: int = 0
     """A step of such a tile without context."""
 
@@ -132,7 +132,10 @@ def calibrate(engine: NativeEngine, budget_s: float = BUDGET_S, times: StepTimes
 def _measure_context(
     engine: NativeEngine, times: StepTimes, curves: Curves, deadline_s: float, tile_s: float
 ) -> _Context:
-    """Return what context costs, beside one long lane for both prices; 0.0 where no such lane can be made."""
+    """Return what context costs, beside one long lane for both prices.
+
+    Where no such lane can be made: 0.0 in one cache, a guess in lanes with cells of their own.
+    """
     n_computed, config = CONTEXT_COMPUTED_TOKENS, engine.config
     long_lane, free_lane = 0, config.n_sequences - 1
     is_per_lane, n_rows = config.kv_layout == "per-lane", CONTEXT_ROWS
@@ -148,14 +151,14 @@ def _measure_context(
     _run_lane(engine, times, long_lane, 0, n_computed)
     if engine.multiply(long_lane, free_lane, n_times):
         short_ns, long_ns = _beside_context(engine, times, n_rows, deadline_s)
-        found = _Context(max(0, long_ns - short_ns) / (n_rows * n_tokens))
+        found = _Context(max(0, long_ns - short_ns) / (n_rows * n_tokens) or unknown.row_ns)
         tile_ns = 2 * curves.prefill.cost_ns(TILE) + found.row_ns * TILE * n_tokens  # no tile would be dearer than that
         fits = tile_ns <= tile_s * 1e9
-        if fits and found.row_ns and (is_per_lane or _has_tiles(engine)) and min(rows_max, n_tokens) >= TILE:
+        if fits and found.row_ns and _has_two_prices(engine) and min(rows_max, n_tokens) >= TILE:
             short_ns, long_ns = _beside_context(engine, times, TILE, time.monotonic() + tile_s, tile_ns)
             tiled_ns = (long_ns - short_ns) / (TILE * n_tokens)
             if is_per_lane:
-                tiled_ns = (TILE * tiled_ns - found.row_ns) / (TILE - 1)
+                tiled_ns = min(found.row_ns, (TILE * tiled_ns - found.row_ns) / (TILE - 1))
             found = _Context(found.row_ns, max(TILED_PART_MIN * found.row_ns, tiled_ns), short_ns)
     engine.clear(long_lane)
     engine.clear(free_lane)
@@ -176,8 +179,14 @@ def _beside_context(
     return min(short for short, _ in found), min(long for _, long in found)
 
 
-def _has_tiles(engine: NativeEngine) -> bool:
-    """Whether attention runs on the processor with a cache of a type that its tiles are made for."""
+def _has_two_prices(engine: NativeEngine) -> bool:
+    """Whether context costs many rows another price than few, which one measurement of a tile's rows tells.
+
+    In one cache: whether attention runs on the processor with a cache of a type that its tiles are made for. In a
+    lane's own: whether all scores are computed at once. Flash attention is tiled there too, but from 64 rows on alone.
+    """
+    if engine.config.kv_layout == "per-lane":
+        return engine.has_scores
     return not _is_offloaded(engine) and engine.config.kv_type in TILED_KV_TYPES
 
 

@@ -86,8 +86,8 @@ class Curves:
     """What a row of a tile costs for every token that the tile's lanes hold before their frames; 0.0 where that was not
     measured, or there are no such tiles. Then steps of many rows cost what those of few do, and teach that price."""
     is_per_lane: bool = False
-    """Lanes have KV cells of their own. Then context_tiled_ns is what all rows of a frame but the first cost for every
-    token before it, however many they are."""
+    """Lanes have KV cells of their own. Then context_tiled_ns is what each row of a frame after its first costs for
+    every token before it, however many they are."""
 
     @classmethod
     def of_stage(

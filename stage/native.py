@@ -40,7 +40,7 @@ class EngineConfig:
 
     artifact_path: Path  # a stage's GGUF
     n_lanes: int  # sequences that may be open at once; at most LANES_MAX
-    ctx_tokens: int  # tokens that one lane may hold; the cache has n_lanes times as many cells, shared
+    ctx_tokens: int  # tokens that one lane may hold; the cache has n_lanes times as many cells
     max_rows: int = 512  # rows of the largest step, hence of every array below
     n_threads: int = 1  # CPU threads of one decode
     gpu_layers: int = 0  # layers held on the GPU; -1 for all
@@ -109,6 +109,7 @@ class NativeEngine:
         self._context: Any = None
         self._capture: RowCapture | None = None
         self._is_per_lane = config.kv_layout == "per-lane"
+        self.has_scores = False  # whether attention computes all scores of a step at once, without flash attention
         self._step_cut: Cut | None = None  # of the last step, where lanes have cells of their own
         try:
             self._model = self._load_model()
@@ -199,6 +200,7 @@ class NativeEngine:
             gpu_layers=config.gpu_layers,
             n_heads=llama.llama_model_n_head(self._model),
         )
+        self.has_scores = params.flash_attn_type == FLASH_ATTN["off"]
         params.n_outputs_max = max(self.max_wanted, config.n_sequences) if self.is_last else n_rows
         params.n_threads = params.n_threads_batch = config.n_threads
         params.embeddings = False

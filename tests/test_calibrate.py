@@ -27,6 +27,16 @@ def artifacts(tmp_path: Path) -> list[Path]:
     return write_pipeline(tmp_path, TinyShape(), [2])
 
 
+@pytest.fixture(params=["on", "off", "q8_0"])
+def lane_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NativeEngine]:
+    """Lanes with cells of their own, with flash attention (that of quantised cells, too) and without."""
+    artifacts = write_pipeline(tmp_path, TinyShape(n_heads=2, n_kv_heads=1), [2])
+    kind = {"kv_type": "q8_0"} if request.param == "q8_0" else {"flash_attn": request.param}
+    config = EngineConfig(artifacts[1], n_lanes=5, ctx_tokens=256, max_rows=32, kv_layout="per-lane", **kind)
+    with NativeEngine(config) as engine:
+        yield engine
+
+
 @pytest.fixture(params=[0, 1], ids=["first", "last"])
 def engine(request: pytest.FixtureRequest, artifacts: list[Path]) -> Iterator[NativeEngine]:
     config = EngineConfig(artifacts[request.param], n_lanes=4, ctx_tokens=16, max_rows=32, max_wanted=8, spare_lanes=1)
@@ -55,7 +65,15 @@ def test_what_context_costs_is_measured_beside_copies_of_a_short_one(
         assert [roomy.lane_tokens(lane) for lane in range(3)] == [0] * 3
 
 
+def test_a_lane_of_its_own_cells_holds_them_several_times_too(lane_engine: NativeEngine) -> None:
+    check_multiplied(lane_engine)
+
+
 def test_a_lane_holds_its_cells_several_times_until_there_is_no_room(engine: NativeEngine) -> None:
+    check_multiplied(engine)
+
+
+def check_multiplied(engine: NativeEngine) -> None:
     def run(lane: int, position: int, n_rows: int) -> npt.NDArray[np.float32]:
         engine.seq_ids[:n_rows], engine.wants[:n_rows] = lane, 1
         engine.positions[:n_rows] = range(position, position + n_rows)
@@ -207,13 +225,29 @@ def test_of_lanes_with_their_own_cells_the_first_row_of_a_frame_and_the_others_a
     assert [apart.lane_tokens(lane) for lane in range(2)] == [0] * 2
 
 
-def test_lanes_of_which_none_can_be_made_long_have_a_guess_to_refine(
+def test_where_attention_computes_no_scores_further_rows_have_no_price_of_their_own(
     apart: NativeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(apart, "multiply", lambda *_: False)
+    LaneMachine(apart, monkeypatch, row_ms=20, tiled_ns=0)
+    assert apart.has_scores
+    apart.has_scores = False
+    curves = calibrate(apart)
+    assert curves.context_ns == pytest.approx(18_000)
+    assert curves.context_tiled_ns == 0.0
+
+
+@pytest.mark.parametrize("hidden_by", ["no copies", "noise"])
+def test_lanes_of_which_none_can_be_made_long_have_a_guess_to_refine(
+    hidden_by: str, apart: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if hidden_by == "noise":
+        monkeypatch.setattr(LaneMachine, "LANE_NS", -20_000)
+        LaneMachine(apart, monkeypatch, row_ms=20, tiled_ns=0)
+    else:
+        monkeypatch.setattr(apart, "multiply", lambda *_: False)
     curves = calibrate(apart)
     assert curves.context_ns == pytest.approx(calibration.CONTEXT_PART * curves.prefill.cost_ns(1), rel=0.01)
-    assert curves.context_tiled_ns == 0.0
+    assert curves.context_tiled_ns <= curves.context_ns, "a further row never costs more than the first"
 
 
 def test_a_tile_that_a_slow_machine_would_need_long_for_is_not_measured(

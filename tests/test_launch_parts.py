@@ -396,6 +396,7 @@ def test_serve_takes_its_defaults_from_the_manifest(tmp_path: Path) -> None:
     assert stages is not None
     assert [place.engine.n_threads for place in stages.stages] == [3, 0, 0]
     assert [place.engine.gpu_layers for place in stages.stages] == [0, 0, -1]
+    assert {place.engine.kv_layout for place in stages.stages} == {"per-lane"}, "one of them is on a CPU"
     assert [place.telemetry.metrics_port for place in stages.stages] == [0, 9_464, 9_464]
     assert {place.telemetry.level for place in stages.stages} == {"batches"}
     with pytest.raises(UsageError, match="1 stages, the manifest 3"):

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.connection import check_stages
 from coordinator.generation import SamplingParams
 from coordinator.pipeline import Pipeline, PipelineConfig
-from tests.fakes import pipeline_file
+from tests.fakes import WIDTH, pipeline_file
 from tests.fleet import (
     SHAPE,
     Artifacts,
@@ -33,6 +34,7 @@ from wire.errors import (
     OverloadedError,
     StartError,
 )
+from wire.pb.relayline.v1 import relayline_pb2 as pb
 
 LENGTHS = (5, 1, 40, 17, 3, 64, 90, 11)
 FIXTURES = (artifacts_fixture, whole_fixture)  # pytest finds them in the modules that name them
@@ -188,6 +190,16 @@ async def test_stages_in_the_wrong_order_are_refused_in_one_line(artifacts: Arti
     paths = artifacts([1, 3])
     with pytest.raises(HandshakeError, match=r"wrong order.*is stage 1"):
         await start_only([paths[1], paths[0], paths[2]])
+
+
+def test_stages_that_lay_out_their_cells_differently_are_refused_in_one_line() -> None:
+    facts = [
+        pb.DescribeResponse(pipeline_id="fake", stage_index=index, n_embd=WIDTH, kv_per_lane=index == 1)
+        for index in range(2)
+    ]
+    with pytest.raises(HandshakeError, match=r"^b:1 and a:1 lay out their KV cells differently.*--kv-layout"):
+        check_stages(["a:1", "b:1"], facts, pipeline_file(2))
+    check_stages(["a:1"], facts[:1], pipeline_file(1))
 
 
 async def test_a_stage_that_never_comes_is_an_error_at_the_start(artifacts: Artifacts) -> None:

@@ -21,9 +21,10 @@ class Fixed(GroupPlanner):
     """A planner with one plan."""
 
     def __init__(
-        self, n_groups: int = 2, group_rows: int = 2, flights: int = 1, chunk_rows: int = 8, ride_rows: int = 0
-    ) -> None:
-        super().__init__([StageCost(CostCurve([(1, 1e6)]), CostCurve([(1, 1e6)]), 64)])
+        self, n_groups: int = 2, group_rows: int = 2, flights: int = 1, chunk_rows: int = 8, ride_rows: int = 0,
+        *, is_per_lane: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__([StageCost(CostCurve([(1, 1e6)]), CostCurve([(1, 1e6)]), 64, is_per_lane=is_per_lane)])
         self._only = GroupPlan(n_groups, group_rows, 0.0, flights, chunk_rows, ride_rows)
 
     def plan(self, n_streams: int, *, n_prompts: int, n_prompt_rows: int = 0) -> GroupPlan:
@@ -174,6 +175,16 @@ def test_prompt_rows_ride_in_decode_flights() -> None:
     answer(scheduler, first[2:])
     ((_, last),) = scheduler.take(0)
     assert (last.position, len(last.tokens), last.flags) == (7, 3, Flag.PREFILL | Flag.WANTS_SAMPLE)
+
+
+def test_prompt_rows_that_are_computed_apart_fill_no_place_of_decode_rows() -> None:
+    scheduler = Scheduler(ScheduleConfig(), Fixed(2, 2, flights=0, ride_rows=3, is_per_lane=True))
+    start(scheduler, new_session(9, n_prompt=10))
+    scheduler.take(0)
+    for session_id in (1, 2, 3):
+        scheduler.decode(row(session_id))
+    rows = [[len(frame.tokens) for frame in envelope] for envelope in scheduler.take(0)]
+    assert rows == [[1, 1, 3], [1, 3]]
 
 
 def test_a_flight_behind_others_that_became_longer_takes_fewer_rows_along() -> None:

@@ -125,7 +125,7 @@ def price_per_lane(context_ns: float, further_ns: float, row_tokens: float, lane
     context_ns is the price of a token before the only row of a frame, further_ns before each further one; row_tokens
     and lane_tokens are the tokens before all rows and before all frames.
     """
-    return further_ns * row_tokens + max(0.0, context_ns - further_ns) * lane_tokens
+    return context_ns * lane_tokens + further_ns * (row_tokens - lane_tokens)
 
 
 def mixed_cost_ns(decode: CostCurve, prefill: CostCurve, decode_rows: int, prompt_rows: int) -> float:

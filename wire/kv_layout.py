@@ -1,17 +1,23 @@
 """Which layout of KV cells a stage uses, and whether attention then computes all scores of a step at once. Pure.
 
 Stages and the planner both ask here. Unified, all lanes share the cells and a step is one micro-batch in its row order.
-Per-lane, each lane has cells of its own: attention walks no others, but llama.cpp computes only neighbouring lanes at
-once (stage.micro_batches).
+Per-lane, each lane has cells of its own: attention walks as many as the longest lane computed with it has, but
+llama.cpp computes only neighbouring lanes at once (stage.micro_batches).
 
 On a CPU llama.cpp's flash attention goes through the cells one by one for each row and head, masked ones too (some 8 ns
 each), which in a unified cache are those of all other lanes. Measured by `python -m benches.contexts`, 16 rows of 16
 lanes, unified / per-lane: 103 / 111 ms with 64 tokens in each lane, 142 / 118 with 256, 429 / 174 with 1,024, 745 / 179
 with 2,048. Hence "auto": streams that may grow long have cells of their own on a CPU. On a GPU a micro-batch costs what
 a whole step does, however few its rows, so that there cells are shared.
+
+All stages of a pipeline need the same layout. Models with two sets of rope factors (phi3's "longrope") take that for
+the length of a sequence's cells, which unified are those of all lanes: two stages would turn the same position
+differently.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 LAYOUTS = ("unified", "per-lane")
 KV_LAYOUTS = ("auto", *LAYOUTS)  # what may be asked for
@@ -25,6 +31,11 @@ def choose_layout(asked: str, *, ctx_tokens: int, gpu_layers: int) -> str:
     if asked != "auto":
         return asked
     return "per-lane" if ctx_tokens >= LONG_LANE_TOKENS and not gpu_layers else "unified"
+
+
+def choose_pipeline_layout(asked: str, *, ctx_tokens: int, gpu_layers: Iterable[int]) -> str:
+    """Return the one layout of stages with these layers on a GPU: as for a CPU if any of them has none there."""
+    return choose_layout(asked, ctx_tokens=ctx_tokens, gpu_layers=int(all(gpu_layers)))
 
 
 def has_scores(layout: str, *, kv_type: str, gpu_layers: int, score_bytes: int) -> bool:

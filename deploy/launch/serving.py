@@ -80,11 +80,16 @@ def flag_defaults(manifest: Manifest) -> dict[str, Any]:
 
 
 def for_each_stage(join: JoinConfig | None, manifest: Manifest | None) -> JoinConfig | None:
-    """Return how stages join, with what the manifest says of each single one. `join` has them in the same order."""
+    """Return how stages join, with what the manifest says of each single one. `join` has them in the same order.
+
+    What each might choose differently but all must have in common is settled.
+    """
     from coordinator.join_config import TelemetryDefaults
 
-    if join is None or manifest is None:
-        return join
+    if join is None:
+        return None
+    if manifest is None:
+        return join.with_one_layout()
     if len(join.stages) != len(manifest.stages):
         raise UsageError(f"--names gives {len(join.stages)} stages, the manifest {len(manifest.stages)}")
     telemetry = manifest.spec.telemetry
@@ -98,7 +103,7 @@ def for_each_stage(join: JoinConfig | None, manifest: Manifest | None) -> JoinCo
         )
         for place, stage in zip(join.stages, manifest.stages, strict=True)
     )
-    return dataclasses.replace(join, stages=stages)
+    return dataclasses.replace(join, stages=stages).with_one_layout()
 
 
 def served_directory(directory: Path | None, manifest: Manifest | None) -> Path:

@@ -15,7 +15,7 @@ from benches.simulate_world import StageModel
 from stage.batcher import Batcher
 from stage.curves import Curves, StepShape, shape_of
 from stage.lanes import LaneTable
-from stage.micro_batches import cut
+from stage.micro_batches import Cut, cut
 from stage.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
 from stage.queue_types import QueuedFrame, Step
 from wire.curve import ATTENTION_TILE_ROWS, CostCurve, mixed_cost_ns, price_per_lane
@@ -186,10 +186,22 @@ class SimStage:
         ]
         if not lanes:
             return 0.0
-        sizes = cut(np.array(lanes, np.int32)).sizes
-        self.n_parts += len(sizes)
-        self._shape = dataclasses.replace(shape, micro_batches=sizes)
+        parts = cut(np.array(lanes, np.int32))
+        self.n_parts += len(parts.sizes)
+        self._shape = dataclasses.replace(shape, micro_batches=parts.sizes)
         head_ns = self.model.decode.cost_ns(shape.decode_rows) - self.model.prefill.cost_ns(shape.decode_rows)
-        first_ns, further_ns = self.model.context_ns, self.model.context_tiled_ns or self.model.context_ns
-        context_ns = price_per_lane(first_ns, further_ns, shape.context, shape.lane_tokens)
-        return sum(map(self.model.prefill.cost_ns, sizes)) + max(0.0, head_ns) + context_ns
+        rows_ns = sum(map(self.model.prefill.cost_ns, parts.sizes)) + max(0.0, head_ns)
+        return rows_ns + self._parts_context_ns(step.frames, parts)
+
+    def _parts_context_ns(self, frames: list[QueuedFrame], parts: Cut) -> float:
+        """Return what context truly adds: the rows of a part go through the cells of its longest lane."""
+        first_ns, further_ns = self.model.context_ns, self.model.context_tiled_ns
+        if not further_ns:
+            return first_ns * sum(frame.n_rows * frame.position for frame in frames)
+        by_row = [frame for frame in frames for _ in range(frame.n_rows)]
+        total_ns, at = 0.0, 0
+        for size in parts.sizes:
+            mine = [by_row[row] for row in parts.computed[at : at + size].tolist()]
+            at, longest = at + size, max(frame.position for frame in mine)
+            total_ns += price_per_lane(first_ns, further_ns, size * longest, len(set(mine)) * longest)
+        return total_ns

@@ -56,9 +56,14 @@ class StageCost:
     context_ns: float = 0.0  # what a row costs for every token before it in its lane
     context_tiled_ns: float = 0.0  # and in steps of tiles, for every token of its tile's lanes; 0: not known. Per lane:
     # what every further row of a prompt's chunk costs for every token before it
-    decode_tokens: int = 0  # context of an average decode row
+    decode_tokens: int = 0  # context of an average decode row, or of the longest where all of a flight pay for that
     prompt_tokens: int = 0  # and of a prompt row
     is_per_lane: bool = False  # lanes have KV cells of their own: decode rows and prompt rows are computed apart
+
+    @property
+    def shares_longest(self) -> bool:
+        """Whether decode rows computed together all pay for the longest of their lanes, see stage.curves."""
+        return self.is_per_lane and self.context_tiled_ns > 0
 
     def decode_ns(self, rows: int) -> float:
         """Predict a step of decode rows, padding included."""
@@ -98,7 +103,7 @@ class StageCost:
 
         Of tiles every one pays for whose rows are in it: a prompt in each of its tiles, a decode row in one.
         """
-        if self.is_per_lane and self.context_tiled_ns:
+        if self.shares_longest:
             decode_tokens = rows * self.decode_tokens
             row_tokens = decode_tokens + prompt_rows * self.prompt_tokens
             lane_tokens = decode_tokens + (self.prompt_tokens if prompt_rows else 0)
@@ -157,6 +162,11 @@ class GroupPlanner:
         return any(stage.is_per_lane for stage in self.stages)
 
     @property
+    def shares_longest(self) -> bool:
+        """Whether the context of a flight's decode rows is that of the longest of them."""
+        return any(stage.shares_longest for stage in self.stages)
+
+    @property
     def is_known(self) -> bool:
         """Whether there are stages and every one has measured both of its curves."""
         return bool(self.stages) and all(s.decode.is_known and s.prefill.is_known for s in self.stages)
@@ -173,7 +183,7 @@ class GroupPlanner:
         self._views.clear()
 
     def at(self, decode_tokens: float, prompt_tokens: float) -> GroupPlanner:
-        """Return the planner for rows of such contexts: of decode rows, and of the next prompt rows, on average.
+        """Return the planner for rows of such contexts: of decode rows (as in StageCost), and of the next prompt rows.
 
         It is good until the next `update` or `forget`.
         """

@@ -169,7 +169,11 @@ class Scheduler:
         While others run, its next rows count. Alone all of them do, those that have left included, half of which stand
         before an average one: its train is planned as a whole, so that its chunks stay as they are.
         """
-        decode_tokens = self._decoding_tokens / len(self._decoding) if self._decoding else 0
+        decode_tokens = 0.0
+        if self._decoding and self.planner.shares_longest:
+            decode_tokens = max(position for _, position in self._decoding.values())
+        elif self._decoding:
+            decode_tokens = self._decoding_tokens / len(self._decoding)
         prompt_tokens = 0.0
         if self._prompts:
             prompt = self._next_prompt(self._turns + 1)
@@ -285,7 +289,9 @@ class Scheduler:
         frames = decode + chunks
         keys = {(frame.session.session_id, frame.position + len(frame.tokens)) for frame in frames}
         n_rows, n_prompt_rows = len(decode), sum(len(frame.tokens) for frame in chunks)
-        planner = self.planner.at(_mean_context(decode), _mean_context(chunks))
+        longest = max((frame.position for frame in decode), default=0)
+        decode_tokens = longest if self.planner.shares_longest else _mean_context(decode)
+        planner = self.planner.at(decode_tokens, _mean_context(chunks))
         step_ns = planner.mixed_ns(n_rows, n_prompt_rows) if decode else planner.chunk_ns(n_prompt_rows)
         self._under_way_ns += step_ns
         self._queue_ns, self._queue_at_ns = self._queued_ns(now_ns) + step_ns, now_ns

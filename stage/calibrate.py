@@ -53,7 +53,8 @@ DISTURBED_MIN_NS = 2_000_000  # of a step; shorter ones are over before anything
 # weights a layer (llama-1b), scores and values of a token are some 4,000 multiplications a layer, in kernels half as
 # quick.
 CONTEXT_PART = 1 / 6_000  # of a row is what a token of its context costs
-CACHE_VERSION = 7
+FURTHER_PART = 1 / 3  # and of that, what it costs every further row of a frame (seen: a fifth to a half)
+CACHE_VERSION = 8
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -144,14 +145,16 @@ def _measure_context(
         n_rows, most = 1, min(CONTEXT_TOKENS - TILE, config.ctx_tokens // 2)
     n_times = most // n_computed
     rows_max = min(engine.max_rows, config.ctx_tokens - n_computed)  # of a step that the long lane takes
-    unknown = _Context(CONTEXT_PART * curves.prefill.cost_ns(1)) if is_per_lane else _Context()
+    unknown = _guess(engine, CONTEXT_PART * curves.prefill.cost_ns(1)) if is_per_lane else _Context()
     if config.n_sequences < 2 or n_times < 2 or rows_max < n_rows or engine.max_rows < n_computed:
         return unknown
     n_tokens, found = n_computed * n_times, unknown
     _run_lane(engine, times, long_lane, 0, n_computed)
     if engine.multiply(long_lane, free_lane, n_times):
         short_ns, long_ns = _beside_context(engine, times, n_rows, deadline_s)
-        found = _Context(max(0, long_ns - short_ns) / (n_rows * n_tokens) or unknown.row_ns)
+        row_ns = max(0, long_ns - short_ns) / (n_rows * n_tokens)
+        if row_ns:  # else noise has hidden it
+            found = _guess(engine, row_ns) if is_per_lane else _Context(row_ns)
         tile_ns = 2 * curves.prefill.cost_ns(TILE) + found.row_ns * TILE * n_tokens  # no tile would be dearer than that
         fits = tile_ns <= tile_s * 1e9
         if fits and found.row_ns and _has_two_prices(engine) and min(rows_max, n_tokens) >= TILE:
@@ -163,6 +166,11 @@ def _measure_context(
     engine.clear(long_lane)
     engine.clear(free_lane)
     return found
+
+
+def _guess(engine: NativeEngine, row_ns: float) -> _Context:
+    """Return what context costs in lanes with cells of their own, while only a first row's price is known."""
+    return _Context(row_ns, FURTHER_PART * row_ns if engine.has_scores else 0.0)
 
 
 def _beside_context(
@@ -180,7 +188,7 @@ def _beside_context(
 
 
 def _has_two_prices(engine: NativeEngine) -> bool:
-    """Whether context costs many rows another price than few, which one measurement of a tile's rows tells.
+    """Whether context costs many rows another price than few, which a step of a tile's rows tells.
 
     In one cache: whether attention runs on the processor with a cache of a type that its tiles are made for. In a
     lane's own: whether all scores are computed at once. Flash attention is tiled there too, but from 64 rows on alone.

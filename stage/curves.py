@@ -13,7 +13,10 @@ quarter, and rows of many lanes in one tile many times what they would cost one 
 each other is part of the prefill curve.
 
 Where lanes have KV cells of their own a frame reads its lane once, and each of its rows multiplies with that. There too
-context_ns is what the only row of a frame pays, context_tiled_ns what every further one does.
+context_ns is what the only row of a frame pays, context_tiled_ns what every further one does. Rows that are computed
+together all go through as many cells as the longest of their lanes has (llama_kv_cache::get_n_kv): those of decode
+frames, which travel with their neighbours, where each prompt is computed apart. All that is so without flash attention;
+with it context_tiled_ns is 0.0, and a row pays for its own lane alone.
 """
 
 from __future__ import annotations
@@ -42,8 +45,10 @@ class StepShape:
     tile_tokens: int = 0
     """Sum over tiles of attention of the tokens that the lanes of a tile hold before their frames; what counts in steps
     of enough rows for tiles. Scratch rows add none: they come last, and their lane is empty."""
+    lane_context: int = 0
+    """As `context`, where lanes have cells of their own: decode rows count as if all were in the longest lane."""
     lane_tokens: int = 0
-    """Sum over the frames of the tokens before them."""
+    """And the sum over frames instead of rows."""
     scratch_rows: int = 0
     """Rows of no session; they have no context."""
     micro_batches: tuple[int, ...] = ()
@@ -61,16 +66,21 @@ class StepShape:
 
 def shape_of(frames: Iterable[QueuedFrame]) -> StepShape:
     """Return the shape of a step of these frames, one of a session, in the order of their rows."""
-    n_rows = prefill = context = tile_tokens = lane_tokens = 0
+    n_rows = prefill = context = tile_tokens = longest = prompt_context = prompt_tokens = 0
     for frame in frames:
         first_tile = n_rows // ATTENTION_TILE_ROWS
         n_rows += frame.n_rows
         context += frame.n_rows * frame.position
-        lane_tokens += frame.position
         tile_tokens += frame.position * (-(-n_rows // ATTENTION_TILE_ROWS) - first_tile)
         if frame.is_prefill:
             prefill += frame.n_rows
-    return StepShape(n_rows - prefill, prefill, context, tile_tokens, lane_tokens)
+            prompt_context += frame.n_rows * frame.position
+            prompt_tokens += frame.position
+        else:
+            longest = max(longest, frame.position)
+    decode = n_rows - prefill  # one row a frame
+    lane_context, lane_tokens = decode * longest + prompt_context, decode * longest + prompt_tokens
+    return StepShape(decode, prefill, context, tile_tokens, lane_context, lane_tokens)
 
 
 @dataclasses.dataclass(slots=True)
@@ -87,7 +97,7 @@ class Curves:
     measured, or there are no such tiles. Then steps of many rows cost what those of few do, and teach that price."""
     is_per_lane: bool = False
     """Lanes have KV cells of their own. Then context_tiled_ns is what each row of a frame after its first costs for
-    every token before it, however many they are."""
+    every token before it, however many they are; 0.0 where attention goes row by row."""
 
     @classmethod
     def of_stage(
@@ -170,7 +180,7 @@ class Curves:
 
     def _teaches_tiled(self, shape: StepShape) -> bool:
         if self.is_per_lane:
-            further_ns = self.context_tiled_ns * (shape.context - shape.lane_tokens)
+            further_ns = self.context_tiled_ns * (shape.lane_context - shape.lane_tokens)
             return further_ns > self.context_ns * shape.lane_tokens
         return self._is_tiled(shape)
 
@@ -180,7 +190,7 @@ class Curves:
     def _context_ns(self, shape: StepShape) -> float:
         """Predict what a step's context adds to its rows."""
         if self.is_per_lane and self.context_tiled_ns:
-            return price_per_lane(self.context_ns, self.context_tiled_ns, shape.context, shape.lane_tokens)
+            return price_per_lane(self.context_ns, self.context_tiled_ns, shape.lane_context, shape.lane_tokens)
         if self._is_tiled(shape):
             return self.context_tiled_ns * ATTENTION_TILE_ROWS * shape.tile_tokens
         return self.context_ns * shape.context

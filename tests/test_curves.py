@@ -127,6 +127,10 @@ def test_a_frame_reads_a_lane_of_its_own_once() -> None:
     both = shape_of([rows_frame(1, 500, 1), rows_frame(2, 2_000, 128, Flag.PREFILL)])
     context_ns = 500 * CONTEXT_NS + 2_000 * (CONTEXT_NS + 127 * TILED_NS)
     assert known.predict_ns(both) == pytest.approx(arithmetic().cost_ns(129) + context_ns)
+    unequal = shape_of([rows_frame(1, 2_000, 1), *(rows_frame(index, 50, 1) for index in range(2, 5))])
+    assert known.predict_ns(unequal) == pytest.approx(arithmetic().cost_ns(4) + 4 * 2_000 * CONTEXT_NS), (
+        "together they go through as many cells as the longest has"
+    )
     guessed = Curves(arithmetic(), arithmetic(), CONTEXT_NS, is_per_lane=True)
     assert guessed.predict_ns(chunk(8, 1_000)) == pytest.approx(arithmetic().cost_ns(8) + 8_000 * CONTEXT_NS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -185,6 +186,23 @@ def test_prompt_rows_that_are_computed_apart_fill_no_place_of_decode_rows() -> N
         scheduler.decode(row(session_id))
     rows = [[len(frame.tokens) for frame in envelope] for envelope in scheduler.take(0)]
     assert rows == [[1, 1, 3], [1, 3]]
+
+
+@pytest.mark.parametrize(("further_ns", "expected"), [(0.0, 505), (1_000.0, 900)])
+def test_rows_that_pay_for_the_longest_of_their_lanes_are_planned_as_such(further_ns: float, expected: float) -> None:
+    planner, asked = Fixed(1, 2), set[tuple[float, float]]()
+    planner.stages = (dataclasses.replace(planner.stages[0], context_tiled_ns=further_ns, is_per_lane=True),)
+
+    def at(decode_tokens: float, prompt_tokens: float) -> GroupPlanner:
+        asked.add((decode_tokens, prompt_tokens))
+        return planner
+
+    planner.at = at  # type: ignore[method-assign]
+    scheduler = Scheduler(ScheduleConfig(), planner)
+    for session_id, position in ((1, 110), (2, 900)):
+        scheduler.decode(row(session_id, position))
+    assert ids(scheduler.take(0)) == [[1, 2]]
+    assert asked == {(expected, 0)}
 
 
 def test_a_flight_behind_others_that_became_longer_takes_fewer_rows_along() -> None:

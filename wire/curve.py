@@ -123,7 +123,7 @@ def price_per_lane(context_ns: float, further_ns: float, row_tokens: float, lane
     """Predict what context adds to a step where lanes have KV cells of their own.
 
     context_ns is the price of a token before the only row of a frame, further_ns before each further one; row_tokens
-    and lane_tokens are the tokens before all rows and before all frames.
+    and lane_tokens are the tokens before all rows and before all frames, in the longest lane computed with each.
     """
     return context_ns * lane_tokens + further_ns * (row_tokens - lane_tokens)
 

@@ -2,8 +2,9 @@
 
 `llama_state_seq_get_data` of llama.cpp 0.3.36's binding gives eight bytes of head, and then for each cache (a model
 with sliding windows has two) what `llama_kv_cache::state_write` writes: the number of streams and, for each, its number
-of cells; of a stream that has any, the cells' positions and owners, then keys and values layer by layer, cell after
-cell, or values row after row where they are stored transposed (without flash attention).
+of cells; of a stream that has any, the cells' positions and owners (and, where rope has several axes, the other
+positions), then keys and values layer by layer, cell after cell, or values row after row where they are stored
+transposed (without flash attention). Models whose attention is latent (deepseek2) have no values there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import struct
 
 HEAD_BYTES = 8
-CELL_BYTES = 12  # position, number of owners (one), owner
+CELL_BYTES = (12, 24)  # position, number of owners (one), owner; between the last two, 12 bytes of other positions
 _U32 = struct.Struct("<I")
 _ROWS = struct.Struct("<iQ")  # type, bytes of a cell's row
 _TRANSPOSED = struct.Struct("<iII")  # type, bytes of a value, rows
@@ -22,21 +23,23 @@ def multiplied(state: bytes, n_times: int) -> bytes | None:
 
     None for what is written in another way: llama.cpp's format is its own, and cells may hold more than a position.
     """
-    reader = _Reader(state, n_times)
-    try:
-        reader.keep(HEAD_BYTES)
-        while reader.at < len(state):
-            reader.cache()
-    except (struct.error, ValueError):
-        return None
-    return b"".join(reader.parts)
+    for has_values in (True, False):  # nothing in the state says which
+        reader = _Reader(state, n_times, has_values=has_values)
+        try:
+            reader.keep(HEAD_BYTES)
+            while reader.at < len(state):
+                reader.cache()
+        except (struct.error, ValueError):
+            continue
+        return b"".join(reader.parts)
+    return None
 
 
 class _Reader:
     """Walks a state from its start, and collects the parts of the longer one."""
 
-    def __init__(self, state: bytes, n_times: int) -> None:
-        self._state, self._n_times = state, n_times
+    def __init__(self, state: bytes, n_times: int, *, has_values: bool) -> None:
+        self._state, self._n_times, self._has_values = state, n_times, has_values
         self.at = 0
         self.parts: list[bytes] = []
 
@@ -59,20 +62,24 @@ class _Reader:
                 self._cells(n_cells)
 
     def _cells(self, n_cells: int) -> None:
-        for cell in range(n_cells):
-            _, n_owners = struct.unpack_from("<iI", self._state, self.at + cell * CELL_BYTES)
-            if n_owners != 1:
-                raise ValueError("cells that hold more than a position and an owner")
-        self.keep(n_cells * CELL_BYTES, self._n_times)
+        fitting = (size for size in CELL_BYTES if self._have_one_owner(n_cells, size))
+        cell_bytes = next(fitting, None)
+        if cell_bytes is None:
+            raise ValueError("cells of another form")
+        self.keep(n_cells * cell_bytes, self._n_times)
         is_transposed, n_layers = struct.unpack_from("<II", self._state, self.at)
         self.keep(2 * _U32.size)
         for _ in range(n_layers):
             self._rows(n_cells)
-        for _ in range(n_layers):
+        for _ in range(n_layers if self._has_values else 0):
             if is_transposed:
                 self._transposed(n_cells)
             else:
                 self._rows(n_cells)
+
+    def _have_one_owner(self, n_cells: int, cell_bytes: int) -> bool:
+        starts = range(self.at, self.at + n_cells * cell_bytes, cell_bytes)
+        return all(struct.unpack_from("<iI", self._state, start)[1] == 1 for start in starts)
 
     def _rows(self, n_cells: int) -> None:
         _, row_bytes = _ROWS.unpack_from(self._state, self.at)

@@ -13,6 +13,7 @@ from coordinator.families import FAMILIES, family_of
 from coordinator.gguf_file import open_model
 from coordinator.inspection import inspect_model
 from coordinator.split import split_model
+from stage.native import EngineConfig, NativeEngine
 from tests.chain import Chain
 from tests.reference import ReferenceModel
 from tests.tiny_models import N_EMBD, RECIPES, UNCERTIFIED, make_tiny
@@ -72,6 +73,31 @@ def test_lanes_with_cells_of_their_own_equal_whole(name: str, tmp_path: Path) ->
         assert chain.engines[0].micro_batches == (2, 1)
     error = np.abs(np.concatenate(found, axis=1) - expected).max() / expected.std()
     assert error < ERROR_OTHER_ROWS_MAX, error
+
+
+@pytest.mark.parametrize(("kv_layout", "spare_lanes"), [("unified", 1), ("per-lane", 0)])
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_price_of_context_can_be_measured(name: str, kv_layout: str, spare_lanes: int, tmp_path: Path) -> None:
+    """Cells are copied, or written out, repeated and read back: a format of llama.cpp's that no family may break."""
+    model = make_tiny(name, tmp_path / "model.gguf")
+    split_model(model, tmp_path / "out", cuts=balanced_cuts(inspect_model(model), 2))
+    config = EngineConfig(
+        tmp_path / "out" / "stage-0.gguf", n_lanes=2, ctx_tokens=256, max_rows=16, kv_layout=kv_layout,
+        spare_lanes=spare_lanes,
+    )  # fmt: skip
+    with NativeEngine(config) as engine:
+        engine.input_rows[:16] = np.random.default_rng(3).standard_normal((16, engine.n_embd), np.float32)
+        engine.positions[:16] = range(16)
+        engine.decode(16)
+        engine.positions[0] = 16
+        engine.decode(1)
+        alone = engine.output_rows[:1].copy()
+        engine.drop_from(0, 16)
+        assert engine.multiply(0, config.n_sequences - 1, 8)
+        assert engine.lane_tokens(0) == 16
+        engine.decode(1)
+        assert np.isfinite(engine.output_rows[:1]).all()
+        assert not np.allclose(engine.output_rows[:1], alone, atol=1e-6), "it attends to the copies"
 
 
 def test_every_family_has_a_model() -> None:

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from stage.kv_state import multiplied
 
 
-def cache(n_cells: int, n_streams: int, n_layers: int, *, transposed: bool, n_owners: int = 1) -> bytes:
+def cache(
+    n_cells: int, n_streams: int, n_layers: int, *, transposed: bool, n_owners: int = 1, more: bytes = b""
+) -> bytes:
     """What llama_kv_cache::state_write writes; a cell's values tell which it is."""
     text = struct.pack("<I", n_streams) + struct.pack("<I", 0) * (n_streams - 1) + struct.pack("<I", n_cells)
     if not n_cells:
         return text
-    text += b"".join(struct.pack("<iIi", cell, n_owners, 3) for cell in range(n_cells))
+    text += b"".join(struct.pack("<iI", cell, n_owners) + more + struct.pack("<i", 3) for cell in range(n_cells))
     text += struct.pack("<II", transposed, n_layers)
     rows = b"".join(bytes([cell]) * 6 for cell in range(n_cells))
     keys = (struct.pack("<iQ", 1, 6) + rows) * n_layers
@@ -46,6 +48,18 @@ def test_the_copies_stand_behind_each_other_in_every_row() -> None:
     assert longer is not None
     assert longer.endswith(struct.pack("<iII", 1, 2, 5) + b"\0\0\1\1\0\0\1\1" * 5)
     assert struct.pack("<iIiiIi", 0, 1, 3, 1, 1, 3) * 2 in longer, "positions repeat"
+
+
+def test_cells_may_have_positions_on_other_axes_and_layers_no_values() -> None:
+    axes = struct.pack("<iii", 7, 9, -1)
+    longer = multiplied(b"headhead" + cache(3, 1, 2, transposed=True, more=axes), 2)
+    assert longer is not None
+    assert longer.count(axes) == 6
+    keys_alone = (b"headhead" + cache(3, 1, 2, transposed=False))[: -2 * (12 + 18)]
+    keys_alone = keys_alone.replace(struct.pack("<I", 1), struct.pack("<I", 2), 1) + struct.pack("<I", 0)
+    longer = multiplied(keys_alone, 2)
+    assert longer is not None
+    assert len(longer) == len(keys_alone) + 3 * 12 + 2 * 18
 
 
 @pytest.mark.parametrize(

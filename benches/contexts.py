@@ -1,8 +1,8 @@
 """What a native step costs where streams have grown long: `python -m benches.contexts [--quick]`.
 
 One slice of a 1B-shape llama, three layers without head, on one thread, with each layout of the KV cache: decode rows,
-one of each lane, and chunks of one prompt, while all lanes hold a context. Lanes hold cells of their own in every
-layout: computed ones and copies of them. Layouts are measured in turns, so that a drifting machine meets all alike.
+one of each lane, and chunks of one prompt, while all lanes hold a context: computed cells and copies of them. Layouts
+are measured in turns, so that a drifting machine meets all alike.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from benches.quantisation import slice_shape
 from deploy.splits import split_for
 from stage.native import EngineConfig, NativeEngine
 
-COPIED_TOKENS = 16  # cells that are computed and then copied, where lanes share all of them
-FILL_ROWS = 256  # of one step that computes a context
+COPIED_TOKENS = 16  # cells that are computed and then copied
+MAX_ROWS = 256  # of one step
 REPEATS = 3
 LAYOUTS = {
     "unified": {"kv_layout": "unified", "spare_lanes": 1},
@@ -50,25 +50,14 @@ def step_ms(engine: NativeEngine, lanes: Sequence[int], positions: Sequence[int]
     return took_ns / 1e6
 
 
-def fill(engine: NativeEngine, n_lanes: int, n_tokens: int) -> int:
-    """Let every lane hold so many cells; returns the position at which they go on."""
-    unified = engine.config.kv_layout == "unified"
+def fill(engine: NativeEngine, n_lanes: int, n_tokens: int) -> None:
+    """Let every lane hold so many cells, and positions go on at COPIED_TOKENS."""
     for lane in range(n_lanes):
-        if unified or lane == 0:
-            _compute(engine, lane, COPIED_TOKENS if unified else n_tokens)
-        if unified and not engine.multiply(lane, n_lanes, n_tokens // COPIED_TOKENS):
+        engine.seq_ids[:COPIED_TOKENS], engine.positions[:COPIED_TOKENS] = lane, np.arange(COPIED_TOKENS)
+        engine.input_rows[:COPIED_TOKENS] = 0.01
+        engine.decode(COPIED_TOKENS)
+        if not engine.multiply(lane, engine.config.n_sequences - 1, n_tokens // COPIED_TOKENS):
             raise SystemExit("this llama.cpp copies no cells")
-        if not unified and lane > 0:
-            engine.copy_prefix(0, lane, n_tokens)
-    return COPIED_TOKENS if unified else n_tokens
-
-
-def _compute(engine: NativeEngine, lane: int, n_tokens: int) -> None:
-    for at in range(0, n_tokens, FILL_ROWS):
-        positions = np.arange(at, min(n_tokens, at + FILL_ROWS))
-        engine.seq_ids[: len(positions)], engine.positions[: len(positions)] = lane, positions
-        engine.input_rows[: len(positions)] = 0.01
-        engine.decode(len(positions))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +73,8 @@ def measure(
     engines: dict[str, NativeEngine], n_tokens: int, lanes: Sequence[int], chunks: Sequence[int]
 ) -> list[Point]:
     """Return the points of one context."""
-    starts = {name: fill(engine, max(lanes), n_tokens) for name, engine in engines.items()}
+    for engine in engines.values():
+        fill(engine, max(lanes), n_tokens)
     steps = [(f"{n} lanes", list(range(n)), [0] * n) for n in lanes]
     steps += [(f"chunk of {n}", [0] * n, list(range(n))) for n in chunks]
     points = []
@@ -92,7 +82,7 @@ def measure(
         ms: dict[str, float] = {}
         for _ in range(REPEATS):
             for name, engine in engines.items():
-                took_ms = step_ms(engine, rows, [starts[name] + offset for offset in offsets])
+                took_ms = step_ms(engine, rows, [COPIED_TOKENS + offset for offset in offsets])
                 ms[name] = min(took_ms, ms.get(name, took_ms))
         points.append(Point(n_tokens, what, ms))
     for engine in engines.values():
@@ -135,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     artifact = split_for(model(shape, "q4_0"), None, (shape.n_layers - 1,), None) / "stage-0.gguf"
     common: dict[str, Any] = {
         "artifact_path": artifact, "n_lanes": max(lanes), "ctx_tokens": max(contexts) + max(chunks),
-        "max_rows": FILL_ROWS, "n_threads": options.threads,
+        "max_rows": MAX_ROWS, "n_threads": options.threads,
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         engines = {

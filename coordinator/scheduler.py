@@ -289,8 +289,9 @@ class Scheduler:
         frames = decode + chunks
         keys = {(frame.session.session_id, frame.position + len(frame.tokens)) for frame in frames}
         n_rows, n_prompt_rows = len(decode), sum(len(frame.tokens) for frame in chunks)
-        longest = max((frame.position for frame in decode), default=0)
-        decode_tokens = longest if self.planner.shares_longest else _mean_context(decode)
+        decode_tokens = _mean_context(decode)
+        if self.planner.shares_longest:
+            decode_tokens = max((frame.position for frame in decode), default=0)
         planner = self.planner.at(decode_tokens, _mean_context(chunks))
         step_ns = planner.mixed_ns(n_rows, n_prompt_rows) if decode else planner.chunk_ns(n_prompt_rows)
         self._under_way_ns += step_ns

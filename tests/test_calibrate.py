@@ -164,10 +164,13 @@ class PricedMachine:
 
     def decode(self, n_rows: int) -> None:
         is_long = self._engine.positions[0] == calibration.CONTEXT_COMPUTED_TOKENS
-        context_ns = self.tiled_ns if n_rows >= ATTENTION_TILE_ROWS else self.CONTEXT_NS
-        self.now_ns += n_rows * (self.row_ns + is_long * 1_024 * context_ns)
+        self.now_ns += n_rows * self.row_ns + is_long * self.context_ns(n_rows)
         self.steps.append(n_rows)
         self._decode(n_rows)
+
+    def context_ns(self, n_rows: int) -> int:
+        """Return what a step of rows of the long lane takes longer."""
+        return n_rows * 1_024 * (self.tiled_ns if n_rows >= ATTENTION_TILE_ROWS else self.CONTEXT_NS)
 
 
 @pytest.fixture
@@ -195,12 +198,8 @@ class LaneMachine(PricedMachine):
 
     LANE_NS, ROW_NS = 15_000, 3_000
 
-    def decode(self, n_rows: int) -> None:
-        is_long = self._engine.positions[0] == calibration.CONTEXT_COMPUTED_TOKENS
-        context_ns = self.LANE_NS + n_rows * self.ROW_NS
-        self.now_ns += n_rows * self.row_ns + is_long * (1_024 - ATTENTION_TILE_ROWS) * context_ns
-        self.steps.append(n_rows)
-        self._decode(n_rows)
+    def context_ns(self, n_rows: int) -> int:
+        return (1_024 - ATTENTION_TILE_ROWS) * (self.LANE_NS + n_rows * self.ROW_NS)
 
 
 @pytest.fixture

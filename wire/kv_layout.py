@@ -7,8 +7,8 @@ llama.cpp computes only neighbouring lanes at once (stage.micro_batches).
 On a CPU llama.cpp's flash attention goes through the cells one by one for each row and head, masked ones too (some 8 ns
 each), which in a unified cache are those of all other lanes. Measured by `python -m benches.contexts`, 16 rows of 16
 lanes, unified / per-lane: 103 / 111 ms with 64 tokens in each lane, 142 / 118 with 256, 429 / 174 with 1,024, 745 / 179
-with 2,048. Hence "auto": streams that may grow long have cells of their own on a CPU. On a GPU a micro-batch costs what
-a whole step does, however few its rows, so that there cells are shared.
+with 2,048. Hence "auto": streams that may grow long have cells of their own on a CPU. On a GPU cells are shared: a
+micro-batch is taken to cost there what a whole step does, however few its rows (simulated; nobody measured one yet).
 
 All stages of a pipeline need the same layout. Models with two sets of rope factors (phi3's "longrope") take that for
 the length of a sequence's cells, which unified are those of all lanes: two stages would turn the same position

@@ -142,16 +142,17 @@ def greedy_batch(model: Path, prompts: Sequence[Prompt], n_tokens: int, n_thread
 
 def gaps_of(model: Path, pairs: Sequence[tuple[Prompt, Answer]], n_threads: int) -> list[list[float]]:
     """Feed each prompt with its answer and return the answer tokens' distances below the best."""
-    from tests.reference import ReferenceModel
+    from tests.reference import UNTILED_ROWS, ReferenceModel
 
-    n_rows = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    max_rows = max(UNTILED_ROWS, *(len(prompt) for prompt, _ in pairs))
+    n_ctx = max(len(prompt) + len(answer) for prompt, answer in pairs)
     found: list[list[float]] = []
-    with ReferenceModel(model, n_rows, 1, max_rows=n_rows, n_threads=n_threads) as reference:
+    with ReferenceModel(model, n_ctx, 1, max_rows=max_rows, n_threads=n_threads) as reference:
         for prompt, answer in pairs:
             reference.drop_from(0, 0)
-            fed = [*prompt, *answer[:-1]]
-            wants = [False] * (len(prompt) - 1) + [True] * len(answer)
-            logits = reference.decode(fed, range(len(fed)), [0] * len(fed), wants)
+            wants = [False] * (len(prompt) - 1) + [True]
+            after_prompt = reference.decode(prompt, range(len(prompt)), [0] * len(prompt), wants)
+            logits = np.concatenate([after_prompt, reference.read(answer[:-1], len(prompt))])
             chosen = logits[np.arange(len(answer)), np.asarray(answer)]
             found.append(((logits.max(axis=1) - chosen) / logits.std(axis=1)).tolist())
     return found

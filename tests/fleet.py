@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from coordinator.generation import GenerationRequest, SamplingParams, TokenEvent
@@ -18,6 +20,7 @@ from coordinator.scheduler import ScheduleConfig
 from coordinator.streams import SessionStream
 from stage.config import StageConfig
 from stage.process import serve
+from stage.sampler import SamplingOptions, SessionSampler
 from tests.fakes import pipeline_file
 from tests.reference import ReferenceModel
 from tests.tiny_slices import TinyShape, write_pipeline, write_whole
@@ -32,6 +35,9 @@ GREEDY = SamplingParams(temperature=0.0)
 # Batch shape moves the last bits of a logit (their deviation is about 2), so a token may be any whose logit is this
 # close to the largest.
 NEAR_TIE = 1e-3
+# A seeded token is drawn so often, from logits moved twice as far as steps of one row and of several lie apart (0.002):
+# on the border between two tokens a draw may get either.
+N_DRAWS, DRAWS_SIGMA = 32, 0.004
 Artifacts = Callable[[Sequence[int]], list[Path]]
 request_ids = itertools.count()
 
@@ -62,14 +68,34 @@ def request(prompt: tuple[int, ...], max_tokens: int, sampling: SamplingParams =
     return GenerationRequest(f"r{next(request_ids)}", prompt, max_tokens, sampling)
 
 
+def logits_along(whole: ReferenceModel, prompt: tuple[int, ...], tokens: list[int]) -> npt.NDArray[np.float32]:
+    """What the unsplit model's logits are where each of `tokens` was picked: f32 [len(tokens), n_vocab]."""
+    whole.drop_from(0, 0)
+    return whole.read([*prompt, *tokens[:-1]], 0)[len(prompt) - 1 :]
+
+
 def assert_greedy(whole: ReferenceModel, prompt: tuple[int, ...], tokens: list[int]) -> None:
     """Every token is the unsplit model's choice after the tokens before it."""
-    fed = [*prompt, *tokens[:-1]]
-    whole.drop_from(0, 0)
-    wants = [position >= len(prompt) - 1 for position in range(len(fed))]
-    logits = whole.decode(fed, range(len(fed)), [0] * len(fed), wants)
+    logits = logits_along(whole, prompt, tokens)
     behind = logits.max(axis=1) - logits[np.arange(len(tokens)), tokens]
     assert behind.max() <= NEAR_TIE, f"token {int(behind.argmax())} of {len(tokens)} is {behind.max()} behind"
+
+
+def assert_seeded(whole: ReferenceModel, prompt: tuple[int, ...], tokens: list[int], sampling: SamplingParams) -> None:
+    """Every token is one that its draw picks from the unsplit model's logits, give or take DRAWS_SIGMA."""
+    sampler = SessionSampler(SamplingOptions(**dataclasses.asdict(sampling)), whole.n_vocab)
+    noise = np.random.default_rng(1).normal(0.0, DRAWS_SIGMA, (N_DRAWS, whole.n_vocab)).astype(np.float32)
+    noise[0] = 0.0
+    try:
+        rows = zip(logits_along(whole, prompt, tokens), tokens, strict=True)
+        n_certain = 0
+        for position, (logits, token) in enumerate(rows, len(prompt)):
+            picked = {sampler.sample(logits + moved, position).token for moved in noise}
+            n_certain += len(picked) == 1
+            assert token in picked, f"position {position} has {token}, drawn from {picked}"
+        assert n_certain >= len(tokens) / 2, "most draws leave no choice"
+    finally:
+        sampler.close()
 
 
 class Fleet:

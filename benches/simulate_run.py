@@ -65,7 +65,7 @@ class Simulation:
             SimStage(index, model, setup.stage_policy, world.n_lanes, rng, is_calibrated=setup.is_calibrated)
             for index, model in enumerate(world.stages)
         ]
-        self.planner = GroupPlanner(self._stage_costs())
+        self.planner = GroupPlanner(self._stage_costs(), setup.schedule.itl_stretch)
         self.scheduler = Scheduler(setup.schedule, self.planner)
         self.admission = Admission(world.n_lanes, 1 << 20, world.waiting_max)
         self.sessions: dict[int, Session] = {}

@@ -9,6 +9,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from wire.curve import LADDER, CostCurve
 
 MS = 1_000_000
@@ -149,9 +151,10 @@ def streams(n_streams: int, max_tokens: int, *, n_prompt: int = 4) -> tuple[Requ
 def best_rate(stages: Sequence[StageModel], n_streams: int, overhead_ns: float) -> float:
     """Return tokens a second that no schedule of batches which stay together can exceed.
 
-    A schedule starts x(r) batches of r rows a second. Stage s is busy sum x(r) c_s(r) <= 1 of the time, and by Little's
-    law the streams under way are sum r x(r) way(r) <= n_streams. Maximising sum r x(r) for one stage at a time is a
-    linear program with two constraints; its dual is the least, over the price p of a stream, of
+    The lesser of two bounds, one of which is `_crowded_rate`. The other: a schedule starts x(r) batches of r rows a
+    second. Stage s is busy sum x(r) c_s(r) <= 1 of the time, and by Little's law the streams under way are
+    sum r x(r) way(r) <= n_streams. Maximising sum r x(r) for one stage at a time is a linear program with two
+    constraints; its dual is the least, over the price p of a stream, of
     p n_streams + max over r of r (1 - p way(r)) / c_s(r), which is convex in p.
     """
     rows_max = min(n_streams, *(stage.rows_max for stage in stages))
@@ -175,4 +178,21 @@ def best_rate(stages: Sequence[StageModel], n_streams: int, overhead_ns: float) 
             else:
                 low += third
         best = min(best, dual((low + high) / 2, stage_costs))
-    return best * 1e9
+    return min(best, _crowded_rate(costs, sizes, n_streams)) * 1e9
+
+
+def _crowded_rate(costs: Sequence[Sequence[float]], sizes: Sequence[int], n_streams: int) -> float:
+    """Return tokens a nanosecond at most, given that no stream is at two stages at once.
+
+    While stage s runs a batch of r rows it makes r / c_s(r) of a token's way a nanosecond, and all batches that run at
+    one moment hold n_streams rows at most. In the long run every stage makes as many as any other, so what all make on
+    average is no more than at the best of moments. That binds where large batches are cheap by the row and there are
+    streams for one of them, but not for one at each stage.
+    """
+    best = np.zeros(n_streams + 1)  # sum over the stages so far, by the rows that they hold
+    for stage_costs in costs:
+        with_stage = best.copy()
+        for rows, cost in zip(sizes, stage_costs, strict=True):
+            np.maximum(with_stage[rows:], best[: best.size - rows] + rows / cost, out=with_stage[rows:])
+        best = with_stage
+    return float(best[-1]) / len(costs)

@@ -20,13 +20,14 @@ from benches.simulate_scenarios import (
     steady_part,
 )
 from benches.simulate_stage import Violation
-from benches.simulate_world import MS, Request, World, best_rate, equal_stages, one_slower, streams
+from benches.simulate_world import MS, Request, StageModel, World, best_rate, equal_stages, one_slower, streams
 from coordinator.groups import GroupPlanner
 from coordinator.scheduler import ScheduleConfig, Scheduler
 from coordinator.session import OutFrame
 from stage.batcher import Batcher
 from stage.policy import Choice, GroupPolicy
 from stage.queue_types import QueuedFrame, Step
+from wire.curve import CostCurve
 
 CURVES = ("staircase", "smooth")
 ALL_CURVES = (*CURVES, "arithmetic")
@@ -240,6 +241,30 @@ def test_many_streams_and_stages_come_close_to_the_bound(n_stages: int, n_stream
     figures = steady_part(simulation)
     assert figures.tokens_per_s >= 0.95 * best_rate(world.stages, n_streams, 0)
     assert figures.overlap >= 0.90
+
+
+def test_who_allows_running_streams_a_longer_wait_has_prompts_read_sooner() -> None:
+    stages, found = equal_stages(2, "arithmetic"), []
+    for stretch in (2.0, 4.0):
+        seen = prompt_beside(stages, 4, 500, setup=Setup(ScheduleConfig(itl_stretch=stretch)))
+        assert seen.during.itl_mean_ms <= stretch * seen.quiet.itl_mean_ms
+        found.append(seen.ttft_ms)
+    assert found[1] < 0.8 * found[0]
+
+
+def test_the_bound_knows_that_no_stream_is_at_two_stages_at_once() -> None:
+    """Sixteen rows are cheap by the row, but sixteen streams can't make a step of so many at each of two stages."""
+    curve = CostCurve([(1, 20 * MS), (4, 60 * MS), (8, 117 * MS), (12, 167 * MS), (16, 157 * MS)])
+    stages = (StageModel(curve, curve),) * 2
+    for n_streams in (1, 4, 7, 16, 20, 32):
+        per_s = {rows: 1e9 * rows / curve.padded_cost_ns(rows, 512) for rows in range(1, n_streams + 1)} | {0: 0.0}
+        moments = (
+            (per_s[first] + per_s[second]) / 2 for first in per_s for second in per_s if first + second <= n_streams
+        )
+        crowded = max(moments)
+        assert best_rate(stages, n_streams, 0) <= crowded * (1 + 1e-9)
+        assert steady_figures(steady(stages, n_streams)).tokens_per_s <= 1.01 * best_rate(stages, n_streams, 0)
+    assert best_rate(stages, 16, 0) < 0.75 * best_rate(stages, 32, 0)
 
 
 def test_requests_come_and_go_on_sixty_four_unequal_stages() -> None:

@@ -33,8 +33,8 @@ def allowed(stages: Sequence[StageCost], n_streams: int, n_prompt: int, n_tokens
     """Return what the curves allow n_streams at most. Pure.
 
     All prompts go through the stages as one train of the best chunk; then decode steps, of which no schedule makes
-    more (see best_rate), at the context of half an answer. (Rows of many streams in tiles of attention would be dearer
-    than said here, so what is said is a bound all the same.)
+    more (see best_rate), at the context of half an answer. Who decodes while the last prompts are read gains a little
+    on that; rows of many streams in tiles of attention are dearer than said here.
     """
     rows = [dataclasses.replace(stage, prompt_tokens=n_prompt // 2) for stage in stages]
     chunks = [chunk for chunk in CHUNK_LADDER if chunk <= min(stage.rows_max for stage in stages)]

@@ -66,8 +66,7 @@ class Context(Part):
     """Element type of the KV cache."""
     kv_layout: Literal["auto", "unified", "per-lane"] = "auto"
     """unified: lanes share all cells, and a step is one micro-batch; per-lane: each has its own, quicker on CPUs where
-    streams grow long; auto: per-lane from 1,024 tokens on where a stage is
-    on a CPU."""
+    streams grow long; auto: per-lane from 1,024 tokens on where a stage is on a CPU."""
 
 
 class Http(Part):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -30,8 +31,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from deploy.cli import relayline
 from deploy.manifest import load_manifest
 from tests.otlp_receiver import StoredSpan, receiving
-from tests.trace_rebuild import rebuild
-from tests.traced_pipeline import PROMPTS, Traced, ask_all, text_of, traced_pipeline
+from tests.trace_rebuild import is_complete, rebuild
+from tests.traced_pipeline import PROMPTS, Traced, ask_all, settled, text_of, traced_pipeline
 from wire import telemetry_names as names
 
 HERE = Path(__file__).parents[1] / "deploy" / "observability"
@@ -210,7 +211,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.grpc_endpoint}
         with traced_pipeline(tmp_path_factory.mktemp("split"), environment, level="frames") as traced:
             asyncio.run(ask_all(traced, PROMPTS[:4], 12))
-            spans = receiver.wait_for(lambda found: sum(s.name == names.SPAN_DECODE for s in found) == 4)
+            n_steps = sum(status.n_steps for status in asyncio.run(settled(traced.stages)))
+            spans = receiver.wait_for(functools.partial(is_complete, n_steps=n_steps, n_requests=4))
 
             async def texts() -> list[str]:
                 return [await text_of(url) for url in (f"{traced.url}/metrics", *traced.stage_metrics)]

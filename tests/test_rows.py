@@ -268,8 +268,8 @@ def no_forced_switches():
     sys.setswitchinterval(previous)
 
 
-def ran_meanwhile(n_rows: int) -> bool:
-    """Whether a thread that was set free just before an encode of n_rows x 8192 ran before it returned."""
+def ran_meanwhile(n_rows: int, n_encodes: int) -> bool:
+    """Whether a thread set free just before that many encodes of n_rows x 8192 ran before the last one returned."""
     rows, ran = np.ones((n_rows, 8192), np.float32), []
     out, encoder = np.empty(rows.shape, np.float16), RowEncoder(n_rows, 8192)
     ready, go = threading.Event(), threading.Event()
@@ -283,7 +283,10 @@ def ran_meanwhile(n_rows: int) -> bool:
     thread.start()
     ready.wait()
     go.set()
-    encoder.encode(rows, out)
+    for _ in range(n_encodes):
+        encoder.encode(rows, out)
+        if ran:
+            break
     result = bool(ran)
     thread.join()
     return result
@@ -292,5 +295,6 @@ def ran_meanwhile(n_rows: int) -> bool:
 @pytest.mark.usefixtures("no_forced_switches")
 def test_only_large_inputs_give_the_gil_away():
     # Without forced switches another thread runs only where this one lets go of the GIL by itself.
-    assert any(ran_meanwhile(512) for _ in range(50))
-    assert not any(ran_meanwhile(8) for _ in range(50))
+    # A thread that may run need not get a processor while one millisecond's encode lasts: it has a minute's worth.
+    assert ran_meanwhile(512, n_encodes=60_000)
+    assert not ran_meanwhile(8, n_encodes=1_000)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ import pytest
 
 from tests.mlflow_store import mlflow_store
 from tests.otlp_receiver import CONSUMER, StoredSpan, receiving
-from tests.trace_rebuild import Batch, Rebuilt, rebuild
-from tests.traced_pipeline import PROMPTS, ask_all, ring_of, status_of, traced_pipeline
+from tests.trace_rebuild import ROUTE, Batch, Rebuilt, is_complete, rebuild
+from tests.traced_pipeline import PROMPTS, ask_all, ring_of, settled, traced_pipeline
 from wire import telemetry_names as names
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -27,7 +28,6 @@ pytestmark = pytest.mark.slow  # real processes, started many times
 
 N_STAGES = 3
 N_TOKENS = 48  # over three stages more batches than the 128 links that the SDK keeps by default
-ROUTE = "POST /v1/completions"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,23 +40,6 @@ class Proof:
     rebuilt: Rebuilt
     rings: list[pb.BatchesResponse]
     statuses: list[pb.StatusResponse]
-
-
-async def settled(stages: tuple[str, ...]) -> list[pb.StatusResponse]:
-    """Return the counters of all stages once every session was closed there; each look is a round trip."""
-    async with asyncio.timeout(60):
-        while True:
-            statuses = [await status_of(address) for address in stages]
-            if not any(status.lanes_used for status in statuses):
-                return statuses
-
-
-def is_complete(spans: list[StoredSpan], statuses: list[pb.StatusResponse], n_requests: int) -> bool:
-    """Whether every request and every native step has its span."""
-    found = collections.Counter(span.name for span in spans)
-    n_steps = sum(status.n_steps for status in statuses)
-    is_ended = found[ROUTE] == found[names.SPAN_DECODE] == n_requests
-    return is_ended and found[names.SPAN_BATCH] >= n_steps
 
 
 async def run(directory: Path, environment: dict[str, str], store: str, level: str, wait_for: Any) -> Proof:
@@ -85,8 +68,9 @@ def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         with mlflow_store(tmp_path_factory.mktemp("mlflow")) as mlflow:
 
             def stored_by_mlflow(statuses: list[pb.StatusResponse]) -> list[StoredSpan]:
-                n_traces = len(PROMPTS) + sum(status.n_steps for status in statuses)
-                return mlflow.wait_for(lambda spans: is_complete(spans, statuses, len(PROMPTS)), n_traces)
+                n_steps = sum(status.n_steps for status in statuses)
+                is_enough = functools.partial(is_complete, n_steps=n_steps, n_requests=len(PROMPTS))
+                return mlflow.wait_for(is_enough, n_traces=len(PROMPTS) + n_steps)
 
             return asyncio.run(run(directory, mlflow.environment, store, level, stored_by_mlflow))
     with receiving() as receiver:
@@ -95,7 +79,8 @@ def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
 
         def stored_here(statuses: list[pb.StatusResponse]) -> list[StoredSpan]:
-            return receiver.wait_for(lambda spans: is_complete(spans, statuses, len(PROMPTS)))
+            n_steps = sum(status.n_steps for status in statuses)
+            return receiver.wait_for(functools.partial(is_complete, n_steps=n_steps, n_requests=len(PROMPTS)))
 
         return asyncio.run(run(directory, environment, store, level, stored_here))
 

@@ -5,11 +5,14 @@ Knows the names of attributes and the meaning of links, and nothing of the proce
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Mapping
 
 from tests.otlp_receiver import StoredSpan
 from wire import telemetry_names as names
+
+ROUTE = "POST /v1/completions"  # the span of a request at the HTTP API
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,3 +132,10 @@ def rebuild(spans: Iterable[StoredSpan]) -> Rebuilt:
     )
     assert len(found.batches) == len(found.batch_by_context) == len(batches), "two spans claim one step"
     return found
+
+
+def is_complete(spans: Iterable[StoredSpan], n_steps: int, n_requests: int) -> bool:
+    """Whether all spans of every request and of every native step have come: processes send theirs in any order."""
+    found = collections.Counter(span.name for span in spans)
+    is_ended = found[ROUTE] == found[names.SPAN_DECODE] == n_requests
+    return is_ended and found[names.SPAN_BATCH] >= n_steps

@@ -126,3 +126,12 @@ async def status_of(address: str) -> pb.StatusResponse:
     """Return a stage's live counters with its recent waits."""
     found: pb.StatusResponse = await _call(address, "Status", pb.StatusRequest(with_recent=True), pb.StatusResponse)
     return found
+
+
+async def settled(stages: tuple[str, ...]) -> list[pb.StatusResponse]:
+    """Return the counters of all stages once every session was closed there; each look is a round trip."""
+    async with asyncio.timeout(60):
+        while True:
+            statuses = [await status_of(address) for address in stages]
+            if not any(status.lanes_used for status in statuses):
+                return statuses

@@ -39,6 +39,8 @@ CMAKE_OPTIONS = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_CURL=OFF",
+    # What relayline's own build needs where the CPU has AMX, theirs needs too: else they die of their first step.
+    f"-DCMAKE_PROJECT_ggml_INCLUDE={Path(__file__).parents[1] / 'deploy' / 'build' / 'ggml_amx.cmake'}",
 )
 LOG_LINES_SHOWN = 20
 

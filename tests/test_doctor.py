@@ -143,6 +143,18 @@ def test_a_library_for_another_cpu() -> None:
     assert "undefined symbol: x" in crashed.found
 
 
+def test_a_library_that_loads_but_whose_kernels_end_the_process() -> None:
+    """Such as AMX kernels by a GCC whose ldtilecfg reads what nobody wrote."""
+    program = native._PROGRAM.replace("code = llama_cpp.llama_decode", f"os.kill(os.getpid(), {int(signal.SIGSEGV)})")
+    assert program != native._PROGRAM
+    found = one(native.look_native(wants_gpu=False, program=program.replace("(context, ", "#")))
+    assert found.outcome is FAILURE
+    assert "a step of 12 rows ends with SIGSEGV" in found.found
+    assert "-DGGML_NATIVE=OFF" in (found.remedy or "")
+    refused = native._PROGRAM.replace("if code else", "if not code else")
+    assert one(native.look_native(wants_gpu=False, program=refused)[:1]).found == "a step of 12 rows ends with code 0"
+
+
 def llama(version: str = native.LLAMA_VERSION, system: str = "CPU : AVX = 1 | AVX2 = 1 |", gpu: bool = False) -> Any:
     return {"llama": {"version": version, "system": system, "gpu": gpu}}
 

@@ -1,6 +1,6 @@
-"""The native libraries: what llama.cpp was built with, what this CPU could do, whether our own extensions load.
+"""The native libraries: what llama.cpp was built with, what this CPU could do, whether steps run and extensions load.
 
-They are loaded in a process of their own: a library built for another CPU ends its process at once.
+All of it in a process of its own: a library built for another CPU, or by a compiler with a fault, ends its process.
 """
 
 from __future__ import annotations
@@ -35,52 +35,73 @@ _PIP = (
     f"llama-cpp-python=={LLAMA_VERSION}"
 )
 REBUILD = f'rebuild on this machine: CMAKE_ARGS="-DGGML_NATIVE=ON" {_PIP}'
+PORTABLE = f'build it without this CPU\'s own kernels: CMAKE_ARGS="-DGGML_NATIVE=OFF" {_PIP}, or run `make rebuild`'
 WITH_GPU = f'rebuild with your GPU\'s backend, such as CMAKE_ARGS="-DGGML_CUDA=ON" {_PIP}'
 
-_PROGRAM = """
-import json, importlib, importlib.metadata
-found = {}
+DEMO_MODEL = Path(__file__).parents[1] / "demo" / "relayline-demo.gguf"
+STEP_ROWS = 12  # enough for the kernels of several rows, which need not be those of one
+_LOADED = "llama.cpp was loaded"
+_PROGRAM = f"""
+import json, importlib, importlib.metadata, os, sys
+found = {{}}
 for name in ("stage._capture", "wire._rows"):
     try:
         importlib.import_module(name)
         found[name] = ""
     except Exception as error:
-        found[name] = f"{type(error).__name__}: {error}"
+        found[name] = f"{{type(error).__name__}}: {{error}}"
 try:
     import llama_cpp
-    found["llama"] = {"version": importlib.metadata.version("llama-cpp-python"),
+    found["llama"] = {{"version": importlib.metadata.version("llama-cpp-python"),
                       "system": llama_cpp.llama_print_system_info().decode(),
-                      "gpu": bool(llama_cpp.llama_supports_gpu_offload())}
+                      "gpu": bool(llama_cpp.llama_supports_gpu_offload())}}
+    print("{_LOADED}", flush=True)
+    if os.path.exists(sys.argv[1]):
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = 0
+        model = llama_cpp.llama_model_load_from_file(sys.argv[1].encode(), params)
+        context = llama_cpp.llama_init_from_model(model, llama_cpp.llama_context_default_params())
+        tokens = (llama_cpp.llama_token * {STEP_ROWS})(*range({STEP_ROWS}))
+        code = llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(tokens, {STEP_ROWS}))
+        found["llama_error"] = f"a step of {STEP_ROWS} rows ends with code {{code}}" if code else ""
 except Exception as error:
-    found["llama_error"] = f"{type(error).__name__}: {error}"
+    found["llama_error"] = f"{{type(error).__name__}}: {{error}}"
 print("\\n" + json.dumps(found))
 """
 
 
 def look_native(*, wants_gpu: bool, program: str = _PROGRAM, cpuinfo: Path = Path("/proc/cpuinfo")) -> list[Finding]:
-    """Load everything native and judge it."""
+    """Load everything native, run one step of the demo model and judge it."""
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LOAD_TIMEOUT_S, check=False
+        [sys.executable, "-c", program, str(DEMO_MODEL)],
+        capture_output=True,
+        text=True,
+        timeout=LOAD_TIMEOUT_S,
+        check=False,
     )
     if done.returncode:
-        return [judge_death(done.returncode, done.stderr)]
+        return [judge_death(done.returncode, done.stderr, is_loaded=_LOADED in done.stdout)]
     facts = json.loads(done.stdout.strip().splitlines()[-1])
     return [*judge_llama(facts, _cpu_flags(cpuinfo), wants_gpu=wants_gpu), judge_extensions(facts)]
 
 
-def judge_death(code: int, stderr: str) -> Finding:
-    """Say why the loading process died."""
+def judge_death(code: int, stderr: str, *, is_loaded: bool) -> Finding:
+    """Say why the process died, while it loaded llama.cpp or, once it `is_loaded`, in the step."""
     if code == -signal.SIGILL:
         return failure("llama.cpp", "it was built for another CPU (illegal instruction)",
                        REBUILD)  # fmt: skip
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    if is_loaded:
+        return failure(
+            "llama.cpp", f"a step of {STEP_ROWS} rows ends with {how}: its kernels do not run here", PORTABLE
+        )
     return failure("llama.cpp", f"loading it ends with {how}: {(stderr.splitlines() or ['no message'])[-1]}",
                    f"install llama-cpp-python=={LLAMA_VERSION} anew")  # fmt: skip
 
 
 def judge_llama(facts: dict[str, Any], cpu_flags: set[str], *, wants_gpu: bool) -> list[Finding]:
     """Judge version, CPU features and GPU offload of the installed llama-cpp-python."""
-    if "llama" not in facts:
+    if facts.get("llama_error"):
         return [failure("llama.cpp", facts["llama_error"], f"pip install llama-cpp-python=={LLAMA_VERSION}")]
     version, system, gpu = facts["llama"]["version"], facts["llama"]["system"], facts["llama"]["gpu"]
     built = {name for name, value in re.findall(r"(\w+) = (\d+)", system) if value != "0"}

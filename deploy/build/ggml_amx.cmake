@@ -1,0 +1,8 @@
+# Included by every build of ggml (CMAKE_PROJECT_ggml_INCLUDE) right after its project() call: with GCC one file gets a
+# header ahead of it, which says why. Set at the end of ggml's directory, since src/ must be known by then.
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    set(RELAYLINE_AMX_HEADER "${CMAKE_CURRENT_LIST_DIR}/amx_tile_config.h")
+    cmake_language(DEFER CALL set_source_files_properties
+        "${CMAKE_CURRENT_SOURCE_DIR}/src/ggml-cpu/amx/mmq.cpp" DIRECTORY "${CMAKE_CURRENT_SOURCE_DIR}/src"
+        PROPERTIES COMPILE_OPTIONS "-include;${RELAYLINE_AMX_HEADER}")
+endif()

@@ -11,8 +11,8 @@ LLAMA_CMAKE := -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/dep
 BUILT_WITH := $(VENV)/.cmake-args
 LAST_ARGS := $(strip $(shell cat $(BUILT_WITH) 2>/dev/null))
 export LLAMA_ARGS := $(if $(filter undefined,$(origin CMAKE_ARGS)),$(LAST_ARGS),$(strip $(CMAKE_ARGS)))
-ifneq ($(LLAMA_ARGS),$(LAST_ARGS))
-REBUILD := rebuild
+ifneq ($(LLAMA_ARGS)$(filter rebuild,$(MAKECMDGOALS)),$(LAST_ARGS))
+REBUILD := anew
 endif
 # pip's cache knows a wheel by its version alone: what was built with other flags must neither be taken from it nor left
 # in it. What is installed has the version asked for as well, and goes only by force.
@@ -22,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist lo
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup rebuild demo test test-quick test-store check proto bench clean
+.PHONY: help setup rebuild anew demo test test-quick test-store check proto bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -41,6 +41,8 @@ $(STAMP): pyproject.toml stage/_capture.c $(wildcard wire/_*.c) $(wildcard $(BUI
 	@echo "[3/3] relayline and its other dependencies"
 	@$(PYTHON) deploy/build/with_progress.py $(BIN)/python -m pip install --editable '.[dev]'
 	@touch $(STAMP)
+
+rebuild: setup ## compile llama.cpp anew, past pip's cache, with the CMAKE_ARGS of last time if none are given
 
 demo: setup ## three stages, six live streams, batch histograms; KEEP=1 keeps serving
 	@$(BIN)/python -m deploy.demo_run $(if $(KEEP),--keep)

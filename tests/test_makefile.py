@@ -49,10 +49,10 @@ class Tree:
             check=False,
         )
 
-    def setup(self, **environment: str) -> list[str]:
-        """Run `make setup`; returns how llama.cpp was installed each time, empty if it was not."""
+    def setup(self, goal: str = "setup", **environment: str) -> list[str]:
+        """Run a goal that sets up; returns how llama.cpp was installed each time, empty if it was not."""
         self.record.unlink(missing_ok=True)
-        done = self.make("setup", **environment)
+        done = self.make(goal, **environment)
         assert done.returncode == 0, done.stderr
         lines = self.record.read_text().splitlines() if self.record.exists() else []
         return [line for line in lines if "pip install --verbose" in line and "pinned==1" in line]
@@ -111,6 +111,15 @@ def test_empty_flags_go_back_to_a_plain_build(tree: Tree) -> None:
     (command,) = tree.setup(CMAKE_ARGS="")
     assert is_fresh(command)
     assert "GGML_CUDA" not in command
+    assert tree.setup() == []
+
+
+@pytest.mark.parametrize("flags", ["", CUDA])
+def test_a_rebuild_compiles_anew_with_the_last_flags(tree: Tree, flags: str) -> None:
+    tree.setup(CMAKE_ARGS=flags)
+    (command,) = tree.setup(goal="rebuild")
+    assert is_fresh(command)
+    assert command.endswith(f"llama_minimal.cmake {flags}")
     assert tree.setup() == []
 
 

@@ -199,14 +199,17 @@ class GroupPlanner:
             view.overhead_ns = self.overhead_ns
         return view
 
-    def plan(self, n_streams: int, *, n_prompts: int, n_prompt_rows: int = TRAIN_ROWS) -> GroupPlan:
+    def plan(
+        self, n_streams: int, *, n_prompts: int, n_prompt_rows: int = TRAIN_ROWS, pressure_min: int = 0
+    ) -> GroupPlan:
         """Return the plan for this many running streams, with this many prompts waiting beside them.
 
         n_prompt_rows: of these prompts together. It matters while no stream runs: the fewer, the smaller the chunks in
-        which they keep all stages at work. Taken in powers of two.
+        which they keep all stages at work. Taken in powers of two. pressure_min: as many prompts per running stream
+        count at least.
         """
         train_rows = 0 if n_streams else min(TRAIN_ROWS_MAX, 1 << max(0, n_prompt_rows - 1).bit_length())
-        key = (n_streams, _pressure(n_streams, n_prompts), train_rows)
+        key = (n_streams, max(pressure_of(n_streams, n_prompts), pressure_min), train_rows)
         if key not in self._cache:
             if len(self._cache) >= CACHE_MAX:
                 self._cache.clear()
@@ -385,7 +388,7 @@ def _context_step(tokens: float) -> int:
     return step * round(tokens / step)
 
 
-def _pressure(n_streams: int, n_prompts: int) -> int:
+def pressure_of(n_streams: int, n_prompts: int) -> int:
     """Return how many prompts wait per running stream, at least 1 if any does."""
     return min(PRESSURE_MAX, math.ceil(n_prompts / n_streams)) if n_streams else min(1, n_prompts)
 

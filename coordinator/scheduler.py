@@ -8,7 +8,8 @@ pool because no more flights than planned may leave. There is no timer; a frame 
 curves ask for are already under way.
 
 Prompt rows ride in decode flights, in flights of their own, or in both, as the plan says, so that running streams keep
-their pace; several short prompts may share a flight. Opens and closes never wait.
+their pace; several short prompts may share a flight. A burst of short prompts is read through before running streams
+get their whole pace back. Opens and closes never wait.
 
 The *drain* mode sends everything at once and leaves batching to the stages' queues; it is the reference to compare
 with, and what a plan-less start falls back to.
@@ -21,7 +22,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from coordinator.groups import ITL_STRETCH, GroupPlan, GroupPlanner
+from coordinator.groups import ITL_STRETCH, GroupPlan, GroupPlanner, pressure_of
 from coordinator.lane_groups import next_group
 from coordinator.session import OutFrame, Session
 
@@ -32,6 +33,8 @@ UNEXPLAINED = 1.02  # a typical round trip above this multiple of what queueing 
 OVERHEAD_STEP_NS = 200_000  # and a fifth: smaller moves of the overhead are noise
 DRAIN_CHUNK_ROWS = 64
 SPREAD_CYCLES = 2  # times that every flight has gone round with a prompt's rows until they have spread
+BURST_PRESSURE = 2  # prompts per running stream from which on they are a burst, and what they count until all are read
+BURST_CYCLES = 8  # times that all streams together would go round while a burst is read, at most
 OLDEST_EVERY = 4  # prefill turns
 
 
@@ -75,6 +78,7 @@ class Scheduler:
         self._prompts: collections.OrderedDict[int, Session] = collections.OrderedDict()
         self._flights: dict[tuple[int, int], Flight] = {}
         self._under_way: dict[int, list[int]] = {}  # session id -> its keys' positions
+        self._crowding: set[int] = set()  # prompts that came when more streams waited than ran; read ones too
         self._turns = 0
         self._n_decode_flights = self._n_prefill_flights = 0
         self._under_way_ns = 0.0  # predicted work of the busiest stage on all flights under way
@@ -104,6 +108,9 @@ class Scheduler:
     def prompt(self, session: Session) -> None:
         """A session has prompt rows to send; it is asked for chunks until none are left."""
         self._prompts[session.session_id] = session
+        self._crowding &= self._prompts.keys()
+        if pressure_of(max(1, self.n_decoding), len(self._prompts)) >= BURST_PRESSURE:
+            self._crowding.add(session.session_id)
 
     def decode(self, frame: OutFrame) -> None:
         """A stream's next row is ready."""
@@ -160,8 +167,22 @@ class Scheduler:
     def _automatic(self) -> GroupPlan:
         n_prompts, planner = len(self._prompts), self._planner()
         if self._decoding:
-            return planner.plan(self.n_decoding, n_prompts=n_prompts)
+            pressure_min = BURST_PRESSURE if self._is_burst(planner) else 0
+            return planner.plan(self.n_decoding, n_prompts=n_prompts, pressure_min=pressure_min)
         return planner.plan(0, n_prompts=n_prompts, n_prompt_rows=self._count_train_rows())
+
+    def _is_burst(self, planner: GroupPlanner) -> bool:
+        """Return whether prompts still wait that came when more streams waited than ran, and all will soon be read.
+
+        The first of a burst to have their token would otherwise outweigh the others ever more as these join them, and
+        spare themselves short waits now for a longer one of those that are left.
+        """
+        if self._crowding.isdisjoint(self._prompts) or not planner.is_known:
+            return False
+        n_rows, n_prompts = sum(session.prefill_left for session in self._prompts.values()), len(self._prompts)
+        chunk = planner.plan(0, n_prompts=n_prompts, n_prompt_rows=n_rows).chunk_rows
+        read_ns = math.ceil(n_rows / chunk) * planner.chunk_ns(chunk)
+        return read_ns <= BURST_CYCLES * planner.plan(self.n_decoding + n_prompts, n_prompts=0).period_ns
 
     def _planner(self) -> GroupPlanner:
         """Return the planner for the contexts of those that run and of the prompt that goes next.

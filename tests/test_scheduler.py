@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benches.simulate_world import staircase
 from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.groups import GroupPlan, GroupPlanner, StageCost
-from coordinator.scheduler import OLDEST_EVERY, ScheduleConfig, Scheduler
+from coordinator.scheduler import BURST_PRESSURE, OLDEST_EVERY, ScheduleConfig, Scheduler
 from coordinator.session import OutFrame, Session, State
 from wire.curve import CostCurve
 from wire.frames import Flag
@@ -28,7 +28,7 @@ class Fixed(GroupPlanner):
         super().__init__([StageCost(CostCurve([(1, 1e6)]), CostCurve([(1, 1e6)]), 64, is_per_lane=is_per_lane)])
         self._only = GroupPlan(n_groups, group_rows, 0.0, flights, chunk_rows, ride_rows)
 
-    def plan(self, n_streams: int, *, n_prompts: int, n_prompt_rows: int = 0) -> GroupPlan:
+    def plan(self, n_streams: int, *, n_prompts: int, n_prompt_rows: int = 0, pressure_min: int = 0) -> GroupPlan:
         return self._only
 
 
@@ -508,3 +508,44 @@ def test_nothing_is_lost_whatever_the_order(mode: str, seed: int) -> None:
     for _ in range(120):
         machine.event()
     machine.finish()
+
+
+class Noting(GroupPlanner):
+    """A real planner that notes what prompts were said to count at least, when streams run."""
+
+    def __init__(self) -> None:
+        super().__init__([StageCost(staircase(), staircase(), 512) for _ in range(2)])
+        self.said: list[int] = []
+
+    def plan(self, n_streams: int, *, n_prompts: int, n_prompt_rows: int = 0, pressure_min: int = 0) -> GroupPlan:
+        if n_streams and n_prompts:
+            self.said.append(pressure_min)
+        return super().plan(n_streams, n_prompts=n_prompts, n_prompt_rows=n_prompt_rows, pressure_min=pressure_min)
+
+
+def test_prompts_of_a_burst_count_twice_until_all_are_read() -> None:
+    scheduler = Scheduler(ScheduleConfig(), planner := Noting())
+    scheduler.decode(row(1))
+    sessions = [new_session(session_id, n_prompt=8) for session_id in (2, 3, 4)]
+    for session in sessions:
+        start(scheduler, session)
+    scheduler.plan()
+    assert planner.said.pop() == BURST_PRESSURE
+    for session in sessions[:2]:
+        scheduler.forget(session.session_id, 0)  # as if read: it runs now
+        scheduler.decode(row(session.session_id))
+    scheduler.plan()
+    assert planner.said.pop() == BURST_PRESSURE, "three run and one waits, which came when two did beside one"
+    scheduler.forget(4, 0)
+    start(scheduler, new_session(5))
+    scheduler.plan()
+    assert planner.said.pop() == 0, "who comes alone is no burst"
+
+
+def test_prompts_that_take_long_to_read_are_no_burst() -> None:
+    scheduler = Scheduler(ScheduleConfig(), planner := Noting())
+    scheduler.decode(row(1))
+    for session_id in (2, 3, 4):
+        start(scheduler, new_session(session_id, n_prompt=400))
+    scheduler.plan()
+    assert planner.said.pop() == 0

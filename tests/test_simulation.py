@@ -21,6 +21,7 @@ from benches.simulate_scenarios import (
 )
 from benches.simulate_stage import Violation
 from benches.simulate_world import MS, Request, StageModel, World, best_rate, equal_stages, one_slower, streams
+from coordinator import scheduler as scheduler_module
 from coordinator.groups import GroupPlanner
 from coordinator.scheduler import ScheduleConfig, Scheduler
 from coordinator.session import OutFrame
@@ -105,6 +106,24 @@ def test_a_long_prompt_leaves_running_streams_their_pace(curve: str, n_streams: 
     seen = prompt_beside(equal_stages(2, curve), n_streams, 2_000)
     assert seen.itl_p99_ratio <= 2.0
     assert seen.ttft_ms <= 4.5 * seen.ttft_alone_ms, "and the prompt advances all the same"
+
+
+@pytest.mark.parametrize("curve", ["staircase", "arithmetic"])
+def test_a_burst_of_short_prompts_is_read_although_some_of_it_run_already(
+    curve: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of sixteen come a little sooner and have their first tokens while the others wait."""
+    requests = tuple(Request(0 if index < 2 else 5 * MS, 12, 64) for index in range(16))
+    found = []
+    for cycles in (scheduler_module.BURST_CYCLES, 0):
+        monkeypatch.setattr(scheduler_module, "BURST_CYCLES", cycles)
+        simulation = Simulation(World(equal_stages(2, curve), requests)).run()
+        last_first_ns = max(ttft_ns for _, ttft_ns in simulation.audit.firsts)
+        found.append((last_first_ns, simulation.now_ns, simulation.audit.figures().itl_p99_ms))
+    (last_first_ns, end_ns, p99_ms), (without_ns, end_without_ns, p99_without_ms) = found
+    assert last_first_ns <= 0.85 * without_ns
+    assert end_ns <= end_without_ns
+    assert p99_ms <= 2 * p99_without_ms
 
 
 @pytest.mark.parametrize("context_tiled_ns", [0, 3_000], ids=["", "tiles"])

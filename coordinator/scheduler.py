@@ -29,7 +29,6 @@ from coordinator.session import OutFrame, Session
 ROUND_TRIPS_KEPT = 64  # recent decode flights from which the overhead of a round trip is estimated
 ROUND_TRIPS_MIN = 8  # before the first estimate
 ROUND_TRIPS_STRIDE = 4  # landings between estimates
-UNEXPLAINED = 1.02  # a typical round trip above this multiple of what queueing explains shows an overhead
 OVERHEAD_STEP_NS = 200_000  # and a fifth: smaller moves of the overhead are noise
 DRAIN_CHUNK_ROWS = 64
 SPREAD_CYCLES = 2  # times that every flight has gone round with a prompt's rows until they have spread
@@ -88,7 +87,8 @@ class Scheduler:
         self._n_chunks = 0  # and launched so far
         self._n_chunks_before = 0  # and launched before the first of those that have followed without a pause
         self._n_landed = 0
-        self._excess_ns: collections.deque[tuple[float, float]] = collections.deque(maxlen=ROUND_TRIPS_KEPT)
+        # Of recent decode flights: what the overhead of a round trip was at least and at most.
+        self._overheads_ns: collections.deque[tuple[float, float]] = collections.deque(maxlen=ROUND_TRIPS_KEPT)
         # Sessions that decode, in the pool or under way -> (their lane, their latest position).
         self._decoding: dict[int, tuple[int, int]] = {}
         self._n_passes = 0  # decode flights that left before the oldest row of the pool
@@ -354,22 +354,18 @@ class Scheduler:
     def _learn_overhead(self, flight: Flight, took_ns: int) -> None:
         """Estimate the overhead from what decode flights took beyond what is predicted.
 
-        Queueing behind flights that left before it explains that a flight takes `ahead_ns`. When flights take clearly
-        longer, no stage is saturated, so nothing queues, and all that exceeds the steps is overhead. Otherwise the
-        overhead is hidden behind the work: it stays what it was, unless that is more than flights take. (Taking it for
-        all excess there would be wrong and would keep the plan from ever choosing larger, longer steps.)
+        It is at most what a flight took beyond its own steps, and at least what it took beyond the work on those that
+        left before it as well: behind that work it is hidden. Within these bounds, which are one where nothing queues,
+        it stays what it was. (Taking it for all excess wherever flights take a little longer than predicted, as on a
+        machine that is slower for a while, would make the plan send many small flights, behind which all is hidden.)
         """
-        explained_ns = max(flight.way_ns, flight.ahead_ns)
-        excess_ns = took_ns - flight.way_ns
-        self._excess_ns.append((took_ns / explained_ns, excess_ns))
+        self._overheads_ns.append((took_ns - max(flight.way_ns, flight.ahead_ns), took_ns - flight.way_ns))
         self._n_landed += 1
-        if len(self._excess_ns) < ROUND_TRIPS_MIN or self._n_landed % ROUND_TRIPS_STRIDE:
+        if len(self._overheads_ns) < ROUND_TRIPS_MIN or self._n_landed % ROUND_TRIPS_STRIDE:
             return
-        ratios = sorted(ratio for ratio, _ in self._excess_ns)
-        excesses = sorted(excess for _, excess in self._excess_ns)
-        seen_ns = max(0.0, excesses[len(excesses) // 4])
+        least_ns, most_ns = (max(0.0, sorted(each)[len(each) // 4]) for each in zip(*self._overheads_ns, strict=True))
         known_ns = self.planner.overhead_ns
-        overhead_ns = seen_ns if ratios[len(ratios) // 2] > UNEXPLAINED else min(known_ns, seen_ns)
+        overhead_ns = min(max(known_ns, least_ns), most_ns)
         if abs(overhead_ns - known_ns) > 0.2 * known_ns + OVERHEAD_STEP_NS:
             self.planner.overhead_ns = overhead_ns
             self.planner.forget()

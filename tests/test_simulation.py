@@ -20,7 +20,17 @@ from benches.simulate_scenarios import (
     steady_part,
 )
 from benches.simulate_stage import Violation
-from benches.simulate_world import MS, Request, StageModel, World, best_rate, equal_stages, one_slower, streams
+from benches.simulate_world import (
+    MS,
+    Disturbance,
+    Request,
+    StageModel,
+    World,
+    best_rate,
+    equal_stages,
+    one_slower,
+    streams,
+)
 from coordinator import scheduler as scheduler_module
 from coordinator.groups import GroupPlanner
 from coordinator.scheduler import ScheduleConfig, Scheduler
@@ -106,6 +116,21 @@ def test_a_long_prompt_leaves_running_streams_their_pace(curve: str, n_streams: 
     seen = prompt_beside(equal_stages(2, curve), n_streams, 2_000)
     assert seen.itl_p99_ratio <= 2.0
     assert seen.ttft_ms <= 4.5 * seen.ttft_alone_ms, "and the prompt advances all the same"
+
+
+@pytest.mark.parametrize(("factor", "link_ms", "most_ms"), [(1.05, 0, 12), (1.15, 0, 24), (1.0, 10, 38)])
+def test_what_steps_take_beyond_their_prediction_is_not_taken_for_overhead(
+    factor: float, link_ms: int, most_ms: float
+) -> None:
+    """A plan that believes in an overhead sends many small flights, behind which nobody can see that there is none."""
+    stages = equal_stages(2, "staircase", host_ns=600_000)
+    slower = tuple(Disturbance(1, stage, factor) for stage in range(2))
+    requests = streams(16, 120, n_prompt=8)
+    world = World(
+        stages, requests, link_ns=link_ms * MS, jitter=0.05, disturbances=slower, refresh_ns=1_000 * MS
+    )  # fmt: skip
+    simulation = Simulation(world).run()
+    assert 0.8 * world.overhead_ns <= simulation.planner.overhead_ns <= most_ms * MS
 
 
 @pytest.mark.parametrize("curve", ["staircase", "arithmetic"])

@@ -277,9 +277,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def wants_peers(options: argparse.Namespace) -> bool:
+    """Return whether any system to measure is llama.cpp's own."""
+    return bool(set(options.systems or LABELS) - set(POLICIES))
+
+
 def peers_for(options: argparse.Namespace) -> Peers | None:
     """Return the peers: a quick run takes them only if they are there, and no run fails for want of them."""
-    if not set(options.systems or LABELS) - set(POLICIES):
+    if not wants_peers(options):
         return None
     try:
         return find_peers() if options.quick else build_peers(options.cores)
@@ -295,7 +300,7 @@ async def main() -> int:
     peers = peers_for(options)
     with tempfile.TemporaryDirectory(prefix="relayline-bench-") as logs:
         bench = Bench(plan_of(options, peers), Path(logs), peers)
-        if peers is None:
+        if peers is None and wants_peers(options):
             bench.note("llama.cpp's servers were not measured (`python -m benches.peers` builds them)")
         try:
             await run(bench)

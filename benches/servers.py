@@ -168,7 +168,7 @@ async def llama_server(
     command = [
         str(peers.server), "--model", str(setup.model), "--host", "127.0.0.1", "--port", str(port),
         "--ctx-size", str(setup.n_lanes * setup.ctx_tokens), "--parallel", str(setup.n_lanes), "--cont-batching",
-        "--threads", str(n_threads), "--threads-batch", str(n_threads), "--threads-http", "4",
+        "--threads", str(n_threads), "--threads-batch", str(n_threads),
         "--cache-ram", "0", "--no-cache-prompt", "--fit", "off", *flags,
     ]  # fmt: skip
     async with process(name, command, setup) as child:

@@ -20,6 +20,7 @@ from wire.security import TOKEN_VARIABLE
 
 LAST_LINES_MAX = 20  # kept to explain a death
 LINE_BYTES_MAX = 1 << 20
+NATIVE_FAULTS = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE}  # a library's, most likely
 # What a supervisor cannot hand on as flags: secrets, which others would see in the process list, and who may use the
 # API, for which `relayline up` has no flags of its own.
 KEPT_VARIABLES = (TOKEN_VARIABLE, "RELAYLINE_API_KEY", "RELAYLINE_API_KEYS", "RELAYLINE_PROTECT_METRICS")
@@ -147,6 +148,8 @@ class Child:
         how = f"exit code {code}"
         if code is not None and code < 0:
             how = f"signal {signal.Signals(-code).name}"
+            if -code in NATIVE_FAULTS:
+                how += " (`relayline doctor` tries the native libraries)"
             if not telling:  # what it did before it was killed does not say why
                 return f"{self.name} ended with {how}"
         why = (telling or list(self._last_lines) or ["it printed nothing"])[-1]

@@ -333,7 +333,8 @@ async def test_a_stage_that_keeps_dying_ends_the_whole_with_the_telling_line(hom
         policy = RestartPolicy(first_s=0.01, max_s=0.02, deaths_max=2)
         plan = arrange(prepared.manifest, tmp_path / "crashing.yaml", directory.manifest)
         supervisor = Supervisor(plan, directory, emit, policy=policy)
-        with pytest.raises(StartError, match=r"stage-1 ended with signal SIGSEGV.*; it died 3 times in a row"):
+        why = r"stage-1 ended with signal SIGSEGV \(`relayline doctor`.*; it died 3 times in a row"
+        with pytest.raises(StartError, match=why):
             await supervise(supervisor, asyncio.Event(), emit)
     state = directory.load()
     assert state is not None

@@ -11,12 +11,14 @@ LLAMA_CMAKE := -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/dep
 BUILT_WITH := $(VENV)/.cmake-args
 LAST_ARGS := $(strip $(shell cat $(BUILT_WITH) 2>/dev/null))
 export LLAMA_ARGS := $(if $(filter undefined,$(origin CMAKE_ARGS)),$(LAST_ARGS),$(strip $(CMAKE_ARGS)))
-ifneq ($(LLAMA_ARGS)$(filter rebuild,$(MAKECMDGOALS)),$(LAST_ARGS))
-REBUILD := anew
+ifneq ($(LLAMA_ARGS),$(LAST_ARGS))
+FLAGS_MOVED := yes
 endif
+REBUILD := $(if $(FLAGS_MOVED)$(filter rebuild,$(MAKECMDGOALS)),anew)
 # pip's cache knows a wheel by its version alone: what was built with other flags must neither be taken from it nor left
-# in it. What is installed has the version asked for as well, and goes only by force.
-PIP_FRESH := $(if $(LLAMA_ARGS)$(REBUILD),--no-cache-dir) $(if $(REBUILD),--force-reinstall --no-deps)
+# in it. What is installed has the version asked for as well, and goes only by force. `make rebuild` is for what is wrong
+# with the wheel itself, as by a compiler with a fault: the cached one goes too.
+PIP_FRESH := $(if $(LLAMA_ARGS)$(FLAGS_MOVED),--no-cache-dir) $(if $(REBUILD),--force-reinstall --no-deps)
 # Files of tests side by side: they wait for processes much of the time. One test alone: .venv/bin/python -m pytest -k NAME
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -35,6 +37,7 @@ $(STAMP): pyproject.toml stage/_capture.c $(wildcard wire/_*.c) $(wildcard $(BUI
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 	@echo "[2/3] llama.cpp (compiled once, a few minutes$(if $(LLAMA_ARGS),,; the wheel is cached for next time))"
+	@$(if $(filter rebuild,$(MAKECMDGOALS)),$(BIN)/python -m pip cache remove --quiet llama_cpp_python || true)
 	@CMAKE_ARGS="$(LLAMA_CMAKE) $$LLAMA_ARGS" $(PYTHON) deploy/build/with_progress.py \
 		$(BIN)/python -m pip install --verbose $(PIP_FRESH) $$($(BIN)/python deploy/build/pinned.py llama-cpp-python)
 	@printf '%s\n' "$$LLAMA_ARGS" > $(BUILT_WITH)
@@ -42,7 +45,7 @@ $(STAMP): pyproject.toml stage/_capture.c $(wildcard wire/_*.c) $(wildcard $(BUI
 	@$(PYTHON) deploy/build/with_progress.py $(BIN)/python -m pip install --editable '.[dev]'
 	@touch $(STAMP)
 
-rebuild: setup ## compile llama.cpp anew, past pip's cache, with the CMAKE_ARGS of last time if none are given
+rebuild: setup ## compile llama.cpp anew and drop pip's cached wheel of it; with the last CMAKE_ARGS if none are given
 
 demo: setup ## three stages, six live streams, batch histograms; KEEP=1 keeps serving
 	@$(BIN)/python -m deploy.demo_run $(if $(KEEP),--keep)

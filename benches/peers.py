@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import importlib.metadata
 import os
 import shutil
@@ -39,9 +40,10 @@ CMAKE_OPTIONS = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_CURL=OFF",
-    # What relayline's own build needs where the CPU has AMX, theirs needs too: else they die of their first step.
-    f"-DCMAKE_PROJECT_ggml_INCLUDE={Path(__file__).parents[1] / 'deploy' / 'build' / 'ggml_amx.cmake'}",
 )
+# What relayline's own build needs where the CPU has AMX, theirs needs too: else they die of their first step.
+BUILD = Path(__file__).parents[1] / "deploy" / "build"
+AMX_OPTION = f"-DCMAKE_PROJECT_ggml_INCLUDE={BUILD / 'ggml_amx.cmake'}"
 LOG_LINES_SHOWN = 20
 
 
@@ -78,7 +80,10 @@ def pinned_version() -> str:
 
 
 def _home(version: str) -> Path:
-    return cache_dir() / f"peers-{version}"
+    """Where these programs go: others than from the same sources and with the same options are built anew."""
+    own = b"".join((BUILD / name).read_bytes() for name in ("ggml_amx.cmake", "amx_tile_config.h"))
+    digest = hashlib.sha256(" ".join(CMAKE_OPTIONS).encode() + own).hexdigest()
+    return cache_dir() / f"peers-{version}-{digest[:8]}"
 
 
 def find_peers() -> Peers | None:
@@ -104,7 +109,8 @@ def build_peers(n_jobs: int) -> Peers:
         source = _sources(Path(scratch), version) / "vendor" / "llama.cpp"
         build = Path(scratch) / "build"
         generator = ("-G", "Ninja") if shutil.which("ninja") else ()
-        _run(["cmake", "-S", str(source), "-B", str(build), *generator, *CMAKE_OPTIONS], home / "configure.log")
+        options = (*generator, *CMAKE_OPTIONS, AMX_OPTION)
+        _run(["cmake", "-S", str(source), "-B", str(build), *options], home / "configure.log")
         _run(["cmake", "--build", str(build), "-j", str(n_jobs), "--target", *TARGETS], home / "build.log")
         staged = Path(scratch) / "bin"
         staged.mkdir()

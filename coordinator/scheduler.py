@@ -32,8 +32,8 @@ ROUND_TRIPS_STRIDE = 4  # landings between estimates
 OVERHEAD_STEP_NS = 200_000  # and a fifth: smaller moves of the overhead are noise
 DRAIN_CHUNK_ROWS = 64
 SPREAD_CYCLES = 2  # times that every flight has gone round with a prompt's rows until they have spread
-BURST_PRESSURE = 2  # prompts per running stream from which on they are a burst, and what they count until all are read
-BURST_CYCLES = 8  # times that all streams together would go round while a burst is read, at most
+BURST_PRESSURE = 2  # prompts per running stream that make a crowd, and what they count until they are read
+BURST_CYCLES = 8  # a burst takes no longer to read than all streams, its own included, take for so many tokens each
 OLDEST_EVERY = 4  # prefill turns
 
 
@@ -64,7 +64,8 @@ class ScheduleConfig:
     chunk_rows: int = 0
     """Largest prefill chunk; 0 leaves it to the plan."""
     itl_stretch: float = ITL_STRETCH
-    """How many times longer running streams' inter-token latency may become while prompts are read."""
+    """How many times longer running streams' inter-token latency may become while prompts are read; twice that, at
+    most for BURST_CYCLES tokens, while a burst of short ones is."""
 
 
 class Scheduler:
@@ -77,7 +78,8 @@ class Scheduler:
         self._prompts: collections.OrderedDict[int, Session] = collections.OrderedDict()
         self._flights: dict[tuple[int, int], Flight] = {}
         self._under_way: dict[int, list[int]] = {}  # session id -> its keys' positions
-        self._crowding: set[int] = set()  # prompts that came when more streams waited than ran; read ones too
+        # Prompts that once waited when there were more of them than running streams; read ones may be among them.
+        self._crowding: set[int] = set()
         self._turns = 0
         self._n_decode_flights = self._n_prefill_flights = 0
         self._under_way_ns = 0.0  # predicted work of the busiest stage on all flights under way
@@ -110,7 +112,7 @@ class Scheduler:
         self._prompts[session.session_id] = session
         self._crowding &= self._prompts.keys()
         if pressure_of(max(1, self.n_decoding), len(self._prompts)) >= BURST_PRESSURE:
-            self._crowding.add(session.session_id)
+            self._crowding |= self._prompts.keys()
 
     def decode(self, frame: OutFrame) -> None:
         """A stream's next row is ready."""
@@ -172,7 +174,7 @@ class Scheduler:
         return planner.plan(0, n_prompts=n_prompts, n_prompt_rows=self._count_train_rows())
 
     def _is_burst(self, planner: GroupPlanner) -> bool:
-        """Return whether prompts still wait that came when more streams waited than ran, and all will soon be read.
+        """Return whether prompts of a crowd wait, and all that wait can be read within BURST_CYCLES.
 
         The first of a burst to have their token would otherwise outweigh the others ever more as these join them, and
         spare themselves short waits now for a longer one of those that are left.
@@ -181,6 +183,7 @@ class Scheduler:
             return False
         n_rows, n_prompts = sum(session.prefill_left for session in self._prompts.values()), len(self._prompts)
         chunk = planner.plan(0, n_prompts=n_prompts, n_prompt_rows=n_rows).chunk_rows
+        chunk = min(chunk, self.config.chunk_rows or chunk)
         read_ns = math.ceil(n_rows / chunk) * planner.chunk_ns(chunk)
         return read_ns <= BURST_CYCLES * planner.plan(self.n_decoding + n_prompts, n_prompts=0).period_ns
 

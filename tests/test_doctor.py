@@ -155,6 +155,20 @@ def test_a_library_that_loads_but_whose_kernels_end_the_process() -> None:
     assert one(native.look_native(wants_gpu=False, program=refused)[:1]).found == "a step of 12 rows ends with code 0"
 
 
+def test_a_step_that_cannot_be_tried_is_no_fault_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "DEMO_MODEL", Path(__file__))
+    found = one(native.look_native(wants_gpu=False)[:1])
+    assert found.outcome is FAILURE
+    assert found.found.startswith("the demo model cannot be loaded")
+
+
+def test_a_step_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "LOAD_TIMEOUT_S", 0.5)
+    found = one(native.look_native(wants_gpu=False, program="import signal; signal.pause()"))
+    assert found.outcome is FAILURE
+    assert "do not end within" in found.found
+
+
 def llama(version: str = native.LLAMA_VERSION, system: str = "CPU : AVX = 1 | AVX2 = 1 |", gpu: bool = False) -> Any:
     return {"llama": {"version": version, "system": system, "gpu": gpu}}
 

@@ -118,8 +118,10 @@ def test_empty_flags_go_back_to_a_plain_build(tree: Tree) -> None:
 def test_a_rebuild_compiles_anew_with_the_last_flags(tree: Tree, flags: str) -> None:
     tree.setup(CMAKE_ARGS=flags)
     (command,) = tree.setup(goal="rebuild")
-    assert is_fresh(command)
+    assert {"--force-reinstall", "--no-deps"} <= set(command.split())
+    assert ("--no-cache-dir" in command) is bool(flags), "a plain build is cached, a special one never"
     assert command.endswith(f"llama_minimal.cmake {flags}")
+    assert "cache remove" in tree.record.read_text(), "else the next environment would get the old wheel"
     assert tree.setup() == []
 
 

@@ -13,7 +13,7 @@ from deploy.doctor.host import (
     look_files,
     look_python,
 )
-from deploy.doctor.native import LOAD_TIMEOUT_S, look_native
+from deploy.doctor.native import PROBE_TIMEOUT_S, look_native
 from deploy.doctor.network import (
     hosts_of,
     look_coordinator,
@@ -48,7 +48,7 @@ async def examine_machine(timeout_s: float) -> list[Finding]:
     """Examine this machine without a manifest."""
     return await examine([
         *machine_probes(timeout_s),
-        Probe("llama.cpp", functools.partial(look_native, wants_gpu=False), max(timeout_s, LOAD_TIMEOUT_S)),
+        Probe("llama.cpp", functools.partial(look_native, wants_gpu=False), max(timeout_s, PROBE_TIMEOUT_S)),
         Probe("memory", lambda: [judge_memory(available_memory_bytes(), None)], timeout_s),
         Probe("open files", functools.partial(look_files, 0), timeout_s),
         Probe("disk", functools.partial(look_disk, cache_dir(), 0), timeout_s),
@@ -63,7 +63,7 @@ async def examine_manifest(manifest: Manifest, launched: Launched | None, timeou
     security_findings, security = _security(manifest)
     probes = [
         *machine_probes(timeout_s),
-        Probe("llama.cpp", functools.partial(look_native, wants_gpu=wants_gpu), max(timeout_s, LOAD_TIMEOUT_S)),
+        Probe("llama.cpp", functools.partial(look_native, wants_gpu=wants_gpu), max(timeout_s, PROBE_TIMEOUT_S)),
         Probe("model", functools.partial(look_model, manifest), timeout_s),
         Probe("memory", functools.partial(_look_memory, manifest, running=running), timeout_s),
         Probe("open files", functools.partial(look_files, spec.context.lanes + spec.coordinator.queue), timeout_s),

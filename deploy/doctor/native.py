@@ -6,6 +6,7 @@ All of it in a process of its own: a library built for another CPU, or by a comp
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from deploy.doctor.report import Finding, failure, ok, warning
 
 LLAMA_VERSION = "0.3.36"  # stage/ relies on this version's struct layout and tensor names
 LOAD_TIMEOUT_S = 30.0
+PROBE_TIMEOUT_S = LOAD_TIMEOUT_S + 5  # the process is ended and judged within the probe's own time
 # What llama.cpp says of its build -> the same in /proc/cpuinfo. These make a difference to decode speed.
 FEATURES = {
     "AVX": "avx",
@@ -30,19 +32,23 @@ FEATURES = {
     "SVE": "sve",
 }
 # pip's cache knows a wheel by its version alone, and would give back the one that was built without the flags.
+_NATIVE = f"-DGGML_NATIVE=ON -DCMAKE_PROJECT_ggml_INCLUDE={Path(__file__).parents[1] / 'build' / 'ggml_amx.cmake'}"
 _PIP = (
     "pip install --force-reinstall --no-deps --no-cache-dir --no-binary llama-cpp-python "
     f"llama-cpp-python=={LLAMA_VERSION}"
 )
-REBUILD = f'rebuild on this machine: CMAKE_ARGS="-DGGML_NATIVE=ON" {_PIP}'
-PORTABLE = f'build it without this CPU\'s own kernels: CMAKE_ARGS="-DGGML_NATIVE=OFF" {_PIP}, or run `make rebuild`'
+REBUILD = f'rebuild on this machine: CMAKE_ARGS="{_NATIVE}" {_PIP}'
+PORTABLE = (
+    "run `make rebuild` in the source tree; if that does not help, build without this CPU's own kernels (and with the "
+    f'flags of your GPU, if it has one): CMAKE_ARGS="-DGGML_NATIVE=OFF" {_PIP}'
+)
 WITH_GPU = f'rebuild with your GPU\'s backend, such as CMAKE_ARGS="-DGGML_CUDA=ON" {_PIP}'
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "relayline-demo.gguf"
 STEP_ROWS = 12  # enough for the kernels of several rows, which need not be those of one
 _LOADED = "llama.cpp was loaded"
 _PROGRAM = f"""
-import json, importlib, importlib.metadata, os, sys
+import ctypes, json, importlib, importlib.metadata, os, sys
 found = {{}}
 for name in ("stage._capture", "wire._rows"):
     try:
@@ -56,29 +62,35 @@ try:
                       "system": llama_cpp.llama_print_system_info().decode(),
                       "gpu": bool(llama_cpp.llama_supports_gpu_offload())}}
     print("{_LOADED}", flush=True)
-    if os.path.exists(sys.argv[1]):
-        params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = 0
-        model = llama_cpp.llama_model_load_from_file(sys.argv[1].encode(), params)
-        context = llama_cpp.llama_init_from_model(model, llama_cpp.llama_context_default_params())
+    params = llama_cpp.llama_model_default_params()
+    no_devices = (ctypes.c_void_p * 1)()  # a GPU may be full with what runs
+    params.devices = ctypes.addressof(no_devices)
+    model = llama_cpp.llama_model_load_from_file(sys.argv[1].encode(), params)
+    context = model and llama_cpp.llama_init_from_model(model, llama_cpp.llama_context_default_params())
+    if context:
         tokens = (llama_cpp.llama_token * {STEP_ROWS})(*range({STEP_ROWS}))
         code = llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(tokens, {STEP_ROWS}))
-        found["llama_error"] = f"a step of {STEP_ROWS} rows ends with code {{code}}" if code else ""
+        found["step"] = f"a step of {STEP_ROWS} rows ends with code {{code}}" if code else ""
+    else:
+        found["step"] = f"the demo model cannot be loaded ({{sys.argv[1]}})"
 except Exception as error:
     found["llama_error"] = f"{{type(error).__name__}}: {{error}}"
-print("\\n" + json.dumps(found))
+print("\\n" + json.dumps(found), flush=True)
+os._exit(0)  # some backends take offence at exit, at what was not freed
 """
 
 
 def look_native(*, wants_gpu: bool, program: str = _PROGRAM, cpuinfo: Path = Path("/proc/cpuinfo")) -> list[Finding]:
     """Load everything native, run one step of the demo model and judge it."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(DEMO_MODEL)],
-        capture_output=True,
-        text=True,
-        timeout=LOAD_TIMEOUT_S,
-        check=False,
-    )
+    command = [sys.executable, "-c", program, str(DEMO_MODEL)]
+    environment = os.environ | {"GGML_NO_BACKTRACE": "1"}  # a crash would wait for a debugger
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LOAD_TIMEOUT_S, check=False, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        text = f"loading it and a step of {STEP_ROWS} rows do not end within {LOAD_TIMEOUT_S:.0f} s"
+        return [failure("llama.cpp", text, PORTABLE)]
     if done.returncode:
         return [judge_death(done.returncode, done.stderr, is_loaded=_LOADED in done.stdout)]
     facts = json.loads(done.stdout.strip().splitlines()[-1])
@@ -103,6 +115,8 @@ def judge_llama(facts: dict[str, Any], cpu_flags: set[str], *, wants_gpu: bool) 
     """Judge version, CPU features and GPU offload of the installed llama-cpp-python."""
     if facts.get("llama_error"):
         return [failure("llama.cpp", facts["llama_error"], f"pip install llama-cpp-python=={LLAMA_VERSION}")]
+    if facts.get("step"):
+        return [failure("llama.cpp", facts["step"], PORTABLE)]
     version, system, gpu = facts["llama"]["version"], facts["llama"]["system"], facts["llama"]["gpu"]
     built = {name for name, value in re.findall(r"(\w+) = (\d+)", system) if value != "0"}
     text = f"llama-cpp-python {version}: {' '.join(sorted(built)) or 'no CPU features'}"

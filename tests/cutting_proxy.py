@@ -1,4 +1,4 @@
-"""A TCP proxy that cuts all its connections once after so many bytes towards the client, and is well behaved after."""
+"""A TCP proxy that holds a transfer up once after so many bytes towards the client, and cuts it when told to."""
 
 from __future__ import annotations
 
@@ -10,13 +10,24 @@ PIECE_BYTES = 16 * 1024
 
 
 class CuttingProxy:
-    """`cut` is set when the cut has happened; `address` is where it listens."""
+    """`held` is set when it has passed on its bytes and holds the rest; `address` is where it listens.
 
-    def __init__(self, target: tuple[str, int], cut_after_bytes: int) -> None:
-        self._target, self._left_bytes = target, cut_after_bytes
+    The test says when to cut: bytes that a client's library has taken but not yet handed on are lost with a
+    connection, so how many have passed does not tell how many have arrived.
+    """
+
+    def __init__(self, target: tuple[str, int], hold_after_bytes: int) -> None:
+        self._target, self._left_bytes = target, hold_after_bytes
         self._writers: set[asyncio.StreamWriter] = set()
-        self.cut = asyncio.Event()
+        self._cut = asyncio.Event()
+        self.held = asyncio.Event()
         self.address = ""
+
+    def cut(self) -> None:
+        """End the connections there are; what is sent on later ones passes."""
+        self._cut.set()
+        for end in self._writers:
+            end.transport.abort()
 
     async def serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         upstream_reader, upstream_writer = await asyncio.open_connection(*self._target)
@@ -34,22 +45,21 @@ class CuttingProxy:
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counts: bool) -> None:
         while data := await reader.read(PIECE_BYTES):
-            if counts and not self.cut.is_set():
+            if counts and not self._cut.is_set():
                 self._left_bytes -= len(data)
                 if self._left_bytes < 0:
-                    self.cut.set()
-                    for end in self._writers:
-                        end.close()  # what is on its way arrives, and then the line is dead
+                    self.held.set()
+                    await self._cut.wait()
                     return
             writer.write(data)
             await writer.drain()
 
 
 @contextlib.asynccontextmanager
-async def cutting_proxy(target: str, cut_after_bytes: int) -> AsyncIterator[CuttingProxy]:
+async def cutting_proxy(target: str, hold_after_bytes: int) -> AsyncIterator[CuttingProxy]:
     """Run a proxy to host:port for the length of a with block."""
     host, _, port = target.rpartition(":")
-    proxy = CuttingProxy((host, int(port)), cut_after_bytes)
+    proxy = CuttingProxy((host, int(port)), hold_after_bytes)
     server = await asyncio.start_server(proxy.serve_one, "127.0.0.1", 0)
     proxy.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:

@@ -161,12 +161,23 @@ async def test_a_stage_that_ends_says_goodbye_and_a_coordinator_that_ends_does_t
     assert [pipeline.stages[name].stop() for name in ("a", "b")] == [0, 0]
 
 
+async def fetched_bytes(served: Running, index: int) -> int:
+    """Ask the coordinator how much of its artifact a stage says is on its disk."""
+    async with aiohttp.ClientSession() as session:
+        client = Client(session, {"url": served.event["url"], "model": "relayline-demo"})
+        return int((await client.pipeline())["stages"][index].get("fetched_bytes", 0))
+
+
 async def test_a_fetch_that_is_cut_goes_on_after_rejoining(split: Path, tmp_path: Path) -> None:
     served = await asyncio.to_thread(coordinator, split)
     try:
-        async with cutting_proxy(served.event["join"], cut_after_bytes=1_100_000) as proxy:
-            joined = await asyncio.to_thread(stage, "b", proxy.address, tmp_path / "disk")
-            assert proxy.cut.is_set()
+        async with cutting_proxy(served.event["join"], hold_after_bytes=1_100_000) as proxy:
+            joining = asyncio.create_task(asyncio.to_thread(stage, "b", proxy.address, tmp_path / "disk"))
+            await proxy.held.wait()
+            while not joining.done() and not await fetched_bytes(served, 1):
+                pass
+            proxy.cut()
+            joined = await joining
             assert joined.event["stage"] == 1
             begins = [
                 int(line.split("from_byte=")[1].split()[0]) for line in joined.lines if "fetching the artifact" in line

@@ -21,6 +21,7 @@ from benches.simulate_world import Disturbance, Request, World
 from coordinator.admission import Admission
 from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.groups import GroupPlanner, StageCost
+from coordinator.overhead import Held
 from coordinator.scheduler import ScheduleConfig, Scheduler
 from coordinator.session import OutFrame, Session, State
 from stage.queue_types import QueuedFrame
@@ -75,10 +76,14 @@ class Simulation:
         self._order, self._envelopes = itertools.count(), itertools.count(1)
         self._arrivals: dict[int, int] = {}
         self._dispatching = False
+        self._extra_link_ns = 0
+        self._arrived_ns = [0] * (len(self.stages) + 1)  # when the latest envelope of each link is there
         for request in world.requests:
             self._at(request.arrives_ns, self._arrive, request)
         for disturbance in world.disturbances:
             self._at(disturbance.at_ns, self._disturb, disturbance)
+        for slow in world.slow_links:
+            self._at(slow.at_ns, self._slow_down, slow.extra_ns)
         if world.refresh_ns:
             self._at(world.refresh_ns, self._refresh)
 
@@ -104,6 +109,9 @@ class Simulation:
             stage.stalled_until_ns = self.now_ns + disturbance.stall_ns
             self.audit.stalled(disturbance.stall_ns)
 
+    def _slow_down(self, extra_link_ns: int) -> None:
+        self._extra_link_ns = extra_link_ns
+
     def _stage_costs(self) -> list[StageCost]:
         """Return copies of what the stages know, as a coordinator gets them over the wire."""
         return [
@@ -119,7 +127,8 @@ class Simulation:
         ]
 
     def _refresh(self) -> None:
-        self.planner.update(self._stage_costs())
+        held = [Held(stage.n_decode_frames, stage.decode_held_ns) for stage in self.stages]
+        self.scheduler.refresh(self._stage_costs(), held)
         if self._heap:  # else nothing can happen any more, and what has not ended never will
             self._at(self.now_ns + self.world.refresh_ns, self._refresh)
 
@@ -203,7 +212,8 @@ class Simulation:
     def _travel(self, stage_index: int, frames: list[QueuedFrame]) -> None:
         n_row_frames = sum(1 for frame in frames if frame.n_rows)
         self.audit.n_on_links += n_row_frames
-        arrives_ns = self.now_ns + self.world.way_ns(stage_index)
+        arrives_ns = self.now_ns + self.world.way_ns(stage_index) + self._extra_link_ns
+        arrives_ns = self._arrived_ns[stage_index] = max(arrives_ns, self._arrived_ns[stage_index])  # none overtakes
         if stage_index == len(self.stages):
             if n_row_frames:
                 self._at(arrives_ns, self._returned, [frame for frame in frames if frame.n_rows])
@@ -227,7 +237,7 @@ class Simulation:
     def _step_done(self, stage: SimStage) -> None:
         assert stage.step is not None
         self.audit.step_ends(stage, stage.step)
-        frames = stage.finish()
+        frames = stage.finish(self.now_ns)
         if stage.index == len(self.stages) - 1:
             gone = [frame for frame in frames if frame.n_rows and frame.session_id in stage.cancelled]
             self.audit.n_dropped += len(gone)

@@ -56,6 +56,7 @@ class SimStage:
         self.cancelled: set[int] = set()
         self.cost_max_ns = 0  # dearest step so far
         self.n_steps = self.n_rows = self.n_parts = 0
+        self.n_decode_frames = self.decode_held_ns = 0
         self._rng = rng
         self._waiting: dict[QueuedFrame, int] = {}  # row frames in the queue -> arrival, oldest first
         self._step_cost_ns = 0
@@ -111,7 +112,7 @@ class SimStage:
         self._step_cost_ns = cost_ns
         return max(now_ns, self.stalled_until_ns) + cost_ns + (self.model.host_ns if step.frames else 0)
 
-    def finish(self) -> list[QueuedFrame]:
+    def finish(self, now_ns: int) -> list[QueuedFrame]:
         """End the step; returns what goes on: controls first, then row frames."""
         step = self.step
         assert step is not None
@@ -121,6 +122,10 @@ class SimStage:
         if step.frames:
             self.n_steps += 1
             self.n_rows += step.n_rows
+            arrived_ns = [frame.arrived_ns for frame in step.frames if not frame.is_prefill]
+            self.n_decode_frames += len(arrived_ns)
+            # Curves know nothing of host work here, so that to plans it is overhead.
+            self.decode_held_ns += len(arrived_ns) * (now_ns - self.model.host_ns) - sum(arrived_ns)
             self.curves.observe(self._shape, self._step_cost_ns)
         return step.controls + step.frames
 

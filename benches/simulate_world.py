@@ -90,6 +90,14 @@ class Disturbance:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SlowLinks:
+    """From `at_ns` on every link takes so much longer."""
+
+    at_ns: int
+    extra_ns: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class World:
     """Everything a simulation needs besides the policy under test."""
 
@@ -103,6 +111,7 @@ class World:
     jitter: float = 0.0
     """Largest relative deviation of a step from its curve."""
     disturbances: tuple[Disturbance, ...] = ()
+    slow_links: tuple[SlowLinks, ...] = ()
     n_lanes: int = 4_096
     waiting_max: int = 100_000
     refresh_ns: int = 0

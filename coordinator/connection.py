@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 
 from coordinator.groups import StageCost
+from coordinator.overhead import Held
 from coordinator.pipeline_file import PipelineFile
 from coordinator.stage_client import StageClient
 from wire import bounds
@@ -120,19 +121,20 @@ async def _describe_all(stages: Sequence[StageClient]) -> list[pb.DescribeRespon
 
 
 async def refresh_costs(
-    connection: Connection, is_busy: Callable[[], bool], update: Callable[[list[StageCost]], None]
+    connection: Connection, audiences: Sized, update: Callable[[list[StageCost], list[Held]], None]
 ) -> None:
     """Plan with what the stages have learned of their speed since; for as long as the connection is used.
 
-    Ends only by being cancelled: what goes wrong is logged, and the next look may be better.
+    Only while there are audiences. `update` gets every stage's cost and, if all of them answered, how long they have
+    held frames. Ends only by being cancelled: what goes wrong is logged, and the next look may be better.
     """
     is_failing = False
     while True:
         await asyncio.sleep(CURVE_REFRESH_S)
-        if not is_busy():
+        if not audiences:
             continue  # an idle pipeline learns nothing
         try:
-            update(await _costs_now(connection))
+            update(*await _costs_now(connection))
         except Exception:  # a bug of ours; streams go on with the plans of before
             if not is_failing:  # each second would fill the log
                 log.exception("reading what the stages have learned of their speed failed; trying again")
@@ -141,14 +143,17 @@ async def refresh_costs(
             is_failing = False
 
 
-async def _costs_now(connection: Connection) -> list[StageCost]:
+async def _costs_now(connection: Connection) -> tuple[list[StageCost], list[Held]]:
     """Ask every stage for its speed; one that does not answer is taken at what it said when it connected."""
     statuses = await asyncio.gather(*(stage.status(with_recent=False) for stage in connection.stages))
     costs = connection.stage_costs()
+    held: list[Held] = []
     for index, status in enumerate(statuses):
         if status is not None:
             costs[index] = stage_cost(status, costs[index].rows_max, is_per_lane=costs[index].is_per_lane)
-    return costs
+            n_frames = status.n_decode_frames
+            held.append(Held(n_frames, status.decode_held_ns + n_frames * HOST_STEP_NS))
+    return costs, held if len(held) == len(statuses) else []
 
 
 def stage_cost(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
 import secrets
@@ -163,7 +162,7 @@ class Pipeline:
             "epoch": self.epoch,
             **self._admission.figures(),
             "shared_requests": self.n_shared,
-            "plan": dataclasses.asdict(self._scheduler.plan()),
+            "plan": self._scheduler.describe(),
             "link": self._connection.link.figures() if self._connection else {},
             "missing": self._roster.missing(),
         }
@@ -227,7 +226,7 @@ class Pipeline:
         self._sender = TokenSender(connection.link, self.epoch, self._on_lost)
         planner = GroupPlanner(connection.stage_costs(), self.config.schedule.itl_stretch)
         self._scheduler = Scheduler(self.config.schedule, planner)
-        self._refresher = asyncio.create_task(refresh_costs(connection, lambda: bool(self._audiences), planner.update))
+        self._refresher = asyncio.create_task(refresh_costs(connection, self._audiences, self._scheduler.refresh))
         self._observer.connected(len(self.file.stages))
         self.phase = Phase.READY
         self.ready.set()

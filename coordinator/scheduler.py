@@ -20,16 +20,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from coordinator.groups import ITL_STRETCH, GroupPlan, GroupPlanner, pressure_of
+from coordinator.groups import ITL_STRETCH, GroupPlan, GroupPlanner, StageCost, pressure_of
 from coordinator.lane_groups import next_group
+from coordinator.overhead import Held, Overhead
 from coordinator.session import OutFrame, Session
 
-ROUND_TRIPS_KEPT = 64  # recent decode flights from which the overhead of a round trip is estimated
-ROUND_TRIPS_MIN = 8  # before the first estimate
-ROUND_TRIPS_STRIDE = 4  # landings between estimates
-OVERHEAD_STEP_NS = 200_000  # and a fifth: smaller moves of the overhead are noise
 DRAIN_CHUNK_ROWS = 64
 SPREAD_CYCLES = 2  # times that every flight has gone round with a prompt's rows until they have spread
 BURST_PRESSURE = 2  # prompts per running stream that make a crowd, and what they count until they are read
@@ -49,6 +46,7 @@ class Flight:
     step_ns: float  # its own part of that
     way_ns: float  # predicted native steps of its decode rows on their way through idle stages; 0.0 not known
     n_chunks_before: int  # flights with prompt rows launched until then; -1 while one is under way
+    is_whole: bool = True  # until one of its sessions ends while it is under way
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,9 +86,7 @@ class Scheduler:
         self._n_chunk_flights = 0  # flights with prompt rows under way
         self._n_chunks = 0  # and launched so far
         self._n_chunks_before = 0  # and launched before the first of those that have followed without a pause
-        self._n_landed = 0
-        # Of recent decode flights: what the overhead of a round trip was at least and at most.
-        self._overheads_ns: collections.deque[tuple[float, float]] = collections.deque(maxlen=ROUND_TRIPS_KEPT)
+        self._overhead = Overhead()
         # Sessions that decode, in the pool or under way -> (their lane, their latest position).
         self._decoding: dict[int, tuple[int, int]] = {}
         self._n_passes = 0  # decode flights that left before the oldest row of the pool
@@ -137,11 +133,18 @@ class Scheduler:
     def forget(self, session_id: int, now_ns: int) -> None:
         """The session ended, however: nothing of it waits or counts any more."""
         for position in list(self._under_way.get(session_id, ())):
+            self._flights[session_id, position].is_whole = False
             self.answered(session_id, position, now_ns)
         self._prompts.pop(session_id, None)
         if session_id in self._decoding:
             self._decoding_tokens -= self._decoding.pop(session_id)[1]
             self._pool = collections.deque(f for f in self._pool if f.session.session_id != session_id)
+
+    def refresh(self, costs: Sequence[StageCost], held: Sequence[Held] = ()) -> None:
+        """The stages say what they have learned of their speed and, all or none, how long they have held frames."""
+        self.planner.update(costs)
+        if held:
+            self._overhead.stages_held(held)
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
@@ -150,6 +153,10 @@ class Scheduler:
         if self.config.mode == "fixed":
             return self._by_hand(self._automatic())
         return self._automatic()
+
+    def describe(self) -> dict[str, object]:
+        """Return the plan, and what a round trip takes beyond native steps, for who looks at the pipeline."""
+        return {**dataclasses.asdict(self.plan()), "overhead_ns": round(self.planner.overhead_ns)}
 
     def _by_hand(self, auto: GroupPlan) -> GroupPlan:
         """Return the plan with flights and rows as configured; what is not configured suits the streams that run."""
@@ -350,26 +357,16 @@ class Scheduler:
             self._n_prefill_flights -= 1
             return
         self._n_decode_flights -= 1
-        # Beside prefill nobody can tell queueing from overhead, and an overhead too large would allow more prefill.
-        if flight.way_ns and flight.n_chunks_before == self._n_chunks:
+        if flight.is_whole:
             self._learn_overhead(flight, now_ns - flight.sent_ns)
 
     def _learn_overhead(self, flight: Flight, took_ns: int) -> None:
-        """Estimate the overhead from what decode flights took beyond what is predicted.
-
-        It is at most what a flight took beyond its own steps, and at least what it took beyond the work on those that
-        left before it as well: behind that work it is hidden. Within these bounds, which are one where nothing queues,
-        it stays what it was. (Taking it for all excess wherever flights take a little longer than predicted, as on a
-        machine that is slower for a while, would make the plan send many small flights, behind which all is hidden.)
-        """
-        self._overheads_ns.append((took_ns - max(flight.way_ns, flight.ahead_ns), took_ns - flight.way_ns))
-        self._n_landed += 1
-        if len(self._overheads_ns) < ROUND_TRIPS_MIN or self._n_landed % ROUND_TRIPS_STRIDE:
-            return
-        least_ns, most_ns = (max(0.0, sorted(each)[len(each) // 4]) for each in zip(*self._overheads_ns, strict=True))
-        known_ns = self.planner.overhead_ns
-        overhead_ns = min(max(known_ns, least_ns), most_ns)
-        if abs(overhead_ns - known_ns) > 0.2 * known_ns + OVERHEAD_STEP_NS:
+        self._overhead.landed(flight.n_rows, took_ns)
+        # Beside prefill nobody can tell queueing from overhead by predictions.
+        if flight.way_ns and flight.n_chunks_before == self._n_chunks:
+            self._overhead.bounded(took_ns, flight.way_ns, flight.ahead_ns)
+        overhead_ns = self._overhead.revised_ns(self.planner.overhead_ns)
+        if overhead_ns != self.planner.overhead_ns:
             self.planner.overhead_ns = overhead_ns
             self.planner.forget()
 

@@ -387,7 +387,7 @@ def test_an_overhead_that_nothing_explains_is_learned() -> None:
         (envelope,) = scheduler.take(now_ns)
         now_ns += 2_000_000 + 5_000_000
         answer(scheduler, envelope, now_ns)
-    assert planner.overhead_ns == pytest.approx(5e6)
+    assert planner.overhead_ns == scheduler.describe()["overhead_ns"] == pytest.approx(5e6)
     for position in range(60, 200):  # the link became quicker
         scheduler.decode(row(1, position))
         (envelope,) = scheduler.take(now_ns)

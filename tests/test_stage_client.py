@@ -14,6 +14,7 @@ import pytest
 
 from coordinator.connection import HOST_STEP_NS, refresh_costs, stage_cost
 from coordinator.groups import StageCost
+from coordinator.overhead import Held
 from coordinator.stage_client import StageClient
 from wire import rpc
 from wire.errors import InternalError, ProtocolError, RelaylineError, StageLostError
@@ -103,20 +104,24 @@ class Learning:
         self.n_looks += 1
         if self.n_looks in self._bad:
             raise ZeroDivisionError("a bug of ours")
-        return pb.StatusResponse(decode_curve=[pb.CostPoint(n_rows=1, cost_ns=self.n_looks)])
+        return pb.StatusResponse(
+            decode_curve=[pb.CostPoint(n_rows=1, cost_ns=self.n_looks)], n_decode_frames=4, decode_held_ns=100
+        )
 
 
 async def test_a_bug_while_speeds_are_read_is_logged_and_the_next_look_counts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("coordinator.connection.CURVE_REFRESH_S", 0.0)
-    seen: asyncio.Queue[StageCost] = asyncio.Queue()
+    seen: asyncio.Queue[tuple[list[StageCost], list[Held]]] = asyncio.Queue()
     refreshing = asyncio.create_task(
-        refresh_costs(Learning({1, 2, 4}), lambda: True, lambda costs: seen.put_nowait(costs[0]))  # type: ignore[arg-type]
+        refresh_costs(Learning({1, 2, 4}), ["somebody"], lambda *said: seen.put_nowait(said))  # type: ignore[arg-type]
     )
     async with asyncio.timeout(20):
         for n_looks in (3, 5):
-            assert (await seen.get()).decode_ns(1) == n_looks + HOST_STEP_NS
+            (cost,), held = await seen.get()
+            assert cost.decode_ns(1) == n_looks + HOST_STEP_NS
+            assert held == [Held(4, 100 + 4 * HOST_STEP_NS)]
         refreshing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await refreshing

@@ -76,6 +76,18 @@ def test_histograms_are_cumulative_and_add_up(worked: StageStats) -> None:
     assert plain(found, f"{wait}_sum") == pytest.approx(18.003001)
 
 
+def test_decode_frames_are_counted_with_the_time_for_which_they_were_held() -> None:
+    """From arrival until the results could leave; rows of prompts stand for themselves."""
+    executor, stats = new_executor(FakeEngine()), StageStats()
+    executor.execute(step_of(control(5, Flag.OPEN), control(6, Flag.OPEN)))
+    chunk, row = rows_frame(5, 0, 3, flags=Flag.PREFILL), rows_frame(6, 0)
+    result = executor.execute(step_of(chunk, row))
+    stats.step_done(result)
+    said = stats.message(with_recent=False)
+    assert (said.n_frames, said.n_decode_frames) == (2, 1)
+    assert said.decode_held_ns == result.ended_ns - row.arrived_ns
+
+
 def test_a_step_whose_frames_were_all_refused_is_no_native_step(worked: StageStats) -> None:
     before, executor = worked.message(with_recent=True), new_executor(FakeEngine())
     result = executor.execute(step_of(rows_frame(9, 4), taken_ns=1_000))  # nobody has opened session 9

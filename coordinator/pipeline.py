@@ -317,21 +317,22 @@ class Pipeline:
         for passed in message.progress:
             self._scheduler.answered(passed.session_id, passed.position, now_ns)
             self._observer.progressed(passed.session_id, passed.position, now_ns)
-        for sample in message.samples:
-            self._scheduler.answered(sample.session_id, sample.position, now_ns)
-            self._on_sample(sample, now_ns)
+        tellings = [self._on_sample(sample, now_ns) for sample in message.samples]
+        self._dispatch_now()  # what the stages wait for leaves before audiences are told and write their answers
+        for tell in filter(None, tellings):
+            tell()
         self._observer.summarised(message.summaries)
         for fault in message.faults:
             self._on_fault(fault)
-        self._dispatch()
+            self._dispatch()
 
-    def _on_sample(self, sample: pb.Sampled, now_ns: int) -> None:
-        audience = self._audiences.get(sample.session_id)
-        if audience is None:
-            return
+    def _on_sample(self, sample: pb.Sampled, now_ns: int) -> Callable[[], None] | None:
+        self._scheduler.answered(sample.session_id, sample.position, now_ns)
+        if (audience := self._audiences.get(sample.session_id)) is None:
+            return None
         if sample.token >= self.file.n_vocab:
             self._on_lost(ProtocolError(f"the last stage sampled token {sample.token} of {self.file.n_vocab}"))
-            return
+            return None
         session = audience.session
         wants_logprob = session.request.sampling.n_logprobs >= 0
         top = tuple((entry.token, entry.logprob) for entry in sample.top)
@@ -340,13 +341,13 @@ class Pipeline:
         )
         if event is not None:
             self._observer.token(session.record, sample.position, event.finish_reason, now_ns)
-            audience.put(event)
             self._start_all(self._suspects.cleared(session))
         if session.state is State.DONE:
             self._finish(session, frames)
         else:
             for frame in frames:
                 self._scheduler.decode(frame)
+        return functools.partial(audience.put, event) if event is not None else None
 
     def _on_fault(self, fault: pb.SessionFault) -> None:
         error = from_wire(fault.label, f"stage {fault.stage_index}: {fault.message}")

@@ -454,6 +454,22 @@ async def test_a_token_outside_the_vocabulary_ends_the_epoch_and_no_request() ->
     world.finish()
 
 
+async def test_the_next_rows_leave_before_the_answer_is_written() -> None:
+    """Stages wait for them, whereas writing takes the longer the more streams a step had."""
+    world = World(n_lanes=1)
+    world.open(1, 3)
+    stream, in_flight = world.clients[0].stream, []
+    put = stream.put
+
+    def look(event: TokenEvent | RelaylineError) -> None:
+        in_flight.append([frame.flags for frame in world.stages.frames])
+        put(event)
+
+    with mock.patch.object(stream, "put", look):
+        world.finish()
+    assert in_flight == [[SAMPLE], [SAMPLE], [Flag.CLOSE]]
+
+
 def state_of(client: Client) -> State:
     return client.session.state
 

@@ -146,7 +146,7 @@ class GroupPlanner:
 
     def __init__(self, stages: Sequence[StageCost], itl_stretch: float = ITL_STRETCH) -> None:
         self.stages, self.itl_stretch = tuple(stages), itl_stretch
-        self.overhead_ns = 0.0  # of one round trip beyond the native steps: links, host work
+        self.overhead_ns = 0.0  # of one round trip beyond the steps, see coordinator.overhead
         self._cache: dict[tuple[int, int, int], GroupPlan] = {}
         self._costs_ns: dict[int, tuple[float, ...]] = {}  # rows -> each stage's decode step
         self._views: dict[tuple[int, int], GroupPlanner] = {}  # by context of decode rows and of prompt rows

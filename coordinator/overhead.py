@@ -1,11 +1,12 @@
-"""What a round trip takes beyond the native steps, that is on links and in host work. Pure.
+"""What a round trip takes beyond the steps as plans count them: on links, and in what host work they do not know. Pure.
 
 Plans need it: the longer a flight is on its way with no stage working on it, the more flights keep the stages busy. It
 cannot be read off a flight that has waited in line, so there are two ways to it.
 
-*Measured.* Stages say how long they have held decode frames, from arrival to leaving, waiting included. What an average
-flight took beyond that was overhead. This is exact whatever queues, beside prompts too, and is taken once there are
-WINDOWS_MIN windows of it.
+*Measured.* Stages say for how long decode frames have waited there and been computed. What an average flight took
+beyond that was overhead, whatever queued, beside prompts too. It is taken once there are WINDOWS_MIN windows of it. (A
+stage counts the frames of all coordinators that it serves; and where steps do not take flights whole, rows that wait
+for the others of their flight count as overhead.)
 
 *Bounded,* until then. It is at most what a flight took beyond its own steps as predicted, and at least what it took
 beyond the work on those that left before it as well: behind that work it is hidden. Within these bounds, which are one
@@ -32,9 +33,9 @@ class Held:
     """What a stage has counted since it started."""
 
     n_frames: int
-    """Decode frames that have left it."""
+    """Decode frames that it has computed."""
     held_ns: int
-    """From their arrival to their leaving, and what plans add to a step beside the native decode, summed."""
+    """While they waited and were computed, with what plans add to a native step for host work, summed."""
 
 
 class Overhead:

@@ -267,8 +267,7 @@ class Pipeline:
         if self._sender is not None:  # else nobody is left to end them
             idle = asyncio.ensure_future(self._idle.wait())
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(bounds.DRAIN_TIMEOUT_S):
-                    await first_of(idle, self._lost)
+                await asyncio.wait_for(first_of(idle, self._lost), bounds.DRAIN_TIMEOUT_S)
             idle.cancel()
         self._fail_all(NotReadyError("the server is shutting down"))
         if self._sender is not None and not self._lost.done():
@@ -317,29 +316,32 @@ class Pipeline:
         for passed in message.progress:
             self._scheduler.answered(passed.session_id, passed.position, now_ns)
             self._observer.progressed(passed.session_id, passed.position, now_ns)
-        tellings = [self._on_sample(sample, now_ns) for sample in message.samples]
-        self._dispatch_now()  # what the stages wait for leaves before audiences are told and write their answers
-        for tell in filter(None, tellings):
-            tell()
+        tellings: list[Callable[[], None]] = []
+        try:
+            for sample in message.samples:
+                self._on_sample(sample, now_ns, tellings)
+            self._dispatch_now()  # what the stages wait for leaves before audiences are told and write their answers
+        finally:
+            for tell in tellings:
+                tell()
         self._observer.summarised(message.summaries)
         for fault in message.faults:
             self._on_fault(fault)
             self._dispatch()
 
-    def _on_sample(self, sample: pb.Sampled, now_ns: int) -> Callable[[], None] | None:
+    def _on_sample(self, sample: pb.Sampled, now_ns: int, tellings: list[Callable[[], None]]) -> None:
         self._scheduler.answered(sample.session_id, sample.position, now_ns)
         if (audience := self._audiences.get(sample.session_id)) is None:
-            return None
+            return
         if sample.token >= self.file.n_vocab:
             self._on_lost(ProtocolError(f"the last stage sampled token {sample.token} of {self.file.n_vocab}"))
-            return None
+            return
         session = audience.session
-        wants_logprob = session.request.sampling.n_logprobs >= 0
+        logprob = sample.logprob if session.request.sampling.n_logprobs >= 0 else None
         top = tuple((entry.token, entry.logprob) for entry in sample.top)
-        event, frames = session.sampled(
-            sample.position, sample.token, sample.logprob if wants_logprob else None, top, sample.logits
-        )
+        event, frames = session.sampled(sample.position, sample.token, logprob, top, sample.logits)
         if event is not None:
+            tellings.append(functools.partial(audience.put, event))
             self._observer.token(session.record, sample.position, event.finish_reason, now_ns)
             self._start_all(self._suspects.cleared(session))
         if session.state is State.DONE:
@@ -347,7 +349,6 @@ class Pipeline:
         else:
             for frame in frames:
                 self._scheduler.decode(frame)
-        return functools.partial(audience.put, event) if event is not None else None
 
     def _on_fault(self, fault: pb.SessionFault) -> None:
         error = from_wire(fault.label, f"stage {fault.stage_index}: {fault.message}")
@@ -394,6 +395,5 @@ class Pipeline:
             self._idle.set()
 
     def _fail_all(self, error: RelaylineError) -> None:
-        lost = error if error.retryable else StageLostError(error.message)
         for audience in list(self._audiences.values()):
-            self._fail(audience.session, lost)
+            self._fail(audience.session, error if error.retryable else StageLostError(error.message))

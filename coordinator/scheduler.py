@@ -155,7 +155,7 @@ class Scheduler:
         return self._automatic()
 
     def describe(self) -> dict[str, object]:
-        """Return the plan, and what a round trip takes beyond native steps, for who looks at the pipeline."""
+        """Return the plan, and what a round trip takes beyond steps, for who looks at the pipeline."""
         return {**dataclasses.asdict(self.plan()), "overhead_ns": round(self.planner.overhead_ns)}
 
     def _by_hand(self, auto: GroupPlan) -> GroupPlan:

@@ -33,7 +33,7 @@ class StageStats:
         self.waits_by_bucket = [0] * (len(WAIT_BUCKETS_NS) + 1)  # the last one has no upper end
         self.wait_sum_ns = self.encode_ns = 0
         self.predicted_ns = self.measured_ns = 0  # of the steps for which the cost curves said anything
-        self.n_decode_frames = self.decode_held_ns = 0  # held: from arrival until the step's results could leave
+        self.n_decode_frames = self.decode_held_ns = 0  # held: waiting and in native steps
         self.n_epochs = 0  # times that a coordinator connected this stage
         self.n_steps = self.n_rows = self.n_frames = self.busy_ns = self.n_padded_rows = self.n_micro_batches = 0
         self.envelopes_in = self.payload_bytes_in = 0
@@ -60,7 +60,7 @@ class StageStats:
         self.encode_ns += result.encode_ns
         arrived_ns = [frame.arrived_ns for frame in result.members if not frame.is_prefill]
         self.n_decode_frames += len(arrived_ns)
-        self.decode_held_ns += len(arrived_ns) * result.ended_ns - sum(arrived_ns)
+        self.decode_held_ns += len(arrived_ns) * (result.step.taken_ns + result.decode_ns) - sum(arrived_ns)
         if result.predicted_ns:
             self.predicted_ns += result.predicted_ns
             self.measured_ns += result.decode_ns

@@ -173,9 +173,11 @@ async def test_a_fetch_that_is_cut_goes_on_after_rejoining(split: Path, tmp_path
     try:
         async with cutting_proxy(served.event["join"], hold_after_bytes=1_100_000) as proxy:
             joining = asyncio.create_task(asyncio.to_thread(stage, "b", proxy.address, tmp_path / "disk"))
-            await proxy.held.wait()
+            held = asyncio.create_task(proxy.held.wait())
+            await asyncio.wait({joining, held}, return_when=asyncio.FIRST_COMPLETED)
             while not joining.done() and not await fetched_bytes(served, 1):
                 pass
+            held.cancel()
             proxy.cut()
             joined = await joining
             assert joined.event["stage"] == 1

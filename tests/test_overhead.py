@@ -99,7 +99,7 @@ def test_frames_of_others_do_not_make_an_overhead_negative(pipeline: Pipeline) -
 
 
 @pytest.mark.parametrize(("n_stages", "n_streams"), [(2, 8), (2, 16), (4, 16)])
-def test_a_minute_of_slow_links_does_not_stay_in_the_plan(n_stages: int, n_streams: int) -> None:
+def test_a_spell_of_slow_links_does_not_stay_in_the_plan(n_stages: int, n_streams: int) -> None:
     """Many small flights suit them; behind these the truth is hidden, so that half the speed was lost for good."""
     ends_ns, look_ns, over_ns = 60_000 * MS, 70_000 * MS, 100_000 * MS
     world = World(

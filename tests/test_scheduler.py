@@ -396,6 +396,20 @@ def test_an_overhead_that_nothing_explains_is_learned() -> None:
     assert planner.overhead_ns == pytest.approx(1e6, rel=0.3)
 
 
+def test_a_flight_that_a_session_left_tells_nothing_of_round_trips() -> None:
+    """It lands before its row has come back."""
+    planner = GroupPlanner([StageCost(CostCurve([(1, 1e6)]), CostCurve([(1, 1e6)]), 64)])
+    scheduler, now_ns = Scheduler(ScheduleConfig("fixed", n_groups=1, group_rows=2), planner), 0
+    for position in range(10, 60):
+        for session_id in (1, position):
+            scheduler.decode(row(session_id, position))
+        (envelope,) = scheduler.take(now_ns)
+        scheduler.forget(position, now_ns)
+        now_ns += 50_000_000
+        answer(scheduler, [frame for frame in envelope if frame.session.session_id == 1], now_ns)
+    assert planner.overhead_ns == 0
+
+
 def test_queueing_is_not_taken_for_overhead() -> None:
     """Four flights on one stage: each takes four steps, three of which it waits."""
     planner = GroupPlanner([StageCost(CostCurve([(1, 1e6)]), CostCurve([(1, 1e6)]), 64)])

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -468,6 +469,31 @@ async def test_the_next_rows_leave_before_the_answer_is_written() -> None:
     with mock.patch.object(stream, "put", look):
         world.finish()
     assert in_flight == [[SAMPLE], [SAMPLE], [Flag.CLOSE]]
+
+
+async def test_a_sample_that_meets_a_bug_costs_no_other_stream_its_token() -> None:
+    """What was taken note of is told, whatever comes of the rest of the message: a replay does not tell it again."""
+    world = World(n_lanes=2)
+    for n_prompt in (1, 2):
+        world.open(n_prompt, 3)
+    first, second = (client.session for client in world.clients)
+    samples = [
+        pb.Sampled(session_id=session.session_id, position=n, token=oracle(session.session_id, n))
+        for session, n in ((first, 1), (second, 2))
+    ]
+    sampled = Session.sampled
+
+    def stumble(session: Session, *arguments: Any) -> tuple[TokenEvent | None, list[OutFrame]]:
+        if session is second:
+            raise ZeroDivisionError("a bug of ours")
+        return sampled(session, *arguments)
+
+    with mock.patch.object(Session, "sampled", stumble), pytest.raises(ZeroDivisionError):
+        world.pipeline._on_return(pb.ReturnEnvelope(epoch=world.pipeline.epoch, samples=samples))
+    world.check()
+    assert [len(client.tokens) for client in world.clients] == [1, 0]
+    world.connect()
+    world.finish()
 
 
 def state_of(client: Client) -> State:

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest import mock
 
 import grpc
 import grpc.aio
@@ -128,6 +129,22 @@ async def test_a_bug_while_speeds_are_read_is_logged_and_the_next_look_counts(
     logged = [record for record in caplog.records if record.exc_info]
     assert len(logged) == 2, "once for each time that it began to fail"
     assert all("speed failed" in record.message for record in logged)
+
+
+async def test_how_long_frames_were_held_is_told_by_all_stages_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.connection.CURVE_REFRESH_S", 0.0)
+    seen: asyncio.Queue[list[Held]] = asyncio.Queue()
+    answers, silent = Learning(set()), mock.Mock(status=mock.AsyncMock(return_value=None))
+    answers.stages.append(silent)
+    answers.stage_costs = lambda: [stage_cost(pb.StatusResponse(), 64)] * 2  # type: ignore[method-assign]
+    refreshing = asyncio.create_task(
+        refresh_costs(answers, ["somebody"], lambda _, held: seen.put_nowait(held))  # type: ignore[arg-type]
+    )
+    async with asyncio.timeout(20):
+        assert await seen.get() == []
+    refreshing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await refreshing
 
 
 @pytest.mark.parametrize(

@@ -77,15 +77,15 @@ def test_histograms_are_cumulative_and_add_up(worked: StageStats) -> None:
 
 
 def test_decode_frames_are_counted_with_the_time_for_which_they_were_held() -> None:
-    """From arrival until the results could leave; rows of prompts stand for themselves."""
+    """Waiting for their step and in its native decode; rows of prompts stand for themselves."""
     executor, stats = new_executor(FakeEngine()), StageStats()
     executor.execute(step_of(control(5, Flag.OPEN), control(6, Flag.OPEN)))
     chunk, row = rows_frame(5, 0, 3, flags=Flag.PREFILL), rows_frame(6, 0)
-    result = executor.execute(step_of(chunk, row))
+    result = executor.execute(step_of(chunk, row, taken_ns=5_000_000))
     stats.step_done(result)
     said = stats.message(with_recent=False)
     assert (said.n_frames, said.n_decode_frames) == (2, 1)
-    assert said.decode_held_ns == result.ended_ns - row.arrived_ns
+    assert said.decode_held_ns == 5_000_000 - row.arrived_ns + result.decode_ns
 
 
 def test_a_step_whose_frames_were_all_refused_is_no_native_step(worked: StageStats) -> None:

@@ -397,7 +397,7 @@ def test_an_overhead_that_nothing_explains_is_learned() -> None:
 
 
 def test_a_flight_that_a_session_left_tells_nothing_of_round_trips() -> None:
-    """It lands before its row has come back."""
+    """It lands without that session's row, and maybe before any has come back."""
     planner = GroupPlanner([StageCost(CostCurve([(1, 1e6)]), CostCurve([(1, 1e6)]), 64)])
     scheduler, now_ns = Scheduler(ScheduleConfig("fixed", n_groups=1, group_rows=2), planner), 0
     for position in range(10, 60):

@@ -4,11 +4,15 @@ Pure: frames are pushed as they arrive, `take` is asked when the engine is free,
 thread and the event loop share it under the runner's lock.
 
 Theory of operation. Each session has a queue of its own, so frames of one session never overtake each other. The
-*head* of every non-empty session queue stands in one of two lines, decode or prefill, in order of arrival; `take` asks
-the policy how far down each line to go. A control at the head is applied by the next step at no cost in rows, and the
-frame behind it becomes the head at once, so that an open and the first rows of a prompt run in the same step. Controls
-of one step are applied in the order in which they came, whichever sessions they belong to: a close gives the lane that
-the next open takes. A prefix is copied only after the source's rows that came before it.
+*head* of every non-empty session queue stands in one of two lines, decode or prefill; `take` asks the policy how far
+down each line to go. Who becomes head goes to the end of its line, so that who has sent much does not keep others
+waiting; unless others of its envelope stand there: then it joins them. (Else the rest of a prompt whose first part has
+just left would fall behind the frames that it was sent with, and cost a step of its own.)
+
+A control at the head is applied by the next step at no cost in rows, and the frame behind it becomes the head at once,
+so that an open and the first rows of a prompt run in the same step. Controls of one step are applied in the order in
+which they came, whichever sessions they belong to: a close gives the lane that the next open takes. A prefix is copied
+only after the source's rows that came before it.
 
 A close makes the session's waiting frames pointless: they are dropped when it arrives.
 """
@@ -36,7 +40,7 @@ class Batcher:
         self.policy = policy
         self.queued_rows = self._n_frames = 0
         self._sessions: dict[tuple[int, int], collections.deque[QueuedFrame]] = {}  # by QueuedFrame.session_key
-        self._decode: dict[tuple[int, int], QueuedFrame] = {}  # heads; dicts keep the order of arrival in line
+        self._decode: dict[tuple[int, int], QueuedFrame] = {}  # heads
         self._prefill: dict[tuple[int, int], QueuedFrame] = {}
         self._controls: dict[tuple[int, int], QueuedFrame] = {}
         self._push_orders, self._line_orders = itertools.count(), itertools.count()
@@ -66,7 +70,7 @@ class Batcher:
         """Return the next step, or None when nothing waits or the policy holds everything back."""
         before = self.queued_rows
         controls = self._take_controls()
-        decode, prefill = list(self._decode.values()), list(self._prefill.values())
+        decode, prefill = _in_order(self._decode), _in_order(self._prefill)
         if not decode and not prefill:
             return Step(controls, [], CONTROLS_ONLY, now_ns, before, before) if controls else None
         choice = self.policy.choose(decode, prefill, now_ns)
@@ -102,9 +106,14 @@ class Batcher:
             return self._controls
         return self._prefill if frame.is_prefill else self._decode
 
-    def _stand_in_line(self, head: QueuedFrame) -> None:
-        head.line_order = next(self._line_orders)
+    def _stand_in_line(self, head: QueuedFrame, place: int | None = None) -> None:
+        head.line_order = next(self._line_orders) if place is None else place
         self._line_of(head)[head.session_key] = head
+
+    def _place_beside(self, frame: QueuedFrame) -> int | None:
+        """Return where others of its envelope stand in its line, if any do."""
+        places = (head.line_order for head in self._line_of(frame).values() if head.envelope == frame.envelope)
+        return min(places, default=None)
 
     def _remove_head(self, head: QueuedFrame) -> None:
         del self._line_of(head)[head.session_key]
@@ -113,7 +122,7 @@ class Batcher:
         self.queued_rows -= head.n_rows
         self._n_frames -= 1
         if queue:
-            self._stand_in_line(queue[0])
+            self._stand_in_line(queue[0], self._place_beside(queue[0]))
         else:
             del self._sessions[head.session_key]
 
@@ -125,3 +134,7 @@ class Batcher:
         self.queued_rows -= sum(frame.n_rows for frame in queue)
         self._n_frames -= len(queue)
         return list(queue)
+
+
+def _in_order(heads: dict[tuple[int, int], QueuedFrame]) -> list[QueuedFrame]:
+    return sorted(heads.values(), key=lambda head: head.line_order)

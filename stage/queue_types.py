@@ -36,7 +36,7 @@ class QueuedFrame:
     envelope: int = 0  # number of the message it came in, unique in this process: frames of one group share it
     upstream_trace: bytes = trace_context.NONE  # 25 bytes, of the batch that computed its rows upstream
     push_order: int = 0  # set by the batcher: counts frames as they arrive
-    line_order: int = 0  # set by the batcher: counts frames as they reach the head of their session's queue
+    line_order: int = 0  # set by the batcher: its place in line, once it is the first of its session's queue
 
     # Derived, and looked at several times for each frame:
     session_key: tuple[int, int] = dataclasses.field(init=False)  # (route_id, session_id), unique in this process

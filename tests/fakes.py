@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.telemetry import Telemetry
 
 ROUTE, EPOCH, WIDTH, VOCAB, MAX_ROWS, CTX = 7, 1, 4, 32, 64, 256
+ENVELOPE_NUMBERS = itertools.count(1_000_000)  # beyond those that tests give by themselves
 
 
 class FakeEngine:
@@ -147,7 +149,7 @@ def rows_frame(
     epoch: int = EPOCH,
     arrived_ns: int = 0,
 ) -> QueuedFrame:
-    """One data frame; a number of rows stands for any content."""
+    """One data frame in an envelope of its own; a number of rows stands for any content."""
     content = hidden(rows, 100.0 * session_id + position) if isinstance(rows, int) else rows
     return QueuedFrame(
         route_id=route_id,
@@ -160,6 +162,7 @@ def rows_frame(
         payload=content,
         exponents=None,
         options=None,
+        envelope=next(ENVELOPE_NUMBERS),
         trace=bytes(TRACE_BYTES),
         arrived_ns=arrived_ns,
         upstream_wait_ns=0,

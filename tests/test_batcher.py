@@ -214,6 +214,23 @@ def test_first_come_first_served_starves_nobody(policy: Policy) -> None:
         assert max(waited.values()) <= 13, waited.most_common(3)
 
 
+def test_the_rest_of_a_prompt_stays_with_the_frames_that_it_was_sent_with() -> None:
+    """Three envelopes of sixteen rows wait, the later two begin with the rest of a prompt: so many steps."""
+    sent = [
+        [chunk(1, 0, 12), chunk(2, 0, 4)],
+        [chunk(2, 4, 8), chunk(3, 0, 8)],
+        [chunk(3, 8, 4), chunk(4, 0, 12)],
+        [rows_frame(9, 0)],
+    ]
+    batcher = Batcher(GroupPolicy(16, CostCurve()))
+    for number, frames in enumerate(sent):
+        for frame in frames:
+            frame.envelope = number
+            batcher.push(frame)
+    ran = [{(frame.session_id, frame.position) for frame in step.frames} for step in take_all(batcher)]
+    assert ran == [{(frame.session_id, frame.position) for frame in frames} for frames in sent]
+
+
 def test_a_frame_wider_than_the_step_does_not_block_the_others() -> None:
     batcher = new_batcher(max_rows=8, prefill_rows=4)
     for frame in (chunk(1, 0, 9), chunk(2, 0, 4), rows_frame(3, 0, 9), rows_frame(4, 0)):

@@ -20,10 +20,11 @@ from benches.simulate_stage import ROUTE, SimStage, Violation
 from benches.simulate_world import Disturbance, Request, World
 from coordinator.admission import Admission
 from coordinator.generation import GenerationRequest, SamplingParams
-from coordinator.groups import GroupPlanner, StageCost
+from coordinator.groups import GroupPlanner
 from coordinator.overhead import Held
 from coordinator.scheduler import ScheduleConfig, Scheduler
 from coordinator.session import OutFrame, Session, State
+from coordinator.stage_cost import StageCost
 from stage.queue_types import QueuedFrame
 from wire.curve import CostCurve
 from wire.frames import Flag

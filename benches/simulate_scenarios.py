@@ -9,7 +9,8 @@ import random
 from benches.simulate_audit import Figures
 from benches.simulate_run import AUTO, Setup, Simulation, fixed
 from benches.simulate_world import MS, Disturbance, Request, StageModel, World, streams
-from coordinator.groups import GroupPlanner, StageCost
+from coordinator.groups import GroupPlanner
+from coordinator.stage_cost import StageCost
 
 SWEEP_TRIES = 8  # hand-set plans that are simulated; the planner's own formula says which are worth it
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from benches.simulate_world import StageModel, best_rate
 from coordinator.connection import stage_cost
-from coordinator.groups import CHUNK_LADDER, StageCost
+from coordinator.groups import CHUNK_LADDER
 from coordinator.overlap import overlap_between
 from coordinator.stage_client import StageClient
+from coordinator.stage_cost import StageCost
 from deploy.load import Request
 from wire.curve import CostCurve
 from wire.pb.relayline.v1 import relayline_pb2 as pb

@@ -7,10 +7,10 @@ import logging
 import math
 from collections.abc import Callable, Sequence, Sized
 
-from coordinator.groups import StageCost
 from coordinator.overhead import Held
 from coordinator.pipeline_file import PipelineFile
 from coordinator.stage_client import StageClient
+from coordinator.stage_cost import StageCost
 from wire import bounds
 from wire.curve import CostCurve
 from wire.errors import HandshakeError, RelaylineError

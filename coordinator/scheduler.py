@@ -22,10 +22,11 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from coordinator.groups import ITL_STRETCH, GroupPlan, GroupPlanner, StageCost, pressure_of
+from coordinator.groups import ITL_STRETCH, GroupPlan, GroupPlanner, pressure_of
 from coordinator.lane_groups import next_group
 from coordinator.overhead import Held, Overhead
 from coordinator.session import OutFrame, Session
+from coordinator.stage_cost import StageCost
 
 DRAIN_CHUNK_ROWS = 64
 SPREAD_CYCLES = 2  # times that every flight has gone round with a prompt's rows until they have spread

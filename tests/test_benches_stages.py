@@ -8,7 +8,7 @@ from benches import report, stages
 from benches.simulate_run import AUTO, Simulation
 from benches.simulate_scenarios import burst
 from benches.simulate_world import MS, equal_stages
-from coordinator.groups import StageCost
+from coordinator.stage_cost import StageCost
 from deploy.load import Request
 from tests.test_benches import run_of
 from wire.curve import CostCurve

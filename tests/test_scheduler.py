@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from benches.simulate_world import staircase
 from coordinator.generation import GenerationRequest, SamplingParams
-from coordinator.groups import GroupPlan, GroupPlanner, StageCost
+from coordinator.groups import GroupPlan, GroupPlanner
 from coordinator.scheduler import BURST_PRESSURE, OLDEST_EVERY, ScheduleConfig, Scheduler
 from coordinator.session import OutFrame, Session, State
+from coordinator.stage_cost import StageCost
 from wire.curve import CostCurve
 from wire.frames import Flag
 

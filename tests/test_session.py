@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.generation import GenerationRequest, SamplingParams, TokenEvent
-from coordinator.groups import StageCost
 from coordinator.pipeline import Phase, Pipeline, PipelineConfig
 from coordinator.scheduler import ScheduleConfig
 from coordinator.session import REPLAYS_MAX, OutFrame, Session, State
+from coordinator.stage_cost import StageCost
 from coordinator.streams import SessionStream
 from coordinator.suspects import LOSSES_ALONE, LOSSES_MAX
 from tests.fakes import pipeline_file

@@ -14,9 +14,9 @@ import grpc.aio
 import pytest
 
 from coordinator.connection import HOST_STEP_NS, refresh_costs, stage_cost
-from coordinator.groups import StageCost
 from coordinator.overhead import Held
 from coordinator.stage_client import StageClient
+from coordinator.stage_cost import StageCost
 from wire import rpc
 from wire.errors import InternalError, ProtocolError, RelaylineError, StageLostError
 from wire.pb.relayline.v1 import relayline_pb2 as pb

@@ -15,9 +15,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from coordinator.connection import HOST_STEP_NS
-from coordinator.groups import GROUPS_MAX_PER_STAGE, ROWS_ONE_BY_ONE, SHARPNESS, StageCost
+from coordinator.groups import GROUPS_MAX_PER_STAGE, ROWS_ONE_BY_ONE, SHARPNESS
 from coordinator.planner.instance import Instance, Machine
 from coordinator.planner.speed import GIB, ROWS
+from coordinator.stage_cost import StageCost
 from wire.curve import PAD_SEARCH_ROWS, CostCurve
 
 # What the coordinator's process computes for a flight (scheduling, sending, receiving) and for a token of a stream

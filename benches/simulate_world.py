@@ -46,7 +46,19 @@ def arithmetic(factor: float = 1.0) -> CostCurve:
     return CostCurve((rows, factor * ms * MS) for rows, ms in ARITHMETIC_MS)
 
 
-CURVES = {"staircase": staircase, "smooth": smooth, "arithmetic": arithmetic}
+# benches/RESULTS.md: the same on a processor with AMX, where two to eight rows cost about as much as two.
+MATRIX_MS = (
+    (1, 23.3), (2, 47.5), (3, 49.6), (4, 50.8), (5, 53.2), (8, 59.9), (12, 91.2), (16, 107.0), (24, 153.5),
+    (32, 163.1), (64, 326.2), (128, 652.4), (256, 1304.8), (512, 2609.6),
+)  # fmt: skip
+
+
+def matrix(factor: float = 1.0) -> CostCurve:
+    """Return a CPU stage's true cost where matrix units serve every step of more than one row."""
+    return CostCurve((rows, factor * ms * MS) for rows, ms in MATRIX_MS)
+
+
+CURVES = {"staircase": staircase, "smooth": smooth, "arithmetic": arithmetic, "matrix": matrix}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -253,15 +253,16 @@ class GroupPlanner:
     def _beside(self, n_streams: int, best: tuple[int, int], pressure: int, latency_max_ns: float) -> _Beside | None:
         """Return the most prefill beside decode that keeps the latency bound; None where nothing does.
 
-        Decode flights are those that are best without prompts, or one more where these leave the busiest stage idle at
-        times. Where steps cost much however few their rows, one flight of all streams may be best, but prompt rows
-        riding in it would find all stages idle but one.
+        Decode flights are those that are best without prompts; or one more where these leave the busiest stage idle at
+        times (where steps cost much however few their rows, one flight of all streams may be best, but prompt rows
+        riding in it would find all stages idle but one); or fewer, since a wider step may have room where one row costs
+        half of a tile.
 
         The bound is held for flights that have spread over the stages, which they do as soon as each has gone round
         once. The first ones after a quiet time queue behind each other; those take fewer rows along, see `ride_within`.
         """
         found: list[_Beside] = []
-        for n_groups, rows in (best, *self._one_more(n_streams, *best)):
+        for n_groups, rows in (best, *self._one_more(n_streams, *best), *self._fewer(n_streams, best[0])):
             for ride in (0, *self._rides(rows)):
                 decode = self._mixed(rows, ride)
                 if max(n_groups * max(decode), sum(decode) + self.overhead_ns) > latency_max_ns:
@@ -284,6 +285,14 @@ class GroupPlanner:
         if n_groups < self._groups_max(n_streams) and is_idle:
             yield n_groups + 1, math.ceil(n_streams / (n_groups + 1))
 
+    def _fewer(self, n_streams: int, n_groups: int) -> Iterator[tuple[int, int]]:
+        """Yield some smaller numbers of flights that leave each stage one, and their rows."""
+        n_stages = len(self.stages)
+        for fewer in sorted({n_stages, math.ceil(n_groups / 2), math.ceil(n_groups * 3 / 4)}):
+            rows = math.ceil(n_streams / fewer)
+            if n_stages <= fewer < n_groups and rows <= self.rows_max:
+                yield fewer, rows
+
     def _beside_flights(
         self, groups: tuple[int, int], decode: Sequence[float], ride: int, latency_max_ns: float
     ) -> Iterator[_Beside]:
@@ -295,10 +304,11 @@ class GroupPlanner:
             costs = [stage.prefill_ns(chunk) for stage in self.stages]
             for flights in range(1, len(self.stages) + 1):
                 work_ns = max(n_groups * ours + flights * theirs for ours, theirs in zip(decode, costs, strict=True))
-                latency_ns = max(work_ns, way_ns + flights * max(costs))
+                # Nobody overtakes, so that decode flights go round no more often than the prompt rows among them do.
+                cycle_ns = max(work_ns, sum(costs) + self.overhead_ns)
+                latency_ns = max(cycle_ns, way_ns + flights * max(costs))
                 if latency_ns > latency_max_ns:
                     break
-                cycle_ns = max(work_ns, sum(costs) + self.overhead_ns)
                 rate = flights * chunk / cycle_ns + n_groups * ride / max(work_ns, way_ns)
                 yield _Beside(*groups, rate, latency_ns, flights, chunk, ride)
 

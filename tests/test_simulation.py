@@ -118,6 +118,20 @@ def test_a_long_prompt_leaves_running_streams_their_pace(curve: str, n_streams: 
     assert seen.ttft_ms <= 4.5 * seen.ttft_alone_ms, "and the prompt advances all the same"
 
 
+def test_flights_of_single_rows_meet_where_pairs_have_room_for_a_prompt() -> None:
+    """Four flights of one row are best alone; as two of two rows they take six rows of a prompt along each."""
+    seen = prompt_beside(equal_stages(2, "matrix"), 4, 1_000)
+    assert seen.quiet.rows_mean == pytest.approx(1, rel=0.1)
+    assert seen.itl_p99_ratio <= 1.7
+    assert seen.ttft_ms <= 2.2 * seen.ttft_alone_ms
+
+
+@pytest.mark.parametrize("n_streams", [4, 6, 8])
+def test_decode_flights_behind_a_flight_of_prompt_rows_keep_their_pace_on_many_stages(n_streams: int) -> None:
+    """They cannot overtake it, so that its way through all stages is theirs: a large chunk would take four steps."""
+    assert prompt_beside(equal_stages(4, "matrix"), n_streams, 600).itl_p99_ratio <= 2.1
+
+
 @pytest.mark.parametrize(("factor", "link_ms", "most_ms"), [(1.05, 0, 12), (1.15, 0, 24), (1.0, 10, 38)])
 def test_what_steps_take_beyond_their_prediction_is_not_taken_for_overhead(
     factor: float, link_ms: int, most_ms: float

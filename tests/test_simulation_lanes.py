@@ -9,7 +9,7 @@ import pytest
 from benches.simulate_run import Simulation
 from benches.simulate_scenarios import churn, prompt_beside, steady, steady_part
 from benches.simulate_world import MS, StageModel, equal_stages
-from coordinator import groups
+from coordinator import stage_cost
 
 
 def per_lane(n_stages: int, curve: str, context_ns: float = 0.0, further_ns: float = 0.0) -> tuple[StageModel, ...]:
@@ -50,7 +50,7 @@ def test_plans_know_that_further_rows_of_a_chunk_cost_less_than_its_first(monkey
     """Prices as in benches/RESULTS.md. Plans that take every row for a first one send fewer at once."""
     stages = per_lane(2, "arithmetic", 6_000, 1_500)
     seen = prompt_beside(stages, 4, 1_000)
-    monkeypatch.setattr(groups, "price_per_lane", lambda first_ns, _, row_tokens, __: first_ns * row_tokens)
+    monkeypatch.setattr(stage_cost, "price_per_lane", lambda first_ns, _, row_tokens, __: first_ns * row_tokens)
     blind = prompt_beside(stages, 4, 1_000)
     assert seen.itl_p99_ratio <= 2.1
     assert seen.ttft_ms < 0.95 * blind.ttft_ms

@@ -6,7 +6,7 @@ thread and the event loop share it under the runner's lock.
 Theory of operation. Each session has a queue of its own, so frames of one session never overtake each other. The
 *head* of every non-empty session queue stands in one of two lines, decode or prefill; `take` asks the policy how far
 down each line to go. Who becomes head goes to the end of its line, so that who has sent much does not keep others
-waiting; unless others of its envelope stand there: then it joins them. (Else the rest of a prompt whose first part has
+waiting; unless others of its envelope stand in one: then it joins them. (Else the rest of a prompt whose first part has
 just left would fall behind the frames that it was sent with, and cost a step of its own.)
 
 A control at the head is applied by the next step at no cost in rows, and the frame behind it becomes the head at once,
@@ -20,13 +20,23 @@ A close makes the session's waiting frames pointless: they are dropped when it a
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
+import operator
 
 from stage.policy import Policy
 from stage.queue_types import QueuedFrame, Step
 from wire.frames import Flag
 
 CONTROLS_ONLY = "controls_only"
+
+
+@dataclasses.dataclass(slots=True)
+class Place:
+    """Where the frames of one envelope stand, in both lines."""
+
+    order: int
+    n_heads: int = 0
 
 
 class Batcher:
@@ -44,6 +54,7 @@ class Batcher:
         self._prefill: dict[tuple[int, int], QueuedFrame] = {}
         self._controls: dict[tuple[int, int], QueuedFrame] = {}
         self._push_orders, self._line_orders = itertools.count(), itertools.count()
+        self._places: dict[int, Place] = {}  # of envelopes with heads in line, by their number
 
     def push(self, frame: QueuedFrame) -> list[QueuedFrame]:
         """Queue one frame. Returns the session's frames that a close made pointless (their credit is free again)."""
@@ -106,23 +117,33 @@ class Batcher:
             return self._controls
         return self._prefill if frame.is_prefill else self._decode
 
-    def _stand_in_line(self, head: QueuedFrame, place: int | None = None) -> None:
-        head.line_order = next(self._line_orders) if place is None else place
+    def _stand_in_line(self, head: QueuedFrame) -> None:
         self._line_of(head)[head.session_key] = head
+        if head.is_control:
+            return
+        place = self._places.get(head.envelope)
+        if place is None:
+            place = self._places[head.envelope] = Place(next(self._line_orders))
+        place.n_heads += 1
+        head.line_order = place.order
 
-    def _place_beside(self, frame: QueuedFrame) -> int | None:
-        """Return where others of its envelope stand in its line, if any do."""
-        places = (head.line_order for head in self._line_of(frame).values() if head.envelope == frame.envelope)
-        return min(places, default=None)
+    def _leave_line(self, head: QueuedFrame) -> None:
+        del self._line_of(head)[head.session_key]
+        if head.is_control:
+            return
+        place = self._places[head.envelope]
+        place.n_heads -= 1
+        if not place.n_heads:
+            del self._places[head.envelope]
 
     def _remove_head(self, head: QueuedFrame) -> None:
-        del self._line_of(head)[head.session_key]
+        self._leave_line(head)
         queue = self._sessions[head.session_key]
         queue.popleft()
         self.queued_rows -= head.n_rows
         self._n_frames -= 1
         if queue:
-            self._stand_in_line(queue[0], self._place_beside(queue[0]))
+            self._stand_in_line(queue[0])
         else:
             del self._sessions[head.session_key]
 
@@ -130,11 +151,11 @@ class Batcher:
         queue = self._sessions.pop(session_key, None)
         if not queue:
             return []
-        del self._line_of(queue[0])[session_key]
+        self._leave_line(queue[0])
         self.queued_rows -= sum(frame.n_rows for frame in queue)
         self._n_frames -= len(queue)
         return list(queue)
 
 
 def _in_order(heads: dict[tuple[int, int], QueuedFrame]) -> list[QueuedFrame]:
-    return sorted(heads.values(), key=lambda head: head.line_order)
+    return sorted(heads.values(), key=operator.attrgetter("line_order"))

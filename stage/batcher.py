@@ -6,7 +6,7 @@ thread and the event loop share it under the runner's lock.
 Theory of operation. Each session has a queue of its own, so frames of one session never overtake each other. The
 *head* of every non-empty session queue stands in one of two lines, decode or prefill; `take` asks the policy how far
 down each line to go. Who becomes head goes to the end of its line, so that who has sent much does not keep others
-waiting; unless others of its envelope stand in one: then it joins them. (Else the rest of a prompt whose first part has
+waiting; unless others of its envelope stand there: then it joins them. (Else the rest of a prompt whose first part has
 just left would fall behind the frames that it was sent with, and cost a step of its own.)
 
 A control at the head is applied by the next step at no cost in rows, and the frame behind it becomes the head at once,
@@ -33,9 +33,9 @@ CONTROLS_ONLY = "controls_only"
 
 @dataclasses.dataclass(slots=True)
 class Place:
-    """Where the frames of one envelope stand, in both lines."""
+    """Where frames of one envelope stand in a line."""
 
-    order: int
+    order: int  # of the first of them
     n_heads: int = 0
 
 
@@ -54,7 +54,7 @@ class Batcher:
         self._prefill: dict[tuple[int, int], QueuedFrame] = {}
         self._controls: dict[tuple[int, int], QueuedFrame] = {}
         self._push_orders, self._line_orders = itertools.count(), itertools.count()
-        self._places: dict[int, Place] = {}  # of envelopes with heads in line, by their number
+        self._places: dict[tuple[int, bool], Place] = {}  # by envelope and line, see _place_key
 
     def push(self, frame: QueuedFrame) -> list[QueuedFrame]:
         """Queue one frame. Returns the session's frames that a close made pointless (their credit is free again)."""
@@ -69,7 +69,7 @@ class Batcher:
         self.queued_rows += frame.n_rows
         self._n_frames += 1
         if len(queue) == 1:
-            self._stand_in_line(frame)
+            self._stand_in_line(frame, joins=False)
         return dropped
 
     def drop_route(self, route_id: int) -> list[QueuedFrame]:
@@ -117,24 +117,24 @@ class Batcher:
             return self._controls
         return self._prefill if frame.is_prefill else self._decode
 
-    def _stand_in_line(self, head: QueuedFrame) -> None:
+    def _stand_in_line(self, head: QueuedFrame, *, joins: bool) -> None:
         self._line_of(head)[head.session_key] = head
         if head.is_control:
             return
-        place = self._places.get(head.envelope)
-        if place is None:
-            place = self._places[head.envelope] = Place(next(self._line_orders))
+        head.line_order = next(self._line_orders)
+        place = self._places.setdefault(_place_key(head), Place(head.line_order))
         place.n_heads += 1
-        head.line_order = place.order
+        if joins:
+            head.line_order = place.order
 
     def _leave_line(self, head: QueuedFrame) -> None:
         del self._line_of(head)[head.session_key]
         if head.is_control:
             return
-        place = self._places[head.envelope]
+        place = self._places[_place_key(head)]
         place.n_heads -= 1
         if not place.n_heads:
-            del self._places[head.envelope]
+            del self._places[_place_key(head)]
 
     def _remove_head(self, head: QueuedFrame) -> None:
         self._leave_line(head)
@@ -143,7 +143,7 @@ class Batcher:
         self.queued_rows -= head.n_rows
         self._n_frames -= 1
         if queue:
-            self._stand_in_line(queue[0])
+            self._stand_in_line(queue[0], joins=True)
         else:
             del self._sessions[head.session_key]
 
@@ -155,6 +155,10 @@ class Batcher:
         self.queued_rows -= sum(frame.n_rows for frame in queue)
         self._n_frames -= len(queue)
         return list(queue)
+
+
+def _place_key(head: QueuedFrame) -> tuple[int, bool]:
+    return head.envelope, head.is_prefill
 
 
 def _in_order(heads: dict[tuple[int, int], QueuedFrame]) -> list[QueuedFrame]:

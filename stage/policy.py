@@ -79,7 +79,7 @@ class SinglePolicy:
 
     def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int) -> Choice:
         """See Policy."""
-        if decode and (not prefill or decode[0].line_order <= prefill[0].line_order):
+        if decode and (not prefill or decode[0].line_order < prefill[0].line_order):
             return Choice(1, 0, ROW_CAP)
         return Choice(0, 1, ROW_CAP)
 

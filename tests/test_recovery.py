@@ -119,7 +119,9 @@ async def test_a_stage_that_comes_back_with_fewer_lanes_makes_streams_wait(
         running.n_lanes = 1
         await running.start(0)
         outputs = await asyncio.gather(*map(tokens_of, streams))
-        assert running.pipeline.n_lanes == 1
+        async with asyncio.timeout(20):
+            while running.pipeline.n_lanes != 1:  # the streams may have ended before the stage did
+                await running.lanes_used()
         await running.until_free()
     for prompt, before, after in zip(prompts, [*begun, []], outputs, strict=True):
         assert len(before + after) == 30

@@ -30,6 +30,7 @@ from coordinator.stage_cost import StageCost
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
 ITL_STRETCH = 2.0  # running streams' inter-token latency beside prefill, against none, unless somebody sets it
 PREDICTED_PART = 0.96  # of that bound is what plans may predict; the rest is for what they do not foresee
+MET_PART = 0.88  # and of that, where flights meet to make room: more streams feel whatever such a step does not foresee
 PRESSURE_MAX = 64  # prompts per running stream beyond which more of them change nothing
 BUSY = 0.9  # a stage that works this part of the time has none for another flight
 NEAR_BEST = 1.08  # of prefill choices whose rates are this close the one with the shorter latency is taken
@@ -262,19 +263,26 @@ class GroupPlanner:
         once. The first ones after a quiet time queue behind each other; those take fewer rows along, see `ride_within`.
         """
         found: list[_Beside] = []
-        for n_groups, rows in (best, *self._one_more(n_streams, *best), *self._fewer(n_streams, best[0])):
-            for ride in (0, *self._rides(rows)):
-                decode = self._mixed(rows, ride)
-                if max(n_groups * max(decode), sum(decode) + self.overhead_ns) > latency_max_ns:
-                    continue  # more rows may take less time, as they do once attention goes in tiles
-                if ride:
-                    cycle_ns = _joined(n_groups * max(decode), sum(decode) + self.overhead_ns)
-                    found.append(_Beside(n_groups, rows, n_groups * ride / cycle_ns, cycle_ns, 0, 1, ride))
-                if not ride or pressure > 1:  # both at once fill every gap, and then flights wait for each other
-                    found.extend(self._beside_flights((n_groups, rows), decode, ride, latency_max_ns))
+        for plan in (best, *self._one_more(n_streams, *best)):
+            found.extend(self._within(plan, pressure, latency_max_ns))
+        for plan in self._fewer(n_streams, best[0]):
+            found.extend(self._within(plan, pressure, MET_PART * latency_max_ns))
         best_rate = max((choice.rate for choice in found), default=0.0)
         good = [choice for choice in found if choice.rate * NEAR_BEST >= best_rate]
         return min(good, key=lambda choice: (choice.latency_ns, choice.flights, choice.n_groups), default=None)
+
+    def _within(self, groups: tuple[int, int], pressure: int, latency_max_ns: float) -> Iterator[_Beside]:
+        """Yield the choices of riding rows and of flights of prompt rows, beside these decode flights, in the bound."""
+        n_groups, rows = groups
+        for ride in (0, *self._rides(rows)):
+            decode = self._mixed(rows, ride)
+            if max(n_groups * max(decode), sum(decode) + self.overhead_ns) > latency_max_ns:
+                continue  # more rows may take less time, as they do once attention goes in tiles
+            if ride:
+                cycle_ns = _joined(n_groups * max(decode), sum(decode) + self.overhead_ns)
+                yield _Beside(n_groups, rows, n_groups * ride / cycle_ns, cycle_ns, 0, 1, ride)
+            if not ride or pressure > 1:  # both at once fill every gap, and then flights wait for each other
+                yield from self._beside_flights(groups, decode, ride, latency_max_ns)
 
     def _one_more(self, n_streams: int, n_groups: int, rows: int) -> Iterator[tuple[int, int]]:
         """Yield one flight more, and its rows, where the busiest stage has time for it.

@@ -67,7 +67,7 @@ class _Beside:
     n_groups: int
     rows: int
     rate: float  # prompt rows per nanosecond
-    latency_ns: float  # of a running stream, between tokens
+    latency_ns: float  # of a decode flight, from one round to the next
     flights: int
     chunk: int
     ride: int
@@ -212,11 +212,13 @@ class GroupPlanner:
         n_groups, rows, period_ns = self._best_groups(n_streams) if n_streams else (1, 1, 0.0)
         if pressure and n_streams:
             quiet_ns = self._cycle_ns(n_streams, n_groups, rows)
-            latency_max_ns = pressure * PREDICTED_PART * self.itl_stretch * quiet_ns
-            choice = self._beside(n_streams, (n_groups, rows), pressure, latency_max_ns)
+            turns = _turns(n_streams, n_groups, rows)
+            token_max_ns = pressure * PREDICTED_PART * self.itl_stretch * quiet_ns * turns
+            choice = self._beside(n_streams, (n_groups, rows), pressure, token_max_ns)
             if choice is None:
-                return GroupPlan(n_groups, rows, period_ns, 1, 1, 0, latency_max_ns)
+                return GroupPlan(n_groups, rows, period_ns, 1, 1, 0, token_max_ns / turns)
             beside = (choice.flights, choice.chunk, choice.ride)
+            latency_max_ns = token_max_ns / _turns(n_streams, choice.n_groups, choice.rows)
             return GroupPlan(choice.n_groups, choice.rows, period_ns, *beside, latency_max_ns)
         return GroupPlan(n_groups, rows, period_ns, 2 * n_stages, self._train(train_rows or TRAIN_ROWS))
 
@@ -251,8 +253,8 @@ class GroupPlanner:
         few = min(n_streams, GROUPS_MAX_PER_STAGE * len(self.stages))
         return max(math.ceil(n_streams / self.rows_max), few)
 
-    def _beside(self, n_streams: int, best: tuple[int, int], pressure: int, latency_max_ns: float) -> _Beside | None:
-        """Return the most prefill beside decode that keeps the latency bound; None where nothing does.
+    def _beside(self, n_streams: int, best: tuple[int, int], pressure: int, token_max_ns: float) -> _Beside | None:
+        """Return the most prefill beside decode that keeps the bound on a stream's latency; None where nothing does.
 
         Decode flights are those that are best without prompts; or one more where these leave the busiest stage idle at
         times (where steps cost much however few their rows, one flight of all streams may be best, but prompt rows
@@ -264,12 +266,17 @@ class GroupPlanner:
         """
         found: list[_Beside] = []
         for plan in (best, *self._one_more(n_streams, *best)):
-            found.extend(self._within(plan, pressure, latency_max_ns))
+            found.extend(self._within(plan, pressure, token_max_ns / _turns(n_streams, *plan)))
         for plan in self._fewer(n_streams, best[0]):
-            found.extend(self._within(plan, pressure, MET_PART * latency_max_ns))
+            found.extend(self._within(plan, pressure, MET_PART * token_max_ns / _turns(n_streams, *plan)))
         best_rate = max((choice.rate for choice in found), default=0.0)
         good = [choice for choice in found if choice.rate * NEAR_BEST >= best_rate]
-        return min(good, key=lambda choice: (choice.latency_ns, choice.flights, choice.n_groups), default=None)
+
+        def rank(choice: _Beside) -> tuple[float, int, int]:
+            turns = _turns(n_streams, choice.n_groups, choice.rows)
+            return choice.latency_ns * turns, choice.flights, choice.n_groups
+
+        return min(good, key=rank, default=None)
 
     def _within(self, groups: tuple[int, int], pressure: int, latency_max_ns: float) -> Iterator[_Beside]:
         """Yield the choices of riding rows and of flights of prompt rows, beside these decode flights, in the bound."""
@@ -340,6 +347,11 @@ def _context_step(tokens: float) -> int:
 def pressure_of(n_streams: int, n_prompts: int) -> int:
     """Return how many prompts wait per running stream, at least 1 if any does."""
     return min(PRESSURE_MAX, math.ceil(n_prompts / n_streams)) if n_streams else min(1, n_prompts)
+
+
+def _turns(n_streams: int, n_groups: int, rows: int) -> float:
+    """Return in how many rounds of the flights each stream has a token: more than one where they take turns."""
+    return max(1.0, n_streams / (n_groups * rows))
 
 
 def _joined(work_ns: float, way_ns: float) -> float:

@@ -6,8 +6,9 @@ Knows neither batcher nor scheduler. Times are integer nanoseconds of virtual ti
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -22,29 +23,11 @@ STAIRCASE_MS = (
     (24, 141.0), (32, 165.0), (64, 330.0), (128, 660.0), (256, 1320.0), (512, 2640.0),
 )  # fmt: skip
 
-
-def staircase(factor: float = 1.0) -> CostCurve:
-    """Return a CPU stage's true cost: tiles of four rows, what is left over runs row by row."""
-    return CostCurve((rows, factor * ms * MS) for rows, ms in STAIRCASE_MS)
-
-
-def smooth(factor: float = 1.0) -> CostCurve:
-    """Return a GPU-like cost: bound by reading the weights up to 64 rows, by arithmetic beyond, no steps."""
-    ladder = (*LADDER, 256, 512)
-    return CostCurve((rows, factor * MS * (8.0 + 0.02 * rows + 0.10 * max(0, rows - 64))) for rows in ladder)
-
-
 # benches/RESULTS.md: 10 of 16 layers of a 1B-shape llama, Q4_0, one thread of a processor without AVX-512.
 ARITHMETIC_MS = (
     (1, 26.7), (2, 51.0), (3, 78.3), (4, 86.1), (5, 113.2), (8, 162.8), (12, 248.3), (16, 273.3), (24, 435.9),
     (32, 545.8), (64, 1091.0), (128, 2182.0), (256, 4364.0), (512, 8728.0),
 )  # fmt: skip
-
-
-def arithmetic(factor: float = 1.0) -> CostCurve:
-    """Return a CPU stage's true cost where arithmetic binds from the second row on: batching gains little."""
-    return CostCurve((rows, factor * ms * MS) for rows, ms in ARITHMETIC_MS)
-
 
 # benches/RESULTS.md: the same on a processor with AMX, where two to eight rows cost about as much as two.
 MATRIX_MS = (
@@ -53,12 +36,27 @@ MATRIX_MS = (
 )  # fmt: skip
 
 
-def matrix(factor: float = 1.0) -> CostCurve:
-    """Return a CPU stage's true cost where matrix units serve every step of more than one row."""
-    return CostCurve((rows, factor * ms * MS) for rows, ms in MATRIX_MS)
+def smooth(factor: float = 1.0) -> CostCurve:
+    """Return a GPU-like cost: bound by reading the weights up to 64 rows, by arithmetic beyond, no steps."""
+    ladder = (*LADDER, 256, 512)
+    return CostCurve((rows, factor * MS * (8.0 + 0.02 * rows + 0.10 * max(0, rows - 64))) for rows in ladder)
 
 
-CURVES = {"staircase": staircase, "smooth": smooth, "arithmetic": arithmetic, "matrix": matrix}
+def measured(costs_ms: Sequence[tuple[int, float]], factor: float = 1.0) -> CostCurve:
+    """Return a cost as a CPU stage had it."""
+    return CostCurve((rows, factor * ms * MS) for rows, ms in costs_ms)
+
+
+staircase = functools.partial(measured, STAIRCASE_MS)  # tiles of four rows, what is left over runs row by row
+arithmetic = functools.partial(measured, ARITHMETIC_MS)  # bound by arithmetic from the second row on
+matrix = functools.partial(measured, MATRIX_MS)  # matrix units serve every step of more than one row
+
+CURVES: dict[str, Callable[..., CostCurve]] = {  # of a factor
+    "staircase": staircase,
+    "smooth": smooth,
+    "arithmetic": arithmetic,
+    "matrix": matrix,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ A close makes the session's waiting frames pointless: they are dropped when it a
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import operator
 
@@ -29,14 +28,6 @@ from stage.queue_types import QueuedFrame, Step
 from wire.frames import Flag
 
 CONTROLS_ONLY = "controls_only"
-
-
-@dataclasses.dataclass(slots=True)
-class Place:
-    """Where frames of one envelope stand in a line."""
-
-    order: int  # of the first of them
-    n_heads: int = 0
 
 
 class Batcher:
@@ -54,7 +45,6 @@ class Batcher:
         self._prefill: dict[tuple[int, int], QueuedFrame] = {}
         self._controls: dict[tuple[int, int], QueuedFrame] = {}
         self._push_orders, self._line_orders = itertools.count(), itertools.count()
-        self._places: dict[tuple[int, bool], Place] = {}  # by envelope and line, see _place_key
 
     def push(self, frame: QueuedFrame) -> list[QueuedFrame]:
         """Queue one frame. Returns the session's frames that a close made pointless (their credit is free again)."""
@@ -69,7 +59,7 @@ class Batcher:
         self.queued_rows += frame.n_rows
         self._n_frames += 1
         if len(queue) == 1:
-            self._stand_in_line(frame, joins=False)
+            self._stand_in_line(frame)
         return dropped
 
     def drop_route(self, route_id: int) -> list[QueuedFrame]:
@@ -117,33 +107,24 @@ class Batcher:
             return self._controls
         return self._prefill if frame.is_prefill else self._decode
 
-    def _stand_in_line(self, head: QueuedFrame, *, joins: bool) -> None:
+    def _stand_in_line(self, head: QueuedFrame, place: int | None = None) -> None:
+        head.line_order = next(self._line_orders) if place is None else place
         self._line_of(head)[head.session_key] = head
-        if head.is_control:
-            return
-        head.line_order = next(self._line_orders)
-        place = self._places.setdefault(_place_key(head), Place(head.line_order))
-        place.n_heads += 1
-        if joins:
-            head.line_order = place.order
 
-    def _leave_line(self, head: QueuedFrame) -> None:
-        del self._line_of(head)[head.session_key]
-        if head.is_control:
-            return
-        place = self._places[_place_key(head)]
-        place.n_heads -= 1
-        if not place.n_heads:
-            del self._places[_place_key(head)]
+    def _place_beside(self, frame: QueuedFrame) -> int | None:
+        """Return where others of its envelope stand in its line, if any do."""
+        places = (head.line_order for head in self._line_of(frame).values() if head.envelope == frame.envelope)
+        return min(places, default=None)
 
     def _remove_head(self, head: QueuedFrame) -> None:
-        self._leave_line(head)
+        del self._line_of(head)[head.session_key]
         queue = self._sessions[head.session_key]
         queue.popleft()
         self.queued_rows -= head.n_rows
         self._n_frames -= 1
         if queue:
-            self._stand_in_line(queue[0], joins=True)
+            # What came behind a control came with it, and stands with the others already: the search is for chunks.
+            self._stand_in_line(queue[0], None if head.is_control else self._place_beside(queue[0]))
         else:
             del self._sessions[head.session_key]
 
@@ -151,14 +132,10 @@ class Batcher:
         queue = self._sessions.pop(session_key, None)
         if not queue:
             return []
-        self._leave_line(queue[0])
+        del self._line_of(queue[0])[session_key]
         self.queued_rows -= sum(frame.n_rows for frame in queue)
         self._n_frames -= len(queue)
         return list(queue)
-
-
-def _place_key(head: QueuedFrame) -> tuple[int, bool]:
-    return head.envelope, head.is_prefill
 
 
 def _in_order(heads: dict[tuple[int, int], QueuedFrame]) -> list[QueuedFrame]:

@@ -16,16 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from stage.queue_types import QueuedFrame
-from tests.fakes import (
-    EPOCH,
-    BlockedDecode,
-    Coordinator,
-    StageUnderTest,
-    control,
-    rows_frame,
-    served,
-    tokens_frame,
-)
+from tests.fakes import EPOCH, BlockedDecode, control, rows_frame, tokens_frame
+from tests.served_stage import Coordinator, StageUnderTest, served
 from wire import rpc, trace_context
 from wire import telemetry_names as names
 from wire.errors import NativeError

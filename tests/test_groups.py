@@ -292,6 +292,7 @@ def test_any_plan_is_within_its_caps(
 def test_more_streams_are_never_predicted_to_be_slower_together(curve: str, n_stages: int) -> None:
     made = planner(n_stages, curve)
     rates = [n / made.plan(n, n_prompts=0).period_ns for n in range(1, 80)]
+    # A plan may be EQUAL below the best, and one of a single flight on one stage loses as much by SHARPNESS again.
     assert all(later >= 0.96 * max(rates[: index + 1]) for index, later in enumerate(rates[1:]))
 
 

@@ -111,20 +111,23 @@ async def test_waiting_requests_survive_a_lost_stage(artifacts: Artifacts, whole
 async def test_a_stage_that_comes_back_with_fewer_lanes_makes_streams_wait(
     artifacts: Artifacts, whole: ReferenceModel
 ) -> None:
-    prompts = [prompt_of(index, 9 + index) for index in range(4)]
-    async with fleet(artifacts([2]), n_lanes=3, waiting_max=1) as running:
-        streams = [running.pipeline.open(request(prompt, 30)) for prompt in prompts]
-        begun = [await read(stream, 3) for stream in streams[:3]]
+    prompts, n_tokens = [prompt_of(index, 9 + index) for index in range(4)], 60
+    async with fleet(artifacts([2]), n_lanes=3) as running:
+        streams = [running.pipeline.open(request(prompt, n_tokens)) for prompt in prompts[:3]]
+        begun = [await read(stream, 3) for stream in streams]
         await running.stop(0)
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        streams.append(running.pipeline.open(request(prompts[3], n_tokens)))  # one at least is there when it is back
         running.n_lanes = 1
         await running.start(0)
-        outputs = await asyncio.gather(*map(tokens_of, streams))
         async with asyncio.timeout(20):
-            while running.pipeline.n_lanes != 1:  # the streams may have ended before the stage did
-                await running.lanes_used()
+            await running.pipeline.ready.wait()
+        assert running.pipeline.n_lanes == 1
+        outputs = await asyncio.gather(*map(tokens_of, streams))
         await running.until_free()
     for prompt, before, after in zip(prompts, [*begun, []], outputs, strict=True):
-        assert len(before + after) == 30
+        assert len(before + after) == n_tokens
         assert_greedy(whole, prompt, before + after)
 
 

@@ -120,7 +120,7 @@ def test_a_long_prompt_leaves_running_streams_their_pace(curve: str, n_streams: 
 
 
 def test_flights_of_single_rows_meet_where_pairs_have_room_for_a_prompt() -> None:
-    """Four flights of one row are best alone; as two of two rows they take six rows of a prompt along each."""
+    """Flights of one row are best for four streams alone; two of two rows take six rows of a prompt along each."""
     seen = prompt_beside(equal_stages(2, "matrix"), 4, 1_000)
     assert seen.quiet.rows_mean == pytest.approx(1, rel=0.1)
     assert seen.itl_p99_ratio <= 1.7

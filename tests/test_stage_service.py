@@ -22,17 +22,14 @@ from tests.fakes import (
     ROUTE,
     WIDTH,
     BlockedDecode,
-    Coordinator,
-    StageUnderTest,
     control,
-    envelope_of,
     greedy,
     hidden,
     logits_of,
     rows_frame,
-    served,
     tokens_frame,
 )
+from tests.served_stage import Coordinator, StageUnderTest, envelope_of, served
 from wire import bounds, envelope, rpc
 from wire.errors import (
     ChecksumError,

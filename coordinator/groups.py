@@ -16,7 +16,8 @@ Prompts travel in two ways, whichever brings more of them through: as rows that 
 that has room in its tile, or whose fixed cost is high, takes them at little extra cost), and as flights of their own.
 Both are sized so that running streams' inter-token latency stays within `itl_stretch` of what it is without them. When
 more streams wait for their first token than run, that bound grows in proportion: a second of delay weighs the same
-whoever waits it.
+whoever waits it. While prompts wait there may be one decode flight more than is best without them, or fewer, where that
+gives their rows more room.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class GroupPlanner:
     def __init__(self, stages: Sequence[StageCost], itl_stretch: float = ITL_STRETCH) -> None:
         self.stages, self.itl_stretch = tuple(stages), itl_stretch
         self.overhead_ns = 0.0  # of one round trip beyond the steps, see coordinator.overhead
-        self._cache: dict[tuple[int, int, int], GroupPlan] = {}
+        self._cache: dict[tuple[int, int, int, tuple[int, int] | None], GroupPlan] = {}
         self._costs_ns: dict[int, tuple[float, ...]] = {}  # rows -> each stage's decode step
         self._views: dict[tuple[int, int], GroupPlanner] = {}  # by context of decode rows and of prompt rows
 
@@ -132,16 +133,23 @@ class GroupPlanner:
         return view
 
     def plan(
-        self, n_streams: int, *, n_prompts: int, n_prompt_rows: int = TRAIN_ROWS, pressure_min: int = 0
+        self,
+        n_streams: int,
+        *,
+        n_prompts: int,
+        n_prompt_rows: int = TRAIN_ROWS,
+        pressure_min: int = 0,
+        by_hand: tuple[int, int] | None = None,
     ) -> GroupPlan:
         """Return the plan for this many running streams, with this many prompts waiting beside them.
 
         n_prompt_rows: of these prompts together. It matters while no stream runs: the fewer, the smaller the chunks in
         which they keep all stages at work. Taken in powers of two. pressure_min: as many prompts per running stream
-        count at least.
+        count at least. by_hand: decode flights, and rows of the largest, that somebody chose: only what goes beside
+        them is planned.
         """
         train_rows = 0 if n_streams else min(TRAIN_ROWS_MAX, 1 << max(0, n_prompt_rows - 1).bit_length())
-        key = (n_streams, max(pressure_of(n_streams, n_prompts), pressure_min), train_rows)
+        key = (n_streams, max(pressure_of(n_streams, n_prompts), pressure_min), train_rows, by_hand)
         if key not in self._cache:
             if len(self._cache) >= CACHE_MAX:
                 self._cache.clear()
@@ -203,18 +211,20 @@ class GroupPlanner:
             work_ns = max(largest)
         return _joined(work_ns, sum(largest) + self.overhead_ns)
 
-    def _plan(self, n_streams: int, pressure: int, train_rows: int) -> GroupPlan:
+    def _plan(
+        self, n_streams: int, pressure: int, train_rows: int, by_hand: tuple[int, int] | None = None
+    ) -> GroupPlan:
         n_stages = len(self.stages)
         if not self.is_known:
             n_groups = max(1, min(n_stages, n_streams))
             rows = min(self.rows_max, math.ceil(n_streams / n_groups))
             return GroupPlan(n_groups, max(1, rows), 0.0, max(1, n_stages), min(FALLBACK_CHUNK_ROWS, self.rows_max))
-        n_groups, rows, period_ns = self._best_groups(n_streams) if n_streams else (1, 1, 0.0)
+        n_groups, rows = (by_hand or self._best_groups(n_streams)) if n_streams else (1, 1)
+        period_ns = n_streams / self.rate(n_streams, n_groups, rows) if n_streams else 0.0
         if pressure and n_streams:
-            quiet_ns = self._cycle_ns(n_streams, n_groups, rows)
-            turns = _turns(n_streams, n_groups, rows)
+            quiet_ns, turns = self._cycle_ns(n_streams, n_groups, rows), _turns(n_streams, n_groups, rows)
             token_max_ns = pressure * PREDICTED_PART * self.itl_stretch * quiet_ns * turns
-            choice = self._beside(n_streams, (n_groups, rows), pressure, token_max_ns)
+            choice = self._beside(n_streams, (n_groups, rows), pressure, token_max_ns, may_change=by_hand is None)
             if choice is None:
                 return GroupPlan(n_groups, rows, period_ns, 1, 1, 0, token_max_ns / turns)
             beside = (choice.flights, choice.chunk, choice.ride)
@@ -222,8 +232,8 @@ class GroupPlanner:
             return GroupPlan(choice.n_groups, choice.rows, period_ns, *beside, latency_max_ns)
         return GroupPlan(n_groups, rows, period_ns, 2 * n_stages, self._train(train_rows or TRAIN_ROWS))
 
-    def _best_groups(self, n_streams: int) -> tuple[int, int, float]:
-        """Return (flights, rows, time per token of every stream) of the fastest plan.
+    def _best_groups(self, n_streams: int) -> tuple[int, int]:
+        """Return flights and rows of the fastest plan.
 
         Of equally fast ones, that with about one flight per stage: it keeps all of them at work, at no more steps than
         that takes.
@@ -232,8 +242,7 @@ class GroupPlanner:
         best = max(rates.values())
         good = (key for key, rate in rates.items() if rate * EQUAL >= best)
         n_stages = len(self.stages)
-        n_groups, rows = min(good, key=lambda key: (abs(key[0] - n_stages), -rates[key], key[1]))
-        return n_groups, rows, n_streams / rates[n_groups, rows]
+        return min(good, key=lambda key: (abs(key[0] - n_stages), -rates[key], key[1]))
 
     def _candidates(self, n_streams: int) -> Iterator[tuple[int, int]]:
         rows_max, groups_max = min(n_streams, self.rows_max), self._groups_max(n_streams)
@@ -253,21 +262,23 @@ class GroupPlanner:
         few = min(n_streams, GROUPS_MAX_PER_STAGE * len(self.stages))
         return max(math.ceil(n_streams / self.rows_max), few)
 
-    def _beside(self, n_streams: int, best: tuple[int, int], pressure: int, token_max_ns: float) -> _Beside | None:
+    def _beside(
+        self, n_streams: int, best: tuple[int, int], pressure: int, token_max_ns: float, *, may_change: bool = True
+    ) -> _Beside | None:
         """Return the most prefill beside decode that keeps the bound on a stream's latency; None where nothing does.
 
-        Decode flights are those that are best without prompts; or one more where these leave the busiest stage idle at
-        times (where steps cost much however few their rows, one flight of all streams may be best, but prompt rows
-        riding in it would find all stages idle but one); or fewer, since a wider step may have room where one row costs
-        half of a tile.
+        Decode flights are those that are best without prompts; or, where they may change, one more if these leave the
+        busiest stage idle at times (where steps cost much however few their rows, one flight of all streams may be
+        best, but prompt rows riding in it would find all stages idle but one); or fewer, since a wider step may have
+        room where one row costs half of a tile.
 
         The bound is held for flights that have spread over the stages, which they do as soon as each has gone round
         once. The first ones after a quiet time queue behind each other; those take fewer rows along, see `ride_within`.
         """
         found: list[_Beside] = []
-        for plan in (best, *self._one_more(n_streams, *best)):
+        for plan in (best, *(self._one_more(n_streams, *best) if may_change else ())):
             found.extend(self._within(plan, pressure, token_max_ns / _turns(n_streams, *plan)))
-        for plan in self._fewer(n_streams, best[0]):
+        for plan in self._fewer(n_streams, best[0]) if may_change else ():
             found.extend(self._within(plan, pressure, MET_PART * token_max_ns / _turns(n_streams, *plan)))
         best_rate = max((choice.rate for choice in found), default=0.0)
         good = [choice for choice in found if choice.rate * NEAR_BEST >= best_rate]
@@ -324,7 +335,7 @@ class GroupPlanner:
                 latency_ns = max(cycle_ns, way_ns + flights * max(costs))
                 if latency_ns > latency_max_ns:
                     break
-                rate = flights * chunk / cycle_ns + n_groups * ride / max(work_ns, way_ns)
+                rate = flights * chunk / cycle_ns + n_groups * ride / max(cycle_ns, way_ns)
                 yield _Beside(*groups, rate, latency_ns, flights, chunk, ride)
 
     def _train(self, n_rows: int) -> int:

@@ -151,22 +151,23 @@ class Scheduler:
 
     def plan(self) -> GroupPlan:
         """Return the plan for what runs now."""
-        if self.config.mode == "fixed":
-            return self._by_hand(self._automatic())
-        return self._automatic()
+        return self._by_hand() if self.config.mode == "fixed" else self._automatic()
 
     def describe(self) -> dict[str, object]:
         """Return the plan, and what a round trip takes beyond steps, for who looks at the pipeline."""
         return {**dataclasses.asdict(self.plan()), "overhead_ns": round(self.planner.overhead_ns)}
 
-    def _by_hand(self, auto: GroupPlan) -> GroupPlan:
+    def _by_hand(self) -> GroupPlan:
         """Return the plan with flights and rows as configured; what is not configured suits the streams that run."""
         n_groups, rows = self.config.n_groups, self.config.group_rows
         rows = min(rows or math.ceil(self.n_decoding / (n_groups or 1)), self.planner.rows_max) or 1
+        n_groups = n_groups or math.ceil(self.n_decoding / rows) or 1
+        # Those that fly are what prompt rows must suit.
+        auto = self._automatic((min(n_groups, math.ceil(self.n_decoding / rows)), min(rows, self.n_decoding)))
         ride_rows = max(0, min(auto.ride_rows, self.planner.rows_max - rows))
         return dataclasses.replace(
             auto,
-            n_groups=n_groups or math.ceil(self.n_decoding / rows) or 1,
+            n_groups=n_groups,
             group_rows=rows,
             ride_rows=ride_rows,
             # Prompts always have a way: where none can ride, as many rows in a flight of their own as would have.
@@ -174,11 +175,11 @@ class Scheduler:
             chunk_rows=auto.chunk_rows if auto.prefill_flights else max(1, auto.ride_rows),
         )
 
-    def _automatic(self) -> GroupPlan:
+    def _automatic(self, by_hand: tuple[int, int] | None = None) -> GroupPlan:
         n_prompts, planner = len(self._prompts), self._planner()
         if self._decoding:
             pressure_min = BURST_PRESSURE if self._is_burst(planner) else 0
-            return planner.plan(self.n_decoding, n_prompts=n_prompts, pressure_min=pressure_min)
+            return planner.plan(self.n_decoding, n_prompts=n_prompts, pressure_min=pressure_min, by_hand=by_hand)
         return planner.plan(0, n_prompts=n_prompts, n_prompt_rows=self._count_train_rows())
 
     def _is_burst(self, planner: GroupPlanner) -> bool:

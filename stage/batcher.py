@@ -6,8 +6,9 @@ thread and the event loop share it under the runner's lock.
 Theory of operation. Each session has a queue of its own, so frames of one session never overtake each other. The
 *head* of every non-empty session queue stands in one of two lines, decode or prefill; `take` asks the policy how far
 down each line to go. Who becomes head goes to the end of its line, so that who has sent much does not keep others
-waiting; unless others of its envelope stand there: then it joins them. (Else the rest of a prompt whose first part has
-just left would fall behind the frames that it was sent with, and cost a step of its own.)
+waiting; unless what it was sent with stands in line already, and it follows frames of an envelope before or a control:
+then it joins those. (Else the rest of a prompt whose first part has just left would fall behind the frames that it was
+sent with, and cost a step of its own.)
 
 A control at the head is applied by the next step at no cost in rows, and the frame behind it becomes the head at once,
 so that an open and the first rows of a prompt run in the same step. Controls of one step are applied in the order in
@@ -112,9 +113,9 @@ class Batcher:
         self._line_of(head)[head.session_key] = head
 
     def _place_beside(self, frame: QueuedFrame) -> int | None:
-        """Return where others of its envelope stand in its line, if any do."""
-        places = (head.line_order for head in self._line_of(frame).values() if head.envelope == frame.envelope)
-        return min(places, default=None)
+        """Return where others of its envelope stand, in whichever line, if any do."""
+        heads = itertools.chain(self._decode.values(), self._prefill.values())
+        return min((head.line_order for head in heads if head.envelope == frame.envelope), default=None)
 
     def _remove_head(self, head: QueuedFrame) -> None:
         del self._line_of(head)[head.session_key]
@@ -123,8 +124,10 @@ class Batcher:
         self.queued_rows -= head.n_rows
         self._n_frames -= 1
         if queue:
-            # What came behind a control came with it, and stands with the others already: the search is for chunks.
-            self._stand_in_line(queue[0], None if head.is_control else self._place_beside(queue[0]))
+            # Several frames of one session in an envelope take turns with others: together they would keep these off.
+            has_gone = queue[0].envelope == head.envelope and not head.is_control
+            joins = not (has_gone or queue[0].is_control)
+            self._stand_in_line(queue[0], self._place_beside(queue[0]) if joins else None)
         else:
             del self._sessions[head.session_key]
 

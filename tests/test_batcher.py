@@ -214,21 +214,38 @@ def test_first_come_first_served_starves_nobody(policy: Policy) -> None:
         assert max(waited.values()) <= 13, waited.most_common(3)
 
 
-def test_the_rest_of_a_prompt_stays_with_the_frames_that_it_was_sent_with() -> None:
-    """Three envelopes of sixteen rows wait, the later two begin with the rest of a prompt: so many steps."""
-    sent = [
-        [chunk(1, 0, 12), chunk(2, 0, 4)],
-        [chunk(2, 4, 8), chunk(3, 0, 8)],
-        [chunk(3, 8, 4), chunk(4, 0, 12)],
-        [rows_frame(9, 0)],
-    ]
-    batcher = Batcher(GroupPolicy(16, CostCurve()))
+def push_envelopes(batcher: Batcher, sent: Sequence[Sequence[QueuedFrame]]) -> None:
     for number, frames in enumerate(sent):
         for frame in frames:
             frame.envelope = number
             batcher.push(frame)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [[chunk(1, 0, 12), chunk(2, 0, 4)], [chunk(2, 4, 8), chunk(3, 0, 8)], [chunk(3, 8, 4), chunk(4, 0, 12)]],
+        [[rows_frame(1, 0), chunk(8, 0, 4)], [rows_frame(2, 0), chunk(8, 4, 4)], [rows_frame(3, 0), chunk(9, 0, 4)]],
+        [[control(9, Flag.OPEN), chunk(8, 0, 4), chunk(9, 0, 8)], [chunk(7, 0, 12)]],
+        [[control(9, Flag.OPEN), rows_frame(1, 0), chunk(9, 0, 4)], [rows_frame(3, 0), chunk(8, 0, 4)]],
+    ],
+    ids=["rest", "rest_riding", "open", "open_riding"],
+)
+def test_what_was_sent_together_runs_in_one_step(sent: list[list[QueuedFrame]]) -> None:
+    """Also who becomes the head of its session's queue only then: behind a prompt's first part, or behind an open."""
+    sent = [*sent, [rows_frame(99, 0)]]
+    batcher = Batcher(GroupPolicy(16, CostCurve()))
+    push_envelopes(batcher, sent)
     ran = [{(frame.session_id, frame.position) for frame in step.frames} for step in take_all(batcher)]
-    assert ran == [{(frame.session_id, frame.position) for frame in frames} for frames in sent]
+    assert ran == [{(frame.session_id, frame.position) for frame in frames if frame.n_rows} for frames in sent]
+
+
+def test_an_envelope_of_many_chunks_does_not_keep_others_off() -> None:
+    batcher = Batcher(GroupPolicy(16, CostCurve()))
+    long = [chunk(session_id, 16 * index, 16) for index in range(50) for session_id in (1, 2)]
+    push_envelopes(batcher, [long, [rows_frame(3, 0)]])
+    ran = [[frame.session_id for frame in step.frames] for step in take_all(batcher)]
+    assert ran.index([3]) == 2
 
 
 def test_a_frame_wider_than_the_step_does_not_block_the_others() -> None:

@@ -15,9 +15,9 @@ from coordinator.groups import (
     GROUPS_MAX_PER_STAGE,
     PREDICTED_PART,
     GroupPlanner,
-    StageCost,
     _context_step,
 )
+from coordinator.stage_cost import StageCost
 from wire.curve import CostCurve
 
 
@@ -164,7 +164,7 @@ def test_prompts_get_a_flight_more_where_decode_alone_leaves_stages_idle() -> No
     assert busy.plan(16, n_prompts=1).n_groups == busy.plan(16, n_prompts=0).n_groups == 2
 
 
-CASES = {  # (stages, streams) -> (flights, rows), on the staircase of FIELD.md
+CASES = {  # (stages, streams) -> (flights, rows), on the staircase
     "one stream": (2, 1, (1, 1)),
     "two streams, a stage each": (2, 2, (2, 1)),
     "eight streams, two full tiles": (2, 8, (2, 4)),
@@ -292,8 +292,8 @@ def test_any_plan_is_within_its_caps(
 def test_more_streams_are_never_predicted_to_be_slower_together(curve: str, n_stages: int) -> None:
     made = planner(n_stages, curve)
     rates = [n / made.plan(n, n_prompts=0).period_ns for n in range(1, 80)]
-    # A plan may be EQUAL below the best, and one of a single flight on one stage loses as much by SHARPNESS again.
-    assert all(later >= 0.96 * max(rates[: index + 1]) for index, later in enumerate(rates[1:]))
+    # A plan may be EQUAL below the best, and one flight on one stage is as much below two by SHARPNESS.
+    assert all(later >= 0.959 * max(rates[: index + 1]) for index, later in enumerate(rates[1:]))
 
 
 @pytest.mark.parametrize("curve", CURVES)

@@ -112,7 +112,7 @@ async def test_a_stage_that_comes_back_with_fewer_lanes_makes_streams_wait(
     artifacts: Artifacts, whole: ReferenceModel
 ) -> None:
     prompts, n_tokens = [prompt_of(index, 9 + index) for index in range(4)], 60
-    async with fleet(artifacts([2]), n_lanes=3) as running:
+    async with fleet(artifacts([2]), n_lanes=3, waiting_max=1) as running:
         streams = [running.pipeline.open(request(prompt, n_tokens)) for prompt in prompts[:3]]
         begun = [await read(stream, 3) for stream in streams]
         await running.stop(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +30,7 @@ class Fixed(GroupPlanner):
         super().__init__([StageCost(CostCurve([(1, 1e6)]), CostCurve([(1, 1e6)]), 64, is_per_lane=is_per_lane)])
         self._only = GroupPlan(n_groups, group_rows, 0.0, flights, chunk_rows, ride_rows)
 
-    def plan(self, n_streams: int, *, n_prompts: int, n_prompt_rows: int = 0, pressure_min: int = 0) -> GroupPlan:
+    def plan(self, n_streams: int, **_: Any) -> GroupPlan:
         return self._only
 
 
@@ -532,10 +533,10 @@ class Noting(GroupPlanner):
         super().__init__([StageCost(staircase(), staircase(), 512) for _ in range(2)])
         self.said: list[int] = []
 
-    def plan(self, n_streams: int, *, n_prompts: int, n_prompt_rows: int = 0, pressure_min: int = 0) -> GroupPlan:
+    def plan(self, n_streams: int, *, n_prompts: int, pressure_min: int = 0, **others: Any) -> GroupPlan:
         if n_streams and n_prompts:
             self.said.append(pressure_min)
-        return super().plan(n_streams, n_prompts=n_prompts, n_prompt_rows=n_prompt_rows, pressure_min=pressure_min)
+        return super().plan(n_streams, n_prompts=n_prompts, pressure_min=pressure_min, **others)
 
 
 def test_prompts_of_a_burst_count_twice_until_all_are_read() -> None:

@@ -30,8 +30,8 @@ from coordinator.stage_cost import StageCost
 
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
 ITL_STRETCH = 2.0  # running streams' inter-token latency beside prefill, against none, unless somebody sets it
-PREDICTED_PART = 0.96  # of that bound is what plans may predict; the rest is for what they do not foresee
-MET_PART = 0.88  # and of that, where flights meet to make room: more streams feel whatever such a step does not foresee
+PREDICTED_PART = 0.92  # of that bound is what plans may predict; the rest is for what they do not foresee
+MET_PART = 0.92  # and of that, where flights meet to make room: more streams feel whatever such a step does not foresee
 PRESSURE_MAX = 64  # prompts per running stream beyond which more of them change nothing
 BUSY = 0.9  # a stage that works this part of the time has none for another flight
 NEAR_BEST = 1.08  # of prefill choices whose rates are this close the one with the shorter latency is taken

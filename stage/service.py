@@ -27,6 +27,7 @@ from wire.envelope import EnvelopeView
 from wire.errors import (
     HandshakeError,
     LaneLimitError,
+    NotReadyError,
     ProtocolError,
     RelaylineError,
     StageLostError,
@@ -69,6 +70,7 @@ class StageService:
         executor.mark = self._observer.spans.mark
         self._routes: dict[int, Route] = {}
         self._configuring = asyncio.Lock()
+        self._is_closing = False
         # Bounded by runner.OUTBOX_STEPS_MAX: the decode thread takes no step while that many are unsent.
         self._sends: asyncio.Queue[list[tuple[Route, RouteOutput]]] = asyncio.Queue()
         self._stepped = asyncio.Event()  # set by every step
@@ -191,6 +193,8 @@ class StageService:
 
     async def _configure(self, request: pb.ConfigureRequest) -> None:
         artifact = self._facts.artifact
+        if self._is_closing:  # a coordinator that has just lost its route here would begin one that ends at once
+            raise NotReadyError("this stage is stopping")
         if request.protocol_version != bounds.PROTOCOL_VERSION:
             raise HandshakeError(
                 f"coordinator speaks protocol {request.protocol_version}, this stage {bounds.PROTOCOL_VERSION}; "
@@ -383,8 +387,9 @@ class StageService:
             route.unlisten(listener)
 
     async def close(self) -> None:
-        """End every route; their streams close with it."""
+        """End every route, for good; their streams close with it."""
         async with self._configuring:
+            self._is_closing = True
             for route in list(self._routes.values()):
                 await self._end_route(route)
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -35,6 +35,7 @@ from wire.errors import (
     ChecksumError,
     HandshakeError,
     LaneLimitError,
+    NotReadyError,
     ProtocolError,
     RelaylineError,
     SessionError,
@@ -185,6 +186,16 @@ async def test_return_of_another_epoch_is_refused() -> None:
         one.epoch += 1
         with pytest.raises(StaleEpochError):
             await one.listen()
+
+
+async def test_a_stage_that_stops_begins_no_epoch() -> None:
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        await stage.service.close()
+        await asyncio.wait_for(one.lost, 20)
+        one.epoch += 1
+        with pytest.raises(NotReadyError, match="stopping"):
+            await one.configure()
 
 
 # --- garbage ----------------------------------------------------------------------------------------------------------

@@ -189,7 +189,22 @@ async def test_a_client_that_leaves_ends_the_span(tokenizer: Tokenizer) -> None:
             await served.generator.streams[0].closed.wait()
     span = world.kept.one("POST /v1/completions")
     assert attributes_of(span)[names.ERROR_TYPE] == "client_gone"
+    assert names.HTTP_RESPONSE_STATUS_CODE not in attributes_of(span), "nothing was sent"
     assert span.status.status_code is StatusCode.ERROR
+
+
+async def test_a_client_that_leaves_a_stream_has_had_its_status(tokenizer: Tokenizer) -> None:
+    """Also one that has read all of it, and is gone before the handler has returned."""
+    world, gate = World(Kept()), Gate()
+    generator = FakeGenerator(lambda _: [gate])
+    async with session_of(tokenizer, world, generator) as (session, served):
+        async with asyncio.timeout(WAIT_S):
+            reply = await session.post("/v1/completions", json={"prompt": "x", "stream": True})
+            await gate.reached.wait()
+            reply.close()
+            await served.generator.streams[0].closed.wait()
+    said = attributes_of(world.kept.one("POST /v1/completions"))
+    assert (said[names.HTTP_RESPONSE_STATUS_CODE], said[names.ERROR_TYPE]) == (200, "client_gone")
 
 
 async def test_only_generation_is_traced(tokenizer: Tokenizer) -> None:

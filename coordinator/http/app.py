@@ -12,7 +12,7 @@ from coordinator.http.choice import Speller
 from coordinator.http.handlers import Handlers
 from coordinator.http.limits import HttpLimits
 from coordinator.http.middleware import add_request_id, errors_as_json, request_id
-from coordinator.http.observe import observing
+from coordinator.http.observe import note_status, observing
 from coordinator.http.service import Service
 from coordinator.http.telemetry_handlers import TelemetryHandlers
 from coordinator.observer import Observer
@@ -47,6 +47,7 @@ def make_app(
     middlewares = [observing(observer, request_id), errors_as_json]
     app = web.Application(client_max_size=limits.body_bytes_max, middlewares=middlewares)
     app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.append(note_status)
     app.add_routes(
         [
             web.get("/health", handlers.health),

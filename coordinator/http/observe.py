@@ -56,6 +56,13 @@ def observing(observer: Observer, id_of: Callable[[web.Request], str]) -> Callab
     return observe
 
 
+async def note_status(request: web.Request, response: web.StreamResponse) -> None:
+    """Keep the status once it is sent (on_response_prepare): a client may be gone before the handler returns."""
+    record = request.get(RECORD)
+    if record is not None:
+        record.status = response.status
+
+
 def note_failure(request: web.Request, label: str) -> None:
     """Say why a request fails."""
     record = request.get(RECORD)

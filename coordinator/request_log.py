@@ -194,6 +194,7 @@ class RequestRecord:
     model: str = ""
     status: int = 0
     error: str = ""
+    is_whole: bool = False  # all of a streamed answer has been handed over; closing the connection loses nothing now
     n_prompt: int = 0
     tokenize_start_ns: int = 0
     tokenize_end_ns: int = 0

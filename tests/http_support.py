@@ -92,10 +92,11 @@ Script = Callable[[GenerationRequest], Iterable[Step]]
 
 
 class FakeStream:
-    """Plays one script. Counts what was taken and knows whether it was closed."""
+    """Plays one script. Counts what was taken, knows whether it was closed; `closing` holds the server up in that."""
 
-    def __init__(self, steps: Iterable[Step]) -> None:
+    def __init__(self, steps: Iterable[Step], closing: Gate | None = None) -> None:
         self._steps = iter(steps)
+        self._closing = closing
         self.closed = asyncio.Event()
         self.n_taken = 0
 
@@ -114,6 +115,8 @@ class FakeStream:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
+        if self._closing is not None:
+            await self._closing.pass_through()
         self.closed.set()
 
 
@@ -143,6 +146,7 @@ class FakeGenerator:
         self.ctx_tokens = ctx_tokens
         self.ready = True
         self.refusals: list[Exception | None] = []
+        self.closing: Gate | None = None
         self.requests: list[GenerationRequest] = []
         self.streams: list[FakeStream] = []
         self.streams_opened = asyncio.Event()
@@ -163,7 +167,7 @@ class FakeGenerator:
             raise refusal
         self.check_ready()
         self.requests.append(request)
-        self.streams.append(FakeStream(self.script(request)))
+        self.streams.append(FakeStream(self.script(request), self.closing))
         self.streams_opened.set()
         return self.streams[-1]
 

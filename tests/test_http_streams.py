@@ -102,9 +102,9 @@ async def test_events_ready_together_are_one_write(tokenizer: Tokenizer, monkeyp
     writes: list[bytes] = []
     write = EventWriter._write
 
-    async def recorded(self: EventWriter, payload: bytes) -> None:
+    async def recorded(self: EventWriter, payload: bytes, *, is_last: bool = False) -> None:
         writes.append(payload)
-        await write(self, payload)
+        await write(self, payload, is_last=is_last)
 
     monkeypatch.setattr(EventWriter, "_write", recorded)
     gate = Gate()
@@ -113,7 +113,7 @@ async def test_events_ready_together_are_one_write(tokenizer: Tokenizer, monkeyp
         await gate.reached.wait()
         gate.opened.set()
         await reply.read()
-    assert [payload.count(b"data: ") for payload in writes] == [3, 4]  # d, e, finish and [DONE] together
+    assert [payload.count(b"data: ") for payload in writes] == [3, 4]  # d, e, finish, [DONE] and the end together
     assert writes[-1].endswith(b"data: [DONE]\n\n")
 
 

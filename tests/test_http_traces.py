@@ -194,7 +194,6 @@ async def test_a_client_that_leaves_ends_the_span(tokenizer: Tokenizer) -> None:
 
 
 async def test_a_client_that_leaves_a_stream_has_had_its_status(tokenizer: Tokenizer) -> None:
-    """Also one that has read all of it, and is gone before the handler has returned."""
     world, gate = World(Kept()), Gate()
     generator = FakeGenerator(lambda _: [gate])
     async with session_of(tokenizer, world, generator) as (session, served):
@@ -205,6 +204,26 @@ async def test_a_client_that_leaves_a_stream_has_had_its_status(tokenizer: Token
             await served.generator.streams[0].closed.wait()
     said = attributes_of(world.kept.one("POST /v1/completions"))
     assert (said[names.HTTP_RESPONSE_STATUS_CODE], said[names.ERROR_TYPE]) == (200, "client_gone")
+
+
+async def test_a_client_that_leaves_with_the_last_event_has_had_its_answer(tokenizer: Tokenizer) -> None:
+    """OpenAI's clients close the connection at [DONE]; the handler may still have the stream to close by then."""
+    world, generator = World(Kept()), FakeGenerator()
+    gate = generator.closing = Gate()
+    async with session_of(tokenizer, world, generator) as (session, _), asyncio.timeout(WAIT_S):
+        reply = await session.post("/v1/completions", json={"prompt": "x", "stream": True})
+        while b"[DONE]" not in await reply.content.readline():
+            pass
+        await gate.reached.wait()
+        await session.close()
+        (record,) = world.observer.log
+        while not record.ended_ns:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0)
+        gate.opened.set()
+    span = world.kept.one("POST /v1/completions")
+    assert attributes_of(span)[names.HTTP_RESPONSE_STATUS_CODE] == 200
+    assert names.ERROR_TYPE not in attributes_of(span)
+    assert span.status.status_code is not StatusCode.ERROR
 
 
 async def test_only_generation_is_traced(tokenizer: Tokenizer) -> None:

@@ -48,7 +48,8 @@ def observing(observer: Observer, id_of: Callable[[web.Request], str]) -> Callab
                 record.error = str(response.status)
             return response
         except asyncio.CancelledError:
-            record.error = record.error or CLIENT_GONE
+            if not record.is_whole:
+                record.error = record.error or CLIENT_GONE
             raise
         finally:
             observer.answered(record, time.monotonic_ns())
@@ -61,6 +62,13 @@ async def note_status(request: web.Request, response: web.StreamResponse) -> Non
     record = request.get(RECORD)
     if record is not None:
         record.status = response.status
+
+
+def note_whole(request: web.Request) -> None:
+    """Say that all of the answer has been handed over: a client that closes its connection now has what it wanted."""
+    record = request.get(RECORD)
+    if record is not None:
+        record.is_whole = True
 
 
 def note_failure(request: web.Request, label: str) -> None:

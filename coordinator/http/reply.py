@@ -12,7 +12,7 @@ from coordinator.http.dialects import Dialect
 from coordinator.http.errors import error_body
 from coordinator.http.merge import Arrival, Merge
 from coordinator.http.middleware import json_response
-from coordinator.http.observe import note_failure, note_output, wants_content
+from coordinator.http.observe import note_failure, note_output, note_whole, wants_content
 from coordinator.http.service import Job, Service, open_streams
 from coordinator.http.shapes import Usage
 from coordinator.http.sse import DONE, EventWriter
@@ -53,7 +53,7 @@ async def _stream(
     texts: list[list[str]] | None = [[] for _ in states] if wants_content(service.observer, request) else None
     opening = [dialect.opening_event(index, job.prompt_of(index).echo) for index in range(len(states))]
     await writer.send([event for event in opening if event is not None])
-    while _is_open(states):
+    while True:
         arrivals = await merge.next(service.limits.ping_interval_s)
         if not arrivals:
             await writer.ping()
@@ -66,15 +66,16 @@ async def _stream(
             # The status is long sent. The event makes OpenAI's clients raise; without [DONE] no one takes it for whole.
             note_failure(request, error.label)
             events.append(shapes.encode(error_body(error)))
-            await writer.send(events)
             break
         if not _is_open(states):
             events += [dialect.usage_event(_usage(job, states))] if job.plan.include_usage else []
             events.append(DONE)
+            break
         await writer.send(events)
     if texts is not None:
         note_output(request, ["".join(parts) for parts in texts])
-    await writer.finish()
+    await writer.finish(events)
+    note_whole(request)
     return writer.response
 
 

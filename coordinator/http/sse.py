@@ -37,7 +37,7 @@ class EventWriter:
 
     async def send(self, events: Iterable[bytes]) -> None:
         """Send events in one write. Raises ClientGoneError; a client that reads nothing is cut off."""
-        payload = b"".join([b"data: " + event + b"\n\n" for event in events])
+        payload = _framed(events)
         if payload:
             await self._write(payload)
 
@@ -45,14 +45,13 @@ class EventWriter:
         """Send a comment, which clients skip and proxies count as life."""
         await self._write(PING)
 
-    async def finish(self) -> None:
-        """End the reply."""
-        async with self._bounded():
-            await self.response.write_eof()
+    async def finish(self, events: Iterable[bytes]) -> None:
+        """Send the last events and end the reply in the same write: who has read the last event has all of it."""
+        await self._write(_framed(events), is_last=True)
 
-    async def _write(self, payload: bytes) -> None:
+    async def _write(self, payload: bytes, *, is_last: bool = False) -> None:
         async with self._bounded():
-            await self.response.write(payload)
+            await (self.response.write_eof(payload) if is_last else self.response.write(payload))
 
     @contextlib.asynccontextmanager
     async def _bounded(self) -> AsyncIterator[None]:
@@ -65,3 +64,7 @@ class EventWriter:
             raise ClientGoneError("the client stopped reading") from None
         except ConnectionError as error:
             raise ClientGoneError("the client closed the connection") from error
+
+
+def _framed(events: Iterable[bytes]) -> bytes:
+    return b"".join([b"data: " + event + b"\n\n" for event in events])

@@ -93,8 +93,10 @@ class LocalPipeline:
         """Start everything; returns the coordinator's ready event. Raises StartError."""
         n_threads = self.config.n_threads or threads_per_stage(len(self.file.stages))
         self.stages = [self._stage(index, n_threads, "127.0.0.1:0") for index in range(len(self.file.stages))]
+        fields = {"stages": len(self.stages), "threads": n_threads}
+        log.info("loading %s", self.file.model_name, extra={"fields": fields})
         await asyncio.gather(*(stage.start() for stage in self.stages))
-        addresses = [event["address"] for event in await asyncio.gather(*(stage.ready for stage in self.stages))]
+        addresses = await asyncio.gather(*map(self._address, self.stages))
         host, port = self.config.http
         self.coordinator = Child(
             "coordinator",
@@ -110,6 +112,13 @@ class LocalPipeline:
             self._watch(self.stages[index].name, self._keep_alive(self.stages[index]))
         self._watch(self.coordinator.name, self._watch_coordinator(self.coordinator))
         return ready
+
+    async def _address(self, stage: Child) -> str:
+        event = await stage.ready
+        first, end = event["layers"]
+        fields = {"layers": f"{first}-{end - 1}", "address": event["address"]}
+        log.info("%s ready", stage.name, extra={"fields": fields})
+        return str(event["address"])
 
     def _stage(self, index: int, n_threads: int, listen: str) -> Child:
         artifact = self.config.pipeline_dir / self.file.stages[index].file

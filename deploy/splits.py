@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from coordinator.inspection import content_key
@@ -9,6 +10,8 @@ from coordinator.split import split_model
 from deploy.cli_model import progress_bar
 from deploy.local import cache_dir
 from wire.errors import UsageError
+
+log = logging.getLogger("relayline.up")
 
 
 def split_place(model: Path, n_stages: int | None, cuts: tuple[int, ...] | None) -> Path:
@@ -25,6 +28,12 @@ def split_for(model: Path, n_stages: int | None, cuts: tuple[int, ...] | None, s
         n_stages = n_stages or 2
     if split_dir is None:
         split_dir = split_place(model, n_stages, cuts)
-    with progress_bar() as (update, _):
-        split_model(model, split_dir, n_stages=n_stages, cuts=cuts, progress=update)
+    with progress_bar() as (update, was_used):
+
+        def tell(done_bytes: int, total_bytes: int) -> None:
+            if not was_used:
+                log.info("splitting %s", model.name, extra={"fields": {"bytes": total_bytes, "into": split_dir}})
+            update(done_bytes, total_bytes)
+
+        split_model(model, split_dir, n_stages=n_stages, cuts=cuts, progress=tell)
     return split_dir

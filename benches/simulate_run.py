@@ -140,6 +140,7 @@ class Simulation:
         self._arrivals[session_id] = self.now_ns
         generation = GenerationRequest(str(session_id), (7,) * request.n_prompt, request.max_tokens, SamplingParams())
         session = Session(session_id, generation, lambda _: False)
+        session.history.extend((7,) * request.n_before)
         self.sessions[session_id] = session
         self.audit.arrived(session)
         if request.cancel_ns is not None:

@@ -140,3 +140,10 @@ def slowing(stages: tuple[StageModel, ...], n_streams: int, at_ns: int, factor: 
     return World(
         stages, streams(n_streams, 10_000), disturbances=(Disturbance(at_ns, 0, factor),), refresh_ns=refresh_ns
     )
+
+
+def paused(stages: tuple[StageModel, ...], n_streams: int, n_read: int, n_tokens: int) -> World:
+    """Return streams that a loss paused: each has n_read tokens, half of them of its answer, and n_tokens to come."""
+    n_before = n_read // 2
+    request = Request(0, n_read - n_before, n_before + n_tokens, n_before=n_before)
+    return World(stages, (request,) * n_streams, link_ns=MS // 2, jitter=0.03)

@@ -87,6 +87,8 @@ class Request:
     max_tokens: int
     cancel_ns: int | None = None
     """When the client gives up, if it does."""
+    n_before: int = 0
+    """Tokens of its answer that it had before the simulation begins, as after a loss: they are read once more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

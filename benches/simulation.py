@@ -3,7 +3,8 @@
     python -m benches.simulation [--quick] [--seed N]
 
 Prints, for each scenario, what the automatic policy reaches beside the best hand-set plan, plain drain, no batching and
-the analytic bound; then a long prompt beside running streams, a stage that slows down, and requests that come and go.
+the analytic bound; then a long prompt beside running streams, a stage that slows down, requests that come and go, and
+streams that go on after a loss.
 Every run is audited (see simulate_audit); a broken invariant ends the program.
 """
 
@@ -21,6 +22,7 @@ from benches.simulate_scenarios import (
     best_of_sweep,
     burst,
     churn,
+    paused,
     prompt_beside,
     slowing,
     steady,
@@ -157,6 +159,24 @@ def change_table(quick: bool, seed: int) -> None:
     console.print(table)
 
 
+def loss_table(quick: bool) -> None:
+    """Print how long streams are silent after a loss, once all stages are back: their histories are read again."""
+    table = Table("scenario", "streams", "policy", "longest pause s", "mean", "ITL p99 until then ms", "all done s",
+                  title="paused streams of 200 tokens with 64 to come, 2 stages")  # fmt: skip
+    for curve in CURVES:
+        for n_streams in (8,) if quick else (4, 8, 16):
+            for policy, setup in (("auto", AUTO), ("drain", DRAIN), ("single", SINGLE)):
+                simulation = Simulation(paused(equal_stages(2, curve), n_streams, 200, 64), setup).run()
+                pauses_ns = [latency_ns for _, latency_ns in simulation.audit.firsts]
+                meanwhile = simulation.audit.figures(0, max(pauses_ns))
+                table.add_row(
+                    curve, str(n_streams), policy, f"{max(pauses_ns) / 1e9:.1f}",
+                    f"{sum(pauses_ns) / len(pauses_ns) / 1e9:.1f}", f"{meanwhile.itl_p99_ms:.0f}",
+                    f"{simulation.now_ns / 1e9:.1f}",
+                )  # fmt: skip
+    console.print(table)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the scenarios; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benches.simulation", description=__doc__)
@@ -169,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     scale_table(options.quick)
     worst_itl = prompt_table(options.quick)
     change_table(options.quick, options.seed)
+    loss_table(options.quick)
     console.print(
         f"worst automatic/best by hand {worst_rate:.3f} (floor {RATE_FLOOR}), worst ITL p99 beside a prompt "
         f"{worst_itl:.2f}x quiet (ceiling {ITL_CEILING:g}), {time.monotonic() - began_s:.0f} s"

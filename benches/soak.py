@@ -27,7 +27,8 @@ import aiohttp
 
 from benches import interrupt, machine, parts
 from benches.arguments import number
-from benches.reference import Answer, Prompt, expected_answers, judge, near_tie, score
+from benches.reference import Prompt
+from benches.verdicts import CANCELLED, wrong_answers
 from deploy import load
 from deploy.demo_run import MODEL
 from deploy.load import Request, Target
@@ -40,7 +41,6 @@ CTX_TOKENS, TOKENS_MAX = 256, 80
 PROMPT_LENGTHS = (1, 3, 8, 20, 60, 120)
 N_PROMPTS = 30
 LEAVING_SHARE = 0.15  # of all requests
-CANCELLED = "cancelled"
 REQUEST_TIMEOUT_S = 150.0  # beyond the time that requests wait for a stage: whoever takes longer hangs
 QUIET_S = 15.0  # at the end, without faults
 DEATHS_WINDOW_S, DEATHS_MAX = 70.0, RESTARTS_MAX - 1  # of one stage: `up` gives up a stage that dies more often
@@ -181,39 +181,6 @@ def kept_lanes(picture: dict[str, Any]) -> list[str]:
     ]
 
 
-async def wrong_answers(soak: Soak) -> list[str]:
-    """Return one line for each request that failed or whose tokens, as far as they came, are not the model's."""
-    answers = await expected_answers(MODEL, soak.prompts, TOKENS_MAX, 2)
-    told = {(request.prompt_index, tuple(request.tokens)) for request in soak.requests}
-    doubtful = sorted((at, tokens) for at, tokens in told if tokens != answers[at][: len(tokens)])
-    gaps = await score(MODEL, [(soak.prompts[at], tokens) for at, tokens in doubtful], 2)
-    return faulty(soak.requests, answers, dict(zip(doubtful, gaps, strict=True)))
-
-
-def faulty(
-    requests: Sequence[Request], answers: Sequence[Answer], gaps: dict[tuple[int, Answer], list[float]]
-) -> list[str]:
-    """Say what is wrong with which request, see wrong_answers. Pure.
-
-    gaps: of (prompt index, tokens) that are not exact, each token's distance below the best (see reference.score).
-    """
-    found: list[str] = []
-    for request in requests:
-        tokens = tuple(request.tokens)
-        verdict = judge(
-            tokens, answers[request.prompt_index][: len(tokens)], gaps.get((request.prompt_index, tokens)),
-            near_tie("q4_0"),
-        )  # fmt: skip
-        if request.error not in ("", CANCELLED):
-            found.append(f"prompt {request.prompt_index}: {request.error}")
-        elif not request.error and not request.is_complete:
-            found.append(f"prompt {request.prompt_index}: {len(tokens)} of {request.n_tokens} tokens")
-        elif not verdict.agrees:
-            where = f"prompt {request.prompt_index} differs from token {verdict.n_exact} on"
-            found.append(f"{where}, {verdict.worst_gap:.2f} deviations below the best")
-    return found
-
-
 async def main(argv: Sequence[str] | None = None) -> int:
     """Soak, judge, report; exit code 1 where a request failed, an answer was wrong or a lane was kept."""
     parser = argparse.ArgumentParser(prog="python -m benches.soak", description=__doc__)
@@ -223,7 +190,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     soak = Soak(options.seed, options.minutes)
     picture = await soak.run()
-    wrong = kept_lanes(picture) + await wrong_answers(soak)
+    wrong = kept_lanes(picture) + await wrong_answers(MODEL, "q4_0", soak.prompts, soak.requests)
     pauses_ms = [pause for request in soak.requests for pause in load.intervals_ms(request)]
     results = {
         "machine": machine.facts(),

@@ -15,7 +15,7 @@ from wire.errors import HandshakeError, RelaylineError, StageLostError, StartErr
 
 log = logging.getLogger("relayline.coordinator")
 
-RECONNECT_FIRST_S, RECONNECT_MAX_S = 0.1, 2.0
+RECONNECT_FIRST_S, RECONNECT_MAX_S = 0.1, 0.5  # an attempt asks each stage once; everybody waits for the next
 
 
 class Reconnector:

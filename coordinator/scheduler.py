@@ -8,8 +8,8 @@ pool because no more flights than planned may leave. There is no timer; a frame 
 curves ask for are already under way.
 
 Prompt rows ride in decode flights, in flights of their own, or in both, as the plan says, so that running streams keep
-their pace; several short prompts may share a flight. A burst of short prompts is read through before running streams
-get their whole pace back. Opens and closes never wait.
+their pace; several short prompts may share a flight. A burst of short prompts, and the histories of streams that a loss
+has paused, are read through before running streams get their whole pace back. Opens and closes never wait.
 
 The *drain* mode sends everything at once and leaves batching to the stages' queues; it is the reference to compare
 with, and what a plan-less start falls back to.
@@ -31,7 +31,8 @@ from coordinator.stage_cost import StageCost
 DRAIN_CHUNK_ROWS = 64
 SPREAD_CYCLES = 2  # times that every flight has gone round with a prompt's rows until they have spread
 BURST_PRESSURE = 2  # prompts per running stream that make a crowd, and what they count until they are read
-BURST_CYCLES = 8  # a burst takes no longer to read than all streams, its own included, take for so many tokens each
+BURST_CYCLES = 32  # a burst takes no longer to read than all streams, its own included, take for so many tokens each
+REPLAY_PRESSURE = 4  # what paused streams count per running one until they go on: the first to do so are as new to it
 OLDEST_EVERY = 4  # prefill turns
 
 
@@ -63,8 +64,9 @@ class ScheduleConfig:
     chunk_rows: int = 0
     """Largest prefill chunk; 0 leaves it to the plan."""
     itl_stretch: float = ITL_STRETCH
-    """How many times longer running streams' inter-token latency may become while prompts are read; twice that, at
-    most for BURST_CYCLES tokens, while a burst of short ones is."""
+    """How many times longer running streams' inter-token latency may become while prompts are read; BURST_PRESSURE
+    times that, at most for BURST_CYCLES tokens, while a burst of short ones is, and REPLAY_PRESSURE times that until
+    all streams go on after a loss."""
 
 
 class Scheduler:
@@ -178,9 +180,14 @@ class Scheduler:
     def _automatic(self, by_hand: tuple[int, int] | None = None) -> GroupPlan:
         n_prompts, planner = len(self._prompts), self._planner()
         if self._decoding:
-            pressure_min = BURST_PRESSURE if self._is_burst(planner) else 0
+            pressure_min = self._pressure_min(planner)
             return planner.plan(self.n_decoding, n_prompts=n_prompts, pressure_min=pressure_min, by_hand=by_hand)
         return planner.plan(0, n_prompts=n_prompts, n_prompt_rows=self._count_train_rows())
+
+    def _pressure_min(self, planner: GroupPlanner) -> int:
+        if any(session.is_replay for session in self._prompts.values()):
+            return REPLAY_PRESSURE
+        return BURST_PRESSURE if self._is_burst(planner) else 0
 
     def _is_burst(self, planner: GroupPlanner) -> bool:
         """Return whether prompts of a crowd wait, and all that wait can be read within BURST_CYCLES.

@@ -69,6 +69,11 @@ class Session:
         return len(self.history) - len(self.request.prompt_tokens)
 
     @property
+    def is_replay(self) -> bool:
+        """Whether its prefill is of a history that its client has read a part of already."""
+        return self.state is State.PREFILL and self.n_generated > 0
+
+    @property
     def prefill_left(self) -> int:
         """Rows of the history that have not been sent in this epoch."""
         return len(self.history) - self.n_sent if self.state is State.PREFILL else 0

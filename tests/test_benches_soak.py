@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from benches import soak
-from benches.soak import CANCELLED, Fault, faults_of, faulty, inflict
+from benches.soak import Fault, faults_of, inflict
+from benches.verdicts import CANCELLED, faulty
 from deploy.load import Request
 from deploy.local import RESTART_WINDOW_S, RESTARTS_MAX
 
@@ -39,7 +40,7 @@ def request_of(tokens: list[int], n_tokens: int, error: str = "") -> Request:
 def test_only_whole_answers_of_the_model_and_beginnings_of_cancelled_ones_are_right() -> None:
     answers = [(5, 6, 7, 8)]
     right = [request_of([5, 6, 7, 8], 4), request_of([5, 6], 4, CANCELLED), request_of([], 4, CANCELLED)]
-    assert faulty(right, answers, {}) == []
+    assert faulty(right, answers, {}, 0.5) == []
     wrong = [
         request_of([5, 6], 4),
         request_of([5, 6], 4, "HTTP 503: recovering"),
@@ -47,14 +48,14 @@ def test_only_whole_answers_of_the_model_and_beginnings_of_cancelled_ones_are_ri
         request_of([5, 9, 1, 2], 4),
     ]
     gaps = {(0, (5, 9)): [0.0, 3.0], (0, (5, 9, 1, 2)): [0.0, 0.1, 0.0, 4.0]}
-    assert faulty(wrong, answers, gaps) == [
+    assert faulty(wrong, answers, gaps, 0.5) == [
         "prompt 0: 2 of 4 tokens",
         "prompt 0: HTTP 503: recovering",
         "prompt 0 differs from token 1 on, 3.00 deviations below the best",
         "prompt 0 differs from token 1 on, 4.00 deviations below the best",
     ]
     near = request_of([5, 9, 1, 2], 4)
-    assert faulty([near], answers, {(0, (5, 9, 1, 2)): [0.0, 0.1, 0.0, 0.2]}) == []
+    assert faulty([near], answers, {(0, (5, 9, 1, 2)): [0.0, 0.1, 0.0, 0.2]}, 0.5) == []
 
 
 def test_a_stage_that_keeps_lanes_or_says_nothing_is_wrong() -> None:

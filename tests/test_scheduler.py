@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benches.simulate_world import staircase
 from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.groups import GroupPlan, GroupPlanner
-from coordinator.scheduler import BURST_PRESSURE, OLDEST_EVERY, ScheduleConfig, Scheduler
+from coordinator.scheduler import BURST_PRESSURE, OLDEST_EVERY, REPLAY_PRESSURE, ScheduleConfig, Scheduler
 from coordinator.session import OutFrame, Session, State
 from coordinator.stage_cost import StageCost
 from wire.curve import CostCurve
@@ -565,3 +565,20 @@ def test_prompts_that_take_long_to_read_are_no_burst() -> None:
         start(scheduler, new_session(session_id, n_prompt=400))
     scheduler.plan()
     assert planner.said.pop() == 0
+
+
+def test_paused_streams_count_until_all_of_them_go_on() -> None:
+    scheduler = Scheduler(ScheduleConfig(), planner := Noting())
+    scheduler.decode(row(1))
+    paused = new_session(2, n_prompt=400)
+    paused.history.append(7)
+    start(scheduler, paused)
+    scheduler.plan()
+    assert planner.said.pop() == REPLAY_PRESSURE
+    start(scheduler, new_session(3, n_prompt=400))
+    scheduler.plan()
+    assert planner.said.pop() == REPLAY_PRESSURE
+    scheduler.forget(2, 0)  # as if read: it runs now
+    scheduler.decode(row(2))
+    scheduler.plan()
+    assert planner.said.pop() == 0, "whoever comes anew is no replay"

@@ -14,6 +14,7 @@ from benches.simulate_scenarios import (
     best_of_sweep,
     burst,
     churn,
+    paused,
     prompt_beside,
     slowing,
     steady,
@@ -169,6 +170,24 @@ def test_a_burst_of_short_prompts_is_read_although_some_of_it_run_already(
     assert last_first_ns <= 0.85 * without_ns
     assert end_ns <= end_without_ns
     assert p99_ms <= 2 * p99_without_ms
+
+
+@pytest.mark.parametrize("n_streams", [4, 8])
+def test_after_a_loss_nobody_is_paused_much_longer_than_reading_takes(
+    n_streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first streams that go on keep less of their pace until the last one does, and all are done sooner."""
+    world = paused(equal_stages(2), n_streams, 200, 64)
+    found = []
+    for pressure in (scheduler_module.REPLAY_PRESSURE, 0):
+        monkeypatch.setattr(scheduler_module, "REPLAY_PRESSURE", pressure)
+        simulation = Simulation(world).run()
+        found.append(([ttft_ns for _, ttft_ns in simulation.audit.firsts], simulation.now_ns))
+    (pauses_ns, end_ns), (pauses_without_ns, end_without_ns) = found
+    reading_ns = n_streams * 200 / 32 * world.stages[0].prefill.cost_ns(32)
+    assert max(pauses_ns) <= 1.3 * reading_ns
+    assert max(pauses_ns) <= 0.85 * max(pauses_without_ns)
+    assert end_ns <= end_without_ns
 
 
 @pytest.mark.parametrize("context_tiled_ns", [0, 3_000], ids=["", "tiles"])

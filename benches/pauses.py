@@ -1,0 +1,178 @@
+"""A stage is killed while streams talk: what their readers notice. `python -m benches.pauses [--quick]`.
+
+All streams begin at once; when the last of them has so many tokens the last stage gets SIGKILL, is started again, and
+what every unfinished stream has so far is read once more by all stages. A stream's pause is the longest time between
+two of its tokens from then on. Policies in turns, each run with processes of its own. Answers must be whole and the
+unsplit model's; the exit code is 1 where one is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+
+from benches import interrupt, machine
+from benches.arguments import number, numbers, some_of
+from benches.models import MIXES, SHAPES, model
+from benches.reference import Prompt, prompts_for
+from benches.verdicts import wrong_answers
+from deploy import load
+from deploy.load import Request, Target
+from deploy.local import LocalConfig, running, threads_per_stage
+from deploy.splits import split_for
+from wire.process import first_of
+
+N_STAGES = 2
+POLICIES = ("auto", "drain", "single")
+POLL_S = 0.02
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loss:
+    """What one loss was like. Times are seconds from the kill on."""
+
+    policy: str
+    n_streams: int
+    n_paused: int  # streams that were not done
+    n_read: int  # tokens that they had, prompts included: what is read again
+    ready_s: float  # until the pipeline had all stages again
+    pauses_s: tuple[float, ...]  # of each paused stream
+    done_s: float  # until the last answer
+
+
+def pause_s(request: Request, killed_ns: int) -> float:
+    """Return the longest time between two tokens of an answer of which the later came after the kill. Pure."""
+    gaps_ns = [
+        later - earlier
+        for earlier, later in zip(request.token_ns, request.token_ns[1:], strict=False)
+        if later > killed_ns
+    ]
+    return max(gaps_ns, default=0) / 1e9
+
+
+def loss_of(policy: str, requests: Sequence[Request], prompts: Sequence[Prompt], killed_ns: int, back_ns: int) -> Loss:
+    """Reduce one run to what its readers noticed. Pure."""
+    told = [sum(at_ns <= killed_ns for at_ns in request.token_ns) for request in requests]
+    paused = [at for at, request in enumerate(requests) if told[at] < request.n_tokens]
+    return Loss(
+        policy=policy,
+        n_streams=len(requests),
+        n_paused=len(paused),
+        n_read=sum(len(prompts[requests[at].prompt_index]) + told[at] for at in paused),
+        ready_s=(back_ns - killed_ns) / 1e9,
+        pauses_s=tuple(pause_s(requests[at], killed_ns) for at in paused),
+        done_s=(max(request.token_ns[-1] for request in requests if request.token_ns) - killed_ns) / 1e9,
+    )
+
+
+async def back_again(session: aiohttp.ClientSession, target: Target) -> int:
+    """Wait until the coordinator has noticed the loss, then until all stages are back; returns when that was."""
+    is_lost = False
+    while True:
+        async with session.get(target.url + "/health") as reply:
+            if reply.status == 200 and is_lost:
+                return time.monotonic_ns()
+            is_lost = is_lost or reply.status != 200
+        await asyncio.sleep(POLL_S)
+
+
+async def lose(
+    path: Path, policy: str, prompts: Sequence[Prompt], n_before: int, n_tokens: int
+) -> tuple[Loss, list[Request]]:
+    """Run one pipeline, kill its last stage when all streams have n_before tokens, and return what came of it."""
+    ctx_tokens = max(map(len, prompts)) + n_tokens
+    policy_flags = ("--policy", policy)
+    config = LocalConfig(
+        split_for(path, N_STAGES, None, None), ("127.0.0.1", 0), threads_per_stage(N_STAGES),
+        ("--ctx", str(ctx_tokens), "--lanes", str(len(prompts)), *policy_flags), policy_flags,
+    )  # fmt: skip
+    async with running(config, lambda _, __: None) as (pipeline, ready), load.client() as session:
+        target = Target(ready["url"], "openai", ready["model"])
+        requests = [Request(at, n_tokens, time.monotonic_ns()) for at in range(len(prompts))]
+        all_talk = asyncio.Event()
+
+        def on_token(_: Request) -> None:
+            if min(len(request.tokens) for request in requests) >= n_before:
+                all_talk.set()
+
+        asked = (load.complete(session, target, prompts[at], request, on_token) for at, request in enumerate(requests))
+        asking = asyncio.gather(*asked)
+        talking = asyncio.create_task(all_talk.wait())
+        await first_of(talking, asking)
+        if not talking.done():
+            talking.cancel()
+            raise SystemExit(next(request.error for request in requests if request.error))
+        killed_ns = time.monotonic_ns()
+        os.kill(pipeline.stages[-1].pid, signal.SIGKILL)
+        watching = asyncio.create_task(back_again(session, target))
+        await first_of(watching, pipeline.failed)
+        if pipeline.failed.done():
+            watching.cancel()
+            pipeline.failed.result()
+        await asking
+    return loss_of(policy, requests, prompts, killed_ns, watching.result()), requests
+
+
+def show(losses: Sequence[Loss]) -> None:
+    """Print one line for each loss."""
+    table = Table("streams", "policy", "paused", "tokens read again", "all stages back s", "mean pause s", "longest",
+                  "all done s", title="after the kill of a stage")  # fmt: skip
+    for loss in losses:
+        table.add_row(
+            str(loss.n_streams), loss.policy, str(loss.n_paused), str(loss.n_read), f"{loss.ready_s:.1f}",
+            f"{statistics.mean(loss.pauses_s):.1f}", f"{max(loss.pauses_s):.1f}", f"{loss.done_s:.1f}",
+        )  # fmt: skip
+    Console(width=120).print(table)
+
+
+async def main(argv: Sequence[str] | None = None) -> int:
+    """Kill, judge, report."""
+    parser = argparse.ArgumentParser(prog="python -m benches.pauses", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a toy model, a few tokens: checks the bench itself")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-1b")
+    parser.add_argument("--type", choices=MIXES, default="q4_0")
+    parser.add_argument("--streams", type=numbers, default=(4, 8), help="such as 4,8")
+    parser.add_argument("--policies", type=some_of(POLICIES), default=("auto", "drain"), help="in turns")
+    parser.add_argument("--prompt", type=number, default=100, help="tokens of each prompt")
+    parser.add_argument("--before", type=number, default=50, help="tokens that every stream has before the kill")
+    parser.add_argument("--tokens", type=number, default=200, help="of each answer")
+    parser.add_argument("--repeats", type=number, default=2)
+    parser.add_argument("--out", type=Path, default=Path("build/bench"))
+    options = parser.parse_args(argv)
+    if options.tokens <= options.before:
+        parser.error("--tokens: answers must go on after the kill, so give more than --before")
+    if options.quick:
+        options.shape, options.streams, options.repeats = "toy", (3,), 1
+    path = model(SHAPES[options.shape], options.type)
+    prompts = prompts_for(max(options.streams), options.prompt, SHAPES[options.shape].n_vocab)
+    losses: list[Loss] = []
+    requests: list[Request] = []
+    for n_streams in options.streams:
+        for _ in range(options.repeats):
+            for policy in options.policies:
+                loss, asked = await lose(path, policy, prompts[:n_streams], options.before, options.tokens)
+                losses.append(loss)
+                requests += asked
+    wrong = await wrong_answers(path, options.type, prompts, requests)
+    facts = {"machine": machine.facts(), "model": path.stem, "losses": [dataclasses.asdict(loss) for loss in losses]}
+    machine.write_json(options.out / "pauses.json", facts | {"wrong": wrong})
+    show(losses)
+    for line in wrong:
+        print(f"wrong: {line}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(interrupt.run(main()))

@@ -10,7 +10,7 @@ another coordinator, goes back into the line; as it is older than all that never
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from coordinator.session import Session
 from wire.errors import ContextLengthError, OverloadedError
@@ -19,7 +19,11 @@ from wire.errors import ContextLengthError, OverloadedError
 class Admission:
     """Lanes of the pipeline and the bounded line before them."""
 
-    def __init__(self, n_lanes: int, ctx_tokens: int, waiting_max: int) -> None:
+    def __init__(
+        self, n_lanes: int, ctx_tokens: int, waiting_max: int, kept: Callable[[], Sequence[int]] = tuple
+    ) -> None:
+        """`kept` names the lanes that are better left alone, the one to take first of all in front."""
+        self._kept = kept
         self.n_lanes, self.ctx_tokens, self.waiting_max = n_lanes, ctx_tokens, waiting_max
         self.running: dict[int, Session] = {}
         self.waiting: collections.deque[Session] = collections.deque()
@@ -43,9 +47,14 @@ class Admission:
 
     def _run(self, session: Session) -> None:
         """Give the session the lowest lane that is free: streams that travel together then have neighbouring ones."""
-        taken = {other.lane for other in self.running.values()}
-        session.lane = next(lane for lane in range(self.n_lanes) if lane not in taken)
+        free, kept = self.free_lanes(), self._kept()
+        session.lane = next(lane for lane in (*(lane for lane in free if lane not in kept), *kept) if lane in free)
         self.running[session.session_id] = session
+
+    def free_lanes(self) -> list[int]:
+        """Return the lanes that no running session has, ascending."""
+        taken = {session.lane for session in self.running.values()}
+        return [lane for lane in range(self.n_lanes) if lane not in taken]
 
     def _fits(self, session: Session) -> bool:
         return len(session.request.prompt_tokens) + session.request.max_tokens <= self.ctx_tokens

@@ -4,15 +4,14 @@ Decisions live in `session` (one request) and `admission` (who runs); this modul
 stages' answers in. Everything here runs on the event loop.
 
 Losing a link or a stage ends an epoch, not a request: running sessions pause, a new connection is made at the next
-epoch, and each session starts again from its history; requests that come meanwhile start with them. Only when that
-takes longer than `recovery_timeout_s` do they end with a retryable error.
+epoch, and each starts again from its history, with what came meanwhile. After `recovery_timeout_s` they are failed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
+import itertools
 import logging
 import secrets
 import time
@@ -27,11 +26,12 @@ from coordinator.observer import Observer
 from coordinator.pipeline_config import Phase as Phase
 from coordinator.pipeline_config import PipelineConfig as PipelineConfig
 from coordinator.pipeline_file import PipelineFile
+from coordinator.prefixes import Prefixes
 from coordinator.reconnect import Reconnector
 from coordinator.request_log import StreamRecord
 from coordinator.roster import Roster, StaticRoster
 from coordinator.scheduler import Scheduler
-from coordinator.session import REPLAYS_MAX, OutFrame, Session, State
+from coordinator.session import OutFrame, Session, State
 from coordinator.stage_client import StageClient
 from coordinator.streams import AUDIENCE_MAX, Audience, SessionStream, sharing_key
 from coordinator.suspects import Suspects, given_up
@@ -45,7 +45,6 @@ from wire.errors import (
     ProtocolError,
     RelaylineError,
     StageLostError,
-    StaleEpochError,
     from_wire,
 )
 from wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -74,11 +73,12 @@ class Pipeline:
         self.ready = asyncio.Event()
         self.epoch = 0
         self._route_id = secrets.randbits(63)
-        self._next_session_id = secrets.randbits(31) << 32
+        self._session_ids = itertools.count(secrets.randbits(31) << 32)
         self._audiences: dict[int, Audience] = {}  # by session id
         self._shared: dict[Hashable, Audience] = {}
         self.n_shared = 0  # requests that joined another's session
-        self._admission = Admission(1, 0, config.waiting_max)
+        self._prefixes = Prefixes(config.prefix_lanes, self._session_ids, self._observer.metrics.looked_up)
+        self._admission = Admission(1, 0, config.waiting_max, lambda: self._prefixes.lanes)
         self._suspects = Suspects()
         self._connection: Connection | None = None
         self._sender: TokenSender | None = None
@@ -129,9 +129,8 @@ class Pipeline:
         return stream
 
     def _admit(self, request: GenerationRequest, key: Hashable) -> Audience:
-        session = Session(self._next_session_id, request, self._is_end)
+        session = Session(next(self._session_ids), request, self._is_end)
         has_lane = self._admission.admit(session)
-        self._next_session_id += 1
         opener = self._observer.admitted(session.record, session.session_id, request, time.monotonic_ns())
         audience = self._audiences[session.session_id] = self._shared[key] = Audience(session, key, opener)
         self._idle.clear()
@@ -162,6 +161,7 @@ class Pipeline:
             "epoch": self.epoch,
             **self._admission.figures(),
             "shared_requests": self.n_shared,
+            "prefixes": self._prefixes.figures(),
             "plan": self._scheduler.describe(),
             "link": self._connection.link.figures() if self._connection else {},
             "missing": self._roster.missing(),
@@ -219,6 +219,7 @@ class Pipeline:
         )
 
     def _resume(self, connection: Connection) -> None:
+        self._prefixes.forget()
         for session in self._admission.resize(connection.n_lanes, connection.ctx_tokens):
             session.give_way()  # without a word: nothing of it is open in this epoch
         for session in self._admission.unfit():
@@ -266,8 +267,7 @@ class Pipeline:
         self.ready.clear()
         if self._sender is not None:  # else nobody is left to end them
             idle = asyncio.ensure_future(self._idle.wait())
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(first_of(idle, self._lost), bounds.DRAIN_TIMEOUT_S)
+            await asyncio.wait((idle, self._lost), timeout=bounds.DRAIN_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
             idle.cancel()
         self._fail_all(NotReadyError("the server is shutting down"))
         if self._sender is not None and not self._lost.done():
@@ -282,7 +282,7 @@ class Pipeline:
 
     def _start(self, session: Session) -> None:
         self._observer.started(session.record, time.monotonic_ns())
-        self._scheduler.control(session.start())
+        self._scheduler.control(self._prefixes.start(session))
         self._scheduler.prompt(session)
         self._dispatch()
 
@@ -345,7 +345,7 @@ class Pipeline:
             self._observer.token(session.record, sample.position, event.finish_reason, now_ns)
             self._start_all(self._suspects.cleared(session))
         if session.state is State.DONE:
-            self._finish(session, frames)
+            self._finish(session, [*self._prefixes.keep(session, self._admission.free_lanes()), *frames])
         else:
             for frame in frames:
                 self._scheduler.decode(frame)
@@ -354,14 +354,14 @@ class Pipeline:
         error = from_wire(fault.label, f"stage {fault.stage_index}: {fault.message}")
         if fault.session_id == 0:  # of the whole route
             self._on_lost(error)
+        self._scheduler.control(self._prefixes.refused(fault.session_id, is_full=isinstance(error, LaneLimitError)))
         audience = self._audiences.get(fault.session_id)
         if audience is None or audience.session.state is State.WAITING:  # a session that has sent nothing has no fault
             return
         session = audience.session
         # Another coordinator had the lane that its open was to get: the end of another session brings the next chance.
         waits = isinstance(error, LaneLimitError) and not fault.position and self._admission.put_back(session)
-        may_replay = fault.retryable and not isinstance(error, StaleEpochError) and session.replays < REPLAYS_MAX
-        if waits or may_replay:
+        if waits or session.may_replay(error, is_retryable=fault.retryable):
             log.info("session replayed", extra={"fields": {"request": session.request.request_id, "why": str(error)}})
             self._observer.replayed(session.record, error.message, time.monotonic_ns())
             self._scheduler.forget(session.session_id, time.monotonic_ns())

@@ -86,6 +86,7 @@ class SessionRecord:
     session_id: int = 0
     request_id: str = ""  # of the stream that opened it
     n_prompt: int = 0
+    n_copied: int = 0  # tokens of it that were copied from a kept lane
     n_tokens: int = 0
     admitted_ns: int = 0
     started_ns: int = 0  # got its lane

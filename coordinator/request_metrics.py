@@ -45,6 +45,8 @@ class RequestMetrics:
         self._generation = self._histogram(names.METRIC_REQUEST_GENERATION, "Tokens of an answer", TOKEN_BUCKETS)
         self._prompt_tokens = self._counter(names.METRIC_PROMPT_TOKENS, "Prompt tokens of ended sessions")
         self._tokens = self._counter(names.METRIC_GENERATION_TOKENS, "Tokens generated")
+        self._asked = self._counter(names.METRIC_PREFIX_QUERIES, "Prompt tokens looked for in kept lanes")
+        self._copied = self._counter(names.METRIC_PREFIX_HITS, "Prompt tokens copied from kept lanes")
         self.replays = self._counter(names.METRIC_REPLAYS, "Sessions replayed after a fault of their own")
         self.recoveries = self._counter(names.METRIC_RECOVERIES, "Times that the stages were connected again")
         finished = Counter(
@@ -64,6 +66,11 @@ class RequestMetrics:
         self._tokens.inc()
         if gap_ns:
             self._gap.observe(gap_ns * S)
+
+    def looked_up(self, n_asked: int, n_copied: int) -> None:
+        """Count the tokens of a prompt that was looked for in kept lanes, and those of them that were there."""
+        self._asked.inc(n_asked)
+        self._copied.inc(n_copied)
 
     def stream_ended(self, stream: StreamRecord) -> None:
         """Observe a choice that was left, however it went."""

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from coordinator.generation import FinishReason, GenerationRequest, TokenEvent
 from coordinator.request_log import SessionRecord
+from wire.errors import RelaylineError, StaleEpochError
 from wire.frames import Flag
 
 REPLAYS_MAX = 3  # times one session is replayed after a fault of its own before it is given up
@@ -54,7 +55,8 @@ class Session:
     state: State = State.WAITING
     history: list[int] = dataclasses.field(default_factory=list)
     replays: int = 0
-    n_sent: int = 0  # rows of the history sent in this epoch, while in PREFILL
+    n_sent: int = 0  # rows of the history sent in this epoch, or copied, while in PREFILL
+    n_copied: int = 0  # of these, rows that another session had computed
     lane: int = -1  # given by admission; stages take the same number where it is free
     record: SessionRecord = dataclasses.field(default_factory=SessionRecord)
     """What telemetry notes about it; its frames carry `record.trace`."""
@@ -78,13 +80,26 @@ class Session:
         """Rows of the history that have not been sent in this epoch."""
         return len(self.history) - self.n_sent if self.state is State.PREFILL else 0
 
+    def may_replay(self, error: RelaylineError, *, is_retryable: bool) -> bool:
+        """Return whether it is to be started again after a fault of its own."""
+        is_retryable |= self.n_copied > 0  # what it copied may be what was wrong; next time it reads everything itself
+        return is_retryable and not isinstance(error, StaleEpochError) and self.replays < REPLAYS_MAX
+
     def start(self) -> list[OutFrame]:
         """Open the session at every stage; its history is then prefilled chunk by chunk. A new epoch resumes it so."""
         if self.state is State.DONE:
             return []
         self.state = State.PREFILL
-        self.n_sent = 0
+        self.n_sent = self.n_copied = 0
         return [OutFrame(self, 0, (), Flag.OPEN, self.lane + 1)]
+
+    def continue_from(self, source: Session, n_tokens: int) -> list[OutFrame]:
+        """Copy the first n_tokens that another session holds, which begins alike, and read on from there.
+
+        To be called right after `start`; n_tokens is less than the history that is to be read.
+        """
+        self.n_sent = self.n_copied = self.record.n_copied = n_tokens
+        return [OutFrame(self, n_tokens, (), Flag.COPY_PREFIX, source.session_id)]
 
     def next_chunk(self, rows_max: int) -> OutFrame | None:
         """Return the next rows of the history to prefill, None when all have been sent."""

@@ -61,6 +61,7 @@ def _stream(
         "finish_reason": reason or None,
         "error": error or None,
         "prompt_tokens": session.n_prompt,
+        "copied_tokens": session.n_copied,
         "tokens": stream.n_tokens or session.n_tokens,
         "admitted_at_ms": _ms(session.admitted_ns - zero_ns),
         "queue_ms": _ms((session.started_ns or end_ns) - session.admitted_ns),

@@ -187,6 +187,7 @@ def serve_command(**given: Any) -> None:
             wire_dtype=DTYPE_BY_NAME[given["wire"]],
             schedule=schedule_config(given),
             share=not given["no_share"],
+            prefix_lanes=given["prefix_lanes"],
             waiting_max=given["queue"],
             security=security_from(given),
         ),

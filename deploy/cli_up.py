@@ -99,6 +99,7 @@ def _up_model(given: dict[str, Any]) -> None:
         serve_arguments=(
             *forwarded([("--wire", given["wire"]), ("--prefill-chunk", given["prefill_chunk"]),
                         ("--itl-stretch", given["itl_stretch"]),
+                        ("--prefix-lanes", given["prefix_lanes"]),
                         ("--queue", given["queue"]), ("--policy", given["policy"]),
                         ("--groups", given["groups"]), ("--group-rows", given["group_rows"])]),
             *(("--no-share",) if given["no_share"] else ()),

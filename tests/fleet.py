@@ -101,8 +101,8 @@ def assert_seeded(whole: ReferenceModel, prompt: tuple[int, ...], tokens: list[i
 class Fleet:
     """Stages that can be stopped and started one by one, and the pipeline over them."""
 
-    def __init__(self, paths: Sequence[Path], n_lanes: int) -> None:
-        self._paths, self.n_lanes, self.ctx_tokens = paths, n_lanes, CTX
+    def __init__(self, paths: Sequence[Path], n_lanes: int, kv_layout: str = "auto") -> None:
+        self._paths, self.n_lanes, self.ctx_tokens, self._kv_layout = paths, n_lanes, CTX, kv_layout
         self._running: dict[int, contextlib.AsyncExitStack] = {}
         self.addresses: list[str] = ["127.0.0.1:0"] * len(paths)
         self.pipeline: Pipeline
@@ -118,6 +118,7 @@ class Fleet:
             ctx_tokens=self.ctx_tokens,
             n_threads=1,
             max_rows=64,
+            kv_layout=self._kv_layout,
             verify=False,
             calibrate=False,
         )
@@ -153,9 +154,11 @@ async def fleet(
     recovery_timeout_s: float = 60.0,
     mode: str = "auto",
     share: bool = False,
+    prefix_lanes: int = 0,
+    kv_layout: str = "auto",
 ) -> AsyncIterator[Fleet]:
     """A ready pipeline; at its end it drains, and everything has gone."""
-    made = Fleet(paths, n_lanes)
+    made = Fleet(paths, n_lanes, kv_layout)
     for index in range(len(paths)):
         await made.start(index)
     config = PipelineConfig(
@@ -165,6 +168,7 @@ async def fleet(
         waiting_max=waiting_max,
         recovery_timeout_s=recovery_timeout_s,
         share=share,
+        prefix_lanes=prefix_lanes,
     )
     file = pipeline_file(len(paths), pipeline_id="tiny", n_embd=SHAPE.n_embd, n_vocab=SHAPE.n_vocab)
     pipeline = made.pipeline = Pipeline(config, file, lambda _: False)

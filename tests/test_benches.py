@@ -538,8 +538,9 @@ def test_peers_say_in_one_line_why_they_cannot_be_built(tmp_path: Path, monkeypa
         (("benches.contexts", "--quick", "--contexts", "16", "--lanes", "2"), "contexts.json"),
         (("benches.quantisation", "--quick", "--steps", "1", "--types", "q4_0,nvfp4"), "quantisation.json"),
         (("benches.pauses", "--quick", "--prompt", "20"), "pauses.json"),
+        (("benches.chats", "--quick", "--prompt", "60", "--turns", "2"), "chats.json"),
     ],  # compare runs as a whole in CI's smoke run, and below until it is interrupted
-    ids=["hop", "contexts", "quantisation", "pauses"],
+    ids=["hop", "contexts", "quantisation", "pauses", "chats"],
 )
 def test_quick_benches_run_and_leave_their_results(tmp_path: Path, arguments: tuple[str, ...], written: str) -> None:
     run = subprocess.run(
@@ -558,6 +559,8 @@ def test_quick_benches_run_and_leave_their_results(tmp_path: Path, arguments: tu
         for entry in results["figures"]:
             assert all(entry["p50_us"][part] >= 0 for part in PARTS)
             assert entry["message_bytes"] > entry["payload_bytes"] == 2 * 64 * entry["rows"]
+    if written == "chats.json":
+        assert [(turn["prefix_lanes"], turn["turn"]) for turn in results["turns"]].count((2, 1)) == 2
     if written == "pauses.json":
         assert [(loss["policy"], loss["n_streams"]) for loss in results["losses"]] == [("auto", 3), ("drain", 3)]
         assert all(loss["n_paused"] and loss["ready_s"] > 0 and min(loss["pauses_s"]) > 0 for loss in results["losses"])

@@ -100,6 +100,38 @@ def test_the_price_of_context_can_be_measured(name: str, kv_layout: str, spare_l
         assert not np.allclose(engine.output_rows[:1], alone, atol=1e-6), "it attends to the copies"
 
 
+@pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_copied_beginning_is_worth_what_the_original_is(name: str, kv_layout: str, tmp_path: Path) -> None:
+    """What goes on after the first 12 of 16 cells of another lane, and the lane that they were copied from."""
+    model = make_tiny(name, tmp_path / "model.gguf")
+    split_model(model, tmp_path / "out", cuts=balanced_cuts(inspect_model(model), 2))
+    config = EngineConfig(
+        tmp_path / "out" / "stage-0.gguf", n_lanes=3, ctx_tokens=64, max_rows=16, kv_layout=kv_layout
+    )  # fmt: skip
+    with NativeEngine(config) as engine:
+        rows = np.random.default_rng(3).standard_normal((17, engine.n_embd), np.float32)
+
+        def decode(lane: int, first: int, n_rows: int) -> np.ndarray:
+            engine.input_rows[:n_rows] = rows[first : first + n_rows]
+            engine.seq_ids[:n_rows], engine.positions[:n_rows] = lane, range(first, first + n_rows)
+            engine.decode(n_rows)
+            return engine.output_rows[:n_rows].copy()
+
+        decode(2, 0, 12)
+        expected = decode(2, 12, 1)
+        assert np.abs(decode(1, 12, 1) - expected).max() > 1e-2, "what stands before would not matter"
+        engine.clear(1)
+        decode(0, 0, 16)
+        engine.copy_prefix(0, 1, 12)
+        assert (engine.lane_tokens(0), engine.lane_tokens(1)) == (16, 12)
+        np.testing.assert_allclose(decode(1, 12, 1), expected, atol=1e-4)
+        original = decode(0, 16, 1)
+        engine.clear(1)
+        engine.drop_from(0, 16)
+        np.testing.assert_allclose(decode(0, 16, 1), original, atol=1e-4)
+
+
 def test_every_family_has_a_model() -> None:
     assert {recipe.architecture for recipe in RECIPES.values()} == set(FAMILIES)
 

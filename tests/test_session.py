@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator import prefixes
 from coordinator.generation import GenerationRequest, SamplingParams, TokenEvent
 from coordinator.pipeline import Phase, Pipeline, PipelineConfig
 from coordinator.scheduler import ScheduleConfig
@@ -208,6 +209,16 @@ class StagesModel:
                 self.say(pb.ReturnEnvelope(epoch=self.epoch, faults=[fault]))
                 return
             self.rows.setdefault(session_id, [])
+        elif frame.flags & Flag.COPY_PREFIX and session_id not in self.refused:
+            source = self.rows.get(frame.argument)
+            if source is None:  # it was refused, or given up while its frames waited
+                self.refused.add(session_id)
+                fault = pb.SessionFault(session_id=session_id, label="bad_session", message="not open")
+                self.say(pb.ReturnEnvelope(epoch=self.epoch, faults=[fault]))
+                return
+            assert not self.rows[session_id], "a copy goes into an empty lane"
+            assert frame.position <= len(source), "the source does not hold so much"
+            self.rows[session_id] = source[: frame.position]
         elif frame.flags & Flag.CLOSE:
             self.rows.pop(session_id, None)
             self.refused.discard(session_id)
@@ -215,6 +226,7 @@ class StagesModel:
             held = self.rows[session_id]
             assert frame.position <= len(held), "a gap"
             held[frame.position :] = frame.tokens
+            assert held == frame.session.history[: len(held)], "what was copied is another history"
             n_prompt = len(frame.session.request.prompt_tokens)
             assert held[n_prompt:] == [oracle(session_id, n_prompt + i) for i in range(len(held) - n_prompt)]
             if frame.flags & SAMPLE:
@@ -256,9 +268,9 @@ class Client:
 class World:
     """A pipeline whose connection is the model."""
 
-    def __init__(self, n_lanes: int, mode: str = "auto", share: bool = False) -> None:
+    def __init__(self, n_lanes: int, mode: str = "auto", share: bool = False, prefix_lanes: int = 0) -> None:
         schedule = ScheduleConfig(mode, n_groups=2, group_rows=2, chunk_rows=3)
-        config = PipelineConfig(("a:1",), DTYPE_F16, schedule, waiting_max=2, share=share)
+        config = PipelineConfig(("a:1",), DTYPE_F16, schedule, waiting_max=2, share=share, prefix_lanes=prefix_lanes)
         self.pipeline = Pipeline(config, pipeline_file(1, n_vocab=ORACLE_VOCAB), lambda _: False)
         self.stages = StagesModel(n_lanes)
         self.clients: list[Client] = []
@@ -343,7 +355,9 @@ class World:
         assert (admission.running, len(admission.waiting)) == ({}, 0)
         assert (self.pipeline._audiences, self.pipeline._shared) == ({}, {})
         self.cancel_refresher()
-        assert self.stages.rows == {}, "a lane was never given back"
+        kept = {kept.session.session_id: kept.tokens for kept in self.pipeline._prefixes._kept}
+        assert self.stages.rows == kept, "a lane was never given back, or is not what the coordinator believes"
+        assert len(kept) <= self.pipeline.config.prefix_lanes
         assert self.pipeline._idle.is_set()
 
 
@@ -391,19 +405,20 @@ async def play(world: World, event: tuple[object, ...]) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(EVENTS, st.integers(1, 3), st.sampled_from(["auto", "drain", "fixed"]), st.booleans())
+@given(EVENTS, st.integers(1, 3), st.sampled_from(["auto", "drain", "fixed"]), st.booleans(), st.integers(0, 2))
 def test_every_request_ends_once_with_its_tokens_in_order(
-    events: list[tuple[object, ...]], n_lanes: int, mode: str, share: bool
+    events: list[tuple[object, ...]], n_lanes: int, mode: str, share: bool, prefix_lanes: int
 ) -> None:
     async def scenario() -> None:
-        world = World(n_lanes, mode, share)
+        world = World(n_lanes, mode, share, prefix_lanes)
         for event in events:
             await play(world, event)
             world.pipeline._dispatch_now()  # what the end of a turn of the loop does
             world.check()
         world.finish()
 
-    asyncio.run(scenario())
+    with mock.patch.object(prefixes, "PREFIX_TOKENS_MIN", 2):
+        asyncio.run(scenario())
 
 
 async def test_giving_up_ends_running_and_waiting_requests_once() -> None:

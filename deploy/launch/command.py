@@ -23,6 +23,7 @@ PLACES = {
     "lanes": "context.lanes",
     "kv_type": "context.kvType",
     "kv_layout": "context.kvLayout",
+    "prefix_lanes": "context.prefixLanes",
     "max_rows": "batching.maxRows",
     "prefill_rows": "batching.prefillRows",
     "prefill_chunk": "batching.prefillChunk",

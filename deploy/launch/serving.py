@@ -53,6 +53,7 @@ def flag_defaults(manifest: Manifest) -> dict[str, Any]:
         "lanes": spec.context.lanes,
         "kv_type": spec.context.kv_type,
         "kv_layout": spec.context.kv_layout,
+        "prefix_lanes": spec.context.prefix_lanes,
         "wire": spec.wire.dtype,
         "policy": batching.policy,
         "max_rows": batching.max_rows,

@@ -1,0 +1,136 @@
+"""Chats of several turns, with kept lanes and without: `python -m benches.chats [--quick]`.
+
+Every chat asks with all that was said so far and a few tokens more, waits for the answer and asks again; all chats side
+by side. With kept lanes (`--prefix-lanes`) only what is new is read. The two in turns, each run with processes of its
+own; what is reported is the time to first token by turn. Answers must be whole and the unsplit model's; the exit code
+is 1 where one is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benches import interrupt, machine
+from benches.arguments import number
+from benches.models import MIXES, SHAPES, model
+from benches.reference import Prompt, prompts_for
+from benches.verdicts import wrong_answers
+from deploy import load
+from deploy.load import Request, Target
+from deploy.local import LocalConfig, running, threads_per_stage
+from deploy.splits import split_for
+
+N_STAGES = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Turn:
+    """One question of one chat, with all that was said before, and its answer."""
+
+    prefix_lanes: int
+    number: int
+    prompt: Prompt
+    request: Request
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token; 0.0 where none came."""
+        return (self.request.token_ns[0] - self.request.due_ns) / 1e9 if self.request.token_ns else 0.0
+
+
+async def talk(path: Path, said: Sequence[Sequence[Prompt]], n_tokens: int, prefix_lanes: int) -> list[Turn]:
+    """Run one pipeline and all chats; said[chat][turn] is what its user adds."""
+    longest = max(sum(map(len, chat)) + n_tokens * len(chat) for chat in said)
+    n_lanes = 2 * len(said) + 1  # one for each chat's stream and one that is kept, and one to copy into
+    config = LocalConfig(
+        split_for(path, N_STAGES, None, None), ("127.0.0.1", 0), threads_per_stage(N_STAGES),
+        ("--ctx", str(longest), "--lanes", str(n_lanes)), ("--prefix-lanes", str(prefix_lanes)),
+    )  # fmt: skip
+    turns: list[Turn] = []
+    async with running(config, lambda _, __: None) as (_, ready), load.client() as session:
+        target = Target(ready["url"], "openai", ready["model"])
+
+        async def chat(questions: Sequence[Prompt]) -> None:
+            history: Prompt = ()
+            for at, question in enumerate(questions):
+                history += question
+                request = Request(0, n_tokens, time.monotonic_ns())
+                turns.append(Turn(prefix_lanes, at, history, request))
+                await load.complete(session, target, history, request)
+                history += tuple(request.tokens)
+
+        await asyncio.gather(*map(chat, said))
+    return turns
+
+
+async def wrong_turns(path: Path, mix: str, turns: Sequence[Turn]) -> list[str]:
+    """Return one line for each answer that is not the unsplit model's."""
+    prompts = sorted({turn.prompt for turn in turns})
+    asked = [dataclasses.replace(turn.request, prompt_index=prompts.index(turn.prompt)) for turn in turns]
+    return await wrong_answers(path, mix, prompts, asked)
+
+
+def show(turns: Sequence[Turn]) -> None:
+    """Print one line for each turn."""
+    kept = sorted({turn.prefix_lanes for turn in turns})
+    headings = ["first token s, " + (f"{n} lanes kept" if n else "all read anew") for n in kept]
+    table = Table("turn", "tokens so far", *headings, "ratio", title="medians over chats and repeats")
+    for at in range(1 + max(turn.number for turn in turns)):
+        ttfts_s = [statistics.median(t.ttft_s for t in turns if (t.number, t.prefix_lanes) == (at, n)) for n in kept]
+        n_tokens = statistics.median(len(turn.prompt) for turn in turns if turn.number == at)
+        cells = [f"{ttft_s:.2f}" for ttft_s in ttfts_s]
+        table.add_row(str(at + 1), f"{n_tokens:.0f}", *cells, f"{ttfts_s[-1] / ttfts_s[0]:.2f}")
+    Console(width=120).print(table)
+
+
+async def main(argv: Sequence[str] | None = None) -> int:
+    """Talk, judge, report."""
+    parser = argparse.ArgumentParser(prog="python -m benches.chats", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a toy model: checks the bench itself")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-1b")
+    parser.add_argument("--type", choices=MIXES, default="q4_0")
+    parser.add_argument("--chats", type=number, default=2, help="side by side")
+    parser.add_argument("--turns", type=number, default=4)
+    parser.add_argument("--prompt", type=number, default=400, help="tokens of the first question of each chat")
+    parser.add_argument("--said", type=number, default=30, help="tokens of each later question")
+    parser.add_argument("--tokens", type=number, default=40, help="of each answer")
+    parser.add_argument("--repeats", type=number, default=2)
+    parser.add_argument("--out", type=Path, default=Path("build/bench"))
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.shape, options.repeats = "toy", 1
+    path, n_vocab = model(SHAPES[options.shape], options.type), SHAPES[options.shape].n_vocab
+    later = prompts_for(options.chats * options.turns, options.said, n_vocab, seed=9)
+    said = [
+        [first, *later[at * options.turns : (at + 1) * options.turns - 1]]
+        for at, first in enumerate(prompts_for(options.chats, options.prompt, n_vocab))
+    ]
+    turns: list[Turn] = []
+    for _ in range(options.repeats):
+        for prefix_lanes in (0, options.chats):
+            turns += await talk(path, said, options.tokens, prefix_lanes)
+    wrong = await wrong_turns(path, options.type, turns)
+    facts = {"machine": machine.facts(), "model": path.stem, "wrong": wrong}
+    told = [
+        {"prefix_lanes": turn.prefix_lanes, "turn": turn.number, "n_prompt": len(turn.prompt), "ttft_s": turn.ttft_s}
+        for turn in turns
+    ]
+    machine.write_json(options.out / "chats.json", facts | {"turns": told})
+    show(turns)
+    for line in wrong:
+        print(f"wrong: {line}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(interrupt.run(main()))

@@ -1,0 +1,99 @@
+"""Chats over real stages: what an ended turn computed is not computed again, and no token changes by that."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.fleet import (
+    Artifacts,
+    Fleet,
+    artifacts_fixture,
+    assert_greedy,
+    fleet,
+    prompt_of,
+    request,
+    tokens_of,
+    whole_fixture,
+)
+from tests.reference import ReferenceModel
+from wire import telemetry_names as names
+
+FIXTURES = (artifacts_fixture, whole_fixture)  # pytest finds them in the modules that name them
+LAYOUTS = ["unified", "per-lane"]
+
+
+async def rows_of(running: Fleet) -> list[int]:
+    """Rows that each stage has computed so far."""
+    stages = (await running.pipeline.describe())["stages"]
+    assert isinstance(stages, list)
+    return [stage["rows"] for stage in stages]
+
+
+async def until_used(running: Fleet, n_lanes: int) -> None:
+    """Wait until every stage holds so many lanes: closes are under way when the last token arrives."""
+    async with asyncio.timeout(20):
+        while set(await running.lanes_used()) != {n_lanes}:
+            pass
+
+
+@pytest.mark.parametrize("kv_layout", LAYOUTS)
+async def test_each_turn_of_a_chat_reads_only_what_is_new(
+    kv_layout: str, artifacts: Artifacts, whole: ReferenceModel
+) -> None:
+    history = prompt_of(1, 60)
+    async with fleet(artifacts([1, 3]), n_lanes=3, prefix_lanes=1, kv_layout=kv_layout) as running:
+        for turn in range(4):
+            before = await rows_of(running)
+            tokens = await tokens_of(running.pipeline.open(request(history, 12)))
+            await until_used(running, 1)
+            n_rows = len(history) if turn == 0 else 1 + 8
+            assert [now - then for now, then in zip(await rows_of(running), before, strict=True)] == [n_rows + 11] * 3
+            assert_greedy(whole, history, tokens)
+            history += (*tokens, *prompt_of(2 + turn, 8))
+
+
+@pytest.mark.parametrize("kv_layout", LAYOUTS)
+async def test_chats_side_by_side_that_share_a_beginning_stay_apart(
+    kv_layout: str, artifacts: Artifacts, whole: ReferenceModel
+) -> None:
+    histories = [prompt_of(1, 40) + prompt_of(10 + chat, 3 * chat + 1) for chat in range(4)]
+    async with fleet(artifacts([2]), n_lanes=7, prefix_lanes=3, kv_layout=kv_layout) as running:
+        for _ in range(3):
+            streams = [running.pipeline.open(request(history, 9)) for history in histories]
+            outputs = await asyncio.gather(*map(tokens_of, streams))
+            for chat, tokens in enumerate(outputs):
+                assert_greedy(whole, histories[chat], tokens)
+                histories[chat] += (*tokens, *prompt_of(20 + chat, 5))
+        await until_used(running, 3)
+        registry = running.pipeline._observer.metrics.registry
+    n_copied = registry.get_sample_value(f"{names.METRIC_PREFIX_HITS}_total", {names.LABEL_MODEL: ""})
+    assert n_copied is not None
+    assert n_copied >= 2 * 3 * 40, "at least three of four chats, in two of three turns"
+
+
+async def test_kept_lanes_yield_to_streams(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    prompts = [prompt_of(seed, 40) for seed in range(6)]
+    async with fleet(artifacts([2]), n_lanes=2, prefix_lanes=2) as running:
+        outputs = await asyncio.gather(*(tokens_of(running.pipeline.open(request(prompt, 6))) for prompt in prompts))
+        again = await tokens_of(running.pipeline.open(request(prompts[-1], 6)))
+    for prompt, tokens in zip(prompts, outputs, strict=True):
+        assert_greedy(whole, prompt, tokens)
+    assert_greedy(whole, prompts[-1], again)
+
+
+async def test_what_was_kept_is_gone_with_the_epoch(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    prompt = prompt_of(1, 60)
+    async with fleet(artifacts([2]), prefix_lanes=2) as running:
+        first = await tokens_of(running.pipeline.open(request(prompt, 10)))
+        await until_used(running, 1)
+        await running.stop(1)
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        await running.start(1)
+        async with asyncio.timeout(20):
+            await running.pipeline.ready.wait()
+        longer = (*prompt, *first, 5, 6)
+        tokens = await tokens_of(running.pipeline.open(request(longer, 10)))
+    assert_greedy(whole, longer, tokens)

@@ -77,14 +77,14 @@ class Pipeline:
         self._audiences: dict[int, Audience] = {}  # by session id
         self._shared: dict[Hashable, Audience] = {}
         self.n_shared = 0  # requests that joined another's session
-        self._prefixes = Prefixes(config.prefix_lanes, self._session_ids, self._observer.metrics.looked_up)
         self._admission = Admission(1, 0, config.waiting_max, lambda: self._prefixes.lanes)
+        free_lanes, looked_up = self._admission.free_lanes, self._observer.metrics.looked_up
+        self._prefixes = Prefixes(config.prefix_lanes, self._session_ids, free_lanes, looked_up)
         self._suspects = Suspects()
         self._connection: Connection | None = None
         self._sender: TokenSender | None = None
         self._scheduler = Scheduler(config.schedule, GroupPlanner(()))
-        self._dispatching = False
-        self._lost_at_ns = 0
+        self._dispatching, self._lost_at_ns = False, 0
         self._refresher: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
         self._idle = asyncio.Event()
@@ -143,7 +143,7 @@ class Pipeline:
             audience.streams.remove(stream)
             self._observer.left(record, time.monotonic_ns())
         if not audience.streams and audience.session.session_id in self._audiences:
-            self._finish(audience.session, audience.session.cancel())
+            self._finish(audience.session, [*self._prefixes.keep(audience.session), *audience.session.cancel()])
 
     @property
     def stages(self) -> Sequence[StageClient]:
@@ -345,7 +345,7 @@ class Pipeline:
             self._observer.token(session.record, sample.position, event.finish_reason, now_ns)
             self._start_all(self._suspects.cleared(session))
         if session.state is State.DONE:
-            self._finish(session, [*self._prefixes.keep(session, self._admission.free_lanes()), *frames])
+            self._finish(session, [*self._prefixes.keep(session), *frames])
         else:
             for frame in frames:
                 self._scheduler.decode(frame)

@@ -1,6 +1,6 @@
 """What ended sessions computed, kept in spare lanes for prompts that begin alike: the next turn of a chat. Pure.
 
-A session that ends in the usual way gives its lane back as ever. Before, what it holds is copied at every stage into a
+A session that ends gives its lane back as ever. Before, what it holds is copied at every stage into a
 lane that nobody uses, under an id of its own that no client knows; a later prompt that begins with the same tokens
 copies that and is read from there on. Open, copy and close travel in band, so that all stages hold the same.
 
@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from coordinator.generation import GenerationRequest, SamplingParams
-from coordinator.session import OutFrame, Session
+from coordinator.session import OutFrame, Session, State
 
 PREFIX_TOKENS_MIN = 32  # a shorter one is read again in about the time that copying and the frames for it take
 
@@ -34,12 +34,19 @@ class Kept:
 class Prefixes:
     """The kept lanes of one pipeline, in the order of their last use."""
 
-    def __init__(self, n_max: int, session_ids: Iterator[int], noted: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        n_max: int,
+        session_ids: Iterator[int],
+        free_lanes: Callable[[], Sequence[int]],
+        noted: Callable[[int, int], None],
+    ) -> None:
         """Keep at most n_max lanes, each as a session of its own.
 
-        noted(n_asked, n_copied) hears of every prompt: its tokens, and those of them that are copied.
+        free_lanes() are those that no running session has, ascending. noted(n_asked, n_copied) hears of every prompt:
+        its tokens, and those of them that are copied.
         """
-        self.n_max, self._session_ids, self._noted = n_max, session_ids, noted
+        self.n_max, self._session_ids, self._free_lanes, self._noted = n_max, session_ids, free_lanes, noted
         self._kept: list[Kept] = []
 
     @property
@@ -68,14 +75,16 @@ class Prefixes:
         self._kept.append(source)  # used last
         return frames + session.continue_from(source.session, n_common)
 
-    def keep(self, session: Session, lanes: Sequence[int]) -> list[OutFrame]:
-        """Keep what a session that ends now holds, in one of these lanes, which no running session has.
+    def keep(self, session: Session) -> list[OutFrame]:
+        """Keep what a session that ends now holds, if there is a lane for it besides its own.
 
-        Returns the frames that do it; they go before the session's close.
+        Returns the frames that do it; they go before the session's close. Who ends in the middle of its prompt leaves
+        nothing: which rows of it the stages have is not known.
         """
-        held = session.history[:-1]  # the last token was sampled and never sent
-        if len(held) < PREFIX_TOKENS_MIN or not self.n_max:
+        held = session.history[:-1]  # the last token was sampled; nobody has said that its row was computed
+        if session.state not in (State.DECODE, State.DONE) or len(held) < PREFIX_TOKENS_MIN or not self.n_max:
             return []
+        lanes = self._free_lanes()
         frames: list[OutFrame] = []
         for kept in list(self._kept):
             if common_tokens(kept.tokens, held) == len(kept.tokens):  # an earlier turn

@@ -13,6 +13,7 @@ from tests.fleet import (
     assert_greedy,
     fleet,
     prompt_of,
+    read,
     request,
     tokens_of,
     whole_fixture,
@@ -97,3 +98,19 @@ async def test_what_was_kept_is_gone_with_the_epoch(artifacts: Artifacts, whole:
         longer = (*prompt, *first, 5, 6)
         tokens = await tokens_of(running.pipeline.open(request(longer, 10)))
     assert_greedy(whole, longer, tokens)
+
+
+async def test_who_stops_an_answer_goes_on_from_what_was_said(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    prompt = prompt_of(1, 60)
+    async with fleet(artifacts([2]), prefix_lanes=2) as running:
+        stream = running.pipeline.open(request(prompt, 100))
+        said = await read(stream, 10)
+        await stream.aclose()
+        await until_used(running, 1)
+        before = await rows_of(running)
+        longer = (*prompt, *said, 5, 6)
+        tokens = await tokens_of(running.pipeline.open(request(longer, 10)))
+        await until_used(running, 1)
+        after = await rows_of(running)
+    assert_greedy(whole, longer, tokens)
+    assert all(now - then < len(prompt) for now, then in zip(after, before, strict=True))

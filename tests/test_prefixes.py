@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -31,8 +32,8 @@ def told(frames: list[OutFrame]) -> list[tuple[str, int, int, int]]:
     return [(NAMES[frame.flags], frame.session.session_id, frame.position, frame.argument) for frame in frames]
 
 
-def prefixes(n_max: int) -> Prefixes:
-    return Prefixes(n_max, itertools.count(100), lambda _, __: None)
+def prefixes(n_max: int, lanes: Sequence[int]) -> Prefixes:
+    return Prefixes(n_max, itertools.count(100), lambda: lanes, lambda _, __: None)
 
 
 def run_of(first: int, n_tokens: int) -> list[int]:
@@ -41,44 +42,45 @@ def run_of(first: int, n_tokens: int) -> list[int]:
 
 def test_the_next_turn_of_a_chat_goes_on_where_the_last_ended() -> None:
     noted: list[tuple[int, int]] = []
-    kept, turn = Prefixes(2, itertools.count(100), lambda *counts: noted.append(counts)), run_of(0, 50)
-    assert told(kept.keep(ended(1, turn), [1, 2, 3])) == [("open", 100, 0, 4), ("copy", 100, 50, 1)]
+    kept = Prefixes(2, itertools.count(100), lambda: [1, 2, 3], lambda *counts: noted.append(counts))
+    turn = run_of(0, 50)
+    assert told(kept.keep(ended(1, turn))) == [("open", 100, 0, 4), ("copy", 100, 50, 1)]
     following = session_of(2, [*turn, 9, 77, 78], lane=0)
     assert told(kept.start(following)) == [("open", 2, 0, 1), ("copy", 2, 50, 100)]
     assert (following.n_sent, following.n_copied, following.prefill_left) == (50, 50, 3)
     chunk = following.next_chunk(64)
     assert chunk is not None
     assert (chunk.position, chunk.tokens) == (50, (9, 77, 78))
-    longer = told(kept.keep(ended(2, [*turn, 9, 77, 78, 5]), [1, 2, 3]))
+    longer = told(kept.keep(ended(2, [*turn, 9, 77, 78, 5])))
     assert longer == [("close", 100, 0, 0), ("open", 101, 0, 4), ("copy", 101, 54, 2)], "one lane for each chat"
     assert kept.figures() == {"lanes": 1, "tokens": 54}
     assert noted == [(53, 50)]
 
 
 def test_the_last_token_of_a_prompt_is_read_in_any_case() -> None:
-    kept = prefixes(1)
-    kept.keep(ended(1, run_of(0, 50)), [1])
+    kept = prefixes(1, [1])
+    kept.keep(ended(1, run_of(0, 50)))
     same = session_of(2, run_of(0, 50))
     kept.start(same)
     assert same.prefill_left == 1
 
 
 def test_who_begins_alike_shares_the_longest_beginning() -> None:
-    kept, system = prefixes(3), run_of(0, 40)
-    kept.keep(ended(1, [*system, *run_of(1_000, 10)]), [1, 2, 3])
-    kept.keep(ended(2, [*system, *run_of(2_000, 10)]), [1, 2, 3])
+    kept, system = prefixes(3, [1, 2, 3]), run_of(0, 40)
+    kept.keep(ended(1, [*system, *run_of(1_000, 10)]))
+    kept.keep(ended(2, [*system, *run_of(2_000, 10)]))
     assert told(kept.start(session_of(3, [*system, *run_of(2_000, 5), 7])))[1] == ("copy", 3, 45, 101)
     assert told(kept.start(session_of(4, [*system, *run_of(3_000, 5)])))[1][2] == 40
     assert told(kept.start(session_of(5, [*system[: PREFIX_TOKENS_MIN - 1], 7, 7]))) == [("open", 5, 0, 1)]
 
 
 def test_kept_lanes_yield_the_one_longest_unused_first() -> None:
-    kept = prefixes(2)
-    kept.keep(ended(1, run_of(1_000, 40), lane=0), [1, 2])
-    kept.keep(ended(2, run_of(2_000, 40), lane=0), [1, 2])
+    kept = prefixes(2, [1, 2])
+    kept.keep(ended(1, run_of(1_000, 40), lane=0))
+    kept.keep(ended(2, run_of(2_000, 40), lane=0))
     kept.start(session_of(3, run_of(1_000, 60), lane=0))
     assert kept.lanes == [1, 2]
-    assert told(kept.keep(ended(4, run_of(4_000, 40), lane=0), [1, 2])) == [
+    assert told(kept.keep(ended(4, run_of(4_000, 40), lane=0))) == [
         ("close", 101, 0, 0), ("open", 102, 0, 2), ("copy", 102, 40, 4),
     ]  # fmt: skip
     assert told(kept.start(session_of(5, [1, 2], lane=2))) == [("close", 100, 0, 0), ("open", 5, 0, 3)]
@@ -87,15 +89,26 @@ def test_kept_lanes_yield_the_one_longest_unused_first() -> None:
 
 @pytest.mark.parametrize(("n_max", "n_tokens", "lanes"), [(0, 50, [1]), (1, PREFIX_TOKENS_MIN - 1, [1]), (1, 50, [])])
 def test_nothing_is_kept_without_leave_or_use_or_lane(n_max: int, n_tokens: int, lanes: list[int]) -> None:
-    kept = prefixes(n_max)
-    assert kept.keep(ended(1, run_of(0, n_tokens)), lanes) == []
+    kept = prefixes(n_max, lanes)
+    assert kept.keep(ended(1, run_of(0, n_tokens))) == []
     assert kept.lanes == []
 
 
+def test_who_leaves_in_the_middle_of_an_answer_leaves_what_is_computed_and_in_that_of_a_prompt_nothing() -> None:
+    kept = prefixes(2, [1, 2])
+    session = session_of(1, run_of(0, 50))
+    session.start()
+    assert kept.keep(session) == []
+    session.next_chunk(64)
+    session.sampled(50, 7)
+    session.sampled(51, 8)
+    assert told(kept.keep(session)) == [("open", 100, 0, 3), ("copy", 100, 51, 1)]
+
+
 def test_what_a_stage_could_not_keep_is_copied_by_nobody() -> None:
-    kept = prefixes(2)
-    kept.keep(ended(1, run_of(1_000, 40)), [1, 2])
-    kept.keep(ended(2, run_of(2_000, 40)), [1, 2])
+    kept = prefixes(2, [1, 2])
+    kept.keep(ended(1, run_of(1_000, 40)))
+    kept.keep(ended(2, run_of(2_000, 40)))
     assert kept.refused(7, is_full=False) == []
     assert told(kept.refused(100, is_full=False)) == [("close", 100, 0, 0)]
     assert told(kept.start(session_of(3, run_of(1_000, 60)))) == [("open", 3, 0, 1)]
@@ -103,8 +116,8 @@ def test_what_a_stage_could_not_keep_is_copied_by_nobody() -> None:
 
 
 def test_a_session_that_had_a_fault_reads_everything_itself() -> None:
-    kept = prefixes(1)
-    kept.keep(ended(1, run_of(0, 50)), [1])
+    kept = prefixes(1, [1])
+    kept.keep(ended(1, run_of(0, 50)))
     session = session_of(2, run_of(0, 60))
     session.replays = 1
     assert told(kept.start(session)) == [("open", 2, 0, 1)]

@@ -24,6 +24,7 @@ from stage.artifact import StageArtifact, open_artifact
 from stage.capture import RowCapture
 from stage.kv_cache import CTX_STEP_TOKENS, FLASH_ATTN, KV_TYPES, lay_out
 from stage.kv_state import multiplied
+from stage.lane_state import HELD_COPIES_MAX, copy_lane, read_lane, write_lane
 from stage.micro_batches import Cut, cut
 from wire.bounds import CTX_TOKENS_MAX, ROWS_PER_ENVELOPE_MAX
 from wire.errors import InternalError, LaneLimitError, ModelFileError, NativeError, UsageError
@@ -108,6 +109,7 @@ class NativeEngine:
         self._model: Any = None
         self._context: Any = None
         self._capture: RowCapture | None = None
+        self._copies_wait = False  # llama.cpp copies whole lanes when the next step begins
         self._is_per_lane = config.kv_layout == "per-lane"
         self.has_scores = False  # whether attention computes all scores of a step at once, without flash attention
         self._step_cut: Cut | None = None  # of the last step, where lanes have cells of their own
@@ -252,6 +254,7 @@ class NativeEngine:
         except BaseException:
             self._drop_batch(n_rows)
             raise
+        self._copies_wait = False
         if self._step_cut and not self.is_last:
             rows = self._batch_arrays[0][:n_rows]  # free again
             np.copyto(rows, self.output_rows[:n_rows])
@@ -311,27 +314,35 @@ class NativeEngine:
 
     def drop_from(self, lane: int, position: int) -> None:
         """Forget what the lane holds at `position` and above. Dropping what is not there does nothing."""
-        self._check_lane(lane)
+        self._check_lanes(lane)
         if not llama.llama_memory_seq_rm(self._memory, lane, max(0, position), -1):
             raise NativeError(f"{self.artifact.architecture}: the cache of lane {lane} cannot be cut at {position}")
 
     def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
         """Let the target lane hold exactly the source's first `n_tokens` positions.
 
-        Unified, no cell is copied: both share. Where lanes have cells of their own, all of the source's are copied
-        before the next step, and what is too much is forgotten.
+        Unified, no cell is copied: both share. Where lanes have cells of their own, those in use are copied at once, or
+        all of them before the next step: whatever is quicker.
         """
-        self._check_lane(source_lane)
-        self._check_lane(target_lane)
+        self._check_lanes(source_lane, target_lane)
         if source_lane == target_lane:
             self.drop_from(target_lane, n_tokens)
             return
         self.clear(target_lane)
         if n_tokens > 0 and self._is_per_lane:
-            llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, -1, -1)
+            if not self._copy_held(source_lane, target_lane):
+                llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, -1, -1)
+                self._copies_wait = True
             self.drop_from(target_lane, n_tokens)
         elif n_tokens > 0:
             llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, 0, n_tokens)
+
+    def _copy_held(self, source_lane: int, target_lane: int) -> bool:
+        n_cells = self.lane_tokens(source_lane) * HELD_COPIES_MAX
+        # What a copy that waits is to bring is not there yet, neither to be read nor to be replaced.
+        if self._copies_wait or self.config.gpu_layers or n_cells > self.config.ctx_tokens:
+            return False
+        return copy_lane(self._context, source_lane, target_lane)
 
     def multiply(self, lane: int, free_lane: int, n_times: int) -> bool:
         """Let the lane hold what it holds n_times over, at the same positions: a long context that nobody computed.
@@ -339,20 +350,15 @@ class NativeEngine:
         Good for timing steps alone. `free_lane` holds nothing before and after. False where llama.cpp cannot copy
         cells or has no room for them; some copies may have been made then, or the lane be empty.
         """
-        self._check_lane(lane)
-        self._check_lane(free_lane)
-        size = llama.llama_state_seq_get_size(self._context, lane)
-        state = (ctypes.c_uint8 * size)()
-        if llama.llama_state_seq_get_data(self._context, state, size, lane) != size:
+        self._check_lanes(lane, free_lane)
+        state = read_lane(self._context, lane)
+        if state is None:
             return False
         if self._is_per_lane:  # a copy into a lane would replace what it holds
-            longer = multiplied(bytes(state), n_times)
-            if longer is None:
-                return False
-            given = (ctypes.c_uint8 * len(longer)).from_buffer_copy(longer)
-            return bool(llama.llama_state_seq_set_data(self._context, given, len(longer), lane) == len(longer))
+            longer = multiplied(state.tobytes(), n_times)
+            return longer is not None and write_lane(self._context, lane, np.frombuffer(longer, np.uint8))
         for _ in range(n_times - 1):
-            if llama.llama_state_seq_set_data(self._context, state, size, free_lane) != size:
+            if not write_lane(self._context, free_lane, state):
                 return False
             llama.llama_memory_seq_cp(self._memory, free_lane, lane, -1, -1)
             self.clear(free_lane)
@@ -364,13 +370,13 @@ class NativeEngine:
 
     def lane_tokens(self, lane: int) -> int:
         """Return how many positions the lane holds, counted from 0."""
-        self._check_lane(lane)
+        self._check_lanes(lane)
         return int(llama.llama_memory_seq_pos_max(self._memory, lane)) + 1
 
-    def _check_lane(self, lane: int) -> None:
-        # llama.cpp aborts the process on a sequence id out of range.
-        if not 0 <= lane < self.config.n_sequences:
-            raise InternalError(f"lane {lane} of an engine with {self.config.n_sequences} lanes")
+    def _check_lanes(self, *lanes: int) -> None:
+        for lane in lanes:  # llama.cpp aborts the process on a sequence id out of range
+            if not 0 <= lane < self.config.n_sequences:
+                raise InternalError(f"lane {lane} of an engine with {self.config.n_sequences} lanes")
 
     def close(self) -> None:
         """Free context and model. Views that `logits` returned must not be read afterwards. May be called twice."""

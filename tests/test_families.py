@@ -100,15 +100,20 @@ def test_the_price_of_context_can_be_measured(name: str, kv_layout: str, spare_l
         assert not np.allclose(engine.output_rows[:1], alone, atol=1e-6), "it attends to the copies"
 
 
-@pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
+@pytest.mark.parametrize(("kv_layout", "ctx_tokens"), [("unified", 64), ("per-lane", 64), ("per-lane", 32)])
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_copied_beginning_is_worth_what_the_original_is(name: str, kv_layout: str, tmp_path: Path) -> None:
-    """What goes on after the first 12 of 16 cells of another lane, and the lane that they were copied from."""
+def test_a_copied_beginning_is_worth_what_the_original_is(
+    name: str, kv_layout: str, ctx_tokens: int, tmp_path: Path
+) -> None:
+    """What goes on after the first 12 of 16 cells of another lane, and the lane that they were copied from.
+
+    Of 64 cells of a lane's own the 16 in use are copied, of 32 all.
+    """
     model = make_tiny(name, tmp_path / "model.gguf")
     split_model(model, tmp_path / "out", cuts=balanced_cuts(inspect_model(model), 2))
     config = EngineConfig(
-        tmp_path / "out" / "stage-0.gguf", n_lanes=3, ctx_tokens=64, max_rows=16, kv_layout=kv_layout
-    )  # fmt: skip
+        tmp_path / "out" / "stage-0.gguf", n_lanes=3, ctx_tokens=ctx_tokens, max_rows=16, kv_layout=kv_layout
+    )
     with NativeEngine(config) as engine:
         rows = np.random.default_rng(3).standard_normal((17, engine.n_embd), np.float32)
 

@@ -58,7 +58,7 @@ async def talk(path: Path, said: Sequence[Sequence[Prompt]], n_tokens: int, pref
     )  # fmt: skip
     turns: list[Turn] = []
     async with running(config, lambda _, __: None) as (_, ready), load.client() as session:
-        target = Target(ready["url"], "openai", ready["model"])
+        target = Target(ready["url"], "openai", ready["model"], cache_prompt=True)
 
         async def chat(questions: Sequence[Prompt]) -> None:
             history: Prompt = ()

@@ -1,10 +1,11 @@
-"""Stages die while everybody talks: `python -m benches.soak [--minutes 3] [--seed 1]`.
+"""Stages die while everybody talks: `python -m benches.soak [--minutes 3] [--seed 1] [--lanes 10]`.
 
 Streams of the demonstration model ask one request after the other, some of them leave in the middle of an answer, and
 meanwhile stages are killed, ended or stopped for seconds, at random and from the seed. What must come out of it: every
 request that nobody cancelled is answered whole, every answer is the unsplit model's (near-ties weighed as in
-reference.py), also what was read of cancelled ones, and at the end no lane is taken. What is reported beside that is
-what users noticed: the pauses between tokens.
+reference.py), also what was read of cancelled ones, and at the end no lane is taken, but by what is only kept for
+prompts that begin alike. Prompts come again, so with more lanes than streams most are read from such a lane on. What is
+reported beside that is what users noticed: the pauses between tokens.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ async def inflict(pipeline: LocalPipeline, fault: Fault) -> bool:
 class Soak:
     """One soak: who asks what, and what came back."""
 
-    def __init__(self, seed: int, minutes: float) -> None:
-        self.seed, self.minutes = seed, minutes
+    def __init__(self, seed: int, minutes: float, n_lanes: int = N_LANES) -> None:
+        self.seed, self.minutes, self.n_lanes = seed, minutes, n_lanes
         rng = random.Random(seed)
         lengths = [rng.choice(PROMPT_LENGTHS) for _ in range(N_PROMPTS)]
         self.prompts: list[Prompt] = [tuple(rng.randrange(256, 450) for _ in range(length)) for length in lengths]
@@ -103,11 +104,12 @@ class Soak:
 
     async def run(self) -> dict[str, Any]:
         """Run it; returns the pipeline's own picture at the end."""
-        arguments = ("--ctx", str(CTX_TOKENS), "--lanes", str(N_LANES))
+        arguments = ("--ctx", str(CTX_TOKENS), "--lanes", str(self.n_lanes))
         split = split_for(MODEL, N_STAGES, None, None)
-        config = LocalConfig(split, ("127.0.0.1", 0), 1, arguments, ("--no-share",))
+        serving = ("--no-share", "--prefix-lanes", str(self.n_lanes))
+        config = LocalConfig(split, ("127.0.0.1", 0), 1, arguments, serving)
         async with running(config, lambda _, __: None) as (pipeline, ready), load.client() as session:
-            target = Target(ready["url"], "openai", ready["model"])
+            target = Target(ready["url"], "openai", ready["model"], cache_prompt=True)
             work = asyncio.create_task(self._talk(pipeline, session, target))
             try:
                 await first_of(work, pipeline.failed)
@@ -186,9 +188,10 @@ async def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benches.soak", description=__doc__)
     parser.add_argument("--minutes", type=number, default=3)
     parser.add_argument("--seed", type=int, default=1, help="of faults, prompts and who leaves when")
+    parser.add_argument("--lanes", type=number, default=N_LANES, help=f"of each stage; there are {N_STREAMS} streams")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     options = parser.parse_args(argv)
-    soak = Soak(options.seed, options.minutes)
+    soak = Soak(options.seed, options.minutes, options.lanes)
     picture = await soak.run()
     wrong = kept_lanes(picture) + await wrong_answers(MODEL, "q4_0", soak.prompts, soak.requests)
     pauses_ms = [pause for request in soak.requests for pause in load.intervals_ms(request)]
@@ -196,9 +199,11 @@ async def main(argv: Sequence[str] | None = None) -> int:
         "machine": machine.facts(),
         "seed": options.seed,
         "minutes": options.minutes,
+        "lanes": options.lanes,
         "faults": dict(soak.inflicted),
         "epochs": picture["epoch"],
         "requests": len(soak.requests),
+        "copied_tokens": picture["copied_tokens"],
         "cancelled": sum(request.error == CANCELLED for request in soak.requests),
         "tokens": sum(len(request.tokens) for request in soak.requests),
         "pause_ms": {f"p{share}": load.percentile(pauses_ms, share / 100) for share in (50, 99, 100)},
@@ -209,7 +214,8 @@ async def main(argv: Sequence[str] | None = None) -> int:
     assert isinstance(pause_ms, dict)
     print(
         f"{results['requests']} requests, {results['cancelled']} of them cancelled, {results['tokens']} tokens; "
-        f"faults {dict(soak.inflicted)}, {picture['epoch']} epochs begun\n"
+        f"faults {dict(soak.inflicted)}, {picture['epoch']} epochs begun; "
+        f"{picture['copied_tokens']} tokens of prompts copied\n"
         f"between tokens: p50 {pause_ms['p50']:.0f} ms, p99 {pause_ms['p99']:.0f} ms, at most {pause_ms['p100']:.0f} ms"
     )
     for line in wrong:

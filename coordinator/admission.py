@@ -20,9 +20,9 @@ class Admission:
     """Lanes of the pipeline and the bounded line before them."""
 
     def __init__(
-        self, n_lanes: int, ctx_tokens: int, waiting_max: int, kept: Callable[[], Sequence[int]] = tuple
+        self, n_lanes: int, ctx_tokens: int, waiting_max: int, kept: Callable[[Session], Sequence[int]] = lambda _: ()
     ) -> None:
-        """`kept` names the lanes that are better left alone, the one to take first of all in front."""
+        """`kept` names the lanes that this session had better leave alone, the one to take first of all in front."""
         self._kept = kept
         self.n_lanes, self.ctx_tokens, self.waiting_max = n_lanes, ctx_tokens, waiting_max
         self.running: dict[int, Session] = {}
@@ -47,7 +47,7 @@ class Admission:
 
     def _run(self, session: Session) -> None:
         """Give the session the lowest lane that is free: streams that travel together then have neighbouring ones."""
-        free, kept = self.free_lanes(), self._kept()
+        free, kept = self.free_lanes(), self._kept(session)
         session.lane = next(lane for lane in (*(lane for lane in free if lane not in kept), *kept) if lane in free)
         self.running[session.session_id] = session
 

@@ -97,6 +97,7 @@ def _counters(status: pb.StatusResponse) -> dict[str, object]:
         "busy_ns": status.busy_ns,
         "uptime_ns": status.uptime_ns,
         "lanes_used": status.lanes_used,
+        "lanes_kept": status.lanes_kept,
         "lanes_total": status.lanes_total,
         "kv_layout": "per-lane" if status.kv_per_lane else "unified",
         "queued_rows": status.queued_rows,

@@ -39,6 +39,7 @@ class GenerationRequest:
     ignore_eos: bool = False  # go on past an end-of-generation token
     record: RequestRecord | None = None  # of the HTTP request that it is a part of
     wants_logits: bool = False  # certification: whole rows of logits with every token
+    cache_prompt: bool = True  # may begin with what others computed, and leave to others what it computes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     is_end_token: bool = False
     logits: bytes = b""  # f32 per vocabulary entry; empty unless asked for
+    n_cached: int = 0  # of a stream's first event: prompt tokens that others had computed
 
 
 class TokenStream(Protocol):

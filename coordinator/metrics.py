@@ -113,6 +113,7 @@ _STAGE_COUNTS = {
 }
 _STAGE_GAUGES = {
     "lanes_used": (names.METRIC_STAGE_LANES_USED, "Lanes in use", 1),
+    "lanes_kept": (names.METRIC_STAGE_LANES_KEPT, "Lanes that keep what ended streams computed", 1),
     "queued_rows": (names.METRIC_STAGE_QUEUED_ROWS, "Rows waiting for a step", 1),
     "wait_p50_ns": (names.METRIC_STAGE_WAIT_P50, "Median wait of recent frames", 1e-9),
     "wait_p95_ns": (names.METRIC_STAGE_WAIT_P95, "95th percentile of recent frames' waits", 1e-9),

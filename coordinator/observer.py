@@ -58,6 +58,7 @@ class Observer:
         self._n_stages = 0
         self.n_connections = 0
         self.n_tokens = 0  # generated since the start
+        self.n_prompt_tokens = self.n_copied_tokens = 0  # of prompts that have brought their first token
 
     # --- the HTTP side ------------------------------------------------------------------------------------------------
 
@@ -128,7 +129,18 @@ class Observer:
         gap_ns = session.token(position, now_ns)
         self.metrics.token(gap_ns)
         if not gap_ns:
+            self.n_prompt_tokens += session.n_prompt
+            self.n_copied_tokens += session.n_copied
+            self.metrics.read(session.n_prompt, session.n_copied)
             self.tracing.first_token(session)
+
+    def figures(self) -> dict[str, int]:
+        """Return the tokens since the start, for GET /v1/pipeline; `copied_tokens` are of the prompts' tokens."""
+        return {
+            "generated_tokens": self.n_tokens,
+            "prompt_tokens": self.n_prompt_tokens,
+            "copied_tokens": self.n_copied_tokens,
+        }
 
     def replayed(self, session: SessionRecord, why: str, now_ns: int) -> None:
         """The session starts again after a fault of its own."""

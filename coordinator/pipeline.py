@@ -69,17 +69,15 @@ class Pipeline:
         self._observer = observer or Observer()
         self._roster.watch(self._on_lost)
         self._reconnector = Reconnector(config, self._roster, self._open, lambda: bool(self._audiences), self._fail_all)
-        self.phase = Phase.LOADING
-        self.ready = asyncio.Event()
+        self.phase, self.ready = Phase.LOADING, asyncio.Event()
         self.epoch = 0
         self._route_id = secrets.randbits(63)
         self._session_ids = itertools.count(secrets.randbits(31) << 32)
         self._audiences: dict[int, Audience] = {}  # by session id
         self._shared: dict[Hashable, Audience] = {}
         self.n_shared = 0  # requests that joined another's session
-        self._admission = Admission(1, 0, config.waiting_max, lambda: self._prefixes.lanes)
-        free_lanes, looked_up = self._admission.free_lanes, self._observer.metrics.looked_up
-        self._prefixes = Prefixes(config.prefix_lanes, self._session_ids, free_lanes, looked_up)
+        self._admission = Admission(1, 0, config.waiting_max, lambda session: self._prefixes.lanes_before(session))
+        self._prefixes = Prefixes(config.prefix_lanes, self._session_ids, self._admission.free_lanes)
         self._suspects = Suspects()
         self._connection: Connection | None = None
         self._sender: TokenSender | None = None
@@ -156,7 +154,7 @@ class Pipeline:
         now_ns = time.monotonic_ns()
         live = {
             "now_ns": now_ns,
-            "generated_tokens": self._observer.n_tokens,
+            **self._observer.figures(),
             "phase": self.phase.value,
             "epoch": self.epoch,
             **self._admission.figures(),
@@ -219,13 +217,14 @@ class Pipeline:
         )
 
     def _resume(self, connection: Connection) -> None:
-        self._prefixes.forget()
-        for session in self._admission.resize(connection.n_lanes, connection.ctx_tokens):
+        planner = GroupPlanner(connection.stage_costs(), self.config.schedule.itl_stretch)
+        self._prefixes.renew(connection.n_lanes, is_per_lane=planner.is_per_lane)
+        for session in self._admission.running.values():
             session.give_way()  # without a word: nothing of it is open in this epoch
+        self._admission.resize(connection.n_lanes, connection.ctx_tokens)
         for session in self._admission.unfit():
             self._fail(session, self._admission.too_long(session))
         self._sender = TokenSender(connection.link, self.epoch, self._on_lost)
-        planner = GroupPlanner(connection.stage_costs(), self.config.schedule.itl_stretch)
         self._scheduler = Scheduler(self.config.schedule, planner)
         self._refresher = asyncio.create_task(refresh_costs(connection, self._audiences, self._scheduler.refresh))
         self._observer.connected(len(self.file.stages))
@@ -354,8 +353,9 @@ class Pipeline:
         error = from_wire(fault.label, f"stage {fault.stage_index}: {fault.message}")
         if fault.session_id == 0:  # of the whole route
             self._on_lost(error)
-        self._scheduler.control(self._prefixes.refused(fault.session_id, is_full=isinstance(error, LaneLimitError)))
         audience = self._audiences.get(fault.session_id)
+        bad = (fault.session_id, audience.session.copied_from if audience else 0)
+        self._scheduler.control(self._prefixes.refused(bad, is_full=isinstance(error, LaneLimitError)))
         if audience is None or audience.session.state is State.WAITING:  # a session that has sent nothing has no fault
             return
         session = audience.session

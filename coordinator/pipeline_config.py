@@ -21,8 +21,8 @@ class PipelineConfig:
     """How decode rows are grouped and prompts cut into chunks."""
     share: bool = True
     """Whether identical deterministic requests in flight share one session."""
-    prefix_lanes: int = 0
-    """Spare lanes that keep what ended sessions computed, for prompts that begin alike."""
+    prefix_lanes: int | None = 0
+    """Spare lanes that keep what ended sessions computed, for prompts that begin alike; None: see Prefixes.renew."""
     waiting_max: int = 256
     """Requests that may wait for a lane; one more is refused with 429."""
     start_timeout_s: float = 60.0

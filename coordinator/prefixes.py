@@ -4,13 +4,15 @@ A session that ends gives its lane back as ever. Before, what it holds is copied
 lane that nobody uses, under an id of its own that no client knows; a later prompt that begins with the same tokens
 copies that and is read from there on. Open, copy and close travel in band, so that all stages hold the same.
 
-Kept lanes yield to whoever needs them, the one longest unused first. A new epoch forgets them all: the stages do, too.
+Kept lanes yield to whoever needs them, the one longest unused first: this coordinator's streams take them by name, and
+stages give them to another's that would find none, after which copies from there are refused and all is read. A new
+epoch forgets them all: the stages do, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.session import OutFrame, Session, State
@@ -36,23 +38,27 @@ class Prefixes:
 
     def __init__(
         self,
-        n_max: int,
+        n_max: int | None,
         session_ids: Iterator[int],
         free_lanes: Callable[[], Sequence[int]],
-        noted: Callable[[int, int], None],
     ) -> None:
-        """Keep at most n_max lanes, each as a session of its own.
+        """Keep at most n_max lanes, each as a session of its own; None leaves the number to each epoch, see `renew`.
 
-        free_lanes() are those that no running session has, ascending. noted(n_asked, n_copied) hears of every prompt:
-        its tokens, and those of them that are copied.
+        free_lanes() are those that no running session has, ascending.
         """
-        self.n_max, self._session_ids, self._free_lanes, self._noted = n_max, session_ids, free_lanes, noted
+        self._n_asked, self._session_ids, self._free_lanes = n_max, session_ids, free_lanes
+        self.n_max = n_max or 0
         self._kept: list[Kept] = []
 
     @property
     def lanes(self) -> list[int]:
         """The kept lanes, the one longest unused first."""
         return [kept.lane for kept in self._kept]
+
+    def lanes_before(self, session: Session) -> list[int]:
+        """Return the kept lanes in the order in which the session may take them: what it would copy is the last."""
+        source, _ = self._longest(session)
+        return sorted(self.lanes, key=lambda lane: source is not None and lane == source.lane)
 
     def figures(self) -> dict[str, int]:
         """Return what is kept, for GET /v1/pipeline."""
@@ -62,18 +68,24 @@ class Prefixes:
         """Start a session that has a lane; returns its first frames, behind the close of a kept lane that it takes."""
         frames = [frame for kept in list(self._kept) if kept.lane == session.lane for frame in self._drop(kept)]
         frames += session.start()
-        if not self.n_max or session.replays:  # after a fault of its own it reads everything itself
+        source, n_common = self._longest(session)
+        if source is None:
             return frames
+        self._used(source)
+        return frames + session.continue_from(source.session, n_common)
+
+    def _longest(self, session: Session) -> tuple[Kept | None, int]:
+        """Return what begins like the session's history for longest, and for how many tokens; None: nothing does."""
+        if not session.request.cache_prompt or session.replays:  # after a fault of its own it reads everything itself
+            return None, 0
         known = session.history[:-1]  # the last token is read in any case, for what follows it
         shared = ((common_tokens(kept.tokens, known), kept) for kept in self._kept)
         n_common, source = max(shared, key=lambda found: found[0], default=(0, None))
-        if source is None or n_common < PREFIX_TOKENS_MIN:
-            self._noted(len(session.history), 0)
-            return frames
-        self._noted(len(session.history), n_common)
-        self._kept.remove(source)
-        self._kept.append(source)  # used last
-        return frames + session.continue_from(source.session, n_common)
+        return (source, n_common) if n_common >= PREFIX_TOKENS_MIN else (None, 0)
+
+    def _used(self, kept: Kept) -> None:
+        self._kept.remove(kept)
+        self._kept.append(kept)
 
     def keep(self, session: Session) -> list[OutFrame]:
         """Keep what a session that ends now holds, if there is a lane for it besides its own.
@@ -82,8 +94,13 @@ class Prefixes:
         nothing: which rows of it the stages have is not known.
         """
         held = session.history[:-1]  # the last token was sampled; nobody has said that its row was computed
-        if session.state not in (State.DECODE, State.DONE) or len(held) < PREFIX_TOKENS_MIN or not self.n_max:
+        is_computed = session.state in (State.DECODE, State.DONE) and len(held) >= PREFIX_TOKENS_MIN
+        if not (is_computed and self.n_max and session.request.cache_prompt):
             return []
+        for kept in self._kept:
+            if common_tokens(kept.tokens, held) == len(held):
+                self._used(kept)
+                return []
         lanes = self._free_lanes()
         frames: list[OutFrame] = []
         for kept in list(self._kept):
@@ -98,22 +115,30 @@ class Prefixes:
         if not free:
             return frames
         request = GenerationRequest("", tuple(held), 1, SamplingParams())
-        copy = Session(next(self._session_ids), request, lambda _: False, lane=free[-1])  # running ones take the lowest
-        self._kept.append(Kept(copy, copy.lane))
+        lane = free[-1]  # running ones take the lowest
+        copy = Session(next(self._session_ids), request, lambda _: False, lane=lane, is_kept=True)
+        self._kept.append(Kept(copy, lane))
         return [*frames, *copy.start(), *copy.continue_from(session, len(held))]
 
-    def refused(self, session_id: int, *, is_full: bool) -> list[OutFrame]:
-        """A stage refused something of a session. Returns the frames that give lanes back.
+    def refused(self, session_ids: Collection[int], *, is_full: bool) -> list[OutFrame]:
+        """A stage refused something of a session, and perhaps for what it was copied from. Returns closes.
 
-        Nobody may copy what a stage could not keep; and where its lanes are all taken, as by another coordinator, those
-        that are only kept are the first to go.
+        Nobody may copy what a stage could not keep, or no longer has: other coordinators' streams may have its lane.
+        And where there is no room for what runs, whatever is only kept is the first to go.
         """
-        refused = [kept for kept in self._kept if is_full or kept.session.session_id == session_id]
+        refused = [kept for kept in self._kept if is_full or kept.session.session_id in session_ids]
         return [frame for kept in refused for frame in self._drop(kept)]
 
-    def forget(self) -> None:
-        """A new epoch begins."""
+    def renew(self, n_lanes: int, *, is_per_lane: bool) -> None:
+        """A new epoch begins with so many lanes: nothing is kept.
+
+        Where nobody said how many may be, half of them may where lanes have KV cells of their own: streams take the
+        lower half, and those that travel together have neighbouring lanes. Where lanes share their cells, every row is
+        held against those of kept lanes too, and none may be.
+        """
         self._kept.clear()
+        if self._n_asked is None:
+            self.n_max = n_lanes // 2 if is_per_lane else 0
 
     def _drop(self, kept: Kept) -> list[OutFrame]:
         self._kept.remove(kept)

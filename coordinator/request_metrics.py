@@ -67,9 +67,9 @@ class RequestMetrics:
         if gap_ns:
             self._gap.observe(gap_ns * S)
 
-    def looked_up(self, n_asked: int, n_copied: int) -> None:
-        """Count the tokens of a prompt that was looked for in kept lanes, and those of them that were there."""
-        self._asked.inc(n_asked)
+    def read(self, n_prompt: int, n_copied: int) -> None:
+        """Count the tokens of a prompt that has brought its first token, and those of them that were copied."""
+        self._asked.inc(n_prompt)
         self._copied.inc(n_copied)
 
     def stream_ended(self, stream: StreamRecord) -> None:

@@ -57,6 +57,8 @@ class Session:
     replays: int = 0
     n_sent: int = 0  # rows of the history sent in this epoch, or copied, while in PREFILL
     n_copied: int = 0  # of these, rows that another session had computed
+    copied_from: int = 0  # that session; 0: none
+    is_kept: bool = False  # no client's: it only keeps what others may copy, and stages may take its lane
     lane: int = -1  # given by admission; stages take the same number where it is free
     record: SessionRecord = dataclasses.field(default_factory=SessionRecord)
     """What telemetry notes about it; its frames carry `record.trace`."""
@@ -72,8 +74,8 @@ class Session:
 
     @property
     def is_replay(self) -> bool:
-        """Whether its prefill is of a history that its client has read a part of already."""
-        return self.state is State.PREFILL and self.n_generated > 0
+        """Whether it was lost with others: its prefill is of a history that its client has read a part of already."""
+        return self.state is State.PREFILL and self.n_generated > 0 and not self.replays
 
     @property
     def prefill_left(self) -> int:
@@ -90,7 +92,7 @@ class Session:
         if self.state is State.DONE:
             return []
         self.state = State.PREFILL
-        self.n_sent = self.n_copied = 0
+        self.n_sent = self.n_copied = self.copied_from = self.record.n_copied = 0
         return [OutFrame(self, 0, (), Flag.OPEN, self.lane + 1)]
 
     def continue_from(self, source: Session, n_tokens: int) -> list[OutFrame]:
@@ -99,6 +101,7 @@ class Session:
         To be called right after `start`; n_tokens is less than the history that is to be read.
         """
         self.n_sent = self.n_copied = self.record.n_copied = n_tokens
+        self.copied_from = source.session_id
         return [OutFrame(self, n_tokens, (), Flag.COPY_PREFIX, source.session_id)]
 
     def next_chunk(self, rows_max: int) -> OutFrame | None:
@@ -130,7 +133,8 @@ class Session:
         is_end = not self.request.ignore_eos and self.is_end(token)
         is_full = self.n_generated >= self.request.max_tokens
         reason: FinishReason | None = "stop" if is_end else "length" if is_full else None
-        event = TokenEvent(token, logprob, top, reason, is_end, logits)
+        n_cached = self.n_copied if self.n_generated == 1 else 0
+        event = TokenEvent(token, logprob, top, reason, is_end, logits, n_cached)
         if event.finish_reason is not None:
             return event, self.cancel()
         if is_replaying:

@@ -107,4 +107,5 @@ def _options(frame: OutFrame) -> pb.SessionOptions:
         seed=sampling.seed,
         n_logprobs=sampling.n_logprobs,
         wants_logits=frame.session.request.wants_logits,
+        kept=frame.session.is_kept,
     )

@@ -99,9 +99,9 @@ def _up_model(given: dict[str, Any]) -> None:
         serve_arguments=(
             *forwarded([("--wire", given["wire"]), ("--prefill-chunk", given["prefill_chunk"]),
                         ("--itl-stretch", given["itl_stretch"]),
-                        ("--prefix-lanes", given["prefix_lanes"]),
                         ("--queue", given["queue"]), ("--policy", given["policy"]),
                         ("--groups", given["groups"]), ("--group-rows", given["group_rows"])]),
+            *(("--prefix-lanes", str(given["prefix_lanes"])) if given["prefix_lanes"] is not None else ()),
             *(("--no-share",) if given["no_share"] else ()),
             *(("--model-id", given["model_id"]) if given["model_id"] else ()),
             *_telemetry_flags(given),

@@ -32,6 +32,7 @@ class Target:
     url: str
     dialect: str  # "openai" for relayline, "llama" for llama-server
     model: str = ""
+    cache_prompt: bool = False  # let it begin with what it computed for earlier prompts
 
 
 @dataclasses.dataclass(slots=True)
@@ -125,6 +126,7 @@ def body_of(target: Target, prompt: Sequence[int], n_tokens: int) -> tuple[str, 
             "stream": True,
             "ignore_eos": True,
             "return_token_ids": True,
+            "cache_prompt": target.cache_prompt,
         }
     return "/completion", {
         "prompt": list(prompt),
@@ -135,7 +137,7 @@ def body_of(target: Target, prompt: Sequence[int], n_tokens: int) -> tuple[str, 
         "stream": True,
         "ignore_eos": True,
         "return_tokens": True,
-        "cache_prompt": False,
+        "cache_prompt": target.cache_prompt,
     }
 
 

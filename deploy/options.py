@@ -164,9 +164,10 @@ pipeline_options = _apply(
     click.option("--itl-stretch", type=click.FloatRange(1, 1000), default=2.0, show_default=True,
                  help="How many times longer running streams may wait between tokens while prompts are read; more "
                  "brings first tokens sooner."),
-    click.option("--prefix-lanes", type=click.IntRange(0, 4096), default=0, show_default=True,
-                 help="Spare lanes that keep what ended streams computed; prompts that begin alike, such as the next "
-                 "turn of a chat, are read from there on."),
+    click.option("--prefix-lanes", type=click.IntRange(0, 4096), default=None,
+                 help="Lanes that may keep what ended streams computed; prompts that begin alike, such as the "
+                 "next turn of a chat, are read from there on [default: half of all with --kv-layout per-lane, "
+                 "else 0]."),
     click.option("--queue", type=click.IntRange(0, 100_000), default=256, show_default=True,
                  help="Requests that may wait for a lane."),
     click.option("--groups", type=click.IntRange(0, 4096), default=0, help="Decode groups by hand [default: chosen]."),

@@ -15,20 +15,25 @@ so that an open and the first rows of a prompt run in the same step. Controls of
 which they came, whichever sessions they belong to: a close gives the lane that the next open takes. A prefix is copied
 only after the source's rows that came before it.
 
-A close makes the session's waiting frames pointless: they are dropped when it arrives.
+A close makes the session's waiting rows pointless: they are dropped when it arrives. Its controls are not: what it was
+to copy, others may be to copy from it.
 """
 
 from __future__ import annotations
 
 import collections
+import heapq
 import itertools
 import operator
 
 from stage.policy import Policy
 from stage.queue_types import QueuedFrame, Step
+from wire import bounds
 from wire.frames import Flag
 
 CONTROLS_ONLY = "controls_only"
+# What one step brings leaves as one envelope of each route: its controls and at most a frame for each of its rows.
+CONTROLS_PER_STEP_MAX = bounds.FRAMES_PER_ENVELOPE_MAX - bounds.ROWS_PER_ENVELOPE_MAX
 
 
 class Batcher:
@@ -51,7 +56,7 @@ class Batcher:
         """Queue one frame. Returns the session's frames that a close made pointless (their credit is free again)."""
         dropped: list[QueuedFrame] = []
         if frame.flags & Flag.CLOSE:
-            dropped = self._drop(frame.session_key)
+            dropped = self._drop_rows(frame.session_key)
         frame.push_order = next(self._push_orders)
         queue = self._sessions.get(frame.session_key)
         if queue is None:
@@ -87,21 +92,29 @@ class Batcher:
         return self._n_frames
 
     def _take_controls(self) -> list[QueuedFrame]:
+        """Take those that are due, in the order in which they came."""
         taken: list[QueuedFrame] = []
-        if not self._controls:
-            return taken
-        while ready := [frame for frame in self._controls.values() if not self._waits_for_rows(frame)]:
-            for frame in ready:
-                self._remove_head(frame)
-            taken += ready
+        due: list[tuple[int, QueuedFrame]] = []
+        while len(taken) < CONTROLS_PER_STEP_MAX:
+            if not due:  # at first, and once those that copy may no longer have to wait
+                due = [(head.push_order, head) for head in self._controls.values() if not self._waits(head)]
+                heapq.heapify(due)
+                if not due:
+                    break
+            _, head = heapq.heappop(due)
+            self._remove_head(head)
+            taken.append(head)
+            following = self._controls.get(head.session_key)
+            if following is not None and not self._waits(following):
+                heapq.heappush(due, (following.push_order, following))
         return sorted(taken, key=lambda frame: frame.push_order)
 
-    def _waits_for_rows(self, control: QueuedFrame) -> bool:
-        """Return whether a prefix would be copied before the source's rows that came before it are decoded."""
+    def _waits(self, control: QueuedFrame) -> bool:
+        """Return whether a prefix would be copied before what its source was sent before has been done."""
         if not control.flags & Flag.COPY_PREFIX:
             return False
         source = self._sessions.get((control.route_id, control.argument), ())
-        return any(frame.n_rows and frame.push_order < control.push_order for frame in source)
+        return any(frame.push_order < control.push_order for frame in source)
 
     def _line_of(self, frame: QueuedFrame) -> dict[tuple[int, int], QueuedFrame]:
         if frame.is_control:
@@ -130,6 +143,15 @@ class Batcher:
             self._stand_in_line(queue[0], self._place_beside(queue[0]) if joins else None)
         else:
             del self._sessions[head.session_key]
+
+    def _drop_rows(self, session_key: tuple[int, int]) -> list[QueuedFrame]:
+        waiting = self._drop(session_key)
+        controls = collections.deque(frame for frame in waiting if frame.is_control)
+        if controls:
+            self._sessions[session_key] = controls
+            self._n_frames += len(controls)
+            self._stand_in_line(controls[0])
+        return [frame for frame in waiting if not frame.is_control]
 
     def _drop(self, session_key: tuple[int, int]) -> list[QueuedFrame]:
         queue = self._sessions.pop(session_key, None)

@@ -7,6 +7,7 @@ Pure: no clock, no llama.cpp. House rules:
 * Opening an open session of the same route again and closing a closed one change nothing, so that a control
   repeated by a retry is a control done once.
 * A session belongs to its route. Two coordinators may choose the same session id; they never meet.
+* A session that is only kept loses its lane to any other, of whatever route, that would find none.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Lane:
     session_id: int
     route_id: int
     next_position: int = 0  # positions 0..next_position-1 are in the KV cache
+    is_kept: bool = False  # nobody waits for the session: see SessionOptions.kept
 
 
 class Placement(NamedTuple):
@@ -45,7 +47,23 @@ class LaneTable:
     def __len__(self) -> int:
         return len(self._by_session)
 
-    def open(self, session_id: int, route_id: int, wanted: int = -1) -> Lane:
+    @property
+    def n_kept(self) -> int:
+        """Lanes of sessions that are only kept."""
+        return sum(lane.is_kept for lane in list(self._by_session.values()))  # the event loop asks as well
+
+    @property
+    def n_used(self) -> int:
+        """Lanes of all others."""
+        return len(self) - self.n_kept
+
+    def in_the_way(self, session_id: int, route_id: int) -> Lane | None:
+        """Return whose lane has to be taken back before the session can be opened: the one kept for longest."""
+        if self._free or (route_id, session_id) in self._by_session:
+            return None
+        return next((lane for lane in self._by_session.values() if lane.is_kept), None)
+
+    def open(self, session_id: int, route_id: int, wanted: int = -1, *, is_kept: bool = False) -> Lane:
         """Give the session a lane, the wanted one if it is free. Raises LaneLimitError when none is."""
         lane = self._by_session.get((route_id, session_id))
         if lane is not None:
@@ -57,7 +75,7 @@ class LaneTable:
             index = wanted
         else:
             index = self._free.pop()
-        lane = Lane(index, session_id, route_id)
+        lane = Lane(index, session_id, route_id, is_kept=is_kept)
         self._by_session[route_id, session_id] = lane
         return lane
 
@@ -95,7 +113,10 @@ class LaneTable:
         return placement
 
     def prefix(self, source_id: int, target_id: int, route_id: int, length: int) -> tuple[Lane, Lane]:
-        """Return (source, target) for copying `length` positions. The target must be empty. Raises as `trim`."""
+        """Return (source, target) for copying `length` positions. The target must be empty. Raises as `trim`.
+
+        Who copies moves the target's next position then.
+        """
         source, target = self._owned(source_id, route_id), self._owned(target_id, route_id)
         if length > source.next_position:
             raise PositionGapError(
@@ -103,7 +124,6 @@ class LaneTable:
             )
         if target.next_position:
             raise SessionError(f"session {target_id:x} already holds {target.next_position} positions")
-        target.next_position = length
         return source, target
 
     def check(self) -> None:

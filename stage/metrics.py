@@ -31,6 +31,7 @@ class Gauges:
     queued_rows: int
     queued_frames: int
     lanes_used: int
+    lanes_kept: int
     lanes_total: int
     in_flight_bytes: int  # sent downstream, credit not yet given back
     window_bytes: int  # what may be
@@ -121,7 +122,8 @@ class StageCollector:
         rows: tuple[tuple[str, str, float], ...] = (
             (names.METRIC_QUEUED_ROWS, "Rows waiting for a step", now.queued_rows),
             (names.METRIC_QUEUED_FRAMES, "Frames waiting for a step, controls included", now.queued_frames),
-            (names.METRIC_LANES_USED, "Lanes that a session holds", now.lanes_used),
+            (names.METRIC_LANES_USED, "Lanes of sessions that somebody waits for", now.lanes_used),
+            (names.METRIC_LANES_KEPT, "Lanes that keep what ended sessions computed", now.lanes_kept),
             (names.METRIC_LANES_TOTAL, "Sessions that this stage can hold", now.lanes_total),
             (names.METRIC_LINK_IN_FLIGHT, "Payload bytes sent downstream and not yet decoded there",
              now.in_flight_bytes),

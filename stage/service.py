@@ -65,7 +65,7 @@ class StageService:
     ) -> None:
         self._facts, self._executor, self._stats = facts, executor, stats
         self._observer = StageObserver(
-            telemetry or Telemetry(), facts.artifact, facts.config, facts.instance_id, lambda: len(executor.lanes)
+            telemetry or Telemetry(), facts.artifact, facts.config, facts.instance_id, lambda: executor.lanes.n_used
         )
         executor.mark = self._observer.spans.mark
         self._routes: dict[int, Route] = {}
@@ -266,7 +266,8 @@ class StageService:
         message.stage_index = self._facts.artifact.stage_index
         message.instance_id = self._facts.instance_id
         message.uptime_ns = time.monotonic_ns() - self._started_ns
-        message.lanes_used, message.lanes_total = len(self._executor.lanes), self._executor.lanes.n_lanes
+        lanes = self._executor.lanes
+        message.lanes_used, message.lanes_kept, message.lanes_total = lanes.n_used, lanes.n_kept, lanes.n_lanes
         message.queued_rows = self.runner.queued_rows
         message.kv_per_lane = self._facts.config.layout_used == "per-lane"
         self._facts.curves.tell(message)
@@ -275,12 +276,14 @@ class StageService:
 
     def gauges(self) -> Gauges:
         """Return what this stage holds at this moment, for its metrics."""
+        lanes = self._executor.lanes
         links = [route.link.figures() for route in self._routes.values() if route.link is not None]
         return Gauges(
             queued_rows=self.runner.queued_rows,
             queued_frames=self.runner.queued_frames,
-            lanes_used=len(self._executor.lanes),
-            lanes_total=self._executor.lanes.n_lanes,
+            lanes_used=lanes.n_used,
+            lanes_kept=lanes.n_kept,
+            lanes_total=lanes.n_lanes,
             in_flight_bytes=sum(figures["in_flight_bytes"] for figures in links),
             window_bytes=sum(figures["window_bytes"] for figures in links),
         )

@@ -158,6 +158,7 @@ class StepExecutor:
         elif frame.flags & Flag.COPY_PREFIX:
             pair = self.lanes.prefix(frame.argument, frame.session_id, frame.route_id, frame.position)
             self.engine.copy_prefix(pair[0].index, pair[1].index, frame.position)
+            pair[1].next_position = frame.position
 
     def _open(self, frame: QueuedFrame) -> None:
         options, key = frame.options or pb.SessionOptions(), frame.session_key
@@ -169,7 +170,9 @@ class StepExecutor:
             seed=options.seed,
             n_logprobs=options.n_logprobs,
         )
-        self.lanes.open(frame.session_id, frame.route_id, frame.argument - 1)
+        if kept := self.lanes.in_the_way(frame.session_id, frame.route_id):
+            self._close((kept.route_id, kept.session_id))
+        self.lanes.open(frame.session_id, frame.route_id, frame.argument - 1, is_kept=options.kept)
         self._broken.discard(key)
         if not self.engine.is_last:
             return

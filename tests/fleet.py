@@ -138,6 +138,12 @@ class Fleet:
         assert isinstance(stages, list)
         return [stage["lanes_used"] for stage in stages]
 
+    async def lanes_kept(self) -> list[int]:
+        """Per stage, those that nobody waits for."""
+        stages = (await self.pipeline.describe())["stages"]
+        assert isinstance(stages, list)
+        return [stage["lanes_kept"] for stage in stages]
+
     async def until_free(self) -> None:
         """Wait until no stage holds a lane: closes are under way when the last token arrives."""
         async with asyncio.timeout(20):
@@ -154,7 +160,7 @@ async def fleet(
     recovery_timeout_s: float = 60.0,
     mode: str = "auto",
     share: bool = False,
-    prefix_lanes: int = 0,
+    prefix_lanes: int | None = 0,
     kv_layout: str = "auto",
 ) -> AsyncIterator[Fleet]:
     """A ready pipeline; at its end it drains, and everything has gone."""

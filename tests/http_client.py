@@ -60,7 +60,9 @@ def tokens_of(events: list[dict[str, Any]]) -> list[int]:
     return [token for event in events for choice in event["choices"] for token in choice.get("token_ids", ())]
 
 
-async def assert_same_greedy(client: Client, prompt: str, left: Sequence[int], right: Sequence[int]) -> None:
+async def assert_same_greedy(
+    client: Client, prompt: str | Sequence[int], left: Sequence[int], right: Sequence[int]
+) -> None:
     """Equal, or different from a near-tie on: batch shape may move the last bits of a sum.
 
     Where they part the model is asked once more, after the prompt and all that both have in common: a third answer to
@@ -70,7 +72,10 @@ async def assert_same_greedy(client: Client, prompt: str, left: Sequence[int], r
     if list(left) == list(right):
         return
     n_common = next(at for at, (one, other) in enumerate(zip(left, right, strict=True)) if one != other)
-    ids = (await client.post("/tokenize", {"content": prompt, "add_special": True}))["tokens"]
+    if isinstance(prompt, str):
+        ids = (await client.post("/tokenize", {"content": prompt, "add_special": True}))["tokens"]
+    else:
+        ids = list(prompt)
     reply = await client.complete([*ids, *left[:n_common]], max_tokens=1, logprobs=N_TOP)
     (top,) = reply["choices"][0]["logprobs"]["top_logprobs"]
     names = [(await client.post("/detokenize", {"tokens": [answer[n_common]]}))["content"] for answer in (left, right)]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stage.batcher import CONTROLS_ONLY, Batcher
+from stage.batcher import CONTROLS_ONLY, CONTROLS_PER_STEP_MAX, Batcher
 from stage.policy import Choice, DrainPolicy, GroupPolicy, Policy, SinglePolicy
 from stage.queue_types import QueuedFrame, Step
 from tests.fakes import control, rows_frame
@@ -79,10 +79,34 @@ def test_a_close_drops_what_its_session_still_waits_for() -> None:
     for frame in (*mine, other):
         assert batcher.push(frame) == []
     close = control(1, Flag.CLOSE)
-    assert batcher.push(close) == mine
-    assert batcher.queued_rows == 4
+    assert batcher.push(close) == mine[1:]
+    assert (batcher.queued_rows, len(batcher)) == (4, 3)
     (step,) = take_all(batcher)
-    assert (step.controls, step.frames) == ([close], [other])
+    assert (step.controls, step.frames) == ([mine[0], close], [other])
+
+
+def test_a_close_leaves_what_others_copy() -> None:
+    """A lane is filled, copied and given up again while a step is computed."""
+    batcher = new_batcher()
+    frames = [
+        control(2, Flag.OPEN), control(2, Flag.COPY_PREFIX, 40, argument=1), control(1, Flag.CLOSE),
+        control(3, Flag.OPEN), control(3, Flag.COPY_PREFIX, 40, argument=2), control(2, Flag.CLOSE),
+    ]  # fmt: skip
+    for frame in frames:
+        assert batcher.push(frame) == []
+    (step,) = take_all(batcher)
+    assert step.controls == frames
+
+
+def test_a_storm_of_controls_takes_several_steps_in_the_order_in_which_they_came() -> None:
+    """An envelope to the next stage has room for so many frames."""
+    batcher = new_batcher()
+    frames = [control(session, flag) for session in range(3_000) for flag in (Flag.OPEN, Flag.CLOSE)]
+    for frame in frames:
+        batcher.push(frame)
+    steps = take_all(batcher)
+    assert [frame for step in steps for frame in step.controls] == frames
+    assert max(len(step.controls) for step in steps) == CONTROLS_PER_STEP_MAX
 
 
 def test_a_session_may_open_again_behind_its_close() -> None:

@@ -91,6 +91,24 @@ async def test_seeded_sampling_is_reproducible(served: Running) -> None:
         assert first["choices"][0]["text"] != other["choices"][0]["text"]
 
 
+async def test_the_next_turn_of_a_chat_is_not_read_from_its_beginning(served: Running) -> None:
+    history = list(b"# The quick brown fox jumps over the lazy dog, then it does so again.\n")
+    is_on = served.event["asked"] == "auto"  # by default, where lanes have cells of their own
+    async with aiohttp.ClientSession() as session:
+        client = Client(session, served.event)
+        for turn in range(3):
+            answer = await client.complete(history, max_tokens=12, return_token_ids=True, ignore_eos=True)
+            n_cached = len(history) - 1 - 5 if turn and is_on else 0
+            assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": n_cached}
+            alone = await client.complete(
+                history, max_tokens=12, return_token_ids=True, ignore_eos=True, cache_prompt=False
+            )
+            assert alone["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+            tokens = answer["choices"][0]["token_ids"]
+            await assert_same_greedy(client, history, tokens, alone["choices"][0]["token_ids"])
+            history += [*tokens, *b"hello"]
+
+
 async def test_metrics_and_the_bench_command_see_the_same_server(served: Running) -> None:
     bench = await asyncio.to_thread(
         relayline, "bench", served.event["url"], "--streams", "1,3", "--rounds", "2", "--tokens", "8", "--json"

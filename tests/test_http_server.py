@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from coordinator.generation import GenerationRequest, TokenEvent
 from coordinator.http.handlers import TOKENS_PER_PART
 from coordinator.http.server import start_http
 from coordinator.tokenizer import Tokenizer
@@ -268,6 +269,21 @@ async def test_a_long_answer_to_tokenize_is_whole(tokenizer: Tokenizer, n_tokens
     async with session_of(tokenizer) as (session, _), session.post("/tokenize", json=body) as reply:
         found = (await reply.json())["tokens"]
     assert found == ([{"id": token, "piece": chr(token)} for token in ids] if with_pieces else ids)
+
+
+async def test_usage_tells_what_of_each_prompt_was_not_computed(tokenizer: Tokenizer) -> None:
+    def script(request: GenerationRequest) -> Iterator[TokenEvent]:
+        n_cached = len(request.prompt_tokens) - 1 if request.cache_prompt else 0
+        return (TokenEvent(104, None, (), reason, n_cached=n) for reason, n in ((None, n_cached), ("length", 0)))
+
+    async with session_of(tokenizer, FakeGenerator(script)) as (session, served):
+        for cache_prompt, n_cached in ((None, 4 + 6), (True, 4 + 6), (False, 0)):
+            asked = {"prompt": [[1] * 5, [2] * 7], "n": 2, "max_tokens": 2, "cache_prompt": cache_prompt}
+            async with session.post("/v1/completions", json=asked) as reply:
+                usage = (await reply.json())["usage"]
+            assert usage["prompt_tokens_details"] == {"cached_tokens": n_cached}
+            assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (12, 8, 20)
+        assert len(served.generator.requests) == 12
 
 
 async def test_any_model_name_may_be_allowed(tokenizer: Tokenizer) -> None:

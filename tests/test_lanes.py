@@ -95,7 +95,7 @@ def test_trim_and_prefix_move_the_next_position() -> None:
     assert table.trim(0, 1, 5).drop_from is None
     assert table.trim(0, 1, 2).drop_from == 2
     source, target = table.prefix(0, 1, 1, 2)
-    assert (source.next_position, target.next_position) == (2, 2)
+    assert (source.next_position, target.next_position) == (2, 0), "moved by the executor, once it is copied"
 
 
 def test_check_finds_a_lane_owned_twice() -> None:
@@ -103,6 +103,26 @@ def test_check_finds_a_lane_owned_twice() -> None:
     table.open(1, 1).index = table.open(0, 1).index
     with pytest.raises(InternalError):
         table.check()
+
+
+def test_a_kept_session_gives_way_to_whoever_would_find_no_lane() -> None:
+    table = LaneTable(3, CTX)
+    for session_id, is_kept in ((0, True), (1, False), (2, True)):
+        assert table.in_the_way(session_id, 1) is None
+        table.open(session_id, 1, is_kept=is_kept)
+    assert (table.n_used, table.n_kept) == (1, 2)
+    assert table.in_the_way(2, 1) is None, "it is open"
+    for route_id, gone in ((2, 0), (1, 2)):
+        lane = table.in_the_way(9, route_id)
+        assert lane is not None
+        assert (lane.session_id, lane.route_id) == (gone, 1), "kept for longest"
+        table.close(lane.session_id, lane.route_id)
+        table.open(9, route_id)
+    assert table.in_the_way(7, 1) is None
+    with pytest.raises(LaneLimitError):
+        table.open(7, 1)
+    assert (table.n_used, table.n_kept) == (3, 0)
+    table.check()
 
 
 class LaneMachine(RuleBasedStateMachine):
@@ -160,12 +180,12 @@ class LaneMachine(RuleBasedStateMachine):
         held = self.lengths.get((into[0], source), -1)  # a session of the same id on another route is another session
         allowed = held >= length and self.lengths.get(into) == 0
         try:
-            self.table.prefix(source, into[1], into[0], length)
+            _, target = self.table.prefix(source, into[1], into[0], length)
         except RelaylineError:
             assert not allowed
         else:
             assert allowed
-            self.lengths[into] = length
+            target.next_position = self.lengths[into] = length
 
     @invariant()
     def agrees(self) -> None:

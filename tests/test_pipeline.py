@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from tests.fleet import (
     whole_fixture,
 )
 from tests.reference import ReferenceModel
+from wire import telemetry_names as names
 from wire.envelope import DTYPE_F32
 from wire.errors import (
     ContextLengthError,
@@ -127,28 +129,59 @@ async def test_more_requests_than_lanes_wait_and_finish(artifacts: Artifacts, wh
         assert_greedy(whole, prompt, tokens)
 
 
+@contextlib.asynccontextmanager
+async def beside(running: Fleet) -> AsyncIterator[Pipeline]:
+    """Another coordinator of the same stages."""
+    other = Pipeline(running.pipeline.config, running.pipeline.file, lambda _: False)
+    stopping = asyncio.Event()
+    run = asyncio.create_task(other.run(stopping))
+    try:
+        async with asyncio.timeout(20):
+            await other.ready.wait()
+        yield other
+    finally:
+        stopping.set()
+        async with asyncio.timeout(40):
+            await run
+
+
 async def test_streams_of_two_coordinators_wait_for_lanes_that_the_other_has(
     artifacts: Artifacts, whole: ReferenceModel
 ) -> None:
     prompts = [prompt_of(index, 9 + index) for index in range(3)]
     async with fleet(artifacts([2]), n_lanes=2) as running:
-        other = Pipeline(running.pipeline.config, running.pipeline.file, lambda _: False)
-        stopping = asyncio.Event()
-        run = asyncio.create_task(other.run(stopping))
-        async with asyncio.timeout(20):
-            await other.ready.wait()
-        theirs = other.open(request(prompts[0], 200))
-        await read(theirs, 1)
-        streams = [running.pipeline.open(request(prompt, 30)) for prompt in prompts[1:]]
-        outputs = await asyncio.gather(*map(tokens_of, streams))
-        rest = await tokens_of(theirs)
-        stopping.set()
-        async with asyncio.timeout(40):
-            await run
+        async with beside(running) as other:
+            theirs = other.open(request(prompts[0], 200))
+            await read(theirs, 1)
+            streams = [running.pipeline.open(request(prompt, 30)) for prompt in prompts[1:]]
+            outputs = await asyncio.gather(*map(tokens_of, streams))
+            rest = await tokens_of(theirs)
         await running.until_free()
     assert len(rest) == 199
     for prompt, tokens in zip(prompts[1:], outputs, strict=True):
         assert_greedy(whole, prompt, tokens)
+
+
+async def test_what_is_only_kept_makes_room_for_streams_of_another_coordinator(
+    artifacts: Artifacts, whole: ReferenceModel
+) -> None:
+    prompts = [prompt_of(index, 40) for index in range(3)]
+    async with fleet(artifacts([2]), n_lanes=3, prefix_lanes=3) as running, beside(running) as other:
+        for prompt in prompts[:2]:  # two kept, and one lane to run in
+            await tokens_of(running.pipeline.open(request(prompt, 5)))
+            await running.until_free()
+        assert await running.lanes_kept() == [2, 2]
+        theirs = [other.open(request(prompt, 5)) for prompt in prompts]
+        for prompt, tokens in zip(prompts, await asyncio.gather(*map(tokens_of, theirs)), strict=True):
+            assert_greedy(whole, prompt, tokens)
+        assert running.pipeline._prefixes.figures()["lanes"] == 2, "it does not know"
+        for end in (3, 4):  # what the first would copy is gone: it reads all, and the next copies from it
+            prompt = (*prompts[0][:36], end, end)
+            assert_greedy(whole, prompt, await tokens_of(running.pipeline.open(request(prompt, 5))))
+            await running.until_free()
+        registry = running.pipeline._observer.metrics.registry
+        assert registry.get_sample_value(f"{names.METRIC_REPLAYS}_total", {names.LABEL_MODEL: ""}) == 1
+        assert (await running.pipeline.describe())["copied_tokens"] == 36
 
 
 async def test_a_refusal_says_why_and_leaves_nothing_behind(artifacts: Artifacts) -> None:

@@ -32,10 +32,17 @@ async def rows_of(running: Fleet) -> list[int]:
     return [stage["rows"] for stage in stages]
 
 
-async def until_used(running: Fleet, n_lanes: int) -> None:
-    """Wait until every stage holds so many lanes: closes are under way when the last token arrives."""
+def replays(running: Fleet) -> float | None:
+    """How many sessions have begun again after a fault: what went wrong would heal, and nobody would see it."""
+    registry = running.pipeline._observer.metrics.registry
+    return registry.get_sample_value(f"{names.METRIC_REPLAYS}_total", {names.LABEL_MODEL: ""})
+
+
+async def until_kept(running: Fleet, n_lanes: int) -> None:
+    """Wait until every stage keeps so many lanes and nothing runs: closes are under way when the last token arrives."""
+    await running.until_free()
     async with asyncio.timeout(20):
-        while set(await running.lanes_used()) != {n_lanes}:
+        while set(await running.lanes_kept()) != {n_lanes}:
             pass
 
 
@@ -44,15 +51,17 @@ async def test_each_turn_of_a_chat_reads_only_what_is_new(
     kv_layout: str, artifacts: Artifacts, whole: ReferenceModel
 ) -> None:
     history = prompt_of(1, 60)
-    async with fleet(artifacts([1, 3]), n_lanes=3, prefix_lanes=1, kv_layout=kv_layout) as running:
+    prefix_lanes = 1 if kv_layout == "unified" else None
+    async with fleet(artifacts([1, 3]), n_lanes=3, prefix_lanes=prefix_lanes, kv_layout=kv_layout) as running:
         for turn in range(4):
             before = await rows_of(running)
             tokens = await tokens_of(running.pipeline.open(request(history, 12)))
-            await until_used(running, 1)
+            await until_kept(running, 1)
             n_rows = len(history) if turn == 0 else 1 + 8
             assert [now - then for now, then in zip(await rows_of(running), before, strict=True)] == [n_rows + 11] * 3
             assert_greedy(whole, history, tokens)
             history += (*tokens, *prompt_of(2 + turn, 8))
+        assert replays(running) == 0
 
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
@@ -67,7 +76,8 @@ async def test_chats_side_by_side_that_share_a_beginning_stay_apart(
             for chat, tokens in enumerate(outputs):
                 assert_greedy(whole, histories[chat], tokens)
                 histories[chat] += (*tokens, *prompt_of(20 + chat, 5))
-        await until_used(running, 3)
+        await until_kept(running, 3)
+        assert replays(running) == 0
         registry = running.pipeline._observer.metrics.registry
     n_copied = registry.get_sample_value(f"{names.METRIC_PREFIX_HITS}_total", {names.LABEL_MODEL: ""})
     assert n_copied is not None
@@ -79,6 +89,7 @@ async def test_kept_lanes_yield_to_streams(artifacts: Artifacts, whole: Referenc
     async with fleet(artifacts([2]), n_lanes=2, prefix_lanes=2) as running:
         outputs = await asyncio.gather(*(tokens_of(running.pipeline.open(request(prompt, 6))) for prompt in prompts))
         again = await tokens_of(running.pipeline.open(request(prompts[-1], 6)))
+        assert replays(running) == 0
     for prompt, tokens in zip(prompts, outputs, strict=True):
         assert_greedy(whole, prompt, tokens)
     assert_greedy(whole, prompts[-1], again)
@@ -88,7 +99,7 @@ async def test_what_was_kept_is_gone_with_the_epoch(artifacts: Artifacts, whole:
     prompt = prompt_of(1, 60)
     async with fleet(artifacts([2]), prefix_lanes=2) as running:
         first = await tokens_of(running.pipeline.open(request(prompt, 10)))
-        await until_used(running, 1)
+        await until_kept(running, 1)
         await running.stop(1)
         async with asyncio.timeout(20):
             await running.recovering.wait()
@@ -97,6 +108,7 @@ async def test_what_was_kept_is_gone_with_the_epoch(artifacts: Artifacts, whole:
             await running.pipeline.ready.wait()
         longer = (*prompt, *first, 5, 6)
         tokens = await tokens_of(running.pipeline.open(request(longer, 10)))
+        assert replays(running) == 0
     assert_greedy(whole, longer, tokens)
 
 
@@ -106,11 +118,29 @@ async def test_who_stops_an_answer_goes_on_from_what_was_said(artifacts: Artifac
         stream = running.pipeline.open(request(prompt, 100))
         said = await read(stream, 10)
         await stream.aclose()
-        await until_used(running, 1)
+        await until_kept(running, 1)
         before = await rows_of(running)
         longer = (*prompt, *said, 5, 6)
         tokens = await tokens_of(running.pipeline.open(request(longer, 10)))
-        await until_used(running, 1)
+        await until_kept(running, 1)
         after = await rows_of(running)
+        assert replays(running) == 0
     assert_greedy(whole, longer, tokens)
     assert all(now - then < len(prompt) for now, then in zip(after, before, strict=True))
+
+
+async def test_chats_that_take_turns_in_all_lanes_copy_what_is_their_own(
+    artifacts: Artifacts, whole: ReferenceModel
+) -> None:
+    """Only kept lanes are free when they come back: each takes another's before its own."""
+    histories = [prompt_of(20 + chat, 60) for chat in range(3)]
+    async with fleet(artifacts([2]), n_lanes=4, prefix_lanes=3) as running:
+        for turn in range(2):
+            streams = [running.pipeline.open(request(history, 9)) for history in histories[: 3 - turn]]
+            outputs = await asyncio.gather(*map(tokens_of, streams))
+            for chat, tokens in enumerate(outputs):
+                assert_greedy(whole, histories[chat], tokens)
+                histories[chat] += (*tokens, 7, 7)
+            await running.until_free()
+        assert replays(running) == 0
+        assert (await running.pipeline.describe())["copied_tokens"] == 2 * (60 + 8)

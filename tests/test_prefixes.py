@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ def told(frames: list[OutFrame]) -> list[tuple[str, int, int, int]]:
 
 
 def prefixes(n_max: int, lanes: Sequence[int]) -> Prefixes:
-    return Prefixes(n_max, itertools.count(100), lambda: lanes, lambda _, __: None)
+    return Prefixes(n_max, itertools.count(100), lambda: lanes)
 
 
 def run_of(first: int, n_tokens: int) -> list[int]:
@@ -41,8 +42,7 @@ def run_of(first: int, n_tokens: int) -> list[int]:
 
 
 def test_the_next_turn_of_a_chat_goes_on_where_the_last_ended() -> None:
-    noted: list[tuple[int, int]] = []
-    kept = Prefixes(2, itertools.count(100), lambda: [1, 2, 3], lambda *counts: noted.append(counts))
+    kept = Prefixes(2, itertools.count(100), lambda: [1, 2, 3])
     turn = run_of(0, 50)
     assert told(kept.keep(ended(1, turn))) == [("open", 100, 0, 4), ("copy", 100, 50, 1)]
     following = session_of(2, [*turn, 9, 77, 78], lane=0)
@@ -54,7 +54,6 @@ def test_the_next_turn_of_a_chat_goes_on_where_the_last_ended() -> None:
     longer = told(kept.keep(ended(2, [*turn, 9, 77, 78, 5])))
     assert longer == [("close", 100, 0, 0), ("open", 101, 0, 4), ("copy", 101, 54, 2)], "one lane for each chat"
     assert kept.figures() == {"lanes": 1, "tokens": 54}
-    assert noted == [(53, 50)]
 
 
 def test_the_last_token_of_a_prompt_is_read_in_any_case() -> None:
@@ -72,6 +71,23 @@ def test_who_begins_alike_shares_the_longest_beginning() -> None:
     assert told(kept.start(session_of(3, [*system, *run_of(2_000, 5), 7])))[1] == ("copy", 3, 45, 101)
     assert told(kept.start(session_of(4, [*system, *run_of(3_000, 5)])))[1][2] == 40
     assert told(kept.start(session_of(5, [*system[: PREFIX_TOKENS_MIN - 1], 7, 7]))) == [("open", 5, 0, 1)]
+
+
+def test_what_a_session_would_copy_is_the_last_lane_that_it_takes() -> None:
+    kept = prefixes(2, [1, 2])
+    kept.keep(ended(1, run_of(1_000, 40)))
+    kept.keep(ended(2, run_of(2_000, 40)))
+    assert kept.lanes == [2, 1]
+    assert kept.lanes_before(session_of(3, run_of(1_000, 60))) == [1, 2]
+    assert kept.lanes_before(session_of(4, run_of(3_000, 60))) == [2, 1]
+
+
+def test_what_is_kept_already_is_kept_once() -> None:
+    kept = prefixes(2, [1, 2, 3])
+    kept.keep(ended(1, run_of(1_000, 60)))
+    kept.keep(ended(2, run_of(2_000, 60)))
+    assert kept.keep(ended(3, run_of(1_000, 40))) == []
+    assert told(kept.keep(ended(4, run_of(4_000, 40))))[0] == ("close", 101, 0, 0), "the other was used last"
 
 
 def test_kept_lanes_yield_the_one_longest_unused_first() -> None:
@@ -109,10 +125,10 @@ def test_what_a_stage_could_not_keep_is_copied_by_nobody() -> None:
     kept = prefixes(2, [1, 2])
     kept.keep(ended(1, run_of(1_000, 40)))
     kept.keep(ended(2, run_of(2_000, 40)))
-    assert kept.refused(7, is_full=False) == []
-    assert told(kept.refused(100, is_full=False)) == [("close", 100, 0, 0)]
+    assert kept.refused([7, 0], is_full=False) == []
+    assert told(kept.refused([7, 100], is_full=False)) == [("close", 100, 0, 0)]
     assert told(kept.start(session_of(3, run_of(1_000, 60)))) == [("open", 3, 0, 1)]
-    assert told(kept.refused(3, is_full=True)) == [("close", 101, 0, 0)], "lanes are short"
+    assert told(kept.refused([3], is_full=True)) == [("close", 101, 0, 0)], "lanes are short"
 
 
 def test_a_session_that_had_a_fault_reads_everything_itself() -> None:
@@ -121,8 +137,30 @@ def test_a_session_that_had_a_fault_reads_everything_itself() -> None:
     session = session_of(2, run_of(0, 60))
     session.replays = 1
     assert told(kept.start(session)) == [("open", 2, 0, 1)]
-    kept.forget()
+    assert len(kept.start(session_of(3, run_of(0, 60)))) == 2
+    kept.renew(3, is_per_lane=True)
     assert told(kept.start(session_of(3, run_of(0, 60)))) == [("open", 3, 0, 1)], "another epoch"
+
+
+def test_who_asks_for_it_is_computed_alone() -> None:
+    kept = prefixes(1, [1])
+    kept.keep(ended(1, run_of(0, 50)))
+    session = session_of(2, run_of(0, 60))
+    session.request = dataclasses.replace(session.request, cache_prompt=False)
+    assert told(kept.start(session)) == [("open", 2, 0, 1)]
+    session.state = State.DONE
+    assert kept.keep(session) == []
+    assert kept.figures() == {"lanes": 1, "tokens": 50}
+
+
+@pytest.mark.parametrize(
+    ("n_asked", "expected"), [(None, {True: 3, False: 0}), (0, {True: 0, False: 0}), (3, {True: 3, False: 3})]
+)
+def test_lanes_with_cells_of_their_own_keep_unless_told(n_asked: int | None, expected: dict[bool, int]) -> None:
+    kept = Prefixes(n_asked, itertools.count(100), list)
+    for is_per_lane in (True, False, True):
+        kept.renew(7, is_per_lane=is_per_lane)
+        assert kept.n_max == expected[is_per_lane]
 
 
 def test_common_tokens_is_the_length_of_the_common_beginning() -> None:

@@ -582,3 +582,9 @@ def test_paused_streams_count_until_all_of_them_go_on() -> None:
     scheduler.decode(row(2))
     scheduler.plan()
     assert planner.said.pop() == 0, "whoever comes anew is no replay"
+    failed = new_session(4, n_prompt=400)
+    failed.history.append(7)
+    failed.replays = 1
+    start(scheduler, failed)
+    scheduler.plan()
+    assert planner.said.pop() == 0, "a fault of its own slows nobody else"

@@ -43,7 +43,7 @@ def plain(found: Samples, name: str, **labels: str) -> float:
 
 def scrape(stats: StageStats, telemetry: Telemetry | None = None, gauges: Gauges | None = None) -> Samples:
     registry = CollectorRegistry()
-    now = gauges or Gauges(0, 0, 0, 4, 0, 0)
+    now = gauges or Gauges(0, 0, 0, 0, 4, 0, 0)
     info = {"stage": "2", "layers": "0-3", "policy": "auto"}
     registry.register(StageCollector(info, stats, telemetry or Telemetry(), lambda: now))
     return samples(generate_latest(registry).decode())
@@ -108,7 +108,7 @@ def test_counters_and_gauges_say_what_was_counted(worked: StageStats) -> None:
     worked.payload_bytes_in, worked.payload_bytes_out, worked.envelopes_in, worked.envelopes_out = 10, 20, 3, 4
     worked.n_epochs = 2
     telemetry = Telemetry(TelemetryConfig(level=Level.BATCHES))
-    found = scrape(worked, telemetry, Gauges(7, 8, 3, 4, 1_000, 64_000))
+    found = scrape(worked, telemetry, Gauges(7, 8, 3, 1, 4, 1_000, 64_000))
     expected: list[tuple[str, dict[str, str], float]] = [
         (f"{names.METRIC_ROWS}_total", {}, 6),
         (f"{names.METRIC_PADDED_ROWS}_total", {}, 0),
@@ -128,6 +128,7 @@ def test_counters_and_gauges_say_what_was_counted(worked: StageStats) -> None:
         (names.METRIC_QUEUED_ROWS, {}, 7),
         (names.METRIC_QUEUED_FRAMES, {}, 8),
         (names.METRIC_LANES_USED, {}, 3),
+        (names.METRIC_LANES_KEPT, {}, 1),
         (names.METRIC_LANES_TOTAL, {}, 4),
         (names.METRIC_LINK_IN_FLIGHT, {}, 1_000),
         (names.METRIC_LINK_WINDOW, {}, 64_000),

@@ -312,6 +312,22 @@ def test_an_open_without_a_lane_faults_once_and_can_be_tried_again() -> None:
     assert len(engine.lanes[0]) == 2
 
 
+def test_what_is_only_kept_goes_where_a_stream_of_any_route_would_find_no_lane() -> None:
+    engine = FakeEngine(n_lanes=2)
+    executor, other = opened(engine, 1), ROUTE + 1
+    executor.reset_route(other, new_wiring(engine, epoch=9))
+    kept = control(5, Flag.OPEN, options=greedy(kept=True))
+    executor.execute(step_of(kept, rows_frame(0, 0, 4), rows_frame(5, 0, 3)))
+    result = executor.execute(step_of(control(1, Flag.OPEN, route_id=other, epoch=9)))
+    assert labels(result) == []
+    assert sorted(map(len, engine.lanes)) == [0, 4]
+    stale = executor.execute(
+        step_of(control(0, Flag.CLOSE), control(2, Flag.OPEN), control(2, Flag.COPY_PREFIX, 3, argument=5))
+    )
+    assert labels(stale) == [(2, "bad_session")], "so that it reads all itself"
+    executor.lanes.check()
+
+
 def test_options_out_of_range_are_a_fault_and_take_no_lane() -> None:
     engine = FakeEngine(is_last=True)
     executor = new_executor(engine)

@@ -56,6 +56,7 @@ class ChoiceState:
         self._wants_tokens = wants_tokens
         self._offset_chars = offset_chars
         self.n_tokens = 0  # generated, whether they became text or not
+        self.n_cached = 0  # of the prompt, not computed for this choice
         self.finish_reason: FinishReason | None = None
 
     def is_finished(self) -> bool:
@@ -67,6 +68,7 @@ class ChoiceState:
         if self.is_finished():
             return Growth()
         self.n_tokens += 1
+        self.n_cached += event.n_cached
         text = ""
         scored: tuple[Scored, ...] = ()
         if not event.is_end_token:

@@ -14,7 +14,7 @@ from coordinator.http.merge import Arrival, Merge
 from coordinator.http.middleware import json_response
 from coordinator.http.observe import note_failure, note_output, note_whole, wants_content
 from coordinator.http.service import Job, Service, open_streams
-from coordinator.http.shapes import Usage
+from coordinator.http.shapes import PromptTokensDetails, Usage
 from coordinator.http.sse import DONE, EventWriter
 from wire.errors import InternalError, RelaylineError
 
@@ -126,4 +126,6 @@ def _sum(parts: Sequence[Growth]) -> Growth:
 
 def _usage(job: Job, states: Sequence[ChoiceState]) -> Usage:
     n_completion = sum(state.n_tokens for state in states)
-    return Usage(job.n_prompt_tokens, n_completion, job.n_prompt_tokens + n_completion)
+    n_cached = sum(state.n_cached for state in states[:: job.plan.n])  # of each prompt's first choice
+    details = PromptTokensDetails(n_cached)
+    return Usage(job.n_prompt_tokens, n_completion, job.n_prompt_tokens + n_completion, details)

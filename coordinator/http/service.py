@@ -131,6 +131,7 @@ def make_job(
                     sampling=plan.sampling_of(choice),
                     ignore_eos=plan.ignore_eos,
                     record=record,
+                    cache_prompt=plan.cache_prompt,
                 )
             )
     return Job(header, plan, tuple(prompts), tuple(requests), record)

@@ -12,12 +12,19 @@ from coordinator.generation import FinishReason
 encode = msgspec.json.Encoder().encode
 
 
+class PromptTokensDetails(Struct):
+    """Where prompt tokens came from."""
+
+    cached_tokens: int  # computed for others that began alike
+
+
 class Usage(Struct):
     """Token counts. A prompt counts once however many choices continue it; tokens cut by a stop string count."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class CompletionLogprobs(Struct):

@@ -35,6 +35,7 @@ class Plan:
     include_usage: bool
     echo: bool
     return_token_ids: bool
+    cache_prompt: bool
 
     def sampling_of(self, choice: int) -> SamplingParams:
         """Return the sampling of the n-th choice of any prompt: seed + choice, so each can be asked for alone."""
@@ -162,6 +163,7 @@ def _plan(
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         echo=isinstance(body, CompletionBody) and bool(body.echo),
         return_token_ids=bool(body.return_token_ids),
+        cache_prompt=body.cache_prompt is not False,
     )
 
 

@@ -67,8 +67,9 @@ class Context(Part):
     kv_layout: Literal["auto", "unified", "per-lane"] = "auto"
     """unified: lanes share all cells, and a step is one micro-batch; per-lane: each has its own, quicker on CPUs where
     streams grow long; auto: per-lane from 1,024 tokens on where a stage is on a CPU."""
-    prefix_lanes: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Lanes, of those that no stream has, that keep what ended streams computed, for prompts that begin alike."""
+    prefix_lanes: Annotated[int, Field(ge=0, le=4096)] | None = None
+    """Lanes, of those that no stream has, that may keep what ended streams computed, for prompts that begin alike; left
+    out: half of all lanes where they have KV cells of their own, else none."""
 
 
 class Http(Part):

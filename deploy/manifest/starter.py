@@ -93,7 +93,7 @@ spec:
     lanes: 32                  # streams at once; each reserves its tokens on every stage
     # kvType: f16
     # kvLayout: auto           # cells of each lane's own (per-lane) on CPUs, where streams may grow long; or: unified
-    # prefixLanes: 8           # of these, spare ones that keep what ended streams computed, for the next turn of a chat
+    # prefixLanes: 8           # free ones that may keep what ended streams computed, for the next turn of a chat
 
   stages:
 {stages}    # A stage on another machine; there, run the command that `relayline up` prints:

@@ -59,6 +59,7 @@ class SimStage:
         self.n_decode_frames = self.decode_held_ns = 0
         self._rng = rng
         self._waiting: dict[QueuedFrame, int] = {}  # row frames in the queue -> arrival, oldest first
+        self._n_controls = 0  # in the queue
         self._step_cost_ns = 0
         self._shape = StepShape(0, 0)
 
@@ -85,10 +86,11 @@ class SimStage:
                 self.cancelled.add(frame.session_id)
             if frame.n_rows:
                 self._waiting[frame] = now_ns
+            else:
+                self._n_controls += 1
             for dropped in self.batcher.push(frame):
-                if dropped.n_rows:
-                    del self._waiting[dropped]
-                    n_dropped += 1
+                del self._waiting[dropped]
+                n_dropped += 1
         self.check()
         return n_dropped
 
@@ -100,6 +102,7 @@ class SimStage:
         for control in step.controls:
             self._control(control)
         if step.controls:
+            self._n_controls -= len(step.controls)
             self.lanes.check()
         self._place(step)
         self.check()
@@ -131,8 +134,9 @@ class SimStage:
 
     def check(self) -> None:
         """Hold the queue against the simulation's own account of it."""
-        if len(self.batcher) - len(self.batcher._controls) != len(self._waiting):
-            raise Violation(f"stage {self.index} lost or invented a frame: {len(self.batcher)} != {len(self._waiting)}")
+        n_waiting = len(self._waiting) + self._n_controls
+        if len(self.batcher) != n_waiting:
+            raise Violation(f"stage {self.index} lost or invented a frame: {len(self.batcher)} != {n_waiting}")
 
     def _control(self, control: QueuedFrame) -> None:
         if control.flags & Flag.OPEN:

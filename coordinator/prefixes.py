@@ -1,8 +1,8 @@
 """What ended sessions computed, kept in spare lanes for prompts that begin alike: the next turn of a chat. Pure.
 
-A session that ends gives its lane back as ever. Before, what it holds is copied at every stage into a
-lane that nobody uses, under an id of its own that no client knows; a later prompt that begins with the same tokens
-copies that and is read from there on. Open, copy and close travel in band, so that all stages hold the same.
+A session that ends gives its lane back as ever. Before, what it holds is copied at every stage into a lane that nobody
+uses, under an id of its own that no client knows; a later prompt that begins with the same tokens copies that and is
+read from there on. Open, copy and close travel in band, so that all stages hold the same.
 
 Kept lanes yield to whoever needs them, the one longest unused first: this coordinator's streams take them by name, and
 stages give them to another's that would find none, after which copies from there are refused and all is read. A new

@@ -1,9 +1,9 @@
 """Chats of several turns, with kept lanes and without: `python -m benches.chats [--quick]`.
 
 Every chat asks with all that was said so far and a few tokens more, waits for the answer and asks again; all chats side
-by side. With kept lanes (`--prefix-lanes`) only what is new is read. The two in turns, each run with processes of its
-own; what is reported is the time to first token by turn. Answers must be whole and the unsplit model's; the exit code
-is 1 where one is not.
+by side. With kept lanes (`--prefix-lanes`) only what is new is read, and what all begin with (`--system`) once. The two
+in turns, each run with processes of its own; what is reported is the time to first token by turn. Answers must be whole
+and the unsplit model's; the exit code is 1 where one is not.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chats", type=number, default=2, help="side by side")
     parser.add_argument("--turns", type=number, default=4)
     parser.add_argument("--prompt", type=number, default=400, help="tokens of the first question of each chat")
+    parser.add_argument("--system", type=number, default=0, help="tokens that all chats begin with")
     parser.add_argument("--said", type=number, default=30, help="tokens of each later question")
     parser.add_argument("--tokens", type=number, default=40, help="of each answer")
     parser.add_argument("--repeats", type=number, default=2)
@@ -111,8 +112,9 @@ async def main(argv: Sequence[str] | None = None) -> int:
         options.shape, options.repeats = "toy", 1
     path, n_vocab = model(SHAPES[options.shape], options.type), SHAPES[options.shape].n_vocab
     later = prompts_for(options.chats * options.turns, options.said, n_vocab, seed=9)
+    system = prompts_for(1, options.system, n_vocab, seed=10)[0] if options.system else ()
     said = [
-        [first, *later[at * options.turns : (at + 1) * options.turns - 1]]
+        [system + first, *later[at * options.turns : (at + 1) * options.turns - 1]]
         for at, first in enumerate(prompts_for(options.chats, options.prompt, n_vocab))
     ]
     turns: list[Turn] = []

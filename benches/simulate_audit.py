@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from benches.simulate_stage import SimStage, Violation
 from coordinator.groups import GroupPlan
 from coordinator.lane_groups import PASSES_MAX
-from coordinator.scheduler import OLDEST_EVERY
+from coordinator.prompt_line import OLDEST_EVERY
 from coordinator.session import OutFrame, Session
 from stage.queue_types import Step
 from wire.frames import Flag

@@ -69,15 +69,14 @@ class Pipeline:
         self._observer = observer or Observer()
         self._roster.watch(self._on_lost)
         self._reconnector = Reconnector(config, self._roster, self._open, lambda: bool(self._audiences), self._fail_all)
-        self.phase, self.ready = Phase.LOADING, asyncio.Event()
-        self.epoch = 0
+        self.phase, self.ready, self.epoch = Phase.LOADING, asyncio.Event(), 0
         self._route_id = secrets.randbits(63)
         self._session_ids = itertools.count(secrets.randbits(31) << 32)
         self._audiences: dict[int, Audience] = {}  # by session id
         self._shared: dict[Hashable, Audience] = {}
         self.n_shared = 0  # requests that joined another's session
-        self._admission = Admission(1, 0, config.waiting_max, lambda session: self._prefixes.lanes_before(session))
-        self._prefixes = Prefixes(config.prefix_lanes, self._session_ids, self._admission.free_lanes)
+        admission = self._admission = Admission(1, 0, config.waiting_max, lambda new: self._prefixes.lanes_before(new))
+        self._prefixes = Prefixes(config.prefix_lanes, self._session_ids, admission.free_lanes, admission.running)
         self._suspects = Suspects()
         self._connection: Connection | None = None
         self._sender: TokenSender | None = None
@@ -297,6 +296,7 @@ class Pipeline:
             return
         now_ns = time.monotonic_ns()
         try:
+            self._start_all(self._scheduler.orphans())
             for envelope in self._scheduler.take(now_ns):
                 self._observer.sent(envelope, now_ns)
                 self._sender.push(envelope)

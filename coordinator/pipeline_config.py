@@ -22,7 +22,8 @@ class PipelineConfig:
     share: bool = True
     """Whether identical deterministic requests in flight share one session."""
     prefix_lanes: int | None = 0
-    """Spare lanes that keep what ended sessions computed, for prompts that begin alike; None: see Prefixes.renew."""
+    """Spare lanes that keep what ended sessions computed, for prompts that begin alike; None: see Prefixes.renew.
+    With 0 nothing is copied from running sessions either."""
     waiting_max: int = 256
     """Requests that may wait for a lane; one more is refused with 429."""
     start_timeout_s: float = 60.0

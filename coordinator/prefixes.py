@@ -1,8 +1,12 @@
-"""What ended sessions computed, kept in spare lanes for prompts that begin alike: the next turn of a chat. Pure.
+"""What other sessions have computed, or are about to, for prompts that begin alike. Pure.
 
-A session that ends gives its lane back as ever. Before, what it holds is copied at every stage into a lane that nobody
-uses, under an id of its own that no client knows; a later prompt that begins with the same tokens copies that and is
-read from there on. Open, copy and close travel in band, so that all stages hold the same.
+Who shares a beginning with a running session copies it as soon as that one's rows have left: of a burst of requests
+with one system prompt, or of several choices of one, the first reads it for all.
+
+And what ended sessions computed is kept in spare lanes: for the next turn of a chat. A session that ends gives its lane
+back as ever. Before, what it holds is copied at every stage into a lane that nobody uses, under an id of its own that
+no client knows; a later prompt that begins with the same tokens copies that and is read from there on. Open, copy and
+close travel in band, so that all stages hold the same.
 
 Kept lanes yield to whoever needs them, the one longest unused first: this coordinator's streams take them by name, and
 stages give them to another's that would find none, after which copies from there are refused and all is read. A new
@@ -12,12 +16,14 @@ epoch forgets them all: the stages do, too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.session import OutFrame, Session, State
 
 PREFIX_TOKENS_MIN = 32  # a shorter one is read again in about the time that copying and the frames for it take
+SOURCES_MAX = 64  # running sessions that one which starts is compared with, of those that begin alike
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -41,12 +47,15 @@ class Prefixes:
         n_max: int | None,
         session_ids: Iterator[int],
         free_lanes: Callable[[], Sequence[int]],
+        running: Mapping[int, Session],
     ) -> None:
         """Keep at most n_max lanes, each as a session of its own; None leaves the number to each epoch, see `renew`.
 
-        free_lanes() are those that no running session has, ascending.
+        With 0 nothing is copied from the running sessions, by their ids, either. free_lanes() are those that none of
+        these has, ascending.
         """
         self._n_asked, self._session_ids, self._free_lanes = n_max, session_ids, free_lanes
+        self._running = running
         self.n_max = n_max or 0
         self._kept: list[Kept] = []
 
@@ -57,7 +66,7 @@ class Prefixes:
 
     def lanes_before(self, session: Session) -> list[int]:
         """Return the kept lanes in the order in which the session may take them: what it would copy is the last."""
-        source, _ = self._longest(session)
+        source, _ = _longest(session, [kept.session for kept in self._kept])
         return sorted(self.lanes, key=lambda lane: source is not None and lane == source.lane)
 
     def figures(self) -> dict[str, int]:
@@ -68,24 +77,30 @@ class Prefixes:
         """Start a session that has a lane; returns its first frames, behind the close of a kept lane that it takes."""
         frames = [frame for kept in list(self._kept) if kept.lane == session.lane for frame in self._drop(kept)]
         frames += session.start()
-        source, n_common = self._longest(session)
-        if source is None:
-            return frames
-        self._used(source)
-        return frames + session.continue_from(source.session, n_common)
+        kept, running = [kept.session for kept in self._kept], self._sources(session)
+        leader, n_later = _longest(session, running)
+        source, n_now = _longest(session, [*kept, *running], is_held=True)
+        if leader is not None and n_later >= n_now + PREFIX_TOKENS_MIN:
+            session.follow(leader, n_later)
+        elif source is not None:
+            self._kept.sort(key=lambda kept: kept.session is source)  # the one used last stands at the end
+            frames += session.continue_from(source, n_now)
+        return frames
 
-    def _longest(self, session: Session) -> tuple[Kept | None, int]:
-        """Return what begins like the session's history for longest, and for how many tokens; None: nothing does."""
-        if not session.request.cache_prompt or session.replays:  # after a fault of its own it reads everything itself
-            return None, 0
-        known = session.history[:-1]  # the last token is read in any case, for what follows it
-        shared = ((common_tokens(kept.tokens, known), kept) for kept in self._kept)
-        n_common, source = max(shared, key=lambda found: found[0], default=(0, None))
-        return (source, n_common) if n_common >= PREFIX_TOKENS_MIN else (None, 0)
-
-    def _used(self, kept: Kept) -> None:
-        self._kept.remove(kept)
-        self._kept.append(kept)
+    def _sources(self, session: Session) -> list[Session]:
+        """Return running sessions that it may copy from: at once, or when they have read so far."""
+        if self._n_asked == 0:
+            return []
+        beginning = session.history[:PREFIX_TOKENS_MIN]
+        alike = (
+            other
+            for other in self._running.values()
+            if other.request.cache_prompt
+            and other.state in (State.PREFILL, State.DECODE)
+            and other.history[:PREFIX_TOKENS_MIN] == beginning
+            and not other.waits_for(session)
+        )
+        return list(itertools.islice(alike, SOURCES_MAX))
 
     def keep(self, session: Session) -> list[OutFrame]:
         """Keep what a session that ends now holds, if there is a lane for it besides its own.
@@ -99,7 +114,7 @@ class Prefixes:
             return []
         for kept in self._kept:
             if common_tokens(kept.tokens, held) == len(held):
-                self._used(kept)
+                self._kept.sort(key=lambda other: other is kept)
                 return []
         lanes = self._free_lanes()
         frames: list[OutFrame] = []
@@ -143,6 +158,24 @@ class Prefixes:
     def _drop(self, kept: Kept) -> list[OutFrame]:
         self._kept.remove(kept)
         return kept.session.cancel()
+
+
+def _longest(session: Session, sources: Iterable[Session], *, is_held: bool = False) -> tuple[Session | None, int]:
+    """Return which source begins like the session's history for longest, and for how many tokens; None: none does.
+
+    `is_held` counts only what the sources hold already.
+    """
+    if not session.request.cache_prompt or session.replays:  # after a fault of its own it reads everything itself
+        return None, 0
+    known = session.history[:-1]  # the last token is read in any case, for what follows it
+    best, n_best = None, PREFIX_TOKENS_MIN - 1
+    for source in sources:
+        n_common = common_tokens(source.history, known)
+        if is_held:
+            n_common = min(n_common, source.n_held)
+        if n_common > n_best:
+            best, n_best = source, n_common
+    return (best, n_best) if best is not None else (None, 0)
 
 
 def common_tokens(first: Sequence[int], second: Sequence[int]) -> int:

@@ -11,6 +11,8 @@ Prompt rows ride in decode flights, in flights of their own, or in both, as the 
 their pace; several short prompts may share a flight. A burst of short prompts, and the histories of streams that a loss
 has paused, are read through before running streams get their whole pace back. Opens and closes never wait.
 
+Which prompt's rows go next `coordinator.prompt_line` decides. Who copies what another reads leaves right behind it.
+
 The *drain* mode sends everything at once and leaves batching to the stages' queues; it is the reference to compare
 with, and what a plan-less start falls back to.
 """
@@ -22,18 +24,17 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from coordinator.groups import ITL_STRETCH, GroupPlan, GroupPlanner, pressure_of
+from coordinator.groups import ITL_STRETCH, GroupPlan, GroupPlanner
 from coordinator.lane_groups import next_group
 from coordinator.overhead import Held, Overhead
+from coordinator.prompt_line import BURST_PRESSURE, PromptLine
 from coordinator.session import OutFrame, Session
 from coordinator.stage_cost import StageCost
 
 DRAIN_CHUNK_ROWS = 64
 SPREAD_CYCLES = 2  # times that every flight has gone round with a prompt's rows until they have spread
-BURST_PRESSURE = 2  # prompts per running stream that make a crowd, and what they count until they are read
 BURST_CYCLES = 32  # a burst takes no longer to read than all streams, its own included, take for so many tokens each
 REPLAY_PRESSURE = 4  # what paused streams count per running one until they go on: the first to do so are as new to it
-OLDEST_EVERY = 4  # prefill turns
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -76,12 +77,9 @@ class Scheduler:
         self.config, self.planner = config, planner
         self._controls: list[OutFrame] = []
         self._pool: collections.deque[OutFrame] = collections.deque()
-        self._prompts: collections.OrderedDict[int, Session] = collections.OrderedDict()
+        self._prompts = PromptLine()
         self._flights: dict[tuple[int, int], Flight] = {}
         self._under_way: dict[int, list[int]] = {}  # session id -> its keys' positions
-        # Prompts that once waited when there were more of them than running streams; read ones may be among them.
-        self._crowding: set[int] = set()
-        self._turns = 0
         self._n_decode_flights = self._n_prefill_flights = 0
         self._under_way_ns = 0.0  # predicted work of the busiest stage on all flights under way
         self._queue_ns, self._queue_at_ns = 0.0, 0  # predicted work before the busiest stage, and when that was
@@ -108,10 +106,11 @@ class Scheduler:
 
     def prompt(self, session: Session) -> None:
         """A session has prompt rows to send; it is asked for chunks until none are left."""
-        self._prompts[session.session_id] = session
-        self._crowding &= self._prompts.keys()
-        if pressure_of(max(1, self.n_decoding), len(self._prompts)) >= BURST_PRESSURE:
-            self._crowding |= self._prompts.keys()
+        self._prompts.add(session, self.n_decoding)
+
+    def orphans(self) -> list[Session]:
+        """Return the sessions that were to copy from one that is gone: they are to be started again."""
+        return self._prompts.orphans()
 
     def decode(self, frame: OutFrame) -> None:
         """A stream's next row is ready."""
@@ -138,7 +137,7 @@ class Scheduler:
         for position in list(self._under_way.get(session_id, ())):
             self._flights[session_id, position].is_whole = False
             self.answered(session_id, position, now_ns)
-        self._prompts.pop(session_id, None)
+        self._prompts.forget(session_id)
         if session_id in self._decoding:
             self._decoding_tokens -= self._decoding.pop(session_id)[1]
             self._pool = collections.deque(f for f in self._pool if f.session.session_id != session_id)
@@ -185,7 +184,7 @@ class Scheduler:
         return planner.plan(0, n_prompts=n_prompts, n_prompt_rows=self._count_train_rows())
 
     def _pressure_min(self, planner: GroupPlanner) -> int:
-        if any(session.is_replay for session in self._prompts.values()):
+        if any(session.is_replay for session in self._prompts.sessions):
             return REPLAY_PRESSURE
         return BURST_PRESSURE if self._is_burst(planner) else 0
 
@@ -195,9 +194,9 @@ class Scheduler:
         The first of a burst to have their token would otherwise outweigh the others ever more as these join them, and
         spare themselves short waits now for a longer one of those that are left.
         """
-        if self._crowding.isdisjoint(self._prompts) or not planner.is_known:
+        if not (self._prompts.is_crowd and planner.is_known):
             return False
-        n_rows, n_prompts = sum(session.prefill_left for session in self._prompts.values()), len(self._prompts)
+        n_rows, n_prompts = self._prompts.n_rows, len(self._prompts)
         chunk = planner.plan(0, n_prompts=n_prompts, n_prompt_rows=n_rows).chunk_rows
         chunk = min(chunk, self.config.chunk_rows or chunk)
         read_ns = math.ceil(n_rows / chunk) * planner.chunk_ns(chunk)
@@ -216,17 +215,23 @@ class Scheduler:
             decode_tokens = self._decoding_tokens / len(self._decoding)
         prompt_tokens = 0.0
         if self._prompts:
-            prompt = self._next_prompt(self._turns + 1)
+            prompt = self._prompts.upcoming()
             prompt_tokens = prompt.n_sent if self._decoding else (prompt.n_sent + prompt.prefill_left) / 2
         return self.planner.at(decode_tokens, prompt_tokens)
 
     def _count_train_rows(self) -> int:
         """Return the prompt rows of the train under way, those that have left included: its chunks stay as they are."""
-        n_left = sum(session.prefill_left for session in self._prompts.values())
-        return max(n_left, self._train_rows if self._n_prefill_flights else 0)
+        return max(self._prompts.n_rows, self._train_rows if self._n_prefill_flights else 0)
 
     def take(self, now_ns: int) -> list[list[OutFrame]]:
         """Return the envelopes that leave now, in order."""
+        envelopes = self._take_once(now_ns)
+        while copies := self._prompts.catch_up():
+            self._controls += copies
+            envelopes += self._take_once(now_ns)
+        return envelopes
+
+    def _take_once(self, now_ns: int) -> list[list[OutFrame]]:
         envelopes: list[list[OutFrame]] = []
         controls, self._controls = self._controls, []
         if self.config.mode == "drain":
@@ -246,9 +251,9 @@ class Scheduler:
         while self._pool and self._n_decode_flights < plan.n_groups:
             frames = self._next_group(plan.group_rows)
             ride_rows = min(self._ride_rows(plan, len(frames), now_ns), rows_max)
-            self._launch(envelopes, frames, self._next_chunks(ride_rows), now_ns)
+            self._launch(envelopes, frames, self._prompts.next_chunks(ride_rows), now_ns)
         while self._prompts and self._n_prefill_flights < plan.prefill_flights:
-            chunks = self._next_chunks(min(plan.chunk_rows, rows_max))
+            chunks = self._prompts.next_chunks(min(plan.chunk_rows, rows_max))
             if not chunks:
                 break
             self._launch(envelopes, [], chunks, now_ns)
@@ -286,39 +291,8 @@ class Scheduler:
             self._launch(envelopes, list(self._pool), [], now_ns)
             self._pool.clear()
         rows = min(self.config.chunk_rows or DRAIN_CHUNK_ROWS, self.planner.rows_max)
-        while self._prompts:
-            _, session = self._prompts.popitem(last=False)
-            frames: list[OutFrame] = []
-            while (chunk := session.next_chunk(rows)) is not None:
-                frames.append(chunk)
-            if frames:
-                self._launch(envelopes, [], frames, now_ns)
-
-    def _next_chunks(self, rows: int) -> list[OutFrame]:
-        """Return chunks that together have at most `rows` rows.
-
-        The prompt with the fewest rows left goes first, which keeps time to first token short for most; every
-        OLDEST_EVERY-th turn the oldest does, so that a long prompt among many short ones still advances.
-        """
-        frames: list[OutFrame] = []
-        left = rows
-        while left and self._prompts:
-            self._turns += 1
-            session = self._next_prompt(self._turns)
-            chunk = session.next_chunk(left)
-            if chunk is not None:
-                frames.append(chunk)
-                left -= len(chunk.tokens)
-            if session.prefill_left == 0:
-                del self._prompts[session.session_id]
-            else:
-                break  # a step takes one frame of a session
-        return frames
-
-    def _next_prompt(self, turn: int) -> Session:
-        if turn % OLDEST_EVERY == 0:
-            return next(iter(self._prompts.values()))
-        return min(self._prompts.values(), key=lambda waiting: waiting.prefill_left)
+        for chunks in self._prompts.all_chunks(rows):
+            self._launch(envelopes, [], chunks, now_ns)
 
     # --- flights ------------------------------------------------------------------------------------------------------
 

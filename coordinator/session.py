@@ -58,6 +58,7 @@ class Session:
     n_sent: int = 0  # rows of the history sent in this epoch, or copied, while in PREFILL
     n_copied: int = 0  # of these, rows that another session had computed
     copied_from: int = 0  # that session; 0: none
+    leader: Session | None = None  # that session, while these rows have not all left for stage 0 as its own
     is_kept: bool = False  # no client's: it only keeps what others may copy, and stages may take its lane
     lane: int = -1  # given by admission; stages take the same number where it is free
     record: SessionRecord = dataclasses.field(default_factory=SessionRecord)
@@ -82,6 +83,25 @@ class Session:
         """Rows of the history that have not been sent in this epoch."""
         return len(self.history) - self.n_sent if self.state is State.PREFILL else 0
 
+    @property
+    def n_held(self) -> int:
+        """Rows of the history that have left for stage 0: who is sent later may copy them."""
+        if self.state is State.DECODE:
+            return len(self.history) - 1  # the row of the last token may wait in the scheduler's pool
+        return self.n_sent if self.state is State.PREFILL and self.leader is None else 0
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the leader ended, or waits for a lane again, before it had read what this session is to copy."""
+        return self.leader is not None and self.leader.state in (State.WAITING, State.DONE)
+
+    def waits_for(self, other: Session) -> bool:
+        """Return whether it is the other session, or cannot go on without it."""
+        waiting: Session | None = self
+        while waiting is not None and waiting is not other:
+            waiting = waiting.leader
+        return waiting is other
+
     def may_replay(self, error: RelaylineError, *, is_retryable: bool) -> bool:
         """Return whether it is to be started again after a fault of its own."""
         is_retryable |= self.n_copied > 0  # what it copied may be what was wrong; next time it reads everything itself
@@ -91,7 +111,7 @@ class Session:
         """Open the session at every stage; its history is then prefilled chunk by chunk. A new epoch resumes it so."""
         if self.state is State.DONE:
             return []
-        self.state = State.PREFILL
+        self.state, self.leader = State.PREFILL, None
         self.n_sent = self.n_copied = self.copied_from = self.record.n_copied = 0
         return [OutFrame(self, 0, (), Flag.OPEN, self.lane + 1)]
 
@@ -103,6 +123,21 @@ class Session:
         self.n_sent = self.n_copied = self.record.n_copied = n_tokens
         self.copied_from = source.session_id
         return [OutFrame(self, n_tokens, (), Flag.COPY_PREFIX, source.session_id)]
+
+    def follow(self, leader: Session, n_tokens: int) -> None:
+        """Wait until another session, which begins alike, has sent its first n_tokens: see `catch_up`.
+
+        To be called right after `start`; n_tokens is less than the history that is to be read.
+        """
+        self.continue_from(leader, n_tokens)
+        self.leader = leader
+
+    def catch_up(self) -> list[OutFrame]:
+        """Copy what the leader has sent and read on from there, if it has sent enough; else there are no frames yet."""
+        if self.leader is None or self.leader.n_held < self.n_copied:
+            return []
+        leader, self.leader = self.leader, None
+        return self.continue_from(leader, self.n_copied)
 
     def next_chunk(self, rows_max: int) -> OutFrame | None:
         """Return the next rows of the history to prefill, None when all have been sent."""

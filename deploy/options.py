@@ -166,8 +166,8 @@ pipeline_options = _apply(
                  "brings first tokens sooner."),
     click.option("--prefix-lanes", type=click.IntRange(0, 4096), default=None,
                  help="Lanes that may keep what ended streams computed; prompts that begin alike, such as the "
-                 "next turn of a chat, are read from there on [default: half of all with --kv-layout per-lane, "
-                 "else 0]."),
+                 "next turn of a chat, are read from there on. Running streams are always copied from, unless this "
+                 "is 0 [default: half of all with --kv-layout per-lane, else none]."),
     click.option("--queue", type=click.IntRange(0, 100_000), default=256, show_default=True,
                  help="Requests that may wait for a lane."),
     click.option("--groups", type=click.IntRange(0, 4096), default=0, help="Decode groups by hand [default: chosen]."),

@@ -13,10 +13,11 @@ sent with, and cost a step of its own.)
 A control at the head is applied by the next step at no cost in rows, and the frame behind it becomes the head at once,
 so that an open and the first rows of a prompt run in the same step. Controls of one step are applied in the order in
 which they came, whichever sessions they belong to: a close gives the lane that the next open takes. A prefix is copied
-only after the source's rows that came before it.
+only after the source's rows that came before it, and nothing is opened before the closes that came before it. So what
+waits waits for what came earlier, and nobody for ever.
 
-A close makes the session's waiting rows pointless: they are dropped when it arrives. Its controls are not: what it was
-to copy, others may be to copy from it.
+A close makes the session's waiting rows pointless: they are dropped when it arrives, but for those that others are to
+copy. Its controls stay: what it was to copy, others may be to copy from it.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ class Batcher:
         self._decode: dict[tuple[int, int], QueuedFrame] = {}  # heads
         self._prefill: dict[tuple[int, int], QueuedFrame] = {}
         self._controls: dict[tuple[int, int], QueuedFrame] = {}
+        # Push orders of the last waiting copy from each session, and of waiting closes, the oldest first.
+        self._copies: dict[tuple[int, int], int] = {}
+        self._closes: dict[tuple[int, int], int] = {}
         self._push_orders, self._line_orders = itertools.count(), itertools.count()
 
     def push(self, frame: QueuedFrame) -> list[QueuedFrame]:
@@ -58,6 +62,11 @@ class Batcher:
         if frame.flags & Flag.CLOSE:
             dropped = self._drop_rows(frame.session_key)
         frame.push_order = next(self._push_orders)
+        if frame.flags & Flag.COPY_PREFIX:
+            self._copies[frame.route_id, frame.argument] = frame.push_order
+        elif frame.flags & Flag.CLOSE:
+            self._closes.pop(frame.session_key, None)
+            self._closes[frame.session_key] = frame.push_order
         queue = self._sessions.get(frame.session_key)
         if queue is None:
             queue = self._sessions[frame.session_key] = collections.deque()
@@ -70,6 +79,9 @@ class Batcher:
 
     def drop_route(self, route_id: int) -> list[QueuedFrame]:
         """Forget every waiting frame of a route (its epoch ended). Returns the dropped frames."""
+        for orders in (self._copies, self._closes):
+            for key in [key for key in orders if key[0] == route_id]:
+                del orders[key]
         mine = [key for key in self._sessions if key[0] == route_id]
         return [frame for key in mine for frame in self._drop(key)]
 
@@ -94,27 +106,33 @@ class Batcher:
     def _take_controls(self) -> list[QueuedFrame]:
         """Take those that are due, in the order in which they came."""
         taken: list[QueuedFrame] = []
-        due: list[tuple[int, QueuedFrame]] = []
-        while len(taken) < CONTROLS_PER_STEP_MAX:
-            if not due:  # at first, and once those that copy may no longer have to wait
-                due = [(head.push_order, head) for head in self._controls.values() if not self._waits(head)]
-                heapq.heapify(due)
-                if not due:
-                    break
-            _, head = heapq.heappop(due)
+        heads = [(head.push_order, head) for head in self._controls.values()]
+        heapq.heapify(heads)
+        while heads and len(taken) < CONTROLS_PER_STEP_MAX:
+            _, head = heapq.heappop(heads)
+            if self._waits(head):  # for rows: controls that came before it have been looked at before it
+                continue
             self._remove_head(head)
             taken.append(head)
             following = self._controls.get(head.session_key)
-            if following is not None and not self._waits(following):
-                heapq.heappush(due, (following.push_order, following))
-        return sorted(taken, key=lambda frame: frame.push_order)
+            if following is not None:
+                heapq.heappush(heads, (following.push_order, following))
+        return taken
 
     def _waits(self, control: QueuedFrame) -> bool:
-        """Return whether a prefix would be copied before what its source was sent before has been done."""
+        """Return whether what it depends on has come before it and has not been done."""
+        if control.flags & Flag.OPEN:
+            return next(iter(self._closes.values()), control.push_order) < control.push_order
         if not control.flags & Flag.COPY_PREFIX:
             return False
         source = self._sessions.get((control.route_id, control.argument), ())
         return any(frame.push_order < control.push_order for frame in source)
+
+    def _control_gone(self, control: QueuedFrame) -> None:
+        source = (control.route_id, control.argument)
+        for orders, key in ((self._copies, source), (self._closes, control.session_key)):
+            if orders.get(key) == control.push_order:
+                del orders[key]
 
     def _line_of(self, frame: QueuedFrame) -> dict[tuple[int, int], QueuedFrame]:
         if frame.is_control:
@@ -136,6 +154,8 @@ class Batcher:
         queue.popleft()
         self.queued_rows -= head.n_rows
         self._n_frames -= 1
+        if head.is_control:
+            self._control_gone(head)
         if queue:
             # Several frames of one session in an envelope take turns with others: together they would keep these off.
             has_gone = queue[0].envelope == head.envelope and not head.is_control
@@ -145,13 +165,14 @@ class Batcher:
             del self._sessions[head.session_key]
 
     def _drop_rows(self, session_key: tuple[int, int]) -> list[QueuedFrame]:
-        waiting = self._drop(session_key)
-        controls = collections.deque(frame for frame in waiting if frame.is_control)
-        if controls:
-            self._sessions[session_key] = controls
-            self._n_frames += len(controls)
-            self._stand_in_line(controls[0])
-        return [frame for frame in waiting if not frame.is_control]
+        waiting, copied_before = self._drop(session_key), self._copies.get(session_key, 0)
+        left = collections.deque(f for f in waiting if f.is_control or f.push_order < copied_before)
+        if left:
+            self._sessions[session_key] = left
+            self.queued_rows += sum(frame.n_rows for frame in left)
+            self._n_frames += len(left)
+            self._stand_in_line(left[0], left[0].line_order if left[0] is waiting[0] else None)
+        return [frame for frame in waiting if not (frame.is_control or frame.push_order < copied_before)]
 
     def _drop(self, session_key: tuple[int, int]) -> list[QueuedFrame]:
         queue = self._sessions.pop(session_key, None)

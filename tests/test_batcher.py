@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stage.batcher import CONTROLS_ONLY, CONTROLS_PER_STEP_MAX, Batcher
 from stage.policy import Choice, DrainPolicy, GroupPolicy, Policy, SinglePolicy
 from stage.queue_types import QueuedFrame, Step
-from tests.fakes import control, rows_frame
+from tests.fakes import ROUTE, control, rows_frame
 from wire.curve import CostCurve
 from wire.frames import Flag
 
@@ -141,6 +141,49 @@ def test_a_prefix_is_copied_after_the_rows_that_came_before_it() -> None:
     assert [first.frames, second.frames] == [[source[1]], [source[2]]]
     assert third.controls == [target[1]]
     assert third.frames == [late, target[2]]
+
+
+def test_a_close_leaves_the_rows_that_others_copy_and_what_is_opened_behind_it_waits() -> None:
+    """Whoever read a beginning for others leaves; its lane is the one that the next open takes."""
+    batcher = new_batcher()
+    source = [control(1, Flag.OPEN), chunk(1, 0, 8), chunk(1, 8, 8)]
+    target = [control(2, Flag.OPEN), control(2, Flag.COPY_PREFIX, 16, argument=1), chunk(2, 16, 4)]
+    late, close = chunk(1, 16, 8), control(1, Flag.CLOSE)
+    following = [control(3, Flag.OPEN), chunk(3, 0, 4)]
+    for frame in (*source, *target, late):
+        batcher.push(frame)
+    assert batcher.push(close) == [late], "nobody copies that"
+    assert batcher.queued_rows == 8 + 8 + 4
+    for frame in following:
+        batcher.push(frame)
+    first, second, third = take_all(batcher)
+    assert (first.controls, first.frames) == ([source[0], target[0]], [source[1]])
+    assert (second.controls, second.frames) == ([], [source[2]])
+    assert third.controls == [target[1], close, following[0]]
+    assert third.frames == [target[2], following[1]]
+
+
+def test_once_it_is_copied_a_close_drops_what_its_session_still_waits_for() -> None:
+    batcher = new_batcher()
+    batcher.push(chunk(1, 0, 8))
+    batcher.push(control(2, Flag.COPY_PREFIX, 8, argument=1))
+    assert len(take_all(batcher)) == 2
+    late = chunk(1, 8, 8)
+    batcher.push(late)
+    assert batcher.push(control(1, Flag.CLOSE)) == [late]
+
+
+def test_what_waited_for_an_epoch_that_has_ended_keeps_nobody_waiting() -> None:
+    batcher = new_batcher()
+    for frame in (chunk(1, 0, 8), control(2, Flag.COPY_PREFIX, 8, argument=1), control(1, Flag.CLOSE)):
+        batcher.push(frame)
+    assert len(batcher.drop_route(ROUTE)) == 3
+    rows, opening = chunk(1, 0, 8), control(3, Flag.OPEN)
+    for frame in (rows, opening):
+        batcher.push(frame)
+    assert batcher.push(control(1, Flag.CLOSE)) == [rows]
+    (step,) = take_all(batcher)
+    assert len(step.controls) == 2
 
 
 def test_routes_are_kept_apart() -> None:

@@ -6,11 +6,13 @@ import asyncio
 
 import pytest
 
+from coordinator.generation import SamplingParams
 from tests.fleet import (
     Artifacts,
     Fleet,
     artifacts_fixture,
     assert_greedy,
+    assert_seeded,
     fleet,
     prompt_of,
     read,
@@ -144,3 +146,94 @@ async def test_chats_that_take_turns_in_all_lanes_copy_what_is_their_own(
             await running.until_free()
         assert replays(running) == 0
         assert (await running.pipeline.describe())["copied_tokens"] == 2 * (60 + 8)
+
+
+@pytest.mark.parametrize("kv_layout", LAYOUTS)
+@pytest.mark.parametrize("mode", ["auto", "drain"])
+async def test_a_burst_with_one_system_prompt_reads_it_once(
+    kv_layout: str, mode: str, artifacts: Artifacts, whole: ReferenceModel
+) -> None:
+    system = prompt_of(1, 70)
+    prompts = [(*system, index, *prompt_of(30 + index, 3 * index)) for index in range(6)]
+    async with fleet(artifacts([1, 3]), prefix_lanes=None, kv_layout=kv_layout, mode=mode) as running:
+        outputs = await asyncio.gather(*(tokens_of(running.pipeline.open(request(prompt, 7))) for prompt in prompts))
+        n_rows = await rows_of(running)
+        assert replays(running) == 0
+        assert running.pipeline._observer.figures()["copied_tokens"] == 5 * 70
+    for prompt, tokens in zip(prompts, outputs, strict=True):
+        assert_greedy(whole, prompt, tokens)
+    assert n_rows == [70 + sum(len(prompt) - 70 + 6 for prompt in prompts)] * 3
+
+
+async def test_who_comes_while_an_answer_is_written_copies_its_prompt(
+    artifacts: Artifacts, whole: ReferenceModel
+) -> None:
+    prompt = prompt_of(1, 60)
+    async with fleet(artifacts([2]), prefix_lanes=None) as running:
+        stream = running.pipeline.open(request(prompt, 60))
+        said = await read(stream, 10)
+        before = await rows_of(running)
+        longer = (*prompt, *said[:5], 3, 4)
+        tokens = await tokens_of(running.pipeline.open(request(longer, 1)))
+        assert replays(running) == 0
+        assert running.pipeline._observer.figures()["copied_tokens"] == 65
+        said += await read(stream, 50)
+        await stream.aclose()
+    assert_greedy(whole, longer, tokens)
+    assert_greedy(whole, prompt, said)
+    assert before[0] >= 60
+
+
+@pytest.mark.parametrize("n_read", [0, 1, 120])
+@pytest.mark.parametrize("kv_layout", LAYOUTS)
+async def test_where_the_first_leaves_another_reads_for_the_rest(
+    kv_layout: str, n_read: int, artifacts: Artifacts, whole: ReferenceModel
+) -> None:
+    system = prompt_of(1, 200)
+    prompts = [(*system, index, *prompt_of(40 + index, 3)) for index in range(5)]
+    async with fleet(artifacts([1, 3]), prefix_lanes=None, kv_layout=kv_layout, mode="fixed") as running:
+        streams = [running.pipeline.open(request(prompt, 6)) for prompt in prompts]
+        async with asyncio.timeout(20):
+            while (await rows_of(running))[0] < n_read:
+                pass
+        await streams[0].aclose()
+        outputs = await asyncio.gather(*map(tokens_of, streams[1:]))
+        n_rows = await rows_of(running)
+        assert replays(running) == 0, "what others copy is computed although who began it has left"
+    for prompt, tokens in zip(prompts[1:], outputs, strict=True):
+        assert_greedy(whole, prompt, tokens)
+    assert max(n_rows) <= 2 * (200 + 4 + 6) + 4 * (4 + 5)
+
+
+async def test_a_loss_while_some_wait_for_what_others_read(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    system = prompt_of(1, 200)
+    prompts = [(*system, index, *prompt_of(50 + index, 3)) for index in range(5)]
+    async with fleet(artifacts([1, 3]), prefix_lanes=None, mode="fixed") as running:
+        streams = [running.pipeline.open(request(prompt, 6)) for prompt in prompts]
+        async with asyncio.timeout(20):
+            while (await rows_of(running))[1] < 20:
+                pass
+        await running.stop(1)
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        await running.start(1)
+        outputs = await asyncio.gather(*map(tokens_of, streams))
+        stages = (await rows_of(running))[1]
+        assert replays(running) == 0
+    for prompt, tokens in zip(prompts, outputs, strict=True):
+        assert_greedy(whole, prompt, tokens)
+    assert stages == 200 + 5 * (4 + 5), "the stage that came back has read the system prompt once"
+
+
+async def test_choices_of_one_prompt_read_it_once(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    prompt = prompt_of(1, 90)
+    choices = [SamplingParams(temperature=0.8, seed=seed) for seed in range(4)]
+    async with fleet(artifacts([2]), prefix_lanes=None) as running:
+        streams = [running.pipeline.open(request(prompt, 8, sampling)) for sampling in choices]
+        outputs = await asyncio.gather(*map(tokens_of, streams))
+        n_rows = await rows_of(running)
+        assert replays(running) == 0
+    assert n_rows == [90 + 3 + 4 * 7] * 2
+    for sampling, tokens in zip(choices, outputs, strict=True):
+        assert_seeded(whole, prompt, tokens, sampling)
+    assert len({tuple(tokens) for tokens in outputs}) > 1

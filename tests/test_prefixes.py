@@ -34,7 +34,7 @@ def told(frames: list[OutFrame]) -> list[tuple[str, int, int, int]]:
 
 
 def prefixes(n_max: int, lanes: Sequence[int]) -> Prefixes:
-    return Prefixes(n_max, itertools.count(100), lambda: lanes)
+    return Prefixes(n_max, itertools.count(100), lambda: lanes, {})
 
 
 def run_of(first: int, n_tokens: int) -> list[int]:
@@ -42,7 +42,7 @@ def run_of(first: int, n_tokens: int) -> list[int]:
 
 
 def test_the_next_turn_of_a_chat_goes_on_where_the_last_ended() -> None:
-    kept = Prefixes(2, itertools.count(100), lambda: [1, 2, 3])
+    kept = Prefixes(2, itertools.count(100), lambda: [1, 2, 3], {})
     turn = run_of(0, 50)
     assert told(kept.keep(ended(1, turn))) == [("open", 100, 0, 4), ("copy", 100, 50, 1)]
     following = session_of(2, [*turn, 9, 77, 78], lane=0)
@@ -157,7 +157,7 @@ def test_who_asks_for_it_is_computed_alone() -> None:
     ("n_asked", "expected"), [(None, {True: 3, False: 0}), (0, {True: 0, False: 0}), (3, {True: 3, False: 3})]
 )
 def test_lanes_with_cells_of_their_own_keep_unless_told(n_asked: int | None, expected: dict[bool, int]) -> None:
-    kept = Prefixes(n_asked, itertools.count(100), list)
+    kept = Prefixes(n_asked, itertools.count(100), list, {})
     for is_per_lane in (True, False, True):
         kept.renew(7, is_per_lane=is_per_lane)
         assert kept.n_max == expected[is_per_lane]

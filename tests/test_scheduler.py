@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from benches.simulate_world import staircase
 from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.groups import GroupPlan, GroupPlanner
-from coordinator.scheduler import BURST_PRESSURE, OLDEST_EVERY, REPLAY_PRESSURE, ScheduleConfig, Scheduler
+from coordinator.prompt_line import BURST_PRESSURE, OLDEST_EVERY
+from coordinator.scheduler import REPLAY_PRESSURE, ScheduleConfig, Scheduler
 from coordinator.session import OutFrame, Session, State
 from coordinator.stage_cost import StageCost
 from wire.curve import CostCurve

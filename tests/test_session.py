@@ -191,8 +191,12 @@ class StagesModel:
 
     def push(self, frames: Iterable[OutFrame]) -> None:
         for frame in frames:
-            if frame.flags & Flag.CLOSE:  # what its session still waits for is dropped, and never answered
-                self.frames = [other for other in self.frames if other.session is not frame.session]
+            if frame.flags & Flag.CLOSE:  # what its session still waits for is dropped, but what others are to copy
+                key, kept = frame.session.session_id, 0
+                for at, other in enumerate(self.frames):
+                    kept = at if other.flags & Flag.COPY_PREFIX and other.argument == key else kept
+                own = {id(other) for other in self.frames[kept:] if other.session is frame.session and other.tokens}
+                self.frames = [other for other in self.frames if id(other) not in own]
             self.frames.append(frame)
 
     def step(self) -> None:

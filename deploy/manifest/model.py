@@ -69,7 +69,8 @@ class Context(Part):
     streams grow long; auto: per-lane from 1,024 tokens on where a stage is on a CPU."""
     prefix_lanes: Annotated[int, Field(ge=0, le=4096)] | None = None
     """Lanes, of those that no stream has, that may keep what ended streams computed, for prompts that begin alike; left
-    out: half of all lanes where they have KV cells of their own, else none."""
+    out: half of all lanes where they have KV cells of their own, else none. With 0 nothing is copied from running
+    streams either."""
 
 
 class Http(Part):

@@ -18,14 +18,22 @@ FinishReason = Literal["stop", "length"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the last stage picks tokens of one session. Order: top-k, top-p, min-p, temperature, draw."""
+    """How the last stage picks tokens of one session: biases and penalties, top-k, top-p, min-p, temperature, draw."""
 
-    temperature: float = 1.0  # 0 picks the largest logit and ignores everything below
+    temperature: float = 1.0  # 0 picks the largest logit and ignores the filters and the seed
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0  # 1.0 keeps all
     min_p: float = 0.0  # 0.0 keeps all
     seed: int = 0  # u64; the draw for a position depends on (seed, position) only
     n_logprobs: int = -1  # -1: no logprobs; 0: the chosen token's; k: also the k largest (bounds.LOGPROBS_MAX)
+    frequency_penalty: float = 0.0  # taken off a token's logit for each time it was generated (PENALTY_TOKENS_MAX)
+    presence_penalty: float = 0.0  # taken off once if it was
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether a pick depends on what was picked before."""
+        return self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +59,7 @@ class TokenEvent:
     """
 
     token: int
-    logprob: float | None  # natural log of the raw softmax (before sampling filters); None unless asked for
+    logprob: float | None  # natural log of the raw softmax (before biases, penalties, filters); None unless asked for
     top_logprobs: tuple[tuple[int, float], ...]  # (token, logprob), largest first; empty unless asked for
     finish_reason: FinishReason | None = None
     is_end_token: bool = False

@@ -98,7 +98,8 @@ def _within_bounds(frames: list[OutFrame]) -> list[list[OutFrame]]:
 
 
 def _options(frame: OutFrame) -> pb.SessionOptions:
-    sampling = frame.session.request.sampling
+    request, sampling = frame.session.request, frame.session.request.sampling
+    said = frame.session.history[len(request.prompt_tokens) :] if sampling.is_penalised else []
     return pb.SessionOptions(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -106,6 +107,11 @@ def _options(frame: OutFrame) -> pb.SessionOptions:
         min_p=sampling.min_p,
         seed=sampling.seed,
         n_logprobs=sampling.n_logprobs,
-        wants_logits=frame.session.request.wants_logits,
+        wants_logits=request.wants_logits,
         kept=frame.session.is_kept,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        said=said[-bounds.PENALTY_TOKENS_MAX :],
+        bias_tokens=[token for token, _ in sampling.logit_bias],
+        biases=[bias for _, bias in sampling.logit_bias],
     )

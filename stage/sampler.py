@@ -1,12 +1,12 @@
 """Picks one session's next token from its logits, with llama.cpp's filters.
 
-A draw depends on nothing but the logits, the session's options and the token's position: its random number is a hash
-of (seed, position), and the filters keep no state. So a session that was rebuilt elsewhere goes on exactly where it
-was, and sessions cannot influence one another.
+A draw depends on nothing but the logits, the session's options, the token's position and, with penalties, what the
+session has said: its random number is a hash of (seed, position), and the filters keep no state. So a session that was
+rebuilt elsewhere goes on exactly where it was, and sessions cannot influence one another.
 
-Order: top-k, top-p, min-p, temperature, draw. The filters are llama.cpp's sampler chain. Temperature and draw are
-numpy's here: llama.cpp's own draw keeps a generator per session, and over a whole vocabulary it takes four times as
-long. Greedy (temperature 0) and unfiltered sampling never enter llama.cpp.
+Order: biases and penalties (`stage.penalties`), top-k, top-p, min-p, temperature, draw. The filters are llama.cpp's
+sampler chain. Temperature and draw are numpy's here: llama.cpp's own draw keeps a generator per session, and over a
+whole vocabulary it takes four times as long. Greedy (temperature 0) and unfiltered sampling never enter llama.cpp.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import ctypes
 import dataclasses
 import math
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
-from wire.bounds import LOGPROBS_MAX
+from stage.penalties import Penalties
+from wire.bounds import BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX
 from wire.errors import NativeError, NumericError, ProtocolError
 
 _U64 = (1 << 64) - 1
@@ -33,12 +35,15 @@ _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32
 class SamplingOptions:
     """How to pick tokens of one session."""
 
-    temperature: float = 1.0  # 0 picks the largest logit and ignores everything below but n_logprobs
+    temperature: float = 1.0  # 0 picks the largest logit and ignores the filters and the seed
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0  # 1.0 keeps all
     min_p: float = 0.0  # 0.0 keeps all
     seed: int = 0  # u64; the draw for a position depends on (seed, position) only
     n_logprobs: int = -1  # -1: no logprobs; 0: the chosen token's; k: also the k largest (at most LOGPROBS_MAX)
+    frequency_penalty: float = 0.0  # taken off a token's logit for each time that it was said
+    presence_penalty: float = 0.0  # taken off once if it was
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
 
     def __post_init__(self) -> None:
         """Raise ProtocolError for values that the coordinator should never have sent."""
@@ -49,13 +54,16 @@ class SamplingOptions:
             ("min_p", self.min_p, 0.0, 1.0),
             ("seed", self.seed, 0, _U64),
             ("n_logprobs", self.n_logprobs, -1, LOGPROBS_MAX),
+            ("frequency_penalty", self.frequency_penalty, -PENALTY_MAX, PENALTY_MAX),
+            ("presence_penalty", self.presence_penalty, -PENALTY_MAX, PENALTY_MAX),
+            *(("logit_bias", bias, -BIAS_MAX, BIAS_MAX) for _, bias in self.logit_bias),
         ):
             if not low <= value <= high:
                 raise ProtocolError(f"sampling option {name} is {value}; it must be between {low} and {high}")
 
 
 class Sampled(NamedTuple):
-    """One picked token. Logprobs are natural logs of the softmax over the raw logits, before any filter."""
+    """One picked token. Logprobs are natural logs of the softmax over the raw logits, before anything else."""
 
     token: int
     logprob: float | None  # None unless n_logprobs >= 0
@@ -72,6 +80,7 @@ class _Scratch:
         self._array = llama.llama_token_data_array()
         self._reference = ctypes.byref(self._array)
         self._weights = np.empty(n_vocab, np.float32)
+        self.changed = np.empty(n_vocab, np.float32)  # logits with biases and penalties
         self._starts = np.arange(0, n_vocab, _BLOCK_TOKENS)
 
     def filter(self, chain: Any, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.void]:
@@ -107,7 +116,7 @@ _local = threading.local()
 
 
 def _scratch(n_vocab: int) -> _Scratch:
-    """Return this thread's scratch: 20 bytes a token, so one for all sessions of an engine and not one for each."""
+    """Return this thread's scratch: 24 bytes a token, so one for all sessions of an engine and not one for each."""
     found: dict[int, _Scratch] = _local.__dict__.setdefault("by_n_vocab", {})
     if n_vocab not in found:
         found.clear()  # an engine has one vocabulary; only tests meet a second
@@ -118,8 +127,14 @@ def _scratch(n_vocab: int) -> _Scratch:
 class SessionSampler:
     """The sampler of one session. Not thread-safe; holds native memory until `close`."""
 
-    def __init__(self, options: SamplingOptions, n_vocab: int) -> None:
+    def __init__(self, options: SamplingOptions, n_vocab: int, said: Sequence[int] = ()) -> None:
+        """`said` are the tokens that the session has been given already, of which the latest are enough."""
         self.options = options
+        self._penalties: Penalties | None = None
+        if options.frequency_penalty or options.presence_penalty or options.logit_bias:
+            self._penalties = Penalties(
+                options.frequency_penalty, options.presence_penalty, options.logit_bias, said, n_vocab
+            )
         self._n_vocab = n_vocab
         self._filters: Any = _build_filters(options)
         self._is_open = True
@@ -133,10 +148,20 @@ class SessionSampler:
         largest = float(logits[best])
         if not math.isfinite(largest):
             raise NumericError(f"the logits for position {position} are not finite")
-        token = best if self.options.temperature == 0 else self._draw(logits, largest, position)
+        token = self._pick(logits, best, position)
         if self.options.n_logprobs < 0:
             return Sampled(token, None, [])
         return _with_logprobs(token, logits, largest, self.options.n_logprobs)
+
+    def _pick(self, logits: npt.NDArray[np.float32], best: int, position: int) -> int:
+        if self._penalties is not None:
+            changed = _scratch(self._n_vocab).changed
+            self._penalties.apply(logits, position, changed)
+            logits, best = changed, int(changed.argmax())
+        token = best if self.options.temperature == 0 else self._draw(logits, float(logits[best]), position)
+        if self._penalties is not None:
+            self._penalties.said(token)
+        return token
 
     def _draw(self, logits: npt.NDArray[np.float32], largest: float, position: int) -> int:
         if not self._is_open:

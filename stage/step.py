@@ -18,6 +18,7 @@ import numpy.typing as npt
 from stage.curves import shape_of
 from stage.lanes import LaneTable
 from stage.padding import Padding
+from stage.penalties import biases_of
 from stage.placement import Placed, heads_of, run_length
 from stage.queue_types import QueuedFrame, Step
 from stage.sampler import SamplingOptions, SessionSampler
@@ -169,6 +170,9 @@ class StepExecutor:
             min_p=options.min_p,
             seed=options.seed,
             n_logprobs=options.n_logprobs,
+            frequency_penalty=options.frequency_penalty,
+            presence_penalty=options.presence_penalty,
+            logit_bias=biases_of(options.bias_tokens, options.biases),
         )
         if kept := self.lanes.in_the_way(frame.session_id, frame.route_id):
             self._close((kept.route_id, kept.session_id))
@@ -178,7 +182,7 @@ class StepExecutor:
             return
         if previous := self._samplers.pop(key, None):
             previous.close()
-        self._samplers[key] = SessionSampler(sampling, self.engine.n_vocab)
+        self._samplers[key] = SessionSampler(sampling, self.engine.n_vocab, options.said)
         self._wants_logits.discard(key)
         if options.wants_logits:
             self._wants_logits.add(key)

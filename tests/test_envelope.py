@@ -195,8 +195,7 @@ def _set_frame(index: int, **fields: Any) -> Callable[[pb.Envelope], None]:
 
 
 def _wide_options(message: pb.Envelope) -> None:
-    # An unknown field of a newer peer may make options long; SessionOptions itself has no long field.
-    message.options[0].MergeFromString(b"\xa2\x06\x80\x20" + bytes(bounds.OPTIONS_BYTES_MAX))
+    message.options[0].said.extend([1] * bounds.OPTIONS_BYTES_MAX)
 
 
 def _many_frames(message: pb.Envelope) -> None:
@@ -242,7 +241,7 @@ BROKEN: dict[str, tuple[str, Callable[[pb.Envelope], None], str]] = {
     "largest position": ("one token", _set_frame(0, position=2**32 - 1), "position"),
     "an open without options": ("a prompt opens a session", lambda message: message.options.pop(), "0 session options"),
     "options without an open": ("exact rows", lambda message: message.options.add(), "1 session options"),
-    "options over OPTIONS_BYTES_MAX": ("a prompt opens a session", _wide_options, "over the limit of 4096"),
+    "options over OPTIONS_BYTES_MAX": ("a prompt opens a session", _wide_options, "over the limit of 7168"),
     "too few exponents": ("scaled f16 rows", _set(row_exponents=b"\x01"), "exponents"),
     "too many exponents": ("scaled f16 rows", _set(row_exponents=b"\x01\x01\x01\x01"), "exponents"),
     "exponents of exact rows": ("exact rows", _set(row_exponents=b"\x01\x01"), "exponents"),

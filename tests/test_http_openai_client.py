@@ -73,6 +73,18 @@ async def test_completion(tokenizer: Tokenizer) -> None:
         assert (request.max_tokens, request.sampling.temperature, request.sampling.seed) == (16, 0, 7)
 
 
+async def test_penalties_and_biases(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer) as (client, served):
+        asked = {"frequency_penalty": 0.5, "presence_penalty": -0.5}
+        await client.chat.completions.create(model=MODEL, messages=[USER], logit_bias={"5": 7}, **asked)
+        sampling = served.generator.requests[0].sampling
+        assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.logit_bias) == (0.5, -0.5, ((5, 7),))
+        with pytest.raises(openai.BadRequestError, match=f"logit_bias: token {N_VOCAB} at index 0 is not in") as caught:
+            await client.completions.create(model=MODEL, prompt="x", logit_bias={str(N_VOCAB): 1})
+        assert caught.value.param == "logit_bias"
+        assert len(served.generator.requests) == 1
+
+
 async def test_completion_stream(tokenizer: Tokenizer) -> None:
     async with client_of(tokenizer, FakeGenerator(says(b"hello there"))) as (client, _):
         stream = await client.completions.create(model=MODEL, prompt="x", max_tokens=5, stream=True)

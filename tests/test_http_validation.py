@@ -68,6 +68,15 @@ def test_every_honoured_field_arrives() -> None:
         SamplingOptions(top_k=pb.SessionOptions(top_k=kept).top_k)  # fits the wire, and the last stage takes it
 
 
+def test_penalties_and_biases_are_read() -> None:
+    plan = completion_plan(frequency_penalty=0.5, presence_penalty=-1, logit_bias={"7": -100, "5": 1.5, "6": 0})
+    assert (plan.sampling.frequency_penalty, plan.sampling.presence_penalty) == (0.5, -1)
+    assert plan.sampling.logit_bias == ((5, 1.5), (7, -100))
+    assert plan.sampling_of(1).logit_bias == plan.sampling.logit_bias
+    assert plan.sampling.is_penalised
+    assert not completion_plan(logit_bias={"5": 1}).sampling.is_penalised
+
+
 def test_seeds_wrap_at_64_bits() -> None:
     assert completion_plan(seed=-1).sampling.seed == 2**64 - 1
     assert completion_plan(seed=-1).sampling_of(1).seed == 0
@@ -126,9 +135,12 @@ def test_neutral_and_unknown_fields_change_nothing() -> None:
         (completion_plan, {"suffix": "end"}, "suffix"),
         (completion_plan, {"stream": "yes"}, "stream"),
         (completion_plan, {"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-        (completion_plan, {"frequency_penalty": 0.5}, "frequency_penalty"),
-        (completion_plan, {"presence_penalty": -1}, "presence_penalty"),
-        (completion_plan, {"logit_bias": {"5": 10}}, "logit_bias"),
+        (completion_plan, {"frequency_penalty": 2.5}, "frequency_penalty"),
+        (completion_plan, {"presence_penalty": -2.1}, "presence_penalty"),
+        (completion_plan, {"logit_bias": {"5": 101}}, "logit_bias[...]"),
+        (completion_plan, {"logit_bias": {"-5": 1}}, "logit_bias"),
+        (completion_plan, {"logit_bias": {"a": 1}}, "logit_bias"),
+        (completion_plan, {"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias"),
         (completion_plan, {"prompt": [1, 2.5]}, "prompt[1]"),
         (completion_plan, {"prompt": None}, "prompt"),
         (chat_plan, {"messages": []}, "messages"),

@@ -5,14 +5,18 @@ A bound that a user may lower is a configuration field whose default and ceiling
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 2  # raised on any incompatible change of the contract; checked in every handshake
+PROTOCOL_VERSION = 3  # raised on any incompatible change of the contract; checked in every handshake
 
 N_EMBD_MAX = 32_768  # widest hidden state accepted; twice the widest open model of 2026
 ROWS_PER_ENVELOPE_MAX = 2_048  # rows of one native step, hence of one envelope; also the ceiling of --max-rows
 ROWS_PER_FRAME_MAX = ROWS_PER_ENVELOPE_MAX  # a single prefill chunk may fill a step
 FRAMES_PER_ENVELOPE_MAX = 4_096  # every session of a full pipeline, plus one control frame for each
 SESSIONS_PER_LINK_MAX = 2_048  # sessions one route may have open on a stage; the ceiling of --lanes
-OPTIONS_BYTES_MAX = 4_096  # serialized SessionOptions of one open frame
+PENALTY_MAX = 2.0  # of frequency and presence, either way; as the OpenAI API has it
+BIAS_MAX = 100.0  # of a token's logit, either way; as the OpenAI API has it
+PENALTY_TOKENS_MAX = 1_024  # latest tokens of a stream that its penalties look at
+LOGIT_BIAS_MAX = 300  # tokens of one logit_bias; the OpenAI API's ceiling
+OPTIONS_BYTES_MAX = 7_168  # serialized SessionOptions of one open frame
 CTX_TOKENS_MAX = 1 << 20  # tokens per stream
 
 # One message holds at most the payload of a full step in the exact (f32) dtype, plus headers and options.
@@ -36,4 +40,6 @@ assert ENVELOPE_BYTES_MAX < 2**31  # protobuf and gRPC count message bytes in 32
 assert FRAMES_PER_ENVELOPE_MAX >= 2 * SESSIONS_PER_LINK_MAX
 # 256 bytes cover a frame record, the envelope's header and the row exponents, spread over the frames.
 assert HEADERS_BYTES_MAX >= FRAMES_PER_ENVELOPE_MAX * (OPTIONS_BYTES_MAX + 256)
+# A token of a vocabulary of up to 2^28 takes four bytes, a bias four more.
+assert OPTIONS_BYTES_MAX >= 4 * PENALTY_TOKENS_MAX + 8 * LOGIT_BIAS_MAX + 512
 assert 3 * ERROR_TEXT_BYTES_MAX < 8 * 1024

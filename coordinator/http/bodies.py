@@ -12,12 +12,13 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from wire.bounds import LOGPROBS_MAX
+from wire.bounds import BIAS_MAX, LOGIT_BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX
 from wire.errors import InvalidRequestError
 
 Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Penalty = Annotated[float, Meta(ge=-PENALTY_MAX, le=PENALTY_MAX)]
+Bias = Annotated[float, Meta(ge=-BIAS_MAX, le=BIAS_MAX)]
 LogprobCount = Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)]
 
 
@@ -52,7 +53,7 @@ class GenerationBody(Struct, kw_only=True):
     cache_prompt: bool | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=LOGIT_BIAS_MAX)] | None = None
     response_format: ResponseFormat | None = None
 
 

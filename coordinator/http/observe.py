@@ -97,6 +97,9 @@ def note_plan(observer: Observer, request: web.Request, plan: Plan, model: str, 
         names.URL_SCHEME: request.scheme,
         **_addresses(request),
     }
+    if plan.sampling.is_penalised:
+        attributes[names.GEN_AI_REQUEST_FREQUENCY_PENALTY] = plan.sampling.frequency_penalty
+        attributes[names.GEN_AI_REQUEST_PRESENCE_PENALTY] = plan.sampling.presence_penalty
     if plan.sampling.seed <= INTEGER_MAX:
         attributes[names.GEN_AI_REQUEST_SEED] = plan.sampling.seed
     if plan.max_tokens is not None and plan.max_tokens <= INTEGER_MAX:

@@ -118,6 +118,7 @@ def make_job(
     ctx_tokens = service.generator.ctx_tokens
     if not ctx_tokens:  # no stage has been heard yet: nothing would fit, and that is not the request's fault
         service.generator.check_ready()
+    check_tokens([token for token, _ in plan.sampling.logit_bias], service.tokenizer.n_vocab, "logit_bias")
     requests: list[GenerationRequest] = []
     for prompt in prompts:
         check_tokens(prompt.tokens, service.tokenizer.n_vocab, param)

@@ -7,7 +7,7 @@ supported are refused rather than ignored, unless their value changes nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from coordinator.generation import SamplingParams
 from coordinator.http.bodies import ChatBody, CompletionBody, GenerationBody
@@ -151,6 +151,9 @@ def _plan(
         min_p=body.min_p or 0.0,
         seed=(random_seed if body.seed is None else body.seed) % _U64,
         n_logprobs=n_logprobs,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias=_biases(body.logit_bias or {}),
     )
     return Plan(
         n=n,
@@ -174,6 +177,13 @@ def _choices(body: GenerationBody, limits: HttpLimits) -> int:
     return n
 
 
+def _biases(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    for token in biases:
+        if not (token.isascii() and token.isdigit() and len(token) <= len(str(1 << 32))):
+            raise InvalidRequestError(f"logit_bias: {token[:40]!r} is no token id", param="logit_bias")
+    return tuple(sorted((int(token), bias) for token, bias in biases.items() if bias))
+
+
 def _stops(stop: str | list[str] | None, limits: HttpLimits) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > limits.stops_max:
@@ -185,12 +195,6 @@ def _stops(stop: str | list[str] | None, limits: HttpLimits) -> tuple[str, ...]:
 
 
 def _refuse_unsupported(body: GenerationBody) -> None:
-    if body.frequency_penalty:
-        raise _unsupported("frequency_penalty", "only 0")
-    if body.presence_penalty:
-        raise _unsupported("presence_penalty", "only 0")
-    if body.logit_bias and any(body.logit_bias.values()):
-        raise _unsupported("logit_bias", "only an empty one")
     if body.response_format and body.response_format.type != "text":
         raise _unsupported("response_format", 'only {"type": "text"}')
 

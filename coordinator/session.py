@@ -55,6 +55,7 @@ class Session:
     state: State = State.WAITING
     history: list[int] = dataclasses.field(default_factory=list)
     replays: int = 0
+    n_opened: int = 0  # tokens of the history when it was opened last
     n_sent: int = 0  # rows of the history sent in this epoch, or copied, while in PREFILL
     n_copied: int = 0  # of these, rows that another session had computed
     copied_from: int = 0  # that session; 0: none
@@ -112,6 +113,7 @@ class Session:
         if self.state is State.DONE:
             return []
         self.state, self.leader = State.PREFILL, None
+        self.n_opened = len(self.history)
         self.n_sent = self.n_copied = self.copied_from = self.record.n_copied = 0
         return [OutFrame(self, 0, (), Flag.OPEN, self.lane + 1)]
 

@@ -98,8 +98,8 @@ def _within_bounds(frames: list[OutFrame]) -> list[list[OutFrame]]:
 
 
 def _options(frame: OutFrame) -> pb.SessionOptions:
-    request, sampling = frame.session.request, frame.session.request.sampling
-    said = frame.session.history[len(request.prompt_tokens) :] if sampling.is_penalised else []
+    session, request, sampling = frame.session, frame.session.request, frame.session.request.sampling
+    said = session.history[len(request.prompt_tokens) : session.n_opened] if sampling.is_penalised else []
     return pb.SessionOptions(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -108,7 +108,7 @@ def _options(frame: OutFrame) -> pb.SessionOptions:
         seed=sampling.seed,
         n_logprobs=sampling.n_logprobs,
         wants_logits=request.wants_logits,
-        kept=frame.session.is_kept,
+        kept=session.is_kept,
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
         said=said[-bounds.PENALTY_TOKENS_MAX :],

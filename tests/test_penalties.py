@@ -152,14 +152,18 @@ def session_of(sampling: SamplingParams) -> Session:
 def test_a_session_opens_with_the_latest_that_it_has_said_where_that_matters() -> None:
     for sampling, expected in ((PENALISED, [50, 51]), (SamplingParams(0.0, logit_bias=((3, 4.0),)), [])):
         session = session_of(sampling)
-        (opening,) = session.start()
+        session.start()
         session.next_chunk(9)
         session.sampled(3, 50)
         session.sampled(4, 51)
+        (opening,) = session.start()
+        session.next_chunk(9)
+        session.sampled(5, 52)  # an answer from before, which comes while the open waits for credit
         options = _options(opening)
         assert list(options.said) == expected
         assert list(options.bias_tokens) == [token for token, _ in sampling.logit_bias]
     session.history += [1 << 20] * 5_000
+    session.start()
     session.request = request((1,), 9, SamplingParams(presence_penalty=1.0, logit_bias=((1 << 20, 1.0),) * 300))
     options = _options(OutFrame(session, 0, (), Flag.OPEN))
     assert len(options.said) == bounds.PENALTY_TOKENS_MAX

@@ -1,4 +1,4 @@
-"""Copies of lanes, chains of them and lanes that are given up before a copy of them was made, in both KV layouts."""
+"""Copies of lanes, chains of them and lanes that are given up before a copy of them was made: both layouts, several types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from stage.native import EngineConfig, NativeEngine
 from tests.tiny_slices import TinyShape, write_stage
 
-SHAPE, N_LANES, CTX_TOKENS, ALONE = TinyShape(), 4, 64, 4
+SHAPE = TinyShape(n_heads=2)  # a head is as wide as a block of q8_0
+N_LANES, CTX_TOKENS, ALONE = 4, 64, 4
 OTHER_SHAPE = 3e-2  # as in test_native.py
 
 
@@ -21,9 +22,11 @@ def path_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_stage(tmp_path_factory.mktemp("stage") / "only.gguf", SHAPE, 0, [])
 
 
-@pytest.fixture(name="engine", params=["unified", "per-lane"])
+@pytest.fixture(name="engine", params=["unified", "unified q8_0", "per-lane", "per-lane q8_0"])
 def engine_fixture(request: pytest.FixtureRequest, path: Path) -> Iterator[NativeEngine]:
-    with NativeEngine(EngineConfig(path, N_LANES + 1, CTX_TOKENS, CTX_TOKENS, kv_layout=request.param)) as engine:
+    kv_layout, _, kv_type = request.param.partition(" ")
+    config = EngineConfig(path, N_LANES + 1, CTX_TOKENS, CTX_TOKENS, kv_layout=kv_layout, kv_type=kv_type or "f16")
+    with NativeEngine(config) as engine:
         yield engine
 
 

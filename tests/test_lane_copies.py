@@ -1,4 +1,4 @@
-"""Copies of lanes, chains of them and lanes that are given up before a copy of them was made: both layouts, several types."""
+"""Copies of lanes, chains of them and lanes given up before a copy was made, in both layouts, also of quantised cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of lanes, chains of them and lanes given up before a copy was made, in both layouts, also of quantised cells."""
+"""Copies of lanes, chains of them and lanes given up before a copy was made, in both layouts, quantised cells too."""
 
 from __future__ import annotations
 

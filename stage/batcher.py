@@ -51,9 +51,8 @@ class Batcher:
         self._decode: dict[tuple[int, int], QueuedFrame] = {}  # heads
         self._prefill: dict[tuple[int, int], QueuedFrame] = {}
         self._controls: dict[tuple[int, int], QueuedFrame] = {}
-        # Push orders of the last waiting copy from each session, and of waiting closes, the oldest first.
-        self._copies: dict[tuple[int, int], int] = {}
-        self._closes: dict[tuple[int, int], int] = {}
+        self._copies: dict[tuple[int, int], int] = {}  # session key -> push order of the last waiting copy from it
+        self._closes: dict[int, int] = {}  # push orders of waiting closes, ascending -> their routes
         self._push_orders, self._line_orders = itertools.count(), itertools.count()
 
     def push(self, frame: QueuedFrame) -> list[QueuedFrame]:
@@ -65,8 +64,7 @@ class Batcher:
         if frame.flags & Flag.COPY_PREFIX:
             self._copies[frame.route_id, frame.argument] = frame.push_order
         elif frame.flags & Flag.CLOSE:
-            self._closes.pop(frame.session_key, None)
-            self._closes[frame.session_key] = frame.push_order
+            self._closes[frame.push_order] = frame.route_id
         queue = self._sessions.get(frame.session_key)
         if queue is None:
             queue = self._sessions[frame.session_key] = collections.deque()
@@ -79,9 +77,8 @@ class Batcher:
 
     def drop_route(self, route_id: int) -> list[QueuedFrame]:
         """Forget every waiting frame of a route (its epoch ended). Returns the dropped frames."""
-        for orders in (self._copies, self._closes):
-            for key in [key for key in orders if key[0] == route_id]:
-                del orders[key]
+        self._copies = {key: order for key, order in self._copies.items() if key[0] != route_id}
+        self._closes = {order: route for order, route in self._closes.items() if route != route_id}
         mine = [key for key in self._sessions if key[0] == route_id]
         return [frame for key in mine for frame in self._drop(key)]
 
@@ -122,17 +119,17 @@ class Batcher:
     def _waits(self, control: QueuedFrame) -> bool:
         """Return whether what it depends on has come before it and has not been done."""
         if control.flags & Flag.OPEN:
-            return next(iter(self._closes.values()), control.push_order) < control.push_order
+            return next(iter(self._closes), control.push_order) < control.push_order
         if not control.flags & Flag.COPY_PREFIX:
             return False
         source = self._sessions.get((control.route_id, control.argument), ())
         return any(frame.push_order < control.push_order for frame in source)
 
     def _control_gone(self, control: QueuedFrame) -> None:
+        self._closes.pop(control.push_order, None)
         source = (control.route_id, control.argument)
-        for orders, key in ((self._copies, source), (self._closes, control.session_key)):
-            if orders.get(key) == control.push_order:
-                del orders[key]
+        if self._copies.get(source) == control.push_order:
+            del self._copies[source]
 
     def _line_of(self, frame: QueuedFrame) -> dict[tuple[int, int], QueuedFrame]:
         if frame.is_control:

@@ -163,6 +163,14 @@ def test_a_close_leaves_the_rows_that_others_copy_and_what_is_opened_behind_it_w
     assert third.frames == [target[2], following[1]]
 
 
+def test_rows_that_others_copy_keep_their_place_in_line() -> None:
+    batcher = new_batcher(max_rows=8, prefill_rows=8)
+    first, other = chunk(1, 0, 8), chunk(3, 0, 8)
+    for frame in (first, control(2, Flag.COPY_PREFIX, 8, argument=1), other, control(1, Flag.CLOSE)):
+        batcher.push(frame)
+    assert [step.frames for step in take_all(batcher)] == [[first], [other]]
+
+
 def test_once_it_is_copied_a_close_drops_what_its_session_still_waits_for() -> None:
     batcher = new_batcher()
     batcher.push(chunk(1, 0, 8))

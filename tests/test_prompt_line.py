@@ -282,3 +282,31 @@ def test_who_is_to_be_alone_neither_follows_nor_leads(asks: int) -> None:
     late = session_of(3, (*SYSTEM, 3))
     off.start(late)
     assert late.leader is None
+
+
+def test_who_writes_an_answer_is_copied_but_for_its_last_token() -> None:
+    world = World.of("auto", 60)
+    first = session_of(1, SYSTEM, max_tokens=9)
+    world.start(first)
+    world.send()
+    world.answer(world.flights[0])
+    assert first.state is State.DECODE
+    second = session_of(2, (*first.history, 7))
+    world.start(second)
+    assert second.n_copied == len(first.history) - 1, "the row of its last token may not have left"
+    world.send()
+
+
+def test_who_waits_for_a_lane_is_not_waited_for() -> None:
+    world = World.of("auto", 8)
+    first, second, third = (session_of(number, (*SYSTEM, number)) for number in (1, 2, 3))
+    for session in (first, second):
+        world.start(session)
+    world.scheduler.forget(1, 0)
+    world.scheduler.control(first.give_way())
+    assert world.scheduler.orphans() == [second]
+    world.send()
+    assert (second.leader, second.n_sent) == (None, 8)
+    second.give_way()
+    world.start(third)
+    assert third.leader is None, "neither of them reads"

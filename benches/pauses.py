@@ -1,7 +1,8 @@
-"""A stage is killed while streams talk: what their readers notice. `python -m benches.pauses [--quick]`.
+"""A stage dies, or a link does, while streams talk: what readers notice. `python -m benches.pauses [--quick]`.
 
 All streams begin at once; when the last of them has so many tokens the last stage gets SIGKILL, is started again, and
-what every unfinished stream has so far is read once more by all stages. A stream's pause is the longest time between
+what every unfinished stream has so far is read once more by all stages. With `--cut-link` the link to the last stage is
+cut instead, and everybody goes on from what the stages hold. A stream's pause is the longest time between
 two of its tokens from then on. Policies in turns, each run with processes of its own. Answers must be whole and the
 unsplit model's; the exit code is 1 where one is not.
 """
@@ -10,13 +11,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -27,7 +30,9 @@ from benches import interrupt, machine
 from benches.arguments import number, numbers, some_of
 from benches.models import MIXES, SHAPES, model
 from benches.reference import Prompt, prompts_for
+from benches.servers import Setup, relayline_linked
 from benches.verdicts import wrong_answers
+from coordinator.pipeline_file import load_pipeline
 from deploy import load
 from deploy.load import Request, Target
 from deploy.local import LocalConfig, running, threads_per_stage
@@ -52,6 +57,15 @@ class Loss:
     done_s: float  # until the last answer
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Breakable:
+    """A pipeline that serves, and how to break it."""
+
+    target: Target
+    break_it: Callable[[], Awaitable[None]]
+    failed: asyncio.Future[None]  # done when it will not come back
+
+
 def pause_s(request: Request, killed_ns: int) -> float:
     """Return the longest time between two tokens of an answer of which the later came after the kill. Pure."""
     gaps_ns = [
@@ -62,7 +76,15 @@ def pause_s(request: Request, killed_ns: int) -> float:
     return max(gaps_ns, default=0) / 1e9
 
 
-def loss_of(policy: str, requests: Sequence[Request], prompts: Sequence[Prompt], killed_ns: int, back_ns: int) -> Loss:
+def loss_of(
+    policy: str,
+    requests: Sequence[Request],
+    prompts: Sequence[Prompt],
+    killed_ns: int,
+    back_ns: int,
+    *,
+    cuts_link: bool = False,
+) -> Loss:
     """Reduce one run to what its readers noticed. Pure."""
     told = [sum(at_ns <= killed_ns for at_ns in request.token_ns) for request in requests]
     paused = [at for at, request in enumerate(requests) if told[at] < request.n_tokens]
@@ -70,7 +92,7 @@ def loss_of(policy: str, requests: Sequence[Request], prompts: Sequence[Prompt],
         policy=policy,
         n_streams=len(requests),
         n_paused=len(paused),
-        n_read=sum(len(prompts[requests[at].prompt_index]) + told[at] for at in paused),
+        n_read=0 if cuts_link else sum(len(prompts[requests[at].prompt_index]) + told[at] for at in paused),
         ready_s=(back_ns - killed_ns) / 1e9,
         pauses_s=tuple(pause_s(requests[at], killed_ns) for at in paused),
         done_s=(max(request.token_ns[-1] for request in requests if request.token_ns) - killed_ns) / 1e9,
@@ -88,18 +110,45 @@ async def back_again(session: aiohttp.ClientSession, target: Target) -> int:
         await asyncio.sleep(POLL_S)
 
 
-async def lose(
-    path: Path, policy: str, prompts: Sequence[Prompt], n_before: int, n_tokens: int
-) -> tuple[Loss, list[Request]]:
-    """Run one pipeline, kill its last stage when all streams have n_before tokens, and return what came of it."""
-    ctx_tokens = max(map(len, prompts)) + n_tokens
+@contextlib.asynccontextmanager
+async def to_kill(path: Path, policy: str, n_lanes: int, ctx_tokens: int) -> AsyncIterator[Breakable]:
+    """Run a pipeline whose last stage can be killed, and is started again then."""
     policy_flags = ("--policy", policy)
     config = LocalConfig(
         split_for(path, N_STAGES, None, None), ("127.0.0.1", 0), threads_per_stage(N_STAGES),
-        ("--ctx", str(ctx_tokens), "--lanes", str(len(prompts)), *policy_flags), policy_flags,
+        ("--ctx", str(ctx_tokens), "--lanes", str(n_lanes), *policy_flags), policy_flags,
     )  # fmt: skip
-    async with running(config, lambda _, __: None) as (pipeline, ready), load.client() as session:
-        target = Target(ready["url"], "openai", ready["model"])
+    async with running(config, lambda _, __: None) as (pipeline, ready):
+
+        async def kill() -> None:
+            os.kill(pipeline.stages[-1].pid, signal.SIGKILL)
+
+        yield Breakable(Target(ready["url"], "openai", ready["model"]), kill, pipeline.failed)
+
+
+@contextlib.asynccontextmanager
+async def to_cut(path: Path, policy: str, n_lanes: int, ctx_tokens: int) -> AsyncIterator[Breakable]:
+    """Run a pipeline whose last stage is reached through a proxy that can be cut."""
+    directory = split_for(path, N_STAGES, None, None)
+    artifacts = [directory / stage.file for stage in load_pipeline(directory).stages]
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    with tempfile.TemporaryDirectory() as logs:
+        setup = Setup(path, N_STAGES, n_lanes, ctx_tokens, cores, Path(logs))
+        async with relayline_linked("pauses", ("--policy", policy), setup, directory, artifacts, 0.0) as (
+            target,
+            proxies,
+        ):
+            yield Breakable(target, proxies[-1].cut, asyncio.get_running_loop().create_future())
+
+
+async def lose(
+    path: Path, policy: str, prompts: Sequence[Prompt], n_before: int, n_tokens: int, *, cuts_link: bool
+) -> tuple[Loss, list[Request]]:
+    """Run one pipeline, break it when all streams have n_before tokens, and return what came of it."""
+    ctx_tokens = max(map(len, prompts)) + n_tokens
+    serving = (to_cut if cuts_link else to_kill)(path, policy, len(prompts), ctx_tokens)
+    async with serving as pipeline, load.client() as session:
+        target = pipeline.target
         requests = [Request(at, n_tokens, time.monotonic_ns()) for at in range(len(prompts))]
         all_talk = asyncio.Event()
 
@@ -115,20 +164,20 @@ async def lose(
             talking.cancel()
             raise SystemExit(next(request.error for request in requests if request.error))
         killed_ns = time.monotonic_ns()
-        os.kill(pipeline.stages[-1].pid, signal.SIGKILL)
+        await pipeline.break_it()
         watching = asyncio.create_task(back_again(session, target))
         await first_of(watching, pipeline.failed)
         if pipeline.failed.done():
             watching.cancel()
             pipeline.failed.result()
         await asking
-    return loss_of(policy, requests, prompts, killed_ns, watching.result()), requests
+    return loss_of(policy, requests, prompts, killed_ns, watching.result(), cuts_link=cuts_link), requests
 
 
 def show(losses: Sequence[Loss]) -> None:
     """Print one line for each loss."""
     table = Table("streams", "policy", "paused", "tokens read again", "all stages back s", "mean pause s", "longest",
-                  "all done s", title="after the kill of a stage")  # fmt: skip
+                  "all done s", title="after the loss")  # fmt: skip
     for loss in losses:
         table.add_row(
             str(loss.n_streams), loss.policy, str(loss.n_paused), str(loss.n_read), f"{loss.ready_s:.1f}",
@@ -148,6 +197,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=number, default=100, help="tokens of each prompt")
     parser.add_argument("--before", type=number, default=50, help="tokens that every stream has before the kill")
     parser.add_argument("--tokens", type=number, default=200, help="of each answer")
+    parser.add_argument("--cut-link", action="store_true", help="cut the link to the last stage, which lives on")
     parser.add_argument("--repeats", type=number, default=2)
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     options = parser.parse_args(argv)
@@ -162,7 +212,8 @@ async def main(argv: Sequence[str] | None = None) -> int:
     for n_streams in options.streams:
         for _ in range(options.repeats):
             for policy in options.policies:
-                loss, asked = await lose(path, policy, prompts[:n_streams], options.before, options.tokens)
+                some = prompts[:n_streams]
+                loss, asked = await lose(path, policy, some, options.before, options.tokens, cuts_link=options.cut_link)
                 losses.append(loss)
                 requests += asked
     wrong = await wrong_answers(path, options.type, prompts, requests)

@@ -43,13 +43,17 @@ class DelayProxy:
         """Begin to listen on a free port."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
 
+    async def cut(self) -> None:
+        """Close every connection; later ones pass."""
+        for connection in list(self._connections):
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
     async def stop(self) -> None:
         """Close every connection and stop listening."""
         assert self._server is not None
         self._server.close()
-        for connection in list(self._connections):
-            connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await self.cut()
         await self._server.wait_closed()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 
 from coordinator.overhead import Held
 from coordinator.pipeline_file import PipelineFile
@@ -29,9 +29,19 @@ CURVE_REFRESH_S = 1.0  # between looks at what the stages have learned; batches 
 class Connection:
     """All streams of one epoch. Make it with `Connection.open`."""
 
-    def __init__(self, epoch: int, stages: Sequence[StageClient], facts: Sequence[pb.DescribeResponse]) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        stages: Sequence[StageClient],
+        facts: Sequence[pb.DescribeResponse],
+        held: Sequence[Mapping[int, int]],
+    ) -> None:
+        """`held` is what sessions of the epoch before hold at each stage: {session id: tokens of its history}."""
         self.epoch = epoch
         self.stages, self.facts = stages, facts
+        sessions = {session_id for at_stage in held for session_id in at_stage}
+        # Of every session that any stage knows, how many tokens all of them hold.
+        self.held = {session_id: min(at_stage.get(session_id, 0) for at_stage in held) for session_id in sessions}
         self.link: RelayLink
 
     @property
@@ -75,6 +85,7 @@ class Connection:
         try:
             facts = await _describe_all(stages)
             check_stages(addresses, facts, pipeline)
+            held: list[dict[int, int]] = []
             for index in reversed(range(len(stages))):
                 request = pb.ConfigureRequest(
                     protocol_version=bounds.PROTOCOL_VERSION,
@@ -85,8 +96,8 @@ class Connection:
                     next_address=addresses[index + 1] if index + 1 < len(addresses) else "",
                     wire_dtype=pb.Dtype.Name(wire_dtype),
                 )
-                await stages[index].configure(request)
-            connection = cls(epoch, stages, facts)
+                held.append(await stages[index].configure(request))
+            connection = cls(epoch, stages, facts, held)
             subscription = pb.ReturnRequest(route_id=route_id, epoch=epoch)
             await asyncio.gather(*(stage.listen(subscription, on_return, on_lost) for stage in stages))
             hello = pb.LinkOpen(
@@ -106,7 +117,7 @@ class Connection:
         return connection
 
     async def close(self) -> None:
-        """Close every stream of this epoch; stages free what the sessions held."""
+        """Close every stream of this epoch; what sessions hold stays at the stages for a while."""
         await self.link.close()
         await asyncio.gather(*(stage.close() for stage in self.stages), return_exceptions=True)
 

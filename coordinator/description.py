@@ -33,12 +33,16 @@ def describe_pipeline(
     }
 
 
-def overlap_since(statuses: Sequence[pb.StatusResponse | None], since_ns: int, now_ns: int) -> dict[str, object]:
+def overlap_since(statuses: Sequence[pb.StatusResponse | None], since_ns: int | None, now_ns: int) -> dict[str, object]:
     """Return `overlap` of the time from `since_ns` to `now_ns` (this process's clock) for describe_pipeline's answer.
+
+    Nothing where nobody asked since when.
 
     Stages remember a bounded number of steps: `overlap_since_ns` says from when on every stage still knows all of its
     own, and only that part counts. `overlap` is empty where a stage did not answer or none computed in that time.
     """
+    if since_ns is None:
+        return {}
     known = [status for status in statuses if status is not None]
     from_ns = max([since_ns, *(_known_from_ns(status, now_ns) for status in known)])
     is_whole = len(known) == len(statuses)

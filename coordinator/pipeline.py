@@ -77,10 +77,9 @@ class Pipeline:
         self.n_shared = 0  # requests that joined another's session
         admission = self._admission = Admission(1, 0, config.waiting_max, lambda new: self._prefixes.lanes_before(new))
         self._prefixes = Prefixes(config.prefix_lanes, self._session_ids, admission.free_lanes, admission.running)
-        self._suspects = Suspects()
         self._connection: Connection | None = None
         self._sender: TokenSender | None = None
-        self._scheduler = Scheduler(config.schedule, GroupPlanner(()))
+        self._suspects, self._scheduler = Suspects(), Scheduler(config.schedule, GroupPlanner(()))
         self._dispatching, self._lost_at_ns = False, 0
         self._refresher: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
@@ -164,8 +163,7 @@ class Pipeline:
             "missing": self._roster.missing(),
         }
         stages = describe_stages(self.file, self._roster.addresses(), statuses, self._roster.describe())
-        described = describe_pipeline(self.file, live, stages, statuses)
-        return described if since_ns is None else described | overlap_since(statuses, since_ns, now_ns)
+        return describe_pipeline(self.file, live, stages, statuses) | overlap_since(statuses, since_ns, now_ns)
 
     # --- life of the connection ---------------------------------------------------------------------------------------
 
@@ -217,7 +215,7 @@ class Pipeline:
 
     def _resume(self, connection: Connection) -> None:
         planner = GroupPlanner(connection.stage_costs(), self.config.schedule.itl_stretch)
-        self._prefixes.renew(connection.n_lanes, is_per_lane=planner.is_per_lane)
+        self._prefixes.renew(connection.n_lanes, is_per_lane=planner.is_per_lane, there=connection.held)
         for session in self._admission.running.values():
             session.give_way()  # without a word: nothing of it is open in this epoch
         self._admission.resize(connection.n_lanes, connection.ctx_tokens)
@@ -229,7 +227,9 @@ class Pipeline:
         self._observer.connected(len(self.file.stages))
         self.phase = Phase.READY
         self.ready.set()
-        self._start_all(self._suspects.starting(self._admission.running.values()))
+        starting = self._suspects.starting(self._admission.running.values())
+        self._scheduler.control(self._prefixes.left_behind(self._suspects.trusted(starting)))
+        self._start_all(starting)
         fields = {"epoch": self.epoch, "stages": len(self.file.stages), "resumed": len(self._admission.running)}
         log.info("pipeline ready", extra={"fields": fields})
 

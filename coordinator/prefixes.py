@@ -10,7 +10,8 @@ close travel in band, so that all stages hold the same.
 
 Kept lanes yield to whoever needs them, the one longest unused first: this coordinator's streams take them by name, and
 stages give them to another's that would find none, after which copies from there are refused and all is read. A new
-epoch forgets them all: the stages do, too.
+epoch forgets them all: the stages do, too. What running sessions held in the epoch before stages remember for a while:
+where only a link broke, these go on from there.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.session import OutFrame, Session, State
+from wire.frames import Flag
 
 PREFIX_TOKENS_MIN = 32  # a shorter one is read again in about the time that copying and the frames for it take
 SOURCES_MAX = 64  # running sessions that one which starts is compared with, of those that begin alike
@@ -58,6 +61,7 @@ class Prefixes:
         self._running = running
         self.n_max = n_max or 0
         self._kept: list[Kept] = []
+        self._there: dict[int, int] = {}  # session id -> tokens that all stages hold from the epoch before
 
     @property
     def lanes(self) -> list[int]:
@@ -76,7 +80,9 @@ class Prefixes:
     def start(self, session: Session) -> list[OutFrame]:
         """Start a session that has a lane; returns its first frames, behind the close of a kept lane that it takes."""
         frames = [frame for kept in list(self._kept) if kept.lane == session.lane for frame in self._drop(kept)]
-        frames += session.start()
+        frames += session.start(self._there.pop(session.session_id, 0))
+        if session.n_sent:
+            return frames
         kept, running = [kept.session for kept in self._kept], self._sources(session)
         leader, n_later = _longest(session, running)
         source, n_now = _longest(session, [*kept, *running], is_held=True)
@@ -144,16 +150,28 @@ class Prefixes:
         refused = [kept for kept in self._kept if is_full or kept.session.session_id in session_ids]
         return [frame for kept in refused for frame in self._drop(kept)]
 
-    def renew(self, n_lanes: int, *, is_per_lane: bool) -> None:
-        """A new epoch begins with so many lanes: nothing is kept.
+    def renew(self, n_lanes: int, *, is_per_lane: bool, there: Mapping[int, int] = MappingProxyType({})) -> None:
+        """A new epoch begins with so many lanes: nothing is kept but, of running sessions, what is `there` already.
+
+        `there` names all sessions that any stage knows, with the tokens of their histories that all of them hold.
 
         Where nobody said how many may be, half of them may where lanes have KV cells of their own: streams take the
         lower half, and those that travel together have neighbouring lanes. Where lanes share their cells, every row is
         held against those of kept lanes too, and none may be.
         """
         self._kept.clear()
+        self._there = dict(there)
         if self._n_asked is None:
             self.n_max = n_lanes // 2 if is_per_lane else 0
+
+    def left_behind(self, going_on: Iterable[Session]) -> list[OutFrame]:
+        """Return closes for what is there of any but these sessions, which will be started now."""
+        wanted = {session.session_id for session in going_on}
+        closed = [key for key, n_tokens in self._there.items() if key not in wanted or not n_tokens]
+        for key in closed:
+            del self._there[key]
+        nobodys = GenerationRequest("", (0,), 1, SamplingParams())
+        return [OutFrame(Session(key, nobodys, lambda _: False), 0, (), Flag.CLOSE) for key in closed]
 
     def _drop(self, kept: Kept) -> list[OutFrame]:
         self._kept.remove(kept)

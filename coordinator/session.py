@@ -1,8 +1,9 @@
 """One request's life at the coordinator: which frames it sends, what a sampled token means. Pure.
 
 The coordinator owns the truth, `history`: prompt and generated tokens. Stages hold only caches of it. So recovery is
-nothing special: at a new epoch `start` opens the session again and replays the history as prefill, and the token at
-position `len(history)` is the only one that is ever accepted, whoever sends it and however often.
+nothing special: at a new epoch `start` opens the session again and replays the history as prefill, from where on not
+all stages hold it; and the token at position `len(history)` is the only one that is ever accepted, whoever sends it and
+however often.
 
     WAITING --start--> PREFILL --first sample--> DECODE --last sample--> DONE
        |  ^               |  ^------ start (new epoch) -----|               ^
@@ -108,14 +109,19 @@ class Session:
         is_retryable |= self.n_copied > 0  # what it copied may be what was wrong; next time it reads everything itself
         return is_retryable and not isinstance(error, StaleEpochError) and self.replays < REPLAYS_MAX
 
-    def start(self) -> list[OutFrame]:
-        """Open the session at every stage; its history is then prefilled chunk by chunk. A new epoch resumes it so."""
+    def start(self, n_there: int = 0) -> list[OutFrame]:
+        """Open the session at every stage; its history is then prefilled chunk by chunk. A new epoch resumes it so.
+
+        Its first n_there tokens are not sent: all stages hold them from the epoch before, and perhaps more.
+        """
         if self.state is State.DONE:
             return []
         self.state, self.leader = State.PREFILL, None
         self.n_opened = len(self.history)
-        self.n_sent = self.n_copied = self.copied_from = self.record.n_copied = 0
-        return [OutFrame(self, 0, (), Flag.OPEN, self.lane + 1)]
+        self.n_copied = self.copied_from = self.record.n_copied = 0
+        self.n_sent = min(n_there, len(self.history) - 1)  # the last row is computed again: what it brought may be lost
+        opening = OutFrame(self, 0, (), Flag.OPEN, self.lane + 1)
+        return [opening, OutFrame(self, self.n_sent, (), Flag.TRIM)] if self.n_sent else [opening]
 
     def continue_from(self, source: Session, n_tokens: int) -> list[OutFrame]:
         """Copy the first n_tokens that another session holds, which begins alike, and read on from there.

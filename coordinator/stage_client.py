@@ -57,10 +57,16 @@ class StageClient:
             )
         return facts
 
-    async def configure(self, request: pb.ConfigureRequest) -> None:
-        """Begin a new epoch at the stage. Raises the stage's typed refusal."""
+    async def configure(self, request: pb.ConfigureRequest) -> dict[int, int]:
+        """Begin a new epoch at the stage; returns what sessions hold there: {session id: tokens of its history}.
+
+        Raises the stage's typed refusal.
+        """
         timeout_s = 2 * bounds.HANDSHAKE_TIMEOUT_S  # the stage itself shakes hands with its neighbour meanwhile
-        await rpc.call(self._channel, "Configure", request, pb.ConfigureResponse, self.address, timeout_s)
+        answer: pb.ConfigureResponse = await rpc.call(
+            self._channel, "Configure", request, pb.ConfigureResponse, self.address, timeout_s
+        )
+        return {held.session_id: held.n_tokens for held in answer.held}
 
     async def status(self, *, with_recent: bool) -> pb.StatusResponse | None:
         """Return live counters (with_recent: also waits and step intervals), None if there is no answer in time.

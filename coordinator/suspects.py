@@ -61,6 +61,10 @@ class Suspects:
         self._line.append(session)
         return [] if self._tried else self._next()
 
+    def trusted(self, sessions: Iterable[Session]) -> list[Session]:
+        """Return those that may go on from what stages still hold: who was lost twice in a row reads everything."""
+        return [session for session in sessions if self._losses.get(session.session_id, 0) <= 1]
+
     def cleared(self, session: Session) -> list[Session]:
         """The session has got a token, or has ended. Returns the sessions to start now."""
         if not self._losses:

@@ -10,11 +10,12 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from stage.artifact import StageArtifact
 from stage.queue_types import QueuedFrame
 from stage.routes import Route
 from wire import bounds
 from wire.envelope import NUMPY_DTYPE, EnvelopeView, parse
-from wire.errors import ProtocolError, StaleEpochError
+from wire.errors import HandshakeError, ProtocolError, StaleEpochError
 from wire.frames import Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -112,3 +113,22 @@ class Inbound:
         self._closed = True
         if self._replying is not None:
             self._replying.cancel()
+
+
+def check_fit(hello: pb.LinkOpen, artifact: StageArtifact) -> None:
+    """Hold a neighbour's handshake against what this stage serves. Raises HandshakeError."""
+    differences = [
+        f"{what} {theirs} here {ours}"
+        for what, theirs, ours in (
+            ("protocol", hello.protocol_version, bounds.PROTOCOL_VERSION),
+            ("pipeline", hello.pipeline_id[:12], artifact.pipeline_id[:12]),
+            ("model", hello.source_sha256[:12], artifact.source_sha256[:12]),
+            ("next layer", hello.next_layer, artifact.layer_start),
+            ("width", hello.n_embd, artifact.n_embd),
+        )
+        if theirs != ours
+    ]
+    if differences:
+        raise HandshakeError(f"upstream does not fit stage {artifact.stage_index}: {'; '.join(differences)}")
+    if (hello.dtype == pb.DTYPE_TOKENS) != artifact.is_first:
+        raise HandshakeError("token rows go to stage 0, hidden rows to every other stage")

@@ -7,7 +7,8 @@ Pure: no clock, no llama.cpp. House rules:
 * Opening an open session of the same route again and closing a closed one change nothing, so that a control
   repeated by a retry is a control done once.
 * A session belongs to its route. Two coordinators may choose the same session id; they never meet.
-* A session that is only kept loses its lane to any other, of whatever route, that would find none.
+* A session that is only kept, or whose epoch has ended, loses its lane to any other, of whatever route, that would
+  find none.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ class Lane:
     route_id: int
     next_position: int = 0  # positions 0..next_position-1 are in the KV cache
     is_kept: bool = False  # nobody waits for the session: see SessionOptions.kept
+    is_left: bool = False  # its epoch has ended; the next one may go on from what it holds
+
+    @property
+    def yields(self) -> bool:
+        """Whether another session may take the lane."""
+        return self.is_kept or self.is_left
 
 
 class Placement(NamedTuple):
@@ -49,8 +56,8 @@ class LaneTable:
 
     @property
     def n_kept(self) -> int:
-        """Lanes of sessions that are only kept."""
-        return sum(lane.is_kept for lane in list(self._by_session.values()))  # the event loop asks as well
+        """Lanes of sessions that are only kept, or whose epoch has ended."""
+        return sum(lane.yields for lane in list(self._by_session.values()))  # the event loop asks as well
 
     @property
     def n_used(self) -> int:
@@ -61,12 +68,13 @@ class LaneTable:
         """Return whose lane has to be taken back before the session can be opened: the one kept for longest."""
         if self._free or (route_id, session_id) in self._by_session:
             return None
-        return next((lane for lane in self._by_session.values() if lane.is_kept), None)
+        return next((lane for lane in self._by_session.values() if lane.yields), None)
 
     def open(self, session_id: int, route_id: int, wanted: int = -1, *, is_kept: bool = False) -> Lane:
         """Give the session a lane, the wanted one if it is free. Raises LaneLimitError when none is."""
         lane = self._by_session.get((route_id, session_id))
         if lane is not None:
+            lane.is_left = False
             return lane
         if not self._free:
             raise LaneLimitError(f"all {self.n_lanes} lanes of this stage are taken")
@@ -86,9 +94,9 @@ class LaneTable:
             self._free.append(lane.index)
         return lane
 
-    def sessions_of(self, route_id: int) -> list[int]:
-        """Return the open sessions of one route."""
-        return [lane.session_id for lane in self._by_session.values() if lane.route_id == route_id]
+    def of_route(self, route_id: int) -> list[Lane]:
+        """Return the lanes of one route's sessions."""
+        return [lane for lane in self._by_session.values() if lane.route_id == route_id]
 
     def place(self, session_id: int, route_id: int, position: int, n_rows: int) -> Placement:
         """Decide where rows starting at `position` go. Raises SessionError, PositionGapError, LaneLimitError."""

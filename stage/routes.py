@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 
 from stage.step_types import RouteOutput
 from wire.errors import RelaylineError, StageLostError, StaleEpochError
@@ -14,6 +15,7 @@ from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.relay_link import RelayLink
 
 RETURN_QUEUE_MAX = 1_024  # unread return messages of a coordinator; one that lags further is cut off
+LEFT_S = 120.0  # what an epoch leaves is kept for the next for so long; coordinators wait as long by default
 ROUTES_MAX = 64  # coordinators that may use one stage
 
 
@@ -85,3 +87,28 @@ class Route:
                 listener.queue.get_nowait()
             listener.queue.put_nowait(None)
         self._listeners.clear()
+
+
+class LeftRoutes:
+    """Routes whose epoch ended and left something: forgotten after a while, unless they are left anew until then."""
+
+    def __init__(self, forget: Callable[[int], None], after_s: float = LEFT_S) -> None:
+        """`forget(route_id)` lets go of what is still left then."""
+        self._forget, self._after_s = forget, after_s
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+
+    def left(self, route_id: int) -> None:
+        """An epoch of the route has ended now."""
+        if timer := self._timers.pop(route_id, None):
+            timer.cancel()
+        self._timers[route_id] = asyncio.get_running_loop().call_later(self._after_s, self._expired, route_id)
+
+    def _expired(self, route_id: int) -> None:
+        del self._timers[route_id]
+        self._forget(route_id)
+
+    def close(self) -> None:
+        """Forget nothing more."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()

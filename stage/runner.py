@@ -72,7 +72,7 @@ class Runner:
         with self._bell.lock:
             for frame in frames:
                 if frame.flags & Flag.CLOSE:
-                    self._executor.cancelled.add(frame.session_key)
+                    self._executor.sessions.cancelled.add(frame.session_key)
                 dropped += self._batcher.push(frame)
             self._bell.ring()
         return dropped

@@ -14,10 +14,10 @@ import grpc.aio
 from stage.artifact import StageArtifact
 from stage.config import StageConfig
 from stage.curves import Curves
-from stage.inbound import Inbound
+from stage.inbound import Inbound, check_fit
 from stage.metrics import Gauges
 from stage.observer import StageObserver
-from stage.routes import ROUTES_MAX, Route
+from stage.routes import ROUTES_MAX, LeftRoutes, Route
 from stage.runner import Runner
 from stage.stats import StageStats
 from stage.step import StepExecutor
@@ -69,6 +69,7 @@ class StageService:
         )
         executor.mark = self._observer.spans.mark
         self._routes: dict[int, Route] = {}
+        self._left = LeftRoutes(lambda route_id: self._spawn(self._forget_left(route_id)))
         self._configuring = asyncio.Lock()
         self._is_closing = False
         # Bounded by runner.OUTBOX_STEPS_MAX: the decode thread takes no step while that many are unsent.
@@ -183,15 +184,15 @@ class StageService:
         return message
 
     async def configure(self, request: pb.ConfigureRequest, context: Context) -> pb.ConfigureResponse:
-        """Begin a new epoch of a route: forget its sessions and connect downstream."""
+        """Begin a new epoch of a route: connect downstream, and tell what its sessions still hold here."""
         try:
             async with self._configuring:
-                await self._configure(request)
+                held = await self._configure(request)
         except RelaylineError as error:
             await rpc.abort(context, error)
-        return pb.ConfigureResponse()
+        return pb.ConfigureResponse(held=[pb.HeldSession(session_id=key, n_tokens=n) for key, n in held.items()])
 
-    async def _configure(self, request: pb.ConfigureRequest) -> None:
+    async def _configure(self, request: pb.ConfigureRequest) -> dict[int, int]:
         artifact = self._facts.artifact
         if self._is_closing:  # a coordinator that has just lost its route here would begin one that ends at once
             raise NotReadyError("this stage is stopping")
@@ -221,9 +222,10 @@ class StageService:
         link = await self._connect(request) if request.next_address else None
         route = Route(request.route_id, request.epoch, artifact.stage_index, link)
         wiring = RouteWiring(request.epoch, link.pool if link else None)
-        await self.runner.call(lambda: self._executor.reset_route(request.route_id, wiring))
+        held: dict[int, int] = await self.runner.call(lambda: self._executor.begin_route(request.route_id, wiring))
         self._routes[request.route_id] = route
         self._stats.n_epochs += 1
+        return held
 
     async def _connect(self, request: pb.ConfigureRequest) -> RelayLink:
         artifact = self._facts.artifact
@@ -249,13 +251,14 @@ class StageService:
             raise retold(error, f"stage {artifact.stage_index}") from error
 
     async def _end_route(self, route: Route) -> None:
-        """End an epoch and free what it held. The caller holds the configuring lock; an ended route stays ended."""
+        """End an epoch; what it holds stays for a while. The caller holds the configuring lock."""
         if self._routes.get(route.route_id) is not route:
             return
         route.end()
         del self._routes[route.route_id]
         self.runner.drop_route(route.route_id)
-        await self.runner.call(lambda: self._executor.reset_route(route.route_id, None))
+        if await self.runner.call(lambda: self._executor.leave_route(route.route_id)):
+            self._left.left(route.route_id)
         self._observer.route_ended(route.route_id)
         if route.link is not None:
             await route.link.close()
@@ -347,25 +350,11 @@ class StageService:
             raise HandshakeError(f"stage {artifact.stage_index} has not been configured for this route and epoch")
         if route.has_upstream:
             raise HandshakeError(f"stage {artifact.stage_index} already has an upstream link for this route and epoch")
-        differences = [
-            f"{what} {theirs} here {ours}"
-            for what, theirs, ours in (
-                ("protocol", hello.protocol_version, bounds.PROTOCOL_VERSION),
-                ("pipeline", hello.pipeline_id[:12], artifact.pipeline_id[:12]),
-                ("model", hello.source_sha256[:12], artifact.source_sha256[:12]),
-                ("next layer", hello.next_layer, artifact.layer_start),
-                ("width", hello.n_embd, artifact.n_embd),
-            )
-            if theirs != ours
-        ]
-        if differences:
-            raise HandshakeError(f"upstream does not fit stage {artifact.stage_index}: {'; '.join(differences)}")
-        if (hello.dtype == pb.DTYPE_TOKENS) != artifact.is_first:
-            raise HandshakeError("token rows go to stage 0, hidden rows to every other stage")
+        check_fit(hello, artifact)
         return route, hello
 
     def _upstream_left(self, route: Route) -> None:
-        """Free what a vanished upstream left behind: without its closes the sessions would stay for ever."""
+        """End the epoch of a vanished upstream: without its closes the sessions would stay for ever."""
         if self._routes.get(route.route_id) is not route:
             return
         if not route.ended.is_set():
@@ -389,10 +378,16 @@ class StageService:
         finally:
             route.unlisten(listener)
 
+    async def _forget_left(self, route_id: int) -> None:
+        async with self._configuring:
+            if not self._is_closing:
+                await self.runner.call(lambda: self._executor.sessions.forget_left(route_id))
+
     async def close(self) -> None:
         """End every route, for good; their streams close with it."""
         async with self._configuring:
             self._is_closing = True
             for route in list(self._routes.values()):
                 await self._end_route(route)
+            self._left.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -18,10 +18,9 @@ import numpy.typing as npt
 from stage.curves import shape_of
 from stage.lanes import LaneTable
 from stage.padding import Padding
-from stage.penalties import biases_of
 from stage.placement import Placed, heads_of, run_length
 from stage.queue_types import QueuedFrame, Step
-from stage.sampler import SamplingOptions, SessionSampler
+from stage.sessions import Sessions
 from stage.step_types import Embeddings, Engine, RouteOutput, RouteWiring, StepResult
 from wire import bounds, trace_context
 from wire.envelope import BufferPool, with_extras
@@ -44,18 +43,12 @@ class StepExecutor:
         padding: Padding | None = None,
     ) -> None:
         self.engine, self.lanes, self.stage_index = engine, lanes, stage_index
+        self.sessions = Sessions(engine, lanes)
         self.routes: dict[int, RouteWiring] = {}
-        # Sessions are named by QueuedFrame.session_key here: (route_id, session_id).
-        self.cancelled: set[tuple[int, int]] = set()  # their close has arrived; the event loop adds, a close removes
         # Says which span a batch of these frames will have: 25 bytes, zeros for none. Set before the first step.
         self.mark: Callable[[list[QueuedFrame]], bytes] = lambda members: trace_context.NONE
         self._n_decodes = 0
         self._embeddings, self._close_engine, self._padding = embeddings, close, padding
-        self._samplers: dict[tuple[int, int], SessionSampler] = {}
-        self._wants_logits: set[tuple[int, int]] = set()
-        # Reported sessions: what follows a fault in the pipeline cannot fit either, and is dropped without a word until
-        # the session begins again. Bounded by SESSIONS_PER_LINK_MAX; past it every frame is reported.
-        self._broken: set[tuple[int, int]] = set()
         self._encoder = RowEncoder(engine.max_rows, engine.n_embd)
 
     def execute(self, step: Step) -> StepResult:
@@ -114,14 +107,21 @@ class StepExecutor:
 
     def reset_route(self, route_id: int, wiring: RouteWiring | None) -> None:
         """Forget all sessions of a route; with a wiring, begin its new epoch."""
-        for session_id in self.lanes.sessions_of(route_id):
-            self._close((route_id, session_id))
-        self.cancelled.clear()  # only a shortcut: closes that other routes still have queued lose nothing
-        self._broken = {key for key in self._broken if key[0] != route_id}
+        self.sessions.forget_route(route_id)
         if wiring is None:
             self.routes.pop(route_id, None)
         else:
             self.routes[route_id] = wiring
+
+    def begin_route(self, route_id: int, wiring: RouteWiring) -> dict[int, int]:
+        """Begin an epoch of a route; returns what was left for it, see `leave_route`: {session id: positions held}."""
+        self.routes[route_id] = wiring
+        return self.sessions.held(route_id)
+
+    def leave_route(self, route_id: int) -> int:
+        """End an epoch: nothing of it runs any more, but what its sessions hold stays. Returns how many hold any."""
+        self.routes.pop(route_id, None)
+        return self.sessions.leave_route(route_id)
 
     def close(self) -> None:
         """Give every session's lane and sampler back, then the engine's memory."""
@@ -141,61 +141,11 @@ class StepExecutor:
         if not self._is_current(frame):
             return False
         try:
-            self._control(frame)
+            self.sessions.control(frame)
         except RelaylineError as error:
             self._fault(outputs, frame, error)
             return False
         return True
-
-    def _control(self, frame: QueuedFrame) -> None:
-        if frame.flags & Flag.OPEN:
-            self._open(frame)
-        elif frame.flags & Flag.CLOSE:
-            self._close(frame.session_key)
-        elif frame.flags & Flag.TRIM:
-            placement = self.lanes.trim(frame.session_id, frame.route_id, frame.position)
-            if placement.drop_from is not None:
-                self.engine.drop_from(placement.lane.index, placement.drop_from)
-        elif frame.flags & Flag.COPY_PREFIX:
-            pair = self.lanes.prefix(frame.argument, frame.session_id, frame.route_id, frame.position)
-            self.engine.copy_prefix(pair[0].index, pair[1].index, frame.position)
-            pair[1].next_position = frame.position
-
-    def _open(self, frame: QueuedFrame) -> None:
-        options, key = frame.options or pb.SessionOptions(), frame.session_key
-        sampling = SamplingOptions(  # first, because it may refuse
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            seed=options.seed,
-            n_logprobs=options.n_logprobs,
-            frequency_penalty=options.frequency_penalty,
-            presence_penalty=options.presence_penalty,
-            logit_bias=biases_of(options.bias_tokens, options.biases),
-        )
-        if kept := self.lanes.in_the_way(frame.session_id, frame.route_id):
-            self._close((kept.route_id, kept.session_id))
-        self.lanes.open(frame.session_id, frame.route_id, frame.argument - 1, is_kept=options.kept)
-        self._broken.discard(key)
-        if not self.engine.is_last:
-            return
-        if previous := self._samplers.pop(key, None):
-            previous.close()
-        self._samplers[key] = SessionSampler(sampling, self.engine.n_vocab, options.said)
-        self._wants_logits.discard(key)
-        if options.wants_logits:
-            self._wants_logits.add(key)
-
-    def _close(self, key: tuple[int, int]) -> None:
-        lane = self.lanes.close(key[1], key[0])
-        if lane is not None:
-            self.engine.clear(lane.index)
-        if sampler := self._samplers.pop(key, None):
-            sampler.close()
-        self.cancelled.discard(key)
-        self._wants_logits.discard(key)
-        self._broken.discard(key)
 
     def _place_all(self, outputs: dict[int, RouteOutput], frames: list[QueuedFrame]) -> list[Placed]:
         """Put the rows of all frames that can run into the batch arrays; the others become faults, changing nothing."""
@@ -218,8 +168,8 @@ class StepExecutor:
             frames = [item.frame for item in placed if item.frame not in unreadable]
         self._describe_rows(placed, n_rows)
         for item in placed:
-            if self._broken:
-                self._broken.discard(item.frame.session_key)
+            if self.sessions.broken:
+                self.sessions.broken.discard(item.frame.session_key)
             if item.drop_from is not None:
                 self.engine.drop_from(item.lane.index, item.drop_from)
                 item.lane.next_position = item.drop_from
@@ -287,10 +237,11 @@ class StepExecutor:
         return outputs[route_id]
 
     def _fault(self, outputs: dict[int, RouteOutput], frame: QueuedFrame, error: RelaylineError) -> None:
-        if frame.session_key in self._broken and isinstance(error, PositionGapError | SessionError):
+        broken = self.sessions.broken
+        if frame.session_key in broken and isinstance(error, PositionGapError | SessionError):
             return
-        if len(self._broken) < bounds.SESSIONS_PER_LINK_MAX:
-            self._broken.add(frame.session_key)
+        if len(broken) < bounds.SESSIONS_PER_LINK_MAX:
+            broken.add(frame.session_key)
         self._output(outputs, frame.route_id).faults.append(
             pb.SessionFault(
                 session_id=frame.session_id,
@@ -305,7 +256,7 @@ class StepExecutor:
     def _sample(self, outputs: dict[int, RouteOutput], placed: list[Placed]) -> None:
         for item in placed:
             frame = item.frame
-            if frame.session_key in self.cancelled:
+            if frame.session_key in self.sessions.cancelled:
                 continue
             if not frame.flags & Flag.WANTS_SAMPLE:
                 passed = pb.Progress(session_id=frame.session_id, position=item.position_after)
@@ -313,7 +264,7 @@ class StepExecutor:
                 continue
             logits = self.engine.logits(item.row + frame.n_rows - 1)
             try:
-                sampled = self._samplers[frame.session_key].sample(logits, item.position_after)
+                sampled = self.sessions.samplers[frame.session_key].sample(logits, item.position_after)
             except RelaylineError as error:
                 self._fault(outputs, frame, error)
                 continue
@@ -324,7 +275,7 @@ class StepExecutor:
                     token=sampled.token,
                     logprob=sampled.logprob if sampled.logprob is not None else 0.0,
                     top=[pb.TokenLogprob(token=token, logprob=logprob) for token, logprob in sampled.top],
-                    logits=logits.tobytes() if frame.session_key in self._wants_logits else b"",
+                    logits=logits.tobytes() if frame.session_key in self.sessions.wants_logits else b"",
                 )
             )
 

@@ -21,6 +21,7 @@ from coordinator.streams import SessionStream
 from stage.config import StageConfig
 from stage.process import serve
 from stage.sampler import SamplingOptions, SessionSampler
+from tests.cutting_proxy import CuttingProxy, cutting_proxy
 from tests.fakes import pipeline_file
 from tests.reference import ReferenceModel
 from tests.tiny_slices import TinyShape, write_pipeline, write_whole
@@ -107,6 +108,7 @@ class Fleet:
         self.addresses: list[str] = ["127.0.0.1:0"] * len(paths)
         self.pipeline: Pipeline
         self.recovering = asyncio.Event()
+        self.proxies: list[CuttingProxy] = []  # one before each stage, where asked for
 
     async def start(self, index: int) -> None:
         """Start a stage, at its former address if it had one."""
@@ -162,13 +164,17 @@ async def fleet(
     share: bool = False,
     prefix_lanes: int | None = 0,
     kv_layout: str = "auto",
+    proxied: bool = False,
 ) -> AsyncIterator[Fleet]:
     """A ready pipeline; at its end it drains, and everything has gone."""
     made = Fleet(paths, n_lanes, kv_layout)
+    proxies = contextlib.AsyncExitStack()
     for index in range(len(paths)):
         await made.start(index)
+        if proxied:
+            made.proxies.append(await proxies.enter_async_context(cutting_proxy(made.addresses[index], 1 << 40)))
     config = PipelineConfig(
-        tuple(made.addresses),
+        tuple(proxy.address for proxy in made.proxies) or tuple(made.addresses),
         DTYPE_F32,
         ScheduleConfig(mode, n_groups=1, group_rows=8, chunk_rows=16),
         waiting_max=waiting_max,
@@ -195,6 +201,7 @@ async def fleet(
         stopping.set()
         async with asyncio.timeout(40):
             await run
+            await proxies.aclose()
             await made.stop_all()
 
 

@@ -36,9 +36,11 @@ class StageUnderTest:
         self.artifact = service._facts.artifact
 
     async def settled(self) -> tuple[int, list[list[tuple[float, ...]]]]:
-        """(open lanes, KV content) once the decode thread has done everything that was asked of it before."""
+        """(used lanes, KV content) once the decode thread has done everything that was asked of it before."""
         await self.service.runner.call(lambda: None)
-        return await self.service.runner.call(lambda: (len(self.executor.lanes), [list(x) for x in self.engine.lanes]))
+        return await self.service.runner.call(
+            lambda: (self.executor.lanes.n_used, [list(x) for x in self.engine.lanes])
+        )
 
 
 @contextlib.asynccontextmanager
@@ -87,6 +89,7 @@ class Coordinator:
         self.lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
         self.channel = rpc.open_channel(stage.address)
         self.call: Any = None
+        self.held: dict[int, int] = {}  # what the stage said when the epoch began
 
     async def __aenter__(self) -> Coordinator:
         return self
@@ -106,7 +109,7 @@ class Coordinator:
             "stage_index": artifact.stage_index,
             "wire_dtype": pb.DTYPE_F32,
         }
-        await self.client.configure(pb.ConfigureRequest(**(fields | changes)))
+        self.held = await self.client.configure(pb.ConfigureRequest(**(fields | changes)))
 
     async def listen(self) -> None:
         """Subscribe; messages go to `returned`, the stream's end to `lost`."""

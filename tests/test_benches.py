@@ -538,9 +538,10 @@ def test_peers_say_in_one_line_why_they_cannot_be_built(tmp_path: Path, monkeypa
         (("benches.contexts", "--quick", "--contexts", "16", "--lanes", "2"), "contexts.json"),
         (("benches.quantisation", "--quick", "--steps", "1", "--types", "q4_0,nvfp4"), "quantisation.json"),
         (("benches.pauses", "--quick", "--prompt", "20"), "pauses.json"),
+        (("benches.pauses", "--quick", "--prompt", "20", "--cut-link"), "pauses.json"),
         (("benches.chats", "--quick", "--system", "40", "--prompt", "20", "--turns", "2"), "chats.json"),
     ],  # compare runs as a whole in CI's smoke run, and below until it is interrupted
-    ids=["hop", "contexts", "quantisation", "pauses", "chats"],
+    ids=["hop", "contexts", "quantisation", "pauses", "pauses-link", "chats"],
 )
 def test_quick_benches_run_and_leave_their_results(tmp_path: Path, arguments: tuple[str, ...], written: str) -> None:
     run = subprocess.run(

@@ -86,7 +86,7 @@ def test_routes_with_the_same_session_id_never_meet() -> None:
     second.next_position = 4
     assert table.place(3, 1, 0, 1).drop_from is None
     assert table.close(3, 1) is first
-    assert table.sessions_of(2) == [3]
+    assert [lane.session_id for lane in table.of_route(2)] == [3]
     assert table.place(3, 2, 4, 1).lane is second
 
 

@@ -122,11 +122,11 @@ async def test_a_close_drops_waiting_rows_and_marks_the_session_at_once() -> Non
         waiting = [rows_frame(1, 1, 2), rows_frame(1, 3)]
         h.runner.push(waiting)
         assert h.runner.push([control(1, Flag.CLOSE)]) == waiting
-        assert h.executor.cancelled == {(ROUTE, 1)}
+        assert h.executor.sessions.cancelled == {(ROUTE, 1)}
         blocked.release()
         await h.result()
         await h.result()
-        assert (h.executor.cancelled, len(h.executor.lanes)) == (set(), 1)
+        assert (h.executor.sessions.cancelled, len(h.executor.lanes)) == (set(), 1)
 
 
 async def test_dropping_a_route_returns_what_waited() -> None:

@@ -188,6 +188,7 @@ class StagesModel:
     refused: set[int] = dataclasses.field(default_factory=set)  # sessions whose open was; their rows are dropped
     epoch: int = 0
     n_taken: int = 0  # lanes that another coordinator has
+    n_behind: int = -1  # rows that some stage lacks when an epoch ends; -1: it was started anew
 
     def push(self, frames: Iterable[OutFrame]) -> None:
         for frame in frames:
@@ -198,6 +199,13 @@ class StagesModel:
                 own = {id(other) for other in self.frames[kept:] if other.session is frame.session and other.tokens}
                 self.frames = [other for other in self.frames if id(other) not in own]
             self.frames.append(frame)
+
+    def left(self) -> dict[int, int]:
+        """What a new epoch is told that all stages hold: the last one, of what the first has, all but n_behind rows."""
+        if self.n_behind < 0:
+            self.rows = {}
+        self.rows = {key: rows for key, rows in self.rows.items() if rows}
+        return {key: max(0, len(rows) - self.n_behind) for key, rows in self.rows.items()}
 
     def step(self) -> None:
         if not self.frames:
@@ -226,6 +234,9 @@ class StagesModel:
         elif frame.flags & Flag.CLOSE:
             self.rows.pop(session_id, None)
             self.refused.discard(session_id)
+        elif frame.flags & Flag.TRIM and session_id not in self.refused:
+            assert 0 < frame.position <= len(self.rows[session_id]), "it does not hold so much"
+            del self.rows[session_id][frame.position :]
         elif session_id not in self.refused:
             held = self.rows[session_id]
             assert frame.position <= len(held), "a gap"
@@ -285,9 +296,10 @@ class World:
         stages.n_lanes = n_lanes or stages.n_lanes
         pipeline.epoch += 1
         stages.epoch = pipeline.epoch
-        stages.frames, stages.rows, stages.refused = [], {}, set()
+        stages.frames, stages.refused = [], set()
+        held = stages.left()
         self.cancel_refresher()
-        pipeline._connection = mock.Mock(n_lanes=stages.n_lanes, ctx_tokens=CTX)
+        pipeline._connection = mock.Mock(n_lanes=stages.n_lanes, ctx_tokens=CTX, held=held)
         pipeline._connection.stage_costs = lambda: [StageCost(CostCurve(), CostCurve(), 64)]
         with mock.patch("coordinator.pipeline.TokenSender", return_value=stages):
             pipeline._resume(pipeline._connection)
@@ -374,7 +386,7 @@ EVENTS = st.lists(
         st.tuples(st.just("fault"), st.integers(0, 9), st.booleans()),
         st.tuples(st.just("leave"), st.integers(0, 9)),
         st.tuples(st.just("taken"), st.integers(0, 2)),
-        st.tuples(st.just("lose")),
+        st.tuples(st.just("lose"), st.integers(-1, 3)),
         st.tuples(st.just("recover"), st.integers(1, 3)),
     ),
     max_size=60,
@@ -402,7 +414,8 @@ async def play(world: World, event: tuple[object, ...]) -> None:
             await client.stream.aclose()
         case ("taken", int(n_lanes)):
             world.stages.n_taken = n_lanes
-        case ("lose",):
+        case ("lose", int(n_behind)):
+            world.stages.n_behind = n_behind
             world.disconnect()
         case ("recover", int(n_lanes)) if world.pipeline.phase is Phase.RECOVERING:
             world.connect(n_lanes)

@@ -304,16 +304,17 @@ async def test_frames_of_an_old_epoch_are_refused_and_change_nothing(where: str)
         await one.call.write(envelope_of(*stale, epoch=one.epoch if where == "frame" else EPOCH))
         assert isinstance(await one.refusal(), StaleEpochError)
         assert await stage.settled() == before
-        assert (len(stage.engine.steps), stage.executor.cancelled) == (n_steps, set())
+        assert (len(stage.engine.steps), stage.executor.sessions.cancelled) == (n_steps, set())
         blocked.set()
 
 
-async def test_a_new_epoch_ends_the_old_streams_and_forgets_its_sessions() -> None:
+async def test_a_new_epoch_ends_the_old_streams_and_tells_what_their_sessions_hold() -> None:
     async with served() as stage, Coordinator(stage) as old, Coordinator(stage, epoch=EPOCH + 1) as new:
         await old.start()
         await old.send(*prompt(1))
         await old.reply()
         await new.start()
+        assert new.held == {1: 3}
         assert (await stage.settled())[0] == 0
         async with asyncio.timeout(20):
             assert isinstance(await old.lost, StaleEpochError)
@@ -321,10 +322,62 @@ async def test_a_new_epoch_ends_the_old_streams_and_forgets_its_sessions() -> No
         await new.send(*prompt(1, epoch=new.epoch))
         (sample,) = (await new.reply()).samples
         assert sample.token == token_after(hidden(3, 100.0))
+        assert (await stage.settled())[0] == 1
+
+
+async def test_a_session_goes_on_in_the_next_epoch_from_what_is_left() -> None:
+    async with served() as stage, Coordinator(stage) as old, Coordinator(stage, epoch=EPOCH + 1) as new:
+        await old.start()
+        await old.send(*prompt(1), *prompt(2), *prompt(3), control(3, Flag.CLOSE))
+        said: set[int] = set()
+        while not {1, 2} <= said:
+            said |= {sample.session_id for sample in (await old.reply()).samples}
+        before = (await stage.settled())[1]
+        await new.start()
+        assert new.held == {1: 3, 2: 3}, "what had ended leaves nothing"
+        n_steps = len(stage.engine.steps)
+        rows = hidden(1, 7.0)
+        await new.send(
+            control(1, Flag.OPEN, epoch=new.epoch), control(1, Flag.TRIM, 2, epoch=new.epoch),
+            rows_frame(1, 2, rows, PREFILL | SAMPLE, epoch=new.epoch), control(2, Flag.CLOSE, epoch=new.epoch),
+        )  # fmt: skip
+        (sample,) = (await new.reply()).samples
+        assert sample.position == 3
+        assert sample.token == token_after(np.concatenate((hidden(2, 100.0), rows)))
+        assert len(stage.engine.steps) == n_steps + 1
+        n_used, after = await stage.settled()
+        assert n_used == 1
+        assert sorted(map(len, after)) == [0, 0, 0, 3]
+        assert sorted(map(len, before)) == [0, 0, 3, 3]
+
+
+async def test_what_is_left_yields_to_whoever_needs_a_lane_and_is_forgotten_after_a_while() -> None:
+    async with served(n_lanes=2) as stage, Coordinator(stage) as one, Coordinator(stage, route_id=ROUTE + 1) as other:
+        stage.service._left._after_s = 0.0
+        await one.start()
+        await one.send(*prompt(1), *prompt(2))
+        while (await stage.settled())[0] < 2:
+            await one.reply()
+        await other.start()
+        forgotten = asyncio.Event()
+        forget, stage.service._left._forget = stage.service._left._forget, lambda _: forgotten.set()
+        one.call.cancel()
+        async with asyncio.timeout(20):
+            await one.lost
+            await forgotten.wait()
+        assert (await stage.settled())[0] == 0
+        await other.send(*prompt(7, route_id=ROUTE + 1))
+        assert (await other.reply()).samples[0].session_id == 7
+        assert [lane.session_id for lane in stage.executor.lanes.of_route(ROUTE)] == [2]
+        forget(ROUTE)
+        async with asyncio.timeout(20):
+            while stage.executor.lanes.of_route(ROUTE):
+                await stage.settled()
+        assert [lane.session_id for lane in stage.executor.lanes.of_route(ROUTE + 1)] == [7]
 
 
 @pytest.mark.parametrize("how", ["cancel", "half-close", "channel"])
-async def test_an_upstream_that_leaves_frees_every_lane(how: str) -> None:
+async def test_an_upstream_that_leaves_takes_no_lane_along(how: str) -> None:
     async with served() as stage, Coordinator(stage) as one:
         await one.start()
         await one.send(*prompt(1), *prompt(2))
@@ -338,8 +391,10 @@ async def test_an_upstream_that_leaves_frees_every_lane(how: str) -> None:
             await one.channel.close()
         async with asyncio.timeout(20):
             await one.lost
+        assert (await stage.settled())[0] == 0
+        assert stage.executor.sessions.samplers == {}
+        await stage.service.runner.call(lambda: stage.executor.sessions.forget_left(ROUTE))
         assert await stage.settled() == (0, [[], [], [], []])
-        assert stage.executor._samplers == {}
         assert stage.service._routes == {}
 
 

@@ -61,7 +61,7 @@ def opened(engine: FakeEngine, n_sessions: int, **options: object) -> StepExecut
 
 def state_of(executor: StepExecutor, engine: FakeEngine) -> object:
     table = {key: (lane.index, lane.next_position) for key, lane in executor.lanes._by_session.items()}
-    return table, copy.deepcopy(engine.lanes), sorted(executor._samplers), sorted(executor.cancelled)
+    return table, copy.deepcopy(engine.lanes), sorted(executor.sessions.samplers), sorted(executor.sessions.cancelled)
 
 
 # --- one native decode for all ----------------------------------------------------------------------------------------
@@ -452,11 +452,11 @@ def test_whole_rows_of_logits_come_only_when_asked_for() -> None:
 def test_a_cancelled_session_is_dropped_before_sampling() -> None:
     engine = FakeEngine(is_last=True)
     executor = opened(engine, 2)
-    executor.cancelled.add((ROUTE, 0))
+    executor.sessions.cancelled.add((ROUTE, 0))
     result = executor.execute(step_of(rows_frame(0, 0, 1, SAMPLE), rows_frame(1, 0, 1, SAMPLE)))
     assert [sample.session_id for sample in only(result).samples] == [1]
     executor.execute(step_of(control(0, Flag.CLOSE)))
-    assert executor.cancelled == set()
+    assert executor.sessions.cancelled == set()
 
 
 # --- nothing is kept (invariant 5), old epochs change nothing (invariant 4) -------------------------------------------
@@ -487,7 +487,7 @@ def test_no_lane_row_or_sampler_outlives_its_session(how: str, counted_samplers:
     executor = opened(engine, 3, temperature=1.0, top_k=4, wants_logits=True)
     executor.execute(step_of(*(rows_frame(session_id, 0, 4, SAMPLE) for session_id in range(3))))
     assert len(counted_samplers) == 3
-    executor.cancelled.update((ROUTE, session_id) for session_id in range(3))
+    executor.sessions.cancelled.update((ROUTE, session_id) for session_id in range(3))
     executor.execute(step_of(rows_frame(99, 0)))
     if how == "opened twice, then closed":
         executor.execute(step_of(*(control(session_id, Flag.OPEN) for session_id in range(3))))
@@ -499,8 +499,8 @@ def test_no_lane_row_or_sampler_outlives_its_session(how: str, counted_samplers:
         assert engine.n_closed == 1
     else:
         executor.reset_route(ROUTE, new_wiring(engine, epoch=2) if how == "new epoch" else None)
-    assert (len(executor.lanes), counted_samplers, executor.cancelled) == (0, set(), set())
-    assert (executor._samplers, executor._wants_logits, executor._broken) == ({}, set(), set())
+    assert (len(executor.lanes), counted_samplers, executor.sessions.cancelled) == (0, set(), set())
+    assert (executor.sessions.samplers, executor.sessions.wants_logits, executor.sessions.broken) == ({}, set(), set())
     assert engine.lanes == [[], [], [], []]
     executor.lanes.check()
 
@@ -537,7 +537,7 @@ def test_the_table_of_broken_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch
     executor = opened(FakeEngine(), 0)
     for session_id in range(20):
         executor.execute(step_of(rows_frame(session_id, 0)))
-    assert len(executor._broken) == 5
+    assert len(executor.sessions.broken) == 5
 
 
 EVENTS = st.lists(
@@ -582,6 +582,30 @@ def test_any_order_of_events_keeps_table_and_cache_in_step(events: list[tuple[ob
         executor.lanes.check()
         held = {lane.index: lane.next_position for lane in executor.lanes._by_session.values()}
         assert [len(lane) for lane in engine.lanes] == [held.get(index, 0) for index in range(4)]
-        assert set(executor._samplers) == (set(executor.lanes._by_session) if is_last else set())
+        assert set(executor.sessions.samplers) == (set(executor.lanes._by_session) if is_last else set())
     executor.close()
     assert engine.lanes == [[], [], [], []]
+
+
+def test_an_epoch_leaves_what_its_running_sessions_hold() -> None:
+    engine = FakeEngine(is_last=True)
+    executor = opened(engine, 3, temperature=1.0)
+    kept = control(3, Flag.OPEN, options=greedy(kept=True))
+    executor.execute(step_of(kept, *(rows_frame(session_id, 0, 4) for session_id in range(4))))
+    executor.execute(step_of(rows_frame(2, 9)))  # a gap
+    executor.sessions.cancelled.add((ROUTE, 1))
+    engine.lanes[0].append(tuple(engine.lanes[0][0]))  # as of a step that failed
+    assert executor.leave_route(ROUTE) == 1
+    assert list(map(len, engine.lanes)) == [4, 0, 0, 0]
+    assert (executor.lanes.n_used, executor.lanes.n_kept) == (0, 1)
+    assert (executor.sessions.samplers, executor.sessions.broken, executor.sessions.cancelled) == ({}, set(), set())
+    assert executor.execute(step_of(rows_frame(0, 4))).outputs == [], "its epoch is over"
+    assert executor.begin_route(ROUTE, new_wiring(engine, epoch=EPOCH + 1)) == {0: 4}
+    executor.execute(step_of(control(0, Flag.OPEN, epoch=EPOCH + 1), rows_frame(0, 4, 1, epoch=EPOCH + 1)))
+    assert (executor.lanes.n_used, len(engine.lanes[0])) == (1, 5)
+    executor.sessions.forget_left(ROUTE)
+    assert executor.lanes.n_used == 1, "somebody has come back for it"
+    executor.leave_route(ROUTE)
+    executor.sessions.forget_left(ROUTE)
+    assert (len(executor.lanes), engine.lanes) == (0, [[], [], [], []])
+    executor.lanes.check()

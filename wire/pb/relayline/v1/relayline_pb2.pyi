@@ -125,8 +125,18 @@ class ConfigureRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., route_id: _Optional[int] = ..., epoch: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., next_address: _Optional[str] = ..., wire_dtype: _Optional[_Union[Dtype, str]] = ...) -> None: ...
 
 class ConfigureResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("held",)
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    held: _containers.RepeatedCompositeFieldContainer[HeldSession]
+    def __init__(self, held: _Optional[_Iterable[_Union[HeldSession, _Mapping]]] = ...) -> None: ...
+
+class HeldSession(_message.Message):
+    __slots__ = ("session_id", "n_tokens")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    N_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    n_tokens: int
+    def __init__(self, session_id: _Optional[int] = ..., n_tokens: _Optional[int] = ...) -> None: ...
 
 class LinkOpen(_message.Message):
     __slots__ = ("protocol_version", "route_id", "epoch", "pipeline_id", "source_sha256", "next_layer", "n_embd", "dtype")

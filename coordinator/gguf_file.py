@@ -192,6 +192,8 @@ def read_header(path: Path, file_index: int = 0) -> GgufFile:
     Raises ModelFileError for anything that is not a well-formed GGUF whose tensors all lie inside the file.
     """
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would keep us waiting for ever
+            raise ModelFileError(f"{path}: is no file")
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             return _parse(path, file, status.st_size, status.st_mtime_ns, file_index)

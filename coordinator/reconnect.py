@@ -56,7 +56,7 @@ class Reconnector:
                 elif waited_s > self._config.recovery_timeout_s:
                     self._fail_waiting(error)
                 if error.message != last_problem:
-                    level = logging.WARNING if self._roster.joins else logging.DEBUG
+                    level = logging.WARNING if self._roster.joins else logging.INFO
                     log.log(level, "not connected yet: %s", error.message)
                 last_problem = error.message
             await asyncio.sleep(delay_s)

@@ -82,6 +82,7 @@ def split_model(
         done = _finished(out_dir, model, cuts)
         if done is not None:
             return done
+        _refuse_foreign(out_dir)
         plan = plan_split(model, facts, family, model_key(model), cuts)
         try:
             return _Writer(model, facts, out_dir, progress, probe if not family.certified else None).write(plan)
@@ -132,7 +133,12 @@ def _directory_lock(out_dir: Path) -> Iterator[None]:
 
 
 def _identity(model: GgufModel) -> tuple[SourceFile, ...]:
-    return tuple(SourceFile(file.path.name, file.size_bytes, file.mtime_ns) for file in model.files)
+    return tuple(SourceFile(_as_text(file.path.name), file.size_bytes, file.mtime_ns) for file in model.files)
+
+
+def _as_text(name: str) -> str:
+    r"""Return a file's name as JSON can hold it: bytes that are no UTF-8 as \xNN."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _finished(out_dir: Path, model: GgufModel, cuts: tuple[int, ...]) -> PipelineFile | None:
@@ -142,6 +148,26 @@ def _finished(out_dir: Path, model: GgufModel, cuts: tuple[int, ...]) -> Pipelin
     except ArtifactError:
         return None
     return found if found.cuts == cuts and found.source.files == _identity(model) else None
+
+
+def _refuse_foreign(out_dir: Path) -> None:
+    """Raise UsageError if a file that a split would replace or remove is from no split: perhaps the model itself."""
+    try:
+        found = load_pipeline(out_dir, stages_here=False)
+    except ArtifactError:  # there is none, or one that was cut off: then its files say themselves where they are from
+        ours = set[str]()
+    else:
+        ours = {found.tokenizer.file, *(stage.file for stage in found.stages)}
+    for path in sorted(out_dir.iterdir()):
+        if ARTIFACT_NAME.match(path.name) and path.name not in ours and not _is_artifact(path):
+            raise UsageError(f"{path}: is from no split, and would be lost; move it away or give another --out")
+
+
+def _is_artifact(path: Path) -> bool:
+    try:
+        return "relayline.pipeline_id" in open_model(path).entries
+    except ModelFileError:
+        return False
 
 
 @dataclasses.dataclass(slots=True)

@@ -79,7 +79,7 @@ class Tokenizer:
         _LOG.install()
         params = llama_cpp.llama_model_default_params()
         params.vocab_only = True
-        model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+        model = llama_cpp.llama_model_load_from_file(bytes(path), params)
         if not model:
             reason = _LOG.first_error() or "llama.cpp gave no reason"
             raise ModelFileError(f"{path}: cannot load its tokenizer: {reason}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import io
 import os
 import sys
 
@@ -62,11 +63,17 @@ def relayline() -> None:
 
 def main() -> None:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that has no bars and arrows shows question marks
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")
     try:
         code = relayline.main(prog_name="relayline", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)  # click hands ctx.exit's code back here
     except click.exceptions.Abort:
         _end(1, "interrupted")
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(2)
     except click.UsageError as error:
         if error.ctx is not None:
             click.echo(error.ctx.get_usage(), err=True)

@@ -16,10 +16,13 @@ from rich.table import Table
 
 from deploy import load
 from deploy.console_http import KEY_STATUSES, base_url, key_headers, key_option, parsed, refusal
+from wire.bounds import CTX_TOKENS_MAX
 from wire.errors import StartError, UsageError
 
 FIRST_TOKEN = 100  # below it vocabularies keep their control tokens
 LAST_TOKEN = 1_900  # inside the smallest vocabulary that anybody serves
+STREAMS_MAX = 10_000  # connections that one process may have open
+REQUESTS_MAX = 1_000_000
 
 
 def _counts(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
@@ -29,6 +32,8 @@ def _counts(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]
         counts = ()
     if not counts or min(counts) < 1:
         raise click.BadParameter(f"{text!r} is not a list of stream counts such as 1,4,16")
+    if max(counts) > STREAMS_MAX:
+        raise click.BadParameter(f"{max(counts)} streams are more than the {STREAMS_MAX} that one load can have")
     return counts
 
 
@@ -43,17 +48,24 @@ def _rate(_: click.Context, __: click.Parameter, per_s: float | None) -> float |
 @click.option("--streams", callback=_counts, default="1,2,4,8", show_default=True, help="Streams at once, in turn.")
 @click.option(
     "--rounds",
-    type=click.IntRange(1),
+    type=click.IntRange(1, REQUESTS_MAX),
     default=1,
     show_default=True,
     help="Requests of each stream: more of them weigh its start and end less.",
 )
-@click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens of each answer.")
-@click.option("--prompt-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens of each prompt.")
+@click.option(
+    "--tokens", type=click.IntRange(2, CTX_TOKENS_MAX), default=64, show_default=True, help="Tokens of each answer."
+)
+@click.option(
+    "--prompt-tokens", type=click.IntRange(1, CTX_TOKENS_MAX), default=32, show_default=True,
+    help="Tokens of each prompt.",
+)  # fmt: skip
 @click.option(
     "--rate", type=float, callback=_rate, default=None, help="Requests per second at random times, instead of streams."
 )
-@click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="Requests with --rate.")
+@click.option(
+    "--requests", type=click.IntRange(1, REQUESTS_MAX), default=32, show_default=True, help="Requests with --rate."
+)
 @click.option("--seed", type=int, default=1, show_default=True, help="Of prompts and arrivals.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 @key_option

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deploy.options import FloatRange
 from wire.errors import UsageError
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def _duration(seconds: float) -> str:
 
 @click.command("down", short_help="End a pipeline that runs on this machine.")
 @click.argument("name", required=False)
-@click.option("--timeout", type=click.FloatRange(0), default=DOWN_TIMEOUT_S, show_default=True, help="Seconds to wait.")
+@click.option("--timeout", type=FloatRange(0), default=DOWN_TIMEOUT_S, show_default=True, help="Seconds to wait.")
 @click.option("--force", is_flag=True, help="Kill what has not ended by then.")
 @state_dir_option
 def down_command(name: str | None, timeout: float, force: bool, state_dir: Path | None) -> None:

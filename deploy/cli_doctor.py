@@ -12,6 +12,8 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from deploy.options import FloatRange
+
 if TYPE_CHECKING:
     from deploy.doctor.report import Finding
 
@@ -21,9 +23,7 @@ COLORS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 @click.command("doctor", short_help="Say what this machine or a manifest lacks.")
 @click.argument("manifest", type=click.Path(path_type=Path), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of lines.")
-@click.option(
-    "--timeout", type=click.FloatRange(0.1, 3_600), default=30.0, show_default=True, help="Seconds for each check."
-)
+@click.option("--timeout", type=FloatRange(0.1, 3_600), default=30.0, show_default=True, help="Seconds for each check.")
 @click.pass_context
 def doctor_command(ctx: click.Context, /, manifest: Path | None, as_json: bool, timeout: float) -> None:
     """Examine this machine and, with MANIFEST, everything that it names: each line ok, warning or failure.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import click
 from deploy.manifest import parse_manifest
 from deploy.manifest.schema import SCHEMA_FILE
 from deploy.manifest.starter import MachineFacts, ModelChoice, starter_text
-from wire.errors import UsageError
+from wire.errors import StartError, UsageError
 
 GIB = 1 << 30
 
@@ -36,6 +37,10 @@ def init_command(model: Path | None, output: Path, force: bool) -> None:
             file.write(text)
     except FileExistsError:
         raise UsageError(f"{output} is there already; give --force to replace it, or another --output") from None
+    except OSError as error:
+        if error.errno == errno.ENOSPC and not force:
+            output.unlink(missing_ok=True)  # half of it
+        raise StartError(f"{output}: {error.strerror}") from error
     click.echo(f"wrote {output}; next: relayline plan {output}")
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
+from deploy.options import FloatRange
 from wire.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ COMPARED = ("running", "generated_tokens", "stages")  # of GET /v1/pipeline
 @click.option("--url", default="", help="Of the running coordinator [default: the manifest's].")
 @click.option(
     "--seconds",
-    type=click.FloatRange(0, 600),
+    type=FloatRange(0, 600),
     default=2.0,
     show_default=True,
     help="With --compare: how long to watch for tokens per second; the same streams have to run throughout.",

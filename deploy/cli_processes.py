@@ -24,6 +24,7 @@ from deploy.join_flags import (
 from deploy.launch.serving import for_each_stage, manifest_option, served_directory
 from deploy.options import (
     Address,
+    check_engine,
     content_option,
     engine_options,
     http_security_options,
@@ -178,6 +179,7 @@ def serve_command(**given: Any) -> None:
     from coordinator.serve import Joinable, Ready, ServeConfig, run_coordinator
 
     logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
+    check_engine(given)
     host, port = given["http"]
     directory = served_directory(given["directory"], given["manifest"])
     config = ServeConfig(

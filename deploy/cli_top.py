@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.console_http import Coordinator, key_option, url_option, width_of_terminal
+from deploy.options import FloatRange
 from wire.errors import RelaylineError
 
 BAR_CELLS = 16
@@ -29,7 +30,7 @@ SMALL_CELLS = 92  # below this width layers are left out too, and bars are short
 
 
 @click.command("top", short_help="Watch a pipeline live.")
-@click.option("--interval", type=click.FloatRange(0.2, 60), default=1.0, show_default=True, help="Seconds per frame.")
+@click.option("--interval", type=FloatRange(0.2, 60), default=1.0, show_default=True, help="Seconds per frame.")
 @click.option("--once", is_flag=True, help="Print one frame, measured over one interval, and end.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: print the figures as JSON.")
 @url_option

@@ -38,7 +38,7 @@ def trace_command(request_id: str | None, last: bool, show_all: bool, as_json: b
     """
     if (request_id is None) == (not last):
         raise UsageError("give either a REQUEST_ID or --last")
-    wanted = "last" if request_id is None else urllib.parse.quote(request_id, safe="")
+    wanted = "last" if request_id is None else urllib.parse.quote(request_id.encode(errors="surrogateescape"), safe="")
     found = fetch(url, f"/v1/traces/{wanted}", api_key, ("request_id", "streams"))
     if as_json:
         click.echo(json.dumps(found))

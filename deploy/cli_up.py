@@ -14,8 +14,10 @@ from deploy.cli_model import parse_cuts
 from deploy.cli_processes import announce
 from deploy.options import (
     Address,
+    check_engine,
     content_option,
     engine_options,
+    http_security_options,
     is_given,
     log_options,
     pipeline_options,
@@ -23,14 +25,14 @@ from deploy.options import (
     telemetry_options,
 )
 from wire import logs
-from wire.errors import UsageError
+from wire.errors import StartError, UsageError
 
 if TYPE_CHECKING:
     from deploy.local import LocalConfig
 
 
 # Flags of the form with --model alone: a manifest says these things of every single stage.
-MODEL_ONLY = ("n_stages", "cuts", "threads", "split_dir", "gpu_layers")
+MODEL_ONLY = ("n_stages", "cuts", "threads", "split_dir", "gpu_layers", "api_keys", "protect_metrics")
 MANIFEST_ONLY = ("state_dir", "detach")
 
 
@@ -51,6 +53,7 @@ MANIFEST_ONLY = ("state_dir", "detach")
 @policy_option
 @engine_options
 @pipeline_options
+@http_security_options
 @telemetry_options
 @content_option
 @log_options
@@ -80,9 +83,13 @@ def up_command(ctx: click.Context, /, **given: Any) -> None:
 
 
 def _up_model(given: dict[str, Any]) -> None:
+    from deploy.launch.ports import port_problem
     from deploy.local import LocalConfig, forwarded
     from deploy.splits import split_for
 
+    check_engine(given)
+    if given["http"][1] and (problem := port_problem(*given["http"])):
+        raise StartError(f"--http {problem}")
     config = LocalConfig(
         pipeline_dir=split_for(given["model"], given["n_stages"], given["cuts"], given["split_dir"]),
         http=given["http"],
@@ -104,6 +111,8 @@ def _up_model(given: dict[str, Any]) -> None:
             *(("--prefix-lanes", str(given["prefix_lanes"])) if given["prefix_lanes"] is not None else ()),
             *(("--no-share",) if given["no_share"] else ()),
             *(("--model-id", given["model_id"]) if given["model_id"] else ()),
+            *(("--api-keys", str(given["api_keys"])) if given["api_keys"] else ()),
+            *(("--protect-metrics",) if given["protect_metrics"] else ()),
             *_telemetry_flags(given),
             *(("--trace-content",) if given["trace_content"] else ()),
             *_log_flags(given),

@@ -118,7 +118,11 @@ async def demo(*, keep: bool) -> None:
         ]
         began_s = time.monotonic()
         work = asyncio.gather(*(stream(session, url, model, state["prompt"], state) for state in states))
-        await watch(states, work, console)
+        try:
+            await watch(states, work, console)
+        finally:  # Ctrl-C ends the streams before the pipeline
+            work.cancel()
+            await asyncio.wait({work})
         elapsed_s = time.monotonic() - began_s
         async with session.get(f"{url}/v1/pipeline") as response:
             report(await response.json(), states, elapsed_s, console)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,17 @@ class Address(click.ParamType[tuple[str, int]]):
         if not colon or not host or not port.isdigit() or int(port) > 65_535:
             self.fail(f"{value!r} is not HOST:PORT", param, ctx)
         return host, int(port)
+
+
+class FloatRange(click.FloatRange):
+    """click's, without "nan", which no comparison finds out of range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Read and check one number."""
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
 
 
 class AddressList(click.ParamType[tuple[str, ...]]):
@@ -131,7 +143,7 @@ telemetry_options = _apply(
     click.option("--otlp-endpoint", default="", metavar="URL",
                  help="Collector for traces, as http://HOST:4317 (gRPC) or http://HOST:4318 (HTTP) "
                  "[default: OTEL_EXPORTER_OTLP_ENDPOINT; with neither, nothing is exported]."),
-    click.option("--trace-sample", type=click.FloatRange(0, 1), default=1.0, show_default=True,
+    click.option("--trace-sample", type=FloatRange(0, 1), default=1.0, show_default=True,
                  help="Share of requests to trace; the coordinator decides, stages follow."),
 )  # fmt: skip
 
@@ -139,6 +151,25 @@ telemetry_options = _apply(
 content_option = click.option(
     "--trace-content", is_flag=True, help="Also record prompts and answers in traces, for whoever can read those."
 )
+
+
+def check_engine(given: dict[str, Any]) -> None:
+    """Raise UsageError for a flag of `engine_options` that no stage would take, before anything is done with others."""
+    from stage.config import StageConfig
+
+    StageConfig(
+        artifact=Path(),
+        ctx_tokens=given["ctx"],
+        n_lanes=given["lanes"],
+        n_threads=given.get("threads", 0),
+        gpu_layers=given["gpu_layers"],
+        max_rows=given["max_rows"],
+        prefill_rows=given["prefill_rows"],
+        kv_type=given["kv_type"],
+        kv_layout=given["kv_layout"],
+        policy=given["policy"],
+        telemetry=telemetry_config(given),
+    )
 
 
 def is_given(name: str) -> bool:
@@ -161,7 +192,7 @@ pipeline_options = _apply(
     click.option("--wire", type=click.Choice(WIRE_NAMES), default="f16", show_default=True, help="Rows on the wire."),
     click.option("--prefill-chunk", type=click.IntRange(0, 2048), default=0,
                  help="Largest number of prompt rows per frame [default: chosen]."),
-    click.option("--itl-stretch", type=click.FloatRange(1, 1000), default=2.0, show_default=True,
+    click.option("--itl-stretch", type=FloatRange(1, 1000), default=2.0, show_default=True,
                  help="How many times longer running streams may wait between tokens while prompts are read; more "
                  "brings first tokens sooner."),
     click.option("--prefix-lanes", type=click.IntRange(0, 4096), default=None,

@@ -189,7 +189,7 @@ def _load(path: Path, *, gpu_layers: int = 0, vocab_only: bool = False) -> Any:
     params.n_gpu_layers = gpu_layers
     params.vocab_only = vocab_only
     ggml.LOG.watch()
-    model = llama.llama_model_load_from_file(str(path).encode(), params)
+    model = llama.llama_model_load_from_file(bytes(path), params)
     if not model:
         raise ModelFileError(f"{path}: llama.cpp cannot load it: {ggml.LOG.reason('it gave no reason')}")
     return model

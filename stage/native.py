@@ -133,7 +133,7 @@ class NativeEngine:
         params.n_gpu_layers = self.config.gpu_layers
         params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
         ggml.LOG.watch()
-        model = llama.llama_model_load_from_file(str(self.config.artifact_path).encode(), params)
+        model = llama.llama_model_load_from_file(bytes(self.config.artifact_path), params)
         if not model:
             reason = ggml.LOG.reason("llama.cpp gave no reason")
             text = f"{self.config.artifact_path}: cannot be loaded: {reason}"
@@ -214,7 +214,7 @@ class NativeEngine:
         ggml.LOG.watch()
         context = llama.llama_init_from_model(self._model, params)
         if not context:
-            reason = ggml.LOG.reason("llama.cpp gave no reason")
+            reason = ggml.LOG.reason("llama.cpp gave no reason") + "; less --ctx or fewer --lanes need less memory"
             raise NativeError(f"cannot make a context of {params.n_ctx} tokens ({config.kv_type}): {reason}")
         return context
 

@@ -171,7 +171,7 @@ def test_a_manifest_that_does_not_fit_its_model(model: Path, tmp_path: Path) -> 
         refused(2, *command, manifest, says="")
         manifest.write_text(f"{text}  stage: 2\n")
         refused(2, *command, manifest, says="did you mean stages?")
-    manifest.write_text(f"{text}  context: {{lanes: 2000, tokens: 1000000}}\n")
+    manifest.write_text(f"{text}  context: {{lanes: 255, tokens: 1000000}}\n")
     refused(2, "up", "--state-dir", tmp_path / "state", manifest, says="GiB")
     refused(2, "serve", "--http", "127.0.0.1:0", says="--manifest")
 

@@ -100,13 +100,20 @@ NEUTRAL = {
     "reasoning_effort": "none",
     "parallel_tool_calls": True,
     "something_new": [1, {"x": None}],
+    "tool_choice": "auto",
+    "repetition_penalty": 1.0,
+    "repeat_penalty": 1,
+    "typical_p": 1.0,
+    "mirostat": 0,
+    "grammar": "",
+    "guided_json": None,
 }
 
 
 def test_neutral_and_unknown_fields_change_nothing() -> None:
     assert completion_plan(**NEUTRAL, best_of=1, suffix="") == completion_plan()
     assert completion_plan(n=2, best_of=2).n == 2
-    assert chat_plan(**NEUTRAL, tools=[], modalities=["text"], tool_choice="none") == chat_plan()
+    assert chat_plan(**NEUTRAL | {"tools": [], "modalities": ["text"], "tool_choice": "none"}) == chat_plan()
 
 
 @pytest.mark.parametrize(
@@ -151,6 +158,20 @@ def test_neutral_and_unknown_fields_change_nothing() -> None:
         (chat_plan, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (chat_plan, {"response_format": {"type": "json_object"}}, "response_format"),
         (chat_plan, {"tools": [{"type": "function"}]}, "tools"),
+        (completion_plan, {"tools": [{}]}, "tools"),
+        (chat_plan, {"tool_choice": "required"}, "tool_choice"),
+        (chat_plan, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        (chat_plan, {"function_call": {"name": "f"}}, "function_call"),
+        (chat_plan, {"audio": {"voice": "x"}}, "audio"),
+        (completion_plan, {"repetition_penalty": 1.1}, "repetition_penalty"),
+        (completion_plan, {"repeat_penalty": 0.9}, "repeat_penalty"),
+        (completion_plan, {"mirostat": 2}, "mirostat"),
+        (completion_plan, {"typical_p": 0.5}, "typical_p"),
+        (chat_plan, {"grammar": "root ::= x"}, "grammar"),
+        (completion_plan, {"json_schema": {"type": "object"}}, "json_schema"),
+        (chat_plan, {"guided_json": {"type": "object"}}, "guided_json"),
+        (chat_plan, {"guided_choice": ["a"]}, "guided_choice"),
+        (chat_plan, {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         (chat_plan, {"functions": [{}]}, "functions"),
         (chat_plan, {"modalities": ["text", "audio"]}, "modalities"),
     ],

@@ -310,6 +310,42 @@ def test_refusals(tmp_path: Path) -> None:
         split_model(odd, tmp_path / "odd", n_stages=2)
 
 
+def test_a_split_replaces_and_removes_only_what_a_split_has_made(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    model = make_tiny("llama", out / "stage-0.gguf")
+    before = model.read_bytes()
+    with pytest.raises(UsageError, match=r"stage-0\.gguf: is from no split, and would be lost"):
+        split_model(model, out, n_stages=2)
+    assert (names_in(out), model.read_bytes()) == ({"stage-0.gguf"}, before)
+    elsewhere = make_tiny("llama", tmp_path / "model.gguf")
+    model.unlink()
+    (out / "stage-7.gguf").write_text("mine")
+    with pytest.raises(UsageError, match=r"stage-7\.gguf: is from no split"):
+        split_model(elsewhere, out, n_stages=2)
+    (out / "stage-7.gguf").unlink()
+    split_model(elsewhere, out, n_stages=2)
+    (out / PIPELINE_NAME).unlink()  # as when it was interrupted in the last moment
+    assert len(split_model(elsewhere, out, cuts=(1,)).stages) == 2
+    (out / "stage-1.gguf").write_bytes(b"damaged")
+    assert len(split_model(elsewhere, out, n_stages=1).stages) == 1
+    assert "stage-1.gguf" not in names_in(out)
+
+
+def test_a_name_that_is_no_text_is_split_and_known_again(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.gguf")
+    model = make_tiny("llama", tmp_path / name)
+    first = split_model(model, tmp_path / "out", n_stages=2)
+    assert first.source.files[0].name == "caf\\xe9.gguf"
+    assert split_model(model, tmp_path / "out", n_stages=2) == first
+
+
+def test_a_pipe_is_no_model(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ModelFileError, match=r"pipe\.gguf: is no file"):
+        open_model(tmp_path / "pipe.gguf")
+
+
 def test_source_that_changes_meanwhile(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "m.gguf")
 

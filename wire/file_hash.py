@@ -29,7 +29,7 @@ def cache_dir() -> Path:
 
 
 def _stamp_path(path: Path) -> Path:
-    return cache_dir() / "verified" / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]}.json"
+    return cache_dir() / "verified" / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
 
 
 def sha256_of(path: Path) -> str:

@@ -55,6 +55,22 @@ class GenerationBody(Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=LOGIT_BIAS_MAX)] | None = None
     response_format: ResponseFormat | None = None
+    # Of other servers; see validation.NEUTRAL.
+    repetition_penalty: Any = None
+    repeat_penalty: Any = None
+    typical_p: Any = None
+    mirostat: Any = None
+    grammar: Any = None
+    json_schema: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+    tool_choice: Any = None
+    function_call: Any = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -87,8 +103,7 @@ class ChatBody(GenerationBody, kw_only=True):
     top_logprobs: LogprobCount | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[str] | None = None
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
+    audio: Any = None
 
 
 class TokenizeBody(Struct, kw_only=True):

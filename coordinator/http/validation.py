@@ -18,6 +18,26 @@ COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat g
 _U64 = 1 << 64
 TOP_K_MAX = (1 << 31) - 1  # more than any vocabulary has, hence the same as all; the most that stages accept
 
+# What servers of this kind know beside OpenAI's fields, and OpenAI's that need tools -> values that change nothing.
+# Null, 0, false and empty ones change nothing either.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "tools": (),
+    "functions": (),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "repetition_penalty": (1, -1),
+    "repeat_penalty": (1, -1),
+    "typical_p": (1,),
+    "mirostat": (),
+    "grammar": (),
+    "json_schema": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+}
+
 Prompts = str | Sequence[int | str | list[int]]
 
 
@@ -57,10 +77,8 @@ def plan_completion(body: CompletionBody, limits: HttpLimits, random_seed: int) 
 
 def plan_chat(body: ChatBody, limits: HttpLimits, random_seed: int) -> Plan:
     """Check a /v1/chat/completions body. `random_seed` (u64) is used when the client sent none."""
-    if body.tools:
-        raise _unsupported("tools", "send none")
-    if body.functions:
-        raise _unsupported("functions", "send none")
+    if body.audio:
+        raise _unsupported("audio", "send none")
     if body.modalities and set(body.modalities) != {"text"}:
         raise _unsupported("modalities", 'only ["text"]')
     if body.top_logprobs and not body.logprobs:
@@ -195,6 +213,10 @@ def _stops(stop: str | list[str] | None, limits: HttpLimits) -> tuple[str, ...]:
 
 
 def _refuse_unsupported(body: GenerationBody) -> None:
+    for param, neutral in NEUTRAL.items():
+        value = getattr(body, param)
+        if value and value not in neutral:
+            raise _unsupported(param, f"only {neutral[0]}" if neutral else "send none")
     if body.response_format and body.response_format.type != "text":
         raise _unsupported("response_format", 'only {"type": "text"}')
 

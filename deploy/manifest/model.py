@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_v
 from deploy.manifest.layout import check_layers, check_stages, fixed_cuts, place_on_host
 from deploy.manifest.scalars import DnsLabel, FilePath, Host, Labels, Part, Port, Sha256, Text, is_local
 from deploy.manifest.stage import LayerRange, Link, Speed, Stage
+from stage.config import LANES_MAX
 from wire import bounds
 
 API_VERSION = "relayline.dev/v1alpha1"
@@ -60,7 +61,7 @@ class Context(Part):
 
     tokens: Annotated[int, Field(ge=8, le=bounds.CTX_TOKENS_MAX)] = 2_048
     """Tokens per stream, prompt and answer together."""
-    lanes: Annotated[int, Field(ge=1, le=bounds.SESSIONS_PER_LINK_MAX)] = 32
+    lanes: Annotated[int, Field(ge=1, le=LANES_MAX)] = 32
     """Streams that may run at once."""
     kv_type: Literal["f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"] = "f16"
     """Element type of the KV cache."""

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from deploy import load
 from deploy.console_http import KEY_STATUSES, base_url, key_headers, key_option, parsed, refusal
+from deploy.options import is_given
 from wire.bounds import CTX_TOKENS_MAX
 from wire.errors import StartError, UsageError
 
@@ -74,8 +75,10 @@ def bench_command(url: str, as_json: bool, **given: Any) -> None:
 
     Every prompt is different, so nothing is shared; answers run to their full length. Exit code 1 if one did not.
     """
-    if given["rate"] and given["rounds"] > 1:
-        raise UsageError("--rounds is of streams; with --rate say how many --requests")
+    if given["rate"] and (given["rounds"] > 1 or is_given("streams")):
+        raise UsageError("--streams and --rounds are of the load without --rate; with it say how many --requests")
+    if not given["rate"] and is_given("requests"):
+        raise UsageError("--requests needs --rate; without it say how many --rounds")
     summaries = asyncio.run(_measure(base_url(url), given))
     if as_json:
         for name, summary in summaries:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import ipaddress
 from pathlib import Path
 
 import click
@@ -34,10 +35,19 @@ def init_command(directory: Path, name: str) -> None:
     click.echo(f"next, for every host: relayline certs issue {directory} HOST")
 
 
+def _addresses(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    for text in given:
+        try:
+            ipaddress.ip_address(text.strip("[]"))
+        except ValueError:
+            raise click.BadParameter(f"{text!r} is no IP address; a name is given with --dns") from None
+    return given
+
+
 @certs_command.command("issue")
 @click.argument("directory", type=DIRECTORY)
 @click.argument("host")
-@click.option("--ip", "ips", multiple=True, help="Further IP address of the host; may be repeated.")
+@click.option("--ip", "ips", multiple=True, callback=_addresses, help="Further IP address; may be repeated.")
 @click.option("--dns", multiple=True, help="Further DNS name, e.g. of a Kubernetes service; may be repeated.")
 @click.option("--days", type=int, default=365, show_default=True, help="How long it is valid.")
 @click.option("--out", type=DIRECTORY, default=None, help="Where to put it [default: DIRECTORY/HOST].")

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as grpc_health_aio
+from llama_cpp import llama_cpp as llama
 
 from stage.artifact import open_artifact, verify_artifact
 from stage.batcher import Batcher
@@ -73,6 +74,8 @@ def prepare_environment() -> None:
 def load(config: StageConfig) -> tuple[StageFacts, StepExecutor]:
     """Verify and load the artifact; takes as long as the disk needs."""
     artifact = verify_artifact(config.artifact) if config.verify else open_artifact(config.artifact)
+    if config.gpu_layers and not llama.llama_supports_gpu_offload():
+        log.warning("this build of llama.cpp cannot use a GPU: all layers run on the CPU; see `relayline doctor`")
     # Rows of a spare lane would be a micro-batch of their own where lanes have cells of their own.
     spare_lanes = 1 if config.layout_used == "unified" else 0
     wanted_max = min(config.n_lanes + PAD_SEARCH_ROWS, config.max_rows)

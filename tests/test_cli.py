@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,9 +96,60 @@ def test_usage_errors_exit_with_2(model: Path, split: Path, tmp_path: Path) -> N
     for rate in ("-1", "0", "nan", "inf"):
         says = f"'--rate': {rate} is not a number of requests per second above 0"
         refused(2, "bench", "http://127.0.0.1:1", "--rate", rate, says=says)
-    refused(2, "bench", "http://127.0.0.1:1", "--rate", "1", "--rounds", "2", says="--rounds is of streams")
+    refused(
+        2,
+        "bench",
+        "http://127.0.0.1:1",
+        "--rate",
+        "1",
+        "--rounds",
+        "2",
+        says="--streams and --rounds are of the load without --rate",
+    )
+    refused(2, "bench", "http://127.0.0.1:1", "--rate", "1", "--streams", "2", says="--streams and --rounds are of")
+    refused(2, "bench", "http://127.0.0.1:1", "--requests", "2", says="--requests needs --rate")
     # It has nothing to do with a measurement, and was taken without a word.
     refused(2, "calibrate", split / "stage-0.gguf", "--no-calibrate", says="No such option '--no-calibrate'")
+
+
+def test_numbers_that_are_none_or_no_machine_has(model: Path) -> None:
+    refused(2, "bench", "http://127.0.0.1:1", "--streams", "999999999", says="more than the 10000")
+    refused(2, "bench", "http://127.0.0.1:1", "--prompt-tokens", "99999999999999999999", says="--prompt-tokens")
+    for command, flag in (("top", "--interval"), ("doctor", "--timeout"), ("down", "--timeout")):
+        refused(2, command, flag, "nan", says="'nan' is not a number")
+
+
+def test_flags_that_no_stage_would_take_are_refused_before_anything_is_done(model: Path, split: Path) -> None:
+    for flag, value, says in (
+        ("--lanes", "0", "--lanes 0 is outside 1..255"), ("--ctx", "5", "--ctx 5"), ("--kv-type", "q3", "q8_0"),
+        ("--threads", "99999", "--threads"), ("--otlp-endpoint", "foo", "foo"),
+    ):  # fmt: skip
+        refused(2, "up", "--model", model, "--split-dir", split.parent / "never", flag, value, says=says)
+        assert not (split.parent / "never").exists()
+    refused(2, "serve", "--pipeline", split, "--join-listen", "127.0.0.1:0", "--lanes", "0", says="--lanes 0")
+
+
+def test_no_command_shows_the_help() -> None:
+    for arguments in ((), ("certs",)):
+        done = relayline(*arguments)
+        assert done.returncode == 2
+        assert done.stderr.startswith("Usage: relayline")
+        assert len(done.stderr.splitlines()) > 5
+
+
+def test_names_and_terminals_that_are_not_utf8(model: Path, tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"caf\xe9.gguf")
+    shutil.copy(model, odd)
+    done = relayline("split", odd, "--stages", "2", "--out", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    refused(1, "trace", os.fsdecode(b"\xff"), "--url", "http://127.0.0.1:9", says="127.0.0.1:9")
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    plot = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", "calibrate", tmp_path / "out" / "stage-0.gguf", "--ctx", "64"],
+        capture_output=True, text=True, check=False, timeout=120, env=environment,
+    )  # fmt: skip
+    assert plot.returncode == 0, plot.stderr
+    assert "?" in plot.stdout
 
 
 def test_an_altered_artifact_is_refused(split: Path, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ class StageError(ValueError):
         self.index, self.field = index, field
 
 
-def check_stages(stages: Sequence[Stage]) -> None:
-    """Raise StageError if two stages share a name, or a port on one host."""
+def check_stages(stages: Sequence[Stage], http_port: int) -> None:
+    """Raise StageError if two stages share a name, or a port on one host, or one here has the coordinator's."""
     names: dict[str, int] = {}
     ports: dict[tuple[str, int], str] = {}
     for index, stage in enumerate(stages):
@@ -28,6 +28,8 @@ def check_stages(stages: Sequence[Stage]) -> None:
             owner = ports.setdefault((stage.host, port), stage.name)
             if port and (owner != stage.name or (field == "metricsPort" and port == stage.port)):
                 raise StageError(index, field, f"port {port} on {stage.host} is taken by stage {owner!r}")
+            if port and port == http_port and stage.is_local:
+                raise StageError(index, field, f"port {port} is taken by the coordinator's http")
         if stage.gpu_layers is not None and stage.device == "cpu":
             raise StageError(index, "gpuLayers", "gpuLayers needs `device: gpu`")
 

@@ -236,7 +236,7 @@ class Spec(Part):
 
     @model_validator(mode="after")
     def _stages_fit_together(self) -> Spec:
-        check_stages(self.stage_list)
+        check_stages(self.stage_list, self.coordinator.http.port)
         check_layers(self.stage_list)
         return self
 

@@ -32,6 +32,7 @@ from deploy.launch.state import LaunchState, ProcessRecord, StateDir
 from deploy.launch.supervisor import Supervisor
 from deploy.launch.tell import line_of
 from deploy.manifest import Manifest, load_manifest
+from deploy.manifest.load import ManifestError
 from tests.processes import relayline
 from tests.tiny_models import make_tiny
 from wire.errors import StartError, UsageError
@@ -420,15 +421,18 @@ async def test_an_address_that_is_shown_can_be_connected_to(tmp_path: Path) -> N
 
 
 def test_ports_that_are_taken_are_all_named(tmp_path: Path) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        text = SMALL + f"  stages: [{{name: a, port: {port}}}]\n  coordinator: {{http: {{port: {port}}}}}\n"
+    with socket.socket() as first, socket.socket() as second:
+        for listener in (first, second):
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+        port, http_port = first.getsockname()[1], second.getsockname()[1]
+        text = SMALL + f"  stages: [{{name: a, port: {port}}}]\n  coordinator: {{http: {{port: {http_port}}}}}\n"
         manifest = manifest_of(text, tmp_path)
         assert [what for what, _, _ in wanted_ports(manifest)] == ["the HTTP API", "stage a"]
-        with pytest.raises(StartError, match=rf"HTTP API: 127.0.0.1:{port} is taken.*stage a: "):
+        with pytest.raises(StartError, match=rf"HTTP API: 127.0.0.1:{http_port} is taken.*stage a: 127.0.0.1:{port}"):
             check_ports(manifest)
+    with pytest.raises(ManifestError, match=f"port {port} is taken by the coordinator's http"):
+        manifest_of(text.replace(f"port: {http_port}", f"port: {port}"), tmp_path)
     assert port_problem("127.0.0.1", port) is None
     assert port_problem("192.0.2.1", 1) is not None, "an address of no interface here"
 

@@ -99,14 +99,23 @@ def loss_of(
     )
 
 
-async def back_again(session: aiohttp.ClientSession, target: Target) -> int:
-    """Wait until the coordinator has noticed the loss, then until all stages are back; returns when that was."""
-    is_lost = False
+async def epoch_of(session: aiohttp.ClientSession, target: Target) -> int:
+    """Return how often the pipeline has been connected; 0 while it is not."""
+    async with session.get(target.url + "/health") as reply:
+        if reply.status != 200:
+            return 0
+    async with session.get(target.url + "/v1/pipeline") as reply:
+        return int((await reply.json())["epoch"])
+
+
+async def back_again(session: aiohttp.ClientSession, target: Target, epoch: int) -> int:
+    """Wait until the coordinator has noticed the loss and all stages are back; returns when that was.
+
+    Told by the epoch: a link may be back before anybody has asked whether it was gone.
+    """
     while True:
-        async with session.get(target.url + "/health") as reply:
-            if reply.status == 200 and is_lost:
-                return time.monotonic_ns()
-            is_lost = is_lost or reply.status != 200
+        if await epoch_of(session, target) > epoch:
+            return time.monotonic_ns()
         await asyncio.sleep(POLL_S)
 
 
@@ -163,9 +172,10 @@ async def lose(
         if not talking.done():
             talking.cancel()
             raise SystemExit(next(request.error for request in requests if request.error))
+        epoch = await epoch_of(session, target)
         killed_ns = time.monotonic_ns()
         await pipeline.break_it()
-        watching = asyncio.create_task(back_again(session, target))
+        watching = asyncio.create_task(back_again(session, target, epoch))
         await first_of(watching, pipeline.failed)
         if pipeline.failed.done():
             watching.cancel()

@@ -309,6 +309,40 @@ async def test_a_missing_or_wrong_token(sent: str, to_client: str, to_server: st
         assert server.metadata == []
 
 
+class CutShort:
+    """A channel whose first calls end as they are written to: grpc.aio says so of a call refused in that moment."""
+
+    def __init__(self, channel: grpc.aio.Channel, n_calls: int) -> None:
+        self._channel, self.n_left = channel, n_calls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        call = self._channel.stream_stream(*args, **options)
+        if self.n_left == 0:
+            return call
+        self.n_left -= 1
+        return lambda: self
+
+    async def write(self, _: bytes) -> None:
+        reason = 'Failed "execute_batch": (<grpc._cython.cygrpc.SendMessageOperation object at 0x7f5b>,)'
+        nothing = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "Internal error from Core", reason)
+
+
+@pytest.mark.parametrize(("n_calls", "expected"), [(2, UnauthenticatedError), (3, StageLostError)])
+async def test_a_refusal_that_crosses_the_first_message_is_asked_for_again(
+    n_calls: int, expected: type[Exception], ids: Identities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_channel = rpc.open_channel
+    monkeypatch.setattr(rpc, "open_channel", lambda *args: CutShort(open_channel(*args), n_calls))
+    async with serving(security_of(ids.box1)) as server:
+        hello = pb.LinkOpen(dtype=pb.DTYPE_TOKENS, n_embd=1)
+        with pytest.raises(expected):
+            await RelayLink.open(server.address, hello, lambda _: None, security_of(ids.box2, ""))
+
+
 async def test_a_link_between_stages_says_it_too(ids: Identities, lines: Lines):
     async with serving(security_of(ids.box1)) as server:
         hello = pb.LinkOpen(dtype=pb.DTYPE_TOKENS, n_embd=1)

@@ -25,6 +25,8 @@ from wire.security import PLAINTEXT, LinkSecurity
 
 OnLost = Callable[[RelaylineError], None]
 
+HANDSHAKE_TRIES = 3  # where gRPC loses the reason for which the other side ended the call at once
+
 
 class RelayLink:
     """One established link. Make it with `RelayLink.open`."""
@@ -162,17 +164,28 @@ class RelayLink:
         await self._channel.close()
 
 
+async def _say(channel: grpc.aio.Channel, message: bytes) -> tuple[grpc.aio.StreamStreamCall[bytes, bytes], object]:
+    # Replies are parsed later: grpc.aio turns one that its deserializer refuses into None and goes on.
+    call = channel.stream_stream(rpc.method("Relay"), request_serializer=None, response_deserializer=None)()
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:
+        pass  # the call has ended already; reading says why
+    return call, await call.read()
+
+
 async def _shake_hands(
     channel: grpc.aio.Channel, address: str, hello: pb.LinkOpen
 ) -> tuple[grpc.aio.StreamStreamCall[bytes, bytes], pb.LinkAccepted]:
-    # Replies are parsed here: grpc.aio turns one that its deserializer refuses into None and goes on.
-    call = channel.stream_stream(rpc.method("Relay"), request_serializer=None, response_deserializer=None)()
+    message = rpc.serialize(pb.Envelope(open=hello))
     try:
-        try:
-            await call.write(rpc.serialize(pb.Envelope(open=hello)))
-        except asyncio.InvalidStateError:
-            pass  # the call has ended already; reading says why
-        data = await call.read()
+        for n_left in reversed(range(HANDSHAKE_TRIES)):
+            try:
+                call, data = await _say(channel, message)
+                break
+            except grpc.aio.AioRpcError as error:  # nothing has been accepted yet: asked once more, it says why
+                if not (n_left and rpc.was_cut_short(error)):
+                    raise
         if not isinstance(data, bytes):
             raise StageLostError(f"{address} closed the link: {await call.details() or 'no reason given'}")
         reply = pb.LinkReply.FromString(data)

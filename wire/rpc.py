@@ -145,9 +145,16 @@ def typed(error: grpc.aio.AioRpcError, peer: str) -> RelaylineError:
         return HandshakeError(f"{peer} is not a relayline stage of this version ({detail})")
     if error.code() is grpc.StatusCode.CANCELLED:
         return StageLostError(f"{peer} closed the stream")
+    if was_cut_short(error):
+        return StageLostError(f"{peer} ended the call")
     if error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
         return InternalError(f"{peer} failed: {detail}")
     return ProtocolError(f"{peer} answered {error.code().name}: {detail}")
+
+
+def was_cut_short(error: grpc.aio.AioRpcError) -> bool:
+    """Return whether the other side ended a call just as this one wrote to it: grpc.aio then loses the reason."""
+    return error.code() is grpc.StatusCode.INTERNAL and "execute_batch" in (error.debug_error_string() or "")
 
 
 def task_is_cancelled() -> bool:

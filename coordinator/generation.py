@@ -18,7 +18,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the last stage picks tokens of one session: biases and penalties, top-k, top-p, min-p, temperature, draw."""
+    """How the last stage picks tokens of one session: penalties, grammar, top-k, top-p, min-p, temperature, draw."""
 
     temperature: float = 1.0  # 0 picks the largest logit and ignores the filters and the seed
     top_k: int = 0  # 0 keeps all
@@ -29,11 +29,17 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # taken off a token's logit for each time it was generated (PENALTY_TOKENS_MAX)
     presence_penalty: float = 0.0  # taken off once if it was
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    grammar: str = ""  # of llguidance, checked: only what fits it is picked; empty: everything
 
     @property
     def is_penalised(self) -> bool:
-        """Whether a pick depends on what was picked before."""
+        """Whether tokens are penalised for having been picked before."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a pick depends on what was picked before."""
+        return self.is_penalised or bool(self.grammar)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ class Session:
         if self.state not in (State.PREFILL, State.DECODE) or position != len(self.history):
             return None, []
         is_replaying = self.prefill_left > 0  # an answer from before the replay: true, but the stages lack rows
-        if is_replaying and self.request.sampling.is_penalised:
+        if is_replaying and self.request.sampling.looks_back:
             return None, []  # the last stage was told what had been said without it, and will pick it again
         self.history.append(token)
         is_end = not self.request.ignore_eos and self.is_end(token)

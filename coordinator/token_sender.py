@@ -86,20 +86,30 @@ class TokenSender:
 def _within_bounds(frames: list[OutFrame]) -> list[list[OutFrame]]:
     """Cut what exceeds one message into several."""
     envelopes: list[list[OutFrame]] = []
-    n_rows = 0
+    n_rows = options_bytes = 0
     for frame in frames:
         n_rows += len(frame.tokens)
+        options_bytes += _options_bytes_max(frame)
         is_full = envelopes and len(envelopes[-1]) == bounds.FRAMES_PER_ENVELOPE_MAX
+        is_full = is_full or options_bytes > bounds.OPTIONS_PER_ENVELOPE_BYTES_MAX
         if not envelopes or is_full or n_rows > bounds.ROWS_PER_ENVELOPE_MAX:
             envelopes.append([])
-            n_rows = len(frame.tokens)
+            n_rows, options_bytes = len(frame.tokens), _options_bytes_max(frame)
         envelopes[-1].append(frame)
     return envelopes
 
 
+def _options_bytes_max(frame: OutFrame) -> int:
+    if not frame.flags & Flag.OPEN:
+        return 0
+    has_grammar = frame.session.request.sampling.grammar
+    return bounds.OPTIONS_BYTES_MAX if has_grammar else bounds.PLAIN_OPTIONS_BYTES_MAX
+
+
 def _options(frame: OutFrame) -> pb.SessionOptions:
     session, request, sampling = frame.session, frame.session.request, frame.session.request.sampling
-    said = session.history[len(request.prompt_tokens) : session.n_opened] if sampling.is_penalised else []
+    said = session.history[len(request.prompt_tokens) : session.n_opened] if sampling.looks_back else []
+    n_said_max = bounds.GRAMMAR_TOKENS_MAX if sampling.grammar else bounds.PENALTY_TOKENS_MAX
     return pb.SessionOptions(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -111,7 +121,8 @@ def _options(frame: OutFrame) -> pb.SessionOptions:
         kept=session.is_kept,
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
-        said=said[-bounds.PENALTY_TOKENS_MAX :],
+        said=said[-n_said_max:],
         bias_tokens=[token for token, _ in sampling.logit_bias],
         biases=[bias for _, bias in sampling.logit_bias],
+        grammar=sampling.grammar,
     )

@@ -33,7 +33,8 @@ from wire import bounds
 from wire.frames import Flag
 
 CONTROLS_ONLY = "controls_only"
-# What one step brings leaves as one envelope of each route: its controls and at most a frame for each of its rows.
+# What one step brings leaves as one envelope of each route: its controls with their options, and at most a frame for
+# each of its rows.
 CONTROLS_PER_STEP_MAX = bounds.FRAMES_PER_ENVELOPE_MAX - bounds.ROWS_PER_ENVELOPE_MAX
 
 
@@ -105,10 +106,15 @@ class Batcher:
         taken: list[QueuedFrame] = []
         heads = [(head.push_order, head) for head in self._controls.values()]
         heapq.heapify(heads)
+        options_bytes = 0
         while heads and len(taken) < CONTROLS_PER_STEP_MAX:
             _, head = heapq.heappop(heads)
             if self._waits(head):  # for rows: controls that came before it have been looked at before it
                 continue
+            if head.options is not None:
+                options_bytes += head.options.ByteSize()
+                if options_bytes > bounds.OPTIONS_PER_ENVELOPE_BYTES_MAX:
+                    break
             self._remove_head(head)
             taken.append(head)
             following = self._controls.get(head.session_key)

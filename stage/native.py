@@ -152,7 +152,8 @@ class NativeEngine:
         if llama.llama_model_n_layer(model) != n_layers:
             found = llama.llama_model_n_layer(model)
             raise NativeError(f"{self.artifact.path}: holds {found} layers where its metadata says {n_layers}")
-        n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+        self.vocab: Any = llama.llama_model_get_vocab(model)  # llama.cpp's own, freed by `close`
+        n_vocab = llama.llama_vocab_n_tokens(self.vocab)
         if self.is_last and n_vocab != self.n_vocab:
             raise NativeError(f"{self.artifact.path}: vocabulary of {n_vocab} where its metadata says {self.n_vocab}")
 

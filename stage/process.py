@@ -19,6 +19,7 @@ from stage.artifact import open_artifact, verify_artifact
 from stage.batcher import Batcher
 from stage.calibrate import cached_curves
 from stage.config import StageConfig
+from stage.constraint import read_vocabulary
 from stage.curves import Curves
 from stage.embedding import EmbeddingTable
 from stage.lanes import LaneTable
@@ -103,6 +104,7 @@ def load(config: StageConfig) -> tuple[StageFacts, StepExecutor]:
         embeddings,
         close=engine.close,
         padding=Padding(curves, config.n_lanes, wanted_max, enabled=config.policy == "auto" and spare_lanes > 0),
+        vocabulary=read_vocabulary(engine.vocab, engine.n_vocab) if engine.is_last else None,
     )
     return facts, executor
 

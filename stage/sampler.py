@@ -1,12 +1,13 @@
 """Picks one session's next token from its logits, with llama.cpp's filters.
 
-A draw depends on nothing but the logits, the session's options, the token's position and, with penalties, what the
-session has said: its random number is a hash of (seed, position), and the filters keep no state. So a session that was
-rebuilt elsewhere goes on exactly where it was, and sessions cannot influence one another.
+A draw depends on nothing but the logits, the session's options, the token's position and, with penalties or a grammar,
+what the session has said: its random number is a hash of (seed, position), and the filters keep no state. So a session
+that was rebuilt elsewhere goes on exactly where it was, and sessions cannot influence one another.
 
-Order: biases and penalties (`stage.penalties`), top-k, top-p, min-p, temperature, draw. The filters are llama.cpp's
-sampler chain. Temperature and draw are numpy's here: llama.cpp's own draw keeps a generator per session, and over a
-whole vocabulary it takes four times as long. Greedy (temperature 0) and unfiltered sampling never enter llama.cpp.
+Order: biases and penalties (`stage.penalties`), what the grammar allows (`stage.constraint`), top-k, top-p, min-p,
+temperature, draw. The filters are llama.cpp's sampler chain. Temperature and draw are numpy's here: llama.cpp's own
+draw keeps a generator per session, and over a whole vocabulary it takes four times as long. Greedy (temperature 0) and
+unfiltered sampling never enter llama.cpp.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
+from llguidance import LLTokenizer
 
+from stage.constraint import Constraint
 from stage.penalties import Penalties
-from wire.bounds import BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX
+from wire.bounds import BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX, PENALTY_TOKENS_MAX
 from wire.errors import NativeError, NumericError, ProtocolError
 
 _U64 = (1 << 64) - 1
@@ -44,6 +47,7 @@ class SamplingOptions:
     frequency_penalty: float = 0.0  # taken off a token's logit for each time that it was said
     presence_penalty: float = 0.0  # taken off once if it was
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    grammar: str = ""  # only what fits it is picked, see stage.constraint; empty: everything
 
     def __post_init__(self) -> None:
         """Raise ProtocolError for values that the coordinator should never have sent."""
@@ -80,7 +84,7 @@ class _Scratch:
         self._array = llama.llama_token_data_array()
         self._reference = ctypes.byref(self._array)
         self._weights = np.empty(n_vocab, np.float32)
-        self.changed = np.empty(n_vocab, np.float32)  # logits with biases and penalties
+        self.changed = np.empty(n_vocab, np.float32)  # logits with biases and penalties, and what the grammar allows
         self._starts = np.arange(0, n_vocab, _BLOCK_TOKENS)
 
     def filter(self, chain: Any, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.void]:
@@ -127,9 +131,18 @@ def _scratch(n_vocab: int) -> _Scratch:
 class SessionSampler:
     """The sampler of one session. Not thread-safe; holds native memory until `close`."""
 
-    def __init__(self, options: SamplingOptions, n_vocab: int, said: Sequence[int] = ()) -> None:
-        """`said` are the tokens that the session has been given already, of which the latest are enough."""
+    def __init__(
+        self, options: SamplingOptions, n_vocab: int, said: Sequence[int] = (), vocabulary: LLTokenizer | None = None
+    ) -> None:
+        """`said` are the tokens that the session has been given already, of which without a grammar the latest do.
+
+        Raises ProtocolError, or InvalidRequestError for a grammar that cannot be used with this vocabulary.
+        """
         self.options = options
+        self._constraint: Constraint | None = None
+        if options.grammar:
+            self._constraint = Constraint(vocabulary, options.grammar, said)
+            said = said[-PENALTY_TOKENS_MAX:]
         self._penalties: Penalties | None = None
         if options.frequency_penalty or options.presence_penalty or options.logit_bias:
             self._penalties = Penalties(
@@ -142,7 +155,8 @@ class SessionSampler:
     def sample(self, logits: npt.NDArray[np.float32], position: int) -> Sampled:
         """Pick the token for absolute `position` from `logits` (f32 [n_vocab], left unchanged).
 
-        Raises NumericError if the largest logit is not a finite number.
+        Raises NumericError if the largest logit is not a finite number, InvalidRequestError where its grammar cannot be
+        followed any further.
         """
         best = int(logits.argmax())  # the first NaN, if there is one
         largest = float(logits[best])
@@ -154,13 +168,23 @@ class SessionSampler:
         return _with_logprobs(token, logits, largest, self.options.n_logprobs)
 
     def _pick(self, logits: npt.NDArray[np.float32], best: int, position: int) -> int:
-        if self._penalties is not None:
+        penalties, constraint = self._penalties, self._constraint
+        if penalties is not None or constraint is not None:
             changed = _scratch(self._n_vocab).changed
-            self._penalties.apply(logits, position, changed)
+            if penalties is not None:
+                penalties.apply(logits, position, changed)
+            else:
+                np.copyto(changed, logits)
+            if constraint is not None:
+                constraint.apply(position, changed)
             logits, best = changed, int(changed.argmax())
+            if not math.isfinite(logits[best]):
+                raise NumericError(f"no token that fits the grammar at position {position} has any chance")
         token = best if self.options.temperature == 0 else self._draw(logits, float(logits[best]), position)
-        if self._penalties is not None:
-            self._penalties.said(token)
+        if penalties is not None:
+            penalties.said(token)
+        if constraint is not None:
+            constraint.said(token)
         return token
 
     def _draw(self, logits: npt.NDArray[np.float32], largest: float, position: int) -> int:

@@ -6,6 +6,8 @@ Sessions are named by QueuedFrame.session_key: (route_id, session_id). When an e
 
 from __future__ import annotations
 
+from llguidance import LLTokenizer
+
 from stage.lanes import LaneTable
 from stage.penalties import biases_of
 from stage.queue_types import QueuedFrame
@@ -18,8 +20,8 @@ from wire.pb.relayline.v1 import relayline_pb2 as pb
 class Sessions:
     """All sessions of all routes."""
 
-    def __init__(self, engine: Engine, lanes: LaneTable) -> None:
-        self._engine, self._lanes = engine, lanes
+    def __init__(self, engine: Engine, lanes: LaneTable, vocabulary: LLTokenizer | None) -> None:
+        self._engine, self._lanes, self._vocabulary = engine, lanes, vocabulary
         self.samplers: dict[tuple[int, int], SessionSampler] = {}
         self.wants_logits: set[tuple[int, int]] = set()
         self.cancelled: set[tuple[int, int]] = set()  # their close has arrived; the event loop adds, a close removes
@@ -45,7 +47,28 @@ class Sessions:
 
     def _open(self, frame: QueuedFrame) -> None:
         options, key = frame.options or pb.SessionOptions(), frame.session_key
-        sampling = SamplingOptions(  # first, because it may refuse
+        sampler = self._sampler(options)  # first, because it may refuse
+        if kept := self._lanes.in_the_way(frame.session_id, frame.route_id):
+            self.close((kept.route_id, kept.session_id))
+        try:
+            self._lanes.open(frame.session_id, frame.route_id, frame.argument - 1, is_kept=options.kept)
+        except BaseException:
+            if sampler is not None:
+                sampler.close()
+            raise
+        self.broken.discard(key)
+        if sampler is None:
+            return
+        if previous := self.samplers.pop(key, None):
+            previous.close()
+        self.samplers[key] = sampler
+        self.wants_logits.discard(key)
+        if options.wants_logits:
+            self.wants_logits.add(key)
+
+    def _sampler(self, options: pb.SessionOptions) -> SessionSampler | None:
+        """Return what picks a session's tokens, on the last stage. Raises ProtocolError, InvalidRequestError."""
+        sampling = SamplingOptions(
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
@@ -55,19 +78,11 @@ class Sessions:
             frequency_penalty=options.frequency_penalty,
             presence_penalty=options.presence_penalty,
             logit_bias=biases_of(options.bias_tokens, options.biases),
+            grammar=options.grammar,
         )
-        if kept := self._lanes.in_the_way(frame.session_id, frame.route_id):
-            self.close((kept.route_id, kept.session_id))
-        self._lanes.open(frame.session_id, frame.route_id, frame.argument - 1, is_kept=options.kept)
-        self.broken.discard(key)
         if not self._engine.is_last:
-            return
-        if previous := self.samplers.pop(key, None):
-            previous.close()
-        self.samplers[key] = SessionSampler(sampling, self._engine.n_vocab, options.said)
-        self.wants_logits.discard(key)
-        if options.wants_logits:
-            self.wants_logits.add(key)
+            return None
+        return SessionSampler(sampling, self._engine.n_vocab, options.said, self._vocabulary)
 
     def close(self, key: tuple[int, int]) -> None:
         """Give a session's lane and sampler back; it need not be open."""

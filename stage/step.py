@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+from llguidance import LLTokenizer
 
 from stage.curves import shape_of
 from stage.lanes import LaneTable
@@ -41,9 +42,11 @@ class StepExecutor:
         embeddings: Embeddings | None,
         close: Callable[[], None] = lambda: None,
         padding: Padding | None = None,
+        vocabulary: LLTokenizer | None = None,
     ) -> None:
+        """`vocabulary` is the last stage's, for grammars; None: it has none that can follow one."""
         self.engine, self.lanes, self.stage_index = engine, lanes, stage_index
-        self.sessions = Sessions(engine, lanes)
+        self.sessions = Sessions(engine, lanes, vocabulary)
         self.routes: dict[int, RouteWiring] = {}
         # Says which span a batch of these frames will have: 25 bytes, zeros for none. Set before the first step.
         self.mark: Callable[[list[QueuedFrame]], bytes] = lambda members: trace_context.NONE

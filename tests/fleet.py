@@ -165,6 +165,8 @@ async def fleet(
     prefix_lanes: int | None = 0,
     kv_layout: str = "auto",
     proxied: bool = False,
+    n_vocab: int = SHAPE.n_vocab,
+    is_end: Callable[[int], bool] = lambda _: False,
 ) -> AsyncIterator[Fleet]:
     """A ready pipeline; at its end it drains, and everything has gone."""
     made = Fleet(paths, n_lanes, kv_layout)
@@ -182,8 +184,8 @@ async def fleet(
         share=share,
         prefix_lanes=prefix_lanes,
     )
-    file = pipeline_file(len(paths), pipeline_id="tiny", n_embd=SHAPE.n_embd, n_vocab=SHAPE.n_vocab)
-    pipeline = made.pipeline = Pipeline(config, file, lambda _: False)
+    file = pipeline_file(len(paths), pipeline_id="tiny", n_embd=SHAPE.n_embd, n_vocab=n_vocab)
+    pipeline = made.pipeline = Pipeline(config, file, is_end)
     disconnect = pipeline._disconnect
 
     async def noticed(error: RelaylineError) -> None:

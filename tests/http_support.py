@@ -44,6 +44,16 @@ def write_tokenizer(path: Path, *, template: str | None = CHATML, add_bos: bool 
     """Write a byte-level BPE vocabulary of 256 bytes, four specials and a few merges: a GGUF without tensors."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
+    add_vocabulary(writer)
+    writer.add_add_bos_token(add_bos)
+    if template is not None:
+        writer.add_chat_template(template)
+    _write(writer)
+    return path
+
+
+def add_vocabulary(writer: gguf.GGUFWriter) -> None:
+    """Add N_VOCAB tokens: bytes, specials and merges."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([*byte_letters(), *SPECIALS, *(merge.replace(" ", "") for merge in MERGES)])
@@ -53,11 +63,6 @@ def write_tokenizer(path: Path, *, template: str | None = CHATML, add_bos: bool 
     writer.add_bos_token_id(BOS)
     writer.add_eos_token_id(EOS)
     writer.add_eot_token_id(IM_END)
-    writer.add_add_bos_token(add_bos)
-    if template is not None:
-        writer.add_chat_template(template)
-    _write(writer)
-    return path
 
 
 def write_no_tokenizer(path: Path, n_vocab: int = 32) -> Path:

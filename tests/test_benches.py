@@ -20,7 +20,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from gguf import GGMLQuantizationType, quants
 
-from benches import hop, hop_floor, machine, parts, peers, report
+from benches import grammars, hop, hop_floor, machine, parts, peers, report
 from benches.blocks import FILLS, random_rows
 from benches.compare import Bench, Plan, Run
 from benches.hop import PARTS, parts_us
@@ -37,6 +37,17 @@ from deploy.load import Request, Summary, Target
 
 TINY = Shape("tiny", "llama", 256, 2, 4, 2, 64, 256, 400)
 TINY_QWEN = Shape("tiny-qwen", "qwen3", 256, 2, 2, 1, 128, 256, 400)
+
+
+# --- grammars ---------------------------------------------------------------------------------------------------------
+
+
+def test_grammars_of_every_kind_are_timed() -> None:
+    table = grammars.measure(1_024, 3)
+    assert [column.header for column in table.columns][1:3] == ["check ms", "start ms"]
+    for column in table.columns[1:]:
+        assert all(float(str(cell)) >= 0 for cell in column.cells)
+    assert table.row_count == len(grammars.SHAPES)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import jsonschema
 import pytest
 
 from tests.http_client import Client, assert_same_greedy, text_of, tokens_of
@@ -107,6 +109,37 @@ async def test_the_next_turn_of_a_chat_is_not_read_from_its_beginning(served: Ru
             tokens = answer["choices"][0]["token_ids"]
             await assert_same_greedy(client, history, tokens, alone["choices"][0]["token_ids"])
             history += [*tokens, *b"hello"]
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 30}, "age": {"type": "integer", "maximum": 120}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+async def test_answers_have_the_shape_that_was_asked_for(served: Running) -> None:
+    """A model of Python's library would say none of this by itself. One stream beside them asks for nothing."""
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    async with aiohttp.ClientSession() as session:
+        client = Client(session, served.event)
+
+        async def one(seed: int, fields: dict[str, Any]) -> str:
+            body = {"model": client.model, "prompt": PROMPTS[seed], "max_tokens": 300, "seed": seed, **fields}
+            async with session.post(f"{client.url}/v1/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+                choice = (await response.json())["choices"][0]
+            assert choice["finish_reason"] == "stop"
+            return str(choice["text"])
+
+        people = (one(seed, {"response_format": schema, "temperature": seed / 4}) for seed in range(4))
+        number = one(5, {"guided_regex": "[0-9]{3}-[0-9]{4}"})
+        plain = client.stream(PROMPTS[6])
+        *texts, matched, _ = await asyncio.gather(*people, number, plain)
+    for text in texts:
+        jsonschema.validate(json.loads(text), PERSON)
+    assert re.fullmatch("[0-9]{3}-[0-9]{4}", matched)
 
 
 async def test_metrics_and_the_bench_command_see_the_same_server(served: Running) -> None:

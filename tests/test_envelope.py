@@ -198,6 +198,14 @@ def _wide_options(message: pb.Envelope) -> None:
     message.options[0].said.extend([1] * bounds.OPTIONS_BYTES_MAX)
 
 
+def _many_options(message: pb.Envelope) -> None:
+    grammar = "x" * (bounds.OPTIONS_BYTES_MAX - 100)
+    n_more = bounds.OPTIONS_PER_ENVELOPE_BYTES_MAX // bounds.OPTIONS_BYTES_MAX + 1
+    message.frames.extend([frame(0, flags=Flag.OPEN)] * n_more)
+    message.options.extend([pb.SessionOptions(grammar=grammar)] * n_more)
+    message.n_frames = len(message.frames)
+
+
 def _many_frames(message: pb.Envelope) -> None:
     del message.frames[:]
     message.frames.extend([frame(0, flags=32)] * (bounds.FRAMES_PER_ENVELOPE_MAX + 1))
@@ -241,7 +249,8 @@ BROKEN: dict[str, tuple[str, Callable[[pb.Envelope], None], str]] = {
     "largest position": ("one token", _set_frame(0, position=2**32 - 1), "position"),
     "an open without options": ("a prompt opens a session", lambda message: message.options.pop(), "0 session options"),
     "options without an open": ("exact rows", lambda message: message.options.add(), "1 session options"),
-    "options over OPTIONS_BYTES_MAX": ("a prompt opens a session", _wide_options, "over the limit of 7168"),
+    "options over OPTIONS_BYTES_MAX": ("a prompt opens a session", _wide_options, "over the limit of 204800"),
+    "options over OPTIONS_PER_ENVELOPE_BYTES_MAX": ("a prompt opens a session", _many_options, "limit of 29360128"),
     "too few exponents": ("scaled f16 rows", _set(row_exponents=b"\x01"), "exponents"),
     "too many exponents": ("scaled f16 rows", _set(row_exponents=b"\x01\x01\x01\x01"), "exponents"),
     "exponents of exact rows": ("exact rows", _set(row_exponents=b"\x01\x01"), "exponents"),

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import openai
+import pydantic
 import pytest
 
 from coordinator.generation import GenerationRequest
@@ -71,6 +72,27 @@ async def test_completion(tokenizer: Tokenizer) -> None:
         request = served.generator.requests[0]
         assert request.prompt_tokens == tuple(tokenizer.encode("hello world"))
         assert (request.max_tokens, request.sampling.temperature, request.sampling.seed) == (16, 0, 7)
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+async def test_answers_of_a_shape(tokenizer: Tokenizer) -> None:
+    """`parse` sends the schema of a type and reads the answer back into it."""
+    async with client_of(tokenizer, FakeGenerator(says(b'{"name": "Ada", "age": 36}'))) as (client, served):
+        reply = await client.chat.completions.parse(model=MODEL, messages=[USER], response_format=Person)
+        assert reply.choices[0].message.parsed == Person(name="Ada", age=36)
+        grammar = served.generator.requests[0].sampling.grammar
+        assert '"age"' in grammar
+        await client.chat.completions.create(model=MODEL, messages=[USER], response_format={"type": "json_object"}, n=2)
+        assert len({request.sampling.grammar for request in served.generator.requests[1:]} - {"", grammar}) == 1
+        assert not served.generator.requests[1].sampling.is_penalised
+        asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "number or so"}}}
+        with pytest.raises(openai.BadRequestError, match="Invalid type: number or so") as caught:
+            await client.chat.completions.create(model=MODEL, messages=[USER], response_format=asked)  # type: ignore[call-overload]
+        assert caught.value.param == "response_format.json_schema.schema"
 
 
 async def test_penalties_and_biases(tokenizer: Tokenizer) -> None:

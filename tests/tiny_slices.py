@@ -17,6 +17,8 @@ import gguf
 import numpy as np
 from llama_cpp import llama_cpp as llama
 
+from tests.http_support import add_vocabulary
+
 EMBEDDING_ALIGN_BYTES = 32
 
 
@@ -30,6 +32,7 @@ class TinyShape:
     n_vocab: int = 160
     type: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32  # of every matrix
     seed: int = 1
+    has_text: bool = False  # n_vocab tokens as in tests.http_support, for whoever has the head
 
 
 def tiny_weights(shape: TinyShape) -> dict[str, np.ndarray]:
@@ -91,7 +94,10 @@ def _write(
     writer.add_head_count_kv(shape.n_kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(n_vocab)
-    writer.add_tokenizer_model("none")
+    if shape.has_text and n_vocab == shape.n_vocab:
+        add_vocabulary(writer)
+    else:
+        writer.add_tokenizer_model("none")
     for key, value in keys.items():
         if isinstance(value, str):
             writer.add_string(key, value)

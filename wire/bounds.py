@@ -5,7 +5,7 @@ A bound that a user may lower is a configuration field whose default and ceiling
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 3  # raised on any incompatible change of the contract; checked in every handshake
+PROTOCOL_VERSION = 4  # raised on any incompatible change of the contract; checked in every handshake
 
 N_EMBD_MAX = 32_768  # widest hidden state accepted; twice the widest open model of 2026
 ROWS_PER_ENVELOPE_MAX = 2_048  # rows of one native step, hence of one envelope; also the ceiling of --max-rows
@@ -16,7 +16,12 @@ PENALTY_MAX = 2.0  # of frequency and presence, either way; as the OpenAI API ha
 BIAS_MAX = 100.0  # of a token's logit, either way; as the OpenAI API has it
 PENALTY_TOKENS_MAX = 1_024  # latest tokens of a stream that its penalties look at
 LOGIT_BIAS_MAX = 300  # tokens of one logit_bias; the OpenAI API's ceiling
-OPTIONS_BYTES_MAX = 7_168  # serialized SessionOptions of one open frame
+GRAMMAR_BYTES_MAX = 64 * 1024  # UTF-8 of one session's grammar; most have one KiB
+GRAMMAR_ITEMS_MAX = 1_000  # ways in which a grammar may be understood at once: one token of the worst costs 30 ms then
+GRAMMAR_TOKENS_MAX = 32_768  # tokens that a session with a grammar may generate: each of its opens tells them all
+PLAIN_OPTIONS_BYTES_MAX = 7_168  # serialized SessionOptions of one open frame, of a session without a grammar
+OPTIONS_BYTES_MAX = 200 * 1024  # of any session
+OPTIONS_PER_ENVELOPE_BYTES_MAX = 28 * 1024 * 1024  # of all open frames of one envelope
 CTX_TOKENS_MAX = 1 << 20  # tokens per stream
 
 # One message holds at most the payload of a full step in the exact (f32) dtype, plus headers and options.
@@ -39,7 +44,9 @@ assert BYTES_IN_FLIGHT_DEFAULT <= ENVELOPE_BYTES_MAX
 assert ENVELOPE_BYTES_MAX < 2**31  # protobuf and gRPC count message bytes in 32 bits, signed
 assert FRAMES_PER_ENVELOPE_MAX >= 2 * SESSIONS_PER_LINK_MAX
 # 256 bytes cover a frame record, the envelope's header and the row exponents, spread over the frames.
-assert HEADERS_BYTES_MAX >= FRAMES_PER_ENVELOPE_MAX * (OPTIONS_BYTES_MAX + 256)
+assert HEADERS_BYTES_MAX >= FRAMES_PER_ENVELOPE_MAX * 256 + OPTIONS_PER_ENVELOPE_BYTES_MAX
 # A token of a vocabulary of up to 2^28 takes four bytes, a bias four more.
-assert OPTIONS_BYTES_MAX >= 4 * PENALTY_TOKENS_MAX + 8 * LOGIT_BIAS_MAX + 512
+assert PLAIN_OPTIONS_BYTES_MAX >= 4 * PENALTY_TOKENS_MAX + 8 * LOGIT_BIAS_MAX + 512
+assert OPTIONS_BYTES_MAX >= PLAIN_OPTIONS_BYTES_MAX + 4 * GRAMMAR_TOKENS_MAX + GRAMMAR_BYTES_MAX
+assert OPTIONS_PER_ENVELOPE_BYTES_MAX >= FRAMES_PER_ENVELOPE_MAX * PLAIN_OPTIONS_BYTES_MAX  # only grammars fill it up
 assert 3 * ERROR_TEXT_BYTES_MAX < 8 * 1024

@@ -433,8 +433,12 @@ def _check_extras(view: EnvelopeView, n_open: int) -> None:
     """Hold exponents and options against the rows and frames they belong to."""
     if n_open != len(view.options):
         raise ProtocolError(f"{n_open} open frames came with {len(view.options)} session options")
-    if any(options.ByteSize() > bounds.OPTIONS_BYTES_MAX for options in view.options):
+    sizes = [options.ByteSize() for options in view.options]
+    if max(sizes, default=0) > bounds.OPTIONS_BYTES_MAX:
         raise ProtocolError(f"session options are over the limit of {bounds.OPTIONS_BYTES_MAX} bytes")
+    if sum(sizes) > bounds.OPTIONS_PER_ENVELOPE_BYTES_MAX:
+        limit = bounds.OPTIONS_PER_ENVELOPE_BYTES_MAX
+        raise ProtocolError(f"the session options of an envelope are over the limit of {limit} bytes")
     if view.exponents is None:
         return
     if view.dtype != DTYPE_F16 or view.exponents.shape[0] != view.payload.shape[0]:

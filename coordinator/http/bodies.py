@@ -28,10 +28,32 @@ class StreamOptions(Struct):
     include_usage: bool | None = None
 
 
-class ResponseFormat(Struct):
-    """`response_format`; only the type is looked at."""
+Json = msgspec.Raw  # a value left as the client wrote it
+NO_JSON = msgspec.Raw()
+
+
+class JsonSchemaFormat(Struct, rename={"json_schema": "schema"}):
+    """`response_format.json_schema`; name and description are for models that are told of them."""
+
+    json_schema: Json = NO_JSON
+
+
+class ResponseFormat(Struct, rename={"for_object": "schema"}):
+    """`response_format`."""
 
     type: str
+    json_schema: JsonSchemaFormat | None = None
+    for_object: Json = NO_JSON  # of "json_object", as llama-server has it
+
+
+class StructuredOutputs(Struct, rename={"json_schema": "json"}, forbid_unknown_fields=True):
+    """`structured_outputs`, as vLLM has it."""
+
+    json_schema: Json = NO_JSON
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class GenerationBody(Struct, kw_only=True):
@@ -55,18 +77,18 @@ class GenerationBody(Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=LOGIT_BIAS_MAX)] | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Json = NO_JSON  # as vLLM had it before
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: Json = NO_JSON  # as llama-server has it, like the next
+    grammar: str | None = None
     # Of other servers; see validation.NEUTRAL.
     repetition_penalty: Any = None
     repeat_penalty: Any = None
     typical_p: Any = None
     mirostat: Any = None
-    grammar: Any = None
-    json_schema: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
     tool_choice: Any = None

@@ -71,7 +71,7 @@ class Handlers:
         service = self._service
         body = decode_body(await request.read(), CompletionBody)
         model = validation.check_model(body.model, service.model_id, service.limits)
-        plan = validation.plan_completion(body, service.limits, random_seed())
+        plan = await service.shaped(validation.plan_completion(body, service.limits, random_seed()))
         header = self._header("cmpl", model, plan)
         note_plan(service.observer, request, plan, model, header.id)
         start_ns = time.monotonic_ns()
@@ -88,7 +88,7 @@ class Handlers:
         service = self._service
         body = decode_body(await request.read(), ChatBody)
         model = validation.check_model(body.model, service.model_id, service.limits)
-        plan = validation.plan_chat(body, service.limits, random_seed())
+        plan = await service.shaped(validation.plan_chat(body, service.limits, random_seed()))
         if not service.tokenizer.has_text:
             text = "this model has no tokenizer; send token ids to /v1/completions"
             raise InvalidRequestError(text, param="messages")

@@ -94,6 +94,7 @@ def note_plan(observer: Observer, request: web.Request, plan: Plan, model: str, 
         names.GEN_AI_REQUEST_TOP_K: plan.sampling.top_k,
         names.GEN_AI_REQUEST_STREAM: plan.stream,
         names.GEN_AI_REQUEST_CHOICE_COUNT: plan.n,
+        names.GEN_AI_OUTPUT_TYPE: "json" if plan.shape and plan.shape.is_json else "text",
         names.URL_SCHEME: request.scheme,
         **_addresses(request),
     }

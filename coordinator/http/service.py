@@ -13,10 +13,12 @@ from coordinator.generation import GenerationRequest, Generator, TokenStream
 from coordinator.http.choice import ChoiceState, Speller
 from coordinator.http.dialects import Header
 from coordinator.http.limits import HttpLimits
+from coordinator.http.structure import grammar_of
 from coordinator.http.validation import Plan, check_tokens, fit_tokens
 from coordinator.observer import Observer
 from coordinator.request_log import RequestRecord
 from coordinator.tokenizer import Tokenizer
+from wire.errors import InvalidRequestError
 
 T = TypeVar("T")
 
@@ -50,6 +52,16 @@ class Service:
         if isinstance(sent, str):
             return Prompt(tuple(self.tokenizer.encode(sent)), sent if echo else "")
         return Prompt(tuple(sent), self.tokenizer.decode(sent) if echo else "")
+
+    async def shaped(self, plan: Plan) -> Plan:
+        """Return the plan with the grammar that its shape asks for. Raises InvalidRequestError where there is none."""
+        shape = plan.shape
+        if shape is None:
+            return plan
+        if not self.tokenizer.has_text:
+            raise InvalidRequestError(f"{shape.param}: this model has no tokenizer", param=shape.param)
+        grammar = await asyncio.to_thread(grammar_of, shape)
+        return dataclasses.replace(plan, sampling=dataclasses.replace(plan.sampling, grammar=grammar))
 
     async def encode_chat(self, text: str) -> list[int]:
         """Return the token ids of a rendered chat. Raises InvalidRequestError when the model has no tokenizer."""

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from coordinator.generation import SamplingParams
 from coordinator.http.bodies import ChatBody, CompletionBody, GenerationBody
 from coordinator.http.limits import HttpLimits
+from coordinator.http.structure import Shape, shape_of
+from wire.bounds import GRAMMAR_TOKENS_MAX
 from wire.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 
 COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat goes on to the end of the context
@@ -29,13 +31,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "repeat_penalty": (1, -1),
     "typical_p": (1,),
     "mirostat": (),
-    "grammar": (),
-    "json_schema": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
 }
 
 Prompts = str | Sequence[int | str | list[int]]
@@ -56,6 +51,7 @@ class Plan:
     echo: bool
     return_token_ids: bool
     cache_prompt: bool
+    shape: Shape | None = None  # that the answer must have; its grammar goes into `sampling`
 
     def sampling_of(self, choice: int) -> SamplingParams:
         """Return the sampling of the n-th choice of any prompt: seed + choice, so each can be asked for alone."""
@@ -125,9 +121,11 @@ def fit_tokens(n_prompt: int, plan: Plan, ctx_tokens: int, param: str) -> int:
     if n_prompt < 1:
         raise InvalidRequestError(f"{param}: the prompt has no tokens", param=param)
     room = ctx_tokens - n_prompt
-    wanted = plan.max_tokens
+    wanted, limit = plan.max_tokens, GRAMMAR_TOKENS_MAX if plan.shape else room
     if wanted is None:
-        wanted = max(1, room if plan.max_tokens_default is None else min(room, plan.max_tokens_default))
+        wanted = max(1, min(room, limit if plan.max_tokens_default is None else plan.max_tokens_default))
+    elif plan.shape and wanted > limit:
+        raise InvalidRequestError(f"max_tokens: at most {limit} with {plan.shape.param}, got {wanted}", "max_tokens")
     if wanted > room:
         raise ContextLengthError(
             f"prompt {n_prompt} tokens + max_tokens {wanted} > context {ctx_tokens} tokens; shorten one of them", param
@@ -162,6 +160,9 @@ def _plan(
     random_seed: int,
 ) -> Plan:
     _refuse_unsupported(body)
+    shape = shape_of(body)
+    if shape and body.ignore_eos:
+        raise InvalidRequestError(f"ignore_eos: an answer ends where {shape.param} ends", param="ignore_eos")
     sampling = SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_k=min(max(0, body.top_k or 0), TOP_K_MAX),
@@ -185,6 +186,7 @@ def _plan(
         echo=isinstance(body, CompletionBody) and bool(body.echo),
         return_token_ids=bool(body.return_token_ids),
         cache_prompt=body.cache_prompt is not False,
+        shape=shape,
     )
 
 
@@ -217,8 +219,6 @@ def _refuse_unsupported(body: GenerationBody) -> None:
         value = getattr(body, param)
         if value and value not in neutral:
             raise _unsupported(param, f"only {neutral[0]}" if neutral else "send none")
-    if body.response_format and body.response_format.type != "text":
-        raise _unsupported("response_format", 'only {"type": "text"}')
 
 
 def _unsupported(param: str, allowed: str) -> InvalidRequestError:

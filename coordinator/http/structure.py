@@ -1,0 +1,143 @@
+"""The shape that an answer must have: from the ways in which clients ask for it to one grammar.
+
+OpenAI's `response_format`, vLLM's `structured_outputs` and the `guided_*` before it, llama-server's `json_schema` and
+`grammar`. Stages follow the grammar token by token (`stage/constraint.py`); here it is made and checked, by llguidance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Literal
+
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import any_to_lark
+
+from coordinator.http.bodies import GenerationBody, Json
+from wire.bounds import GRAMMAR_BYTES_MAX, GRAMMAR_ITEMS_MAX
+from wire.errors import InvalidRequestError
+
+Kind = Literal["json", "regex", "choice", "grammar"]
+
+# Between the parts of JSON. Without a bound a small model may go on with blanks for ever.
+JSON_BLANKS = r"[\x20\x0A\x0D\x09]{1,20}"
+ANY_OBJECT = '{"type":"object"}'
+ERROR_CHARS_MAX = 400  # of llguidance's reason
+_LIMITS = LLParserLimits(max_items_in_row=GRAMMAR_ITEMS_MAX, verbose_errors=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """What a client asked for."""
+
+    param: str  # the field that did
+    kind: Kind
+    texts: tuple[str, ...]  # the choices; of other kinds one: a JSON schema, a regular expression, GBNF or Lark
+
+    @property
+    def is_json(self) -> bool:
+        """Whether the answer is JSON."""
+        return self.kind == "json"
+
+
+def shape_of(body: GenerationBody) -> Shape | None:
+    """Return what shape a body asks for, None for any. Raises InvalidRequestError, also for more than one."""
+    outputs = body.structured_outputs
+    asked = [
+        _response_format(body),
+        _json("json_schema", body.json_schema),
+        _text("grammar", "grammar", body.grammar),
+        _json("guided_json", body.guided_json),
+        _text("guided_regex", "regex", body.guided_regex),
+        _choice("guided_choice", body.guided_choice),
+        _text("guided_grammar", "grammar", body.guided_grammar),
+        _json("structured_outputs.json", outputs.json_schema) if outputs else None,
+        _text("structured_outputs.regex", "regex", outputs.regex) if outputs else None,
+        _choice("structured_outputs.choice", outputs.choice) if outputs else None,
+        _text("structured_outputs.grammar", "grammar", outputs.grammar) if outputs else None,
+        Shape("structured_outputs.json_object", "json", (ANY_OBJECT,)) if outputs and outputs.json_object else None,
+    ]
+    shapes = [shape for shape in asked if shape]
+    if len(shapes) > 1:
+        names = " and ".join(shape.param for shape in shapes)
+        raise InvalidRequestError(f"{names}: an answer has one shape, send one of them", param=shapes[1].param)
+    return shapes[0] if shapes else None
+
+
+def grammar_of(shape: Shape) -> str:
+    """Return the grammar that stages follow. May take a second for a large one: not for the event loop.
+
+    Raises InvalidRequestError where the shape is none, or llguidance does not know it.
+    """
+    try:
+        grammar = _grammar(shape)
+        reason = LLMatcher.validate_grammar(grammar, limits=_LIMITS)
+    except RecursionError:
+        raise InvalidRequestError(f"{shape.param}: nested too deeply", param=shape.param) from None
+    except Exception as error:  # llguidance raises ValueError for JSON, and bare ones for GBNF
+        reason = str(error) or type(error).__name__
+    if reason:
+        text = " ".join(reason.split())[:ERROR_CHARS_MAX]
+        raise InvalidRequestError(
+            f"{shape.param}: not a {_NAMES[shape.kind]} that can be followed: {text}", shape.param
+        )
+    size_bytes = len(grammar.encode())
+    if size_bytes > GRAMMAR_BYTES_MAX:
+        raise InvalidRequestError(
+            f"{shape.param}: its grammar has {size_bytes} bytes, at most {GRAMMAR_BYTES_MAX}", param=shape.param
+        )
+    return grammar
+
+
+_NAMES: dict[Kind, str] = {
+    "json": "JSON schema",
+    "regex": "regular expression",
+    "choice": "list of choices",
+    "grammar": "grammar (GBNF or Lark)",
+}
+
+
+def _grammar(shape: Shape) -> str:
+    text = shape.texts[0]
+    if shape.kind == "json":
+        if text == "true":  # of a schema: anything
+            text = "{}"
+        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": JSON_BLANKS})
+    if shape.kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if shape.kind == "choice":
+        # Named in capitals it is one regular expression, however many there are.
+        return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in shape.texts)
+    return any_to_lark(text)
+
+
+def _response_format(body: GenerationBody) -> Shape | None:
+    wanted, param = body.response_format, "response_format"
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return _json(f"{param}.schema", wanted.for_object) or Shape(param, "json", (ANY_OBJECT,))
+    if wanted.type != "json_schema":
+        text = 'type must be "text", "json_object" or "json_schema"'
+        raise InvalidRequestError(f"{param}: {text}, not {wanted.type[:40]!r}", param=param)
+    param = f"{param}.json_schema"
+    schema = _json(f"{param}.schema", wanted.json_schema.json_schema) if wanted.json_schema else None
+    if schema is None:
+        raise InvalidRequestError(f"{param}: needs a schema", param=param)
+    return schema
+
+
+def _json(param: str, sent: Json) -> Shape | None:
+    """Return the shape of a schema, sent as JSON or as a text that is JSON."""
+    text = bytes(sent).decode()
+    if text in ("", "null"):
+        return None
+    return Shape(param, "json", (json.loads(text) if text.startswith('"') else text,))
+
+
+def _text(param: str, kind: Kind, text: str | None) -> Shape | None:
+    return Shape(param, kind, (text,)) if text else None
+
+
+def _choice(param: str, choices: list[str] | None) -> Shape | None:
+    return Shape(param, "choice", tuple(choices)) if choices else None

@@ -51,7 +51,7 @@ class Loss:
     policy: str
     n_streams: int
     n_paused: int  # streams that were not done
-    n_read: int  # tokens that they had, prompts included: what is read again
+    n_read: int  # tokens read again: after a kill all that they had, prompts included, after a cut what stages say
     ready_s: float  # until the pipeline had all stages again
     pauses_s: tuple[float, ...]  # of each paused stream
     done_s: float  # until the last answer
@@ -82,17 +82,23 @@ def loss_of(
     prompts: Sequence[Prompt],
     killed_ns: int,
     back_ns: int,
-    *,
-    cuts_link: bool = False,
+    n_rows: int | None = None,
 ) -> Loss:
-    """Reduce one run to what its readers noticed. Pure."""
+    """Reduce one run to what its readers noticed. Pure.
+
+    `n_rows` is what the busiest stage has computed since it began, where none was started again.
+    """
     told = [sum(at_ns <= killed_ns for at_ns in request.token_ns) for request in requests]
     paused = [at for at, request in enumerate(requests) if told[at] < request.n_tokens]
+    if n_rows is None:
+        again = sum(len(prompts[requests[at].prompt_index]) + told[at] for at in paused)
+    else:
+        again = n_rows - sum(len(prompts[request.prompt_index]) + len(request.tokens) - 1 for request in requests)
     return Loss(
         policy=policy,
         n_streams=len(requests),
         n_paused=len(paused),
-        n_read=0 if cuts_link else sum(len(prompts[requests[at].prompt_index]) + told[at] for at in paused),
+        n_read=again,
         ready_s=(back_ns - killed_ns) / 1e9,
         pauses_s=tuple(pause_s(requests[at], killed_ns) for at in paused),
         done_s=(max(request.token_ns[-1] for request in requests if request.token_ns) - killed_ns) / 1e9,
@@ -106,6 +112,12 @@ async def epoch_of(session: aiohttp.ClientSession, target: Target) -> int:
             return 0
     async with session.get(target.url + "/v1/pipeline") as reply:
         return int((await reply.json())["epoch"])
+
+
+async def most_rows(session: aiohttp.ClientSession, target: Target) -> int:
+    """Return how many rows the stage that has computed most of them has."""
+    async with session.get(target.url + "/v1/pipeline") as reply:
+        return max(int(stage["rows"]) for stage in (await reply.json())["stages"])
 
 
 async def back_again(session: aiohttp.ClientSession, target: Target, epoch: int) -> int:
@@ -181,7 +193,8 @@ async def lose(
             watching.cancel()
             pipeline.failed.result()
         await asking
-    return loss_of(policy, requests, prompts, killed_ns, watching.result(), cuts_link=cuts_link), requests
+        n_rows = await most_rows(session, target) if cuts_link else None
+    return loss_of(policy, requests, prompts, killed_ns, watching.result(), n_rows), requests
 
 
 def show(losses: Sequence[Loss]) -> None:

@@ -1,11 +1,12 @@
-"""Stages die while everybody talks: `python -m benches.soak [--minutes 3] [--seed 1] [--lanes 10]`.
+"""Stages die while everybody talks: `python -m benches.soak [--minutes 3] [--seed 1] [--lanes 10] [--cut-links]`.
 
 Streams of the demonstration model ask one request after the other, some of them leave in the middle of an answer, and
 meanwhile stages are killed, ended or stopped for seconds, at random and from the seed. What must come out of it: every
 request that nobody cancelled is answered whole, every answer is the unsplit model's (near-ties weighed as in
 reference.py), also what was read of cancelled ones, and at the end no lane is taken, but by what is only kept for
 prompts that begin alike. Prompts come again, so with more lanes than streams most are read from such a lane on. What is
-reported beside that is what users noticed: the pauses between tokens.
+reported beside that is what users noticed: the pauses between tokens. With --cut-links all stages live on, and it is
+the connections to a stage, its neighbours' and the coordinator's, that break.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import os
 import random
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,9 @@ import aiohttp
 from benches import interrupt, machine, parts
 from benches.arguments import number
 from benches.reference import Prompt
+from benches.servers import Setup, relayline_linked
 from benches.verdicts import CANCELLED, wrong_answers
+from coordinator.pipeline_file import load_pipeline
 from deploy import load
 from deploy.demo_run import MODEL
 from deploy.load import Request, Target
@@ -45,7 +50,8 @@ LEAVING_SHARE = 0.15  # of all requests
 REQUEST_TIMEOUT_S = 150.0  # beyond the time that requests wait for a stage: whoever takes longer hangs
 QUIET_S = 15.0  # at the end, without faults
 DEATHS_WINDOW_S, DEATHS_MAX = 70.0, RESTARTS_MAX - 1  # of one stage: `up` gives up a stage that dies more often
-KINDS = ("kill", "kill", "end", "stop")
+KINDS, LINK_KINDS = ("kill", "kill", "end", "stop"), ("cut",)
+Inflict = Callable[["Fault"], Awaitable[bool]]  # returns whether there was anything to do it to
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,19 +59,19 @@ class Fault:
     """Something that happens to a stage."""
 
     at_s: float  # since the start
-    kind: str  # kill: SIGKILL; end: SIGTERM; stop: SIGSTOP, for stopped_s
+    kind: str  # kill: SIGKILL; end: SIGTERM; stop: SIGSTOP, for stopped_s; cut: its connections
     stage: int
     stopped_s: float
 
 
-def faults_of(seed: int, minutes: float) -> Iterator[Fault]:
+def faults_of(seed: int, minutes: float, kinds: Sequence[str] = KINDS) -> Iterator[Fault]:
     """Yield what happens, in order: one fault every few seconds, no stage so often that it is given up. Pure."""
     rng = random.Random(seed)
     deaths_s: dict[int, list[float]] = collections.defaultdict(list)
     at_s = 0.0
     while (at_s := at_s + rng.uniform(1.0, 11.0)) < 60 * minutes - QUIET_S:
-        fault = Fault(at_s, rng.choice(KINDS), rng.randrange(N_STAGES), rng.uniform(0.2, 4.0))
-        if fault.kind != "stop":
+        fault = Fault(at_s, rng.choice(kinds), rng.randrange(N_STAGES), rng.uniform(0.2, 4.0))
+        if fault.kind in ("kill", "end"):
             recent = [death_s for death_s in deaths_s[fault.stage] if at_s - death_s < DEATHS_WINDOW_S]
             if len(recent) >= DEATHS_MAX:
                 continue
@@ -91,11 +97,48 @@ async def inflict(pipeline: LocalPipeline, fault: Fault) -> bool:
     return False
 
 
+@contextlib.asynccontextmanager
+async def supervised(n_lanes: int) -> AsyncIterator[tuple[Target, Inflict, asyncio.Future[None]]]:
+    """Run a pipeline whose stages are started again; the future is done when one no longer is."""
+    split = split_for(MODEL, N_STAGES, None, None)
+    config = LocalConfig(split, ("127.0.0.1", 0), 1, engine_flags(n_lanes), serve_flags(n_lanes))
+    async with running(config, lambda _, __: None) as (pipeline, ready):
+        target = Target(ready["url"], "openai", ready["model"], cache_prompt=True)
+        yield target, functools.partial(inflict, pipeline), pipeline.failed
+
+
+@contextlib.asynccontextmanager
+async def linked(n_lanes: int) -> AsyncIterator[tuple[Target, Inflict, asyncio.Future[None]]]:
+    """Run a pipeline whose stages are reached through proxies that can be cut."""
+    split = split_for(MODEL, N_STAGES, None, None)
+    artifacts = [split / stage.file for stage in load_pipeline(split).stages]
+    with tempfile.TemporaryDirectory() as logs:
+        setup = Setup(MODEL, N_STAGES, n_lanes, CTX_TOKENS, tuple(sorted(os.sched_getaffinity(0))), Path(logs))
+        async with relayline_linked("soak", serve_flags(n_lanes), setup, split, artifacts, 0.0) as (target, proxies):
+
+            async def cut(fault: Fault) -> bool:
+                await proxies[fault.stage].cut()
+                return True
+
+            keeping = dataclasses.replace(target, cache_prompt=True)
+            yield keeping, cut, asyncio.get_running_loop().create_future()
+
+
+def engine_flags(n_lanes: int) -> tuple[str, ...]:
+    """Return what stages are told."""
+    return ("--ctx", str(CTX_TOKENS), "--lanes", str(n_lanes))
+
+
+def serve_flags(n_lanes: int) -> tuple[str, ...]:
+    """Return what the coordinator is told."""
+    return ("--no-share", "--prefix-lanes", str(n_lanes))
+
+
 class Soak:
     """One soak: who asks what, and what came back."""
 
-    def __init__(self, seed: int, minutes: float, n_lanes: int = N_LANES) -> None:
-        self.seed, self.minutes, self.n_lanes = seed, minutes, n_lanes
+    def __init__(self, seed: int, minutes: float, n_lanes: int = N_LANES, *, cuts_links: bool = False) -> None:
+        self.seed, self.minutes, self.n_lanes, self.cuts_links = seed, minutes, n_lanes, cuts_links
         rng = random.Random(seed)
         lengths = [rng.choice(PROMPT_LENGTHS) for _ in range(N_PROMPTS)]
         self.prompts: list[Prompt] = [tuple(rng.randrange(256, 450) for _ in range(length)) for length in lengths]
@@ -104,27 +147,23 @@ class Soak:
 
     async def run(self) -> dict[str, Any]:
         """Run it; returns the pipeline's own picture at the end."""
-        arguments = ("--ctx", str(CTX_TOKENS), "--lanes", str(self.n_lanes))
-        split = split_for(MODEL, N_STAGES, None, None)
-        serving = ("--no-share", "--prefix-lanes", str(self.n_lanes))
-        config = LocalConfig(split, ("127.0.0.1", 0), 1, arguments, serving)
-        async with running(config, lambda _, __: None) as (pipeline, ready), load.client() as session:
-            target = Target(ready["url"], "openai", ready["model"], cache_prompt=True)
-            work = asyncio.create_task(self._talk(pipeline, session, target))
+        serving = linked(self.n_lanes) if self.cuts_links else supervised(self.n_lanes)
+        async with serving as (target, inflict, failed), load.client() as session:
+            work = asyncio.create_task(self._talk(inflict, session, target))
             try:
-                await first_of(work, pipeline.failed)
-                if pipeline.failed.done():
-                    pipeline.failed.result()
+                await first_of(work, failed)
+                if failed.done():
+                    failed.result()
                 await work
             finally:
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
             return await self._at_rest(session, target)
 
-    async def _talk(self, pipeline: LocalPipeline, session: aiohttp.ClientSession, target: Target) -> None:
+    async def _talk(self, inflict: Inflict, session: aiohttp.ClientSession, target: Target) -> None:
         began_s = time.monotonic()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._chaos(pipeline, began_s))
+            group.create_task(self._chaos(inflict, began_s))
             for index in range(N_STREAMS):
                 group.create_task(self._stream(session, target, began_s, index))
 
@@ -140,10 +179,10 @@ class Soak:
                 return picture
             await asyncio.sleep(0.1)
 
-    async def _chaos(self, pipeline: LocalPipeline, began_s: float) -> None:
-        for fault in faults_of(self.seed, self.minutes):
+    async def _chaos(self, inflict: Inflict, began_s: float) -> None:
+        for fault in faults_of(self.seed, self.minutes, LINK_KINDS if self.cuts_links else KINDS):
             await asyncio.sleep(max(0.0, began_s + fault.at_s - time.monotonic()))
-            if await inflict(pipeline, fault):
+            if await inflict(fault):
                 self.inflicted[fault.kind] += 1
                 print(f"{fault.at_s:6.1f} s: {fault.kind} stage {fault.stage}", file=sys.stderr, flush=True)
 
@@ -189,9 +228,10 @@ async def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=number, default=3)
     parser.add_argument("--seed", type=int, default=1, help="of faults, prompts and who leaves when")
     parser.add_argument("--lanes", type=number, default=N_LANES, help=f"of each stage; there are {N_STREAMS} streams")
+    parser.add_argument("--cut-links", action="store_true", help="cut links instead of killing stages")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     options = parser.parse_args(argv)
-    soak = Soak(options.seed, options.minutes, options.lanes)
+    soak = Soak(options.seed, options.minutes, options.lanes, cuts_links=options.cut_links)
     picture = await soak.run()
     wrong = kept_lanes(picture) + await wrong_answers(MODEL, "q4_0", soak.prompts, soak.requests)
     pauses_ms = [pause for request in soak.requests for pause in load.intervals_ms(request)]

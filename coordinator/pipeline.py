@@ -80,10 +80,9 @@ class Pipeline:
         self._connection: Connection | None = None
         self._sender: TokenSender | None = None
         self._suspects, self._scheduler = Suspects(), Scheduler(config.schedule, GroupPlanner(()))
-        self._dispatching, self._lost_at_ns = False, 0
+        self._dispatching, self._lost_at_ns, self._idle = False, 0, asyncio.Event()
         self._refresher: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
-        self._idle = asyncio.Event()
         self._idle.set()
 
     # --- what the HTTP side sees --------------------------------------------------------------------------------------
@@ -315,6 +314,8 @@ class Pipeline:
         for passed in message.progress:
             self._scheduler.answered(passed.session_id, passed.position, now_ns)
             self._observer.progressed(passed.session_id, passed.position, now_ns)
+            if passed.session_id in self._audiences:
+                self._start_all(self._suspects.passed(passed.session_id, passed.position))
         tellings: list[Callable[[], None]] = []
         try:
             for sample in message.samples:
@@ -369,7 +370,7 @@ class Pipeline:
                 self._scheduler.control(session.give_way())
                 self._start_all(self._suspects.gave_way(session))
             else:
-                session.replays += 1
+                session.count_replay()
                 self._start(session)
             return
         self._fail(session, error)
@@ -381,8 +382,7 @@ class Pipeline:
 
     def _finish(self, session: Session, frames: Sequence[OutFrame]) -> None:
         """Send the session's last frames, give its lane to the next in line."""
-        audience = self._audiences.pop(session.session_id, None)
-        if audience is not None and self._shared.get(audience.key) is audience:
+        if (audience := self._audiences.pop(session.session_id, None)) and self._shared.get(audience.key) is audience:
             del self._shared[audience.key]
         self._observer.ended(session.record, now_ns := time.monotonic_ns())
         self._scheduler.forget(session.session_id, now_ns)

@@ -58,6 +58,7 @@ class Session:
     replays: int = 0
     n_opened: int = 0  # tokens of the history when it was opened last
     n_sent: int = 0  # rows of the history sent in this epoch, or copied, while in PREFILL
+    n_there: int = 0  # of these, rows that all stages held from the epoch before
     n_copied: int = 0  # of these, rows that another session had computed
     copied_from: int = 0  # that session; 0: none
     leader: Session | None = None  # that session, while these rows have not all left for stage 0 as its own
@@ -106,8 +107,13 @@ class Session:
 
     def may_replay(self, error: RelaylineError, *, is_retryable: bool) -> bool:
         """Return whether it is to be started again after a fault of its own."""
-        is_retryable |= self.n_copied > 0  # what it copied may be what was wrong; next time it reads everything itself
+        # What it copied, or went on from, may be what was wrong; next time it reads everything itself.
+        is_retryable |= self.n_copied > 0 or self.n_there > 0
         return is_retryable and not isinstance(error, StaleEpochError) and self.replays < REPLAYS_MAX
+
+    def count_replay(self) -> None:
+        """Count a fault of its own; none is one with what stages had held, since they may have to yield that."""
+        self.replays += not self.n_there
 
     def start(self, n_there: int = 0) -> list[OutFrame]:
         """Open the session at every stage; its history is then prefilled chunk by chunk. A new epoch resumes it so.
@@ -119,7 +125,8 @@ class Session:
         self.state, self.leader = State.PREFILL, None
         self.n_opened = len(self.history)
         self.n_copied = self.copied_from = self.record.n_copied = 0
-        self.n_sent = min(n_there, len(self.history) - 1)  # the last row is computed again: what it brought may be lost
+        # The last row is computed again: what it brought may be lost.
+        self.n_sent = self.n_there = min(n_there, len(self.history) - 1)
         opening = OutFrame(self, 0, (), Flag.OPEN, self.lane + 1)
         return [opening, OutFrame(self, self.n_sent, (), Flag.TRIM)] if self.n_sent else [opening]
 

@@ -66,6 +66,8 @@ class StageClient:
         answer: pb.ConfigureResponse = await rpc.call(
             self._channel, "Configure", request, pb.ConfigureResponse, self.address, timeout_s
         )
+        if len(answer.held) > bounds.SESSIONS_PER_LINK_MAX:
+            raise ProtocolError(f"{self.address} says that it holds {len(answer.held)} sessions")
         return {held.session_id: held.n_tokens for held in answer.held}
 
     async def status(self, *, with_recent: bool) -> pb.StatusResponse | None:

@@ -1,8 +1,9 @@
 """Which request brings the pipeline down again and again, told from those that merely ran beside it. Pure.
 
 Every epoch replays what ran when the last one ended. A request whose rows crash a stage would crash it again at each
-replay, for ever and for everybody. So losses without any token in between are counted for each session. Sessions with
-LOSSES_ALONE of them are *suspects*: of these one at a time is replayed, the next when it has got a token. The innocent
+replay, for ever and for everybody. So losses without any token in between are counted for each session, nor many more
+rows of its prompt read than at any loss before: over a bad link a long prompt may take several epochs. Sessions with
+LOSSES_ALONE of them are *suspects*: of these one at a time is replayed, the next when it has got so far. The innocent
 go on after at most a pause; who brings the pipeline down alone as well is given up.
 """
 
@@ -16,6 +17,7 @@ from wire.errors import InternalError, RelaylineError
 
 LOSSES_ALONE = 2  # epochs lost without a token of the session in between, from which on it is tried alone
 LOSSES_MAX = 3  # and at which it is given up
+FURTHER_ROWS = 256  # further than ever, as good as a token; so a prompt has as many tries at most as it has of these
 
 
 def given_up(error: RelaylineError) -> InternalError:
@@ -28,7 +30,9 @@ class Suspects:
     """Counts losses; says who starts when."""
 
     def __init__(self) -> None:
-        self._losses: dict[int, int] = {}  # session id -> epochs lost since its last token
+        self._losses: dict[int, int] = {}  # session id -> epochs lost since its last token, or since it got further
+        self._passed: dict[int, int] = {}  # session id -> most rows of it that have passed all stages before its token
+        self._passed_then: dict[int, int] = {}  # and as it was at its last loss
         self._line: collections.deque[Session] = collections.deque()  # suspects that have not been started
         self._tried: Session | None = None
 
@@ -41,6 +45,7 @@ class Suspects:
         for session in running:
             if session.session_id not in in_line:
                 self._losses[session.session_id] = self._losses.get(session.session_id, 0) + 1
+                self._passed_then[session.session_id] = self._passed.get(session.session_id, 0)
             if self._losses[session.session_id] >= LOSSES_MAX:
                 guilty.append(session)
         return guilty
@@ -67,12 +72,22 @@ class Suspects:
 
     def cleared(self, session: Session) -> list[Session]:
         """The session has got a token, or has ended. Returns the sessions to start now."""
+        self._passed.pop(session.session_id, None)
         if not self._losses:
             return []
         self._losses.pop(session.session_id, None)
+        self._passed_then.pop(session.session_id, None)
         if session in self._line:  # its client has left
             self._line.remove(session)
         return self.gave_way(session)
+
+    def passed(self, session_id: int, n_rows: int) -> list[Session]:
+        """So many rows of a running session have passed all stages. Returns the sessions to start now."""
+        self._passed[session_id] = max(n_rows, self._passed.get(session_id, 0))
+        if session_id not in self._losses or n_rows < self._passed_then[session_id] + FURTHER_ROWS:
+            return []
+        del self._losses[session_id], self._passed_then[session_id]
+        return self.gave_way(self._tried) if self._tried and self._tried.session_id == session_id else []
 
     def gave_way(self, session: Session) -> list[Session]:
         """The session waits for a lane again before anything is known of it. Returns the sessions to start now."""

@@ -65,10 +65,14 @@ class LaneTable:
         return len(self) - self.n_kept
 
     def in_the_way(self, session_id: int, route_id: int) -> Lane | None:
-        """Return whose lane has to be taken back before the session can be opened: the one kept for longest."""
+        """Return whose lane has to be taken back before the session can be opened: the one kept for longest.
+
+        What an epoch has left comes after all that: somebody waits to go on from there.
+        """
         if self._free or (route_id, session_id) in self._by_session:
             return None
-        return next((lane for lane in self._by_session.values() if lane.yields), None)
+        yielding = (lane for lane in self._by_session.values() if lane.yields)
+        return min(yielding, key=lambda lane: lane.is_left, default=None)
 
     def open(self, session_id: int, route_id: int, wanted: int = -1, *, is_kept: bool = False) -> Lane:
         """Give the session a lane, the wanted one if it is free. Raises LaneLimitError when none is."""
@@ -142,6 +146,6 @@ class LaneTable:
 
     def _owned(self, session_id: int, route_id: int) -> Lane:
         lane = self._by_session.get((route_id, session_id))
-        if lane is None:
+        if lane is None or lane.is_left:  # what an epoch has left is not open before the next one opens it
             raise SessionError(f"session {session_id:x} is not open on this stage")
         return lane

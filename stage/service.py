@@ -224,6 +224,8 @@ class StageService:
         wiring = RouteWiring(request.epoch, link.pool if link else None)
         held: dict[int, int] = await self.runner.call(lambda: self._executor.begin_route(request.route_id, wiring))
         self._routes[request.route_id] = route
+        if held:  # the coordinator has been told of it, and needs the time to open it
+            self._left.left(request.route_id)
         self._stats.n_epochs += 1
         return held
 

@@ -136,15 +136,18 @@ class Coordinator:
 
     async def first_message(self, message: bytes) -> pb.LinkAccepted:
         """Open a stream with these bytes. Raises the typed refusal."""
-        self.call = self.channel.stream_stream(
-            rpc.method("Relay"), request_serializer=None, response_deserializer=rpc.parser(pb.LinkReply)
-        )()
-        await self.call.write(message)
-        try:
-            reply = await self.call.read()
-        except grpc.aio.AioRpcError as error:
-            raise rpc.typed(error, "stage") from error
-        return reply.accepted
+        while True:
+            self.call = self.channel.stream_stream(
+                rpc.method("Relay"), request_serializer=None, response_deserializer=rpc.parser(pb.LinkReply)
+            )()
+            try:
+                await self.call.write(message)
+                reply = await self.call.read()
+            except grpc.aio.AioRpcError as error:
+                if rpc.was_cut_short(error):
+                    continue
+                raise rpc.typed(error, "stage") from error
+            return reply.accepted
 
     async def start(self, **changes: Any) -> Coordinator:
         """Configure, listen and connect."""

@@ -29,4 +29,5 @@ def test_a_loss_counts_the_streams_that_were_not_done_and_what_they_had() -> Non
     loss = loss_of("auto", requests, prompts, 3 * S, 7 * S)
     assert (loss.n_streams, loss.n_paused, loss.n_read) == (3, 2, 20 + 2 + 30 + 2)
     assert loss.pauses_s == pytest.approx((6, 10))
+    assert loss_of("auto", requests, prompts, 3 * S, 7 * S, n_rows=11 + 23 + 32 + 5).n_read == 5, "as a stage says"
     assert (loss.ready_s, loss.done_s) == pytest.approx((4, 9))

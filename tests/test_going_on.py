@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from coordinator import suspects
 from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.session import Session
 from coordinator.suspects import Suspects
@@ -137,9 +138,32 @@ def test_who_is_lost_twice_without_a_token_reads_everything() -> None:
     first, second = (
         Session(number, GenerationRequest(str(number), (1,), 9, GREEDY), lambda _: False) for number in (1, 2)
     )
-    suspects = Suspects()
-    suspects.lost([first, second])
-    assert suspects.trusted([first, second]) == [first, second]
-    suspects.cleared(second)
-    suspects.lost([first, second])
-    assert suspects.trusted([first, second]) == [second]
+    counted = Suspects()
+    counted.lost([first, second])
+    assert counted.trusted([first, second]) == [first, second]
+    counted.cleared(second)
+    counted.lost([first, second])
+    assert counted.trusted([first, second]) == [second]
+
+
+async def test_a_long_prompt_over_a_bad_link_is_read_in_as_many_epochs_as_it_takes(
+    artifacts: Artifacts, whole: ReferenceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More losses before its first token than any request survives that gets no further, and no row is read twice."""
+    monkeypatch.setattr(suspects, "FURTHER_ROWS", 16)
+    prompt, cut_in = prompt_of(7, 240), set[int]()
+    async with fleet(artifacts([1, 3]), mode="groups", proxied=True) as running:
+        passed = running.pipeline._suspects.passed
+
+        def cut_at_once(session_id: int, n_rows: int) -> list[Session]:
+            if len(cut_in) < suspects.LOSSES_MAX + 1 and running.pipeline.epoch not in cut_in:
+                cut_in.add(running.pipeline.epoch)
+                running.proxies[1].cut()
+            return passed(session_id, n_rows)
+
+        monkeypatch.setattr(running.pipeline._suspects, "passed", cut_at_once)
+        output = await tokens_of(running.pipeline.open(request(prompt, 10)))
+        n_rows = await rows_of(running)
+    assert len(cut_in) == suspects.LOSSES_MAX + 1
+    assert_greedy(whole, prompt, output)
+    assert max(n_rows) < 2 * len(prompt)

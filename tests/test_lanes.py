@@ -196,3 +196,17 @@ class LaneMachine(RuleBasedStateMachine):
 
 TestLaneMachine = LaneMachine.TestCase
 TestLaneMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_what_is_only_kept_goes_before_what_somebody_waits_to_go_on_from() -> None:
+    table = LaneTable(2, 10)
+    table.open(1, 1).is_left = True
+    table.open(2, 1, is_kept=True)
+    lane = table.in_the_way(9, 2)
+    assert lane is not None
+    assert lane.session_id == 2
+    table.close(2, 1)
+    table.open(3, 1)
+    lane = table.in_the_way(9, 2)
+    assert lane is not None
+    assert lane.session_id == 1

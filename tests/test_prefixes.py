@@ -170,3 +170,26 @@ def test_common_tokens_is_the_length_of_the_common_beginning() -> None:
         second = [*first[: rng.randrange(13)], *(rng.randrange(3) for _ in range(rng.randrange(4)))]
         pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
         assert common_tokens(first, second) == len(list(pairs))
+
+
+def test_what_is_there_is_there_for_the_next_start_alone() -> None:
+    kept = prefixes(2, [3])
+    kept.keep(ended(1, run_of(0, 60)))
+    kept.renew(4, is_per_lane=True, there={7: 40, 8: 0, 9: 40})
+    going_on = [session_of(7, run_of(0, 60)), session_of(8, run_of(0, 60))]
+    closes = kept.left_behind(going_on)
+    assert [(frame.session.session_id, frame.flags) for frame in closes] == [(8, Flag.CLOSE), (9, Flag.CLOSE)]
+    assert [frame.flags for frame in kept.start(going_on[0])] == [Flag.OPEN, Flag.TRIM]
+    assert (going_on[0].n_sent, going_on[0].n_there) == (40, 40)
+    assert [frame.flags for frame in kept.start(going_on[0])] == [Flag.OPEN], "after a fault it reads everything"
+    assert (going_on[0].n_sent, going_on[0].n_there) == (0, 0)
+
+
+def test_who_goes_on_from_what_is_there_copies_nothing_into_it() -> None:
+    running = {1: ended(1, run_of(0, 60))}
+    running[1].state = State.DECODE
+    kept = Prefixes(2, itertools.count(100), lambda: [3], running)
+    kept.renew(4, is_per_lane=True, there={7: 5})
+    session = session_of(7, run_of(0, 60))
+    kept.left_behind([session])
+    assert [frame.flags for frame in kept.start(session)] == [Flag.OPEN, Flag.TRIM]

@@ -28,7 +28,9 @@ from wire.envelope import DTYPE_F16
 from wire.errors import (
     HandshakeError,
     NotReadyError,
+    NumericError,
     OverloadedError,
+    PositionGapError,
     ProtocolError,
     RelaylineError,
     StageLostError,
@@ -716,3 +718,52 @@ async def test_a_bug_in_scheduling_ends_the_epoch_and_no_request() -> None:
     world.disconnect()
     world.finish()
     assert world.clients[0].ends == ["length"]
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+async def test_what_is_left_of_who_has_left_is_closed_in_the_next_epoch(when: str) -> None:
+    world = World(3)
+    world.open(4, 6)
+    for _ in range(6):
+        world.turn()
+    if when == "before":
+        await play(world, ("leave", 0))
+    await play(world, ("lose", 0))
+    if when == "meanwhile":
+        await play(world, ("leave", 0))
+    await play(world, ("recover", 3))
+    world.finish()
+
+
+async def test_who_is_lost_twice_without_a_token_does_not_go_on_from_what_is_there() -> None:
+    world = World(3)
+    world.open(9, 2)
+    (client,) = world.clients
+    there = []
+    for _ in range(2):
+        world.pipeline._dispatch_now()
+        for _ in range(3):
+            world.stages.step()
+        world.stages.replies.clear()
+        await play(world, ("lose", 0))
+        await play(world, ("recover", 3))
+        there.append(client.session.n_there)
+    assert there[0] > 0
+    assert there[1] == 0
+    world.finish()
+
+
+def test_what_a_stage_had_to_give_away_costs_no_replay() -> None:
+    """Streams over a bad link to stages that others use as well may meet that more often than REPLAYS_MAX."""
+    session = Session(1, GenerationRequest("r", tuple(range(9)), 50, SamplingParams()), lambda _: False)
+    gap = PositionGapError("it cannot be trimmed to 5, it holds 0")
+    for _ in range(2 * REPLAYS_MAX):
+        session.start(5)
+        assert session.may_replay(NumericError("in what was left"), is_retryable=False)
+        session.count_replay()
+    for n_replays in range(REPLAYS_MAX):
+        session.start()
+        assert session.replays == n_replays
+        assert session.may_replay(gap, is_retryable=True)
+        session.count_replay()
+    assert not session.may_replay(gap, is_retryable=True)

@@ -13,7 +13,7 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from stage.routes import ROUTES_MAX, Route
+from stage.routes import ROUTES_MAX, LeftRoutes, Route
 from stage.runner import OUTBOX_STEPS_MAX
 from stage.step_types import RouteOutput
 from tests.fakes import (
@@ -670,3 +670,39 @@ async def test_a_busy_stage_stops_reading_controls_at_their_bound(monkeypatch: p
                 pass
             while stage.service.runner.queued_frames:
                 await status_of(one)
+
+
+async def test_left_routes_are_forgotten_once_and_not_before_their_time() -> None:
+    loop, forgotten = asyncio.get_running_loop(), list[int]()
+    left = LeftRoutes(forgotten.append, after_s=1_000.0)
+    for route_id in (1, 2, 1):
+        left.left(route_id)
+    assert len(left._timers) == 2
+    (first, second) = left._timers[1], left._timers[2]
+    left.left(1)
+    assert first.cancelled(), "left anew"
+    assert left._timers[1].when() > loop.time() + 900.0
+    left._expired(2)
+    assert (forgotten, list(left._timers)) == ([2], [1])
+    second.cancel()
+    timer = left._timers[1]
+    left.close()
+    assert timer.cancelled()
+    assert not left._timers
+
+
+async def test_who_is_told_what_is_left_has_the_whole_time_to_open_it() -> None:
+    async with served() as stage, Coordinator(stage) as old, Coordinator(stage, epoch=EPOCH + 1) as new:
+        await old.start()
+        await old.send(*prompt(1))
+        await old.reply()
+        old.call.cancel()
+        async with asyncio.timeout(20):
+            await old.lost
+        await stage.settled()
+        before = stage.service._left._timers[ROUTE]
+        await new.configure()
+        assert new.held == {1: 3}
+        assert before.cancelled()
+        assert stage.service._left._timers[ROUTE].when() >= before.when()
+    assert not stage.service._left._timers

@@ -609,3 +609,38 @@ def test_an_epoch_leaves_what_its_running_sessions_hold() -> None:
     executor.sessions.forget_left(ROUTE)
     assert (len(executor.lanes), engine.lanes) == (0, [[], [], [], []])
     executor.lanes.check()
+
+
+def left() -> StepExecutor:
+    """One session has left three positions, and the next epoch has begun."""
+    engine = FakeEngine(is_last=True)
+    executor = opened(engine, 1)
+    executor.execute(step_of(rows_frame(0, 0, 3)))
+    executor.leave_route(ROUTE)
+    executor.begin_route(ROUTE, new_wiring(engine, epoch=EPOCH + 1))
+    return executor
+
+
+def test_what_is_left_takes_no_rows_before_it_is_opened() -> None:
+    executor, epoch = left(), EPOCH + 1
+    for frame in (rows_frame(0, 3, 1, SAMPLE, epoch=epoch), control(0, Flag.TRIM, 2, epoch=epoch)):
+        executor.sessions.broken.clear()
+        result = executor.execute(step_of(frame))
+        assert [fault.label for output in result.outputs for fault in output.faults] == ["bad_session"]
+    result = executor.execute(
+        step_of(control(5, Flag.OPEN, epoch=epoch), control(5, Flag.COPY_PREFIX, 2, argument=0, epoch=epoch))
+    )
+    assert [fault.label for output in result.outputs for fault in output.faults] == ["bad_session"]
+    executor.execute(step_of(control(0, Flag.OPEN, epoch=epoch), rows_frame(0, 3, 1, SAMPLE, epoch=epoch)))
+    assert executor.lanes.n_used == 2
+
+
+def test_what_is_left_takes_no_rows_where_its_open_was_refused() -> None:
+    """They stand behind it in one envelope."""
+    executor, epoch = left(), EPOCH + 1
+    refused = control(0, Flag.OPEN, epoch=epoch, options=greedy(top_p=7.0))
+    behind = control(0, Flag.TRIM, 2, epoch=epoch), rows_frame(0, 2, 1, SAMPLE, epoch=epoch)
+    result = executor.execute(step_of(refused, *behind))
+    assert [fault.label for output in result.outputs for fault in output.faults] == ["protocol"]
+    executor.execute(step_of(control(0, Flag.CLOSE, epoch=epoch)))
+    assert len(executor.lanes) == 0

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.session import Session
-from coordinator.suspects import LOSSES_ALONE, LOSSES_MAX, Suspects
+from coordinator.suspects import FURTHER_ROWS, LOSSES_ALONE, LOSSES_MAX, Suspects
 
 
 def sessions(n: int) -> list[Session]:
@@ -127,3 +127,41 @@ def test_nobody_waits_for_ever_and_losses_are_bounded(n: int, data: st.DataObjec
     assert ended == set(range(1, n + 1))
     assert not suspects._losses
     assert not suspects._line
+
+
+def test_a_prompt_that_gets_further_each_time_is_not_given_up() -> None:
+    suspects, (reading, other) = Suspects(), sessions(2)
+    n_rows = 0
+    for _ in range(10):
+        n_rows += FURTHER_ROWS
+        assert suspects.passed(reading.session_id, n_rows) == []
+        assert suspects.lost([reading]) == []
+        assert suspects.starting([reading]) == [reading]
+        assert suspects.trusted([reading]) == [reading]
+    assert suspects.passed(reading.session_id, n_rows + FURTHER_ROWS - 1) == []
+    assert suspects.lost([reading]) == [], "for the second time, at about the same row"
+    assert suspects.starting([reading, other]) == [other, reading], "alone of the suspects"
+    assert suspects.trusted([reading]) == []
+    assert lose(suspects, [reading]) == [reading]
+
+
+def test_a_suspect_that_gets_further_lets_the_next_one_try() -> None:
+    suspects, running = Suspects(), sessions(3)
+    lose(suspects, running, LOSSES_ALONE)
+    assert suspects.passed(running[0].session_id, FURTHER_ROWS - 1) == []
+    assert suspects.passed(running[0].session_id, FURTHER_ROWS) == running[1:2]
+    assert suspects.passed(running[0].session_id, 2 * FURTHER_ROWS) == [], "once"
+    assert suspects.cleared(running[0]) == []
+    assert suspects.passed(running[1].session_id, FURTHER_ROWS) == running[2:]
+
+
+def test_nothing_is_kept_of_sessions_that_have_a_token_or_have_ended() -> None:
+    suspects, running = Suspects(), sessions(3)
+    for session in running:
+        suspects.passed(session.session_id, 5)
+    lose(suspects, running)
+    for session in running:
+        suspects.cleared(session)
+    assert not suspects._losses
+    assert not suspects._passed
+    assert not suspects._passed_then

@@ -103,7 +103,7 @@ def test_each_way_of_asking_makes_its_grammar(
         {},
         {"response_format": None},
         {"response_format": {"type": "text"}},
-        {"guided_json": None, "json_schema": None, "grammar": "", "guided_regex": None, "guided_choice": []},
+        {"guided_json": "", "json_schema": None, "grammar": "", "guided_regex": None, "guided_choice": []},
         {"structured_outputs": {}},
         {"structured_outputs": {"json": None, "json_object": False}},
     ],

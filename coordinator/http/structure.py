@@ -130,7 +130,7 @@ def _response_format(body: GenerationBody) -> Shape | None:
 def _json(param: str, sent: Json) -> Shape | None:
     """Return the shape of a schema, sent as JSON or as a text that is JSON."""
     text = bytes(sent).decode()
-    if text in ("", "null"):
+    if text in ("", "null", '""'):
         return None
     return Shape(param, "json", (json.loads(text) if text.startswith('"') else text,))
 

@@ -105,6 +105,7 @@ class Prefixes:
             and other.state in (State.PREFILL, State.DECODE)
             and other.history[:PREFIX_TOKENS_MIN] == beginning
             and not other.waits_for(session)
+            and not other.waits_in_vain
         )
         return list(itertools.islice(alike, SOURCES_MAX))
 
@@ -188,6 +189,8 @@ def _longest(session: Session, sources: Iterable[Session], *, is_held: bool = Fa
     known = session.history[:-1]  # the last token is read in any case, for what follows it
     best, n_best = None, PREFIX_TOKENS_MIN - 1
     for source in sources:
+        if n_best >= len(known) or source.history[n_best : n_best + 1] != known[n_best : n_best + 1]:
+            continue  # no better, and comparing long histories takes its time
         n_common = common_tokens(source.history, known)
         if is_held:
             n_common = min(n_common, source.n_held)

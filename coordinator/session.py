@@ -98,6 +98,22 @@ class Session:
         """Whether the leader ended, or waits for a lane again, before it had read what this session is to copy."""
         return self.leader is not None and self.leader.state in (State.WAITING, State.DONE)
 
+    @property
+    def reader(self) -> Session:
+        """Who reads what it waits for: itself, or the leader at the end of all leaders."""
+        found = self
+        while found.leader is not None:
+            found = found.leader
+        return found
+
+    @property
+    def waits_in_vain(self) -> bool:
+        """Whether it, or a leader that it waits for, is an orphan."""
+        waiting: Session | None = self
+        while waiting is not None and not waiting.is_orphan:
+            waiting = waiting.leader
+        return waiting is not None
+
     def waits_for(self, other: Session) -> bool:
         """Return whether it is the other session, or cannot go on without it."""
         waiting: Session | None = self
@@ -122,13 +138,15 @@ class Session:
         """
         if self.state is State.DONE:
             return []
+        # Where one stage had to give away what all held, others may still hold it, and would not copy over that.
+        is_there = self.n_there > 0 and self.state is not State.WAITING
         self.state, self.leader = State.PREFILL, None
         self.n_opened = len(self.history)
         self.n_copied = self.copied_from = self.record.n_copied = 0
         # The last row is computed again: what it brought may be lost.
         self.n_sent = self.n_there = min(n_there, len(self.history) - 1)
         opening = OutFrame(self, 0, (), Flag.OPEN, self.lane + 1)
-        return [opening, OutFrame(self, self.n_sent, (), Flag.TRIM)] if self.n_sent else [opening]
+        return [opening, OutFrame(self, self.n_sent, (), Flag.TRIM)] if self.n_sent or is_there else [opening]
 
     def continue_from(self, source: Session, n_tokens: int) -> list[OutFrame]:
         """Copy the first n_tokens that another session holds, which begins alike, and read on from there.

@@ -32,7 +32,7 @@ class Suspects:
     def __init__(self) -> None:
         self._losses: dict[int, int] = {}  # session id -> epochs lost since its last token, or since it got further
         self._passed: dict[int, int] = {}  # session id -> most rows of it that have passed all stages before its token
-        self._passed_then: dict[int, int] = {}  # and as it was at its last loss
+        self._then: dict[int, tuple[int, int]] = {}  # at its last loss: who read for it, and how far that one was
         self._line: collections.deque[Session] = collections.deque()  # suspects that have not been started
         self._tried: Session | None = None
 
@@ -44,8 +44,7 @@ class Suspects:
         guilty: list[Session] = []
         for session in running:
             if session.session_id not in in_line:
-                self._losses[session.session_id] = self._losses.get(session.session_id, 0) + 1
-                self._passed_then[session.session_id] = self._passed.get(session.session_id, 0)
+                self._count(session)
             if self._losses[session.session_id] >= LOSSES_MAX:
                 guilty.append(session)
         return guilty
@@ -75,8 +74,7 @@ class Suspects:
         self._passed.pop(session.session_id, None)
         if not self._losses:
             return []
-        self._losses.pop(session.session_id, None)
-        self._passed_then.pop(session.session_id, None)
+        self._forget(session.session_id)
         if session in self._line:  # its client has left
             self._line.remove(session)
         return self.gave_way(session)
@@ -84,14 +82,30 @@ class Suspects:
     def passed(self, session_id: int, n_rows: int) -> list[Session]:
         """So many rows of a running session have passed all stages. Returns the sessions to start now."""
         self._passed[session_id] = max(n_rows, self._passed.get(session_id, 0))
-        if session_id not in self._losses or n_rows < self._passed_then[session_id] + FURTHER_ROWS:
+        if session_id not in self._losses or not self._is_further(session_id, session_id):
             return []
-        del self._losses[session_id], self._passed_then[session_id]
+        self._forget(session_id)
         return self.gave_way(self._tried) if self._tried and self._tried.session_id == session_id else []
 
     def gave_way(self, session: Session) -> list[Session]:
         """The session waits for a lane again before anything is known of it. Returns the sessions to start now."""
         return self._next() if session is self._tried else []
+
+    def _count(self, session: Session) -> None:
+        """Count a loss; the first again where another session has read on for it, which it was to copy from."""
+        session_id, reader_id = session.session_id, session.reader.session_id
+        if reader_id != session_id and session_id in self._losses and self._is_further(session_id, reader_id):
+            self._forget(session_id)
+        self._losses[session_id] = self._losses.get(session_id, 0) + 1
+        self._then[session_id] = (reader_id, self._passed.get(reader_id, 0))
+
+    def _is_further(self, session_id: int, reader_id: int) -> bool:
+        then_id, n_then = self._then[session_id]
+        return self._passed.get(reader_id, 0) >= (n_then if then_id == reader_id else 0) + FURTHER_ROWS
+
+    def _forget(self, session_id: int) -> None:
+        self._losses.pop(session_id, None)
+        self._then.pop(session_id, None)
 
     def _is_suspect(self, session: Session) -> bool:
         return self._losses.get(session.session_id, 0) >= LOSSES_ALONE

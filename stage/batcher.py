@@ -13,8 +13,8 @@ sent with, and cost a step of its own.)
 A control at the head is applied by the next step at no cost in rows, and the frame behind it becomes the head at once,
 so that an open and the first rows of a prompt run in the same step. Controls of one step are applied in the order in
 which they came, whichever sessions they belong to: a close gives the lane that the next open takes. A prefix is copied
-only after the source's rows that came before it, and nothing is opened before the closes that came before it. So what
-waits waits for what came earlier, and nobody for ever.
+only after the source's rows that came before it, nothing is opened before the closes that came before it, and nothing
+is closed before the copies from it that came before. So what waits waits for what came earlier, and nobody for ever.
 
 A close makes the session's waiting rows pointless: they are dropped when it arrives, but for those that others are to
 copy. Its controls stay: what it was to copy, others may be to copy from it.
@@ -52,7 +52,7 @@ class Batcher:
         self._decode: dict[tuple[int, int], QueuedFrame] = {}  # heads
         self._prefill: dict[tuple[int, int], QueuedFrame] = {}
         self._controls: dict[tuple[int, int], QueuedFrame] = {}
-        self._copies: dict[tuple[int, int], int] = {}  # session key -> push order of the last waiting copy from it
+        self._copies: dict[tuple[int, int], list[int]] = {}  # session key -> push orders of waiting copies from it
         self._closes: dict[int, int] = {}  # push orders of waiting closes, ascending -> their routes
         self._push_orders, self._line_orders = itertools.count(), itertools.count()
 
@@ -63,7 +63,7 @@ class Batcher:
             dropped = self._drop_rows(frame.session_key)
         frame.push_order = next(self._push_orders)
         if frame.flags & Flag.COPY_PREFIX:
-            self._copies[frame.route_id, frame.argument] = frame.push_order
+            self._copies.setdefault((frame.route_id, frame.argument), []).append(frame.push_order)
         elif frame.flags & Flag.CLOSE:
             self._closes[frame.push_order] = frame.route_id
         queue = self._sessions.get(frame.session_key)
@@ -78,7 +78,7 @@ class Batcher:
 
     def drop_route(self, route_id: int) -> list[QueuedFrame]:
         """Forget every waiting frame of a route (its epoch ended). Returns the dropped frames."""
-        self._copies = {key: order for key, order in self._copies.items() if key[0] != route_id}
+        self._copies = {key: orders for key, orders in self._copies.items() if key[0] != route_id}
         self._closes = {order: route for order, route in self._closes.items() if route != route_id}
         mine = [key for key in self._sessions if key[0] == route_id]
         return [frame for key in mine for frame in self._drop(key)]
@@ -126,6 +126,8 @@ class Batcher:
         """Return whether what it depends on has come before it and has not been done."""
         if control.flags & Flag.OPEN:
             return next(iter(self._closes), control.push_order) < control.push_order
+        if control.flags & Flag.CLOSE:
+            return self._copies.get(control.session_key, [control.push_order])[0] < control.push_order
         if not control.flags & Flag.COPY_PREFIX:
             return False
         source = self._sessions.get((control.route_id, control.argument), ())
@@ -134,8 +136,10 @@ class Batcher:
     def _control_gone(self, control: QueuedFrame) -> None:
         self._closes.pop(control.push_order, None)
         source = (control.route_id, control.argument)
-        if self._copies.get(source) == control.push_order:
-            del self._copies[source]
+        if control.flags & Flag.COPY_PREFIX and (orders := self._copies.get(source)):
+            orders.remove(control.push_order)
+            if not orders:
+                del self._copies[source]
 
     def _line_of(self, frame: QueuedFrame) -> dict[tuple[int, int], QueuedFrame]:
         if frame.is_control:
@@ -168,7 +172,7 @@ class Batcher:
             del self._sessions[head.session_key]
 
     def _drop_rows(self, session_key: tuple[int, int]) -> list[QueuedFrame]:
-        waiting, copied_before = self._drop(session_key), self._copies.get(session_key, 0)
+        waiting, copied_before = self._drop(session_key), self._copies.get(session_key, [0])[-1]
         left = collections.deque(f for f in waiting if f.is_control or f.push_order < copied_before)
         if left:
             self._sessions[session_key] = left

@@ -179,7 +179,7 @@ class SessionSampler:
                 constraint.apply(position, changed)
             logits, best = changed, int(changed.argmax())
             if not math.isfinite(logits[best]):
-                raise NumericError(f"no token that fits the grammar at position {position} has any chance")
+                raise NumericError(f"no token that may be said at position {position} has any chance")
         token = best if self.options.temperature == 0 else self._draw(logits, float(logits[best]), position)
         if penalties is not None:
             penalties.said(token)

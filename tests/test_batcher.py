@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stage.batcher import CONTROLS_ONLY, CONTROLS_PER_STEP_MAX, Batcher
 from stage.policy import Choice, DrainPolicy, GroupPolicy, Policy, SinglePolicy
 from stage.queue_types import QueuedFrame, Step
-from tests.fakes import ROUTE, control, rows_frame
+from tests.fakes import ROUTE, FakeEngine, control, new_executor, rows_frame
 from wire.curve import CostCurve
 from wire.frames import Flag
 
@@ -397,3 +397,43 @@ def test_nothing_is_lost_doubled_or_reordered(events: list[tuple[object, ...]]) 
     for key in {frame.session_key for frame in ran}:
         orders = [frame.push_order for frame in ran if frame.session_key == key]
         assert orders == sorted(orders)
+
+
+def copying(session_id: int, source_id: int, position: int) -> list[QueuedFrame]:
+    """The frames that keep what a session holds under another id."""
+    return [control(session_id, Flag.OPEN), control(session_id, Flag.COPY_PREFIX, position, argument=source_id)]
+
+
+@pytest.mark.parametrize("policy", [DrainPolicy(64, 16), SinglePolicy(64)])
+def test_nothing_is_closed_before_what_is_to_be_copied_from_it(policy: Policy) -> None:
+    """A stream ends and is kept while another close waits for rows: its open waits for that, and its copy with it."""
+    batcher, executor = Batcher(policy), new_executor(FakeEngine(n_lanes=8, is_last=True))
+
+    def run(*frames: QueuedFrame) -> list[str]:
+        for frame in frames:
+            batcher.push(frame)
+        faults = []
+        while step := batcher.take(0):
+            faults += [fault.message for output in executor.execute(step).outputs for fault in output.faults]
+        return faults
+
+    assert run(control(1, Flag.OPEN), rows_frame(1, 0, 4), control(2, Flag.OPEN), rows_frame(2, 0, 4)) == []
+    more = rows_frame(1, 4, 3, Flag.PREFILL)
+    assert run(more, *copying(3, 1, 7), control(1, Flag.CLOSE), *copying(4, 2, 4), control(2, Flag.CLOSE)) == []
+    assert {lane.session_id: lane.next_position for lane in executor.lanes.of_route(ROUTE)} == {3: 7, 4: 4}
+    assert len(batcher) == 0
+    assert (batcher._copies, batcher._closes) == ({}, {})
+
+
+def test_a_session_closed_and_opened_again_waits_for_each_copy_in_its_place() -> None:
+    batcher = new_batcher()
+    frames = [
+        *(control(1, Flag.OPEN), *copying(2, 1, 4), control(1, Flag.CLOSE)),
+        *(control(1, Flag.OPEN), *copying(3, 1, 4), control(1, Flag.CLOSE)),
+    ]
+    for frame in frames:
+        batcher.push(frame)
+    assert batcher._copies == {(ROUTE, 1): [2, 6]}
+    (step,) = take_all(batcher)
+    assert step.controls == frames
+    assert (batcher._copies, batcher._closes) == ({}, {})

@@ -179,7 +179,7 @@ def test_a_vocabulary_without_text_follows_none(tmp_path: Path) -> None:
 def test_where_nothing_that_fits_has_a_chance_the_session_ends(vocabulary: LLTokenizer) -> None:
     logits = np.zeros(N_VOCAB, np.float32)
     logits[[ord("h"), ord("y"), ord("n"), *range(260, N_VOCAB)]] = -np.inf
-    with pytest.raises(NumericError, match="no token that fits the grammar at position 4 has any chance"):
+    with pytest.raises(NumericError, match="no token that may be said at position 4 has any chance"):
         sampler_of(vocabulary, temperature=0.0).sample(logits, 4)
 
 

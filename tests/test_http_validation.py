@@ -148,6 +148,7 @@ def test_neutral_and_unknown_fields_change_nothing() -> None:
         (completion_plan, {"logit_bias": {"5": 101}}, "logit_bias[...]"),
         (completion_plan, {"logit_bias": {"-5": 1}}, "logit_bias"),
         (completion_plan, {"logit_bias": {"a": 1}}, "logit_bias"),
+        (completion_plan, {"logit_bias": {"7": 1, "007": 1}}, "logit_bias"),
         (completion_plan, {"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias"),
         (completion_plan, {"prompt": [1, 2.5]}, "prompt[1]"),
         (completion_plan, {"prompt": None}, "prompt"),

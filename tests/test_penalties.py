@@ -167,7 +167,7 @@ def test_a_session_opens_with_the_latest_that_it_has_said_where_that_matters() -
     session.request = request((1,), 9, SamplingParams(presence_penalty=1.0, logit_bias=((1 << 20, 1.0),) * 300))
     options = _options(OutFrame(session, 0, (), Flag.OPEN))
     assert len(options.said) == bounds.PENALTY_TOKENS_MAX
-    assert options.ByteSize() <= bounds.OPTIONS_BYTES_MAX
+    assert options.ByteSize() <= bounds.PLAIN_OPTIONS_BYTES_MAX
 
 
 def test_an_answer_from_before_a_replay_is_picked_once_more_where_the_stage_was_told_what_was_said() -> None:

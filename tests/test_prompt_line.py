@@ -264,10 +264,34 @@ def test_nobody_waits_for_who_waits_for_it() -> None:
     assert third.leader is first
     world.end(first, first.cancel())
     world.start(second)
-    assert second.leader is third, "which is left behind itself, and starts again first"
+    assert second.leader is None, "third is left behind itself: who waited for it would stand at the end of a chain"
     world.send()
-    assert third.leader is None, "second waits for it"
-    assert (second.leader, third.n_sent) == (third, 8)
+    assert (third.leader, second.n_sent) == (second, 8)
+
+
+def test_those_that_a_leader_leaves_behind_follow_one_of_them_and_no_chain() -> None:
+    world = World.of("auto", 8)
+    leader, *others = (session_of(number, (*SYSTEM, *range(number, number + 9))) for number in range(1, 9))
+    for session in (leader, *others):
+        world.start(session)
+    assert {session.leader for session in others} == {leader}
+    world.end(leader, leader.cancel())
+    world.send()
+    assert [session.leader for session in others] == [None] + [others[0]] * (len(others) - 1)
+
+
+def test_who_waits_for_one_that_is_left_behind_is_no_source_either() -> None:
+    world = World.of("auto", 8)
+    first, second, third, fourth = (session_of(number, (*SYSTEM, number)) for number in range(1, 5))
+    world.start(first)
+    world.start(second)
+    third.start()
+    third.follow(second, 8)
+    world.running[3] = third
+    world.end(first, first.cancel())
+    assert (second.is_orphan, third.is_orphan, third.waits_in_vain, third.reader) == (True, False, True, first)
+    world.start(fourth)
+    assert fourth.leader is None
 
 
 @pytest.mark.parametrize("asks", [0, 1])

@@ -237,7 +237,7 @@ class StagesModel:
             self.rows.pop(session_id, None)
             self.refused.discard(session_id)
         elif frame.flags & Flag.TRIM and session_id not in self.refused:
-            assert 0 < frame.position <= len(self.rows[session_id]), "it does not hold so much"
+            assert frame.position <= len(self.rows[session_id]), "it does not hold so much"
             del self.rows[session_id][frame.position :]
         elif session_id not in self.refused:
             held = self.rows[session_id]

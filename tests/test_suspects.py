@@ -164,4 +164,33 @@ def test_nothing_is_kept_of_sessions_that_have_a_token_or_have_ended() -> None:
         suspects.cleared(session)
     assert not suspects._losses
     assert not suspects._passed
-    assert not suspects._passed_then
+    assert not suspects._then
+
+
+def test_who_waits_for_a_leader_that_gets_further_is_not_given_up() -> None:
+    suspects, (leader, follower, other) = Suspects(), sessions(3)
+    follower.leader = leader
+    n_rows = 0
+    for _ in range(3 * LOSSES_MAX):
+        n_rows += FURTHER_ROWS
+        suspects.passed(leader.session_id, n_rows)
+        assert suspects.lost([leader, follower]) == []
+        assert suspects.starting([leader, follower]) == [leader, follower]
+    follower.leader = other
+    assert suspects.lost([leader, follower, other]) == []
+    suspects.cleared(leader)
+    follower.leader = None
+    assert suspects.passed(follower.session_id, FURTHER_ROWS) == [], "it reads by itself now, from its beginning"
+    assert suspects.lost([follower]) == []
+    assert suspects.trusted([follower]) == [follower]
+
+
+def test_who_waits_for_a_leader_that_gets_no_further_is_a_suspect_like_it() -> None:
+    """Its open may be what crashes a stage."""
+    suspects, (leader, follower) = Suspects(), sessions(2)
+    follower.leader = leader
+    suspects.passed(leader.session_id, FURTHER_ROWS)
+    lose(suspects, [leader, follower], LOSSES_ALONE)
+    assert suspects.lost([leader]) == [leader]
+    assert suspects.starting([follower]) == [follower]
+    assert suspects.lost([follower]) == [follower]

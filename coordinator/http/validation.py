@@ -199,7 +199,8 @@ def _choices(body: GenerationBody, limits: HttpLimits) -> int:
 
 def _biases(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     for token in biases:
-        if not (token.isascii() and token.isdigit() and len(token) <= len(str(1 << 32))):
+        is_number = token.isascii() and token.isdigit() and len(token) <= len(str(1 << 32))
+        if not is_number or str(int(token)) != token:  # 007 would be 7 once more
             raise InvalidRequestError(f"logit_bias: {token[:40]!r} is no token id", param="logit_bias")
     return tuple(sorted((int(token), bias) for token, bias in biases.items() if bias))
 

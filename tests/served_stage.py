@@ -25,6 +25,7 @@ from wire import bounds, rpc
 from wire.envelope import DTYPE_F32, DTYPE_TOKENS, Buffer, with_extras
 from wire.errors import RelaylineError
 from wire.pb.relayline.v1 import relayline_pb2 as pb
+from wire.relay_link import HANDSHAKE_TRIES
 from wire.telemetry import Telemetry
 
 
@@ -136,7 +137,7 @@ class Coordinator:
 
     async def first_message(self, message: bytes) -> pb.LinkAccepted:
         """Open a stream with these bytes. Raises the typed refusal."""
-        while True:
+        for n_left in reversed(range(HANDSHAKE_TRIES)):
             self.call = self.channel.stream_stream(
                 rpc.method("Relay"), request_serializer=None, response_deserializer=rpc.parser(pb.LinkReply)
             )()
@@ -144,10 +145,11 @@ class Coordinator:
                 await self.call.write(message)
                 reply = await self.call.read()
             except grpc.aio.AioRpcError as error:
-                if rpc.was_cut_short(error):
+                if n_left and rpc.was_cut_short(error):
                     continue
                 raise rpc.typed(error, "stage") from error
             return reply.accepted
+        raise AssertionError("the last try returns or raises")
 
     async def start(self, **changes: Any) -> Coordinator:
         """Configure, listen and connect."""

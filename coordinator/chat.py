@@ -6,6 +6,7 @@ the request's error, not ours. This module knows message dictionaries and text; 
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,17 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallForm:
+    """In which form a template takes turns that call tools. Templates differ; the usual form comes first."""
+
+    arguments_as_text: bool = False  # as JSON text, not as an object
+    content_is_none: bool = False  # beside calls, where nothing is said; not an empty text
+
+
+USUAL_FORM = CallForm()
+
+
 class ChatTemplate:
     """One model's chat template, compiled once."""
 
@@ -65,6 +77,7 @@ class ChatTemplate:
 
         A template that does not compile is kept as its error and refuses likewise: completions still work.
         """
+        self.source = source
         self._specials = {"bos_token": bos_text, "eos_token": eos_text}
         self._knows_developer = source is not None and "developer" in source
         self._template: jinja2.Template | None = None
@@ -75,19 +88,24 @@ class ChatTemplate:
             except jinja2.TemplateError as error:
                 self._refusal = f"this model's chat template does not compile ({error}); use /v1/completions"
 
-    def render(self, messages: Sequence[Message], variables: Mapping[str, Any] = _NO_VARIABLES) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] = _NO_VARIABLES,
+        form: CallForm = USUAL_FORM,
+    ) -> str:
         """Return the prompt text, ending where the assistant is to speak.
 
         `messages` have a `role` and a `content` (text, text parts, or None beside tool calls); other keys pass
-        through. `variables` reach the template by name, but for its messages and special tokens. Raises
-        InvalidRequestError (param `messages`) without a template, for a part that is not text, and when the template
-        itself refuses.
+        through. `variables` reach the template by name, but for its messages and special tokens. Turns
+        that call tools have the `form` that it takes. Raises InvalidRequestError (param `messages`) without a template,
+        for a part that is not text, and when the template itself refuses.
         """
         if self._template is None:
             raise InvalidRequestError(self._refusal, param="messages")
-        plain = [self._plain(message, index) for index, message in enumerate(messages)]
+        plain = [self._plain(message, index, form) for index, message in enumerate(messages)]
         try:
-            # `tools` stays undefined: templates made for tools iterate over it, and None would stop them.
+            # Without any, `tools` stays undefined: templates made for tools iterate over it, and None would stop them.
             known = {"add_generation_prompt": True, **variables, **self._specials, "messages": plain}
             return self._template.render(known)
         except Exception as error:
@@ -96,18 +114,22 @@ class ChatTemplate:
             text = f"the model's chat template refuses this chat: {reason[0]}"
             raise InvalidRequestError(text, param="messages") from error
 
-    def _plain(self, message: Message, index: int) -> dict[str, Any]:
+    def _plain(self, message: Message, index: int, form: CallForm) -> dict[str, Any]:
         """Return the message as templates expect it: content as one text, tool arguments as objects."""
         plain = dict(message)
         if plain.get("role") == "developer" and not self._knows_developer:
             plain["role"] = "system"
-        plain["content"] = _content_text(plain.get("content"), f"messages[{index}].content")
+        plain["content"] = content_text(plain.get("content"), f"messages[{index}].content")
         if plain.get("tool_calls"):
-            plain["tool_calls"] = [_with_object_arguments(call) for call in plain["tool_calls"]]
+            if form.content_is_none and not plain["content"]:
+                plain["content"] = None
+            if not form.arguments_as_text:
+                plain["tool_calls"] = [_with_object_arguments(call) for call in plain["tool_calls"]]
         return plain
 
 
-def _content_text(content: Any, param: str) -> str:
+def content_text(content: Any, param: str) -> str:
+    """Return a message's content as one text. Raises InvalidRequestError for a part that is none."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -37,7 +37,7 @@ class StopFinder:
         if ends:
             self.stopped, self._held = True, ""
             return text[: min(ends)[1]]
-        n_held = max(_overlap(text, stop) for stop in self._stops)
+        n_held = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held]
 
@@ -47,7 +47,7 @@ class StopFinder:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import gguf
@@ -40,11 +40,16 @@ def byte_letters() -> list[str]:
     return [chr(byte) if byte in keep else chr(next(moved)) for byte in range(256)]
 
 
-def write_tokenizer(path: Path, *, template: str | None = CHATML, add_bos: bool = False) -> Path:
-    """Write a byte-level BPE vocabulary of 256 bytes, four specials and a few merges: a GGUF without tensors."""
+def write_tokenizer(
+    path: Path, *, template: str | None = CHATML, add_bos: bool = False, controls: Sequence[str] = ()
+) -> Path:
+    """Write a byte-level BPE vocabulary of 256 bytes, four specials and a few merges: a GGUF without tensors.
+
+    `controls` are further control tokens, from N_VOCAB on.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
-    add_vocabulary(writer)
+    add_vocabulary(writer, controls)
     writer.add_add_bos_token(add_bos)
     if template is not None:
         writer.add_chat_template(template)
@@ -52,13 +57,13 @@ def write_tokenizer(path: Path, *, template: str | None = CHATML, add_bos: bool 
     return path
 
 
-def add_vocabulary(writer: gguf.GGUFWriter) -> None:
-    """Add N_VOCAB tokens: bytes, specials and merges."""
+def add_vocabulary(writer: gguf.GGUFWriter, controls: Sequence[str] = ()) -> None:
+    """Add N_VOCAB tokens, bytes, specials and merges, and then `controls`."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*byte_letters(), *SPECIALS, *(merge.replace(" ", "") for merge in MERGES)])
+    writer.add_token_list([*byte_letters(), *SPECIALS, *(merge.replace(" ", "") for merge in MERGES), *controls])
     kinds = [gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * 4 + [gguf.TokenType.NORMAL] * len(MERGES)
-    writer.add_token_types(kinds)
+    writer.add_token_types([*kinds, *[gguf.TokenType.CONTROL] * len(controls)])
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(BOS)
     writer.add_eos_token_id(EOS)

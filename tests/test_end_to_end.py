@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import jsonschema
+import openai
 import pytest
 
 from tests.http_client import Client, assert_same_greedy, text_of, tokens_of
@@ -140,6 +141,35 @@ async def test_answers_have_the_shape_that_was_asked_for(served: Running) -> Non
     for text in texts:
         jsonschema.validate(json.loads(text), PERSON)
     assert re.fullmatch("[0-9]{3}-[0-9]{4}", matched)
+
+
+async def test_tools_are_called_as_they_want_to_be(served: Running) -> None:
+    """The bundled model has never seen a tool: what it says is what the grammar leaves."""
+    tools = [
+        {"type": "function", "function": {"name": "greet", "description": "Greet", "parameters": PERSON}},
+        {"type": "function", "function": {"name": "wave", "parameters": {"type": "object", "properties": {}}}},
+    ]
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "max_tokens": 400}
+    body["parallel_tool_calls"] = False  # it would call on and on
+    async with openai.AsyncOpenAI(base_url=f"{served.event['url']}/v1", api_key="none") as client:
+
+        async def called(seed: int, choice: Any) -> list[Any]:
+            asked = {**body, "model": "relayline-demo", "seed": seed, "tool_choice": choice, "temperature": seed / 2}
+            reply = await client.chat.completions.create(**asked)
+            assert reply.choices[0].finish_reason == "tool_calls"
+            async with client.chat.completions.stream(**asked) as stream:
+                streamed = await stream.get_final_completion()
+            whole = [call.function for call in reply.choices[0].message.tool_calls]
+            pieces = [call.function for call in streamed.choices[0].message.tool_calls]
+            return whole + pieces
+
+        greet = {"type": "function", "function": {"name": "greet"}}
+        answers = await asyncio.gather(*(called(seed, choice) for seed in range(3) for choice in ("required", greet)))
+    for functions in answers:
+        for function in functions:
+            arguments = json.loads(function.arguments)
+            assert arguments == {} if function.name == "wave" else jsonschema.validate(arguments, PERSON) is None
+    assert {function.name for functions in answers[1::2] for function in functions} == {"greet"}
 
 
 async def test_metrics_and_the_bench_command_see_the_same_server(served: Running) -> None:

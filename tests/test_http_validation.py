@@ -165,7 +165,7 @@ def test_neutral_and_unknown_fields_change_nothing() -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
             "response_format.json_schema",
         ),
-        (chat_plan, {"tools": [{"type": "function"}]}, "tools"),
+        (chat_plan, {"tools": [{"type": "function"}]}, "tools[0]"),
         (completion_plan, {"tools": [{}]}, "tools"),
         (chat_plan, {"tool_choice": "required"}, "tool_choice"),
         (chat_plan, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),

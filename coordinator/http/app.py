@@ -6,6 +6,7 @@ from importlib import metadata
 
 from aiohttp import web
 
+from coordinator.answers.template import Conversation
 from coordinator.chat import ChatTemplate
 from coordinator.generation import Generator
 from coordinator.http.choice import Speller
@@ -39,8 +40,9 @@ def make_app(
     limits = limits or HttpLimits()
     control = control or TelemetryControl(Observer(), tuple)
     observer = control.observer
+    conversation = Conversation(chat, tokenizer)
     service = Service(
-        generator, tokenizer, Speller(tokenizer), chat, model_id, created, _fingerprint(), limits, observer
+        generator, tokenizer, Speller(tokenizer), conversation, model_id, created, _fingerprint(), limits, observer
     )
     handlers = Handlers(service)
     telemetry = TelemetryHandlers(control)

@@ -124,6 +124,8 @@ class ChatBody(GenerationBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_format: str | None = None  # as llama-server has it
     modalities: list[str] | None = None
     audio: Any = None
 

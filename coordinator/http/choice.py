@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
+from coordinator.answers.reader import AnswerReader, CallPart, Parts
 from coordinator.detokenize import TextAssembler
-from coordinator.generation import FinishReason, TokenEvent
+from coordinator.generation import TokenEvent
 from coordinator.tokenizer import Tokenizer
+
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 LOGPROB_MIN = -9999.0  # stands for minus infinity, which JSON cannot carry
 
@@ -32,9 +36,19 @@ class Growth:
     text: str = ""
     tokens: tuple[int, ...] = ()
     scored: tuple[Scored, ...] = ()
+    reasoning: str = ""
+    calls: tuple[CallPart, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.tokens or self.scored)
+        return bool(self.text or self.tokens or self.scored or self.reasoning or self.calls)
+
+    def whole_calls(self) -> list[CallPart]:
+        """Return one part for each call, with all its arguments."""
+        arguments: dict[int, list[str]] = {}
+        for part in self.calls:
+            arguments.setdefault(part.index, []).append(part.arguments)
+        named = [part for part in self.calls if part.name]
+        return [dataclasses.replace(part, arguments="".join(arguments[part.index])) for part in named]
 
 
 class ChoiceState:
@@ -48,9 +62,14 @@ class ChoiceState:
         wants_logprobs: bool,
         wants_tokens: bool,
         offset_chars: int = 0,
+        reader: AnswerReader | None = None,
     ) -> None:
-        """`piece` gives a token's bytes; `offset_chars` is the length of text shown before (an echoed prompt)."""
+        """`piece` gives a token's bytes; `offset_chars` is the length of text shown before (an echoed prompt).
+
+        `reader` tells thoughts and calls from what is said.
+        """
         self._piece = piece
+        self._reader = reader
         self._assembler = TextAssembler(stops)
         self._wants_logprobs = wants_logprobs
         self._wants_tokens = wants_tokens
@@ -79,7 +98,22 @@ class ChoiceState:
             self.finish_reason = event.finish_reason
         if self._assembler.stopped:
             self.finish_reason = "stop"
-        return Growth(text, (event.token,) if self._wants_tokens else (), scored)
+        parts = self._read(text)
+        tokens = (event.token,) if self._wants_tokens else ()
+        return Growth(parts.text, tokens, scored, parts.reasoning, parts.calls)
+
+    def _read(self, text: str) -> Parts:
+        reader = self._reader
+        if reader is None:
+            return Parts(text)
+        parts = reader.push(text)
+        if reader.is_over:
+            self.finish_reason = "tool_calls"
+        elif self.finish_reason is not None:
+            parts = parts.with_more(reader.finish())
+            if reader.n_calls and self.finish_reason == "stop":
+                self.finish_reason = "tool_calls"
+        return parts
 
     def _score(self, event: TokenEvent) -> tuple[Scored, ...]:
         if not self._wants_logprobs or event.logprob is None:

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from msgspec import UNSET, UnsetType
 
-from coordinator.generation import FinishReason
+from coordinator.answers.reader import CallPart
 from coordinator.http import shapes
-from coordinator.http.choice import Growth, Scored, Speller
+from coordinator.http.choice import FinishReason, Growth, Scored, Speller
 from coordinator.http.shapes import Usage
 
 
@@ -110,7 +110,11 @@ class ChatDialect:
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
         """Return the event for what one token added."""
-        delta = shapes.Delta(content=growth.text)
+        delta = shapes.Delta(
+            content=None if (growth.reasoning or growth.calls) and not growth.text else growth.text,
+            reasoning_content=growth.reasoning or None,
+            tool_calls=[_call_delta(part) for part in growth.calls] or None,
+        )
         ids = _token_ids(self._header, growth)
         return self._event([shapes.ChunkChoice(index, delta, self._logprobs(growth.scored), None, ids)])
 
@@ -127,7 +131,7 @@ class ChatDialect:
         written = [
             shapes.ChatChoice(
                 index,
-                shapes.AssistantMessage(growth.text),
+                _message(growth),
                 self._logprobs(growth.scored),
                 reason,
                 _token_ids(self._header, growth),
@@ -156,6 +160,24 @@ class ChatDialect:
             rival, rival_raw = self._speller.spell(token)
             top.append(shapes.TopLogprob(rival, logprob, list(rival_raw)))
         return shapes.TokenLogprob(name, one.logprob, list(raw), top)
+
+
+def _call_delta(part: CallPart) -> shapes.ToolCall:
+    if not part.name:
+        return shapes.ToolCall(shapes.CalledFunction(part.arguments), index=part.index)
+    return shapes.ToolCall(shapes.CalledFunction(part.arguments, part.name), part.id, "function", part.index)
+
+
+def _message(growth: Growth) -> shapes.AssistantMessage:
+    calls = [
+        shapes.ToolCall(shapes.CalledFunction(call.arguments, call.name), call.id, "function")
+        for call in growth.whole_calls()
+    ]
+    return shapes.AssistantMessage(
+        content=None if calls and not growth.text else growth.text,
+        reasoning_content=growth.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
 
 
 def _token_ids(header: Header, growth: Growth) -> list[int] | UnsetType:

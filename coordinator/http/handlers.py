@@ -12,6 +12,7 @@ from aiohttp import web
 from coordinator import metrics
 from coordinator.http import shapes, validation
 from coordinator.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode_body
+from coordinator.http.chat_form import form_of
 from coordinator.http.dialects import ChatDialect, CompletionDialect, Header
 from coordinator.http.middleware import json_response
 from coordinator.http.observe import RECORD, note_input, note_plan, note_prompts, wants_content
@@ -88,20 +89,23 @@ class Handlers:
         service = self._service
         body = decode_body(await request.read(), ChatBody)
         model = validation.check_model(body.model, service.model_id, service.limits)
-        plan = await service.shaped(validation.plan_chat(body, service.limits, random_seed()))
+        plan = validation.plan_chat(body, service.limits, random_seed())
         if not service.tokenizer.has_text:
             text = "this model has no tokenizer; send token ids to /v1/completions"
             raise InvalidRequestError(text, param="messages")
+        messages = [msgspec.to_builtins(message) for message in body.messages]
+        shown = plan.offered.shown if plan.offered else ()
+        rendered = service.conversation.render(messages, shown, body.chat_template_kwargs or {})
+        form = form_of(plan, service.conversation, rendered)
+        plan = await service.shaped(plan, form)
         header = self._header("chatcmpl", model, plan)
         note_plan(service.observer, request, plan, model, header.id)
         start_ns = time.monotonic_ns()
-        messages = [msgspec.to_builtins(message) for message in body.messages]
-        rendered = service.chat.render(messages, body.chat_template_kwargs or {})
         prompts = [Prompt(tuple(await service.encode_chat(rendered)))]
         note_prompts(request, start_ns, [len(prompt.tokens) for prompt in prompts])
         if wants_content(service.observer, request):
             note_input(request, [(message["role"], _text(message)) for message in messages])
-        job = make_job(service, header, plan, prompts, "messages", request[RECORD])
+        job = make_job(service, header, plan, prompts, "messages", request[RECORD], form)
         return await run(request, service, job, ChatDialect(header, service.speller, plan.sampling.n_logprobs))
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:

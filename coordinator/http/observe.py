@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from coordinator.http.choice import Growth
 from coordinator.http.validation import Plan
 from coordinator.observer import Observer
 from coordinator.request_log import RequestRecord
@@ -123,19 +124,30 @@ def wants_content(observer: Observer, request: web.Request) -> bool:
 
 def note_input(request: web.Request, messages: Sequence[tuple[str, str]]) -> None:
     """Record the prompt itself, as (role, text) pairs."""
-    _set(request, names.GEN_AI_INPUT_MESSAGES, messages)
+    parts = [{"role": role, "parts": [{"type": "text", "content": text}]} for role, text in messages]
+    _set(request, names.GEN_AI_INPUT_MESSAGES, parts)
 
 
-def note_output(request: web.Request, texts: Sequence[str]) -> None:
-    """Record the answer's text, one per choice."""
-    _set(request, names.GEN_AI_OUTPUT_MESSAGES, [("assistant", text) for text in texts])
+def note_output(request: web.Request, choices: Sequence[Growth]) -> None:
+    """Record the answer: what each choice said in all, thought, and called."""
+    messages = [{"role": "assistant", "parts": _parts(whole)} for whole in choices]
+    _set(request, names.GEN_AI_OUTPUT_MESSAGES, messages)
 
 
-def _set(request: web.Request, name: str, messages: Sequence[tuple[str, str]]) -> None:
+def _parts(whole: Growth) -> list[dict[str, str]]:
+    """Return the parts of an answer as OpenTelemetry's conventions have them."""
+    parts = [{"type": "reasoning", "content": whole.reasoning}] if whole.reasoning else []
+    if whole.text or not (parts or whole.calls):
+        parts.append({"type": "text", "content": whole.text})
+    for call in whole.whole_calls():
+        parts.append({"type": "tool_call", "id": call.id, "name": call.name, "arguments": call.arguments})
+    return parts
+
+
+def _set(request: web.Request, name: str, messages: object) -> None:
     span = request[RECORD].span
     if span is not None:
-        parts = [{"role": role, "parts": [{"type": "text", "content": text}]} for role, text in messages]
-        span.set_attribute(name, json.dumps(parts))
+        span.set_attribute(name, json.dumps(messages))
 
 
 def _addresses(request: web.Request) -> dict[str, AttributeValue]:

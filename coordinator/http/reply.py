@@ -40,7 +40,7 @@ async def _collect(
                 grown[arrival.index].append(growth)
     choices = [(_sum(parts), state.finish_reason or "stop") for parts, state in zip(grown, states, strict=True)]
     if wants_content(service.observer, request):
-        note_output(request, [whole.text for whole, _ in choices])
+        note_output(request, [whole for whole, _ in choices])
     return json_response(dialect.reply(choices, _usage(job, states)))
 
 
@@ -50,7 +50,7 @@ async def _stream(
     writer = EventWriter(request, service.limits.write_timeout_s)
     await writer.start()
     states = job.choice_states(service)
-    texts: list[list[str]] | None = [[] for _ in states] if wants_content(service.observer, request) else None
+    grown: list[list[Growth]] | None = [[] for _ in states] if wants_content(service.observer, request) else None
     opening = [dialect.opening_event(index, job.prompt_of(index).echo) for index in range(len(states))]
     await writer.send([event for event in opening if event is not None])
     while True:
@@ -61,7 +61,7 @@ async def _stream(
         events: list[bytes] = []
         try:
             for arrival in arrivals:
-                events += _events(dialect, job, states, merge, arrival, texts)
+                events += _events(dialect, job, states, merge, arrival, grown)
         except RelaylineError as error:
             # The status is long sent. The event makes OpenAI's clients raise; without [DONE] no one takes it for whole.
             note_failure(request, error.label)
@@ -72,8 +72,8 @@ async def _stream(
             events.append(DONE)
             break
         await writer.send(events)
-    if texts is not None:
-        note_output(request, ["".join(parts) for parts in texts])
+    if grown is not None:
+        note_output(request, [_sum(parts) for parts in grown])
     await writer.finish(events)
     note_whole(request)
     return writer.response
@@ -85,13 +85,13 @@ def _events(
     states: Sequence[ChoiceState],
     merge: Merge,
     arrival: Arrival,
-    texts: list[list[str]] | None,
+    grown: list[list[Growth]] | None,
 ) -> list[bytes]:
     growth = _advance(job, states, merge, arrival)
     if growth is None:
         return []
-    if texts is not None:
-        texts[arrival.index].append(growth.text)
+    if grown is not None:
+        grown[arrival.index].append(growth)
     events = [dialect.growth_event(arrival.index, growth)] if growth else []
     reason = states[arrival.index].finish_reason
     if reason is not None:
@@ -121,7 +121,8 @@ def _sum(parts: Sequence[Growth]) -> Growth:
     text = "".join([part.text for part in parts])
     tokens = tuple(token for part in parts for token in part.tokens)
     scored: tuple[Scored, ...] = tuple(one for part in parts for one in part.scored)
-    return Growth(text, tokens, scored)
+    reasoning = "".join([part.reasoning for part in parts])
+    return Growth(text, tokens, scored, reasoning, tuple(call for part in parts for call in part.calls))
 
 
 def _usage(job: Job, states: Sequence[ChoiceState]) -> Usage:

@@ -8,8 +8,9 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from coordinator.chat import ChatTemplate
+from coordinator.answers.template import Conversation
 from coordinator.generation import GenerationRequest, Generator, TokenStream
+from coordinator.http.chat_form import ChatForm, chat_grammar
 from coordinator.http.choice import ChoiceState, Speller
 from coordinator.http.dialects import Header
 from coordinator.http.limits import HttpLimits
@@ -30,7 +31,7 @@ class Service:
     generator: Generator
     tokenizer: Tokenizer
     speller: Speller
-    chat: ChatTemplate
+    conversation: Conversation
     model_id: str
     created: int  # unix seconds when the model came up
     fingerprint: str
@@ -53,14 +54,20 @@ class Service:
             return Prompt(tuple(self.tokenizer.encode(sent)), sent if echo else "")
         return Prompt(tuple(sent), self.tokenizer.decode(sent) if echo else "")
 
-    async def shaped(self, plan: Plan) -> Plan:
-        """Return the plan with the grammar that its shape asks for. Raises InvalidRequestError where there is none."""
+    async def shaped(self, plan: Plan, form: ChatForm | None = None) -> Plan:
+        """Return the plan with the grammar that its shape and its tools ask for; `form` is a chat's.
+
+        Raises InvalidRequestError where there is none.
+        """
         shape = plan.shape
-        if shape is None:
+        if shape is None and plan.offered is None:
             return plan
-        if not self.tokenizer.has_text:
+        if shape is not None and not self.tokenizer.has_text:
             raise InvalidRequestError(f"{shape.param}: this model has no tokenizer", param=shape.param)
-        grammar = await asyncio.to_thread(grammar_of, shape)
+        if form is not None:
+            grammar = await asyncio.to_thread(chat_grammar, plan, form)
+        else:
+            grammar = await asyncio.to_thread(grammar_of, shape) if shape else ""
         return dataclasses.replace(plan, sampling=dataclasses.replace(plan.sampling, grammar=grammar))
 
     async def encode_chat(self, text: str) -> list[int]:
@@ -85,6 +92,7 @@ class Job:
     prompts: tuple[Prompt, ...]
     requests: tuple[GenerationRequest, ...]  # one per choice: every prompt's choices in turn
     record: RequestRecord | None = None
+    form: ChatForm | None = None  # of a chat's answers
 
     @property
     def n_prompt_tokens(self) -> int:
@@ -103,13 +111,15 @@ class Job:
 
     def choice_states(self, service: Service) -> list[ChoiceState]:
         """Return a fresh state for each choice."""
+        form = self.form
         return [
             ChoiceState(
-                service.tokenizer.piece,
+                form.conversation.piece if form else service.tokenizer.piece,
                 self.plan.stops,
                 wants_logprobs=self.plan.sampling.n_logprobs >= 0,
                 wants_tokens=self.plan.return_token_ids,
                 offset_chars=len(self.prompt_of(index).echo),
+                reader=form.new_reader() if form else None,
             )
             for index in range(len(self.requests))
         ]
@@ -121,7 +131,13 @@ def random_seed() -> int:
 
 
 def make_job(
-    service: Service, header: Header, plan: Plan, prompts: Sequence[Prompt], param: str, record: RequestRecord | None
+    service: Service,
+    header: Header,
+    plan: Plan,
+    prompts: Sequence[Prompt],
+    param: str,
+    record: RequestRecord | None,
+    form: ChatForm | None = None,
 ) -> Job:
     """Check prompts against vocabulary and context and lay out one generation request per choice.
 
@@ -147,7 +163,7 @@ def make_job(
                     cache_prompt=plan.cache_prompt,
                 )
             )
-    return Job(header, plan, tuple(prompts), tuple(requests), record)
+    return Job(header, plan, tuple(prompts), tuple(requests), record, form)
 
 
 async def open_streams(generator: Generator, requests: Sequence[GenerationRequest]) -> list[TokenStream]:

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from coordinator.generation import FinishReason
+from coordinator.http.choice import FinishReason
 
 encode = msgspec.json.Encoder().encode
 
@@ -79,11 +79,29 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
+class CalledFunction(Struct):
+    """The function of a tool call, or what one event adds to it."""
+
+    arguments: str  # JSON text
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(Struct):
+    """One call of a tool. Events say of which call they are; id and name come with its first."""
+
+    function: CalledFunction
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+
+
 class Delta(Struct, omit_defaults=True):
     """What one event adds to a message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChunkChoice(Struct):
@@ -111,9 +129,11 @@ class ChatChunk(Struct):
 class AssistantMessage(Struct):
     """The message of a whole chat choice."""
 
-    content: str
+    content: str | None  # None beside calls where nothing is said
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET  # as DeepSeek's API has it
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):

@@ -13,14 +13,13 @@ from typing import Literal
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
+from coordinator.answers.grammar import JSON_BLANKS
 from coordinator.http.bodies import GenerationBody, Json
 from wire.bounds import GRAMMAR_BYTES_MAX, GRAMMAR_ITEMS_MAX
 from wire.errors import InvalidRequestError
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 
-# Between the parts of JSON. Without a bound a small model may go on with blanks for ever.
-JSON_BLANKS = r"[\x20\x0A\x0D\x09]{1,20}"
 ANY_OBJECT = '{"type":"object"}'
 ERROR_CHARS_MAX = 400  # of llguidance's reason
 _LIMITS = LLParserLimits(max_items_in_row=GRAMMAR_ITEMS_MAX, verbose_errors=False)
@@ -71,15 +70,14 @@ def grammar_of(shape: Shape) -> str:
     """
     try:
         grammar = _grammar(shape)
-        reason = LLMatcher.validate_grammar(grammar, limits=_LIMITS)
+        reason = fault_of(grammar)
     except RecursionError:
         raise InvalidRequestError(f"{shape.param}: nested too deeply", param=shape.param) from None
     except Exception as error:  # llguidance raises ValueError for JSON, and bare ones for GBNF
         reason = str(error) or type(error).__name__
     if reason:
-        text = " ".join(reason.split())[:ERROR_CHARS_MAX]
         raise InvalidRequestError(
-            f"{shape.param}: not a {_NAMES[shape.kind]} that can be followed: {text}", shape.param
+            f"{shape.param}: not a {_NAMES[shape.kind]} that can be followed: {in_a_line(reason)}", shape.param
         )
     size_bytes = len(grammar.encode())
     if size_bytes > GRAMMAR_BYTES_MAX:
@@ -87,6 +85,16 @@ def grammar_of(shape: Shape) -> str:
             f"{shape.param}: its grammar has {size_bytes} bytes, at most {GRAMMAR_BYTES_MAX}", param=shape.param
         )
     return grammar
+
+
+def fault_of(grammar: str) -> str:
+    """Return what llguidance has against a grammar, "" for nothing."""
+    return LLMatcher.validate_grammar(grammar, limits=_LIMITS)
+
+
+def in_a_line(reason: str) -> str:
+    """Return llguidance's reason as one line of bearable length."""
+    return " ".join(reason.split())[:ERROR_CHARS_MAX]
 
 
 _NAMES: dict[Kind, str] = {

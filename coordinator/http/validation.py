@@ -13,6 +13,7 @@ from coordinator.generation import SamplingParams
 from coordinator.http.bodies import ChatBody, CompletionBody, GenerationBody
 from coordinator.http.limits import HttpLimits
 from coordinator.http.structure import Shape, shape_of
+from coordinator.http.tools import Offered, check_calls, offered_by
 from wire.bounds import GRAMMAR_TOKENS_MAX
 from wire.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 
@@ -20,18 +21,19 @@ COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat g
 _U64 = 1 << 64
 TOP_K_MAX = (1 << 31) - 1  # more than any vocabulary has, hence the same as all; the most that stages accept
 
-# What servers of this kind know beside OpenAI's fields, and OpenAI's that need tools -> values that change nothing.
+# What servers of this kind know beside OpenAI's fields, and OpenAI's of before tools -> values that change nothing.
 # Null, 0, false and empty ones change nothing either.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "tools": (),
     "functions": (),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "repetition_penalty": (1, -1),
     "repeat_penalty": (1, -1),
     "typical_p": (1,),
     "mirostat": (),
 }
+
+NEUTRAL_OF_COMPLETIONS: dict[str, tuple[object, ...]] = {"tools": (), "tool_choice": ("none", "auto")}
+REASONING_FORMATS = ("auto", "deepseek", "none")
 
 Prompts = str | Sequence[int | str | list[int]]
 
@@ -52,6 +54,8 @@ class Plan:
     return_token_ids: bool
     cache_prompt: bool
     shape: Shape | None = None  # that the answer must have; its grammar goes into `sampling`
+    offered: Offered | None = None  # tools
+    splits_reasoning: bool = True  # a chat's thoughts are told apart from what it says
 
     def sampling_of(self, choice: int) -> SamplingParams:
         """Return the sampling of the n-th choice of any prompt: seed + choice, so each can be asked for alone."""
@@ -61,6 +65,7 @@ class Plan:
 def plan_completion(body: CompletionBody, limits: HttpLimits, random_seed: int) -> Plan:
     """Check a /v1/completions body. `random_seed` (u64) is used when the client sent none."""
     n = _choices(body, limits)
+    _refuse(body, NEUTRAL_OF_COMPLETIONS)
     if body.best_of not in (None, 1, n):
         raise _unsupported("best_of", "only 1 or the value of n")
     if body.suffix:
@@ -80,8 +85,19 @@ def plan_chat(body: ChatBody, limits: HttpLimits, random_seed: int) -> Plan:
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs: needs logprobs to be true", param="top_logprobs")
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
+    if body.reasoning_format not in (None, *REASONING_FORMATS):
+        names = ", ".join(REASONING_FORMATS)
+        raise InvalidRequestError(f"reasoning_format: must be one of {names}", param="reasoning_format")
+    check_calls(body.messages)
     max_tokens = body.max_completion_tokens or body.max_tokens
-    return _plan(body, limits, _choices(body, limits), max_tokens, None, n_logprobs, random_seed)
+    plan = _plan(body, limits, _choices(body, limits), max_tokens, None, n_logprobs, random_seed)
+    offered = offered_by(body)
+    if offered and offered.is_required and plan.shape:
+        text = f"the answer is a call of a tool; send no {plan.shape.param}, or tool_choice auto"
+        raise InvalidRequestError(f"tool_choice: {text}", param="tool_choice")
+    if offered and plan.ignore_eos:
+        raise InvalidRequestError("ignore_eos: an answer that calls tools ends by itself", param="ignore_eos")
+    return dataclasses.replace(plan, offered=offered, splits_reasoning=body.reasoning_format != "none")
 
 
 def split_prompt(prompt: Prompts, n: int, limits: HttpLimits) -> list[str | list[int]]:
@@ -121,11 +137,12 @@ def fit_tokens(n_prompt: int, plan: Plan, ctx_tokens: int, param: str) -> int:
     if n_prompt < 1:
         raise InvalidRequestError(f"{param}: the prompt has no tokens", param=param)
     room = ctx_tokens - n_prompt
-    wanted, limit = plan.max_tokens, GRAMMAR_TOKENS_MAX if plan.shape else room
+    grammar_of = plan.shape.param if plan.shape else "tools" if plan.sampling.grammar else ""
+    wanted, limit = plan.max_tokens, GRAMMAR_TOKENS_MAX if grammar_of else room
     if wanted is None:
         wanted = max(1, min(room, limit if plan.max_tokens_default is None else plan.max_tokens_default))
-    elif plan.shape and wanted > limit:
-        raise InvalidRequestError(f"max_tokens: at most {limit} with {plan.shape.param}, got {wanted}", "max_tokens")
+    elif grammar_of and wanted > limit:
+        raise InvalidRequestError(f"max_tokens: at most {limit} with {grammar_of}, got {wanted}", "max_tokens")
     if wanted > room:
         raise ContextLengthError(
             f"prompt {n_prompt} tokens + max_tokens {wanted} > context {ctx_tokens} tokens; shorten one of them", param
@@ -159,7 +176,7 @@ def _plan(
     n_logprobs: int,
     random_seed: int,
 ) -> Plan:
-    _refuse_unsupported(body)
+    _refuse(body, NEUTRAL)
     shape = shape_of(body)
     if shape and body.ignore_eos:
         raise InvalidRequestError(f"ignore_eos: an answer ends where {shape.param} ends", param="ignore_eos")
@@ -215,8 +232,8 @@ def _stops(stop: str | list[str] | None, limits: HttpLimits) -> tuple[str, ...]:
     return stops
 
 
-def _refuse_unsupported(body: GenerationBody) -> None:
-    for param, neutral in NEUTRAL.items():
+def _refuse(body: GenerationBody, unsupported: Mapping[str, tuple[object, ...]]) -> None:
+    for param, neutral in unsupported.items():
         value = getattr(body, param)
         if value and value not in neutral:
             raise _unsupported(param, f"only {neutral[0]}" if neutral else "send none")

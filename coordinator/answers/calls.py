@@ -1,0 +1,182 @@
+"""One call of a tool as it is written: pieces of text in, its name and its arguments as JSON text out. Pure.
+
+Arguments are handed on while they are written, in the model's own words. What turns out to be no call raises
+NotACallError, and always before a name is known: nobody has been told of it then. Calls whose arguments stand between
+tags are read in `coordinator/answers/tagged_calls.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Protocol
+
+from coordinator.answers.syntax import NamedBody, ObjectBody
+
+NAME_CHARS_MAX = 256  # of a name, and of what else may stand before arguments
+
+_FIRST_KEY = re.compile(r'\s*\{\s*"([^"\\]*)"\s*:')
+_BEGUN_KEY = re.compile(r'\s*(?:\{\s*(?:"[^"\\]*(?:"\s*)?)?)?')
+
+
+class NotACallError(Exception):
+    """What looked like a call is none."""
+
+
+class CallReader(Protocol):
+    """Reads one call."""
+
+    name: str  # empty until known
+    id: str  # the model's own; mostly empty
+    rest: str | None  # what came behind the call, once that is over
+
+    def push(self, text: str) -> str:
+        """Take the next text; return what it adds to the arguments. Raises NotACallError."""
+
+
+class ObjectScanner:
+    """Finds where a JSON object ends in text that arrives in pieces. It looks at nothing but brackets and strings."""
+
+    _IN_STRING = re.compile(r'["\\]')
+    _OUTSIDE = re.compile(r'["{}\[\]]')
+
+    def __init__(self, depth: int = 0) -> None:
+        """`depth`: how many brackets were opened before the first piece."""
+        self._depth = depth
+        self._in_string = self._is_escaped = False
+
+    def end_in(self, text: str) -> int | None:
+        """Return the index behind the object's last bracket, None if it is not in this piece."""
+        at = 1 if self._is_escaped and text else 0
+        self._is_escaped = self._is_escaped and not text
+        while found := (self._IN_STRING if self._in_string else self._OUTSIDE).search(text, at):
+            at, mark = found.end(), found[0]
+            if mark == "\\":
+                at += 1
+                self._is_escaped = at > len(text)
+            elif mark == '"':
+                self._in_string = not self._in_string
+            else:
+                self._depth += 1 if mark in "{[" else -1
+                if self._depth == 0:
+                    return at
+        return None
+
+
+class ObjectCall:
+    """{"name": ..., "arguments": {...}}: handed on as they come in that order, otherwise when all is there."""
+
+    def __init__(self, body: ObjectBody, names: frozenset[str] | None) -> None:
+        self.name, self.id = "", ""
+        self.rest: str | None = None
+        self._names = names
+        self._name_keys = (body.name_key, "name", "function")
+        self._argument_keys = (body.arguments_key, "arguments", "parameters")
+        self._other_keys = (body.number_key or "id", "type", "id")
+        others = rf'(?:"(?:{"|".join(self._other_keys)})"\s*:\s*"[^"\\]*"\s*,\s*)*'
+        names_text, arguments_text = "|".join(self._name_keys), "|".join(self._argument_keys)
+        self._head = re.compile(
+            rf'\s*\{{\s*{others}"(?:{names_text})"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*{others}"(?:{arguments_text})"\s*:\s*'
+            r"(?=\{)"
+        )
+        self._held = ""
+        self._whole = ObjectScanner()
+        self._arguments: ObjectScanner | None = None  # while they are handed on
+        self._tail: ObjectScanner | None = None  # behind them
+
+    def push(self, text: str) -> str:
+        """Take the next text; return what it adds to the arguments."""
+        if self._tail is not None:
+            return self._end(self._tail, text)
+        if self._arguments is not None:
+            return self._stream(self._arguments, text)
+        self._held += text
+        end = self._whole.end_in(text)
+        self._check_first_key()
+        head = self._head.match(self._held[: 2 * NAME_CHARS_MAX])
+        if head:
+            self._called(json.loads(head[1], strict=False))
+            self._arguments = ObjectScanner()
+            return self._stream(self._arguments, self._held[head.end() :])
+        return "" if end is None else self._take(len(self._held) - len(text) + end)
+
+    def _check_first_key(self) -> None:
+        first = _FIRST_KEY.match(self._held)
+        known = (*self._name_keys, *self._argument_keys, *self._other_keys)
+        if first[1] not in known if first else not _BEGUN_KEY.fullmatch(self._held):
+            raise NotACallError
+
+    def _called(self, name: str) -> None:
+        if self._names is not None and name not in self._names:
+            raise NotACallError
+        self.name = name
+
+    def _stream(self, scanner: ObjectScanner, text: str) -> str:
+        end = scanner.end_in(text)
+        if end is None:
+            return text
+        self._tail = ObjectScanner(depth=1)
+        return text[:end] + self._end(self._tail, text[end:])
+
+    def _end(self, scanner: ObjectScanner, text: str) -> str:
+        end = scanner.end_in(text)
+        if end is not None:
+            self.rest = text[end:]
+        return ""
+
+    def _take(self, end: int) -> str:
+        """Read the call from the whole object, which ends at `end` of what is held."""
+        try:
+            call = json.loads(self._held[:end], strict=False)
+        except (ValueError, RecursionError):
+            raise NotACallError from None
+        name = next((call[key] for key in self._name_keys if key in call), None)
+        arguments = next((call[key] for key in self._argument_keys if key in call), None)
+        if not isinstance(name, str) or not name or (arguments is None and self._names is not None):
+            raise NotACallError
+        self._called(name)
+        self.rest = self._held[end:]
+        return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+
+
+class NamedCall:
+    """name[ARGS]{...}."""
+
+    def __init__(self, body: NamedBody) -> None:
+        self.name, self.id = "", ""
+        self.rest: str | None = None
+        self._body = body
+        self._held = ""
+        self._scanner: ObjectScanner | None = None
+
+    def push(self, text: str) -> str:
+        """Take the next text; return what it adds to the arguments."""
+        if self._scanner is not None:
+            return self._stream(self._scanner, text)
+        self._held += text
+        name, mark, behind = self._held.partition(self._body.name_end.strip())
+        arguments = behind.lstrip()
+        if len(name) > NAME_CHARS_MAX + (0 if mark else len(self._body.name_end)):
+            raise NotACallError
+        if not arguments:
+            return ""
+        self._read_name(name.partition(self._body.id_mark)[0] if self._body.id_mark else name)
+        if not self.name or arguments[0] != "{":
+            self.name = ""
+            raise NotACallError
+        self._scanner = ObjectScanner()
+        return self._stream(self._scanner, arguments)
+
+    def _read_name(self, text: str) -> None:
+        text = text.strip()
+        if self._body.is_numbered:
+            self.id = text
+            text = text.rpartition(":")[0] or text
+        self.name = text.removeprefix(self._body.prefix)
+
+    def _stream(self, scanner: ObjectScanner, text: str) -> str:
+        end = scanner.end_in(text)
+        if end is None:
+            return text
+        self.rest = text[end:]
+        return text[:end]

@@ -1,0 +1,191 @@
+"""Grammars of calls: what an answer may say that has to call a tool, or that may and then has to do it right.
+
+A grammar is llguidance's Lark. Marks that are tokens of their own, which no text spells, are written as their ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from coordinator.answers.syntax import NamedBody, ObjectBody, Syntax, TaggedBody, Thinking
+
+CALLS_MAX = 16  # of one answer that a grammar leads; a small model may go on calling for ever
+# Between the parts of JSON. Without a bound a small model may go on with blanks for ever.
+JSON_BLANKS = r"[\x20\x0A\x0D\x09]{1,20}"
+_ANYTHING = r"/(.|\n)*/"
+_NUMBER = "/[0-9]{1,3}/"
+_BLANKS = r"/[ \n]{0,3}/"
+
+Schema = Mapping[str, Any]
+# Of JSON schemas: what says nothing about which values fit, and where further schemas stand.
+_ANNOTATIONS = {"title", "description", "default", "examples", "example", "deprecated", "$comment", "$schema", "$id"}
+_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_SCHEMA_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
+_SCHEMAS = {"items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a grammar is to allow."""
+
+    syntax: Syntax
+    tools: Mapping[str, Schema]  # name -> JSON schema of its arguments; at least one
+    marks: Mapping[str, int]  # texts that are control tokens -> their ids
+    is_required: bool  # a call must come; otherwise it may, after or instead of text
+    is_parallel: bool
+    thinking: Thinking | None = None  # that may come first
+    is_thinking: bool = False  # the prompt has begun it
+    answer: str = (
+        ""  # where no call must come: the grammar of all else, as `after_thoughts` takes it; any text if empty
+    )
+
+
+def calls_grammar(wanted: Wanted) -> str:
+    """Return the grammar."""
+    rules = _Rules(wanted.marks)
+    syntax = wanted.syntax
+    bodies = [_body(rules, syntax, number, name, schema) for number, (name, schema) in enumerate(wanted.tools.items())]
+    call = rules.add(f"call: ({' | '.join(bodies)}) {rules.text(syntax.close)}")
+    more = f"({rules.text(syntax.between + syntax.open)} {call}){{0,{CALLS_MAX - 1}}}" if wanted.is_parallel else ""
+    calls = f"{call} {more} {rules.text(syntax.end)}"
+    if wanted.is_required:
+        thought = thought_of(rules, wanted.thinking, is_open=wanted.is_thinking)
+        start = f"{thought} {rules.text(syntax.begin + syntax.open)} {calls}"
+    elif wanted.answer:
+        thought = thought_of(rules, wanted.thinking, is_open=True) if wanted.is_thinking else ""
+        start = f"{thought} (@answer | {rules.text(syntax.begin + syntax.open)} {calls})"
+        return _with_answer(rules.whole(start), wanted.answer)
+    elif syntax.trigger:
+        behind = (syntax.begin or syntax.open)[len(syntax.trigger) :] + (syntax.open if syntax.begin else "")
+        start = f"{_ANYTHING} | {rules.until(syntax.trigger)} {rules.text(behind)} {calls}"
+    else:
+        start = rf"/([^{{](.|\n)*)?/ | {calls}"
+    return rules.whole(start)
+
+
+def after_thoughts(grammar: str, thinking: Thinking, marks: Mapping[str, int]) -> str:
+    """Return a grammar (Lark, or llguidance's JSON around one) that lets a thought end before the given one begins."""
+    rules = _Rules(marks)
+    return _with_answer(rules.whole(f"{thought_of(rules, thinking, is_open=True)} @answer"), grammar)
+
+
+def _with_answer(lark: str, grammar: str) -> str:
+    answer = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**answer, "name": "answer"}]}, ensure_ascii=False)
+
+
+def lean(schema: Any, *, is_closed: bool = True) -> Any:
+    """Return a JSON schema without what says nothing about values.
+
+    Objects that name their properties have no others (`is_closed`), unless they say so themselves.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            found[key] = {name: lean(each) for name, each in value.items()}
+        elif key in _SCHEMA_LISTS and isinstance(value, list):
+            found[key] = [lean(each, is_closed=key != "allOf") for each in value]
+        elif key in _SCHEMAS:
+            found[key] = [lean(each) for each in value] if isinstance(value, list) else lean(value)
+        elif key not in _ANNOTATIONS:
+            found[key] = value
+    if is_closed and "properties" in found and not {"allOf", "patternProperties"} & found.keys():
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+def thought_of(rules: _Rules, thinking: Thinking | None, *, is_open: bool) -> str:
+    """Return the terms of a thought before the answer: one that has begun has to end, any other may come."""
+    if thinking is None:
+        return ""
+    thought = f"{rules.until(thinking.close)} {_BLANKS}"
+    return thought if is_open else f"({rules.text(thinking.open)} {thought})?"
+
+
+class _Rules:
+    """The rules of one grammar."""
+
+    def __init__(self, marks: Mapping[str, int]) -> None:
+        self._marks = marks
+        known = "|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True))
+        self._split = re.compile(f"({known})") if known else None
+        self._numbers = itertools.count()
+        self._lines: list[str] = []
+
+    def add(self, rule: str) -> str:
+        """Add `name: terms` and return the name."""
+        self._lines.append(rule)
+        return rule.partition(":")[0].partition("[")[0]
+
+    def text(self, text: str) -> str:
+        """Return the terms of a text."""
+        return " ".join(self._terms(text))
+
+    def until(self, mark: str) -> str:
+        """Return the terms of anything up to a mark, the mark included."""
+        first, *others = self._terms(mark)
+        if first.startswith("<"):
+            return " ".join((_ANYTHING, first, *others))
+        return " ".join((self.add(f"until_{next(self._numbers)}[lazy]: {_ANYTHING} {first}"), *others))
+
+    def json(self, schema: Any) -> str:
+        """Return the term of a JSON value."""
+        whole = {"x-guidance": {"whitespace_pattern": JSON_BLANKS}, **(schema if isinstance(schema, Mapping) else {})}
+        return self.add(f"json_{next(self._numbers)}: %json {json.dumps(whole)}")
+
+    def whole(self, start: str) -> str:
+        """Return the grammar whose first rule says `start`."""
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._lines])
+
+    def _terms(self, text: str) -> Iterator[str]:
+        for part in self._split.split(text) if self._split else [text]:
+            if part in self._marks:
+                yield f"<[{self._marks[part]}]>"
+            elif part:
+                yield json.dumps(part, ensure_ascii=False)
+
+
+def _body(rules: _Rules, syntax: Syntax, number: int, name: str, schema: Schema) -> str:
+    """Return the name of the rule of one tool's calls."""
+    body = syntax.body
+    if isinstance(body, ObjectBody):
+        numbered = [f'{{"{body.number_key}": "', _NUMBER, f'", "{body.name_key}"'] if body.number_key else []
+        opening = numbered[:1] or [f'{{"{body.name_key}"']
+        behind = f': {json.dumps(name, ensure_ascii=False)}, "{body.arguments_key}": '
+        terms = [rules.text(opening[0]), *numbered[1:2], rules.text("".join(numbered[2:]) + behind)]
+        terms += [rules.json(schema), rules.text("}")]
+    elif isinstance(body, NamedBody):
+        numbered = [rules.text(f"{body.prefix}{name}:"), _NUMBER] if body.is_numbered else []
+        terms = numbered or [rules.text(body.prefix + name)]
+        terms += [rules.text(body.name_end), rules.json(schema)]
+    else:
+        terms = [rules.text(body.name_open + name + body.name_end), *_arguments(rules, body, schema)]
+        terms.append(rules.text(body.end))
+    return rules.add(f"tool_{number}: {' '.join(terms)}")
+
+
+def _arguments(rules: _Rules, body: TaggedBody, schema: Schema) -> Iterator[str]:
+    """Yield the terms of tagged arguments, in the schema's order."""
+    required = schema.get("required")
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    for key, each in schema.get("properties", {}).items():
+        of_value = {**each, **shared} if isinstance(each, Mapping) else {}
+        term = f"{rules.text(body.key_open + key + body.key_end)} {_value(rules, body, of_value)}"
+        yield term if isinstance(required, list) and key in required else f"({term})?"
+
+
+def _value(rules: _Rules, body: TaggedBody, schema: Schema) -> str:
+    """Return the terms of one value and its end."""
+    if schema.get("type") != "string":
+        return f"{rules.json(schema)} {rules.text(body.value_end)}"
+    choices = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else []
+    if choices and isinstance(choices, list):
+        return f"({' | '.join(rules.text(str(choice)) for choice in choices)}) {rules.text(body.value_end)}"
+    return rules.until(body.value_end)

@@ -1,0 +1,278 @@
+"""An answer's text, piece by piece, taken apart: what the model thought, what it says, and the tools that it calls.
+
+Pure. What has been handed out is never taken back, and how the text was cut into pieces changes nothing about what
+comes out in all. What may be the beginning of a mark is held until more text decides, and so are blanks, which mean
+nothing beside thoughts and calls. What looks like a call and is none is text like any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import string
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from coordinator.answers.calls import CallReader, NamedCall, NotACallError, ObjectCall
+from coordinator.answers.syntax import NamedBody, ObjectBody, Syntax, Thinking
+from coordinator.answers.tagged_calls import TaggedCall, Types
+from coordinator.detokenize import overlap
+
+CALL_ID_CHARS = 9  # what templates of Mistral's models demand; others take any
+_SEPARATORS = " \r\n\t,;[]"  # between calls, by all syntaxes together
+
+
+def random_call_id() -> str:
+    """Return the id of a call: letters and digits."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(CALL_ID_CHARS))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallPart:
+    """What one piece of text adds to a call. Name and id come with its first part."""
+
+    index: int  # of the call in its answer
+    arguments: str = ""  # JSON text
+    name: str = ""
+    id: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """What one piece of text adds to an answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[CallPart, ...] = ()
+
+    def with_more(self, more: Parts) -> Parts:
+        """Return these parts and then those."""
+        return Parts(self.text + more.text, self.reasoning + more.reasoning, self.calls + more.calls)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CallReading:
+    """How calls are found."""
+
+    syntax: Syntax
+    types: Mapping[str, Types] = dataclasses.field(default_factory=dict)  # of the tools on offer, by their names
+    is_parallel: bool = True  # otherwise the answer is over after one call
+    new_id: Callable[[], str] = random_call_id
+
+
+_State = Literal["start", "thinking", "text", "calls", "call", "behind"]
+
+
+class AnswerReader:
+    """Takes one answer apart."""
+
+    def __init__(self, thinking: Thinking | None, *, is_thinking: bool, calls: CallReading | None) -> None:
+        """`is_thinking`: the prompt has opened the model's thoughts already. `thinking` None: it marks none."""
+        self._thinking, self._reading = thinking, calls
+        self._may_think = thinking is not None
+        self._state: _State = "thinking" if thinking and is_thinking else "start"
+        self._steps: Mapping[_State, Callable[[], bool]] = {
+            "start": self._start,
+            "thinking": self._read_thoughts,
+            "text": self._read_text,
+            "calls": self._find_call,
+            "call": self._read_call,
+            "behind": self._leave_call,
+        }
+        self._held = ""
+        self._mark = ""  # what announced calls, blanks before it included
+        self._since = ""  # what came since, until a call's name is known
+        self._call: CallReader | None = None
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._parts: list[CallPart] = []
+        self._has_text = self._has_reasoning = self._has_thought = False
+        self.n_calls = 0
+        self.is_over = False  # nothing that may still come belongs to the answer
+
+    def push(self, text: str) -> Parts:
+        """Take the next text."""
+        self._held += text
+        while self._held and not self.is_over and self._steps[self._state]():
+            pass
+        return self._taken()
+
+    def finish(self) -> Parts:
+        """Return what was held, when nothing more comes."""
+        if self._state == "thinking":
+            self._think(self._held)
+        elif not self.n_calls:
+            self._say(f"{self._mark}{self._since}{self._held}")
+        elif self._state == "text" or (self._state == "call" and not (self._call and self._call.name)):
+            self._say(f"{self._mark}{self._since}{self._held}".rstrip())
+        self._held = self._mark = self._since = ""
+        return self._taken()
+
+    def _taken(self) -> Parts:
+        parts = Parts("".join(self._text), "".join(self._reasoning), tuple(self._parts))
+        self._text, self._reasoning, self._parts = [], [], []
+        return parts
+
+    # Each step below reads on in its state. It returns whether another may follow at once; False: more text is needed.
+
+    def _start(self) -> bool:
+        begun = self._held.lstrip()
+        if self._thinking and self._may_think:
+            if begun.startswith(self._thinking.open):
+                self._held, self._state = begun[len(self._thinking.open) :], "thinking"
+                return True
+            if self._thinking.open.startswith(begun):
+                return False
+        if self._reading and not self._reading.syntax.trigger:
+            if not begun:
+                return False
+            if begun[0] == "{":
+                self._announce(self._held[: len(self._held) - len(begun)], begun)
+                return True
+        self._state = "text"
+        return True
+
+    def _read_thoughts(self) -> bool:
+        assert self._thinking is not None
+        before, mark, behind = self._held.partition(self._thinking.close)
+        if mark:
+            self._think(before.rstrip())
+            self._held, self._state = behind, "start"
+            self._may_think, self._has_thought = False, True
+            return True
+        self._hold_back(self._thinking.close, self._think)
+        return False
+
+    def _read_text(self) -> bool:
+        trigger = self._reading.syntax.trigger if self._reading else ""
+        if not trigger:
+            self._say(self._held)
+            self._held = ""
+            return False
+        before, mark, behind = self._held.partition(trigger)
+        if not mark:
+            self._hold_back(trigger, self._say)
+            return False
+        said = before.rstrip()
+        self._say(said)
+        self._announce(before[len(said) :] + mark, behind)
+        return True
+
+    def _hold_back(self, mark: str, tell: Callable[[str], None]) -> None:
+        """Tell all of what is held but its end, where that is blank or may be the beginning of a mark."""
+        bare = self._held[: len(self._held) - overlap(self._held, mark)].rstrip()
+        tell(bare)
+        self._held = self._held[len(bare) :]
+
+    def _announce(self, mark: str, behind: str) -> None:
+        assert self._reading is not None
+        self._mark, self._since, self._held = mark, "", behind
+        # The mark is a call's own where none announces all of them.
+        if mark.strip() and not self._reading.syntax.begin:
+            self._open_call()
+        else:
+            self._state = "calls"
+
+    def _open_call(self) -> None:
+        assert self._reading is not None
+        self._call = _call_reader(self._reading)
+        self._state = "call"
+
+    def _find_call(self) -> bool:
+        """Find the next call, or that there is none."""
+        assert self._reading is not None
+        syntax = self._reading.syntax
+        opening, end = syntax.open.rstrip() or "{", syntax.end.strip(" \n[]")
+        text = self._held.lstrip(_SEPARATORS)
+        skipped = self._held[: len(self._held) - len(text)]
+        if text.startswith(opening):
+            behind = text[len(opening) :] if syntax.open else text
+            self._since += skipped + text[: len(text) - len(behind)]
+            self._held = behind
+            self._open_call()
+            return bool(behind)
+        if end and text.startswith(end):
+            self._held, self._state = text[len(end) :], "text"
+            self._forget_mark()
+            return True
+        if opening.startswith(text) or end.startswith(text):
+            return False
+        if not self._mark and not self._since:  # what calls there are have ended
+            self._held = self._without(syntax.end.strip())
+        self._give_up()
+        return True
+
+    def _read_call(self) -> bool:
+        assert self._call is not None
+        text, self._held = self._held, ""
+        is_new = not self._call.name
+        try:
+            arguments = self._call.push(text)
+        except NotACallError:
+            self._since += text
+            self._give_up()
+            return True
+        if not self._call.name:
+            self._since += text
+            return False
+        if is_new:
+            self._forget_mark()
+            assert self._reading is not None
+            self._parts.append(
+                CallPart(self.n_calls, arguments, self._call.name, self._call.id or self._reading.new_id())
+            )
+            self.n_calls += 1
+        elif arguments:
+            self._parts.append(CallPart(self.n_calls - 1, arguments))
+        if self._call.rest is None:
+            return False
+        self._held, self._state = self._call.rest, "behind"
+        self.is_over = self._reading is not None and not self._reading.is_parallel
+        return True
+
+    def _leave_call(self) -> bool:
+        assert self._reading is not None
+        close, text = self._reading.syntax.close.strip(), self._held.lstrip()
+        if close and close.startswith(text) and text != close:
+            return False
+        self._held, self._state = self._without(close), "calls"
+        return True
+
+    def _without(self, mark: str) -> str:
+        """Return what is held without the mark, and the blanks before it, that it may begin with."""
+        text = self._held.lstrip()
+        return text[len(mark) :] if mark and text.startswith(mark) else self._held
+
+    def _give_up(self) -> None:
+        """Take what announced calls, and what came since, for text."""
+        self._say(self._mark)
+        self._held, self._state = self._since + self._held, "text"
+        self._forget_mark()
+
+    def _forget_mark(self) -> None:
+        self._mark = self._since = ""
+
+    def _say(self, text: str) -> None:
+        if not self._has_text and (self.n_calls or self._has_thought):
+            text = text.lstrip()
+        if text:
+            self._text.append(text)
+            self._has_text = True
+
+    def _think(self, text: str) -> None:
+        if not self._has_reasoning:
+            text = text.lstrip()
+        if text:
+            self._reasoning.append(text)
+            self._has_reasoning = True
+
+
+def _call_reader(reading: CallReading) -> CallReader:
+    """Return a reader of the next call."""
+    syntax, types = reading.syntax, reading.types
+    if isinstance(syntax.body, ObjectBody):
+        # Where no mark announces them, only the names on offer tell calls from other objects.
+        return ObjectCall(syntax.body, None if syntax.trigger else frozenset(types))
+    if isinstance(syntax.body, NamedBody):
+        return NamedCall(syntax.body)
+    return TaggedCall(syntax.body, syntax.close, lambda name: types.get(name, {}))

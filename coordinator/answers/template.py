@@ -1,0 +1,208 @@
+"""Chats with tools as prompts, by the model's own template where that knows tools, and how the model answers.
+
+Which syntax of calls a model has is found by letting its template write a turn in which tools were called. Where it
+writes none of those known here, or does not show tools, they are explained in words, with calls and results as text:
+any model can be asked, and one that has learnt the most common syntax will answer in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coordinator.answers.marks import control_marks
+from coordinator.answers.reader import AnswerReader, CallReading
+from coordinator.answers.syntax import HERMES, SYNTAXES, THINKING, Syntax, Thinking, write_calls
+from coordinator.chat import USUAL_FORM, CallForm, ChatTemplate, Message, content_text
+from coordinator.tokenizer import Tokenizer
+from wire.errors import InvalidRequestError
+
+Tool = Mapping[str, Any]  # as clients send it: {"type": "function", "function": {"name": ..., ...}}
+
+# The turn that templates are asked to write. Ids as the most demanding of them want.
+_USER = {"role": "user", "content": "weather?"}
+_CALLS = (("get_weather", {"city": "Paris", "days": 3}), ("get_time", {"zone": "CET"}))
+_TYPES = {
+    "get_weather": {"city": frozenset({"string"}), "days": frozenset({"integer"})},
+    "get_time": {"zone": frozenset({"string"})},
+}
+_IDS = ("abcdefgh1", "abcdefgh2")
+_TOOLS: list[Tool] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": name,
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": min(of), "description": key} for key, of in types.items()},
+                "required": [*types],
+            },
+        },
+    }
+    for name, types in _TYPES.items()
+]
+
+_INTRODUCTION = (
+    "You may call one or more functions to help with what the user asks. These are the functions, one JSON object a "
+    "line:\n<tools>\n{tools}\n</tools>\n\nTo call a function, answer with its name and its arguments like this:\n{call}"
+    "\nCall nothing where no function helps."
+)
+_EXAMPLE = ("NAME", {"ARGUMENT": "VALUE"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolStyle:
+    """What a model's template does about tools."""
+
+    syntax: Syntax  # of calls; where the template writes none, the one that its model is told of
+    writes_calls: bool = False
+    shows_tools: bool = False
+    form: CallForm = USUAL_FORM
+    is_parallel: bool = True  # it writes several calls in one turn
+
+
+class Conversation:
+    """One model's way of having tools and thoughts. Made once."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self._template = template
+        source = template.source or ""
+        self.thinking: Thinking | None = next((each for each in THINKING if each.close in source), None)
+        self.style = _style_of(template)
+        self.marks = control_marks(tokenizer, self.style.syntax, self.thinking)
+        self._tokenizer, self._shown = tokenizer, frozenset(self.marks.values())
+
+    def piece(self, token: int) -> bytes:
+        """Return the bytes of a token of an answer; of control tokens those that mark calls and thoughts have some."""
+        return self._tokenizer.piece(token, special=token in self._shown)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any]) -> str:
+        """Return the prompt. Raises InvalidRequestError (param `messages`) where the template refuses the chat."""
+        style = self.style
+        if not style.writes_calls and any(_is_of_tools(message) for message in messages):
+            messages = _merged([_in_words(message) for message in messages])
+        if tools and style.shows_tools:
+            variables = {**variables, "tools": list(tools)}
+        elif tools:
+            return self._explained(messages, tools, variables)
+        return self._template.render(messages, variables, style.form)
+
+    def is_thinking(self, prompt: str) -> bool:
+        """Return whether a rendered prompt ends inside the model's thoughts."""
+        return self.thinking is not None and prompt.rstrip().endswith(self.thinking.open)
+
+    def _explained(self, messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any]) -> str:
+        style = self.style
+        try:
+            lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        except RecursionError:
+            raise InvalidRequestError("tools: a schema is nested too deeply", param="tools") from None
+        words = _INTRODUCTION.format(tools=lines, call=write_calls(style.syntax, [_EXAMPLE]))
+        try:
+            return self._template.render(_with_words(messages, words, "system"), variables, style.form)
+        except InvalidRequestError:  # it may know no system turns
+            return self._template.render(_with_words(messages, words, "user"), variables, style.form)
+
+
+def _style_of(template: ChatTemplate) -> ToolStyle:
+    try:
+        asked = template.render([_USER], {"tools": _TOOLS})
+    except InvalidRequestError:
+        return ToolStyle(HERMES)
+    shows_tools = all(name in asked for name in _TYPES)
+    for content_is_none, arguments_as_text, n_calls in itertools.product((False, True), (False, True), (2, 1)):
+        form = CallForm(arguments_as_text, content_is_none)
+        written = _written(template, asked, n_calls, form)
+        syntax = _syntax_of(written, n_calls) if written else None
+        if syntax:
+            return ToolStyle(syntax, True, shows_tools, form, is_parallel=n_calls > 1)
+    return ToolStyle(HERMES)
+
+
+def _written(template: ChatTemplate, asked: str, n_calls: int, form: CallForm) -> str:
+    """Return what a template writes for a turn with calls, from where the assistant's turn begins; "" if it refuses."""
+    calls = [
+        {"id": id_, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for (name, arguments), id_ in zip(_CALLS[:n_calls], _IDS, strict=False)
+    ]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    try:
+        whole = template.render([_USER, turn], {"tools": _TOOLS, "add_generation_prompt": False}, form)
+    except InvalidRequestError:
+        return ""
+    # A prompt may open thoughts that the turn has not, with a mark that begins like that of a call.
+    n_alike = next((at for at, (one, other) in enumerate(zip(asked, whole, strict=False)) if one != other), len(asked))
+    last = max(whole.rfind("<", 0, n_alike), whole.rfind("[", 0, n_alike))
+    is_cut = last >= 0 and not {">", "]"} & {*whole[last:n_alike]}
+    return whole[last if is_cut else n_alike :]
+
+
+def _syntax_of(written: str, n_calls: int) -> Syntax | None:
+    """Return the syntax in which a turn's calls are written: blank by blank if there is one, else any that reads it."""
+    exact = [syntax for syntax in SYNTAXES if syntax.trigger and write_calls(syntax, _CALLS[:n_calls]) in written]
+    return next((syntax for syntax in (*exact, *SYNTAXES) if _reads(syntax, written, n_calls)), None)
+
+
+def _reads(syntax: Syntax, written: str, n_calls: int) -> bool:
+    reader = AnswerReader(None, is_thinking=False, calls=CallReading(syntax=syntax, types=_TYPES))
+    parts = (*reader.push(written).calls, *reader.finish().calls)
+    try:
+        found = [(part.name, json.loads(part.arguments)) for part in parts]
+    except ValueError:
+        return False
+    return found == [*_CALLS[:n_calls]]
+
+
+def _is_of_tools(message: Message) -> bool:
+    return message.get("role") == "tool" or bool(message.get("tool_calls"))
+
+
+def _in_words(message: Message) -> Message:
+    """Return a message with its calls, or a tool's result, as text."""
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{_text(message)}\n</tool_response>"}
+    if not message.get("tool_calls"):
+        return message
+    calls = [(call["function"]["name"], _arguments(call["function"])) for call in message["tool_calls"]]
+    said = [text for text in (_text(message), write_calls(HERMES, calls)) if text]
+    plain = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**plain, "content": "\n".join(said)}
+
+
+def _arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of an earlier call; a model may have written what is no object."""
+    sent = function.get("arguments") or {}
+    try:
+        arguments = json.loads(sent) if isinstance(sent, str) else sent
+    except (ValueError, RecursionError):
+        arguments = sent
+    return arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
+
+
+def _merged(messages: Sequence[Message]) -> list[Message]:
+    """Join results that follow one another: many templates want user and assistant in turns."""
+    merged: list[Message] = []
+    for message in messages:
+        text = _text(message)
+        if merged and text.startswith("<tool_response>") and _text(merged[-1]).startswith("<tool_response>"):
+            merged[-1] = {**merged[-1], "content": f"{_text(merged[-1])}\n{text}"}
+        else:
+            merged.append(message)
+    return merged
+
+
+def _with_words(messages: Sequence[Message], words: str, role: str) -> list[Message]:
+    first = messages[0]
+    if role == "user" and first.get("role") == "user":
+        return [{**first, "content": f"{words}\n\n{_text(first)}"}, *messages[1:]]
+    if role == "system" and first.get("role") in ("system", "developer"):
+        return [{**first, "content": f"{_text(first)}\n\n{words}"}, *messages[1:]]
+    return [{"role": role, "content": words}, *messages]
+
+
+def _text(message: Message) -> str:
+    return content_text(message.get("content"), "messages")

@@ -1,0 +1,123 @@
+"""How the answers to one chat request are led by a grammar, and how they are taken apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from coordinator.answers.grammar import Schema, Wanted, after_thoughts, calls_grammar, lean
+from coordinator.answers.reader import AnswerReader, CallReading
+from coordinator.answers.syntax import Thinking
+from coordinator.answers.template import Conversation
+from coordinator.http.structure import fault_of, grammar_of, in_a_line
+from coordinator.http.tools import Offered
+from coordinator.http.validation import Plan
+from wire.bounds import GRAMMAR_BYTES_MAX
+from wire.errors import InvalidRequestError
+
+_ANY_ARGUMENTS: Schema = {"type": "object"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatForm:
+    """What one request's answers look like."""
+
+    conversation: Conversation
+    offered: Offered | None
+    splits_reasoning: bool
+    is_thinking: bool  # the prompt has begun the model's thoughts
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """The marks of thoughts that are told apart."""
+        return self.conversation.thinking if self.splits_reasoning else None
+
+    def new_reader(self) -> AnswerReader | None:
+        """Return what takes one answer apart, None where there is nothing to find in it."""
+        thinking, offered = self.thinking, self.offered
+        if thinking is None and offered is None:
+            return None
+        calls = None
+        if offered is not None:
+            syntax = self.conversation.style.syntax
+            calls = CallReading(syntax=syntax, types=offered.types, is_parallel=offered.is_parallel)
+        return AnswerReader(thinking, is_thinking=self.is_thinking, calls=calls)
+
+
+def form_of(plan: Plan, conversation: Conversation, prompt: str) -> ChatForm:
+    """Return the form of the answers to a rendered prompt."""
+    return ChatForm(conversation, plan.offered, plan.splits_reasoning, conversation.is_thinking(prompt))
+
+
+def chat_grammar(plan: Plan, form: ChatForm) -> str:
+    """Return the grammar that leads the answers, "" for none. May take a second: not for the event loop.
+
+    Raises InvalidRequestError for a shape or a tool that llguidance cannot follow.
+    """
+    try:
+        return _chat_grammar(plan, form)
+    except RecursionError:
+        raise InvalidRequestError("tools: a schema is nested too deeply", param="tools") from None
+
+
+def _chat_grammar(plan: Plan, form: ChatForm) -> str:
+    offered, conversation = plan.offered, form.conversation
+    answer = grammar_of(plan.shape) if plan.shape else ""
+    if offered is not None and (offered.is_required or offered.strict or answer):
+        if plan.shape and plan.shape.is_json and not conversation.style.syntax.trigger:
+            text = "this model writes calls as plain JSON, which nothing tells from such an answer; send one of the two"
+            raise InvalidRequestError(f"{plan.shape.param}: not together with tools: {text}", plan.shape.param)
+        return _tool_grammar(offered, form, answer)
+    if answer and form.is_thinking and conversation.thinking:
+        answer = after_thoughts(answer, conversation.thinking, conversation.marks)
+    return answer
+
+
+def _tool_grammar(offered: Offered, form: ChatForm, answer: str) -> str:
+    # Beside other answers only those arguments are held to their schema whose tool asks for it.
+    schemas = {
+        name: lean(schema) if offered.is_required or name in offered.strict else _ANY_ARGUMENTS
+        for name, schema in offered.schemas.items()
+    }
+    grammar = _grammar(schemas, offered, form, answer)
+    fault = fault_of(grammar)
+    if fault:
+        schemas = {name: _followed(name, schema, offered) for name, schema in schemas.items()}
+        grammar = _grammar(schemas, offered, form, answer)
+        fault = fault_of(grammar)
+    if fault:
+        raise InvalidRequestError(f"tools: cannot be followed: {in_a_line(fault)}", param="tools")
+    if len(grammar.encode()) > GRAMMAR_BYTES_MAX:
+        schemas = {name: schema if name in offered.strict else _ANY_ARGUMENTS for name, schema in schemas.items()}
+        grammar = _grammar(schemas, offered, form, answer)
+    size_bytes = len(grammar.encode())
+    if size_bytes > GRAMMAR_BYTES_MAX:
+        text = f"their grammar has {size_bytes} bytes, at most {GRAMMAR_BYTES_MAX}; offer fewer, or fewer strict ones"
+        raise InvalidRequestError(f"tools: {text}", param="tools")
+    return grammar
+
+
+def _grammar(schemas: dict[str, Schema], offered: Offered, form: ChatForm, answer: str) -> str:
+    conversation = form.conversation
+    wanted = Wanted(
+        syntax=conversation.style.syntax,
+        tools=schemas,
+        marks=conversation.marks,
+        is_required=offered.is_required,
+        is_parallel=offered.is_parallel and conversation.style.is_parallel,
+        thinking=conversation.thinking,
+        is_thinking=form.is_thinking,
+        answer=answer,
+    )
+    return calls_grammar(wanted)
+
+
+def _followed(name: str, schema: Schema, offered: Offered) -> Schema:
+    """Return a schema if it can be followed, any object if it need not be. Raises InvalidRequestError."""
+    fault = fault_of(f"start: %json {json.dumps(schema)}")
+    if not fault:
+        return schema
+    if name in offered.strict:
+        text = f"the parameters of {name!r} are no JSON schema that can be followed: {in_a_line(fault)}"
+        raise InvalidRequestError(f"tools: {text}", param="tools")
+    return _ANY_ARGUMENTS

@@ -1,0 +1,144 @@
+"""The tools that a chat request offers, and whether one must be called: from OpenAI's fields to one checked value."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from coordinator.answers.grammar import Schema
+from coordinator.answers.tagged_calls import Types, type_of
+from coordinator.http.bodies import ChatBody, MessageBody
+from wire.errors import InvalidRequestError
+
+TOOLS_MAX = 256  # of one request; OpenAI allows 128
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")  # OpenAI's, and what servers of other protocols put in front of them
+_NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offered:
+    """What a request offers."""
+
+    shown: tuple[Mapping[str, Any], ...]  # as the client sent them, for the prompt
+    schemas: Mapping[str, Schema]  # of the arguments, by the name of the tools that may be called
+    strict: frozenset[str]  # of these: whose calls must fit their schema
+    is_required: bool
+    is_parallel: bool
+
+    @property
+    def types(self) -> dict[str, Types]:
+        """The JSON types of each tool's arguments."""
+        return {name: _types(schema) for name, schema in self.schemas.items()}
+
+
+def offered_by(body: ChatBody) -> Offered | None:
+    """Return what a body offers, None for no tool or where none may be called. Raises InvalidRequestError."""
+    tools = [_function(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
+    if len(tools) > TOOLS_MAX:
+        raise InvalidRequestError(f"tools: at most {TOOLS_MAX}, got {len(tools)}", param="tools")
+    by_name = {tool["name"]: tool for tool in tools}
+    if len(by_name) < len(tools):
+        raise InvalidRequestError("tools: two have the same name", param="tools")
+    mode, names = _choice(body.tool_choice, by_name)
+    if not tools or mode == "none":
+        return None
+    return Offered(
+        shown=tuple(body.tools or ()),
+        schemas={name: _parameters(by_name[name]) for name in names},
+        strict=frozenset(name for name in names if by_name[name].get("strict")),
+        is_required=mode == "required",
+        is_parallel=body.parallel_tool_calls is not False,
+    )
+
+
+def check_calls(messages: Sequence[MessageBody]) -> None:
+    """Refuse turns whose calls have no name, or no arguments."""
+    for index, message in enumerate(messages):
+        for at, call in enumerate(message.tool_calls or ()):
+            param = f"messages[{index}].tool_calls[{at}]"
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                raise InvalidRequestError(f"{param}: needs a function with a name", param=param)
+            if not isinstance(function.get("arguments", ""), str | Mapping):
+                raise InvalidRequestError(f"{param}.function.arguments: must be JSON text", param=param)
+
+
+def _function(tool: Any, param: str) -> Mapping[str, Any]:
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    if kind != "function":
+        raise InvalidRequestError(f'{param}: only tools of type "function" are supported', param=param)
+    function: Mapping[str, Any] | None = tool.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if function is None or not isinstance(name, str) or not _NAME.fullmatch(name):
+        text = "needs a function whose name has 1 to 64 letters, digits, and any of _ . : / -"
+        raise InvalidRequestError(f"{param}: {text}", param=param)
+    parameters = function.get("parameters") or {}
+    is_schema = isinstance(parameters, Mapping) and isinstance(parameters.get("properties", {}), Mapping)
+    if not is_schema or not all(isinstance(key, str) for key in _list(parameters, "required")):
+        raise InvalidRequestError(f"{param}.function.parameters: must be a JSON schema of an object", param=param)
+    if not isinstance(function.get("description") or "", str):
+        raise InvalidRequestError(f"{param}.function.description: must be text", param=param)
+    return function
+
+
+def _parameters(function: Mapping[str, Any]) -> Schema:
+    schema = function.get("parameters") or _NO_ARGUMENTS
+    return schema if "type" in schema or "anyOf" in schema or "$ref" in schema else {"type": "object", **schema}
+
+
+_Mode = Literal["none", "auto", "required"]
+
+
+def _choice(choice: Any, by_name: Mapping[str, Any]) -> tuple[_Mode, Sequence[str]]:
+    """Return what a `tool_choice` demands, and of which tools."""
+    if choice is None or choice in ("none", "auto"):
+        return choice or "auto", [*by_name]
+    mode: _Mode = "required"
+    names = [*by_name]
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        names = [_name_of(choice)]
+    elif isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)
+        mode = "auto" if isinstance(allowed, Mapping) and allowed.get("mode") == "auto" else "required"
+        names = [_name_of(tool) for tool in allowed.get("tools", ())] if isinstance(allowed, Mapping) else []
+    elif choice != "required":
+        text = 'must be "none", "auto", "required", or name a function'
+        raise InvalidRequestError(f"tool_choice: {text}", param="tool_choice")
+    unknown = [name for name in names if name not in by_name]
+    if unknown or not names:
+        text = f"{unknown[0][:64]!r} is none of the tools" if unknown else "needs tools"
+        raise InvalidRequestError(f"tool_choice: {text}", param="tool_choice")
+    return mode, list(dict.fromkeys(names))
+
+
+def _name_of(named: Any) -> str:
+    function = named.get("function", named) if isinstance(named, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise InvalidRequestError("tool_choice: each function needs a name", param="tool_choice")
+    return name
+
+
+def _types(schema: Schema) -> Types:
+    properties = schema.get("properties")
+    return {key: _types_of(each) for key, each in properties.items()} if isinstance(properties, Mapping) else {}
+
+
+def _types_of(schema: Any) -> frozenset[str]:
+    """Return the types that a schema allows; none where it does not say."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    kind = schema.get("type")
+    if kind is not None:
+        return frozenset(each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str))
+    if "const" in schema or _list(schema, "enum"):
+        return frozenset(type_of(value) for value in _list(schema, "enum") or [schema["const"]])
+    ways = [_types_of(way) for key in ("anyOf", "oneOf") for way in _list(schema, key)]
+    return frozenset().union(*ways) if ways and all(ways) else frozenset()
+
+
+def _list(schema: Schema, key: str) -> list[Any]:
+    found = schema.get(key)
+    return found if isinstance(found, list) else []

@@ -157,7 +157,7 @@ def test_any_text_comes_out_the_same_however_it_is_cut(syntax: Syntax, words: li
     whole = _raw(text, syntax, (), **reader_of)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     assert _raw(text, syntax, cuts, **reader_of) == whole
-    if not whole[2] and not reader_of["thinking"]:
+    if not whole[2] and not reader_of["thinking"] and not syntax.begin:
         assert whole[0] == text
 
 
@@ -231,6 +231,12 @@ def test_calls_that_differ_a_little(syntax: Syntax, text: str, calls: Calls) -> 
 def test_what_is_no_call_is_text(syntax: Syntax, text: str) -> None:
     found = same_at_every_cut(text, syntax)
     assert (found.text, found.calls) == (text, [])
+
+
+@pytest.mark.parametrize("text", ["<tool_calls>[]</tool_calls>", " <tool_calls>[\n]</tool_calls>\n"])
+def test_a_section_without_calls_says_nothing(text: str) -> None:
+    found = same_at_every_cut(f"Well.{text}", BY_LABEL["apriel"])
+    assert (found.text.strip(), found.calls) == ("Well.", [])
 
 
 def test_a_call_behind_what_was_none_is_found() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
@@ -11,10 +12,12 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from coordinator.answers.reader import CALL_ID_CHARS
 from coordinator.generation import GenerationRequest
 from coordinator.http.bodies import ChatBody, decode_body
+from coordinator.http.sse import PING, EventWriter
 from coordinator.http.tools import TOOLS_MAX, Offered, check_calls, offered_by
 from coordinator.tokenizer import Tokenizer
 from tests.http_support import CHATML, MODEL, WAIT_S, FakeGenerator, Served, says, serving, write_tokenizer
@@ -394,3 +397,19 @@ async def test_a_shape_begins_where_the_thought_ends(tokenizer: Tokenizer) -> No
     own = (await requested(tokenizer, THINKS, **shape)).sampling.grammar
     assert "</think>" in opened
     assert "</think>" not in own
+
+
+async def test_a_stream_that_holds_text_back_for_long_shows_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments between tags that are no text come as a whole, minutes later perhaps."""
+    now_s, written = [100.0], []
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s[0], raising=False)
+    writer = EventWriter(make_mocked_request("POST", "/"), 30.0, 15.0)
+
+    async def write(payload: bytes) -> None:
+        written.append(payload)
+
+    monkeypatch.setattr(writer.response, "write", write)
+    for seconds, events in ((14.9, []), (0.1, []), (14.9, []), (0.0, [b"{}"]), (14.9, []), (0.1, [])):
+        now_s[0] += seconds
+        await writer.send(events)
+    assert written == [PING, b"data: {}\n\n", PING]

@@ -13,7 +13,8 @@ from typing import Protocol
 
 from coordinator.answers.syntax import NamedBody, ObjectBody
 
-NAME_CHARS_MAX = 256  # of a name, and of what else may stand before arguments
+NAME_CHARS_MAX = 256  # of a name, and of blanks around it
+HEAD_CHARS_MAX = 2 * NAME_CHARS_MAX  # of what may stand before arguments that are handed on as they come
 
 _FIRST_KEY = re.compile(r'\s*\{\s*"([^"\\]*)"\s*:')
 _BEGUN_KEY = re.compile(r'\s*(?:\{\s*(?:"[^"\\]*(?:"\s*)?)?)?')
@@ -93,7 +94,7 @@ class ObjectCall:
         self._held += text
         end = self._whole.end_in(text)
         self._check_first_key()
-        head = self._head.match(self._held[: 2 * NAME_CHARS_MAX])
+        head = self._head.match(self._held[:HEAD_CHARS_MAX])
         if head:
             self._called(json.loads(head[1], strict=False))
             self._arguments = ObjectScanner()
@@ -101,9 +102,11 @@ class ObjectCall:
         return "" if end is None else self._take(len(self._held) - len(text) + end)
 
     def _check_first_key(self) -> None:
-        first = _FIRST_KEY.match(self._held)
+        begun = self._held[:HEAD_CHARS_MAX]
+        first = _FIRST_KEY.match(begun)
         known = (*self._name_keys, *self._argument_keys, *self._other_keys)
-        if first[1] not in known if first else not _BEGUN_KEY.fullmatch(self._held):
+        is_open = len(begun) < HEAD_CHARS_MAX and _BEGUN_KEY.fullmatch(begun)
+        if first[1] not in known if first else not is_open:
             raise NotACallError
 
     def _called(self, name: str) -> None:
@@ -156,6 +159,8 @@ class NamedCall:
         self._held += text
         name, mark, behind = self._held.partition(self._body.name_end.strip())
         arguments = behind.lstrip()
+        if len(behind) - len(arguments) > NAME_CHARS_MAX:
+            raise NotACallError
         if len(name) > NAME_CHARS_MAX + (0 if mark else len(self._body.name_end)):
             raise NotACallError
         if not arguments:

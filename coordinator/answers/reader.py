@@ -195,9 +195,13 @@ class AnswerReader:
             self._held, self._state = text[len(end) :], "text"
             self._forget_mark()
             return True
+        if not text:
+            self._since, self._held = self._since + skipped, ""
+            return False
         if opening.startswith(text) or end.startswith(text):
             return False
-        if not self._mark and not self._since:  # what calls there are have ended
+        if not self._mark:  # what calls there are have ended
+            self._held, self._since = self._since + self._held, ""
             self._held = self._without(syntax.end.strip())
         self._give_up()
         return True

@@ -74,7 +74,7 @@ class TaggedCall:
 
     def _between(self) -> str | None:
         """Go on to the next value or to the end. None: more text is needed."""
-        text = self._held.lstrip()
+        text = self._held = self._held.lstrip()
         key = self._key.match(text)
         if key:
             self._held = text[key.end() :]

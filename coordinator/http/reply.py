@@ -47,7 +47,7 @@ async def _collect(
 async def _stream(
     request: web.Request, service: Service, job: Job, dialect: Dialect, merge: Merge
 ) -> web.StreamResponse:
-    writer = EventWriter(request, service.limits.write_timeout_s)
+    writer = EventWriter(request, service.limits.write_timeout_s, service.limits.ping_interval_s)
     await writer.start()
     states = job.choice_states(service)
     grown: list[list[Growth]] | None = [[] for _ in states] if wants_content(service.observer, request) else None

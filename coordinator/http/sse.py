@@ -25,9 +25,10 @@ class ClientGoneError(Exception):
 class EventWriter:
     """Writes the events of one reply."""
 
-    def __init__(self, request: web.Request, write_timeout_s: float) -> None:
+    def __init__(self, request: web.Request, write_timeout_s: float, ping_interval_s: float) -> None:
         self._request = request
-        self._write_timeout_s = write_timeout_s
+        self._write_timeout_s, self._ping_interval_s = write_timeout_s, ping_interval_s
+        self._written_s = asyncio.get_running_loop().time()
         self.response = web.StreamResponse(headers=HEADERS)
 
     async def start(self) -> None:
@@ -36,8 +37,13 @@ class EventWriter:
             await self.response.prepare(self._request)
 
     async def send(self, events: Iterable[bytes]) -> None:
-        """Send events in one write. Raises ClientGoneError; a client that reads nothing is cut off."""
+        """Send events in one write. Raises ClientGoneError; a client that reads nothing is cut off.
+
+        Without any, when nothing has been sent for the ping interval, a ping: text may be held back for long.
+        """
         payload = _framed(events)
+        if not payload and asyncio.get_running_loop().time() - self._written_s >= self._ping_interval_s:
+            payload = PING
         if payload:
             await self._write(payload)
 
@@ -50,6 +56,7 @@ class EventWriter:
         await self._write(_framed(events), is_last=True)
 
     async def _write(self, payload: bytes, *, is_last: bool = False) -> None:
+        self._written_s = asyncio.get_running_loop().time()
         async with self._bounded():
             await (self.response.write_eof(payload) if is_last else self.response.write(payload))
 

@@ -64,8 +64,9 @@ class Tokenizer:
         self.eos = _token_or_none(llama_cpp.llama_vocab_eos(vocab))
         self.adds_bos = self.bos is not None and bool(llama_cpp.llama_vocab_get_add_bos(vocab))
         self.name = _meta_text(model, b"general.name")
-        template = llama_cpp.llama_model_chat_template(model, None) if self.has_text else None
-        self.chat_template: str | None = template.decode("utf-8", errors="replace") if template else None
+        self.chat_template = self._template(model, None)
+        # For chats with tools, where the file has one of its own for these (Hermes 2, Command R).
+        self.tool_template = self._template(model, b"tool_use")
         self._pieces: dict[tuple[int, bool], bytes] = {}  # bounded by two entries per token of the vocabulary
 
     @classmethod
@@ -149,6 +150,10 @@ class Tokenizer:
     def close(self) -> None:
         """Free the native vocabulary. The object must not be used afterwards."""
         self._release()
+
+    def _template(self, model: Any, name: bytes | None) -> str | None:
+        template = llama_cpp.llama_model_chat_template(model, name) if self.has_text else None
+        return template.decode("utf-8", errors="replace") if template else None
 
     def _read_piece(self, token: int, special: bool) -> bytes:
         room = 64

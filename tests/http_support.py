@@ -41,7 +41,12 @@ def byte_letters() -> list[str]:
 
 
 def write_tokenizer(
-    path: Path, *, template: str | None = CHATML, add_bos: bool = False, controls: Sequence[str] = ()
+    path: Path,
+    *,
+    template: str | None = CHATML,
+    tool_template: str | None = None,
+    add_bos: bool = False,
+    controls: Sequence[str] = (),
 ) -> Path:
     """Write a byte-level BPE vocabulary of 256 bytes, four specials and a few merges: a GGUF without tensors.
 
@@ -53,6 +58,8 @@ def write_tokenizer(
     writer.add_add_bos_token(add_bos)
     if template is not None:
         writer.add_chat_template(template)
+    if tool_template is not None:
+        writer.add_string("tokenizer.chat_template.tool_use", tool_template)
     _write(writer)
     return path
 

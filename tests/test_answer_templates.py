@@ -209,3 +209,13 @@ def test_marks_that_are_control_tokens_are_shown_and_no_others(tmp_path: Path) -
     assert [conversation.piece(N_VOCAB + at) for at in range(3)] == [b"[TOOL_CALLS]", b"[ARGS]", b""]
     assert (conversation.piece(ord("h")), conversation.piece(IM_END)) == (b"h", b"")
     assert conversation_of(template_of(HERMES), tokenizer).marks == {}
+
+
+def test_a_file_may_have_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "tokenizer.gguf", tool_template="[tools]" + template_of(HERMES))
+    tokenizer = Tokenizer.load(path)
+    conversation = conversation_of(CHATML, tokenizer)
+    assert conversation.style.writes_calls
+    assert conversation.render(CHAT[:2], [], {}).startswith("<|im_start|>system")
+    for text in (conversation.render(CHAT[:2], [WEATHER], {}), conversation.render(CHAT, [], {})):
+        assert text.startswith("[tools]")

@@ -69,10 +69,14 @@ class Conversation:
     """One model's way of having tools and thoughts. Made once."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
-        self._template = template
+        self._template = self._tool_template = template
+        if tokenizer.tool_template is not None:
+            self._tool_template = ChatTemplate(
+                tokenizer.tool_template, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text
+            )
         source = template.source or ""
         self.thinking: Thinking | None = next((each for each in THINKING if each.close in source), None)
-        self.style = _style_of(template)
+        self.style = _style_of(self._tool_template)
         self.marks = control_marks(tokenizer, self.style.syntax, self.thinking)
         self._tokenizer, self._shown = tokenizer, frozenset(self.marks.values())
 
@@ -83,13 +87,15 @@ class Conversation:
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any]) -> str:
         """Return the prompt. Raises InvalidRequestError (param `messages`) where the template refuses the chat."""
         style = self.style
-        if not style.writes_calls and any(_is_of_tools(message) for message in messages):
+        if not tools and not any(_is_of_tools(message) for message in messages):
+            return self._template.render(messages, variables)
+        if not style.writes_calls:
             messages = _merged([_in_words(message) for message in messages])
         if tools and style.shows_tools:
             variables = {**variables, "tools": list(tools)}
         elif tools:
             return self._explained(messages, tools, variables)
-        return self._template.render(messages, variables, style.form)
+        return self._tool_template.render(messages, variables, style.form)
 
     def is_thinking(self, prompt: str) -> bool:
         """Return whether a rendered prompt ends inside the model's thoughts."""
@@ -103,9 +109,9 @@ class Conversation:
             raise InvalidRequestError("tools: a schema is nested too deeply", param="tools") from None
         words = _INTRODUCTION.format(tools=lines, call=write_calls(style.syntax, [_EXAMPLE]))
         try:
-            return self._template.render(_with_words(messages, words, "system"), variables, style.form)
+            return self._tool_template.render(_with_words(messages, words, "system"), variables, style.form)
         except InvalidRequestError:  # it may know no system turns
-            return self._template.render(_with_words(messages, words, "user"), variables, style.form)
+            return self._tool_template.render(_with_words(messages, words, "user"), variables, style.form)
 
 
 def _style_of(template: ChatTemplate) -> ToolStyle:

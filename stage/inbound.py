@@ -115,6 +115,20 @@ class Inbound:
             self._replying.cancel()
 
 
+def hello_of(request: pb.ConfigureRequest, artifact: StageArtifact) -> pb.LinkOpen:
+    """Return the handshake with which a stage begins a link downstream; the other side holds it against `check_fit`."""
+    return pb.LinkOpen(
+        protocol_version=bounds.PROTOCOL_VERSION,
+        route_id=request.route_id,
+        epoch=request.epoch,
+        pipeline_id=artifact.pipeline_id,
+        source_sha256=artifact.source_sha256,
+        next_layer=artifact.layer_end,
+        n_embd=artifact.n_embd,
+        dtype=request.wire_dtype,
+    )
+
+
 def check_fit(hello: pb.LinkOpen, artifact: StageArtifact) -> None:
     """Hold a neighbour's handshake against what this stage serves. Raises HandshakeError."""
     differences = [

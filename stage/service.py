@@ -14,7 +14,7 @@ import grpc.aio
 from stage.artifact import StageArtifact
 from stage.config import StageConfig
 from stage.curves import Curves
-from stage.inbound import Inbound, check_fit
+from stage.inbound import Inbound, check_fit, hello_of
 from stage.metrics import Gauges
 from stage.observer import StageObserver
 from stage.routes import ROUTES_MAX, LeftRoutes, Route
@@ -185,12 +185,27 @@ class StageService:
 
     async def configure(self, request: pb.ConfigureRequest, context: Context) -> pb.ConfigureResponse:
         """Begin a new epoch of a route: connect downstream, and tell what its sessions still hold here."""
+        beginning = asyncio.create_task(self._begin(request))
         try:
-            async with self._configuring:
-                held = await self._configure(request)
+            held = await asyncio.shield(beginning)
         except RelaylineError as error:
             await rpc.abort(context, error)
+        except (
+            asyncio.CancelledError
+        ):  # the coordinator has left: nothing stays half begun, and nobody else would end it
+            self._spawn(self._abandon(request, beginning))
+            raise
         return pb.ConfigureResponse(held=[pb.HeldSession(session_id=key, n_tokens=n) for key, n in held.items()])
+
+    async def _begin(self, request: pb.ConfigureRequest) -> dict[int, int]:
+        async with self._configuring:
+            return await self._configure(request)
+
+    async def _abandon(self, request: pb.ConfigureRequest, beginning: asyncio.Task[dict[int, int]]) -> None:
+        await asyncio.gather(beginning, return_exceptions=True)
+        route = self._routes.get(request.route_id)
+        if route is not None and route.epoch == request.epoch:
+            await self._end_later(route)
 
     async def _configure(self, request: pb.ConfigureRequest) -> dict[int, int]:
         artifact = self._facts.artifact
@@ -230,17 +245,7 @@ class StageService:
         return held
 
     async def _connect(self, request: pb.ConfigureRequest) -> RelayLink:
-        artifact = self._facts.artifact
-        hello = pb.LinkOpen(
-            protocol_version=bounds.PROTOCOL_VERSION,
-            route_id=request.route_id,
-            epoch=request.epoch,
-            pipeline_id=artifact.pipeline_id,
-            source_sha256=artifact.source_sha256,
-            next_layer=artifact.layer_end,
-            n_embd=artifact.n_embd,
-            dtype=request.wire_dtype,
-        )
+        artifact, hello = self._facts.artifact, hello_of(request, self._facts.artifact)
 
         def on_lost(error: RelaylineError) -> None:
             route = self._routes.get(request.route_id)

@@ -505,17 +505,20 @@ class Downstream:
         self.credits: asyncio.Queue[int] = asyncio.Queue()
         self.gone = asyncio.Event()
         self.address = ""
+        self.n_links = 0
 
     async def relay(self, _: object, context: Any) -> None:
         await context.read()
         accepted = pb.LinkAccepted(credit_bytes=self.credit_bytes, max_rows=MAX_ROWS)
         await context.write(rpc.serialize(pb.LinkReply(accepted=accepted)))
         giving = asyncio.create_task(self._give(context))
+        self.n_links += 1
         try:
             while self.reads and isinstance(message := await context.read(), bytes):
                 self.received.put_nowait(message)
             await self.gone.wait()
         finally:
+            self.n_links -= 1
             giving.cancel()
 
     async def _give(self, context: Any) -> None:
@@ -643,6 +646,39 @@ async def test_a_lost_downstream_is_told_to_the_coordinator() -> None:
         await one.send(control(1, Flag.OPEN), tokens_frame(1, 0, [1]))
         (fault,) = (await one.reply()).faults
         assert (fault.session_id, fault.label) == (0, StageLostError.label)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+async def test_a_coordinator_that_leaves_while_it_configures_leaves_nothing_half_begun(epochs: int) -> None:
+    """It dies, or is stopped while it recovers, and a native step takes its time: no link stays, and no route."""
+    async with downstream(1 << 20) as neighbour, served(0, 2) as stage, contextlib.AsyncExitStack() as stack:
+        first, *others = [
+            await stack.enter_async_context(Coordinator(stage, epoch=EPOCH + number)) for number in range(epochs)
+        ]
+        blocked = BlockedDecode(stage.engine)
+        other = await stack.enter_async_context(Coordinator(stage, OTHER))
+        await other.configure(next_address=neighbour.address)
+        await other.upstream()
+        if others:
+            await first.configure(next_address=neighbour.address)
+            await first.upstream()
+        await other.send(control(1, Flag.OPEN, route_id=OTHER), tokens_frame(1, 0, [1], route_id=OTHER))
+        await asyncio.to_thread(blocked.entered.wait, 20)
+        last = others[-1] if others else first
+        configuring = asyncio.create_task(last.configure(next_address=neighbour.address))
+        async with asyncio.timeout(20):
+            while not stage.service.runner._calls:  # it waits for the decode thread
+                await status_of(other)
+            configuring.cancel()
+            await asyncio.gather(configuring, return_exceptions=True)
+            while not stage.service._tasks:  # the stage has heard of it
+                await status_of(other)
+            blocked.release()
+            while stage.service._tasks:
+                await status_of(other)
+            assert list(stage.service._routes) == [OTHER]
+            while neighbour.n_links > 1:
+                await status_of(other)
 
 
 async def status_of(one: Coordinator) -> pb.StatusResponse:

@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -18,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from wire.errors import InvalidRequestError
+from wire.errors import InvalidRequestError, UsageError
 
 Message = Mapping[str, Any]
 _NO_VARIABLES: Mapping[str, Any] = {}
@@ -72,12 +73,20 @@ USUAL_FORM = CallForm()
 class ChatTemplate:
     """One model's chat template, compiled once."""
 
-    def __init__(self, source: str | None, *, bos_text: str = "", eos_text: str = "") -> None:
+    def __init__(
+        self,
+        source: str | None,
+        *,
+        bos_text: str = "",
+        eos_text: str = "",
+        for_tools: ChatTemplate | None = None,
+    ) -> None:
         """`source` None means that the model has no template; rendering then always refuses.
 
         A template that does not compile is kept as its error and refuses likewise: completions still work.
+        `for_tools` is the one that the model has for chats with tools, where that is another.
         """
-        self.source = source
+        self.source, self.for_tools = source, for_tools or self
         self._specials = {"bos_token": bos_text, "eos_token": eos_text}
         self._knows_developer = source is not None and "developer" in source
         self._template: jinja2.Template | None = None
@@ -126,6 +135,20 @@ class ChatTemplate:
             if not form.arguments_as_text:
                 plain["tool_calls"] = [_with_object_arguments(call) for call in plain["tool_calls"]]
         return plain
+
+
+def read_template(path: Path) -> str:
+    """Return a template's text from a file. Raises UsageError where that cannot be read, or does not compile."""
+    try:
+        source = path.read_text(encoding="utf-8")
+        _environment().from_string(source)
+    except OSError as error:
+        raise UsageError(f"chat template {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"chat template {path}: not UTF-8 at byte {error.start}") from error
+    except jinja2.TemplateError as error:
+        raise UsageError(f"chat template {path}: does not compile ({error})") from error
+    return source
 
 
 def content_text(content: Any, param: str) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from coordinator.chat import ChatTemplate
+from coordinator.chat import ChatTemplate, read_template
 from coordinator.http.api_keys import protect_http
 from coordinator.http.app import make_app
 from coordinator.http.limits import HttpLimits
@@ -49,6 +50,8 @@ class ServeConfig:
     """File with the keys that the HTTP API demands, see coordinator.http.api_keys; None demands none."""
     protect_metrics: bool = False
     """Whether /metrics needs a key too."""
+    chat_template_file: Path | None = None
+    """Jinja template for chats; None takes the model's own."""
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     """How much is traced here, and where to."""
     push_level: bool = False
@@ -120,7 +123,7 @@ async def _serve(
         joined.on_change = on_member
     model_id = config.model_id or file.model_name
     limits = HttpLimits()
-    chat = ChatTemplate(tokenizer.chat_template, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
+    chat = _chat_template(tokenizer, config.chat_template_file)
     async with contextlib.AsyncExitStack() as stack:
         pushed_level = config.telemetry.level if config.push_level else None
         observer = await stack.enter_async_context(observed(config.telemetry, file.model_name, pushed_level))
@@ -143,6 +146,15 @@ async def _serve(
             stopping,
             lambda: on_ready(Ready(url, model_id, len(file.stages), pipeline.n_lanes, pipeline.ctx_tokens)),
         )
+
+
+def _chat_template(tokenizer: Tokenizer, path: Path | None) -> ChatTemplate:
+    """Return the model's own template, or the one in a file. Raises UsageError where that cannot be used."""
+    template = functools.partial(ChatTemplate, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
+    if path is not None:
+        return template(read_template(path))
+    of_tools = template(tokenizer.tool_template) if tokenizer.tool_template else None
+    return template(tokenizer.chat_template, for_tools=of_tools)
 
 
 async def _drive(pipeline: Pipeline, stopping: asyncio.Event, on_ready: Callable[[], None]) -> None:

@@ -24,6 +24,7 @@ from deploy.join_flags import (
 from deploy.launch.serving import for_each_stage, manifest_option, served_directory
 from deploy.options import (
     Address,
+    chat_template_option,
     check_engine,
     content_option,
     engine_options,
@@ -161,6 +162,7 @@ def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
 @pipeline_options
 @security_options
 @http_security_options
+@chat_template_option
 @telemetry_options
 @content_option
 @log_options
@@ -201,6 +203,7 @@ def serve_command(**given: Any) -> None:
         ),
         api_keys_file=given["api_keys"],
         protect_metrics=given["protect_metrics"],
+        chat_template_file=given["chat_template"],
         telemetry=telemetry_config(given, content=given["trace_content"]),
         push_level=is_given("trace_level"),
     )

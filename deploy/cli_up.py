@@ -14,6 +14,7 @@ from deploy.cli_model import parse_cuts
 from deploy.cli_processes import announce
 from deploy.options import (
     Address,
+    chat_template_option,
     check_engine,
     content_option,
     engine_options,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 # Flags of the form with --model alone: a manifest says these things of every single stage.
-MODEL_ONLY = ("n_stages", "cuts", "threads", "split_dir", "gpu_layers", "api_keys", "protect_metrics")
+MODEL_ONLY = ("n_stages", "cuts", "threads", "split_dir", "gpu_layers", "api_keys", "protect_metrics", "chat_template")
 MANIFEST_ONLY = ("state_dir", "detach")
 
 
@@ -54,6 +55,7 @@ MANIFEST_ONLY = ("state_dir", "detach")
 @engine_options
 @pipeline_options
 @http_security_options
+@chat_template_option
 @telemetry_options
 @content_option
 @log_options
@@ -83,11 +85,14 @@ def up_command(ctx: click.Context, /, **given: Any) -> None:
 
 
 def _up_model(given: dict[str, Any]) -> None:
+    from coordinator.chat import read_template
     from deploy.launch.ports import port_problem
     from deploy.local import LocalConfig, forwarded
     from deploy.splits import split_for
 
     check_engine(given)
+    if given["chat_template"]:
+        read_template(given["chat_template"])  # the coordinator would find out after the split
     if given["http"][1] and (problem := port_problem(*given["http"])):
         raise StartError(f"--http {problem}")
     config = LocalConfig(
@@ -112,6 +117,7 @@ def _up_model(given: dict[str, Any]) -> None:
             *(("--no-share",) if given["no_share"] else ()),
             *(("--model-id", given["model_id"]) if given["model_id"] else ()),
             *(("--api-keys", str(given["api_keys"])) if given["api_keys"] else ()),
+            *(("--chat-template", str(given["chat_template"])) if given["chat_template"] else ()),
             *(("--protect-metrics",) if given["protect_metrics"] else ()),
             *_telemetry_flags(given),
             *(("--trace-content",) if given["trace_content"] else ()),

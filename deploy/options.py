@@ -125,6 +125,11 @@ http_security_options = _apply(
     click.option("--protect-metrics", is_flag=True, help="Demand an API key for /metrics too."),
 )  # fmt: skip
 
+chat_template_option = click.option(
+    "--chat-template", type=click.Path(path_type=Path), default=None,
+    help="File with a Jinja template for chats [default: the model's own].",
+)  # fmt: skip
+
 
 def security_from(given: dict[str, Any]) -> LinkSecurity:
     """Turn the flags of `security_options` (and a `token`, where a command has one) into checked link security.

@@ -10,10 +10,11 @@ import pytest
 
 from coordinator.answers.syntax import HERMES, SYNTAXES, NamedBody, ObjectBody, Syntax, write_calls
 from coordinator.answers.template import Conversation
-from coordinator.chat import ChatTemplate
+from coordinator.chat import ChatTemplate, read_template
+from coordinator.serve import _chat_template
 from coordinator.tokenizer import Tokenizer
 from tests.http_support import CHATML, IM_END, N_VOCAB, write_tokenizer
-from wire.errors import InvalidRequestError
+from wire.errors import InvalidRequestError, UsageError
 
 WEATHER = {
     "type": "function",
@@ -214,8 +215,33 @@ def test_marks_that_are_control_tokens_are_shown_and_no_others(tmp_path: Path) -
 def test_a_file_may_have_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path / "tokenizer.gguf", tool_template="[tools]" + template_of(HERMES))
     tokenizer = Tokenizer.load(path)
-    conversation = conversation_of(CHATML, tokenizer)
+    conversation = Conversation(_chat_template(tokenizer, None), tokenizer)
     assert conversation.style.writes_calls
     assert conversation.render(CHAT[:2], [], {}).startswith("<|im_start|>system")
     for text in (conversation.render(CHAT[:2], [WEATHER], {}), conversation.render(CHAT, [], {})):
         assert text.startswith("[tools]")
+
+
+def test_a_template_in_a_file_stands_before_the_model_s_own(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "tokenizer.gguf", tool_template="[tools]" + template_of(HERMES))
+    tokenizer = Tokenizer.load(path)
+    given = tmp_path / "chat.jinja"
+    given.write_text("[given é]" + template_of(HERMES), encoding="utf-8")
+    conversation = Conversation(_chat_template(tokenizer, given), tokenizer)
+    for tools in ([], [WEATHER]):
+        assert conversation.render(CHAT[:2], tools, {}).startswith("[given é]")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(None, "No such file"), (b"\xff", "not UTF-8 at byte 0"), (b"{% if", "does not compile")],
+)
+def test_a_template_that_cannot_be_used_is_refused_in_one_line(
+    content: bytes | None, says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "chat.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=says) as caught:
+        read_template(path)
+    assert "\n" not in str(caught.value)

@@ -69,11 +69,7 @@ class Conversation:
     """One model's way of having tools and thoughts. Made once."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
-        self._template = self._tool_template = template
-        if tokenizer.tool_template is not None:
-            self._tool_template = ChatTemplate(
-                tokenizer.tool_template, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text
-            )
+        self._template, self._tool_template = template, template.for_tools
         source = template.source or ""
         self.thinking: Thinking | None = next((each for each in THINKING if each.close in source), None)
         self.style = _style_of(self._tool_template)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from coordinator.answers.calls import CallReader, NamedCall, NotACallError, ObjectCall
@@ -140,7 +140,7 @@ class AnswerReader:
             self._held, self._state = behind, "start"
             self._may_think, self._has_thought = False, True
             return True
-        self._hold_back(self._thinking.close, self._think)
+        self._hold_back((self._thinking.close,), self._think)
         return False
 
     def _read_text(self) -> bool:
@@ -149,34 +149,35 @@ class AnswerReader:
             self._say(self._held)
             self._held = ""
             return False
-        before, mark, behind = self._held.partition(trigger)
+        bare_open = self._reading.syntax.bare_open if self._reading else ""
+        marks = (trigger, bare_open) if bare_open else (trigger,)
+        mark = min(marks, key=lambda each: self._held.find(each) % (len(self._held) + 1))
+        before, mark, behind = self._held.partition(mark)
         if not mark:
-            self._hold_back(trigger, self._say)
+            self._hold_back(marks, self._say)
             return False
         said = before.rstrip()
         self._say(said)
-        self._announce(before[len(said) :] + mark, behind)
+        self._announce(before[len(said) :] + mark, behind, is_bare=mark == bare_open)
         return True
 
-    def _hold_back(self, mark: str, tell: Callable[[str], None]) -> None:
+    def _hold_back(self, marks: Sequence[str], tell: Callable[[str], None]) -> None:
         """Tell all of what is held but its end, where that is blank or may be the beginning of a mark."""
-        bare = self._held[: len(self._held) - overlap(self._held, mark)].rstrip()
+        n_held = max(overlap(self._held, mark) for mark in marks)
+        bare = self._held[: len(self._held) - n_held].rstrip()
         tell(bare)
         self._held = self._held[len(bare) :]
 
-    def _announce(self, mark: str, behind: str) -> None:
+    def _announce(self, mark: str, behind: str, *, is_bare: bool = False) -> None:
         assert self._reading is not None
         self._mark, self._since, self._held = mark, "", behind
         # The mark is a call's own where none announces all of them.
         if mark.strip() and not self._reading.syntax.begin:
-            self._open_call()
+            self._call, self._state = _call_reader(self._reading), "call"
+            if is_bare:
+                self._call.push(mark.strip())
         else:
             self._state = "calls"
-
-    def _open_call(self) -> None:
-        assert self._reading is not None
-        self._call = _call_reader(self._reading)
-        self._state = "call"
 
     def _find_call(self) -> bool:
         """Find the next call, or that there is none."""
@@ -189,7 +190,7 @@ class AnswerReader:
             behind = text[len(opening) :] if syntax.open else text
             self._since += skipped + text[: len(text) - len(behind)]
             self._held = behind
-            self._open_call()
+            self._call, self._state = _call_reader(self._reading), "call"
             return bool(behind)
         if end and text.startswith(end):
             self._held, self._state = text[len(end) :], "text"

@@ -44,7 +44,7 @@ class NamedBody:
     """A call is a name and then the arguments as one JSON object."""
 
     name_end: str
-    id_mark: str = ""  # between name and name_end, before an id that a template may write and no model does
+    id_mark: str = ""  # between name and name_end, before an id, in place of which each call gets one of ours
     prefix: str = ""  # of every name
     is_numbered: bool = False  # names end in ":" and the call's number, and all of that is the call's id
 
@@ -75,6 +75,7 @@ class Syntax:
     between: str = ""
     end: str = ""
     body: Body
+    bare_open: str = ""  # the beginning of a body, where models at times forget `open`
 
     @property
     def trigger(self) -> str:
@@ -100,6 +101,7 @@ SYNTAXES = (
         close="\n</tool_call>",
         between="\n",
         body=dataclasses.replace(_XML, key_end=">\n", value_end="\n</parameter>\n"),
+        bare_open="<function=",
     ),
     Syntax(label="seed-oss", open="<seed:tool_call>\n", close="\n</seed:tool_call>", between="\n", body=_XML),
     Syntax(

@@ -61,14 +61,14 @@ class TaggedCall:
                 raise NotACallError
             return False
         text = text[len(opening) :]
-        found = _NAME.match(text.lstrip())
+        found = _NAME.match(text)
         if found is None:
-            if not _BEGUN_NAME.fullmatch(text.lstrip()) or len(text) > 2 * NAME_CHARS_MAX:
+            if not _BEGUN_NAME.fullmatch(text) or len(text) > 2 * NAME_CHARS_MAX:
                 raise NotACallError
             return False
         if len(found[1]) > NAME_CHARS_MAX:
             raise NotACallError
-        self.name, self._held = found[1], text.lstrip()[found.end() :]
+        self.name, self._held = found[1], text[found.end() :]
         self._types = self._types_of(self.name)
         return True
 

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from stage import inbound, process
 from stage.artifact import StageArtifact
 from stage.config import StageConfig
+from stage.facts import StageFacts
 from stage.lanes import LaneTable
 from stage.queue_types import QueuedFrame, Step
 from stage.runner import Runner
-from stage.service import StageFacts
 from stage.step import StepExecutor
 from stage.step_types import StepResult
 from wire.envelope import Buffer, EnvelopeView, parse

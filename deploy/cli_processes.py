@@ -45,7 +45,7 @@ from wire.envelope import DTYPE_BY_NAME
 if TYPE_CHECKING:
     from coordinator.membership import Place
     from coordinator.scheduler import ScheduleConfig
-    from stage.service import StageFacts
+    from stage.facts import StageFacts
 
 
 def announce(event: dict[str, Any], text: str, *, as_json: bool) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 
 from stage.artifact_fetch import obtain
 from stage.config import StageConfig
+from stage.facts import StageFacts
 from stage.join_client import Member, introduction
 from stage.join_config import JoinConfig
 from stage.process import prepare_environment, serve
-from stage.service import StageFacts
 from wire.errors import ArtifactError, PlaceTakenError, RelaylineError, StaleEpochError
 from wire.pb.relayline.v1 import join_pb2 as pb
 from wire.process import first_of, run

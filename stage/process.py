@@ -22,13 +22,14 @@ from stage.config import StageConfig
 from stage.constraint import read_vocabulary
 from stage.curves import Curves
 from stage.embedding import EmbeddingTable
+from stage.facts import StageFacts
 from stage.lanes import LaneTable
 from stage.metrics import StageCollector, serve_metrics
 from stage.native import EngineConfig, NativeEngine
 from stage.padding import Padding
 from stage.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
 from stage.runner import Runner
-from stage.service import StageFacts, StageService
+from stage.service import StageService
 from stage.stats import StageStats
 from stage.step import StepExecutor
 from stage.watchdog import StepWatch, watch_steps

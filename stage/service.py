@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
-import uuid
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
 
-from stage.artifact import StageArtifact
-from stage.config import StageConfig
-from stage.curves import Curves
+from stage.facts import StageFacts
 from stage.inbound import Inbound, check_fit, hello_of
 from stage.metrics import Gauges
 from stage.observer import StageObserver
@@ -43,18 +39,6 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 # Waiting frames past which no link is read: controls carry no rows, so credits alone would not bound them.
 QUEUED_FRAMES_MAX = 4 * bounds.FRAMES_PER_ENVELOPE_MAX
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StageFacts:
-    """What a stage says of itself in every handshake."""
-
-    artifact: StageArtifact
-    config: StageConfig
-    software_version: str
-    curves: Curves = dataclasses.field(default_factory=Curves)
-    instance_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
-    metrics_address: str = ""  # host:port of /metrics; empty when it is not served
 
 
 class StageService:
@@ -161,27 +145,7 @@ class StageService:
 
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """Say what this stage holds."""
-        artifact, config = self._facts.artifact, self._facts.config
-        message = pb.DescribeResponse(
-            protocol_version=bounds.PROTOCOL_VERSION,
-            software_version=self._facts.software_version,
-            architecture=artifact.architecture,
-            source_sha256=artifact.source_sha256,
-            pipeline_id=artifact.pipeline_id,
-            stage_index=artifact.stage_index,
-            stage_count=artifact.stage_count,
-            layer_start=artifact.layer_start,
-            layer_end=artifact.layer_end,
-            n_embd=artifact.n_embd,
-            n_vocab=artifact.n_vocab,
-            n_lanes=config.n_lanes,
-            ctx_tokens=config.ctx_tokens,
-            kv_per_lane=config.layout_used == "per-lane",
-            max_rows=config.max_rows,
-            instance_id=self._facts.instance_id,
-        )
-        self._facts.curves.tell(message)
-        return message
+        return self._facts.describe()
 
     async def configure(self, request: pb.ConfigureRequest, context: Context) -> pb.ConfigureResponse:
         """Begin a new epoch of a route: connect downstream, and tell what its sessions still hold here."""
@@ -190,9 +154,8 @@ class StageService:
             held = await asyncio.shield(beginning)
         except RelaylineError as error:
             await rpc.abort(context, error)
-        except (
-            asyncio.CancelledError
-        ):  # the coordinator has left: nothing stays half begun, and nobody else would end it
+        except asyncio.CancelledError:
+            # The coordinator has left: nothing stays half begun, and nobody else would end it.
             self._spawn(self._abandon(request, beginning))
             raise
         return pb.ConfigureResponse(held=[pb.HeldSession(session_id=key, n_tokens=n) for key, n in held.items()])

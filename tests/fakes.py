@@ -16,9 +16,9 @@ import numpy as np
 from coordinator.pipeline_file import ArtifactFile, PipelineFile, Source, StageFile
 from stage.artifact import StageArtifact
 from stage.config import StageConfig
+from stage.facts import StageFacts
 from stage.lanes import LaneTable
 from stage.queue_types import QueuedFrame, Step
-from stage.service import StageFacts
 from stage.step import StepExecutor
 from stage.step_types import RouteWiring
 from wire.envelope import DTYPE_F32, BufferPool

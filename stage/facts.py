@@ -1,0 +1,48 @@
+"""What a stage says of itself in every handshake."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+
+from stage.artifact import StageArtifact
+from stage.config import StageConfig
+from stage.curves import Curves
+from wire import bounds
+from wire.pb.relayline.v1 import relayline_pb2 as pb
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageFacts:
+    """What a stage says of itself in every handshake."""
+
+    artifact: StageArtifact
+    config: StageConfig
+    software_version: str
+    curves: Curves = dataclasses.field(default_factory=Curves)
+    instance_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    metrics_address: str = ""  # host:port of /metrics; empty when it is not served
+
+    def describe(self) -> pb.DescribeResponse:
+        """Return the answer to Describe: what the stage holds, what it can take, and what its steps cost by now."""
+        artifact, config = self.artifact, self.config
+        message = pb.DescribeResponse(
+            protocol_version=bounds.PROTOCOL_VERSION,
+            software_version=self.software_version,
+            architecture=artifact.architecture,
+            source_sha256=artifact.source_sha256,
+            pipeline_id=artifact.pipeline_id,
+            stage_index=artifact.stage_index,
+            stage_count=artifact.stage_count,
+            layer_start=artifact.layer_start,
+            layer_end=artifact.layer_end,
+            n_embd=artifact.n_embd,
+            n_vocab=artifact.n_vocab,
+            n_lanes=config.n_lanes,
+            ctx_tokens=config.ctx_tokens,
+            kv_per_lane=config.layout_used == "per-lane",
+            max_rows=config.max_rows,
+            instance_id=self.instance_id,
+        )
+        self.curves.tell(message)
+        return message

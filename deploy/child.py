@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import json
+import logging
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ from typing import Any
 
 from wire.errors import StartError
 from wire.security import TOKEN_VARIABLE
+
+log = logging.getLogger("relayline.child")
 
 LAST_LINES_MAX = 20  # kept to explain a death
 LINE_BYTES_MAX = 1 << 20
@@ -108,18 +111,26 @@ class Child:
         ]
 
     async def _read(self, stream: asyncio.StreamReader, *, is_stdout: bool) -> None:
+        """Read to the end, whatever comes of a line: a full pipe would hold the child up where it stands."""
         while True:
             try:
                 line = await stream.readline()
             except ValueError:
-                continue  # longer than LINE_BYTES_MAX, and dropped; who stopped reading here would block the child
+                continue  # longer than LINE_BYTES_MAX, and dropped
             if not line:
                 return
-            text = line.decode(errors="replace").rstrip()
-            if is_stdout and text.startswith('{"event": ') and self._take_event(json.loads(text)):
-                continue
-            self._last_lines.append(text)
-            self._on_line(self.name, text)
+            try:
+                self._take_line(line.decode(errors="replace").rstrip(), is_stdout=is_stdout)
+            except OSError:
+                continue  # who was shown the lines has gone, as a terminal that was closed; the child works on
+            except Exception:
+                log.exception("a line of %s was not taken", self.name)
+
+    def _take_line(self, text: str, *, is_stdout: bool) -> None:
+        if is_stdout and text.startswith('{"event": ') and self._take_event(json.loads(text)):
+            return
+        self._last_lines.append(text)
+        self._on_line(self.name, text)
 
     def _take_event(self, event: dict[str, Any]) -> bool:
         """Hand on an event; returns False if nobody wants it."""

@@ -9,7 +9,8 @@ import importlib.metadata
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as grpc_health_aio
@@ -59,10 +60,7 @@ def run_stage(config: StageConfig, on_ready: OnReady) -> None:
     async def main(stopping: asyncio.Event) -> None:
         async with serve(config) as (address, facts, crashed):
             on_ready(address, facts)
-            stop = asyncio.ensure_future(stopping.wait())
-            await first_of(stop, crashed)
-            if crashed.done():
-                await crashed
+            await first_of(asyncio.ensure_future(stopping.wait()), crashed)
 
     run(main)
 
@@ -122,7 +120,10 @@ def make_policy(config: StageConfig, curves: Curves) -> Policy:
 
 @contextlib.asynccontextmanager
 async def serve(config: StageConfig) -> AsyncIterator[tuple[str, StageFacts, asyncio.Future[None]]]:
-    """Serve a stage inside the running loop; yields (address, facts, a future that fails if it crashes)."""
+    """Serve a stage inside the running loop; yields (address, facts, a future that fails if it crashes).
+
+    Leaving raises what it crashed with: NativeError for a step that hangs, also one that hung as the stage was to stop.
+    """
     # In a thread, so that a stage that joined can go on saying that it is there.
     facts, executor = await asyncio.to_thread(load, config)
     crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -164,16 +165,27 @@ async def serve(config: StageConfig) -> AsyncIterator[tuple[str, StageFacts, asy
             yield f"{config.host}:{port}", dataclasses.replace(facts, metrics_address=metrics_address), crashed
     finally:
         await health.enter_graceful_shutdown()
-        if not crashed.done():
-            await service.close()
+        await _unless(crashed, service.close())
         await server.stop(SHUTDOWN_GRACE_S)
         listener.close()
         sender.cancel()
-        watchdog.cancel()
-        if not crashed.done():
-            await runner.call(executor.close)
+        await _unless(crashed, runner.call(executor.close))
+        watchdog.cancel()  # not before: a step that hangs as the stage stops is given up too
         await runner.stop(SHUTDOWN_GRACE_S if crashed.done() else None)
         await asyncio.to_thread(telemetry.shutdown)
+    if crashed.done():
+        await crashed
+
+
+async def _unless(crashed: asyncio.Future[None], work: Coroutine[Any, Any, None]) -> None:
+    """Await what needs the decode thread; give it up once the stage has crashed, since that may never answer."""
+    task = asyncio.create_task(work)
+    await first_of(task, crashed)
+    if crashed.done():
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    else:
+        await task
 
 
 def start_telemetry(facts: StageFacts) -> Telemetry:

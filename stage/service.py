@@ -227,6 +227,7 @@ class StageService:
         route.end()
         del self._routes[route.route_id]
         self.runner.drop_route(route.route_id)
+        self._stepped.set()  # a reader of another route may wait for these frames to be gone, and no step may follow
         if await self.runner.call(lambda: self._executor.leave_route(route.route_id)):
             self._left.left(route.route_id)
         self._observer.route_ended(route.route_id)

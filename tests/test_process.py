@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -12,14 +16,27 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stage.config import StageConfig
 from stage.curves import Curves
+from stage.lanes import LaneTable
 from stage.policy import DrainPolicy, GroupPolicy, SinglePolicy
 from stage.process import load, make_policy, serve
 from stage.queue_types import Step
+from stage.step import StepExecutor
 from stage.step_types import RouteWiring
-from tests.fakes import EPOCH, ROUTE, control, tokens_frame
+from tests.fakes import (
+    CTX,
+    EPOCH,
+    ROUTE,
+    BlockedDecode,
+    FakeEngine,
+    control,
+    new_facts,
+    rows_frame,
+    tokens_frame,
+)
+from tests.served_stage import Coordinator, StageUnderTest
 from tests.tiny_slices import TinyShape, write_pipeline
 from wire import envelope, rpc
-from wire.errors import StartError, UsageError
+from wire.errors import NativeError, StartError, UsageError
 from wire.frames import Flag
 
 N_SESSIONS = 40
@@ -42,6 +59,36 @@ async def test_health_is_told_in_the_standard_way(tmp_path: Path) -> None:
         with pytest.raises(StartError, match="taken"):
             async with serve(config(artifacts[1], port=int(address.rpartition(":")[2]))):
                 pass
+
+
+async def test_a_step_that_hangs_as_the_stage_stops_does_not_hold_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, engine = new_facts(1, 2), FakeEngine(is_last=True)
+    executor = StepExecutor(engine, LaneTable(4, CTX), 1, None, close=engine.close)
+    blocked, looks_again = BlockedDecode(engine), asyncio.Event()
+
+    async def watch(running: Any, watch: Any, on_stuck: Callable[[NativeError], None]) -> None:
+        await looks_again.wait()
+        on_stuck(NativeError("one native step has run for 120 s"))
+
+    monkeypatch.setattr("stage.process.load", lambda _: (facts, executor))
+    monkeypatch.setattr("stage.process.watch_steps", watch)
+    monkeypatch.setattr("stage.process.SHUTDOWN_GRACE_S", 0.0)
+    server = serve(facts.config)
+    address, _, _ = await server.__aenter__()
+    async with Coordinator(cast(StageUnderTest, SimpleNamespace(address=address, artifact=facts.artifact))) as one:
+        await one.start()
+        await one.send(control(5, Flag.OPEN), rows_frame(5, 0, 3, Flag.PREFILL))
+        await asyncio.to_thread(blocked.entered.wait, 20)
+        stopping = asyncio.create_task(server.__aexit__(None, None, None))
+        try:
+            async with asyncio.timeout(20):
+                await one.lost
+                looks_again.set()
+                with pytest.raises(NativeError, match="has run for 120 s"):
+                    await stopping
+        finally:
+            blocked.release()
+    assert engine.n_closed == 0, "nothing is freed under a step that may still run"
 
 
 def test_forty_sessions_run_in_one_native_step(tmp_path: Path) -> None:

@@ -708,6 +708,31 @@ async def test_a_busy_stage_stops_reading_controls_at_their_bound(monkeypatch: p
                 await status_of(one)
 
 
+async def test_a_reader_that_waits_for_room_goes_on_when_another_coordinator_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stage.service.QUEUED_FRAMES_MAX", 4)
+    async with served() as stage, Coordinator(stage) as one, Coordinator(stage, OTHER) as other:
+        await one.start()
+        await other.start()
+        runner = stage.service.runner
+        runner._outbox_steps = OUTBOX_STEPS_MAX  # as if downstream gave no credit: no step comes that would wake
+        runner.push([rows_frame(1, position, 1, PREFILL) for position in range(8)])
+        await other.send(*prompt(5, OTHER, n_rows=1))
+        await other.send(rows_frame(5, 1, 1, SAMPLE, route_id=OTHER))
+        async with asyncio.timeout(20):
+            while runner.queued_frames < 10:
+                await status_of(other)
+            assert (await status_of(other)).envelopes_in == 1, "no room for the second"
+            await one.channel.close()
+            while (await status_of(other)).envelopes_in < 2:
+                pass
+        runner._outbox_steps = OUTBOX_STEPS_MAX + 1
+        for _ in range(OUTBOX_STEPS_MAX + 1):
+            runner.sent()
+        assert (await other.reply()).samples[0].session_id == 5
+
+
 async def test_left_routes_are_forgotten_once_and_not_before_their_time() -> None:
     loop, forgotten = asyncio.get_running_loop(), list[int]()
     left = LeftRoutes(forgotten.append, after_s=1_000.0)

@@ -27,7 +27,7 @@ from benches.arguments import number, numbers
 from benches.models import MIXES, SHAPES, model
 from benches.reference import prompts_for
 from benches.servers import Setup, relayline
-from coordinator.planner.predict import PROMPT_TOKENS
+from coordinator.planner.predict import PROMPT_TOKENS, STREAMS_SHOWN
 from deploy import load
 from deploy.cli_plan import make_plan
 from deploy.load import Target, client
@@ -37,7 +37,6 @@ from deploy.plan_report import Plan
 GOAL = 0.25  # largest part by which tokens per second may miss the prediction
 N_PROMPT = 16
 CTX_TOKENS = 512
-STREAMS = (1, 8, 32)
 MANIFEST = """
 apiVersion: relayline.dev/v1alpha1
 kind: Pipeline
@@ -135,10 +134,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=list(SHAPES), default=None)
     parser.add_argument("--type", choices=list(MIXES), default="q4_0")
     parser.add_argument("--stages", type=numbers, default=(), help="such as 1,2,3,4")
-    parser.add_argument("--streams", type=numbers, default=(), help="such as 1,8,32")
+    parser.add_argument("--streams", type=numbers, default=(), help="those that plans tell: 1, 8, 32 or some of them")
     parser.add_argument("--tokens", type=number, default=0, help="of every answer")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if unknown := sorted(set(options.streams) - set(STREAMS_SHOWN)):
+        parser.error(f"--streams {unknown[0]}: plans tell {', '.join(map(str, STREAMS_SHOWN))}")
+    return options
 
 
 async def main(argv: Sequence[str] | None = None) -> int:
@@ -147,7 +149,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
     quick = options.quick
     path = model(SHAPES[options.shape or ("toy" if quick else "llama-1b")], options.type)
     stages = options.stages or ((1, 2) if quick else (1, 2, 3, 4))
-    streams = options.streams or ((1, 8) if quick else (1, 8, 32))
+    streams = options.streams or ((1, 8) if quick else STREAMS_SHOWN)
     facts: dict[str, Any] = machine.facts()
     points: list[Point] = []
     with tempfile.TemporaryDirectory(prefix="relayline-bench-") as logs:

@@ -27,7 +27,7 @@ from deploy.local import cache_dir
 from stage.machine import machine_facts
 from wire.errors import StartError
 
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 TURNS = 2  # of every slice
 LANES = 64  # of a calibrated slice: as many rows want logits at once
 CTX_TOKENS = 64  # of one lane: the cache stays small

@@ -107,14 +107,15 @@ MS = 1_000_000
         (1, [(40, 20)], 20),
         (1, [(40, 39)], 40),
         (1, [(1, 0)], 1),
-        (4, [(100, 380), (50, 190)], 50),
+        (4, [(100, 380), (80, 300)], 80),
+        (2, [(100, 200), (5, 7)], 5),
         (4, [(100, 380), (100, 190)], 50),
         (4, [(100, 200)], 100),
         (4, [(100, 440), (100, 200)], 50),
         (0, [(40, 1)], 40),
     ],
-    ids=["half-a-core", "a-whole-core", "too-short-to-tell", "all-cores", "half-of-them", "never-more-than-half",
-         "more-than-all", "another-device"],
+    ids=["half-a-core", "a-whole-core", "too-short-to-tell", "all-cores", "between-two-ticks", "half-of-them",
+         "never-more-than-half", "more-than-all", "another-device"],
 )  # fmt: skip
 def test_a_step_counts_with_what_it_takes_on_cores_of_its_own(
     n_threads: int, steps: list[tuple[int, int]], last_ms: int

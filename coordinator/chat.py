@@ -129,7 +129,9 @@ class ChatTemplate:
         if plain.get("role") == "developer" and not self._knows_developer:
             plain["role"] = "system"
         plain["content"] = content_text(plain.get("content"), f"messages[{index}].content")
-        if plain.get("tool_calls"):
+        if not plain.get("tool_calls"):
+            plain.pop("tool_calls", None)  # templates ask whether there is such a field
+        else:
             if form.content_is_none and not plain["content"]:
                 plain["content"] = None
             if not form.arguments_as_text:
@@ -171,7 +173,7 @@ def _with_object_arguments(call: Any) -> Any:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):  # a model's answer that was cut, say
+        arguments = {"arguments": function["arguments"]}
     return {**call, "function": {**function, "arguments": arguments}}

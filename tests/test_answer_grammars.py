@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from coordinator.answers.grammar import CALLS_MAX, Wanted, after_thoughts, calls_grammar, lean
+from coordinator.answers.grammar import CALLS_MAX, Wanted, _resolved, after_thoughts, calls_grammar, lean
 from coordinator.answers.reader import AnswerReader, CallReading
 from coordinator.answers.syntax import HERMES, SYNTAXES, THINKING, Syntax, Thinking, write_calls
 from coordinator.http.structure import Shape, grammar_of
@@ -178,6 +178,45 @@ def test_a_shape_holds_from_where_the_thought_ends(said: str, marks: Mapping[str
     assert is_answer(f"so {{ it is\n</think>\n\n{said}")
     assert not is_answer(said)
     assert not is_answer(f"so</think>{said} more")
+
+
+@pytest.mark.parametrize("is_required", [False, True])
+@every_syntax
+def test_a_tool_whose_arguments_nobody_has_named_takes_any(syntax: Syntax, is_required: bool) -> None:
+    tools = {"loose": {"type": "object"}, "none": {"type": "object", "additionalProperties": False}}
+    wanted = Wanted(syntax=syntax, tools=tools, marks={}, is_required=is_required, is_parallel=True)
+    is_answer = Fits(calls_grammar(wanted), {})
+    assert is_answer(write_calls(syntax, [("loose", {"a": "x\ny", "b-c": "1"}), ("loose", {})]))
+    assert not is_answer(write_calls(syntax, [("none", {"a": "x"})]))
+
+
+@every_syntax
+def test_a_root_reference_is_followed(syntax: Syntax) -> None:
+    held = {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "required": ["n"]}
+    schema = {"$ref": "#/$defs/Held", "$defs": {"Held": held, "N": {"type": "integer"}}}
+    wanted = Wanted(syntax=syntax, tools={"f": lean(schema)}, marks={}, is_required=True, is_parallel=True)
+    is_answer = Fits(calls_grammar(wanted), {})
+    assert is_answer(write_calls(syntax, [("f", {"n": 5})]))
+    assert not is_answer(write_calls(syntax, [("f", {"n": "x"})]))
+    assert not is_answer(write_calls(syntax, [("f", {})]))
+
+
+def test_references_that_lead_nowhere_end() -> None:
+    for schema in (
+        {"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/A"}}},
+        {"$ref": "#/$defs/B"},
+        {"$ref": "http://x"},
+    ):
+        assert _resolved(schema).get("$ref") == schema["$ref"]
+
+
+@either_marks
+def test_a_thought_that_was_begun_may_name_calls(marks: Mapping[str, int]) -> None:
+    is_answer = fits(HERMES, marks, thinking=THINK, is_thinking=True, is_required=False)
+    assert is_answer("no <tool_call> is needed</think>hello")
+    assert is_answer(f"a <tool_call> it is</think>\n\n{write_calls(HERMES, GOOD[:1])}")
+    assert not is_answer(f"a <tool_call> it is</think>\n\n{write_calls(HERMES, BAD[:1])}")
+    assert not is_answer("no end")
 
 
 @every_syntax

@@ -163,6 +163,12 @@ def test_any_template_can_be_told_of_tools(source: str, tokenizer: Tokenizer) ->
     assert text.index("You may call") < text.index("Rome")
 
 
+def test_only_results_are_joined(tokenizer: Tokenizer) -> None:
+    echo = {"role": "assistant", "content": "<tool_response> is what I got"}
+    text = conversation_of(NO_SYSTEM, tokenizer).render([*CHAT[1:], echo, CHAT[1]], [WEATHER], {})
+    assert "[assistant] <tool_response> is what I got" in text
+
+
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_the_explanation_joins_what_the_system_says(role: str, tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]

@@ -185,6 +185,16 @@ def _raw(text: str, syntax: Syntax, cuts: Sequence[int], *, thinking: Thinking |
         (HERMES, '<tool_call>{"name": "other", "parameters": {}}</tool_call>', BARE),
         (HERMES, '<tool_call>{"name": "ot\\u0068er", "arguments": {}, "more": [{}]}</tool_call>', BARE),
         (HERMES, '<tool_call>{"name":"a","arguments":{}}\n{"name":"b","arguments":{}}</tool_call>', [("a", {})]),
+        (HERMES, '<tool_call>{"name": "get\\_weather", "arguments": {}}</tool_call>', [("get_weather", {})]),
+        (HERMES, '<tool_call>{"name": "a\\\\b\\"", "arguments": {}}</tool_call>', [('a\\b"', {})]),
+        (HERMES, '<tool_call>{"name": "other", "arguments": ""}</tool_call>', BARE),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"x": "\n\ty\\\n"}}</tool_call>', [("f", {"x": "\n\ty\n"})]),
+        (HERMES, '<tool_call>{"arguments": {"x": "\\ud83d"}, "name": "f"}</tool_call>', [("f", {"x": "\ud83d"})]),
+        (HERMES, f'<tool_call>{{"name": "a", "arguments": {{}}</tool_call>{write_calls(HERMES, XY)}', [("a", {}), *XY]),
+        (MISTRAL, '[TOOL_CALLS]other[ARGS]{"x":\n"a\nb"}', [("other", {"x": "a\nb"})]),
+        (QWEN_CODER, "<function=b><parameter=l>[1e999]</parameter></function>", [("b", {"l": "[1e999]"})]),
+        (QWEN_CODER, '<function=b><parameter=l>["\\ud83d"]</parameter></function>', [("b", {"l": ["\ud83d"]})]),
+        (LLAMA, '{"type": "function", "name": "oth\\er", "parameters": {"x": "y"}}', XY),
         (LLAMA, '{"type": "function", "name": "other", "parameters": {"x": "y"}}', XY),
         (LLAMA, '\n{"function": "other", "parameters": {}}', BARE),
         (LLAMA, '{"name": "none", "parameters": {}}\n{"name": "other", "parameters": {}}', [CALLS[1], *BARE]),
@@ -212,6 +222,10 @@ def test_calls_that_differ_a_little(syntax: Syntax, text: str, calls: Calls) -> 
         (HERMES, '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
         (HERMES, '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
         (HERMES, '<tool_call>{"name": "other", "argum'),
+        (HERMES, '<tool_call>{"name": "a\\ud83d", "arguments": {}}</tool_call>'),
+        (HERMES, '<tool_call>{"arguments": {}, "name": "a\\ud83d"}</tool_call>'),
+        (HERMES, '<tool_call>{"arguments": {"x": 1e999}, "name": "f"}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "a\\uzzzz", "arguments": {}}</tool_call>'),
         (HERMES, "  leading and trailing blanks \n\n"),
         (HERMES, ""),
         (LLAMA, '{"city": "Paris"}'),
@@ -246,6 +260,34 @@ def test_a_call_behind_what_was_none_is_found() -> None:
     text = '<tool_call>oh <tool_call>\n{"name": "none", "arguments": {}}\n</tool_call>'
     found = same_at_every_cut(text)
     assert (found.text, found.calls) == ("<tool_call>oh", [("none", {})])
+
+
+def test_what_stands_behind_a_call_without_its_last_bracket_is_told() -> None:
+    found = same_at_every_cut('<tool_call>{"name": "other", "arguments": {"x": "y"}\n</tool_call>\nDone.')
+    assert (found.calls, found.text) == (XY, "Done.")
+
+
+def test_no_two_calls_have_one_id() -> None:
+    twice = write_calls(KIMI, [BARE[0], BARE[0]]).replace("other:1", "other:0")
+    assert same_at_every_cut(twice, KIMI).ids == ["functions.other:0", "id1"]
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text", "is_cut"),
+    [
+        (HERMES, '<tool_call>{"name": "other", "argu', False),
+        (HERMES, '<tool_call>{"name": "other", "arguments": {', True),
+        (HERMES, '<tool_call>{"name": "other", "arguments": {}', False),
+        (HERMES, write_calls(HERMES, XY), False),
+        (MISTRAL, "[TOOL_CALLS]other[ARGS]{", True),
+        (QWEN_CODER, "<function=other><parameter=x>", True),
+        (QWEN_CODER, "<function=other></function>", False),
+    ],
+)
+def test_whether_a_call_was_cut(syntax: Syntax, text: str, is_cut: bool) -> None:
+    reader = AnswerReader(None, is_thinking=False, calls=CallReading(syntax=syntax))
+    reader.push(text)
+    assert reader.has_cut_call is is_cut
 
 
 def test_an_answer_that_ends_inside_a_call_has_told_what_there_was() -> None:

@@ -82,7 +82,7 @@ def test_developer_is_system_to_templates_that_do_not_know_it() -> None:
 
 def test_tool_call_arguments_are_objects_to_the_template() -> None:
     source = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
-    for arguments, text in (('{"a":1}', '{"a": 1}'), ("not json", '"not json"')):
+    for arguments, text in (('{"a":1}', '{"a": 1}'), ("not json", '{"arguments": "not json"}'), ("", "{}")):
         call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
         assert render(source, {"role": "assistant", "content": None, "tool_calls": [call]}) == text
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from coordinator.answers.reader import CALL_ID_CHARS
+from coordinator.answers.reader import CALL_ID_CHARS, AnswerReader
 from coordinator.generation import GenerationRequest
 from coordinator.http.bodies import ChatBody, decode_body
 from coordinator.http.sse import PING, EventWriter
@@ -31,6 +31,11 @@ NO_TEXT = {"name": "x", "arguments": 5}
 THINKS = CHATML + "{# </think> #}"
 OPENS_THOUGHTS = THINKS.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+ONE_A_TURN = """{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.tool_calls %}{% if m.tool_calls[1] %}
+{{- raise_exception("one at a time") }}{% endif %}{% set f = m.tool_calls[0].function %}<tool_call>
+{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}
+</tool_call>{% endif %}{% endfor %}{{ tools | tojson }}assistant:"""
 
 
 def tool(name: str = "weather", parameters: Any = CITY, **more: Any) -> dict[str, Any]:
@@ -113,6 +118,7 @@ def test_nothing_is_offered(fields: dict[str, Any]) -> None:
         ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [tool()], "tool_choice": {"type": "allowed_tools", "tools": [5]}}, "tool_choice"),
         ({"tools": [tool()], "tool_choice": {"type": "allowed_tools", "allowed_tools": 5}}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": 5}}}, "tool_choice"),
     ],
 )
 def test_refusals_name_what_is_wrong(fields: dict[str, Any], param: str) -> None:
@@ -226,6 +232,39 @@ async def test_a_call_that_is_cut_off_says_so(tokenizer: Tokenizer) -> None:
         assert choice.message.tool_calls[0].function.arguments == '{"city": "R'
 
 
+async def test_a_call_that_a_stop_string_cuts_is_not_to_be_run(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, CALL) as (ask, _):
+        assert (await ask(stop=["Rome"])).choices[0].finish_reason == "stop"
+        assert (await ask(stop=["\n</tool_call>"])).choices[0].finish_reason == "tool_calls"
+
+
+async def test_one_call_a_turn_where_the_template_takes_no_more(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, f"{CALL}\n{CALL}", ONE_A_TURN) as (ask, _):
+        assert len((await ask()).choices[0].message.tool_calls) == 1
+
+
+async def test_what_cannot_be_written_ends_the_stream_with_an_error(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with client_of(tokenizer, CALL) as (ask, _):
+        monkeypatch.setattr(AnswerReader, "push", None)
+        chunks = await ask(stream=True)
+        with pytest.raises(openai.APIError, match="internal error; the server's log"):
+            async for _ in chunks:
+                pass
+
+
+async def test_a_stream_that_fails_is_cut_off_and_not_answered_twice(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EventWriter, "finish", None)
+    async with serving(tokenizer, FakeGenerator(says(b"hi"))) as served, aiohttp.ClientSession() as session:
+        body = {"messages": [USER], "stream": True}
+        async with session.post(f"{served.url}/v1/chat/completions", json=body) as response:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.read()
+
+
 async def test_one_call_is_the_end_where_no_more_are_wanted(tokenizer: Tokenizer) -> None:
     async with client_of(tokenizer, f"{CALL}\n{CALL}" + "x" * 2_000, backlog_events_max=1) as (ask, served):
         (choice,) = (await ask(parallel_tool_calls=False)).choices
@@ -276,6 +315,8 @@ async def requested(tokenizer: Tokenizer, template: str = CHATML, **fields: Any)
         ({"tool_choice": named("weather")}, True),
         ({"tools": [tool(strict=True)]}, True),
         ({"tools": [tool(strict=True)], "tool_choice": "none"}, False),
+        ({"tools": [tool(), tool("b")], "tool_choice": allowed("auto", "weather")}, True),
+        ({"tools": [tool(), tool("b")], "tool_choice": allowed("auto", "weather", "b")}, False),
         ({"response_format": {"type": "json_object"}}, True),
         ({"tools": [tool(parameters=NOT_FOLLOWED)], "tool_choice": "required"}, True),
     ],

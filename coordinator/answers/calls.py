@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Protocol
+from typing import Any, Protocol
 
 from coordinator.answers.syntax import NamedBody, ObjectBody
 
@@ -17,6 +17,8 @@ NAME_CHARS_MAX = 256  # of a name, and of blanks around it
 HEAD_CHARS_MAX = 2 * NAME_CHARS_MAX  # of what may stand before arguments that are handed on as they come
 
 _FIRST_KEY = re.compile(r'\s*\{\s*"([^"\\]*)"\s*:')
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]")
 _BEGUN_KEY = re.compile(r'\s*(?:\{\s*(?:"[^"\\]*(?:"\s*)?)?)?')
 
 
@@ -30,6 +32,10 @@ class CallReader(Protocol):
     name: str  # empty until known
     id: str  # the model's own; mostly empty
     rest: str | None  # what came behind the call, once that is over
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all arguments have come."""
 
     def push(self, text: str) -> str:
         """Take the next text; return what it adds to the arguments. Raises NotACallError."""
@@ -45,6 +51,12 @@ class ObjectScanner:
         """`depth`: how many brackets were opened before the first piece."""
         self._depth = depth
         self._in_string = self._is_escaped = False
+
+    def take(self, text: str) -> tuple[str, int | None]:
+        """Return (the object's part of this piece as JSON spells it, the index behind its last bracket or None)."""
+        is_in, is_escaped = self._in_string, self._is_escaped
+        end = self.end_in(text)
+        return _spelt(text[:end], is_in, is_escaped), end
 
     def end_in(self, text: str) -> int | None:
         """Return the index behind the object's last bracket, None if it is not in this piece."""
@@ -64,11 +76,27 @@ class ObjectScanner:
         return None
 
 
+def _spelt(text: str, is_in: bool, is_escaped: bool) -> str:
+    """Return JSON text with the line breaks and tabs that models write in strings as JSON spells them.
+
+    `is_in`: it begins inside a string; `is_escaped`: behind a backslash there.
+    """
+    if not _CONTROL.search(text):
+        return text
+    told: list[str] = []
+    for char in text:
+        told.append(json.dumps(char)[2 if is_escaped else 1 : -1] if is_in and char < " " else char)
+        is_in ^= char == '"' and not is_escaped
+        is_escaped = is_in and char == "\\" and not is_escaped
+    return "".join(told)
+
+
 class ObjectCall:
     """{"name": ..., "arguments": {...}}: handed on as they come in that order, otherwise when all is there."""
 
-    def __init__(self, body: ObjectBody, names: frozenset[str] | None) -> None:
+    def __init__(self, body: ObjectBody, names: frozenset[str] | None, close: str = "") -> None:
         self.name, self.id = "", ""
+        self._close, self._behind = close.strip(), ""
         self.rest: str | None = None
         self._names = names
         self._name_keys = (body.name_key, "name", "function")
@@ -85,6 +113,11 @@ class ObjectCall:
         self._arguments: ObjectScanner | None = None  # while they are handed on
         self._tail: ObjectScanner | None = None  # behind them
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all arguments have come."""
+        return self._tail is not None or self.rest is not None
+
     def push(self, text: str) -> str:
         """Take the next text; return what it adds to the arguments."""
         if self._tail is not None:
@@ -96,7 +129,7 @@ class ObjectCall:
         self._check_first_key()
         head = self._head.match(self._held[:HEAD_CHARS_MAX])
         if head:
-            self._called(json.loads(head[1], strict=False))
+            self._called(_name_of(head[1]))
             self._arguments = ObjectScanner()
             return self._stream(self._arguments, self._held[head.end() :])
         return "" if end is None else self._take(len(self._held) - len(text) + end)
@@ -110,36 +143,64 @@ class ObjectCall:
             raise NotACallError
 
     def _called(self, name: str) -> None:
-        if self._names is not None and name not in self._names:
+        if (self._names is not None and name not in self._names) or sayable(name) != name:
             raise NotACallError
         self.name = name
 
     def _stream(self, scanner: ObjectScanner, text: str) -> str:
-        end = scanner.end_in(text)
+        told, end = scanner.take(text)
         if end is None:
-            return text
+            return told
         self._tail = ObjectScanner(depth=1)
-        return text[:end] + self._end(self._tail, text[end:])
+        return told + self._end(self._tail, text[end:])
 
     def _end(self, scanner: ObjectScanner, text: str) -> str:
+        """Find the end behind the arguments: the last bracket, or the mark, for small models forget that bracket."""
         end = scanner.end_in(text)
-        if end is not None:
+        n_before = len(self._behind)
+        self._behind += text
+        at = self._behind.find(self._close) if self._close else -1
+        if at >= 0 and (end is None or at < n_before + end):
+            self.rest = self._behind[at:]
+        elif end is not None:
             self.rest = text[end:]
+        else:
+            self._behind = self._behind[-len(self._close) :] if self._close else ""
         return ""
 
     def _take(self, end: int) -> str:
         """Read the call from the whole object, which ends at `end` of what is held."""
         try:
             call = json.loads(self._held[:end], strict=False)
+            name = next((call[key] for key in self._name_keys if key in call), None)
+            arguments = next((call[key] for key in self._argument_keys if key in call), None)
+            told = sayable(arguments) or "{}" if isinstance(arguments, str) else to_json(arguments or {})
         except (ValueError, RecursionError):
             raise NotACallError from None
-        name = next((call[key] for key in self._name_keys if key in call), None)
-        arguments = next((call[key] for key in self._argument_keys if key in call), None)
         if not isinstance(name, str) or not name or (arguments is None and self._names is not None):
             raise NotACallError
         self._called(name)
         self.rest = self._held[end:]
-        return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+        return told
+
+
+def to_json(value: Any) -> str:
+    """Return a value as JSON text. Raises ValueError for numbers that JSON has not."""
+    return sayable(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def sayable(text: str) -> str:
+    """Return a text that UTF-8 can carry: half a surrogate pair, which JSON may spell, stays spelt."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _name_of(written: str) -> str:
+    """Read a name; models escape what needs none, such as _ in Markdown. Raises NotACallError."""
+    spelt = _ESCAPED.sub(lambda escape: escape[0] if escape[1] in '"\\/bfnrtu' else escape[1], written)
+    try:
+        return str(json.loads(spelt, strict=False))
+    except ValueError:
+        raise NotACallError from None
 
 
 class NamedCall:
@@ -151,6 +212,11 @@ class NamedCall:
         self._body = body
         self._held = ""
         self._scanner: ObjectScanner | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all arguments have come."""
+        return self.rest is not None
 
     def push(self, text: str) -> str:
         """Take the next text; return what it adds to the arguments."""
@@ -180,8 +246,7 @@ class NamedCall:
         self.name = text.removeprefix(self._body.prefix)
 
     def _stream(self, scanner: ObjectScanner, text: str) -> str:
-        end = scanner.end_in(text)
-        if end is None:
-            return text
-        self.rest = text[end:]
-        return text[:end]
+        told, end = scanner.take(text)
+        if end is not None:
+            self.rest = text[end:]
+        return told

@@ -15,10 +15,12 @@ from typing import Any
 from coordinator.answers.syntax import NamedBody, ObjectBody, Syntax, TaggedBody, Thinking
 
 CALLS_MAX = 16  # of one answer that a grammar leads; a small model may go on calling for ever
+REFS_MAX = 8  # of schemas that say nothing but where another one stands
 # Between the parts of JSON. Without a bound a small model may go on with blanks for ever.
 JSON_BLANKS = r"[\x20\x0A\x0D\x09]{1,20}"
 _ANYTHING = r"/(.|\n)*/"
 _NUMBER = "/[0-9]{1,3}/"
+_KEY = r'/[^<>"=\n]{1,64}/'
 _BLANKS = r"/[ \n]{0,3}/"
 
 Schema = Mapping[str, Any]
@@ -62,7 +64,8 @@ def calls_grammar(wanted: Wanted) -> str:
         return _with_answer(rules.whole(start), wanted.answer)
     elif syntax.trigger:
         behind = (syntax.begin or syntax.open)[len(syntax.trigger) :] + (syntax.open if syntax.begin else "")
-        start = f"{_ANYTHING} | {rules.until(syntax.trigger)} {rules.text(behind)} {calls}"
+        thought = thought_of(rules, wanted.thinking, is_open=wanted.is_thinking)
+        start = f"{thought} ({_ANYTHING} | {rules.until(syntax.trigger)} {rules.text(behind)} {calls})"
     else:
         start = rf"/([^{{](.|\n)*)?/ | {calls}"
     return rules.whole(start)
@@ -173,12 +176,31 @@ def _body(rules: _Rules, syntax: Syntax, number: int, name: str, schema: Schema)
 
 def _arguments(rules: _Rules, body: TaggedBody, schema: Schema) -> Iterator[str]:
     """Yield the terms of tagged arguments, in the schema's order."""
+    schema = _resolved(schema)
     required = schema.get("required")
+    if "properties" not in schema and schema.get("additionalProperties") is not False:
+        key = f"{rules.text(body.key_open)} {_KEY} {rules.text(body.key_end)}"
+        yield f"({key} {rules.until(body.value_end)})*"  # whichever the model names
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     for key, each in schema.get("properties", {}).items():
         of_value = {**each, **shared} if isinstance(each, Mapping) else {}
         term = f"{rules.text(body.key_open + key + body.key_end)} {_value(rules, body, of_value)}"
         yield term if isinstance(required, list) and key in required else f"({term})?"
+
+
+def _resolved(schema: Schema) -> Schema:
+    """Return the schema that a root `$ref` names, with what it may name in turn; as it is where that is not found."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    for _ in range(REFS_MAX):
+        way = schema.get("$ref")
+        if not isinstance(way, str) or not way.startswith("#/"):
+            break
+        kind, _, name = way.removeprefix("#/").partition("/")
+        found = shared[kind].get(name) if isinstance(shared.get(kind), Mapping) else None
+        if not isinstance(found, Mapping):
+            break
+        schema = {**shared, **found}
+    return schema
 
 
 def _value(rules: _Rules, body: TaggedBody, schema: Schema) -> str:

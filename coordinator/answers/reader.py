@@ -87,8 +87,14 @@ class AnswerReader:
         self._reasoning: list[str] = []
         self._parts: list[CallPart] = []
         self._has_text = self._has_reasoning = self._has_thought = False
+        self._ids: set[str] = set()
         self.n_calls = 0
         self.is_over = False  # nothing that may still come belongs to the answer
+
+    @property
+    def has_cut_call(self) -> bool:
+        """Whether a call has begun whose arguments have not come to their end."""
+        return self._state == "call" and self._call is not None and bool(self._call.name) and not self._call.is_whole
 
     def push(self, text: str) -> Parts:
         """Take the next text."""
@@ -222,10 +228,7 @@ class AnswerReader:
             return False
         if is_new:
             self._forget_mark()
-            assert self._reading is not None
-            self._parts.append(
-                CallPart(self.n_calls, arguments, self._call.name, self._call.id or self._reading.new_id())
-            )
+            self._parts.append(CallPart(self.n_calls, arguments, self._call.name, self._id_of(self._call)))
             self.n_calls += 1
         elif arguments:
             self._parts.append(CallPart(self.n_calls - 1, arguments))
@@ -234,6 +237,13 @@ class AnswerReader:
         self._held, self._state = self._call.rest, "behind"
         self.is_over = self._reading is not None and not self._reading.is_parallel
         return True
+
+    def _id_of(self, call: CallReader) -> str:
+        """Return the model's own id if it has given it to no other call, else a new one."""
+        assert self._reading is not None
+        found = call.id if call.id and call.id not in self._ids else self._reading.new_id()
+        self._ids.add(found)
+        return found
 
     def _leave_call(self) -> bool:
         assert self._reading is not None
@@ -277,7 +287,7 @@ def _call_reader(reading: CallReading) -> CallReader:
     syntax, types = reading.syntax, reading.types
     if isinstance(syntax.body, ObjectBody):
         # Where no mark announces them, only the names on offer tell calls from other objects.
-        return ObjectCall(syntax.body, None if syntax.trigger else frozenset(types))
+        return ObjectCall(syntax.body, None if syntax.trigger else frozenset(types), syntax.close)
     if isinstance(syntax.body, NamedBody):
         return NamedCall(syntax.body)
     return TaggedCall(syntax.body, syntax.close, lambda name: types.get(name, {}))

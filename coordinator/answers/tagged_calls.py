@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from coordinator.answers.calls import NAME_CHARS_MAX, NotACallError
+from coordinator.answers.calls import NAME_CHARS_MAX, NotACallError, to_json
 from coordinator.answers.syntax import TaggedBody
 from coordinator.detokenize import overlap
 
@@ -40,6 +40,11 @@ class TaggedCall:
         self._n_keys = 0
         self._key_types: frozenset[str] | None = None  # of the value that is being read
         self._is_begun = False  # that value's string
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all arguments have come."""
+        return self.rest is not None
 
     def push(self, text: str) -> str:
         """Take the next text; return what it adds to the arguments. Raises NotACallError."""
@@ -125,16 +130,12 @@ def json_of(text: str, types: frozenset[str]) -> str:
     """Return an argument's value as JSON: what its types (none: any) say it is, a string if nothing else."""
     bare = text.strip()
     try:
-        value: Any = json.loads(_OF_PYTHON.get(bare, bare), parse_constant=_refuse)
+        value: Any = json.loads(_OF_PYTHON.get(bare, bare))
+        if types and type_of(value) not in types and not (type_of(value) == "integer" and "number" in types):
+            value = text if "string" in types else value
+        return to_json(value)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-    if types and type_of(value) not in types and not (type_of(value) == "integer" and "number" in types):
-        value = text if "string" in types else value
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
 
 
 def type_of(value: Any) -> str:

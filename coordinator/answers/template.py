@@ -86,7 +86,7 @@ class Conversation:
         if not tools and not any(_is_of_tools(message) for message in messages):
             return self._template.render(messages, variables)
         if not style.writes_calls:
-            messages = _merged([_in_words(message) for message in messages])
+            messages = [_in_words(message) for message in _merged(messages)]
         if tools and style.shows_tools:
             variables = {**variables, "tools": list(tools)}
         elif tools:
@@ -188,12 +188,12 @@ def _arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
 def _merged(messages: Sequence[Message]) -> list[Message]:
     """Join results that follow one another: many templates want user and assistant in turns."""
     merged: list[Message] = []
-    for message in messages:
-        text = _text(message)
-        if merged and text.startswith("<tool_response>") and _text(merged[-1]).startswith("<tool_response>"):
-            merged[-1] = {**merged[-1], "content": f"{_text(merged[-1])}\n{text}"}
+    for is_result, some in itertools.groupby(messages, lambda message: message.get("role") == "tool"):
+        if is_result:
+            between = "\n</tool_response>\n<tool_response>\n"  # see _in_words
+            merged.append({"role": "tool", "content": between.join(_text(message) for message in some)})
         else:
-            merged.append(message)
+            merged += some
     return merged
 
 

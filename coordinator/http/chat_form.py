@@ -32,6 +32,10 @@ class ChatForm:
         """The marks of thoughts that are told apart."""
         return self.conversation.thinking if self.splits_reasoning else None
 
+    def is_parallel(self, offered: Offered) -> bool:
+        """Return whether an answer may hold several calls; some templates refuse the turn after such a one."""
+        return offered.is_parallel and self.conversation.style.is_parallel
+
     def new_reader(self) -> AnswerReader | None:
         """Return what takes one answer apart, None where there is nothing to find in it."""
         thinking, offered = self.thinking, self.offered
@@ -39,8 +43,9 @@ class ChatForm:
             return None
         calls = None
         if offered is not None:
-            syntax = self.conversation.style.syntax
-            calls = CallReading(syntax=syntax, types=offered.types, is_parallel=offered.is_parallel)
+            calls = CallReading(
+                syntax=self.conversation.style.syntax, types=offered.types, is_parallel=self.is_parallel(offered)
+            )
         return AnswerReader(thinking, is_thinking=self.is_thinking, calls=calls)
 
 
@@ -63,7 +68,7 @@ def chat_grammar(plan: Plan, form: ChatForm) -> str:
 def _chat_grammar(plan: Plan, form: ChatForm) -> str:
     offered, conversation = plan.offered, form.conversation
     answer = grammar_of(plan.shape) if plan.shape else ""
-    if offered is not None and (offered.is_required or offered.strict or answer):
+    if offered is not None and (offered.is_required or offered.strict or offered.leaves_some or answer):
         if plan.shape and plan.shape.is_json and not conversation.style.syntax.trigger:
             text = "this model writes calls as plain JSON, which nothing tells from such an answer; send one of the two"
             raise InvalidRequestError(f"{plan.shape.param}: not together with tools: {text}", plan.shape.param)
@@ -104,7 +109,7 @@ def _grammar(schemas: dict[str, Schema], offered: Offered, form: ChatForm, answe
         tools=schemas,
         marks=conversation.marks,
         is_required=offered.is_required,
-        is_parallel=offered.is_parallel and conversation.style.is_parallel,
+        is_parallel=form.is_parallel(offered),
         thinking=conversation.thinking,
         is_thinking=form.is_thinking,
         answer=answer,

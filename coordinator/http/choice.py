@@ -111,7 +111,8 @@ class ChoiceState:
             self.finish_reason = "tool_calls"
         elif self.finish_reason is not None:
             parts = parts.with_more(reader.finish())
-            if reader.n_calls and self.finish_reason == "stop":
+            # Clients run what `tool_calls` ends, and arguments that were cut are no JSON.
+            if reader.n_calls and not reader.has_cut_call and self.finish_reason == "stop":
                 self.finish_reason = "tool_calls"
         return parts
 

@@ -18,6 +18,7 @@ from wire.errors import InternalError, RelaylineError, http_status
 log = logging.getLogger("relayline.http")
 
 REQUEST_ID = "x-request-id"
+_STARTED_KEY = web.RequestKey("started", bool)
 _ID_KEY = web.RequestKey("request_id", str)
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _PLAIN_CODES = {404: "route_not_found", 405: "method_not_allowed", 413: "body_too_large"}
@@ -42,6 +43,7 @@ def request_id(request: web.Request) -> str:
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Put the request id on any response, streams included (an on_response_prepare signal)."""
+    request[_STARTED_KEY] = True
     response.headers[REQUEST_ID] = request_id(request)
 
 
@@ -54,7 +56,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         if http_status(error) >= 500:
             log.warning("%s %s: %s: %s [%s]", request.method, request.path, error.label, error, request_id(request))
         note_failure(request, error.label)
-        return _failure(error)
+        return _cut_off(request) if _STARTED_KEY in request else _failure(error)
     except web.HTTPException as error:
         return _plain_failure(request, error)
     except web.RequestPayloadError:
@@ -63,11 +65,20 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except ClientGoneError as gone:
         log.info("%s %s: %s [%s]", request.method, request.path, gone, request_id(request))
         note_failure(request, CLIENT_GONE)
-        return web.Response(status=499)  # never sent; the connection is gone
+        return _cut_off(request)
     except Exception:
         log.exception("%s %s failed [%s]", request.method, request.path, request_id(request))
         note_failure(request, InternalError.label)
+        if _STARTED_KEY in request:
+            return _cut_off(request)
         return _failure(InternalError(f"internal error; the server's log has the details under {request_id(request)}"))
+
+
+def _cut_off(request: web.Request) -> web.Response:
+    """End the connection: a second answer would stand amid the first, which nobody would take for whole now."""
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response(status=499)  # never sent
 
 
 def _failure(error: RelaylineError) -> web.Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -11,12 +12,14 @@ from coordinator.http.choice import ChoiceState, Growth, Scored
 from coordinator.http.dialects import Dialect
 from coordinator.http.errors import error_body
 from coordinator.http.merge import Arrival, Merge
-from coordinator.http.middleware import json_response
+from coordinator.http.middleware import json_response, request_id
 from coordinator.http.observe import note_failure, note_output, note_whole, wants_content
 from coordinator.http.service import Job, Service, open_streams
 from coordinator.http.shapes import PromptTokensDetails, Usage
 from coordinator.http.sse import DONE, EventWriter
 from wire.errors import InternalError, RelaylineError
+
+log = logging.getLogger("relayline.http")
 
 
 async def run(request: web.Request, service: Service, job: Job, dialect: Dialect) -> web.StreamResponse:
@@ -62,10 +65,11 @@ async def _stream(
         try:
             for arrival in arrivals:
                 events += _events(dialect, job, states, merge, arrival, grown)
-        except RelaylineError as error:
+        except Exception as error:
             # The status is long sent. The event makes OpenAI's clients raise; without [DONE] no one takes it for whole.
-            note_failure(request, error.label)
-            events.append(shapes.encode(error_body(error)))
+            told = error if isinstance(error, RelaylineError) else _unforeseen(request)
+            note_failure(request, told.label)
+            events.append(shapes.encode(error_body(told)))
             break
         if not _is_open(states):
             events += [dialect.usage_event(_usage(job, states))] if job.plan.include_usage else []
@@ -77,6 +81,11 @@ async def _stream(
     await writer.finish(events)
     note_whole(request)
     return writer.response
+
+
+def _unforeseen(request: web.Request) -> InternalError:
+    log.exception("an answer of %s cannot be written [%s]", request.path, request_id(request))
+    return InternalError(f"internal error; the server's log has the details under {request_id(request)}")
 
 
 def _events(

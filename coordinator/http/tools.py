@@ -28,6 +28,11 @@ class Offered:
     is_parallel: bool
 
     @property
+    def leaves_some(self) -> bool:
+        """Whether some tools are shown that may not be called."""
+        return len(self.schemas) < len(self.shown)
+
+    @property
     def types(self) -> dict[str, Types]:
         """The JSON types of each tool's arguments."""
         return {name: _types(schema) for name, schema in self.schemas.items()}
@@ -102,7 +107,7 @@ def _choice(choice: Any, by_name: Mapping[str, Any]) -> tuple[_Mode, Sequence[st
     elif isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
         mode = "auto" if isinstance(allowed, Mapping) and allowed.get("mode") == "auto" else "required"
-        names = [_name_of(tool) for tool in allowed.get("tools", ())] if isinstance(allowed, Mapping) else []
+        names = [_name_of(tool) for tool in _list(allowed, "tools")] if isinstance(allowed, Mapping) else []
     elif choice != "required":
         text = 'must be "none", "auto", "required", or name a function'
         raise InvalidRequestError(f"tool_choice: {text}", param="tool_choice")

@@ -27,6 +27,7 @@ from stage.step_types import StepResult
 from wire.errors import InternalError
 from wire.frames import Flag
 
+STACK_BYTES = 64 << 20  # of the decode thread, as far as used: grammars recurse (coordinator/grammar_check.py)
 OUTBOX_STEPS_MAX = 4  # steps computed but not yet sent; enough to hide the send behind the next decode
 
 
@@ -53,8 +54,10 @@ class Runner:
         self._outbox_steps = 0
         self._stopping = False
         self.running: Step | None = None  # what the engine computes now; written by the decode thread
+        before_bytes = threading.stack_size(STACK_BYTES)
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
+        threading.stack_size(before_bytes)
 
     @property
     def queued_frames(self) -> int:

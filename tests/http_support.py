@@ -77,6 +77,23 @@ def add_vocabulary(writer: gguf.GGUFWriter, controls: Sequence[str] = ()) -> Non
     writer.add_eot_token_id(IM_END)
 
 
+def write_sentencepiece(path: Path, *, adds_blank: bool) -> Path:
+    """Write a vocabulary of bytes and a few pieces, as sentencepiece makes them."""
+    pieces = ["▁", "▁hello", "hello", "h", "e", "l", "o", "{", "}", "a", "b", "he", "ll", "x", "y", "z"]
+    kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces])
+    writer.add_token_scores([0.0] * 259 + [float(len(piece)) for piece in pieces])
+    writer.add_token_types([*kinds, *[gguf.TokenType.BYTE] * 256, *[gguf.TokenType.NORMAL] * len(pieces)])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_space_prefix(adds_blank)
+    _write(writer)
+    return path
+
+
 def write_no_tokenizer(path: Path, n_vocab: int = 32) -> Path:
     """Write the file of a model whose tokenizer is "none"."""
     writer = gguf.GGUFWriter(path, "llama")

@@ -21,8 +21,8 @@ from stage.constraint import Constraint, read_vocabulary
 from stage.policy import DrainPolicy
 from stage.sampler import SamplingOptions, SessionSampler
 from tests.fakes import FakeEngine, control, greedy, hidden, new_executor, rows_frame, step_of
-from tests.fleet import CTX, NEAR_TIE, TinyShape, fleet, logits_along, read, request
-from tests.http_support import EOS, IM_END, N_VOCAB, write_no_tokenizer, write_tokenizer
+from tests.fleet import CTX, TinyShape, fleet, logits_along, read, request
+from tests.http_support import EOS, IM_END, N_VOCAB, write_no_tokenizer, write_sentencepiece, write_tokenizer
 from tests.reference import ReferenceModel
 from tests.tiny_slices import write_pipeline, write_whole
 from wire import bounds
@@ -36,6 +36,11 @@ CHOICES = ("hello", "hello world", "help", "hell", "yes", "yesterday é", "no", 
 GRAMMAR = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in CHOICES)
 LONG = [f"{'hello ' * (number % 4)}{'world' * (3 + number % 7)}{number:04}" for number in range(40)]
 LONG_GRAMMAR = "start: " + " | ".join(map(json.dumps, LONG))
+HELLO = {"name": "other", "lark_grammar": 'start: "hello"'}
+HELLO_JSON = json.dumps({"grammars": [{"lark_grammar": "start: @other"}, HELLO]})
+# Where streams end while others go on these take their cells over, attention sums in another order, and logits move
+# ten times as far as steps of another shape move them (by 0.03, their deviation being 2).
+REUSED_TIE = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -77,21 +82,49 @@ def sampler_of(vocabulary: LLTokenizer, said: Sequence[int] = (), **options: obj
 
 
 def test_only_what_fits_can_be_picked(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> None:
-    """All ways through the grammar, token by token. What leaves no choice is said in its usual tokens."""
+    """All ways through the grammar, token by token."""
     ways: list[list[int]] = [[]]
     ended: list[str] = []
     while ways:
         said = ways.pop()
         found = picked_from(Constraint(vocabulary, GRAMMAR, said), 10 + len(said))
-        if len({tokenizer.piece(token)[:1] for token in allowed(tokenizer, said)}) > 1:
-            assert found == allowed(tokenizer, said)
-        else:
-            assert len(found & allowed(tokenizer, said)) == len(found) > 0
+        assert found == allowed(tokenizer, said)
         if found & ENDS:
             ended.append(tokenizer.decode(said))
         ways += [[*said, token] for token in found - ENDS]
     assert set(ended) == set(CHOICES)
     assert len(ended) > len(CHOICES), "several ways of saying one"
+
+
+@pytest.mark.parametrize("adds_blank", [False, True])
+def test_vocabularies_of_sentencepiece_can_say_it_too(adds_blank: bool, tmp_path: Path) -> None:
+    """Those of Llama 2, Mistral and Phi-3: many put a blank before every text that they split. <unk> is no text."""
+    tokenizer = Tokenizer.load(write_sentencepiece(tmp_path / "tokenizer.gguf", adds_blank=adds_blank))
+    found = read_vocabulary(tokenizer._vocab, tokenizer.n_vocab)
+    for grammar, text in (('start: "{" /[ab]/ " hello" "}"', "{a hello}"), ("start: /(.|\n){0,3}hello/", "xyzhello")):
+        said: list[int] = []
+        while tokenizer.decode(said) != text:
+            logits = np.zeros(tokenizer.n_vocab, np.float32)
+            Constraint(found, grammar, said).apply(len(said), logits)
+            assert not np.isfinite(logits[:2]).any(), "<unk> and <s>"
+            fitting = np.flatnonzero(np.isfinite(logits))
+            said.append(next(token for token in fitting if text.startswith(tokenizer.decode([*said, token]))))
+
+
+def test_text_without_a_choice_is_not_spelt_out(vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a grammar asks for it: a kilobyte can stand for megabytes, at each token."""
+    monkeypatch.setattr("stage.constraint._Pieces.__call__", None)
+    for grammar in ('start: "hello"', '%llguidance {"no_forcing": false}\nstart: "hello"', HELLO_JSON):
+        constraint, said = Constraint(vocabulary, grammar, []), b"hello"
+        for position in range(len(said)):
+            assert said[position] in picked_from(constraint, position)
+            constraint.said(said[position])
+
+
+@pytest.mark.parametrize("grammar", ["{", '{"grammars": []}', '{"grammars": 5}', '{"grammars": [5]}', "[" * 9, "{" * 9])
+def test_what_is_no_grammar_is_refused(vocabulary: LLTokenizer, grammar: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        Constraint(vocabulary, grammar, [])
 
 
 @pytest.mark.parametrize(
@@ -308,7 +341,7 @@ async def test_streams_through_stages_are_what_the_unsplit_model_would_say(
         assert tokenizer.decode(tokens[:-1]) in LONG
         for at, logits in enumerate(logits_along(whole, prompt, tokens)):
             fitting = list(picked_from(Constraint(vocabulary, LONG_GRAMMAR, tokens[:at]), 0))
-            assert logits[fitting].max() - logits[tokens[at]] <= NEAR_TIE, f"token {at}"
+            assert logits[fitting].max() - logits[tokens[at]] <= REUSED_TIE, f"token {at}"
 
 
 async def test_a_grammar_that_only_a_stage_can_refuse_ends_its_stream_alone(paths: list[Path]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from coordinator.grammar_check import GrammarChecker
 from coordinator.http.bodies import CompletionBody, decode_body
 from coordinator.http.structure import Shape, grammar_of, shape_of
 from wire import bounds
@@ -110,6 +112,50 @@ def test_each_way_of_asking_makes_its_grammar(
 )
 def test_who_asks_for_none_gets_any_answer(fields: dict[str, Any]) -> None:
     assert asked(**fields) is None
+
+
+CHAIN = "\n".join(f'a{number}: a{number + 1} "x"' for number in range(3_000))
+REFS = {f"a{number}": {"properties": {"x": {"$ref": f"#/$defs/a{number + 1}"}}} for number in range(1_100)}
+MULTIPLE = '{"type": "integer", "multipleOf": 4000037}'
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("grammar", f'start: a0\n{CHAIN}\na3000: "x"', "refer to each other too deeply"),
+        ("json", json.dumps({"$ref": "#/$defs/a0", "$defs": {**REFS, "a1100": {}}}), "refer to each other too deeply"),
+        ("json", MULTIPLE, "takes too long to begin with"),
+        ("grammar", f'start: %json {MULTIPLE} <|any|> <[5]> "<a b>"', "takes too long to begin with"),
+    ],
+    ids=["rules", "references", "multiples", "multiples with tokens"],
+)
+def test_what_would_take_a_process_with_it_is_refused(
+    kind: Any, text: str, reason: str, vocabulary: LLTokenizer
+) -> None:
+    with pytest.raises(InvalidRequestError, match=reason):
+        grammar_of(Shape("grammar", kind, (text,)))
+    assert fits(vocabulary, grammar_of(Shape("grammar", "grammar", (GBNF,))), "aab"), "the next one is tried anew"
+
+
+def test_grammars_are_tried_by_one_process_from_many_threads() -> None:
+    checker = GrammarChecker()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda number: checker.check(f"start: /[a-z]{{{number}}}/"), range(1, 33)))
+    assert found == [(f"start: /[a-z]{{{number}}}/", "") for number in range(1, 33)]
+    worker = checker._worker
+    assert worker is not None
+    checker.close()
+    assert worker.poll() == 0, "it leaves when it is told to, as it does when its coordinator has gone"
+
+
+def test_a_worker_that_something_else_has_ended_is_started_anew() -> None:
+    checker = GrammarChecker()
+    assert checker.check('start: "a"')[1] == ""
+    assert checker._worker is not None
+    checker._worker.kill()
+    checker._worker.wait()
+    assert checker.check('start: "b"') == ('start: "b"', "")
+    checker.close()
 
 
 def test_blanks_in_json_are_bounded(vocabulary: LLTokenizer) -> None:

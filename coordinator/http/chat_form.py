@@ -9,7 +9,7 @@ from coordinator.answers.grammar import Schema, Wanted, after_thoughts, calls_gr
 from coordinator.answers.reader import AnswerReader, CallReading
 from coordinator.answers.syntax import Thinking
 from coordinator.answers.template import Conversation
-from coordinator.http.structure import fault_of, grammar_of, in_a_line
+from coordinator.http.structure import check_size, fault_of, grammar_of, in_a_line
 from coordinator.http.tools import Offered
 from coordinator.http.validation import Plan
 from wire.bounds import GRAMMAR_BYTES_MAX
@@ -73,8 +73,9 @@ def _chat_grammar(plan: Plan, form: ChatForm) -> str:
             text = "this model writes calls as plain JSON, which nothing tells from such an answer; send one of the two"
             raise InvalidRequestError(f"{plan.shape.param}: not together with tools: {text}", plan.shape.param)
         return _tool_grammar(offered, form, answer)
-    if answer and form.is_thinking and conversation.thinking:
+    if plan.shape and form.is_thinking and conversation.thinking:
         answer = after_thoughts(answer, conversation.thinking, conversation.marks)
+        check_size(len(answer.encode()), plan.shape.param)
     return answer
 
 
@@ -85,13 +86,6 @@ def _tool_grammar(offered: Offered, form: ChatForm, answer: str) -> str:
         for name, schema in offered.schemas.items()
     }
     grammar = _grammar(schemas, offered, form, answer)
-    fault = fault_of(grammar)
-    if fault:
-        schemas = {name: _followed(name, schema, offered) for name, schema in schemas.items()}
-        grammar = _grammar(schemas, offered, form, answer)
-        fault = fault_of(grammar)
-    if fault:
-        raise InvalidRequestError(f"tools: cannot be followed: {in_a_line(fault)}", param="tools")
     if len(grammar.encode()) > GRAMMAR_BYTES_MAX:
         schemas = {name: schema if name in offered.strict else _ANY_ARGUMENTS for name, schema in schemas.items()}
         grammar = _grammar(schemas, offered, form, answer)
@@ -99,6 +93,13 @@ def _tool_grammar(offered: Offered, form: ChatForm, answer: str) -> str:
     if size_bytes > GRAMMAR_BYTES_MAX:
         text = f"their grammar has {size_bytes} bytes, at most {GRAMMAR_BYTES_MAX}; offer fewer, or fewer strict ones"
         raise InvalidRequestError(f"tools: {text}", param="tools")
+    fault = fault_of(grammar)
+    if fault:
+        schemas = {name: _followed(name, schema, offered) for name, schema in schemas.items()}
+        grammar = _grammar(schemas, offered, form, answer)
+        fault = fault_of(grammar)
+    if fault:
+        raise InvalidRequestError(f"tools: cannot be followed: {in_a_line(fault)}", param="tools")
     return grammar
 
 

@@ -10,19 +10,18 @@ import dataclasses
 import json
 from typing import Literal
 
-from llguidance import LLMatcher, LLParserLimits
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance import LLMatcher
 
 from coordinator.answers.grammar import JSON_BLANKS
+from coordinator.grammar_check import checker
 from coordinator.http.bodies import GenerationBody, Json
-from wire.bounds import GRAMMAR_BYTES_MAX, GRAMMAR_ITEMS_MAX
+from wire.bounds import GRAMMAR_BYTES_MAX
 from wire.errors import InvalidRequestError
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 
 ANY_OBJECT = '{"type":"object"}'
 ERROR_CHARS_MAX = 400  # of llguidance's reason
-_LIMITS = LLParserLimits(max_items_in_row=GRAMMAR_ITEMS_MAX, verbose_errors=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,28 +67,32 @@ def grammar_of(shape: Shape) -> str:
 
     Raises InvalidRequestError where the shape is none, or llguidance does not know it.
     """
+    check_size(sum(len(text.encode()) for text in shape.texts), shape.param)  # before anything is made of it
     try:
         grammar = _grammar(shape)
-        reason = fault_of(grammar)
+        check_size(len(grammar.encode()), shape.param)
+        grammar, reason = checker.check(grammar, is_gbnf=shape.kind == "grammar")
     except RecursionError:
         raise InvalidRequestError(f"{shape.param}: nested too deeply", param=shape.param) from None
-    except Exception as error:  # llguidance raises ValueError for JSON, and bare ones for GBNF
+    except ValueError as error:  # llguidance's for JSON
         reason = str(error) or type(error).__name__
     if reason:
         raise InvalidRequestError(
             f"{shape.param}: not a {_NAMES[shape.kind]} that can be followed: {in_a_line(reason)}", shape.param
         )
-    size_bytes = len(grammar.encode())
-    if size_bytes > GRAMMAR_BYTES_MAX:
-        raise InvalidRequestError(
-            f"{shape.param}: its grammar has {size_bytes} bytes, at most {GRAMMAR_BYTES_MAX}", param=shape.param
-        )
+    check_size(len(grammar.encode()), shape.param)
     return grammar
 
 
+def check_size(size_bytes: int, param: str) -> None:
+    """Raise InvalidRequestError for a grammar that is too long for stages."""
+    if size_bytes > GRAMMAR_BYTES_MAX:
+        raise InvalidRequestError(f"{param}: its grammar has {size_bytes} bytes, at most {GRAMMAR_BYTES_MAX}", param)
+
+
 def fault_of(grammar: str) -> str:
-    """Return what llguidance has against a grammar, "" for nothing."""
-    return LLMatcher.validate_grammar(grammar, limits=_LIMITS)
+    """Return what speaks against a grammar, "" for nothing. It may take half a second: not for the event loop."""
+    return checker.check(grammar)[1]
 
 
 def in_a_line(reason: str) -> str:
@@ -116,7 +119,7 @@ def _grammar(shape: Shape) -> str:
     if shape.kind == "choice":
         # Named in capitals it is one regular expression, however many there are.
         return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in shape.texts)
-    return any_to_lark(text)
+    return text
 
 
 def _response_format(body: GenerationBody) -> Shape | None:

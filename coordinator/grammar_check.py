@@ -7,6 +7,7 @@ nothing but a process that is started again for the next; what is let through th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import select
@@ -83,3 +84,4 @@ class GrammarChecker:
 
 
 checker = GrammarChecker()  # of this process
+atexit.register(checker.close)

@@ -43,26 +43,17 @@ def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 
 async def test_eight_streams_equal_one_at_a_time_and_share_batches(served: Running) -> None:
-    order: list[tuple[int, str]] = []
     async with aiohttp.ClientSession() as session:
         client = Client(session, served.event)
         alone = [tokens_of(await client.stream(prompt)) for prompt in PROMPTS]
         before = await client.pipeline()
-
-        async def one(index: int, prompt: str) -> list[int]:
-            def note(event: dict[str, Any]) -> None:
-                order.append((index, "end" if event["choices"][0]["finish_reason"] else "token"))
-
-            return tokens_of(await client.stream(prompt, note))
-
-        together = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(PROMPTS)))
+        together = [tokens_of(events) for events in await asyncio.gather(*map(client.stream, PROMPTS))]
         after = await client.pipeline()
         for prompt, left, right in zip(PROMPTS, alone, together, strict=True):
             await assert_same_greedy(client, prompt, left, right)
     layout = {"auto": "per-lane", "unified": "unified"}[served.event["asked"]]
     assert {stage["kv_layout"] for stage in after["stages"]} == {layout}
-    # Stream 2 began before stream 1 ended: they really ran side by side.
-    assert order.index((1, "token")) < order.index((0, "end"))
+    # Steps with several sessions: they really ran side by side. (The order in which a client hears says little.)
     for stage_before, stage_after in zip(before["stages"], after["stages"], strict=True):
         batched = sum(
             count - stage_before["steps_by_sessions"].get(size, 0)

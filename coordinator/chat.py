@@ -172,8 +172,14 @@ def _with_object_arguments(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
+    return {**call, "function": {**function, "arguments": object_arguments(function)}}
+
+
+def object_arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of an earlier call as an object; a model may have written what is none, or was cut."""
+    sent = function.get("arguments") or {}
     try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):  # a model's answer that was cut, say
-        arguments = {"arguments": function["arguments"]}
-    return {**call, "function": {**function, "arguments": arguments}}
+        arguments = json.loads(sent) if isinstance(sent, str) else sent
+    except (ValueError, RecursionError):
+        arguments = sent
+    return arguments if isinstance(arguments, Mapping) else {"arguments": arguments}

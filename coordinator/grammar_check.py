@@ -1,6 +1,6 @@
 """Whether stages can follow a grammar, found out in a process of its own.
 
-llguidance recurses once per rule, without a bound, and a schema of 44 bytes (`multipleOf`) may take it a minute and
+llguidance recurses once per rule, without a bound, and a schema of 44 bytes (`multipleOf`) may take it 45 s and
 gigabytes to begin with. Clients write grammars. So each is tried where running out of stack, memory or time ends
 nothing but a process that is started again for the next; what is let through the last stage begins within that time.
 """

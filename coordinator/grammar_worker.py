@@ -23,13 +23,14 @@ _TOKEN = re.compile(r"<[^<>\s]+>")  # a model's own, by name or number: none of 
 _LIMITS = LLParserLimits(max_items_in_row=GRAMMAR_ITEMS_MAX, verbose_errors=False)
 
 
-class _Bytes:
+class Bytes:
     """The vocabulary of single bytes and an end. Grammars that name tokens of a model are tried without one."""
 
     eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
     tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
 
     def __call__(self, text: bytes | str) -> list[int]:
+        """Return the tokens of a text."""
         return list(text.encode() if isinstance(text, str) else text)
 
 
@@ -38,7 +39,7 @@ def main() -> None:
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, MEMORY_BYTES_MAX)
     _limit(resource.RLIMIT_STACK, STACK_BYTES_MAX)
-    vocabulary = LLTokenizer(TokenizerWrapper(_Bytes()))
+    vocabulary = LLTokenizer(TokenizerWrapper(Bytes()))
     for line in sys.stdin.buffer:
         asked = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, CPU_S_MAX)  # the signal ends a process, whatever code runs

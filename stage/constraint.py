@@ -26,8 +26,9 @@ from wire.errors import InternalError, InvalidRequestError, ProtocolError
 # Beside its own limits of time and memory; and errors without a dump of its state.
 _LIMITS = LLParserLimits(max_items_in_row=GRAMMAR_ITEMS_MAX, verbose_errors=False)
 _NOTHING = np.float32(-np.inf)
-# Around every grammar. llguidance would spell out all text that leaves no choice, at each token, and tokenise it: 1.6 s
-# and 0.9 GB for a kilobyte of grammar. And with vocabularies that put a blank before every text nothing would fit.
+# Around every grammar. llguidance would spell out all text that leaves no choice, at each token, and tokenise it: half
+# a second and hundreds of megabytes for a kilobyte of grammar. And with vocabularies that put a blank before every text
+# nothing would fit.
 _START = '%llguidance {"no_forcing": true}\nstart: @grammar'
 
 

@@ -165,11 +165,11 @@ async def serve(config: StageConfig) -> AsyncIterator[tuple[str, StageFacts, asy
             yield f"{config.host}:{port}", dataclasses.replace(facts, metrics_address=metrics_address), crashed
     finally:
         await health.enter_graceful_shutdown()
-        await _unless(crashed, service.close())
+        await _unless(crashed, service.close)
         await server.stop(SHUTDOWN_GRACE_S)
         listener.close()
         sender.cancel()
-        await _unless(crashed, runner.call(executor.close))
+        await _unless(crashed, lambda: runner.call(executor.close))
         watchdog.cancel()  # not before: a step that hangs as the stage stops is given up too
         await runner.stop(SHUTDOWN_GRACE_S if crashed.done() else None)
         await asyncio.to_thread(telemetry.shutdown)
@@ -177,9 +177,11 @@ async def serve(config: StageConfig) -> AsyncIterator[tuple[str, StageFacts, asy
         await crashed
 
 
-async def _unless(crashed: asyncio.Future[None], work: Coroutine[Any, Any, None]) -> None:
-    """Await what needs the decode thread; give it up once the stage has crashed, since that may never answer."""
-    task = asyncio.create_task(work)
+async def _unless(crashed: asyncio.Future[None], work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Do what needs the decode thread; give it up once the stage has crashed, since that may never answer."""
+    if crashed.done():
+        return
+    task = asyncio.create_task(work())
     await first_of(task, crashed)
     if crashed.done():
         task.cancel()

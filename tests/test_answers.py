@@ -20,7 +20,6 @@ from coordinator.answers.tagged_calls import Types, json_of, type_of
 BY_LABEL = {syntax.label: syntax for syntax in SYNTAXES}
 MARKED = [syntax for syntax in SYNTAXES if syntax.trigger]
 LLAMA, QWEN_CODER, MISTRAL, DEEPSEEK = (BY_LABEL[name] for name in ("llama", "qwen3-coder", "mistral", "deepseek"))
-THINK = THINKING[0]
 GLM, NEMO, KIMI = (BY_LABEL[name] for name in ("glm", "mistral-nemo", "kimi-k2"))
 Calls = Sequence[tuple[str, Mapping[str, Any]]]
 XY: Calls = [("other", {"x": "y"})]
@@ -153,7 +152,7 @@ def test_any_text_comes_out_the_same_however_it_is_cut(syntax: Syntax, words: li
     """Marks at random among brackets and letters: mostly no calls, and nothing may be lost, told twice, or raise."""
     marks = [syntax.trigger, syntax.open, syntax.close, syntax.end, "<think>", "</think>", '{"name": "other", ']
     text = "".join(part for word in words for part in (word, data.draw(st.sampled_from(marks))))
-    reader_of = {"thinking": data.draw(st.sampled_from([None, THINK])), "calls": CALLS}
+    reader_of = {"thinking": data.draw(st.sampled_from([None, THINKING[0]])), "calls": CALLS}
     whole = _raw(text, syntax, (), **reader_of)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     assert _raw(text, syntax, cuts, **reader_of) == whole
@@ -268,7 +267,7 @@ def test_what_stands_behind_a_call_without_its_last_bracket_is_told() -> None:
 
 
 def test_no_two_calls_have_one_id() -> None:
-    twice = write_calls(KIMI, [BARE[0], BARE[0]]).replace("other:1", "other:0")
+    twice = write_calls(KIMI, [*BARE] * 2).replace(":1", ":0")
     assert same_at_every_cut(twice, KIMI).ids == ["functions.other:0", "id1"]
 
 
@@ -366,7 +365,7 @@ def test_thoughts_are_told_apart(thinking: Thinking, is_open: bool) -> None:
 
 def test_thoughts_before_a_call_without_a_mark() -> None:
     text = f"<think>so</think>\n\n{write_calls(LLAMA, CALLS[:1])}"
-    found = same_at_every_cut(text, LLAMA, thinking=THINK)
+    found = same_at_every_cut(text, LLAMA, thinking=THINKING[0])
     assert (found.reasoning, found.text, found.calls) == ("so", "", [CALLS[0]])
 
 
@@ -384,7 +383,7 @@ def test_thoughts_before_a_call_without_a_mark() -> None:
     ],
 )
 def test_thoughts_that_do_not_end_or_begin_late(text: str, is_open: bool, said: str, thought: str) -> None:
-    found = same_at_every_cut(text, None, thinking=THINK, is_thinking=is_open)
+    found = same_at_every_cut(text, None, thinking=THINKING[0], is_thinking=is_open)
     assert (found.text, found.reasoning) == (said, thought)
 
 

@@ -21,7 +21,7 @@ from stage.constraint import Constraint, read_vocabulary
 from stage.policy import DrainPolicy
 from stage.sampler import SamplingOptions, SessionSampler
 from tests.fakes import FakeEngine, control, greedy, hidden, new_executor, rows_frame, step_of
-from tests.fleet import CTX, TinyShape, fleet, logits_along, read, request
+from tests.fleet import CTX, NEAR_TIE, TinyShape, fleet, logits_along, read, request
 from tests.http_support import EOS, IM_END, N_VOCAB, write_no_tokenizer, write_sentencepiece, write_tokenizer
 from tests.reference import ReferenceModel
 from tests.tiny_slices import write_pipeline, write_whole
@@ -38,9 +38,6 @@ LONG = [f"{'hello ' * (number % 4)}{'world' * (3 + number % 7)}{number:04}" for 
 LONG_GRAMMAR = "start: " + " | ".join(map(json.dumps, LONG))
 HELLO = {"name": "other", "lark_grammar": 'start: "hello"'}
 HELLO_JSON = json.dumps({"grammars": [{"lark_grammar": "start: @other"}, HELLO]})
-# Where streams end while others go on these take their cells over, attention sums in another order, and logits move
-# ten times as far as steps of another shape move them (by 0.03, their deviation being 2).
-REUSED_TIE = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -302,7 +299,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferenceModel]:
-    with ReferenceModel(write_whole(tmp_path_factory.mktemp("whole") / "whole.gguf", SHAPE), CTX, 1) as model:
+    path = write_whole(tmp_path_factory.mktemp("whole") / "whole.gguf", SHAPE)
+    with ReferenceModel(path, CTX, 1, flash_attn="off") as model:
         yield model
 
 
@@ -322,7 +320,11 @@ async def test_streams_through_stages_are_what_the_unsplit_model_would_say(
     prompts = [tuple(np.random.default_rng(seed).integers(0, 256, 12 + seed).tolist()) for seed in range(5)]
     async with (
         asyncio.timeout(60),
-        fleet(paths, n_vocab=N_VOCAB, is_end=lambda token: token in ENDS, proxied=loss == "link") as running,
+        # In a shared cache the cells of streams that end go to others, whose flash attention sums in another order
+        # then: that moves logits of the unsplit model too, by 0.02 and not 0.005. So lanes have their own cells here.
+        fleet(
+            paths, n_vocab=N_VOCAB, is_end=lambda token: token in ENDS, proxied=loss == "link", kv_layout="per-lane"
+        ) as running,
     ):
         streams = [running.pipeline.open(request(prompt, 120, sampling)) for prompt in prompts]
         plain = running.pipeline.open(request(prompts[0], 40))
@@ -341,7 +343,7 @@ async def test_streams_through_stages_are_what_the_unsplit_model_would_say(
         assert tokenizer.decode(tokens[:-1]) in LONG
         for at, logits in enumerate(logits_along(whole, prompt, tokens)):
             fitting = list(picked_from(Constraint(vocabulary, LONG_GRAMMAR, tokens[:at]), 0))
-            assert logits[fitting].max() - logits[tokens[at]] <= REUSED_TIE, f"token {at}"
+            assert logits[fitting].max() - logits[tokens[at]] <= NEAR_TIE, f"token {at}"
 
 
 async def test_a_grammar_that_only_a_stage_can_refuse_ends_its_stream_alone(paths: list[Path]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from coordinator.grammar_check import GrammarChecker
+from coordinator.grammar_worker import Bytes
 from coordinator.http.bodies import CompletionBody, decode_body
 from coordinator.http.structure import Shape, grammar_of, shape_of
 from wire import bounds
@@ -21,16 +22,6 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-
-
-class Bytes:
-    """The vocabulary of single bytes, and an end."""
-
-    eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
-    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return list(text.encode() if isinstance(text, str) else text)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from typing import Any
 from coordinator.answers.marks import control_marks
 from coordinator.answers.reader import AnswerReader, CallReading
 from coordinator.answers.syntax import HERMES, SYNTAXES, THINKING, Syntax, Thinking, write_calls
-from coordinator.chat import USUAL_FORM, CallForm, ChatTemplate, Message, content_text
+from coordinator.chat import USUAL_FORM, CallForm, ChatTemplate, Message, content_text, object_arguments
 from coordinator.tokenizer import Tokenizer
 from wire.errors import InvalidRequestError
 
@@ -169,20 +169,10 @@ def _in_words(message: Message) -> Message:
         return {"role": "user", "content": f"<tool_response>\n{_text(message)}\n</tool_response>"}
     if not message.get("tool_calls"):
         return message
-    calls = [(call["function"]["name"], _arguments(call["function"])) for call in message["tool_calls"]]
+    calls = [(call["function"]["name"], object_arguments(call["function"])) for call in message["tool_calls"]]
     said = [text for text in (_text(message), write_calls(HERMES, calls)) if text]
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**plain, "content": "\n".join(said)}
-
-
-def _arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of an earlier call; a model may have written what is no object."""
-    sent = function.get("arguments") or {}
-    try:
-        arguments = json.loads(sent) if isinstance(sent, str) else sent
-    except (ValueError, RecursionError):
-        arguments = sent
-    return arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
 
 
 def _merged(messages: Sequence[Message]) -> list[Message]:

@@ -158,7 +158,7 @@ def stage_main(index: int, width: int, out: Path) -> None:
     recorder = Recorder(engine)
     recorder.install(executor)
     facts = StageFacts(_artifact(index, width), config, "bench")
-    process.load = lambda config: (facts, executor)
+    process.load_stage = lambda config, load=None: (facts, executor)
 
     async def main(stopping: asyncio.Event) -> None:
         async with process.serve(config) as (address, *_):

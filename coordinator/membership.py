@@ -168,6 +168,8 @@ def _describe(place: Place, now_ns: int) -> dict[str, object]:
     }
     if place.state is MemberState.FETCHING:
         entry["fetched_bytes"], entry["fetch_total_bytes"] = place.done_bytes, place.total_bytes
+    elif place.state is MemberState.LOADING:
+        entry["loaded_bytes"], entry["load_total_bytes"] = place.done_bytes, place.total_bytes
     if place.member is not None:
         entry["host"] = {
             "address": place.member.host,

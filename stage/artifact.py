@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from stage.ggml import GgufMetadata
+from stage.loading import CHECKING, Load
 from wire.errors import ArtifactError, ModelFileError
 from wire.file_hash import sha256_of
 
@@ -147,11 +148,11 @@ def _describe(path: Path, metadata: GgufMetadata) -> StageArtifact:
     )
 
 
-def verify_artifact(path: Path) -> StageArtifact:
+def verify_artifact(path: Path, load: Load | None = None) -> StageArtifact:
     """Check an artifact's size and sha256 against the pipeline.json beside it, and return what it says of itself.
 
     A file once verified is not hashed again while its size, modification time and inode stay the same.
-    Raises ArtifactError or ModelFileError, each one line.
+    Raises ArtifactError or ModelFileError, each one line, or LoadStoppedError.
     """
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file")
@@ -162,7 +163,8 @@ def verify_artifact(path: Path) -> StageArtifact:
     size_bytes = path.stat().st_size
     if size_bytes != entry.size_bytes:
         raise ArtifactError(f"{path}: {size_bytes} bytes where {PIPELINE_FILE} says {entry.size_bytes}; copy it again")
-    if sha256_of(path) != entry.sha256:
+    load = load or Load()
+    if sha256_of(path, lambda share: load.at(CHECKING, share)) != entry.sha256:
         raise ArtifactError(f"{path}: its sha256 is not the one in {PIPELINE_FILE}; it was altered, copy it again")
     artifact = open_artifact(path)
     if artifact.pipeline_id != pipeline.pipeline_id or artifact.stage_index != entry.index:

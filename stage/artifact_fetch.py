@@ -14,6 +14,7 @@ from pathlib import Path
 
 from stage.artifact_store import Slot, Writer, shared_path
 from stage.join_client import Member
+from stage.loading import Load
 from wire.errors import ArtifactError, RelaylineError, StageLostError
 from wire.pb.relayline.v1 import join_pb2 as pb
 
@@ -27,16 +28,17 @@ REPORT_EVERY_S = 0.5  # progress to the coordinator
 LOG_EVERY_S = 5.0  # progress on stderr
 
 
-async def obtain(member: Member, cache: Path, *, always_fetch: bool) -> Path:
+async def obtain(member: Member, cache: Path, load: Load, *, always_fetch: bool) -> Path:
     """Return the path of the member's artifact, whole and checked, with pipeline.json beside it.
 
     Raises ArtifactError when it keeps coming damaged or the coordinator has none, StartError when the disk cannot take
-    it, ProtocolError for an order that names no artifact, and the loss of the coordinator while bytes are missing.
+    it, ProtocolError for an order that names no artifact, the loss of the coordinator while bytes are missing, and
+    LoadStoppedError once the load is stopped while a file is read.
     """
     artifact = member.order.artifact
     slot = Slot(cache, artifact)
     if not always_fetch:
-        path = await asyncio.to_thread(shared_path, artifact)
+        path = await asyncio.to_thread(shared_path, artifact, load)
         if path is not None:
             log.info("using the artifact where it lies", extra={"fields": {"path": path}})
             return path
@@ -46,23 +48,23 @@ async def obtain(member: Member, cache: Path, *, always_fetch: bool) -> Path:
         while not slot.try_lock():  # noqa: ASYNC110 - another process holds it, which no event of ours tells
             await asyncio.sleep(LOCK_LOOK_S)
     try:
-        if await asyncio.to_thread(slot.is_complete):
+        if await asyncio.to_thread(slot.is_complete, load):
             log.info("artifact found in the cache", extra={"fields": {"path": slot.path}})
         else:
             slot.check_space()
-            await _fetch_persistently(member, slot)
+            await _fetch_persistently(member, slot, load)
     finally:
         slot.unlock()
     return slot.path
 
 
-async def _fetch_persistently(member: Member, slot: Slot) -> None:
+async def _fetch_persistently(member: Member, slot: Slot, load: Load) -> None:
     fruitless = damaged = 0
     delay_s = RETRY_FIRST_S
     while True:
         before_bytes = slot.partial_bytes()
         try:
-            await _fetch_once(member, slot)
+            await _fetch_once(member, slot, load)
             return
         except ArtifactError as error:
             damaged += 1
@@ -79,8 +81,8 @@ async def _fetch_persistently(member: Member, slot: Slot) -> None:
             await asyncio.sleep(delay_s)
 
 
-async def _fetch_once(member: Member, slot: Slot) -> None:
-    writer = await asyncio.to_thread(Writer, slot)
+async def _fetch_once(member: Member, slot: Slot, load: Load) -> None:
+    writer = await asyncio.to_thread(Writer, slot, load)
     show = _Progress(member, slot, writer.n_bytes)
     log.info("fetching the artifact", extra={"fields": {"file": slot.artifact.file, "from_byte": writer.n_bytes,
                                                         "of_bytes": slot.artifact.size_bytes}})  # fmt: skip

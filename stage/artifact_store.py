@@ -16,6 +16,7 @@ import shutil
 from pathlib import Path
 
 from stage.artifact import PIPELINE_FILE
+from stage.loading import CHECKING, Load
 from wire.errors import ArtifactError, ProtocolError, StartError
 from wire.file_hash import remember_sha256, sha256_of
 from wire.pb.relayline.v1 import join_pb2 as pb
@@ -28,7 +29,10 @@ GIB = 1 << 30
 
 
 class Slot:
-    """The place of one artifact in the cache. Everything here may block; call it in a thread."""
+    """The place of one artifact in the cache. Everything here may block; call it in a thread.
+
+    What takes a `Load` reads whole files, tells it how far it is, and raises LoadStoppedError once it is stopped.
+    """
 
     def __init__(self, cache: Path, artifact: pb.ArtifactFile) -> None:
         """Raise ProtocolError when the order's names could lead out of the cache."""
@@ -69,9 +73,9 @@ class Slot:
             os.close(self._lock)
             self._lock = None
 
-    def is_complete(self) -> bool:
+    def is_complete(self, load: Load) -> bool:
         """Return whether the artifact is here, whole and unaltered; an altered one is removed."""
-        if not has_content(self.path, self.artifact):
+        if not has_content(self.path, self.artifact, load):
             self.path.unlink(missing_ok=True)
             return False
         return True
@@ -98,7 +102,7 @@ class Slot:
 class Writer:
     """Appends to a slot's partial file and keeps its hash. Blocks; call it in a thread."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: Slot, load: Load) -> None:
         """Open the partial file and hash what is already there; one that is too long begins anew."""
         self._slot = slot
         self._digest = hashlib.sha256()
@@ -107,9 +111,14 @@ class Writer:
             self._file.truncate(0)
         self._file.seek(0)
         self.n_bytes = 0
-        while data := self._file.read(READ_BYTES):
-            self._digest.update(data)
-            self.n_bytes += len(data)
+        try:
+            while data := self._file.read(READ_BYTES):
+                self._digest.update(data)
+                self.n_bytes += len(data)
+                load.at(CHECKING, self.n_bytes / slot.artifact.size_bytes)
+        except BaseException:
+            self._file.close()
+            raise
 
     def append(self, offset: int, data: bytes) -> None:
         """Add the bytes of `offset`. Raises ProtocolError where others come next, StartError for a full disk."""
@@ -146,10 +155,12 @@ class Writer:
             raise StartError(f"{self._slot.partial}: {error.strerror}; free space or give --cache") from error
 
 
-def has_content(path: Path, artifact: pb.ArtifactFile) -> bool:
+def has_content(path: Path, artifact: pb.ArtifactFile, load: Load) -> bool:
     """Return whether a file has an artifact's size and sha256. One that is not there, or cannot be read, has not."""
     try:
-        return path.stat().st_size == artifact.size_bytes and sha256_of(path) == artifact.sha256
+        if path.stat().st_size != artifact.size_bytes:
+            return False
+        return sha256_of(path, lambda share: load.at(CHECKING, share)) == artifact.sha256
     except OSError:
         return False
 
@@ -191,11 +202,11 @@ def remove(entry: Cached) -> bool:
     return True
 
 
-def shared_path(artifact: pb.ArtifactFile) -> Path | None:
+def shared_path(artifact: pb.ArtifactFile, load: Load) -> Path | None:
     """Return the coordinator's own copy if this machine sees the same file, with its pipeline.json, else None."""
     if not artifact.path:
         return None
     path = Path(artifact.path)
     if path.name != artifact.file or not (path.parent / PIPELINE_FILE).is_file():
         return None
-    return path if has_content(path, artifact) else None
+    return path if has_content(path, artifact, load) else None

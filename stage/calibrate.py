@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import llama_cpp
@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from stage import ggml
 from stage.curves import Curves
+from stage.loading import MEASURING, Load
 from stage.machine import machine_facts
 from stage.native import NativeEngine
 from wire.curve import ATTENTION_TILE_ROWS as TILE
@@ -88,6 +89,8 @@ class StepTimes:
     """Threads that compute a step; 0 where other devices do, whose time nobody here counts."""
     cores_share: float = 0.0
     """Largest part of `n_threads` cores that a step had. A single thread has all of one, or is disturbed."""
+    before_each: Callable[[], None] = lambda: None
+    """Called before each step. What it raises ends the measurement."""
 
     @property
     def are_doubtful(self) -> bool:
@@ -259,6 +262,7 @@ def _run(
     wants_all: bool,
 ) -> int:
     """Run one step; returns its nanoseconds. Of rows that do not all want the head, the last one does."""
+    times.before_each()
     n_rows = len(lanes)
     engine.seq_ids[:n_rows] = lanes
     engine.positions[:n_rows] = positions
@@ -270,8 +274,8 @@ def _run(
     return times.undisturbed_ns(time.monotonic_ns() - started_ns, time.process_time_ns() - started_cpu_ns)
 
 
-def cached_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves:
-    """Return the curves from the cache, or measure and remember them.
+def cached_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Load | None = None) -> Curves:
+    """Return the curves from the cache, or measure and remember them. Raises LoadStoppedError.
 
     The key covers what changes them: artifact, threads, devices where layers are put on one, KV type, lanes, context,
     machine and llama.cpp's build.
@@ -279,14 +283,16 @@ def cached_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves
     try:
         stored = msgspec.json.decode(_path(engine, cache_dir).read_bytes(), type=_Stored)
     except (OSError, msgspec.MsgspecError):
-        return fresh_curves(engine, cache_dir)  # not measured yet, or a file nobody can use
+        return fresh_curves(engine, cache_dir, load)  # not measured yet, or a file nobody can use
     is_per_lane = engine.config.kv_layout == "per-lane"
     return Curves.of_stage(has_head=engine.is_last, is_per_lane=is_per_lane, **msgspec.structs.asdict(stored))
 
 
-def fresh_curves(engine: NativeEngine, cache_dir: Path | None = None) -> Curves:
-    """Measure, remember what is no doubtful measurement, return."""
-    times = step_times(engine)
+def fresh_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Load | None = None) -> Curves:
+    """Measure, remember what is no doubtful measurement, return. Raises LoadStoppedError."""
+    times, began_s = step_times(engine), time.monotonic()
+    if load is not None:
+        times.before_each = lambda: load.at(MEASURING, min(1.0, (time.monotonic() - began_s) / BUDGET_S))
     curves = calibrate(engine, times=times)
     if times.are_doubtful:
         return curves  # real steps correct them while this process lives; the next one measures again

@@ -11,6 +11,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from stage.config import StageConfig
 from stage.facts import StageFacts
 from stage.join_client import Member, introduction
 from stage.join_config import JoinConfig
+from stage.loading import WEIGHTS, Load, LoadStoppedError, Tell
 from stage.process import prepare_environment, serve
 from wire.errors import ArtifactError, PlaceTakenError, RelaylineError, StaleEpochError
 from wire.pb.relayline.v1 import join_pb2 as pb
@@ -84,25 +86,42 @@ class JoinedStage:
 
     async def _follow(self, member: Member, stop: asyncio.Future[Any]) -> None:
         """Do what one order says, until there is another one or this stage stops."""
-        path = await self._obtain(member, stop)
-        if path is None:
+        load = Load(_teller(member))
+
+        def give_up(_: asyncio.Future[Any]) -> None:
+            load.stop()
+
+        stop.add_done_callback(give_up)
+        try:
+            path = await self._obtain(member, load, stop)
+            if path is None:
+                await self._rejoin(stop)
+            else:
+                await member.report_progress(pb.ARTIFACT_PHASE_LOADING, 0, member.order.artifact.size_bytes)
+                await self._serve(member, path, load, stop)
+        except LoadStoppedError:
             await self._rejoin(stop)
-            return
-        order, size_bytes = member.order, member.order.artifact.size_bytes
-        await member.report_progress(pb.ARTIFACT_PHASE_LOADING, size_bytes, size_bytes)
-        async with serve(self._adapt(self._stage_config(path, order.engine), order)) as (address, facts, crashed):
+        finally:
+            stop.remove_done_callback(give_up)
+
+    async def _serve(self, member: Member, path: Path, load: Load, stop: asyncio.Future[Any]) -> None:
+        order = member.order
+        config = self._adapt(self._stage_config(path, order.engine), order)
+        async with serve(config, load) as (address, facts, crashed):
             artifact = facts.artifact
             if (artifact.pipeline_id, artifact.stage_index) != (order.pipeline_id, order.stage_index):
                 raise ArtifactError(f"{path} is not the artifact that the coordinator's order describes")
             self._on_ready(address, facts)
             await self._stay(member, int(address.rpartition(":")[2]), facts.instance_id, stop, crashed)
 
-    async def _obtain(self, member: Member, stop: asyncio.Future[Any]) -> Path | None:
+    async def _obtain(self, member: Member, load: Load, stop: asyncio.Future[Any]) -> Path | None:
         """Return where the artifact is; None when told to stop, or when the coordinator went away meanwhile."""
-        getting = asyncio.create_task(obtain(member, self._config.cache, always_fetch=self._config.always_fetch))
+        getting = asyncio.create_task(obtain(member, self._config.cache, load, always_fetch=self._config.always_fetch))
         try:
             await first_of(getting, stop, member.lost)
         finally:
+            if not getting.done():
+                load.stop()  # a thread that reads a file hears of nothing else
             getting.cancel()  # does nothing to a task that is done
             await asyncio.gather(getting, return_exceptions=True)
         if stop.done():
@@ -209,6 +228,20 @@ class JoinedStage:
             await first_of(pause, *interrupts)
             pause.cancel()
             delay_s = min(2 * delay_s, REJOIN_MAX_S)
+
+
+def _teller(member: Member) -> Tell:
+    """Return what reports a load to the coordinator, from the thread that loads; a report waits for the one before."""
+    loop, total_bytes = asyncio.get_running_loop(), member.order.artifact.size_bytes
+    last: Future[None] | None = None
+
+    def tell(work: str, share: float) -> None:
+        nonlocal last
+        if work == WEIGHTS and (last is None or last.done()):
+            report = member.report_progress(pb.ARTIFACT_PHASE_LOADING, round(share * total_bytes), total_bytes)
+            last = asyncio.run_coroutine_threadsafe(report, loop)
+
+    return tell
 
 
 def same_work(one: pb.StageOrder, other: pb.StageOrder) -> bool:

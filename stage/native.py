@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,11 @@ from stage.capture import RowCapture
 from stage.kv_cache import CTX_STEP_TOKENS, FLASH_ATTN, KV_TYPES, lay_out
 from stage.kv_state import multiplied
 from stage.lane_state import HELD_COPIES_MAX, copy_lane, read_lane, write_lane
+from stage.loading import Load
 from stage.micro_batches import Cut, cut
+from stage.model_load import abandonable, load_model
 from wire.bounds import CTX_TOKENS_MAX, ROWS_PER_ENVELOPE_MAX
-from wire.errors import InternalError, LaneLimitError, ModelFileError, NativeError, UsageError
+from wire.errors import InternalError, LaneLimitError, NativeError, UsageError
 from wire.kv_layout import LAYOUTS
 
 LANES_MAX: int = llama.llama_max_parallel_sequences()  # compiled into llama.cpp
@@ -93,11 +94,12 @@ class NativeEngine:
     output_rows: npt.NDArray[np.float32]  # [max_rows, n_embd]; hidden state after the last layer, not on the last
     # stage (there it has no rows). Filled by decode, valid until the next one.
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, load: Load | None = None) -> None:
         """Load the artifact and prove, with a one-row decode, that it delivers what it should.
 
-        Raises UsageError, ArtifactError, ModelFileError (the file) or NativeError (everything else).
+        Raises UsageError, ArtifactError, ModelFileError (the file), NativeError (everything else) or LoadStoppedError.
         """
+        load = load or Load()
         config.check()
         self.config = config
         self.artifact: StageArtifact = open_artifact(config.artifact_path)
@@ -114,31 +116,18 @@ class NativeEngine:
         self.has_scores = False  # whether attention computes all scores of a step at once, without flash attention
         self._step_cut: Cut | None = None  # of the last step, where lanes have cells of their own
         try:
-            self._model = self._load_model()
+            self._model = load_model(config.artifact_path, config.gpu_layers, load)
             self._n_positions = 4 if llama.llama_model_rope_type(self._model) in _ROPE_TYPES_4D else 1
             self._check_model()
             self._allocate()
             self._context = self._open_context()
             self._memory: Any = llama.llama_get_memory(self._context)
-            self._check_itself()
+            self._check_itself(load)
         except BaseException:
             self.close()
             raise
 
     # --- loading ------------------------------------------------------------------------------------------------------
-
-    def _load_model(self) -> Any:
-        llama.llama_backend_init()
-        params = llama.llama_model_default_params()
-        params.n_gpu_layers = self.config.gpu_layers
-        params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
-        ggml.LOG.watch()
-        model = llama.llama_model_load_from_file(bytes(self.config.artifact_path), params)
-        if not model:
-            reason = ggml.LOG.reason("llama.cpp gave no reason")
-            text = f"{self.config.artifact_path}: cannot be loaded: {reason}"
-            raise NativeError(text) if re.search(r"alloc|memory|CUDA|device", reason) else ModelFileError(text)
-        return model
 
     def _check_model(self) -> None:
         model, name = self._model, self.artifact.architecture
@@ -219,10 +208,11 @@ class NativeEngine:
             raise NativeError(f"cannot make a context of {params.n_ctx} tokens ({config.kv_type}): {reason}")
         return context
 
-    def _check_itself(self) -> None:
+    def _check_itself(self, load: Load) -> None:
         """Decode one row and forget it: proves that the output arrives, and touches the weights once."""
         self.input_rows[0] = 0.01
-        self.decode(1)
+        with abandonable(self._context, load):  # weights that are mapped are read from the disk meanwhile
+            self.decode(1)
         row = self.logits(0) if self.is_last else self.output_rows[0]
         if not np.isfinite(row).all():
             raise NativeError(f"{self.artifact.path}: the self-check at load gave values that are not finite")

@@ -25,6 +25,7 @@ from stage.curves import Curves
 from stage.embedding import EmbeddingTable
 from stage.facts import StageFacts
 from stage.lanes import LaneTable
+from stage.loading import Load, LoadStoppedError
 from stage.metrics import StageCollector, serve_metrics
 from stage.native import EngineConfig, NativeEngine
 from stage.padding import Padding
@@ -58,9 +59,12 @@ def run_stage(config: StageConfig, on_ready: OnReady) -> None:
     prepare_environment()
 
     async def main(stopping: asyncio.Event) -> None:
-        async with serve(config) as (address, facts, crashed):
-            on_ready(address, facts)
-            await first_of(asyncio.ensure_future(stopping.wait()), crashed)
+        load, stop = Load(), asyncio.ensure_future(stopping.wait())
+        stop.add_done_callback(lambda _: load.stop())
+        with contextlib.suppress(LoadStoppedError):
+            async with serve(config, load) as (address, facts, crashed):
+                on_ready(address, facts)
+                await first_of(stop, crashed)
 
     run(main)
 
@@ -71,9 +75,9 @@ def prepare_environment() -> None:
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 
 
-def load(config: StageConfig) -> tuple[StageFacts, StepExecutor]:
-    """Verify and load the artifact; takes as long as the disk needs."""
-    artifact = verify_artifact(config.artifact) if config.verify else open_artifact(config.artifact)
+def load_stage(config: StageConfig, load: Load | None = None) -> tuple[StageFacts, StepExecutor]:
+    """Verify and load the artifact; takes as long as the disk needs. Raises LoadStoppedError when told to stop."""
+    artifact = verify_artifact(config.artifact, load) if config.verify else open_artifact(config.artifact)
     if config.gpu_layers and not llama.llama_supports_gpu_offload():
         log.warning("this build of llama.cpp cannot use a GPU: all layers run on the CPU; see `relayline doctor`")
     # Rows of a spare lane would be a micro-batch of their own where lanes have cells of their own.
@@ -91,10 +95,15 @@ def load(config: StageConfig) -> tuple[StageFacts, StepExecutor]:
             kv_layout=config.layout_used,
             spare_lanes=spare_lanes,
             max_wanted=wanted_max,
-        )
+        ),
+        load,
     )
-    embeddings = EmbeddingTable(artifact) if artifact.is_first else None
-    curves = cached_curves(engine) if config.calibrate else Curves.of_stage(has_head=engine.is_last)
+    try:
+        embeddings = EmbeddingTable(artifact) if artifact.is_first else None
+        curves = cached_curves(engine, load=load) if config.calibrate else Curves.of_stage(has_head=engine.is_last)
+    except BaseException:
+        engine.close()
+        raise
     facts = StageFacts(artifact, config, importlib.metadata.version("relayline"), curves)
     executor = StepExecutor(
         engine,
@@ -119,13 +128,21 @@ def make_policy(config: StageConfig, curves: Curves) -> Policy:
 
 
 @contextlib.asynccontextmanager
-async def serve(config: StageConfig) -> AsyncIterator[tuple[str, StageFacts, asyncio.Future[None]]]:
+async def serve(
+    config: StageConfig, load: Load | None = None
+) -> AsyncIterator[tuple[str, StageFacts, asyncio.Future[None]]]:
     """Serve a stage inside the running loop; yields (address, facts, a future that fails if it crashes).
 
-    Leaving raises what it crashed with: NativeError for a step that hangs, also one that hung as the stage was to stop.
+    Entering raises what `run_stage` raises, and LoadStoppedError once `load` is stopped. Leaving raises what the stage
+    crashed with: NativeError for a step that hangs, also one that hung as the stage was to stop.
     """
-    # In a thread, so that a stage that joined can go on saying that it is there.
-    facts, executor = await asyncio.to_thread(load, config)
+    load = load or Load()
+    try:
+        # In a thread, so that a stage that joined can go on saying that it is there.
+        facts, executor = await asyncio.to_thread(load_stage, config, load)
+    except asyncio.CancelledError:
+        load.stop()
+        raise
     crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     try:
         telemetry = start_telemetry(facts)

@@ -17,6 +17,7 @@ from stage import artifact_fetch
 from stage.artifact_fetch import obtain
 from stage.artifact_store import Slot, Writer
 from stage.join_client import Member
+from stage.loading import Load
 from tests.join_support import content, join_port
 from wire.errors import ArtifactError, ProtocolError, StageLostError, StartError
 from wire.pb.relayline.v1 import join_pb2 as pb
@@ -59,7 +60,7 @@ async def fetched(split: Path, cache: Path, name: str = "box1") -> Path:
     async with asyncio.timeout(WAIT_S), join_port(split) as port:
         member = await port.join(name, name)
         try:
-            return await obtain(member, cache, always_fetch=True)
+            return await obtain(member, cache, Load(), always_fetch=True)
         finally:
             await member.close()
 
@@ -76,7 +77,9 @@ async def test_an_empty_cache_is_filled_once(tmp_path: Path, reads: Reads) -> No
 async def test_two_stages_fetch_at_once_into_one_cache(tmp_path: Path) -> None:
     async with asyncio.timeout(WAIT_S), join_port(tmp_path / "split") as port:
         members = [await port.join(name, name) for name in ("box1", "box2")]
-        paths = await asyncio.gather(*(obtain(member, tmp_path / "cache", always_fetch=True) for member in members))
+        paths = await asyncio.gather(
+            *(obtain(member, tmp_path / "cache", Load(), always_fetch=True) for member in members)
+        )
         assert [path.read_bytes() for path in paths] == [content(0), content(1)]
         for member in members:
             await member.close()
@@ -169,7 +172,7 @@ async def test_a_fetch_that_brings_nothing_is_given_up(tmp_path: Path, reads: Re
 async def test_bytes_for_another_place_are_refused(tmp_path: Path) -> None:
     slot = Slot(tmp_path / "cache", (await _order(tmp_path / "split")).artifact)
     slot.prepare(b"{}")
-    writer = Writer(slot)
+    writer = Writer(slot, Load())
     writer.append(0, b"abc")
     for offset, data in ((0, b"x"), (4, b"x"), (3, bytes(slot.artifact.size_bytes))):
         with pytest.raises(ProtocolError, match="was next"):
@@ -198,13 +201,13 @@ async def test_the_coordinators_own_file_is_used_where_it_is_seen(tmp_path: Path
     split = tmp_path / "split"
     async with asyncio.timeout(WAIT_S), join_port(split) as port:
         member = await port.join()
-        path = await obtain(member, tmp_path / "cache", always_fetch=False)
+        path = await obtain(member, tmp_path / "cache", Load(), always_fetch=False)
         assert path == split.resolve() / "stage-0.gguf"
         assert reads.offsets == []
         path.write_bytes(bytes(path.stat().st_size))  # another file under that path, of the same size
         member.order.artifact.path = str(path)
         with pytest.raises(ArtifactError, match="came damaged"):
-            await obtain(member, tmp_path / "cache", always_fetch=False)
+            await obtain(member, tmp_path / "cache", Load(), always_fetch=False)
         assert len(reads.offsets) == artifact_fetch.DAMAGED_MAX, "a file that is not the right one is not used"
         await member.close()
 
@@ -262,7 +265,7 @@ async def test_the_end_of_the_membership_ends_the_fetch_and_keeps_the_bytes(tmp_
         member: Member = await port.join()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(join_service, "read_chunks", hold)
-            getting = asyncio.create_task(obtain(member, tmp_path / "cache", always_fetch=True))
+            getting = asyncio.create_task(obtain(member, tmp_path / "cache", Load(), always_fetch=True))
             await stuck.wait()
             slot = Slot(tmp_path / "cache", member.order.artifact)
             second = await port.join()  # the same process, so the first membership ends
@@ -270,6 +273,6 @@ async def test_the_end_of_the_membership_ends_the_fetch_and_keeps_the_bytes(tmp_
         getting.cancel()
         await asyncio.gather(getting, return_exceptions=True)
         assert slot.partial_bytes() <= CHUNK_BYTES
-        assert (await obtain(second, tmp_path / "cache", always_fetch=True)).read_bytes() == content(0)
+        assert (await obtain(second, tmp_path / "cache", Load(), always_fetch=True)).read_bytes() == content(0)
         await member.close()
         await second.close()

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ from stage.config import StageConfig
 from stage.join import JoinedStage
 from stage.join_config import JoinConfig as StageJoinConfig
 from stage.join_config import facing
-from tests.join_support import NAMES, JoinPort, join_port, write_split
+from stage.loading import TELL_EVERY_S, WEIGHTS, Load
+from tests.join_support import NAMES, JoinPort, content, join_port, write_split
 from wire.errors import ArtifactError, NativeError, PlaceTakenError, StageLostError, StaleEpochError, UsageError
 from wire.security import PLAINTEXT, LinkSecurity
 
@@ -37,12 +39,14 @@ class Engines:
         self.serving = asyncio.Event()
         self.ended = asyncio.Event()
         self.pipeline_id = "a-pipeline"
+        self.load: Callable[[Load], None] = lambda load: None
         self.crashed: asyncio.Future[None]
 
     @contextlib.asynccontextmanager
-    async def serve(self, config: StageConfig) -> AsyncIterator[tuple[str, Any, asyncio.Future[None]]]:
+    async def serve(self, config: StageConfig, load: Load) -> AsyncIterator[tuple[str, Any, asyncio.Future[None]]]:
         self.loaded.append(config)
         self.crashed = asyncio.get_running_loop().create_future()
+        await asyncio.to_thread(self.load, load)
         index = int(config.artifact.stem.split("-")[1])
         artifact = SimpleNamespace(pipeline_id=self.pipeline_id, stage_index=index)
         self.serving.set()
@@ -115,6 +119,27 @@ async def test_the_order_becomes_the_engine(tmp_path: Path, engines: Engines) ->
         assert stage.ready == ["127.0.0.1:6000"]
         await stage.stop()
     assert engines.ended.is_set()
+
+
+async def test_a_stage_that_loads_says_how_far_it_is_and_can_be_stopped(tmp_path: Path, engines: Engines) -> None:
+    now_s = itertools.count(step=TELL_EVERY_S)
+
+    def endless(load: Load) -> None:
+        load._clock_s = lambda: next(now_s)
+        while True:
+            load.at(WEIGHTS, 0.5)
+
+    engines.load = endless
+    async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", EngineOrder()) as port:
+        stage = Living(port.address, tmp_path)
+        while not (entry := port.roster.describe()[0]).get("loaded_bytes"):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert (entry["state"], entry["load_total_bytes"]) == ("loading", len(content(0)))
+        assert entry["loaded_bytes"] == len(content(0)) // 2
+        await stage.stop()
+        while port.roster.describe()[0]["state"] != "missing":  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert stage.ready == []
 
 
 async def test_threads_of_this_host_win_over_the_order(tmp_path: Path, engines: Engines) -> None:

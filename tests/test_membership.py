@@ -44,7 +44,9 @@ def test_a_place_goes_through_its_states() -> None:
     assert (entry["fetched_bytes"], entry["fetch_total_bytes"], entry["state_s"]) == (10, 100, 3.0)
     membership.progress(ticket, MemberState.FETCHING, 90, 100, now_ns=4_000_000_000)
     assert membership.describe(5_000_000_000)[1]["state_s"] == 3.0, "the state began once"
-    membership.progress(ticket, MemberState.LOADING, 100, 100, now_ns=5_000_000_000)
+    membership.progress(ticket, MemberState.LOADING, 60, 100, now_ns=5_000_000_000)
+    entry = membership.describe(5_000_000_000)[1]
+    assert (entry["loaded_bytes"], entry["load_total_bytes"]) == (60, 100)
     membership.serving(ticket, "10.0.0.7:4000", "engine-1", now_ns=6_000_000_000)
     assert place.state is MemberState.SERVING
     assert membership.missing() == ["box1", "box3"]

@@ -18,7 +18,7 @@ from stage.config import StageConfig
 from stage.curves import Curves
 from stage.lanes import LaneTable
 from stage.policy import DrainPolicy, GroupPolicy, SinglePolicy
-from stage.process import load, make_policy, serve
+from stage.process import load_stage, make_policy, serve
 from stage.queue_types import Step
 from stage.step import StepExecutor
 from stage.step_types import RouteWiring
@@ -70,7 +70,7 @@ async def test_a_step_that_hangs_as_the_stage_stops_does_not_hold_it_up(monkeypa
         await looks_again.wait()
         on_stuck(NativeError("one native step has run for 120 s"))
 
-    monkeypatch.setattr("stage.process.load", lambda _: (facts, executor))
+    monkeypatch.setattr("stage.process.load_stage", lambda *_: (facts, executor))
     monkeypatch.setattr("stage.process.watch_steps", watch)
     monkeypatch.setattr("stage.process.SHUTDOWN_GRACE_S", 0.0)
     server = serve(facts.config)
@@ -93,7 +93,7 @@ async def test_a_step_that_hangs_as_the_stage_stops_does_not_hold_it_up(monkeypa
 
 def test_forty_sessions_run_in_one_native_step(tmp_path: Path) -> None:
     artifacts = write_pipeline(tmp_path, TinyShape(), [2])
-    _, executor = load(config(artifacts[0], n_lanes=N_SESSIONS))
+    _, executor = load_stage(config(artifacts[0], n_lanes=N_SESSIONS))
     pool = envelope.BufferPool(envelope.DTYPE_F16, TinyShape().n_embd)
     executor.reset_route(ROUTE, RouteWiring(EPOCH, pool))
     opens = [control(session_id, Flag.OPEN) for session_id in range(N_SESSIONS)]

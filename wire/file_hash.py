@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 _HASH_CHUNK_BYTES = 1 << 20
+
+Hashed = Callable[[float], None]  # told which share of the file has been read; what it raises ends the reading
 
 
 class _Stamp(msgspec.Struct, frozen=True):
@@ -32,7 +35,7 @@ def _stamp_path(path: Path) -> Path:
     return cache_dir() / "verified" / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
 
 
-def sha256_of(path: Path) -> str:
+def sha256_of(path: Path, hashed: Hashed = lambda share: None) -> str:
     """Return the file's sha256, from the user's cache if the file looks as it did when it was last hashed."""
     status = path.stat()
     try:
@@ -41,7 +44,7 @@ def sha256_of(path: Path) -> str:
             return stamp.sha256
     except (OSError, msgspec.DecodeError):
         pass  # no stamp, or none that can be used: hash the file
-    sha256 = _hash(path)
+    sha256 = _hash(path, status.st_size, hashed)
     remember_sha256(path, status, sha256)
     return sha256
 
@@ -59,9 +62,11 @@ def remember_sha256(path: Path, status: os.stat_result, sha256: str) -> None:
         pass  # a cache that cannot be written costs time at the next start, nothing else
 
 
-def _hash(path: Path) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(_HASH_CHUNK_BYTES)
+def _hash(path: Path, size_bytes: int, hashed: Hashed) -> str:
+    digest, buffer, done_bytes = hashlib.sha256(), bytearray(_HASH_CHUNK_BYTES), 0
     with path.open("rb", buffering=0) as file:
         while n_bytes := file.readinto(buffer):
             digest.update(memoryview(buffer)[:n_bytes])
+            done_bytes += n_bytes
+            hashed(min(1.0, done_bytes / max(1, size_bytes)))
     return digest.hexdigest()

@@ -1,0 +1,66 @@
+"""How far a stage's load is, told while it goes on in a thread, and the way to give it up.
+
+Tens of gigabytes are hashed, read and laid out anew before a stage serves. Whoever waits for it is told how far it is,
+and whoever ends it does not wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+log = logging.getLogger("relayline.stage")
+
+LOG_EVERY_S = 5.0  # of one piece of work; what takes less is not worth a line
+TELL_EVERY_S = 0.5  # to whoever else wants to know
+
+CHECKING, WEIGHTS, MEASURING = "checking the artifact", "loading weights", "measuring steps"
+
+Tell = Callable[[str, float], None]  # what is being done, and the share of it that is done
+
+
+class LoadStoppedError(Exception):
+    """A load that was given up because its process is to end. Nobody's fault, so none of the errors that users see."""
+
+
+class Load:
+    """One load: what it does calls `at` again and again. `stop` may be called from any thread, all else from one."""
+
+    def __init__(self, tell: Tell = lambda work, share: None, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._tell, self._clock_s = tell, clock_s
+        self._stopped = threading.Event()
+        self._work = ""
+        self._logged_s = self._told_s = clock_s()
+
+    def stop(self) -> None:
+        """Let the load end at its next `at`."""
+        self._stopped.set()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is to end."""
+        return self._stopped.is_set()
+
+    def at(self, work: str, share: float) -> None:
+        """Say that so much (0 to 1) of a piece of work is done. Raises LoadStoppedError if it is not to go on."""
+        if self._stopped.is_set():
+            raise LoadStoppedError(work)
+        now_s = self._clock_s()
+        if work != self._work:
+            self._work, self._logged_s = work, now_s
+        if now_s - self._told_s >= TELL_EVERY_S:
+            self._told_s = now_s
+            self._tell(work, share)
+        if now_s - self._logged_s >= LOG_EVERY_S:
+            self._logged_s = now_s
+            log.info(work, extra={"fields": {"done": f"{share:.0%}"}})
+
+    def goes_on(self, work: str, share: float) -> bool:
+        """Say the same where nothing can be raised, as in a call from native code; False if it is not to go on."""
+        try:
+            self.at(work, share)
+        except LoadStoppedError:
+            return False
+        return True

@@ -343,8 +343,10 @@ class GroupPlanner:
         n_stages = len(self.stages)
 
         def time_ns(chunk: int) -> float:
-            slowest = self.chunk_ns(chunk)
-            return (math.ceil(n_rows / chunk) + n_stages - 1) * (slowest + self.overhead_ns / (n_stages + 1))
+            costs, n_chunks = [stage.prefill_ns(chunk) for stage in self.stages], math.ceil(n_rows / chunk)
+            # The slowest stage reads one chunk after the other, each other stage one before or one behind those.
+            ways_ns = (n_chunks + n_stages - 1) * self.overhead_ns / (n_stages + 1)
+            return (n_chunks - 1) * max(costs) + sum(costs) + ways_ns
 
         return min((chunk for chunk in CHUNK_LADDER if chunk <= self.rows_max), key=time_ns)
 

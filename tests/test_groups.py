@@ -235,6 +235,16 @@ def test_a_short_prompt_travels_in_small_chunks_where_rows_cost_alike() -> None:
     )
 
 
+def test_a_train_waits_for_its_slowest_stage_alone() -> None:
+    """Two prompts of 16 rows, the second stage 0.4 of the time: in fours 8 x 26.5 + 11 ms, whole 2 x 90 + 36."""
+    curves = [CURVES["staircase"](factor) for factor in (1, 0.4)]
+    made = GroupPlanner([StageCost(curve, curve, 512) for curve in curves])
+    assert made.plan(0, n_prompts=2, n_prompt_rows=32).chunk_rows == 16
+    assert planner(2).plan(0, n_prompts=2, n_prompt_rows=32).chunk_rows == 4, (
+        "the second is as slow: 270 ms instead of 239"
+    )
+
+
 def test_prompt_rows_ride_where_a_step_has_room() -> None:
     """On the staircase a step of two rows costs what one of four does; on a flat curve dozens of rows are free."""
     assert planner(2).plan(2, n_prompts=1).ride_rows == 3

@@ -167,6 +167,7 @@ class StreamRecord:
     finish_reason: str = ""
     error: str = ""
     n_tokens: int = 0  # as the client counts: up to a stop string
+    n_thought: int = 0  # of those
     first_token_ns: int = 0
     request: RequestRecord | None = None
     span: Span | None = None  # of a joiner; who opened the session has the session's spans

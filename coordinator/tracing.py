@@ -85,6 +85,8 @@ class Tracing:
             names.GEN_AI_USAGE_OUTPUT_TOKENS: sum(stream.n_tokens for stream in record.streams),
             names.GEN_AI_RESPONSE_FINISH_REASONS: [reason or "abort" for reason, _ in outcomes],
         }
+        if n_thought := sum(stream.n_thought for stream in record.streams):
+            attributes[names.GEN_AI_USAGE_REASONING_TOKENS] = n_thought
         if record.status:
             attributes[names.HTTP_RESPONSE_STATUS_CODE] = record.status
         if record.completion_id:

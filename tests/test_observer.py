@@ -107,7 +107,7 @@ def test_one_request_is_one_trace_with_its_phases() -> None:
     world.run(session)
     world.summary(session, 0)
     world.summary(session, 1)
-    record.status = 200
+    record.status, record.streams[0].n_thought = 200, 2
     world.observer.left(record.streams[0], 3_400)
     world.observer.answered(record, 3_500)
 
@@ -131,6 +131,7 @@ def test_one_request_is_one_trace_with_its_phases() -> None:
     assert said[names.HTTP_RESPONSE_STATUS_CODE] == 200
     assert said[names.GEN_AI_USAGE_INPUT_TOKENS] == 3
     assert said[names.GEN_AI_USAGE_OUTPUT_TOKENS] == 3
+    assert said[names.GEN_AI_USAGE_REASONING_TOKENS] == 2
     assert said[names.GEN_AI_RESPONSE_FINISH_REASONS] == ("length",)
     assert said[names.GEN_AI_RESPONSE_ID] == "cmpl-r"
     assert said[names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] == pytest.approx(2_100e-9)

@@ -18,7 +18,7 @@ CALLS_MAX = 16  # of one answer that a grammar leads; a small model may go on ca
 REFS_MAX = 8  # of schemas that say nothing but where another one stands
 # Between the parts of JSON. Without a bound a small model may go on with blanks for ever.
 JSON_BLANKS = r"[\x20\x0A\x0D\x09]{1,20}"
-_ANYTHING = r"/(.|\n)*/"
+ANYTHING = r"/(.|\n)*/"
 _NUMBER = "/[0-9]{1,3}/"
 _KEY = r'/[^<>"=\n]{1,64}/'
 _BLANKS = r"/[ \n]{0,3}/"
@@ -49,7 +49,7 @@ class Wanted:
 
 def calls_grammar(wanted: Wanted) -> str:
     """Return the grammar."""
-    rules = _Rules(wanted.marks)
+    rules = Rules(wanted.marks)
     syntax = wanted.syntax
     bodies = [_body(rules, syntax, number, name, schema) for number, (name, schema) in enumerate(wanted.tools.items())]
     call = rules.add(f"call: ({' | '.join(bodies)}) {rules.text(syntax.close)}")
@@ -61,11 +61,11 @@ def calls_grammar(wanted: Wanted) -> str:
     elif wanted.answer:
         thought = thought_of(rules, wanted.thinking, is_open=True) if wanted.is_thinking else ""
         start = f"{thought} (@answer | {rules.text(syntax.begin + syntax.open)} {calls})"
-        return _with_answer(rules.whole(start), wanted.answer)
+        return with_answer(rules.whole(start), wanted.answer)
     elif syntax.trigger:
         behind = (syntax.begin or syntax.open)[len(syntax.trigger) :] + (syntax.open if syntax.begin else "")
         thought = thought_of(rules, wanted.thinking, is_open=wanted.is_thinking)
-        start = f"{thought} ({_ANYTHING} | {rules.until(syntax.trigger)} {rules.text(behind)} {calls})"
+        start = f"{thought} ({ANYTHING} | {rules.until(syntax.trigger)} {rules.text(behind)} {calls})"
     else:
         start = rf"/([^{{](.|\n)*)?/ | {calls}"
     return rules.whole(start)
@@ -73,11 +73,12 @@ def calls_grammar(wanted: Wanted) -> str:
 
 def after_thoughts(grammar: str, thinking: Thinking, marks: Mapping[str, int]) -> str:
     """Return a grammar (Lark, or llguidance's JSON around one) that lets a thought end before the given one begins."""
-    rules = _Rules(marks)
-    return _with_answer(rules.whole(f"{thought_of(rules, thinking, is_open=True)} @answer"), grammar)
+    rules = Rules(marks)
+    return with_answer(rules.whole(f"{thought_of(rules, thinking, is_open=True)} @answer"), grammar)
 
 
-def _with_answer(lark: str, grammar: str) -> str:
+def with_answer(lark: str, grammar: str) -> str:
+    """Return a grammar whose `@answer` is another one (Lark, or llguidance's JSON around one)."""
     answer = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
     return json.dumps({"grammars": [{"lark_grammar": lark}, {**answer, "name": "answer"}]}, ensure_ascii=False)
 
@@ -104,7 +105,7 @@ def lean(schema: Any, *, is_closed: bool = True) -> Any:
     return found
 
 
-def thought_of(rules: _Rules, thinking: Thinking | None, *, is_open: bool) -> str:
+def thought_of(rules: Rules, thinking: Thinking | None, *, is_open: bool) -> str:
     """Return the terms of a thought before the answer: one that has begun has to end, any other may come."""
     if thinking is None:
         return ""
@@ -112,7 +113,7 @@ def thought_of(rules: _Rules, thinking: Thinking | None, *, is_open: bool) -> st
     return thought if is_open else f"({rules.text(thinking.open)} {thought})?"
 
 
-class _Rules:
+class Rules:
     """The rules of one grammar."""
 
     def __init__(self, marks: Mapping[str, int]) -> None:
@@ -135,8 +136,8 @@ class _Rules:
         """Return the terms of anything up to a mark, the mark included."""
         first, *others = self._terms(mark)
         if first.startswith("<"):
-            return " ".join((_ANYTHING, first, *others))
-        return " ".join((self.add(f"until_{next(self._numbers)}[lazy]: {_ANYTHING} {first}"), *others))
+            return " ".join((ANYTHING, first, *others))
+        return " ".join((self.add(f"until_{next(self._numbers)}[lazy]: {ANYTHING} {first}"), *others))
 
     def json(self, schema: Any) -> str:
         """Return the term of a JSON value."""
@@ -155,7 +156,7 @@ class _Rules:
                 yield json.dumps(part, ensure_ascii=False)
 
 
-def _body(rules: _Rules, syntax: Syntax, number: int, name: str, schema: Schema) -> str:
+def _body(rules: Rules, syntax: Syntax, number: int, name: str, schema: Schema) -> str:
     """Return the name of the rule of one tool's calls."""
     body = syntax.body
     if isinstance(body, ObjectBody):
@@ -174,7 +175,7 @@ def _body(rules: _Rules, syntax: Syntax, number: int, name: str, schema: Schema)
     return rules.add(f"tool_{number}: {' '.join(terms)}")
 
 
-def _arguments(rules: _Rules, body: TaggedBody, schema: Schema) -> Iterator[str]:
+def _arguments(rules: Rules, body: TaggedBody, schema: Schema) -> Iterator[str]:
     """Yield the terms of tagged arguments, in the schema's order."""
     schema = _resolved(schema)
     required = schema.get("required")
@@ -203,7 +204,7 @@ def _resolved(schema: Schema) -> Schema:
     return schema
 
 
-def _value(rules: _Rules, body: TaggedBody, schema: Schema) -> str:
+def _value(rules: Rules, body: TaggedBody, schema: Schema) -> str:
     """Return the terms of one value and its end."""
     if schema.get("type") != "string":
         return f"{rules.json(schema)} {rules.text(body.value_end)}"

@@ -11,7 +11,7 @@ import dataclasses
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 from coordinator.answers.calls import CallReader, NamedCall, NotACallError, ObjectCall
 from coordinator.answers.syntax import NamedBody, ObjectBody, Syntax, Thinking
@@ -48,6 +48,27 @@ class Parts:
     def with_more(self, more: Parts) -> Parts:
         """Return these parts and then those."""
         return Parts(self.text + more.text, self.reasoning + more.reasoning, self.calls + more.calls)
+
+
+class Reader(Protocol):
+    """Takes one answer apart, piece by piece."""
+
+    n_calls: int
+    is_over: bool  # nothing that may still come belongs to the answer
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next is thought, as far as is known."""
+
+    @property
+    def has_cut_call(self) -> bool:
+        """Whether a call has begun whose arguments have not come to their end."""
+
+    def push(self, text: str) -> Parts:
+        """Take the next text."""
+
+    def finish(self) -> Parts:
+        """Return what was held, when nothing more comes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +111,11 @@ class AnswerReader:
         self._ids: set[str] = set()
         self.n_calls = 0
         self.is_over = False  # nothing that may still come belongs to the answer
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next is thought, as far as is known."""
+        return self._state == "thinking"
 
     @property
     def has_cut_call(self) -> bool:

@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coordinator.answers.harmony import HARMONY, HARMONY_EFFORTS, THOUGHT, is_harmony, with_thoughts
 from coordinator.answers.marks import control_marks
 from coordinator.answers.reader import AnswerReader, CallReading
 from coordinator.answers.syntax import HERMES, SYNTAXES, THINKING, Syntax, Thinking, write_calls
@@ -71,14 +72,25 @@ class Conversation:
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self._template, self._tool_template = template, template.for_tools
         source = template.source or ""
-        self.thinking: Thinking | None = next((each for each in THINKING if each.close in source), None)
-        self.style = _style_of(self._tool_template)
+        self.is_harmony = is_harmony(source)
+        known = (THOUGHT,) if self.is_harmony else THINKING
+        self.thinking: Thinking | None = next((each for each in known if each.close in source), None)
+        self.style = _harmony_style(self._tool_template) if self.is_harmony else _style_of(self._tool_template)
         self.marks = control_marks(tokenizer, self.style.syntax, self.thinking)
         self._tokenizer, self._shown = tokenizer, frozenset(self.marks.values())
 
     def piece(self, token: int) -> bytes:
         """Return the bytes of a token of an answer; of control tokens those that mark calls and thoughts have some."""
         return self._tokenizer.piece(token, special=token in self._shown)
+
+    def variables(self, effort: str | None, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a template's variables for how much to think; those that a client gives itself count more."""
+        source = f"{self._template.source} {self._tool_template.source}"
+        if effort is None:
+            return given
+        if "reasoning_effort" in source:
+            return {"reasoning_effort": HARMONY_EFFORTS.get(effort, effort) if self.is_harmony else effort, **given}
+        return {"enable_thinking": False, **given} if effort == "none" and "enable_thinking" in source else given
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any]) -> str:
         """Return the prompt. Raises InvalidRequestError (param `messages`) where the template refuses the chat."""
@@ -87,6 +99,10 @@ class Conversation:
             return self._template.render(messages, variables)
         if not style.writes_calls:
             messages = [_in_words(message) for message in _merged(messages)]
+        elif not style.is_parallel:
+            messages = _one_call_a_turn(messages)
+        if self.is_harmony:
+            messages = [with_thoughts(message) for message in messages]
         if tools and style.shows_tools:
             variables = {**variables, "tools": list(tools)}
         elif tools:
@@ -125,6 +141,14 @@ def _style_of(template: ChatTemplate) -> ToolStyle:
     return ToolStyle(HERMES)
 
 
+def _harmony_style(template: ChatTemplate) -> ToolStyle:
+    try:
+        asked = template.render([_USER], {"tools": _TOOLS})
+    except InvalidRequestError:
+        asked = ""
+    return ToolStyle(HARMONY, True, all(name in asked for name in _TYPES), is_parallel=False)
+
+
 def _written(template: ChatTemplate, asked: str, n_calls: int, form: CallForm) -> str:
     """Return what a template writes for a turn with calls, from where the assistant's turn begins; "" if it refuses."""
     calls = [
@@ -161,6 +185,34 @@ def _reads(syntax: Syntax, written: str, n_calls: int) -> bool:
 
 def _is_of_tools(message: Message) -> bool:
     return message.get("role") == "tool" or bool(message.get("tool_calls"))
+
+
+def _one_call_a_turn(messages: Sequence[Message]) -> list[Message]:
+    """Return the chat with a turn for each call, its result behind it: as a model that calls one by one knows it."""
+    turns: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            turns.append(message)
+            continue
+        n_results = next((n for n, each in enumerate(messages[at:]) if each.get("role") != "tool"), len(messages) - at)
+        results, at = list(messages[at : at + n_results]), at + n_results
+        for number, call in enumerate(calls):
+            plain = {key: value for key, value in message.items() if key not in ("content", "reasoning_content")}
+            turns.append({**(plain if number else message), "tool_calls": [call]})
+            own = next((each for each in results if each.get("tool_call_id") == call.get("id")), None)
+            own = own or (results[0] if results and not any(_names_a_call(each, calls) for each in results) else None)
+            if own is not None:
+                results.remove(own)
+                turns.append(own)
+        turns += results
+    return turns
+
+
+def _names_a_call(result: Message, calls: Sequence[Mapping[str, Any]]) -> bool:
+    return any(result.get("tool_call_id") == call.get("id") for call in calls)
 
 
 def _in_words(message: Message) -> Message:

@@ -7,7 +7,7 @@ that would change the answer and are not supported are listed, so that `validati
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -28,6 +28,7 @@ class StreamOptions(Struct):
     include_usage: bool | None = None
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Json = msgspec.Raw  # a value left as the client wrote it
 NO_JSON = msgspec.Raw()
 
@@ -124,6 +125,7 @@ class ChatBody(GenerationBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None  # for templates that know one
     parallel_tool_calls: bool | None = None
     reasoning_format: str | None = None  # as llama-server has it
     modalities: list[str] | None = None

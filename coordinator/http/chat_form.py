@@ -6,7 +6,8 @@ import dataclasses
 import json
 
 from coordinator.answers.grammar import Schema, Wanted, after_thoughts, calls_grammar, lean
-from coordinator.answers.reader import AnswerReader, CallReading
+from coordinator.answers.harmony import HarmonyReader, harmony_answer_grammar, harmony_calls_grammar
+from coordinator.answers.reader import AnswerReader, CallReading, Reader
 from coordinator.answers.syntax import Thinking
 from coordinator.answers.template import Conversation
 from coordinator.http.structure import check_size, fault_of, grammar_of, in_a_line
@@ -36,16 +37,17 @@ class ChatForm:
         """Return whether an answer may hold several calls; some templates refuse the turn after such a one."""
         return offered.is_parallel and self.conversation.style.is_parallel
 
-    def new_reader(self) -> AnswerReader | None:
+    def new_reader(self) -> Reader | None:
         """Return what takes one answer apart, None where there is nothing to find in it."""
-        thinking, offered = self.thinking, self.offered
-        if thinking is None and offered is None:
-            return None
-        calls = None
+        thinking, offered, calls = self.thinking, self.offered, None
         if offered is not None:
             calls = CallReading(
                 syntax=self.conversation.style.syntax, types=offered.types, is_parallel=self.is_parallel(offered)
             )
+        if self.conversation.is_harmony:
+            return HarmonyReader(calls, splits_reasoning=self.splits_reasoning, is_thinking=self.is_thinking)
+        if thinking is None and calls is None:
+            return None
         return AnswerReader(thinking, is_thinking=self.is_thinking, calls=calls)
 
 
@@ -73,8 +75,11 @@ def _chat_grammar(plan: Plan, form: ChatForm) -> str:
             text = "this model writes calls as plain JSON, which nothing tells from such an answer; send one of the two"
             raise InvalidRequestError(f"{plan.shape.param}: not together with tools: {text}", plan.shape.param)
         return _tool_grammar(offered, form, answer)
-    if plan.shape and form.is_thinking and conversation.thinking:
+    if plan.shape and conversation.is_harmony:
+        answer = harmony_answer_grammar(answer, conversation.marks, is_thinking=form.is_thinking)
+    elif plan.shape and form.is_thinking and conversation.thinking:
         answer = after_thoughts(answer, conversation.thinking, conversation.marks)
+    if plan.shape:
         check_size(len(answer.encode()), plan.shape.param)
     return answer
 
@@ -115,7 +120,7 @@ def _grammar(schemas: dict[str, Schema], offered: Offered, form: ChatForm, answe
         is_thinking=form.is_thinking,
         answer=answer,
     )
-    return calls_grammar(wanted)
+    return harmony_calls_grammar(wanted) if conversation.is_harmony else calls_grammar(wanted)
 
 
 def _followed(name: str, schema: Schema, offered: Offered) -> Schema:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from coordinator.answers.reader import AnswerReader, CallPart, Parts
+from coordinator.answers.reader import CallPart, Parts, Reader
 from coordinator.detokenize import TextAssembler
 from coordinator.generation import TokenEvent
 from coordinator.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ class ChoiceState:
         wants_logprobs: bool,
         wants_tokens: bool,
         offset_chars: int = 0,
-        reader: AnswerReader | None = None,
+        reader: Reader | None = None,
     ) -> None:
         """`piece` gives a token's bytes; `offset_chars` is the length of text shown before (an echoed prompt).
 
@@ -75,6 +75,7 @@ class ChoiceState:
         self._wants_tokens = wants_tokens
         self._offset_chars = offset_chars
         self.n_tokens = 0  # generated, whether they became text or not
+        self.n_thought = 0  # of those, where thoughts are told apart
         self.n_cached = 0  # of the prompt, not computed for this choice
         self.finish_reason: FinishReason | None = None
 
@@ -106,7 +107,9 @@ class ChoiceState:
         reader = self._reader
         if reader is None:
             return Parts(text)
+        was_thinking = reader.is_thinking
         parts = reader.push(text)
+        self.n_thought += was_thinking or reader.is_thinking  # the marks around it included
         if reader.is_over:
             self.finish_reason = "tool_calls"
         elif self.finish_reason is not None:

@@ -95,7 +95,8 @@ class Handlers:
             raise InvalidRequestError(text, param="messages")
         messages = [msgspec.to_builtins(message) for message in body.messages]
         shown = plan.offered.shown if plan.offered else ()
-        rendered = service.conversation.render(messages, shown, body.chat_template_kwargs or {})
+        variables = service.conversation.variables(body.reasoning_effort, body.chat_template_kwargs or {})
+        rendered = service.conversation.render(messages, shown, variables)
         form = form_of(plan, service.conversation, rendered)
         plan = await service.shaped(plan, form)
         header = self._header("chatcmpl", model, plan)

@@ -15,7 +15,7 @@ from coordinator.http.merge import Arrival, Merge
 from coordinator.http.middleware import json_response, request_id
 from coordinator.http.observe import note_failure, note_output, note_whole, wants_content
 from coordinator.http.service import Job, Service, open_streams
-from coordinator.http.shapes import PromptTokensDetails, Usage
+from coordinator.http.shapes import CompletionTokensDetails, PromptTokensDetails, Usage
 from coordinator.http.sse import DONE, EventWriter
 from wire.errors import InternalError, RelaylineError
 
@@ -137,5 +137,5 @@ def _sum(parts: Sequence[Growth]) -> Growth:
 def _usage(job: Job, states: Sequence[ChoiceState]) -> Usage:
     n_completion = sum(state.n_tokens for state in states)
     n_cached = sum(state.n_cached for state in states[:: job.plan.n])  # of each prompt's first choice
-    details = PromptTokensDetails(n_cached)
-    return Usage(job.n_prompt_tokens, n_completion, job.n_prompt_tokens + n_completion, details)
+    read, said = PromptTokensDetails(n_cached), CompletionTokensDetails(sum(state.n_thought for state in states))
+    return Usage(job.n_prompt_tokens, n_completion, job.n_prompt_tokens + n_completion, read, said)

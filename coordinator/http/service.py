@@ -107,6 +107,7 @@ class Job:
         """Tell telemetry how far a choice has come as its client sees it."""
         if self.record is not None and choice < len(self.record.streams):  # in the order in which choices were opened
             self.record.streams[choice].n_tokens = state.n_tokens
+            self.record.streams[choice].n_thought = state.n_thought
             self.record.streams[choice].finish_reason = state.finish_reason or ""
 
     def choice_states(self, service: Service) -> list[ChoiceState]:

@@ -18,6 +18,12 @@ class PromptTokensDetails(Struct):
     cached_tokens: int  # computed for others that began alike
 
 
+class CompletionTokensDetails(Struct):
+    """What completion tokens were."""
+
+    reasoning_tokens: int  # thought, where thoughts are told apart from what is said
+
+
 class Usage(Struct):
     """Token counts. A prompt counts once however many choices continue it; tokens cut by a stop string count."""
 
@@ -25,6 +31,7 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class CompletionLogprobs(Struct):

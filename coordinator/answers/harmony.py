@@ -1,0 +1,249 @@
+"""Answers in the format of gpt-oss, harmony: one message after the other, each with a channel and maybe a recipient.
+
+    <|channel|>analysis<|message|>They ask for the weather.<|end|><|start|>assistant
+    <|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>
+
+What stands in `analysis` was thought, what is sent to a function is a call, all else is said. The model ends its turn
+with `<|call|>` or `<|return|>`, which are end tokens. Its template writes the recipient before the channel, and the
+model at times too. Source: the format's description in OpenAI's cookbook, and llama.cpp's `llama-vocab.cpp` for what
+its tokens are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from coordinator.answers.calls import NAME_CHARS_MAX, NamedCall, NotACallError
+from coordinator.answers.grammar import ANYTHING, Rules, Wanted, with_answer
+from coordinator.answers.reader import CallPart, CallReading, Parts
+from coordinator.answers.syntax import NamedBody, Syntax, Thinking
+from coordinator.detokenize import overlap
+
+HARMONY = Syntax(
+    label="harmony",
+    open="<|start|>assistant<|channel|>commentary to=functions.",
+    close="<|call|>",
+    body=NamedBody(name_end=" <|constrain|>json<|message|>", prefix="functions."),
+)
+THOUGHT = Thinking("<|channel|>analysis<|message|>", "<|end|>")
+HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # it knows three
+HEADER_CHARS_MAX = 512  # of a message; a longer one is none
+THOUGHTS_MAX = 4  # messages before an answer that a grammar leads
+_CALL = NamedBody(name_end="<|message|>")
+_MESSAGE, _CALL_END = "<|message|>", ("<|call|>", "<|return|>")
+_NEXT = ("<|start|>", "<|channel|>")  # of another message, where the end of this one was forgotten
+_ENDS = ("<|end|>", *_CALL_END, *_NEXT)
+# Its first word, or what that may become: a mark, a recipient, or the role behind <|start|>.
+_HEADER = re.compile(r"\s*(?:<\||to=|assistant\b)")
+_BEGUN_HEADER = re.compile(r"\s*(?:<?|t|to|a(?:s(?:s(?:i(?:s(?:t(?:a(?:n(?:t)?)?)?)?)?)?)?)?)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+def is_harmony(template: str) -> bool:
+    """Return whether a chat template writes this format."""
+    return all(mark in template for mark in ("<|start|>assistant", "<|channel|>", _MESSAGE))
+
+
+def with_thoughts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a turn that called tools with what was thought before it where the template looks for that.
+
+    It takes words ahead of a call for thoughts, too, and refuses turns with both.
+    """
+    thought = message.get("reasoning_content")
+    if not message.get("tool_calls") or not thought or message.get("thinking"):
+        return message
+    said = message.get("content")
+    return {**message, "content": "", "thinking": f"{thought}\n\n{said}" if isinstance(said, str) and said else thought}
+
+
+class HarmonyReader:
+    """Takes one answer apart, as `AnswerReader` does those of other models."""
+
+    def __init__(self, reading: CallReading | None, *, splits_reasoning: bool, is_thinking: bool = False) -> None:
+        """`reading` None: no tools are on offer. What was thought is left in the text unless it is to be split off.
+
+        `is_thinking`: the prompt has begun a thought.
+        """
+        self._reading, self._splits = reading, splits_reasoning
+        self._held = ""
+        # Of the message that is read: "thought", "text" or "call"; empty: its header comes first.
+        self._kind = "thought" if is_thinking else ""
+        self._name, self._call = "", NamedCall(_CALL)  # while a call is read
+        self._since = ""  # what was said to the function until it was told of
+        self._is_cut = False
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._parts: list[CallPart] = []
+        self._is_new = False  # nothing of the message has been handed out
+        self._has_text = self._has_reasoning = False
+        self.n_calls = 0
+        self.is_over = False
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next is thought, as far as is known."""
+        return self._kind == "thought"
+
+    @property
+    def has_cut_call(self) -> bool:
+        """Whether a call has begun whose arguments have not come to their end."""
+        return self._is_cut or (self._kind == "call" and not self._call.is_whole)
+
+    def push(self, text: str) -> Parts:
+        """Take the next text."""
+        self._held += text
+        while self._held and not self.is_over and (self._read_body() if self._kind else self._read_header()):
+            pass
+        return self._taken()
+
+    def finish(self) -> Parts:
+        """Return what was held, when nothing more comes."""
+        if self._kind:
+            self._take(self._held)
+            self._is_cut = bool(self._call.name) and self.has_cut_call
+            self._end_message()
+        elif self._held.strip() and not _HEADER.match(self._held):
+            self._say(self._held)
+        self._held = ""
+        return self._taken()
+
+    def _taken(self) -> Parts:
+        parts = Parts("".join(self._text), "".join(self._reasoning), tuple(self._parts))
+        self._text, self._reasoning, self._parts = [], [], []
+        return parts
+
+    # Each step below reads on. It returns whether another may follow at once; False: more text is needed.
+
+    def _read_header(self) -> bool:
+        header, mark, behind = self._held.partition(_MESSAGE)
+        if not mark and _BEGUN_HEADER.fullmatch(self._held):
+            return False
+        is_header = _HEADER.match(header) is not None and len(header) <= HEADER_CHARS_MAX
+        if is_header and not mark:
+            return False
+        if is_header:
+            self._begin(header)
+            self._held = behind
+        else:  # words without a message around them; what they begin with is taken, as a mark it would end them
+            self._kind, self._is_new = "text", True
+            self._take(self._held[:2])
+            self._held = self._held[2:]
+        return True
+
+    def _begin(self, header: str) -> None:
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        told = recipient[1] if recipient else ""
+        name = told.removeprefix("functions.")
+        self._is_new = True
+        is_offered = self._reading is not None and (name != told or name in self._reading.types)
+        if is_offered and 0 < len(name) <= NAME_CHARS_MAX:
+            self._kind, self._name, self._call, self._since = "call", name, NamedCall(_CALL), ""
+            self._call.push(f"{name}{_MESSAGE}")
+            return
+        # What is said to tools that nobody offers is not meant for who reads the answer.
+        is_thought = name or (channel is not None and channel[1] == "analysis")
+        self._kind = "thought" if is_thought else "text"
+        if is_thought and not self._splits:
+            self._say(f"{header.strip()}{_MESSAGE}")
+
+    def _read_body(self) -> bool:
+        found = [(at, mark) for mark in _ENDS if (at := self._held.find(mark)) >= 0]
+        if not found:
+            n_held = max(overlap(self._held, mark) for mark in _ENDS)
+            text = self._held[: len(self._held) - n_held]
+            self._held = self._held[len(text) :]
+            self._take(text)
+            return False
+        at, mark = min(found)
+        text, self._held = self._held[:at], self._held[at + (0 if mark in _NEXT else len(mark)) :]
+        self._take(text)
+        was_call = self._kind == "call"
+        self._end_message()
+        # Calls end a turn, also where the vocabulary does not say so.
+        self.is_over = self.is_over or (was_call and mark in _CALL_END)
+        return True
+
+    def _take(self, text: str) -> None:
+        if self._kind == "call":
+            self._take_arguments(text)
+        elif self._kind == "thought" and self._splits:
+            self._think(text)
+        else:
+            self._say(text)
+
+    def _take_arguments(self, text: str) -> None:
+        call = self._call
+        if call.is_whole or not text:
+            return
+        is_new = not call.name
+        try:
+            arguments = call.push(text)
+        except NotACallError:
+            self._kind = "text"
+            self._say(self._since + text)
+            return
+        if not call.name:
+            self._since += text
+        elif is_new:
+            self._tell(arguments)
+        elif arguments:
+            self._parts.append(CallPart(self.n_calls - 1, arguments))
+        assert self._reading is not None
+        self.is_over = self._call.is_whole and not self._reading.is_parallel
+
+    def _tell(self, arguments: str) -> None:
+        assert self._reading is not None
+        self._parts.append(CallPart(self.n_calls, arguments, self._name, self._reading.new_id()))
+        self.n_calls += 1
+
+    def _end_message(self) -> None:
+        if self._kind == "thought" and not self._splits:
+            self._say("<|end|>")
+        elif self._kind == "call" and not self._call.name:
+            self._tell("{}")  # nothing was said to it: it takes no arguments
+        self._kind, self._call = "", NamedCall(_CALL)
+
+    def _say(self, text: str) -> None:
+        if text and self._is_new and self._has_text:
+            self._text.append("\n\n")  # between what was said ahead of something and what is said then
+        self._has_text, self._is_new = self._has_text or bool(text), self._is_new and not text
+        self._text.append(text)
+
+    def _think(self, text: str) -> None:
+        if text and self._is_new and self._has_reasoning:
+            self._reasoning.append("\n\n")
+        self._has_reasoning, self._is_new = self._has_reasoning or bool(text), self._is_new and not text
+        self._reasoning.append(text)
+
+
+def harmony_calls_grammar(wanted: Wanted) -> str:
+    """Return the grammar of an answer that has to call a tool, or may and then has to do it right."""
+    rules = Rules(wanted.marks)
+    tools = [
+        rules.add(f"tool_{number}: {rules.text(f'{name} <|constrain|>json{_MESSAGE}')} {rules.json(schema)}")
+        for number, (name, schema) in enumerate(wanted.tools.items())
+    ]
+    call = f"{rules.text('<|channel|>commentary to=functions.')} ({' | '.join(tools)})"
+    before = _before(rules, wanted.is_thinking)
+    if wanted.is_required:
+        return rules.whole(f"{before} {call}")
+    said = f"{rules.text(f'<|channel|>final{_MESSAGE}')} {'@answer' if wanted.answer else ANYTHING}"
+    whole = rules.whole(f"{before} ({call} | {said})")
+    return with_answer(whole, wanted.answer) if wanted.answer else whole
+
+
+def harmony_answer_grammar(grammar: str, marks: Mapping[str, int], *, is_thinking: bool) -> str:
+    """Return a grammar that leads the final message of an answer, after whatever the model thinks."""
+    rules = Rules(marks)
+    before = _before(rules, is_thinking)
+    return with_answer(rules.whole(f"{before} {rules.text(f'<|channel|>final{_MESSAGE}')} @answer"), grammar)
+
+
+def _before(rules: Rules, is_thinking: bool) -> str:
+    """Return the terms of what may come first: thoughts, and words ahead of a call."""
+    end = f"{rules.until('<|end|>')} {rules.text('<|start|>assistant')}"
+    channel = " | ".join(rules.text(f"<|channel|>{name}{_MESSAGE}") for name in ("analysis", "commentary"))
+    return f"{end if is_thinking else ''} (({channel}) {end}){{0,{THOUGHTS_MAX}}}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from benches.simulate_world import StageModel, best_rate
 from coordinator.connection import stage_cost
-from coordinator.groups import CHUNK_LADDER
+from coordinator.groups import CHUNK_LADDER, train_ns
 from coordinator.overlap import overlap_between
 from coordinator.stage_client import StageClient
 from coordinator.stage_cost import StageCost
@@ -39,9 +39,8 @@ def allowed(stages: Sequence[StageCost], n_streams: int, n_prompt: int, n_tokens
     """
     rows = [dataclasses.replace(stage, prompt_tokens=n_prompt // 2) for stage in stages]
     chunks = [chunk for chunk in CHUNK_LADDER if chunk <= min(stage.rows_max for stage in stages)]
-    n_more = len(stages) - 1
     prompts_ns = min(
-        (math.ceil(n_streams * n_prompt / chunk) + n_more) * max(stage.prefill_ns(chunk) for stage in rows)
+        train_ns([stage.prefill_ns(chunk) for stage in rows], math.ceil(n_streams * n_prompt / chunk))
         for chunk in chunks
     )
     context = n_prompt + n_tokens / 2

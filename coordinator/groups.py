@@ -343,12 +343,19 @@ class GroupPlanner:
         n_stages = len(self.stages)
 
         def time_ns(chunk: int) -> float:
-            costs, n_chunks = [stage.prefill_ns(chunk) for stage in self.stages], math.ceil(n_rows / chunk)
-            # The slowest stage reads one chunk after the other, each other stage one before or one behind those.
+            n_chunks = math.ceil(n_rows / chunk)
             ways_ns = (n_chunks + n_stages - 1) * self.overhead_ns / (n_stages + 1)
-            return (n_chunks - 1) * max(costs) + sum(costs) + ways_ns
+            return train_ns([stage.prefill_ns(chunk) for stage in self.stages], n_chunks) + ways_ns
 
         return min((chunk for chunk in CHUNK_LADDER if chunk <= self.rows_max), key=time_ns)
+
+
+def train_ns(costs: Sequence[float], n_chunks: int) -> float:
+    """Return how long chunks that follow each other take through idle stages, where one takes `costs` in each.
+
+    The slowest stage reads one chunk after the other, each other stage one before or one behind those.
+    """
+    return (n_chunks - 1) * max(costs) + sum(costs)
 
 
 def _context_step(tokens: float) -> int:

@@ -21,6 +21,10 @@ def test_a_curve_without_gain_allows_what_its_rows_take() -> None:
     # 16 prompt rows one by one through two stages, 170 ms; then four times four rows at 100 a second, 160 ms.
     assert stages.allowed(costs, 4, 4, 5).tok_s == pytest.approx(20 / 0.33, rel=1e-3)
     assert stages.allowed(costs, 4, 4, 5).decode_tok_s == pytest.approx(100)
+    # Only the slowest stage reads one row after the other: 15 x 10 + 10 + 5 ms, where a half as dear second has room.
+    half = CostCurve(((1, 5 * MS), (2, 10 * MS)))
+    uneven = [costs[0], StageCost(half, half, 8)]
+    assert stages.allowed(uneven, 4, 4, 1).tok_s == pytest.approx(4 / 0.165, rel=1e-3)
     with_context = [StageCost(by_row, by_row, 8, context_ns=1 * MS)] * 2
     assert stages.allowed(with_context, 4, 4, 5).tok_s < 0.8 * stages.allowed(costs, 4, 4, 5).tok_s
 

@@ -56,6 +56,7 @@ class Plan:
     rounds: int  # requests of each stream: the more, the less its start and end weigh
     n_stages: int
     kv_layout: str  # of relayline's stages
+    gpu_layers: int  # of each stage, and of the unsplit server, on a GPU; -1 for all
     cores: tuple[int, ...]
     systems: tuple[str, ...]
     delays_ms: tuple[float, ...]  # one way, between the processes of a 4-stage pipeline
@@ -97,6 +98,7 @@ class Bench:
             cores=plan.cores,
             log_dir=log_dir,
             kv_layout=plan.kv_layout,
+            gpu_layers=plan.gpu_layers,
         )
         n_prompts = max(max(plan.streams) * plan.rounds, plan.open_requests)
         self.prompts: list[Prompt] = prompts_for(n_prompts, plan.n_prompt, plan.shape.n_vocab)
@@ -125,7 +127,8 @@ class Bench:
             async with llama_rpc(name, setup, self.peers) as target:
                 yield target
         else:
-            async with llama_server(name, [], setup, self.peers, n_threads=len(setup.cores)) as target:
+            flags = ["--n-gpu-layers", "all" if setup.gpu_layers < 0 else str(setup.gpu_layers)]
+            async with llama_server(name, flags, setup, self.peers, n_threads=len(setup.cores)) as target:
                 yield target
 
     async def measure(
@@ -239,6 +242,7 @@ def plan_of(options: argparse.Namespace, peers: Peers | None) -> Plan:
         rounds=options.rounds,
         n_stages=2,
         kv_layout=options.kv_layout,
+        gpu_layers=options.gpu_layers,
         cores=cores,
         systems=tuple(name for name in wanted if name in POLICIES or peers is not None),
         delays_ms=() if only else (0.0, 1.0) if quick else (0.0, 1.0, 10.0),
@@ -267,6 +271,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--long-prompt", type=number, default=0, help="tokens of the prompt beside running streams")
     layout = "of the KV cache of relayline's stages"
     parser.add_argument("--kv-layout", choices=KV_LAYOUTS, default="auto", help=layout)
+    gpu = "of each stage, and of the unsplit server, on a GPU; -1 for all"
+    parser.add_argument("--gpu-layers", type=int, default=0, help=gpu)
     parser.add_argument("--no-arrivals", action="store_true", help="without Poisson arrivals")
     parser.add_argument("--cores", type=number, default=2, help="cores that every system gets")
     parser.add_argument("--sweep", action="store_true", help="also groups x rows set by hand (several minutes more)")
@@ -296,11 +302,16 @@ def peers_for(options: argparse.Namespace) -> Peers | None:
 async def main() -> int:
     """Run the comparison; exit code 1 if a run did not count."""
     options = parse()
-    facts = machine.facts()
     peers = peers_for(options)
+    return await compare(plan_of(options, peers), peers, options.out / "compare", wants_peers=wants_peers(options))
+
+
+async def compare(plan: Plan, peers: Peers | None, out: Path, *, wants_peers: bool) -> int:
+    """Measure a plan, show it and leave `out`.json and .png; exit code 1 if a run did not count."""
+    facts = machine.facts()
     with tempfile.TemporaryDirectory(prefix="relayline-bench-") as logs:
-        bench = Bench(plan_of(options, peers), Path(logs), peers)
-        if peers is None and wants_peers(options):
+        bench = Bench(plan, Path(logs), peers)
+        if peers is None and wants_peers:
             bench.note("llama.cpp's servers were not measured (`python -m benches.peers` builds them)")
         try:
             await run(bench)
@@ -308,9 +319,9 @@ async def main() -> int:
             _show_logs(Path(logs))
             raise
     results = report.results(bench.plan, bench.runs, facts, bench.notes)
-    machine.write_json(options.out / "compare.json", results)
+    machine.write_json(out.with_suffix(".json"), results)
     report.show(results, LABELS)
-    plot.compare(results, LABELS, options.out / "compare.png")
+    plot.compare(results, LABELS, out.with_suffix(".png"))
     return int(any(run.fault for run in bench.runs))
 
 

@@ -26,11 +26,8 @@ from deploy.local import cache_dir
 
 TARGETS = ("llama-server", "llama-batched-bench", "ggml-rpc-server")
 BUILD_MINUTES = 10  # on 2 cores, for the message only
-# What none of the three needs is left out: the page that llama-server serves, TLS, tests, examples.
-CMAKE_OPTIONS = (
-    "-DCMAKE_BUILD_TYPE=Release",
-    "-DBUILD_SHARED_LIBS=OFF",
-    "-DGGML_RPC=ON",
+# What none of the programs needs is left out: the page that llama-server serves, TLS, tests, examples.
+PROGRAM_OPTIONS = (
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_EXAMPLES=OFF",
     "-DLLAMA_BUILD_APP=OFF",
@@ -41,6 +38,7 @@ CMAKE_OPTIONS = (
     "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_CURL=OFF",
 )
+CMAKE_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DGGML_RPC=ON", *PROGRAM_OPTIONS)
 # What relayline's own build needs where the CPU has AMX, theirs needs too: else they die of their first step.
 BUILD = Path(__file__).parents[1] / "deploy" / "build"
 AMX_OPTION = f"-DCMAKE_PROJECT_ggml_INCLUDE={BUILD / 'ggml_amx.cmake'}"
@@ -97,43 +95,55 @@ def build_peers(n_jobs: int) -> Peers:
     """Return the peers, building them first if need be. Raises PeersUnavailableError."""
     if found := find_peers():
         return found
-    for tool, package in (("cmake", "cmake"), ("c++", "a C++ compiler")):
-        if shutil.which(tool) is None:
-            raise PeersUnavailableError(f"{tool} was not found; install {package} to build llama.cpp's programs")
-    version = pinned_version()
-    home = _home(version)
-    home.mkdir(parents=True, exist_ok=True)
-    what = f"{', '.join(TARGETS)} of llama-cpp-python {version}"
-    print(f"building {what}: about {BUILD_MINUTES} minutes", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=home) as scratch:
-        source = _sources(Path(scratch), version) / "vendor" / "llama.cpp"
-        build = Path(scratch) / "build"
-        generator = ("-G", "Ninja") if shutil.which("ninja") else ()
-        options = (*generator, *CMAKE_OPTIONS, AMX_OPTION)
-        _run(["cmake", "-S", str(source), "-B", str(build), *options], home / "configure.log")
-        _run(["cmake", "--build", str(build), "-j", str(n_jobs), "--target", *TARGETS], home / "build.log")
-        staged = Path(scratch) / "bin"
-        staged.mkdir()
-        for target in TARGETS:
-            shutil.move(build / "bin" / target, staged / target)
-        shutil.rmtree(home / "bin", ignore_errors=True)
-        staged.rename(home / "bin")  # all three or none
+    build_programs(_home(pinned_version()), TARGETS, CMAKE_OPTIONS, n_jobs, BUILD_MINUTES)
     found = find_peers()
     assert found is not None
     return found
 
 
-def _sources(scratch: Path, version: str) -> Path:
-    """Download and unpack the source distribution; returns its root."""
-    requirement = f"llama-cpp-python=={version}"
-    fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-python"]
-    _run([*fetch, "--dest", str(scratch), requirement], scratch.parent / "download.log")
-    archives = sorted(scratch.glob("llama_cpp_python-*.tar.gz"))
-    if not archives:
-        raise PeersUnavailableError(f"pip found no source distribution of {requirement}")
-    with tarfile.open(archives[0]) as archive:
-        archive.extractall(scratch, filter="data")
-    return scratch / archives[0].name.removesuffix(".tar.gz")
+def build_programs(
+    home: Path, targets: Sequence[str], options: Sequence[str], n_jobs: int, minutes: int, archive: Path | None = None
+) -> None:
+    """Build programs of llama.cpp, and their libraries where those are shared, into home/bin: all of them or none.
+
+    `archive` is the source distribution of the pinned llama-cpp-python, None to download it; `minutes` is only said.
+    Raises PeersUnavailableError.
+    """
+    for tool, package in (("cmake", "cmake"), ("c++", "a C++ compiler")):
+        if shutil.which(tool) is None:
+            raise PeersUnavailableError(f"{tool} was not found; install {package} to build llama.cpp's programs")
+    version = pinned_version()
+    home.mkdir(parents=True, exist_ok=True)
+    what = f"{', '.join(targets)} of llama-cpp-python {version}"
+    print(f"building {what}: about {minutes} minutes", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=home) as scratch:
+        source = _sources(Path(scratch), version, archive) / "vendor" / "llama.cpp"
+        build = Path(scratch) / "build"
+        generator = ("-G", "Ninja") if shutil.which("ninja") else ()
+        _run(["cmake", "-S", str(source), "-B", str(build), *generator, *options, AMX_OPTION], home / "configure.log")
+        _run(["cmake", "--build", str(build), "-j", str(n_jobs), "--target", *targets], home / "build.log")
+        shutil.rmtree(home / "bin", ignore_errors=True)
+        (build / "bin").rename(home / "bin")
+
+
+def _sources(scratch: Path, version: str, archive: Path | None) -> Path:
+    """Unpack the source distribution, downloading it first if need be; returns its root."""
+    name = f"llama_cpp_python-{version}"
+    if archive is None:
+        requirement = f"llama-cpp-python=={version}"
+        fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-python"]
+        _run([*fetch, "--dest", str(scratch), requirement], scratch.parent / "download.log")
+        archive = scratch / f"{name}.tar.gz"
+        if not archive.exists():
+            raise PeersUnavailableError(f"pip found no source distribution of {requirement}")
+    try:
+        with tarfile.open(archive) as opened:
+            opened.extractall(scratch, filter="data")
+    except (OSError, tarfile.TarError) as error:
+        raise PeersUnavailableError(f"{archive} cannot be unpacked: {error}") from error
+    if not (scratch / name).is_dir():
+        raise PeersUnavailableError(f"{archive} is not the source distribution of llama-cpp-python {version}")
+    return scratch / name
 
 
 def _run(command: Sequence[str], log: Path) -> None:

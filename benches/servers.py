@@ -47,6 +47,7 @@ class Setup:
     log_dir: Path
     kv_layout: str = "auto"  # of relayline's stages
     n_threads: int = 0  # of one stage; 0: the cores divided by the stages, at least 1
+    gpu_layers: int = 0  # of each stage, and of llama-server alone, on a GPU; -1 for all
 
     @property
     def stage_threads(self) -> int:
@@ -116,7 +117,7 @@ async def relayline(name: str, arguments: Sequence[str], setup: Setup) -> AsyncI
 
 def _engine_flags(setup: Setup) -> list[str]:
     return ["--ctx", str(setup.ctx_tokens), "--lanes", str(setup.n_lanes), "--threads", str(setup.stage_threads),
-            "--kv-layout", setup.kv_layout]  # fmt: skip
+            "--kv-layout", setup.kv_layout, "--gpu-layers", str(setup.gpu_layers)]  # fmt: skip
 
 
 @contextlib.asynccontextmanager

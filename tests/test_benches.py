@@ -253,7 +253,9 @@ def test_prompts_are_different_seeded_and_free_of_special_tokens() -> None:
 
 
 def plan_of_tiny() -> Plan:
-    return Plan(TINY, "q4_0", (1, 8), 1, 4, 4, 1, 2, "unified", (0, 1), ("auto", "rpc"), (), (), 0, 0.0, 0, sweep=False)
+    return Plan(
+        TINY, "q4_0", (1, 8), 1, 4, 4, 1, 2, "unified", 0, (0, 1), ("auto", "rpc"), (), (), 0, 0.0, 0, sweep=False
+    )
 
 
 def run_of(

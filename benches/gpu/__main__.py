@@ -1,0 +1,154 @@
+"""relayline on one GPU: `python -m benches.gpu`. Optional, since nothing of the project may depend on a GPU.
+
+1. llama.cpp is built with CUDA for one architecture into the cache (`--installed` takes the installed
+   llama-cpp-python instead, `--backend cpu` builds without CUDA, which checks this bench).
+2. A step of a whole model (llama-8b, Q4_0, random weights) by its rows, 1 to 256: the cost curve, and the engine beside
+   `llama-batched-bench` (goal: within 3 %).
+3. Two stages as two processes on that GPU, 1 to 64 streams over HTTP, beside batching off and an unsplit llama-server.
+
+Without a network: `--sources` names the source distribution of the pinned llama-cpp-python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benches import compare, interrupt, machine, plot
+from benches.arguments import number, numbers
+from benches.gpu import steps
+from benches.gpu.build import BACKENDS, LIBRARIES, build
+from benches.models import MIXES, SHAPES, model
+from benches.peers import Peers, PeersUnavailableError, find_peers
+from deploy.splits import split_for
+from stage import ggml
+from wire.errors import RelaylineError
+
+STREAMS = (1, 2, 4, 8, 16, 32, 64)
+QUICK_ROWS, QUICK_STREAMS = (1, 4), (1, 2)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benches.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a toy model and few points: checks the bench itself")
+    parser.add_argument("--backend", choices=list(BACKENDS), default="cuda", help="what llama.cpp is built with")
+    parser.add_argument("--arch", default="native", help="CUDA architecture to build for, such as 90 (default: native)")
+    parser.add_argument("--sources", type=Path, help="source distribution of llama-cpp-python, instead of downloading")
+    parser.add_argument("--jobs", type=number, default=len(os.sched_getaffinity(0)), help="compilers at once")
+    parser.add_argument("--installed", action="store_true", help="build nothing: measure the installed llama.cpp")
+    parser.add_argument("--build-only", action="store_true")
+    parser.add_argument("--shape", choices=list(SHAPES), default=None)
+    parser.add_argument("--type", choices=list(MIXES), default="q4_0")
+    parser.add_argument("--rows", type=numbers, default=(), help="of a step, such as 1,8,32")
+    parser.add_argument("--streams", type=numbers, default=(), help="such as 1,8,64")
+    parser.add_argument("--tokens", type=number, default=0, help="of every answer")
+    parser.add_argument("--repeats", type=number, default=0)
+    parser.add_argument("--out", type=Path, default=Path("build/bench"))
+    options = parser.parse_args(argv)
+    options.shape = options.shape or ("toy" if options.quick else "llama-8b")
+    options.rows = options.rows or (QUICK_ROWS if options.quick else steps.ROWS)
+    options.streams = options.streams or (QUICK_STREAMS if options.quick else STREAMS)
+    options.repeats = options.repeats or (1 if options.quick else 3)
+    return options
+
+
+def programs(options: argparse.Namespace) -> Peers | None:
+    """Return llama.cpp's programs for this run. Does not return where its libraries are not those of this process:
+    then the bench starts anew with them.
+    """
+    if options.installed:
+        # What was built for a processor says nothing about a GPU.
+        return None if _gpus() else find_peers()
+    built = build(options.backend, options.arch, options.jobs, options.sources)
+    if os.environ.get(LIBRARIES) != str(built.directory) and not options.build_only:
+        os.environ[LIBRARIES] = str(built.directory)
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "benches.gpu", *sys.argv[1:]])
+    return built
+
+
+def _gpus() -> list[str]:
+    return [device for device in ggml.devices() if not device.startswith(("CPU", "BLAS"))]
+
+
+def by_rows(options: argparse.Namespace, peers: Peers | None, gpu_layers: int) -> list[dict[str, float]]:
+    """Measure steps of the whole model."""
+    path = model(SHAPES[options.shape], options.type)
+    artifact = split_for(path, 1, None, None) / "stage-0.gguf"
+    n_threads = len(os.sched_getaffinity(0))
+    command = steps.bare_command(peers, path, options.rows, n_threads, gpu_layers) if peers else None
+    with steps.open_engine(artifact, max(options.rows), n_threads, gpu_layers) as engine:
+        return steps.measure(engine, command, options.rows, options.repeats)
+
+
+def show(entries: Sequence[dict[str, float]]) -> None:
+    """Print the steps as a table."""
+    table = Table(title=f"a step of the whole model (goal: ratio <= {steps.GOAL_RATIO})", title_justify="left")
+    columns = ("rows", "engine_ms", "row_ms", "tok_s", "bare_ms", "ratio")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for each in entries:
+        table.add_row(*(f"{each[name]:.3f}".rstrip("0").rstrip(".") if name in each else "-" for name in columns))
+    Console().print(table)
+
+
+def draw(entries: Sequence[dict[str, float]], path: Path) -> None:
+    """Plot the cost curve."""
+    rows = [int(each["rows"]) for each in entries]
+    lines: dict[str, tuple[Sequence[float], Sequence[float]]] = {
+        "engine": (rows, [each["engine_ms"] for each in entries])
+    }
+    if "bare_ms" in entries[0]:
+        lines["llama-batched-bench"] = (rows, [each["bare_ms"] for each in entries])
+    plot.lines(path, "a step of the whole model", [("ms", "log", lines)])
+
+
+async def pipeline(options: argparse.Namespace, peers: Peers | None, gpu_layers: int) -> int:
+    """Two stages as two processes on one GPU, over HTTP."""
+    arguments = [
+        "--shape", options.shape, "--type", options.type, "--streams", ",".join(map(str, options.streams)),
+        "--systems", "auto,single,unsplit", "--repeats", str(options.repeats), "--only-streams",
+        "--gpu-layers", str(gpu_layers), "--cores", str(len(os.sched_getaffinity(0))),
+        "--tokens", str(options.tokens or (8 if options.quick else 64)),
+    ]  # fmt: skip
+    plan = compare.plan_of(compare.parse(arguments), peers)
+    return await compare.compare(plan, peers, options.out / "gpu-streams", wants_peers=True)
+
+
+def main() -> int:
+    """Build and measure; exit code 1 if a run did not count."""
+    options = parse()
+    try:
+        peers = programs(options)
+        if options.build_only:
+            print(peers.directory if peers else "nothing to build")
+            return 0
+        gpus = _gpus()
+        gpu_layers = -1 if gpus else 0
+        print("on " + (", ".join(gpus) or "this processor: llama.cpp sees no GPU"), file=sys.stderr, flush=True)
+        entries = by_rows(options, peers, gpu_layers)
+    except (PeersUnavailableError, RelaylineError) as error:
+        print(f"gpu: {error}", file=sys.stderr)
+        return 1
+    show(entries)
+    draw(entries, options.out / "gpu-steps.png")
+    results: dict[str, Any] = {"machine": machine.facts(), "devices": gpus, "shape": options.shape, "steps": entries}
+    machine.write_json(options.out / "gpu-steps.json", results)
+    return interrupt.run(pipeline(options, peers, gpu_layers))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(interrupt.INTERRUPTED)

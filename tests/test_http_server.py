@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import logging
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -16,7 +19,17 @@ from coordinator.generation import GenerationRequest, TokenEvent
 from coordinator.http.handlers import TOKENS_PER_PART
 from coordinator.http.server import start_http
 from coordinator.tokenizer import Tokenizer
-from tests.http_support import CREATED, MODEL, FakeGenerator, Served, serving, write_no_tokenizer, write_tokenizer
+from tests.http_support import (
+    CREATED,
+    MODEL,
+    WAIT_S,
+    FakeGenerator,
+    Served,
+    serving,
+    write_no_tokenizer,
+    write_tokenizer,
+)
+from wire import logs
 from wire.errors import HandshakeError, StartError
 
 
@@ -153,6 +166,33 @@ async def test_body_limits_and_encodings(tokenizer: Tokenizer) -> None:
         headers = {"Content-Encoding": "gzip"}
         async with session.post("/v1/completions", data=b"not gzip at all", headers=headers) as reply:
             assert (reply.status, (await reply.json())["error"]["code"]) == (400, "bad_body")
+            assert reply.headers["Connection"] == "close"
+
+
+@pytest.mark.parametrize(
+    ("request_head", "told"),
+    [
+        (b"Content-Length: 3\r\nContent-Encoding: gzip\r\n\r\nabc", "Can not decode content-encoding: gzip"),
+        (b"Content-Length: x\r\n\r\n", "Invalid character in Content-Length"),
+    ],
+)
+async def test_what_is_no_http_is_logged_in_a_line(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, request_head: bytes, told: str
+) -> None:
+    logged = io.StringIO()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
+    monkeypatch.setattr(sys, "stderr", logged)
+    logs.setup("coordinator", as_json=False)
+    async with session_of(tokenizer) as (_, served), asyncio.timeout(WAIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + request_head)
+        assert b" 400 " in await reader.readline()
+        await reader.read()
+        writer.close()
+    (line,) = logged.getvalue().splitlines()
+    assert "warning" in line
+    assert f"request cannot be read: {told}" in line
 
 
 async def test_an_error_that_retrying_cannot_mend_says_so(tokenizer: Tokenizer) -> None:

@@ -39,6 +39,27 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class _ClientFaults(logging.Filter):
+    """Tells in a line what is no HTTP, or no body of the encoding that it says: its client's fault, not ours to trace.
+
+    aiohttp's own exceptions are known by their module, since nothing here knows aiohttp otherwise.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep every record."""
+        fault = record.exc_info[1] if record.exc_info else None
+        if type(fault).__module__ in ("aiohttp.http_exceptions", "aiohttp.web_protocol"):
+            whose = f"{record.args[0]}'s" if isinstance(record.args, tuple) and record.args else "a client's"
+            reason = " ".join(str(fault).split()).removeprefix("400, message: ")
+            record.msg, record.args = f"{whose} request cannot be read: {reason}", ()
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+            record.exc_info = record.exc_text = None
+        return True
+
+
+_CLIENT_FAULTS = _ClientFaults()
+
+
 def setup(role: str, *, as_json: bool, verbose: bool = False) -> None:
     """Send this process's logs to stderr. Call once, before anything logs."""
     handler = logging.StreamHandler(sys.stderr)
@@ -48,3 +69,4 @@ def setup(role: str, *, as_json: bool, verbose: bool = False) -> None:
     root.setLevel(logging.DEBUG if verbose else logging.INFO)
     for chatty in ("grpc", "asyncio", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    logging.getLogger("aiohttp.server").addFilter(_CLIENT_FAULTS)  # once, however often

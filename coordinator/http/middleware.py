@@ -61,7 +61,9 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return _plain_failure(request, error)
     except web.RequestPayloadError:
         text = "the request body cannot be read; is it what its Content-Encoding says?"
-        return _respond(plain_body(400, text, "bad_body"), 400, {})
+        reply = _respond(plain_body(400, text, "bad_body"), 400, {})
+        reply.force_close()  # nobody knows where the next request begins
+        return reply
     except ClientGoneError as gone:
         log.info("%s %s: %s [%s]", request.method, request.path, gone, request_id(request))
         note_failure(request, CLIENT_GONE)

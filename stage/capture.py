@@ -1,7 +1,7 @@
 """Python side of `_capture.c`: the output of a stage that is not last, taken natively out of the running graph.
 
-What is captured is the tensor that llama.cpp names `l_out-<last layer>`: the residual stream after the last layer of
-the slice, before the final norm. The graph stops there, so norm and head are never computed.
+What is captured is the tensor that llama.cpp names `l_out-<last layer>`, in one family otherwise: the residual stream
+after the last layer of the slice, before the final norm. The graph stops there, so norm and head are never computed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,15 @@ _REASONS = {
     2: "its size is not a whole number of rows",
     3: "it holds more rows than the step",
 }
+
+
+# llama_model_step35::graph gives the last layer's output a second name, which replaces the first.
+_OTHER_NAMES = {"step35": "h_nextn"}
+
+
+def output_name(architecture: str, n_layers: int) -> str:
+    """Return the name of what leaves the last of so many layers."""
+    return _OTHER_NAMES.get(architecture, f"l_out-{n_layers - 1}")
 
 
 class _State(ctypes.Structure):

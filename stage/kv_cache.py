@@ -59,7 +59,7 @@ def lay_out(
     params.n_seq_max = n_lanes + spare_lanes
     params.type_k = params.type_v = KV_TYPES[kv_type]
     params.kv_unified = kv_layout == "unified"  # then a step is one micro-batch in its row order, and prefixes are free
-    params.swa_full = True  # a lane can be rewound to any position
+    params.swa_full = True  # a lane can be rewound, with some exceptions in a unified cache: NativeEngine.check_rewind
     score_bytes = 4 * max_rows * ctx_tokens * n_heads
     scored = has_scores(kv_layout, kv_type=kv_type, gpu_layers=gpu_layers, score_bytes=score_bytes)
     params.flash_attn_type = FLASH_ATTN["off" if flash_attn == "auto" and scored else flash_attn]

@@ -114,15 +114,16 @@ class LaneTable:
         return Placement(lane, position if position < lane.next_position else None)
 
     def trim(self, session_id: int, route_id: int, length: int) -> Placement:
-        """Shorten the session to `length` positions. Raises SessionError, PositionGapError."""
+        """Decide how to shorten the session to `length` positions. Raises SessionError, PositionGapError.
+
+        Who shortens it moves the lane's next position then.
+        """
         lane = self._owned(session_id, route_id)
         if length > lane.next_position:
             raise PositionGapError(
                 f"session {session_id:x} cannot be trimmed to {length}, it holds {lane.next_position}"
             )
-        placement = Placement(lane, length if length < lane.next_position else None)
-        lane.next_position = length
-        return placement
+        return Placement(lane, length if length < lane.next_position else None)
 
     def prefix(self, source_id: int, target_id: int, route_id: int, length: int) -> tuple[Lane, Lane]:
         """Return (source, target) for copying `length` positions. The target must be empty. Raises as `trim`.

@@ -20,10 +20,10 @@ from llama_cpp import llama_cpp as llama
 
 from stage import ggml
 from stage.artifact import StageArtifact, open_artifact
-from stage.capture import RowCapture
+from stage.capture import RowCapture, output_name
 from stage.kv_cache import CTX_STEP_TOKENS, FLASH_ATTN, KV_TYPES, lay_out
 from stage.kv_state import multiplied
-from stage.lane_state import HELD_COPIES_MAX, copy_lane, read_lane, write_lane
+from stage.lane_state import HELD_COPIES_MAX, copy_lane, read_lane, require, write_lane
 from stage.loading import Load
 from stage.micro_batches import Cut, cut
 from stage.model_load import abandonable, load_model
@@ -117,6 +117,7 @@ class NativeEngine:
         self._step_cut: Cut | None = None  # of the last step, where lanes have cells of their own
         try:
             self._model = load_model(config.artifact_path, config.gpu_layers, load)
+            self._window: int = llama.llama_model_n_swa(self._model)  # 0: no layer has a sliding window
             self._n_positions = 4 if llama.llama_model_rope_type(self._model) in _ROPE_TYPES_4D else 1
             self._check_model()
             self._allocate()
@@ -198,8 +199,8 @@ class NativeEngine:
         params.embeddings = False
         params.no_perf = True
         if not self.is_last:
-            last_layer = self.artifact.layer_end - self.artifact.layer_start - 1
-            self._capture = RowCapture(f"l_out-{last_layer}", self.output_rows)
+            n_layers = self.artifact.layer_end - self.artifact.layer_start
+            self._capture = RowCapture(output_name(self.artifact.architecture, n_layers), self.output_rows)
             self._capture.install(params)
         ggml.LOG.watch()
         context = llama.llama_init_from_model(self._model, params)
@@ -303,6 +304,11 @@ class NativeEngine:
 
     # --- lanes --------------------------------------------------------------------------------------------------------
 
+    def check_rewind(self, lane: int, position: int) -> None:
+        """Raise PositionGapError where the lane, rewound to `position`, could not go on from there: see `require`."""
+        self._check_lanes(lane)
+        require(self._context, lane, position, self._window)
+
     def drop_from(self, lane: int, position: int) -> None:
         """Forget what the lane holds at `position` and above. Dropping what is not there does nothing."""
         self._check_lanes(lane)
@@ -332,6 +338,9 @@ class NativeEngine:
         n_cells = self.lane_tokens(source_lane) * HELD_COPIES_MAX
         # What a copy that waits is to bring is not there yet, neither to be read nor to be replaced.
         if self._copies_wait or self.config.gpu_layers or n_cells > self.config.ctx_tokens:
+            return False
+        # llama_kv_cache::state_write leaves out what lies before the window of the next row.
+        if 0 < self._window < self.lane_tokens(source_lane):
             return False
         return copy_lane(self._context, source_lane, target_lane)
 

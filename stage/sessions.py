@@ -37,11 +37,14 @@ class Sessions:
         elif frame.flags & Flag.CLOSE:
             self.close(frame.session_key)
         elif frame.flags & Flag.TRIM:
-            placement = lanes.trim(frame.session_id, frame.route_id, frame.position)
-            if placement.drop_from is not None:
-                self._engine.drop_from(placement.lane.index, placement.drop_from)
+            lane, drop_from = lanes.trim(frame.session_id, frame.route_id, frame.position)
+            if drop_from is not None:
+                self._engine.check_rewind(lane.index, drop_from)
+                self._engine.drop_from(lane.index, drop_from)
+                lane.next_position = drop_from
         elif frame.flags & Flag.COPY_PREFIX:
             pair = lanes.prefix(frame.argument, frame.session_id, frame.route_id, frame.position)
+            self._engine.check_rewind(pair[0].index, frame.position)
             self._engine.copy_prefix(pair[0].index, pair[1].index, frame.position)
             pair[1].next_position = frame.position
 

@@ -160,6 +160,8 @@ class StepExecutor:
                     lane, drop_from = self.lanes.place(frame.session_id, frame.route_id, frame.position, frame.n_rows)
                     if frame.payload is None or n_rows + frame.n_rows > self.engine.max_rows:
                         raise ProtocolError(f"{frame.n_rows} rows do not fit a step of {self.engine.max_rows}")
+                    if drop_from is not None:
+                        self.engine.check_rewind(lane.index, drop_from)
                 except RelaylineError as error:
                     self._fault(outputs, frame, error)
                     continue

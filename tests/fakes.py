@@ -22,7 +22,7 @@ from stage.queue_types import QueuedFrame, Step
 from stage.step import StepExecutor
 from stage.step_types import RouteWiring
 from wire.envelope import DTYPE_F32, BufferPool
-from wire.errors import InternalError
+from wire.errors import InternalError, PositionGapError
 from wire.frames import TRACE_BYTES, Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -48,6 +48,7 @@ class FakeEngine:
         self.steps: list[list[tuple[int, int]]] = []  # per decode: (lane, position) of every row
         self.fail_next: BaseException | None = None
         self.nan_lanes: set[int] = set()
+        self.reused_until: dict[int, int] = {}  # lanes that cannot be rewound so far, but for position 0
         self.on_decode: Callable[[], None] = lambda: None
         self.n_closed = 0
         self._logits: dict[int, np.ndarray] = {}
@@ -74,6 +75,10 @@ class FakeEngine:
 
     def logits(self, row: int) -> np.ndarray:
         return self._logits[row]
+
+    def check_rewind(self, lane: int, position: int) -> None:
+        if 0 < position <= self.reused_until.get(lane, 0):
+            raise PositionGapError(f"lane {lane} cannot be taken back to position {position}")
 
     def drop_from(self, lane: int, position: int) -> None:
         del self.lanes[lane][position:]

@@ -227,6 +227,28 @@ def test_controls_are_forwarded_in_order_and_before_rows() -> None:
     assert (view.sequence, len(view.options)) == (3, 1)
 
 
+def test_what_the_engine_cannot_go_back_to_is_refused_and_nothing_changes() -> None:
+    """Layers with a sliding window may have lost what a shorter lane needs; from its start any lane can go on."""
+    engine = FakeEngine()
+    executor = opened(engine, 3)
+    executor.execute(step_of(rows_frame(0, 0, 6), rows_frame(1, 0, 2)))
+    engine.reused_until[executor.lanes.open(0, ROUTE).index] = 4
+    before = state_of(executor, engine)
+    for frames in (
+        (control(0, Flag.TRIM, 4),),
+        (control(2, Flag.COPY_PREFIX, 3, argument=0),),
+        (rows_frame(0, 2, 2),),
+    ):
+        assert labels(executor.execute(step_of(*frames))) == [(frames[0].session_id, "position_gap")]
+        assert state_of(executor, engine) == before
+        executor.sessions.broken.clear()
+    result = executor.execute(step_of(rows_frame(0, 1), rows_frame(1, 2)))
+    assert labels(result) == [(0, "position_gap")]
+    assert [len(lane) for lane in engine.lanes].count(3) == 1, "others of the step go on"
+    assert labels(executor.execute(step_of(control(0, Flag.TRIM, 5), rows_frame(0, 5)))) == []
+    assert labels(executor.execute(step_of(control(0, Flag.TRIM, 0), rows_frame(0, 0, 2)))) == []
+
+
 def test_two_routes_in_one_step_give_two_envelopes() -> None:
     engine = FakeEngine()
     executor = opened(engine, 2)

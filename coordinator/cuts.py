@@ -6,7 +6,6 @@ A cut is the first layer of a later stage; `(8, 16)` makes three stages that sta
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -32,6 +31,8 @@ class CutFacts(Protocol):
     def cut_period(self) -> int: ...  # noqa: D102
     @property
     def forbidden_lengths(self) -> frozenset[int]: ...  # noqa: D102
+    @property
+    def windows(self) -> tuple[bool, ...]: ...  # noqa: D102
 
 
 def ranges(n_layers: int, cuts: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -42,9 +43,14 @@ def ranges(n_layers: int, cuts: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 def is_allowed(facts: CutFacts, start: int, end: int) -> bool:
     """Tell whether the layers from start to end may be one stage. A whole model always may."""
-    if start % facts.cut_period:
+    if start % facts.cut_period or _lacks_window(facts, start, end):
         return False
     return end - start == facts.n_layers or end - start not in facts.forbidden_lengths
+
+
+def _lacks_window(facts: CutFacts, start: int, end: int) -> bool:
+    """Tell whether llama_model::create_memory would abort the process: it asserts that some layer has a window."""
+    return bool(facts.windows) and not any(facts.windows[start:end])
 
 
 def legal_cuts(facts: CutFacts) -> tuple[int, ...]:
@@ -73,15 +79,19 @@ def check_cuts(facts: CutFacts, cuts: Sequence[int]) -> None:
         if not 0 < cut < facts.n_layers:
             raise CutError(f"cut {cut} is outside the model's {facts.n_layers} layers; legal cuts: {listed}")
         if cut not in legal:
-            raise CutError(f"cut {cut} is not legal: {_reason(facts)}; legal cuts: {listed}")
+            raise CutError(f"cut {cut} is not legal: {_reason(facts, (0, cut, facts.n_layers))}; legal cuts: {listed}")
     if list(cuts) != sorted(set(cuts)):
         raise CutError(f"cuts {','.join(map(str, cuts))} must ascend without repeats; legal cuts: {listed}")
     for start, end in ranges(facts.n_layers, cuts):
         if not is_allowed(facts, start, end):
-            raise CutError(f"layers {start} to {end - 1} cannot be one stage: {_reason(facts)}; legal cuts: {listed}")
+            reason = _reason(facts, (start, end))
+            raise CutError(f"layers {start} to {end - 1} cannot be one stage: {reason}; legal cuts: {listed}")
 
 
-def _reason(facts: CutFacts) -> str:
+def _reason(facts: CutFacts, edges: Sequence[int]) -> str:
+    """Tell why the layers between one edge and the next cannot be stages."""
+    if any(_lacks_window(facts, start, end) for start, end in itertools.pairwise(edges)):
+        return "llama.cpp runs layers without a sliding window only together with one that has a window"
     if facts.cut_period > 1:
         return f"this architecture repeats every {facts.cut_period} layers"
     lengths = " or ".join(map(str, sorted(facts.forbidden_lengths)))
@@ -104,7 +114,6 @@ def balanced_cuts(facts: CutFacts, n_stages: int) -> tuple[int, ...]:
 
     Raises CutError when the model cannot be cut into so many stages.
     """
-    most = 1 + len(legal_cuts(facts)) if facts.cut_period == 1 else math.ceil(facts.n_layers / facts.cut_period)
     if not 1 <= n_stages <= STAGES_MAX:
         raise CutError(f"the number of stages must lie between 1 and {STAGES_MAX}, not {n_stages}")
     sums = [0]
@@ -122,7 +131,7 @@ def balanced_cuts(facts: CutFacts, n_stages: int) -> tuple[int, ...]:
 
     fastest = _best(facts.n_layers, n_stages, allowed, step_bytes, max)
     if fastest is None:
-        raise CutError(f"{facts.n_layers} layers cannot make {n_stages} stages here; the most is {most}")
+        raise CutError(f"{facts.n_layers} layers cannot make {n_stages} stages here; the most is {most_stages(facts)}")
     step_cap = max(step_bytes(*pair) for pair in ranges(facts.n_layers, fastest)) * STEP_SLACK
 
     def fast_enough(start: int, end: int) -> bool:
@@ -138,6 +147,16 @@ def balanced_cuts(facts: CutFacts, n_stages: int) -> tuple[int, ...]:
     evenest = _best(facts.n_layers, n_stages, good, lambda start, end: step_bytes(start, end) ** 2, float.__add__)
     assert evenest is not None, "the smallest plan is among the good ones"
     return evenest
+
+
+def most_stages(facts: CutFacts) -> int:
+    """Return how many stages the model can be cut into."""
+    most = {0: 0}
+    for end in range(1, facts.n_layers + 1):
+        found = [most[start] + 1 for start in most if is_allowed(facts, start, end)]
+        if found:
+            most[end] = max(found)
+    return most.get(facts.n_layers, 0)
 
 
 def _best(

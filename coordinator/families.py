@@ -10,6 +10,7 @@ The facts are about the llama.cpp that pyproject.toml pins; the function that sh
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping
 
 from coordinator.gguf_file import GgufModel, Value
@@ -50,6 +51,35 @@ def _no_lengths(_: Metadata) -> frozenset[int]:
     return frozenset()
 
 
+# Which layers have a sliding window, one flag per layer; empty where llama.cpp keeps all layers alike. Every slice is
+# told its own flags outright, because a pattern counts from the first layer in the file.
+Windows = tuple[bool, ...]
+WINDOW_PATTERN = "attention.sliding_window_pattern"
+
+
+def _no_windows(_: Metadata) -> Windows:
+    return ()
+
+
+def _windows(period: int, *, is_optional: bool = False) -> Callable[[Metadata], Windows]:
+    """Return what llama_model_base::load_swa_pattern makes of a file where the last layer of each period has no window.
+
+    Optional: without a window in the file, no layer has one.
+    """
+
+    def found(facts: Metadata) -> Windows:
+        if is_optional and not facts.integer("attention.sliding_window"):
+            return ()
+        stated = facts.values.get(WINDOW_PATTERN)
+        if isinstance(stated, tuple):
+            flags = tuple(bool(flag) for flag in stated[: facts.n_layers])
+            return flags + (False,) * (facts.n_layers - len(flags))
+        every = stated if isinstance(stated, int) else period
+        return tuple(every == 0 or layer % every < every - 1 for layer in range(facts.n_layers))
+
+    return found
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
     """How one architecture is cut."""
@@ -58,9 +88,11 @@ class Family:
     head_required: bool = False  # llama.cpp demands output.weight; otherwise it falls back to token_embd.weight
     cut_period: int = 1  # a slice must start at a multiple of this, because a layer's kind follows from its index
     embedding_scale: float | None = None  # llama.cpp's default for <arch>.embedding_scale; None: no such key is read
+    scales_tokens: bool = False  # looked-up rows are scaled by the root of their width, rows that come in are not
     overrides: Callable[[Metadata], Overrides] = _no_overrides  # keys that every slice must carry changed
     refusal: Callable[[Metadata], str | None] = _no_refusal  # why a certain model of the family cannot be cut
     forbidden_lengths: Callable[[Metadata], frozenset[int]] = _no_lengths  # layer counts that load as another model
+    windows: Callable[[Metadata], Windows] = _no_windows  # where layers with and without sliding windows alternate
     certified: bool = True  # False only for the generic rule of --experimental
 
 
@@ -129,6 +161,44 @@ def _glm4moe_refusal(facts: Metadata) -> str | None:
     return None
 
 
+GEMMA3_27B_LAYERS = 62
+EXAONE4_32B_LAYERS = 64
+
+
+def _gemma3_guesses(facts: Metadata) -> bool:
+    # llama_model_gemma3::load_arch_hparams takes 62 layers for the 27B model, and scales its scores in another way.
+    n_embd, n_heads = facts.integer("embedding_length") or 0, facts.integer("attention.head_count") or 1
+    return n_embd // n_heads != (facts.integer("attention.key_length") or n_embd // n_heads)
+
+
+def _gemma3_refusal(facts: Metadata) -> str | None:
+    if facts.n_layers == GEMMA3_27B_LAYERS and _gemma3_guesses(facts):
+        return "llama.cpp knows how to scale its attention by its number of layers alone, which no slice has"
+    return None
+
+
+def _gemma3_lengths(facts: Metadata) -> frozenset[int]:
+    return frozenset({GEMMA3_27B_LAYERS}) if _gemma3_guesses(facts) else frozenset()
+
+
+def _exaone4_refusal(facts: Metadata) -> str | None:
+    # llama_model_exaone4::load_arch_hparams reads windows only from files of 64 layers.
+    if facts.n_layers == EXAONE4_32B_LAYERS:
+        return "llama.cpp gives its layers sliding windows only in a file of 64 layers"
+    return None
+
+
+def _exaone4_lengths(_: Metadata) -> frozenset[int]:
+    return frozenset({EXAONE4_32B_LAYERS})
+
+
+def _ernie_moe_refusal(facts: Metadata) -> str | None:
+    # llama_model_ernie4_5_moe::graph counts from the first layer in the file.
+    if facts.integer("interleave_moe_layer_step") != 1:
+        return "its layers with experts alternate with others, counted from its first layer"
+    return None
+
+
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
@@ -166,6 +236,31 @@ FAMILIES: dict[str, Family] = {
         Family("orion", head_required=True),
         Family("seed_oss"),
         Family("xverse", head_required=True),
+        Family("gpt-oss", head_required=True, windows=_windows(2)),
+        # llama_model_gemma3::graph leaves rows that come in as embeddings as they are.
+        Family(
+            "gemma3",
+            scales_tokens=True,
+            refusal=_gemma3_refusal,
+            forbidden_lengths=_gemma3_lengths,
+            windows=_windows(6, is_optional=True),
+        ),
+        # Rotary positions are left out where there is no window.
+        Family("cohere2", windows=_windows(4)),
+        Family("olmo2", head_required=True, windows=_windows(4, is_optional=True)),
+        Family("exaone4", refusal=_exaone4_refusal, forbidden_lengths=_exaone4_lengths),
+        Family("exaone-moe", head_required=True, windows=_windows(4)),
+        Family("ernie4_5-moe", refusal=_ernie_moe_refusal),
+        Family("bailingmoe2", head_required=True),
+        Family("hunyuan-dense"),
+        Family("apertus", head_required=True),
+        # Which layers have windows stands in the file, layer by layer.
+        Family("mimo2", head_required=True, windows=_windows(0)),
+        Family("step35", head_required=True, windows=_windows(0)),
+        # build_inp_embd as for granite; llama_model_grok::load_arch_hparams has the default of old files.
+        Family("grok", embedding_scale=78.38367176906169),
+        # The loader of deepseek2.
+        Family("mistral4", overrides=_deepseek2_overrides, forbidden_lengths=_deepseek2_lengths),
     )
 }
 
@@ -203,6 +298,8 @@ def metadata_of(model: GgufModel, n_layers: int, n_vocab: int) -> Metadata:
 
 def scale_of(family: Family, facts: Metadata) -> float:
     """Return the factor for looked-up embedding rows; 1.0 when the family has none (llama.cpp reads 0 as none)."""
+    if family.scales_tokens:
+        return math.sqrt(facts.integer("embedding_length") or 1)
     if family.embedding_scale is None:
         return 1.0
     found = facts.values.get("embedding_scale")
@@ -212,6 +309,6 @@ def scale_of(family: Family, facts: Metadata) -> float:
 def slice_overrides(family: Family, facts: Metadata) -> Overrides:
     """Return the keys that every slice of the model carries in place of the source's."""
     stated = dict(family.overrides(facts))
-    if scale_of(family, facts) != 1.0:
+    if family.embedding_scale is not None and scale_of(family, facts) != 1.0:
         stated["embedding_scale"] = (F32, 0.0)
     return stated

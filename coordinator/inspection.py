@@ -68,6 +68,7 @@ class ModelFacts:
     refusal: str | None  # why not, when it is not
     cut_period: int
     forbidden_lengths: frozenset[int]  # numbers of layers that no slice may have
+    windows: families.Windows  # which layers have a sliding window; empty unless some have and some have not
 
     @property
     def legal_cuts(self) -> tuple[int, ...]:
@@ -127,6 +128,7 @@ def facts_of(model: GgufModel) -> ModelFacts:
         refusal=refusal,
         cut_period=family.cut_period,
         forbidden_lengths=family.forbidden_lengths(facts),
+        windows=family.windows(facts),
     )
 
 

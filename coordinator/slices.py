@@ -15,7 +15,15 @@ import hashlib
 from collections.abc import Sequence
 
 from coordinator.cuts import ranges
-from coordinator.families import Family, Metadata, Overrides, metadata_of, scale_of, slice_overrides
+from coordinator.families import (
+    WINDOW_PATTERN,
+    Family,
+    Metadata,
+    Overrides,
+    metadata_of,
+    scale_of,
+    slice_overrides,
+)
 from coordinator.gguf_file import (
     ARRAY_TYPE,
     STRING_TYPE,
@@ -26,7 +34,7 @@ from coordinator.gguf_file import (
     Value,
     read_entries,
 )
-from coordinator.gguf_write import F32, U32, U64, TensorSlot, aligned, encode_array, encode_entry, encode_header
+from coordinator.gguf_write import BOOL, F32, U32, U64, TensorSlot, aligned, encode_array, encode_entry, encode_header
 from coordinator.inspection import BLOCK_NAME, EMBEDDING, HEAD, ModelFacts
 from wire.errors import ModelFileError
 
@@ -36,6 +44,7 @@ TOKENIZER_NAME = "tokenizer.gguf"
 DROPPED_KEYS = ("split.", "general.alignment", "relayline.")
 # Arrays in the family's namespace with a length of their own, which may happen to equal the number of layers.
 FIXED_ARRAYS = frozenset({"rope.dimension_sections", "classifier.output_labels"})
+BARE_PREFIXES = ("xielu.",)  # of values per layer that llama.cpp reads without the family's namespace (apertus)
 F32_ID, F16_ID = 0, 1
 # Types for a matrix that must be there but is never read, smallest first.
 PLACEHOLDER_TYPES = (41, 2, F16_ID)  # Q1_0, Q4_0, F16
@@ -160,18 +169,21 @@ class _Planner:
 
     def changed(self, start: int, end: int, is_last: bool) -> Overrides:
         """Return the family's keys that differ from the source's in a slice."""
-        lead = self.rules.integer("leading_dense_block_count")
+        lead, windows = self.rules.integer("leading_dense_block_count"), self.facts.windows[start:end]
         return {
             **slice_overrides(self.family, self.rules),
             "block_count": (U32, end - start),
             **({} if lead is None else {"leading_dense_block_count": (U32, min(max(0, lead - start), end - start))}),
+            **({WINDOW_PATTERN: (BOOL, windows)} if windows else {}),
             **({"nextn_predict_layers": (U32, 0)} if self.facts.n_prediction_layers else {}),
             **({} if is_last else {"vocab_size": (U32, DUMMY_TOKENS)}),
         }
 
     def is_per_layer(self, entry: KeyValue) -> bool:
-        name = entry.key.removeprefix(self.facts.architecture + ".")
-        if entry.type_id != ARRAY_TYPE or name == entry.key or name in FIXED_ARRAYS:
+        prefix = self.facts.architecture + "."
+        if entry.type_id != ARRAY_TYPE or entry.key.removeprefix(prefix) in FIXED_ARRAYS:
+            return False
+        if not entry.key.startswith((prefix, *BARE_PREFIXES)):
             return False
         return entry.length in (self.facts.n_layers, self.facts.n_layers + self.facts.n_prediction_layers)
 

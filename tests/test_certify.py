@@ -189,8 +189,8 @@ def test_an_altered_artifact_is_found_by_its_checksum(tmp_path: Path, scratch: P
 
 
 def test_a_native_abort_is_told_as_what_it_is(tmp_path: Path, scratch: Path) -> None:
-    """llama.cpp aborts on a slice of cohere2 that has no layer with a sliding window."""
-    model = make_tiny("cohere2", tmp_path / "model.gguf")
+    """llama.cpp aborts on a slice of granite_swa that has no layer with a sliding window."""
+    model = make_tiny("granite_swa", tmp_path / "model.gguf")
     (cut,) = certify_json(scratch, model, "--cuts", 3, "--experimental", expect=1)["cuts"]
     assert "stage-1 ended with signal SIGABRT" in cut["problem"]
     assert "GGML_ASSERT" in cut["problem"]
@@ -258,7 +258,7 @@ class Wrong:
 
 
 WRONG = {
-    "architecture": Wrong("olmo2", (), 1, "'olmo2' has not been certified for splitting; supported: "),
+    "architecture": Wrong("granite_swa", (), 1, "'granite_swa' has not been certified for splitting; supported: "),
     "cut": Wrong("llama", ("--cuts", "9"), 2, "cut 9 is outside the model's 2 layers"),
     "not a cut": Wrong("llama", ("--cuts", "one"), 2, "'one' is not a list of layer numbers"),
     "both": Wrong("llama", ("--cuts", "1", "--stages", "2"), 2, "give either --stages or --cuts, not both"),

@@ -18,6 +18,7 @@ class Facts:
     head_bytes: int = 0
     cut_period: int = 1
     forbidden_lengths: frozenset[int] = frozenset()
+    windows: tuple[bool, ...] = ()
 
     @property
     def n_layers(self) -> int:
@@ -63,6 +64,19 @@ def test_period() -> None:
         balanced_cuts(facts, 4)
 
 
+def test_every_stage_needs_a_layer_with_a_window() -> None:
+    """As in gemma3 and its like: the last layer of each period has none."""
+    facts = Facts((10,) * 6, windows=(True, True, False) * 2)
+    assert legal_cuts(facts) == (1, 2, 3, 4)
+    with pytest.raises(CutError, match=r"cut 5 .* only together with one that has a window; legal cuts: 1-4"):
+        check_cuts(facts, (5,))
+    with pytest.raises(CutError, match=r"layers 2 to 2 cannot be one stage: llama.cpp runs layers without"):
+        check_cuts(facts, (2, 3))
+    assert balanced_cuts(facts, 4) == (1, 2, 4)
+    with pytest.raises(CutError, match="the most is 4"):
+        balanced_cuts(facts, 5)
+
+
 @pytest.mark.parametrize(
     ("cuts", "words"),
     [((0,), "outside"), ((6,), "outside"), ((-1,), "outside"), ((4, 2), "ascend"), ((2, 2), "ascend")],
@@ -92,12 +106,20 @@ SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=9).map(tuple)
     head=st.integers(0, 200),
     period=st.integers(1, 3),
     forbidden=st.frozensets(st.integers(2, 9), max_size=2),
+    full=st.frozensets(st.integers(1, 8)) | st.none(),
     n_stages=st.integers(1, 5),
 )
 def test_balanced_is_legal_and_as_fast_as_any(
-    sizes: tuple[int, ...], embedding: int, head: int, period: int, forbidden: frozenset[int], n_stages: int
+    sizes: tuple[int, ...],
+    embedding: int,
+    head: int,
+    period: int,
+    forbidden: frozenset[int],
+    full: frozenset[int] | None,
+    n_stages: int,
 ) -> None:
-    facts = Facts(sizes, embedding, head, period, forbidden)
+    windows = () if full is None else tuple(layer not in full for layer in range(len(sizes)))
+    facts = Facts(sizes, embedding, head, period, forbidden, windows)
     every = [cuts for cuts in itertools.combinations(range(1, len(sizes)), n_stages - 1) if allowed(facts, cuts)]
     assert set(legal_cuts(facts)) == {
         cut

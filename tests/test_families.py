@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.cuts import balanced_cuts
+from coordinator.cuts import balanced_cuts, most_stages
 from coordinator.families import FAMILIES, family_of
 from coordinator.gguf_file import open_model
 from coordinator.inspection import inspect_model
@@ -16,7 +16,7 @@ from coordinator.split import split_model
 from stage.native import EngineConfig, NativeEngine
 from tests.chain import Chain
 from tests.reference import ReferenceModel
-from tests.tiny_models import N_EMBD, RECIPES, UNCERTIFIED, make_tiny
+from tests.tiny_models import N_EMBD, RECIPES, UNCERTIFIED, Value, make_tiny
 from wire.errors import CutError, UnsupportedArchitectureError
 
 PREFILL, DECODE = 20, 5
@@ -109,6 +109,8 @@ def test_a_copied_beginning_is_worth_what_the_original_is(
 
     Of 64 cells of a lane's own the 16 in use are copied, of 32 all.
     """
+    # Without flash attention, which grok never has, scores are rounded to f16: one may go the other way in other cells.
+    error_max = 1e-3 if name == "grok" else 1e-4
     model = make_tiny(name, tmp_path / "model.gguf")
     split_model(model, tmp_path / "out", cuts=balanced_cuts(inspect_model(model), 2))
     config = EngineConfig(
@@ -130,11 +132,11 @@ def test_a_copied_beginning_is_worth_what_the_original_is(
         decode(0, 0, 16)
         engine.copy_prefix(0, 1, 12)
         assert (engine.lane_tokens(0), engine.lane_tokens(1)) == (16, 12)
-        np.testing.assert_allclose(decode(1, 12, 1), expected, atol=1e-4)
+        np.testing.assert_allclose(decode(1, 12, 1), expected, atol=error_max)
         original = decode(0, 16, 1)
         engine.clear(1)
         engine.drop_from(0, 16)
-        np.testing.assert_allclose(decode(0, 16, 1), original, atol=1e-4)
+        np.testing.assert_allclose(decode(0, 16, 1), original, atol=error_max)
 
 
 def test_every_family_has_a_model() -> None:
@@ -147,7 +149,7 @@ def test_every_legal_cut_equals_whole(name: str, tmp_path: Path) -> None:
     facts = inspect_model(model)
     assert facts.supported
     assert facts.legal_cuts
-    more = [balanced_cuts(facts, n) for n in (1, 3, 4) if (n - 1) <= len(facts.legal_cuts)]
+    more = [balanced_cuts(facts, n) for n in (1, 3, 4) if n <= most_stages(facts)]
     check(model, [*((cut,) for cut in facts.legal_cuts), *more], tmp_path)
 
 
@@ -172,6 +174,66 @@ def test_smollm3_keeps_to_its_period(tmp_path: Path) -> None:
     assert facts.legal_cuts == (4, 8)
     with pytest.raises(CutError, match=r"cut 5 .* repeats every 4 layers; legal cuts: 4,8"):
         split_model(model, tmp_path / "out", cuts=(5,))
+
+
+def test_slices_are_told_which_of_their_layers_have_windows(tmp_path: Path) -> None:
+    """A pattern counts from the first layer in the file; and a slice needs a window, or llama.cpp would abort."""
+    model = make_tiny("gpt-oss", tmp_path / "model.gguf")
+    facts = inspect_model(model)
+    assert facts.windows == (True, False) * 3
+    assert facts.legal_cuts == (1, 2, 3, 4)
+    with pytest.raises(CutError, match="only together with one that has a window; legal cuts: 1-4"):
+        split_model(model, tmp_path / "out", cuts=(5,))
+    split_model(model, tmp_path / "out", cuts=(1, 3))
+    stages = [open_model(tmp_path / "out" / f"stage-{index}.gguf") for index in range(3)]
+    told = [stage.value("gpt-oss.attention.sliding_window_pattern") for stage in stages]
+    assert told == [(True,), (False, True), (False, True, False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("gemma3", {}, (True,) * 5 + (False, True, True)),
+        ("gemma3", {"attention.sliding_window_pattern": 2}, (True, False) * 4),
+        ("gemma3", {"attention.sliding_window_pattern": 0}, (True,) * 8),
+        ("gemma3", {"attention.sliding_window_pattern": [0, 1, 0, 1, 0, 1, 0, 1]}, (False, True) * 4),
+        ("gemma3", {"attention.sliding_window": 0}, ()),
+        ("olmo2", {"attention.sliding_window_pattern": 2}, ()),
+    ],
+)
+def test_windows_are_what_llama_cpp_makes_of_a_file(
+    name: str, values: dict[str, Value], expected: tuple[bool, ...], tmp_path: Path
+) -> None:
+    model = make_tiny(name, tmp_path / "model.gguf", extra_values=values)
+    assert inspect_model(model).windows == expected
+    check(model, [(2,)], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "n_layers", "values", "reason"),
+    [
+        ("gemma3", 62, {"attention.key_length": 32, "attention.value_length": 32}, "by its number of layers alone"),
+        ("exaone4", 64, {}, "only in a file of 64 layers"),
+        ("ernie4_5-moe", 4, {"interleave_moe_layer_step": 2}, "layers with experts alternate"),
+    ],
+)
+def test_what_llama_cpp_derives_from_the_whole_file_is_refused(
+    name: str, n_layers: int, values: dict[str, Value], reason: str, tmp_path: Path
+) -> None:
+    facts = inspect_model(make_tiny(name, tmp_path / "model.gguf", n_layers=n_layers, extra_values=values))
+    assert not facts.supported
+    assert facts.refusal is not None
+    assert reason in facts.refusal
+
+
+def test_gemma3_scales_tokens_alone(tmp_path: Path) -> None:
+    """By the root of their width: the graph leaves rows that come in as they are."""
+    model = make_tiny("gemma3", tmp_path / "model.gguf")
+    split_model(model, tmp_path / "out", cuts=(2,))
+    first, second = (open_model(tmp_path / "out" / f"stage-{index}.gguf") for index in range(2))
+    assert first.value("relayline.embedding.scale") == 8.0
+    assert "relayline.embedding.scale" not in second.entries
+    assert "gemma3.embedding_scale" not in first.entries
 
 
 def test_granite_scales_once(tmp_path: Path) -> None:

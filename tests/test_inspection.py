@@ -55,14 +55,14 @@ def test_json(tmp_path: Path) -> None:
     assert facts["kv_bytes_per_token_total"] == sum(facts["kv_bytes_per_token"]) == 1280
 
 
-@pytest.mark.parametrize("name", ["llama", "glm4moe", "cohere2"])
+@pytest.mark.parametrize("name", ["llama", "glm4moe", "granite_swa"])
 def test_table(name: str, tmp_path: Path) -> None:
     model = make_tiny(name, tmp_path / "m.gguf", extra_values={"note": 1})
     result = CliRunner().invoke(inspect_command, [str(model)])
     assert result.exit_code == 0
     assert f"tiny {name}" in result.stdout
-    assert ("legal cuts    1 to" in result.stdout) is (name != "cohere2")
-    assert ("cannot be split" in result.stdout) is (name == "cohere2")
+    assert ("legal cuts    1 to" in result.stdout) is (name != "granite_swa")
+    assert ("cannot be split" in result.stdout) is (name == "granite_swa")
 
 
 def test_markup_in_a_model_name_is_only_text(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_usage_errors(arguments: list[str], tmp_path: Path) -> None:
 
 
 def test_split_command_errors(tmp_path: Path) -> None:
-    model = make_tiny("cohere2", tmp_path / "m.gguf")
+    model = make_tiny("granite_swa", tmp_path / "m.gguf")
     out = ["--out", str(tmp_path / "out")]
     runs = {
         ("nothing.gguf", "--stages", "2"): ModelFileError,

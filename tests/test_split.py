@@ -360,7 +360,7 @@ def test_source_that_changes_meanwhile(tmp_path: Path) -> None:
 
 def test_experimental_reports_an_abort_of_llama_cpp(tmp_path: Path) -> None:
     """The slice with no sliding-window layer makes llama.cpp abort: in the probe, not here."""
-    model = make_tiny("cohere2", tmp_path / "m.gguf")
+    model = make_tiny("granite_swa", tmp_path / "m.gguf")
     with pytest.raises(UnsupportedArchitectureError, match=r"layers 3 to 3 .*GGML_ASSERT\(.*is_swa_any") as caught:
         split_model(model, tmp_path / "out", cuts=(3,), experimental=True, probe=probe_artifact)
     assert "\n" not in caught.value.message
@@ -368,7 +368,7 @@ def test_experimental_reports_an_abort_of_llama_cpp(tmp_path: Path) -> None:
 
 
 def test_experimental_split_that_runs(tmp_path: Path) -> None:
-    model = make_tiny("olmo2", tmp_path / "m.gguf")
+    model = make_tiny("granite_swa", tmp_path / "m.gguf")
     asked: list[str] = []
 
     def probe(path: Path) -> str | None:

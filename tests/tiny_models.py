@@ -113,6 +113,46 @@ def _head_norms() -> dict[str, Shape]:
     return {"attn_q_norm.weight": (HEAD,), "attn_k_norm.weight": (HEAD,)}
 
 
+def _gpt_oss(_: int) -> Shapes:
+    shapes = _norms("attn_norm", "post_attention_norm") | _attention(bias=True, out_bias=True) | _experts()
+    shapes |= {f"ffn_{name}_exps.bias": (N_EXPERTS, width) for name, width in
+               (("gate", N_FF), ("up", N_FF), ("down", N_EMBD))}  # fmt: skip
+    return shapes | {"attn_sinks.weight": (N_HEADS,), "ffn_gate_inp.bias": (N_EXPERTS,)}
+
+
+def _gemma3(_: int) -> Shapes:
+    norms = _norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+    return norms | _attention() | _head_norms() | _dense()
+
+
+def _olmo2(_: int) -> Shapes:
+    norms = _norms("attn_q_norm", "post_attention_norm", "post_ffw_norm") | {"attn_k_norm.weight": (N_KV_HEADS * HEAD,)}
+    return norms | _attention() | _dense()
+
+
+def _after_dense(layer: int, shared: int = 32) -> dict[str, Shape]:
+    """One dense layer, then experts that are chosen with a bias."""
+    return _dense() if layer < 1 else _experts(32, shared=shared) | {"exp_probs_b.bias": (N_EXPERTS,)}
+
+
+MIMO2_WINDOWS, STEP35_WINDOWS = [0, 1, 1, 0, 1, 1], [0, 1, 1, 1, 0, 1]
+MIMO2_KV_HEADS, STEP35_HEADS = [2, 4, 4, 2, 4, 4], [4, 6, 6, 6, 4, 6]
+
+
+def _mimo2(layer: int) -> Shapes:
+    n_kv, value = MIMO2_KV_HEADS[layer], HEAD // 2
+    shapes = _norms("attn_norm", "ffn_norm") | _attention(n_kv=n_kv) | _after_dense(layer, shared=0)
+    shapes |= {"attn_v.weight": (n_kv * value, N_EMBD), "attn_output.weight": (N_EMBD, N_HEADS * value)}
+    return shapes | ({"attn_sinks.weight": (N_HEADS,)} if MIMO2_WINDOWS[layer] else {})
+
+
+def _step35(layer: int) -> Shapes:
+    n_heads = STEP35_HEADS[layer]
+    shapes = _norms("attn_norm", "ffn_norm") | _attention() | _head_norms() | _after_dense(layer)
+    shapes |= {"attn_q.weight": (n_heads * HEAD, N_EMBD), "attn_output.weight": (N_EMBD, n_heads * HEAD)}
+    return shapes | {"attn_gate.weight": (n_heads, N_EMBD)}
+
+
 def _phi3(_: int) -> Shapes:
     feed: Shapes = {"ffn_up.weight": (2 * N_FF, N_EMBD), "ffn_down.weight": (N_EMBD, N_FF)}
     return _norms("attn_norm", "ffn_norm") | _fused() | feed
@@ -156,6 +196,26 @@ def _glm4moe(layer: int) -> Shapes:
 BIASED_NORM = _norms("output_norm", bias=True)
 ROPE_TOPS: Shapes = {"rope_factors_long.weight": (HEAD // 2,), "rope_factors_short.weight": (HEAD // 2,)}
 LONG_ROPE: dict[str, Value] = {"rope.scaling.original_context_length": 16, "rope.scaling.attn_factor": 1.2}
+YARN: dict[str, Value] = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 16,
+}
+SIGMOID: dict[str, Value] = {
+    "expert_feed_forward_length": 32,
+    "expert_shared_count": 1,
+    "expert_gating_func": 2,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1.5,
+    "leading_dense_block_count": 1,
+}
+GEMMA3: dict[str, Value] = {
+    **RMS,
+    "attention.sliding_window": 8,
+    "rope.freq_base": 1e6,
+    "rope.scaling.type": "linear",
+    "rope.scaling.factor": 8.0,
+}
 GRANITE: dict[str, Value] = {
     **RMS,
     "embedding_scale": 3.0,
@@ -315,29 +375,108 @@ RECIPES: dict[str, Recipe] = {
         "seed_oss", RMS, lambda _: _norms("attn_norm", "post_attention_norm") | _attention(bias=True) | _dense()
     ),
     "xverse": Recipe("xverse", RMS, _plain, may_tie=False),
+    "gpt-oss": Recipe(
+        "gpt-oss",
+        {**RMS, **MOE, **YARN, "expert_feed_forward_length": N_FF, "attention.sliding_window": 8},
+        _gpt_oss,
+        n_layers=6,
+        may_tie=False,
+    ),
+    "gemma3": Recipe("gemma3", GEMMA3, _gemma3, n_layers=8),
+    "gemma3:pattern": Recipe("gemma3", {**GEMMA3, "attention.sliding_window_pattern": 3}, _gemma3),
+    "gemma3:plain": Recipe("gemma3", {**RMS, "final_logit_softcapping": 30.0}, _gemma3),
+    "cohere2": Recipe(
+        "cohere2",
+        {**NORM, "logit_scale": 0.5, "attention.sliding_window": 8},
+        lambda _: _norms("attn_norm") | _attention() | _dense(),
+        n_layers=8,
+        always_tied=True,
+    ),
+    "olmo2": Recipe("olmo2", RMS, _olmo2, may_tie=False),
+    "olmo2:windows": Recipe(
+        "olmo2", {**RMS, **YARN, "attention.sliding_window": 8}, _olmo2, n_layers=8, may_tie=False
+    ),
+    "exaone4": Recipe(
+        "exaone4",
+        RMS,
+        lambda _: _norms("post_attention_norm", "post_ffw_norm") | _attention() | _head_norms() | _dense(),
+        _norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)},
+    ),
+    "exaone-moe": Recipe(
+        "exaone-moe",
+        {**RMS, **MOE, **SIGMOID, "attention.sliding_window": 8},
+        lambda layer: _norms("attn_norm", "ffn_norm") | _attention() | _head_norms() | _after_dense(layer),
+        n_layers=8,
+        may_tie=False,
+    ),
+    "ernie4_5-moe": Recipe(
+        "ernie4_5-moe",
+        {**RMS, **MOE, "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 32,
+         "interleave_moe_layer_step": 1, "leading_dense_block_count": 1},
+        lambda layer: _norms("attn_norm", "ffn_norm") | _attention() | _after_dense(layer),
+    ),
+    "bailingmoe2": Recipe(
+        "bailingmoe2",
+        {**RMS, **MOE, **SIGMOID},
+        lambda layer: _norms("attn_norm", "ffn_norm") | _fused() | _head_norms() | _after_dense(layer),
+        may_tie=False,
+    ),
+    "hunyuan-dense": Recipe(
+        "hunyuan-dense", {**RMS, "rope.scaling.alpha": 50.0}, lambda layer: {**_plain(layer), **_head_norms()}
+    ),
+    "apertus": Recipe(
+        "apertus",
+        {**RMS, "xielu.alpha_n": [0.2, 0.4, 0.6, 0.8, 1.0], "xielu.alpha_p": [1.0, 0.9, 0.8, 0.7, 0.6],
+         "xielu.beta": [0.5, 0.4, 0.3, 0.2, 0.1], "xielu.eps": [-1e-6] * 5},
+        lambda _: _norms("attn_norm", "ffn_norm") | _attention() | _head_norms() | _dense(gate=False),
+        _norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)},
+        may_tie=False,
+    ),
+    "mimo2": Recipe(
+        "mimo2",
+        {**RMS, **MOE, "attention.sliding_window": 8, "attention.sliding_window_pattern": MIMO2_WINDOWS,
+         "attention.head_count_kv": MIMO2_KV_HEADS, "attention.key_length": HEAD, "attention.value_length": HEAD // 2,
+         "attention.value_scale": 0.7, "rope.dimension_count": HEAD // 2, "rope.freq_base": 5e6,
+         "expert_feed_forward_length": 32},
+        _mimo2,
+        n_layers=6,
+        may_tie=False,
+    ),
+    "step35": Recipe(
+        "step35",
+        {**RMS, **MOE, "attention.sliding_window": 8, "attention.sliding_window_pattern": STEP35_WINDOWS,
+         "attention.head_count": STEP35_HEADS, "attention.key_length": HEAD, "attention.value_length": HEAD,
+         "rope.dimension_count": HEAD, "rope.freq_base": 5e6, "expert_feed_forward_length": 32,
+         "expert_shared_feed_forward_length": 32, "expert_weights_norm": True, "expert_weights_scale": 1.5,
+         "swiglu_clamp_exp": [0.0, 0.1, 0.0, 0.2, 0.0, 0.3], "swiglu_clamp_shexp": [0.0, 0.0, 0.1, 0.0, 0.2, 0.0]},
+        _step35,
+        _norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)},
+        n_layers=6,
+        may_tie=False,
+    ),
+    "grok": Recipe(
+        "grok",
+        {**RMS, **MOE, "expert_feed_forward_length": 32},
+        lambda _: _norms("attn_norm", "attn_output_norm", "ffn_norm", "layer_output_norm") | _attention() | _dense()
+        | _experts(32),
+    ),
+    "mistral4": Recipe(
+        "mistral4",
+        {**RMS, **MOE, **LATENT, **YARN, "attention.q_lora_rank": Q_RANK, "attention.temperature_scale": 0.3,
+         "attention.temperature_length": 8},
+        _latent,
+    ),
 }  # fmt: skip
 
 
 # Families outside the table of coordinator/families.py, for what `--experimental` does with them.
 UNCERTIFIED: dict[str, Recipe] = {
     # Three layers with a sliding window, one without: llama.cpp aborts on a slice that has none with a window.
-    "cohere2": Recipe(
-        "cohere2",
-        {**NORM, "logit_scale": 0.5, "attention.sliding_window": 8, "attention.sliding_window_pattern": [1, 1, 1, 0]},
-        lambda _: _norms("attn_norm") | _attention() | _dense(),
+    "granite_swa": Recipe(
+        "granite_swa",
+        {**RMS, "logit_scale": 2.0, "attention.sliding_window": 8, "attention.sliding_window_pattern": [1, 1, 1, 0]},
+        lambda layer: {**_plain(layer), "attn_sinks.weight": (N_HEADS,)},
         n_layers=4,
-        always_tied=True,
-    ),
-    "olmo2": Recipe(
-        "olmo2",
-        RMS,
-        lambda _: (
-            _norms("attn_q_norm", "post_attention_norm", "post_ffw_norm")
-            | {"attn_k_norm.weight": (N_KV_HEADS * HEAD,)}
-            | _attention()
-            | _dense()
-        ),
-        may_tie=False,
     ),
 }
 
@@ -376,7 +515,8 @@ def make_tiny(
     writer.add_name(f"tiny {family}")
     for key, value in {**common, **recipe.values, **(extra_values or {})}.items():
         if not (key.endswith("_mla") and value == 0):
-            _add(writer, f"{recipe.architecture}.{key}", [value] * n_layers if key in recipe.per_layer else value)
+            name = key if key.startswith("xielu.") else f"{recipe.architecture}.{key}"
+            _add(writer, name, [value] * n_layers if key in recipe.per_layer else value)
     _add_tokenizer(writer) if tokenizer else writer.add_tokenizer_model("none")
     shapes: dict[str, Shape] = {"token_embd.weight": (vocab, N_EMBD), **recipe.tops}
     if not (recipe.always_tied or (tied and recipe.may_tie)):
@@ -409,7 +549,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Value | list[Value]) -> None:
 
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, array: np.ndarray, quant: str) -> None:
-    plain = array.ndim == 1 or "gate_inp" in name  # routers stay f32 in real files too
+    plain = array.ndim == 1 or "gate_inp" in name or name.endswith(".bias")  # in real files these stay f32 too
     kind = gguf.GGMLQuantizationType.F32 if plain else gguf.GGMLQuantizationType[quant.upper()]
     if kind == gguf.GGMLQuantizationType.F32:
         writer.add_tensor(name, array)

@@ -61,6 +61,14 @@ def _no_windows(_: Metadata) -> Windows:
     return ()
 
 
+# F32 vectors of each block, by name without "blk.N.", and what a slice carries them multiplied with.
+Factors = Mapping[str, float]
+
+
+def _no_factors(_: Metadata) -> Factors:
+    return {}
+
+
 def _windows(period: int, *, is_optional: bool = False) -> Callable[[Metadata], Windows]:
     """Return what llama_model_base::load_swa_pattern makes of a file where the last layer of each period has no window.
 
@@ -93,6 +101,7 @@ class Family:
     refusal: Callable[[Metadata], str | None] = _no_refusal  # why a certain model of the family cannot be cut
     forbidden_lengths: Callable[[Metadata], frozenset[int]] = _no_lengths  # layer counts that load as another model
     windows: Callable[[Metadata], Windows] = _no_windows  # where layers with and without sliding windows alternate
+    factors: Callable[[Metadata], Factors] = _no_factors  # what llama.cpp would multiply by in the whole file alone
     certified: bool = True  # False only for the generic rule of --experimental
 
 
@@ -165,20 +174,19 @@ GEMMA3_27B_LAYERS = 62
 EXAONE4_32B_LAYERS = 64
 
 
-def _gemma3_guesses(facts: Metadata) -> bool:
-    # llama_model_gemma3::load_arch_hparams takes 62 layers for the 27B model, and scales its scores in another way.
+def _gemma3_factors(facts: Metadata) -> Factors:
+    # llama_model_gemma3::load_arch_hparams takes 62 layers for the 27B model, whose scores are divided by the root of
+    # another width than the heads'. The graph multiplies queries by their norm just before, and both factors meet.
     n_embd, n_heads = facts.integer("embedding_length") or 0, facts.integer("attention.head_count") or 1
-    return n_embd // n_heads != (facts.integer("attention.key_length") or n_embd // n_heads)
-
-
-def _gemma3_refusal(facts: Metadata) -> str | None:
-    if facts.n_layers == GEMMA3_27B_LAYERS and _gemma3_guesses(facts):
-        return "llama.cpp knows how to scale its attention by its number of layers alone, which no slice has"
-    return None
+    width = n_embd // n_heads
+    head_width = facts.integer("attention.key_length") or width
+    if facts.n_layers != GEMMA3_27B_LAYERS or width in (0, head_width):
+        return {}
+    return {"attn_q_norm.weight": math.sqrt(head_width / width)}
 
 
 def _gemma3_lengths(facts: Metadata) -> frozenset[int]:
-    return frozenset({GEMMA3_27B_LAYERS}) if _gemma3_guesses(facts) else frozenset()
+    return frozenset({GEMMA3_27B_LAYERS}) - {facts.n_layers}
 
 
 def _exaone4_refusal(facts: Metadata) -> str | None:
@@ -241,9 +249,9 @@ FAMILIES: dict[str, Family] = {
         Family(
             "gemma3",
             scales_tokens=True,
-            refusal=_gemma3_refusal,
             forbidden_lengths=_gemma3_lengths,
             windows=_windows(6, is_optional=True),
+            factors=_gemma3_factors,
         ),
         # Rotary positions are left out where there is no window.
         Family("cohere2", windows=_windows(4)),

@@ -56,6 +56,7 @@ class PlannedTensor:
 
     slot: TensorSlot
     source: Tensor | None
+    factor: float = 1.0  # of every value, which are F32 then
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,11 +194,15 @@ class _Planner:
         return encode_array(entry.key, entry.item_type, entry.value[start:end])
 
     def blocks(self, start: int, end: int) -> list[PlannedTensor]:
+        factors = {} if end - start == self.facts.n_layers else self.family.factors(self.rules)
         planned = []
         for tensor in self.model.tensors.values():
             block = BLOCK_NAME.match(tensor.name)
             if block is not None and start <= int(block["layer"]) < end:
-                planned.append(_kept(tensor, f"blk.{int(block['layer']) - start}.{block['rest']}"))
+                kept = _kept(tensor, f"blk.{int(block['layer']) - start}.{block['rest']}")
+                planned.append(dataclasses.replace(kept, factor=factors.get(block["rest"], 1.0)))
+        if any(tensor.factor != 1.0 and tensor.slot.type_id != F32_ID for tensor in planned):
+            raise ModelFileError(f"{self.model.path}: {', '.join(factors)} of its blocks are not F32")
         return planned
 
     def global_tensors(self, is_last: bool) -> list[PlannedTensor]:

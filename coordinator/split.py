@@ -1,7 +1,8 @@
 """Cuts a GGUF model into one artifact per stage, so that a finished-looking result is always a finished one.
 
 Every file is written under a dotted partial name, synced, and renamed only when all are complete; pipeline.json
-comes last. Tensors are copied in chunks, never decoded, so memory does not depend on the model.
+comes last. Tensors are copied in chunks, never decoded, so memory does not depend on the model; only small vectors
+that slices of a family carry multiplied (`Family.factors`) are read as numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import os
 import re
 import shutil
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -222,6 +224,8 @@ class _Writer:
             for planned in artifact.tensors:
                 if planned.source is None:
                     _put_zeros(planned.slot.size_bytes, put)
+                elif planned.factor != 1.0:
+                    put(_multiplied(sources[planned.source.file_index], planned.source, planned.factor))
                 else:
                     _put_tensor(sources[planned.source.file_index], planned.source, buffer, put)
                 put(bytes(-planned.slot.size_bytes % ALIGNMENT))
@@ -316,3 +320,12 @@ def _put_tensor(
             raise ModelFileError(f"{source.name}: ended inside tensor {tensor.name} while it was being split")
         put(piece[:n_read])
         done += n_read
+
+
+def _multiplied(source: BinaryIO, tensor: Tensor, factor: float) -> bytes:
+    """Return a small F32 tensor with every value multiplied."""
+    found = os.pread(source.fileno(), tensor.size_bytes, tensor.offset)
+    if len(found) != tensor.size_bytes:
+        raise ModelFileError(f"{source.name}: ended inside tensor {tensor.name} while it was being split")
+    layout = f"<{len(found) // 4}f"
+    return struct.pack(layout, *(value * factor for value in struct.unpack(layout, found)))

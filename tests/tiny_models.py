@@ -125,6 +125,14 @@ def _gemma3(_: int) -> Shapes:
     return norms | _attention() | _head_norms() | _dense()
 
 
+def _gemma3_narrow(_: int) -> Shapes:
+    """With heads that are narrower than their part of a row."""
+    n_q, n_kv = N_HEADS * HEAD // 2, N_KV_HEADS * HEAD // 2
+    shapes: dict[str, Shape] = {"attn_q.weight": (n_q, N_EMBD), "attn_k.weight": (n_kv, N_EMBD)}
+    shapes |= {"attn_v.weight": (n_kv, N_EMBD), "attn_output.weight": (N_EMBD, n_q)}
+    return {**_gemma3(0), **shapes, "attn_q_norm.weight": (HEAD // 2,), "attn_k_norm.weight": (HEAD // 2,)}
+
+
 def _olmo2(_: int) -> Shapes:
     norms = _norms("attn_q_norm", "post_attention_norm", "post_ffw_norm") | {"attn_k_norm.weight": (N_KV_HEADS * HEAD,)}
     return norms | _attention() | _dense()
@@ -384,6 +392,10 @@ RECIPES: dict[str, Recipe] = {
     ),
     "gemma3": Recipe("gemma3", GEMMA3, _gemma3, n_layers=8),
     "gemma3:pattern": Recipe("gemma3", {**GEMMA3, "attention.sliding_window_pattern": 3}, _gemma3),
+    "gemma3:27b": Recipe(
+        "gemma3", {**GEMMA3, "attention.key_length": HEAD // 2, "attention.value_length": HEAD // 2}, _gemma3_narrow,
+        n_layers=62,
+    ),
     "gemma3:plain": Recipe("gemma3", {**RMS, "final_logit_softcapping": 30.0}, _gemma3),
     "cohere2": Recipe(
         "cohere2",

@@ -97,6 +97,7 @@ class Family:
     cut_period: int = 1  # a slice must start at a multiple of this, because a layer's kind follows from its index
     embedding_scale: float | None = None  # llama.cpp's default for <arch>.embedding_scale; None: no such key is read
     scales_tokens: bool = False  # looked-up rows are scaled by the root of their width, rows that come in are not
+    scales_rows: bool = False  # both are, so that every stage but the last has to undo it for the next
     overrides: Callable[[Metadata], Overrides] = _no_overrides  # keys that every slice must carry changed
     refusal: Callable[[Metadata], str | None] = _no_refusal  # why a certain model of the family cannot be cut
     forbidden_lengths: Callable[[Metadata], frozenset[int]] = _no_lengths  # layer counts that load as another model
@@ -170,23 +171,42 @@ def _glm4moe_refusal(facts: Metadata) -> str | None:
     return None
 
 
+GEMMA2_27B_LAYERS = 46
 GEMMA3_27B_LAYERS = 62
 EXAONE4_32B_LAYERS = 64
+
+
+def _other_width(facts: Metadata) -> tuple[int, int] | None:
+    """Return a head's part of a row and the width of a head, if they differ."""
+    n_embd, n_heads = facts.integer("embedding_length") or 0, facts.integer("attention.head_count") or 1
+    width = n_embd // n_heads
+    head_width = facts.integer("attention.key_length") or width
+    return (width, head_width) if width not in (0, head_width) else None
 
 
 def _gemma3_factors(facts: Metadata) -> Factors:
     # llama_model_gemma3::load_arch_hparams takes 62 layers for the 27B model, whose scores are divided by the root of
     # another width than the heads'. The graph multiplies queries by their norm just before, and both factors meet.
-    n_embd, n_heads = facts.integer("embedding_length") or 0, facts.integer("attention.head_count") or 1
-    width = n_embd // n_heads
-    head_width = facts.integer("attention.key_length") or width
-    if facts.n_layers != GEMMA3_27B_LAYERS or width in (0, head_width):
+    found = _other_width(facts)
+    if facts.n_layers != GEMMA3_27B_LAYERS or found is None:
         return {}
+    width, head_width = found
     return {"attn_q_norm.weight": math.sqrt(head_width / width)}
 
 
 def _gemma3_lengths(facts: Metadata) -> frozenset[int]:
     return frozenset({GEMMA3_27B_LAYERS}) - {facts.n_layers}
+
+
+def _gemma2_refusal(facts: Metadata) -> str | None:
+    # llama_model_gemma2::load_arch_hparams does the same with 46 layers, but its queries have no norm that could tell.
+    if facts.n_layers == GEMMA2_27B_LAYERS and _other_width(facts):
+        return "llama.cpp knows how to scale its attention by its number of layers alone, which no slice has"
+    return None
+
+
+def _gemma2_lengths(facts: Metadata) -> frozenset[int]:
+    return frozenset({GEMMA2_27B_LAYERS}) - {facts.n_layers}
 
 
 def _exaone4_refusal(facts: Metadata) -> str | None:
@@ -253,6 +273,15 @@ FAMILIES: dict[str, Family] = {
             windows=_windows(6, is_optional=True),
             factors=_gemma3_factors,
         ),
+        # llama_model_gemma::graph and llama_model_gemma2::graph scale rows that come in as embeddings too.
+        Family("gemma", scales_rows=True),
+        Family(
+            "gemma2",
+            scales_rows=True,
+            refusal=_gemma2_refusal,
+            forbidden_lengths=_gemma2_lengths,
+            windows=_windows(2),
+        ),
         # Rotary positions are left out where there is no window.
         Family("cohere2", windows=_windows(4)),
         Family("olmo2", head_required=True, windows=_windows(4, is_optional=True)),
@@ -312,6 +341,11 @@ def scale_of(family: Family, facts: Metadata) -> float:
         return 1.0
     found = facts.values.get("embedding_scale")
     return (float(found) if isinstance(found, int | float) else family.embedding_scale) or 1.0
+
+
+def output_scale_of(family: Family, facts: Metadata) -> float:
+    """Return the factor for rows that leave a stage: what the next stage's graph will multiply them by, taken back."""
+    return 1.0 / math.sqrt(facts.integer("embedding_length") or 1) if family.scales_rows else 1.0
 
 
 def slice_overrides(family: Family, facts: Metadata) -> Overrides:

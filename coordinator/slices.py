@@ -21,6 +21,7 @@ from coordinator.families import (
     Metadata,
     Overrides,
     metadata_of,
+    output_scale_of,
     scale_of,
     slice_overrides,
 )
@@ -128,6 +129,8 @@ class _Planner:
             encode_entry("relayline.layer_start", U32, start),
             encode_entry("relayline.layer_end", U32, end),
         ]
+        if not is_last and (scale := output_scale_of(self.family, self.rules)) != 1.0:
+            entries.append(encode_entry("relayline.output.scale", F32, scale))
         slots = [planned.slot for planned in tensors]
         data_bytes = sum(aligned(slot.size_bytes) for slot in slots)
         trailer = self.model.tensors[EMBEDDING] if index == 0 else None

@@ -49,6 +49,7 @@ class StageArtifact:
     source_sha256: str  # content key of the source model
     pipeline_id: str
     embedding: EmbeddingSection | None  # stage 0 only
+    output_scale: float = 1.0  # factor of what leaves the last layer, which the next stage's graph takes back
 
     @property
     def is_first(self) -> bool:
@@ -93,13 +94,16 @@ class _Reader:
         raise ArtifactError(f"{self._path}: metadata key {key} is missing or not a string; split the model again")
 
     def embedding(self) -> EmbeddingSection:
-        scale = self._metadata.get("relayline.embedding.scale")
         return EmbeddingSection(
             offset_bytes=self.integer("relayline.embedding.offset_bytes"),
             type_id=self.integer("relayline.embedding.type"),
             rows=self.integer("relayline.embedding.rows"),
-            scale=float(scale) if isinstance(scale, int | float) else 1.0,
+            scale=self.factor("relayline.embedding.scale"),
         )
+
+    def factor(self, key: str) -> float:
+        found = self._metadata.get(key)
+        return float(found) if isinstance(found, int | float) else 1.0
 
 
 def open_artifact(path: Path) -> StageArtifact:
@@ -145,6 +149,7 @@ def _describe(path: Path, metadata: GgufMetadata) -> StageArtifact:
         source_sha256=reader.text("relayline.source_sha256"),
         pipeline_id=reader.text("relayline.pipeline_id"),
         embedding=reader.embedding() if stage_index == 0 else None,
+        output_scale=reader.factor("relayline.output.scale"),
     )
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
 from stage import ggml
+from stage.artifact import StageArtifact
 from wire.errors import NativeError
 
 _REASONS = {
@@ -28,9 +29,9 @@ _REASONS = {
 _OTHER_NAMES = {"step35": "h_nextn"}
 
 
-def output_name(architecture: str, n_layers: int) -> str:
-    """Return the name of what leaves the last of so many layers."""
-    return _OTHER_NAMES.get(architecture, f"l_out-{n_layers - 1}")
+def output_name(artifact: StageArtifact) -> str:
+    """Return the name of what leaves the artifact's last layer."""
+    return _OTHER_NAMES.get(artifact.architecture, f"l_out-{artifact.layer_end - artifact.layer_start - 1}")
 
 
 class _State(ctypes.Structure):

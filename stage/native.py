@@ -199,8 +199,7 @@ class NativeEngine:
         params.embeddings = False
         params.no_perf = True
         if not self.is_last:
-            n_layers = self.artifact.layer_end - self.artifact.layer_start
-            self._capture = RowCapture(output_name(self.artifact.architecture, n_layers), self.output_rows)
+            self._capture = RowCapture(output_name(self.artifact), self.output_rows)
             self._capture.install(params)
         ggml.LOG.watch()
         context = llama.llama_init_from_model(self._model, params)
@@ -243,6 +242,8 @@ class NativeEngine:
                 self._raise_for(code, n_rows)
             if capture is not None:
                 capture.check(n_rows, len(self._step_cut.sizes) if self._step_cut else 1)
+                if self.artifact.output_scale != 1.0:
+                    self.output_rows[:n_rows] *= np.float32(self.artifact.output_scale)
         except BaseException:
             self._drop_batch(n_rows)
             raise

@@ -217,6 +217,7 @@ def test_windows_are_what_llama_cpp_makes_of_a_file(
 @pytest.mark.parametrize(
     ("name", "n_layers", "values", "reason"),
     [
+        ("gemma2", 46, {"attention.key_length": 32, "attention.value_length": 32}, "by its number of layers alone"),
         ("exaone4", 64, {}, "only in a file of 64 layers"),
         ("ernie4_5-moe", 4, {"interleave_moe_layer_step": 2}, "layers with experts alternate"),
     ],
@@ -261,6 +262,14 @@ def test_gemma3_scales_tokens_alone(tmp_path: Path) -> None:
     assert first.value("relayline.embedding.scale") == 8.0
     assert "relayline.embedding.scale" not in second.entries
     assert "gemma3.embedding_scale" not in first.entries
+
+
+def test_gemma2_undoes_what_the_next_graph_will_do_to_its_rows(tmp_path: Path) -> None:
+    model = make_tiny("gemma2", tmp_path / "model.gguf")
+    split_model(model, tmp_path / "out", cuts=(2, 4))
+    stages = [open_model(tmp_path / "out" / f"stage-{index}.gguf") for index in range(3)]
+    assert [stage.value("relayline.output.scale") for stage in stages] == [1 / 8, 1 / 8, None]
+    assert not any("relayline.embedding.scale" in stage.entries for stage in stages)
 
 
 def test_granite_scales_once(tmp_path: Path) -> None:

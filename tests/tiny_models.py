@@ -390,6 +390,14 @@ RECIPES: dict[str, Recipe] = {
         n_layers=6,
         may_tie=False,
     ),
+    "gemma": Recipe("gemma", RMS, _plain, always_tied=True),
+    "gemma2": Recipe(
+        "gemma2",
+        {**RMS, "attention.sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+        lambda _: _norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm") | _attention() | _dense(),
+        n_layers=6,
+        always_tied=True,
+    ),
     "gemma3": Recipe("gemma3", GEMMA3, _gemma3, n_layers=8),
     "gemma3:pattern": Recipe("gemma3", {**GEMMA3, "attention.sliding_window_pattern": 3}, _gemma3),
     "gemma3:27b": Recipe(

@@ -220,6 +220,19 @@ def _exaone4_lengths(_: Metadata) -> frozenset[int]:
     return frozenset({EXAONE4_32B_LAYERS})
 
 
+LLAMA4_ROPE_STEP = 4
+
+
+def _llama4_refusal(facts: Metadata) -> str | None:
+    # llama_model_llama4::graph counts layers with experts and such without rotary positions from the first in the file,
+    # and where the file says that none has a window, its last layer has no rotary positions.
+    if facts.integer("attention.sliding_window") == 0:
+        return "without windows its last layer differs from others, whichever it is"
+    if LLAMA4_ROPE_STEP % (facts.integer("interleave_moe_layer_step") or 1):
+        return "its layers with experts do not repeat with those without rotary positions"
+    return None
+
+
 def _ernie_moe_refusal(facts: Metadata) -> str | None:
     # llama_model_ernie4_5_moe::graph counts from the first layer in the file.
     if facts.integer("interleave_moe_layer_step") != 1:
@@ -282,6 +295,7 @@ FAMILIES: dict[str, Family] = {
             forbidden_lengths=_gemma2_lengths,
             windows=_windows(2),
         ),
+        Family("llama4", cut_period=LLAMA4_ROPE_STEP, refusal=_llama4_refusal, windows=_windows(4)),
         # Rotary positions are left out where there is no window.
         Family("cohere2", windows=_windows(4)),
         Family("olmo2", head_required=True, windows=_windows(4, is_optional=True)),

@@ -218,6 +218,8 @@ def test_windows_are_what_llama_cpp_makes_of_a_file(
     ("name", "n_layers", "values", "reason"),
     [
         ("gemma2", 46, {"attention.key_length": 32, "attention.value_length": 32}, "by its number of layers alone"),
+        ("llama4", 8, {"attention.sliding_window": 0}, "without windows its last layer differs"),
+        ("llama4", 8, {"interleave_moe_layer_step": 3}, "with experts do not repeat"),
         ("exaone4", 64, {}, "only in a file of 64 layers"),
         ("ernie4_5-moe", 4, {"interleave_moe_layer_step": 2}, "layers with experts alternate"),
     ],
@@ -270,6 +272,26 @@ def test_gemma2_undoes_what_the_next_graph_will_do_to_its_rows(tmp_path: Path) -
     stages = [open_model(tmp_path / "out" / f"stage-{index}.gguf") for index in range(3)]
     assert [stage.value("relayline.output.scale") for stage in stages] == [1 / 8, 1 / 8, None]
     assert not any("relayline.embedding.scale" in stage.entries for stage in stages)
+
+
+@pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
+def test_llama4_attends_within_chunks_of_8192_positions(kv_layout: str, tmp_path: Path) -> None:
+    """A number of llama.cpp's own, as the distances are by which it scales queries: so rows here stand around it."""
+    model = make_tiny("llama4", tmp_path / "model.gguf")
+    assert inspect_model(model).legal_cuts == (4, 8)
+    n_vocab = inspect_model(model).n_vocab
+    fed, first, flash_attn = tokens(n_vocab), 8192 - 12, "auto" if kv_layout == "unified" else "off"
+    positions, later = range(first, first + PREFILL), range(100, 100 + PREFILL)
+    with ReferenceModel(model, n_ctx=256, n_seq_max=1, flash_attn=flash_attn) as reference:
+        expected = reference.decode(fed[:PREFILL], positions, [0] * PREFILL, [True] * PREFILL)
+        reference.drop_from(0, 0)
+        elsewhere = reference.decode(fed[:PREFILL], later, [0] * PREFILL, [True] * PREFILL)
+    pipeline = split_model(model, tmp_path / "out", cuts=(4, 8))
+    with Chain(tmp_path / "out", pipeline, kv_layout=kv_layout) as chain:
+        chain.position = first
+        found = chain.step(fed[:PREFILL])
+    assert np.abs(found - expected).max() < ERROR_MAX * expected.std()
+    assert np.abs(found[12:] - elsewhere[12:]).max() > 0.1 * expected.std(), "the chunk matters"
 
 
 def test_granite_scales_once(tmp_path: Path) -> None:

@@ -474,6 +474,14 @@ RECIPES: dict[str, Recipe] = {
         n_layers=6,
         may_tie=False,
     ),
+    "llama4": Recipe(
+        "llama4",
+        {**RMS, **MOE, "expert_feed_forward_length": 32, "interleave_moe_layer_step": 2},
+        lambda layer: _norms("attn_norm", "ffn_norm") | _attention()
+        | (_experts(32, shared=32) if layer % 2 else _dense()),
+        _norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)},
+        n_layers=12,
+    ),
     "grok": Recipe(
         "grok",
         {**RMS, **MOE, "expert_feed_forward_length": 32},

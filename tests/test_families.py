@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -166,8 +167,11 @@ def test_tied_embeddings(name: str, tmp_path: Path) -> None:
     check(model, [facts.legal_cuts[:1], ()], tmp_path)
 
 
-@pytest.mark.parametrize("quant", ["f16", "q8_0", "q4_0"])
-@pytest.mark.parametrize("name", ["llama", "qwen3moe", "internlm2", "granite"])
+QUANTISED = [*itertools.product(["llama", "qwen3moe", "internlm2", "granite"], ["f16", "q8_0", "q4_0"]),
+             ("gpt-oss", "mxfp4"), ("gpt-oss", "q8_0"), ("gemma3", "q4_0")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "quant"), QUANTISED)
 def test_quantised(name: str, quant: str, tmp_path: Path) -> None:
     model = make_tiny(name, tmp_path / "model.gguf", quant=quant)
     check(model, [(2,)], tmp_path)

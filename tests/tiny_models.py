@@ -524,8 +524,8 @@ def make_tiny(
 ) -> Path:
     """Write a model of a recipe and return its path.
 
-    `quant` is the type of every matrix (f32, f16, q8_0, q4_0); vectors stay f32. With `tokenizer` the vocabulary is a
-    byte-level one with text (`vocab` is then ignored: see TOKENS); without, it is nameless.
+    `quant` is the type of every matrix (f32, f16, q8_0, q4_0, mxfp4); vectors stay f32. With `tokenizer` the vocabulary
+    is a byte-level one with text (`vocab` is then ignored: see TOKENS); without, it is nameless.
     """
     recipe = (RECIPES | UNCERTIFIED)[family]
     n_layers = n_layers or recipe.n_layers

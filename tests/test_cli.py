@@ -70,7 +70,7 @@ def test_files_that_are_no_model(command: str, model: Path, tmp_path: Path) -> N
 
 def test_unsupported_architecture_names_the_supported_ones(tmp_path: Path) -> None:
     path = tmp_path / "odd.gguf"
-    writer = gguf.GGUFWriter(path, "gemma3")
+    writer = gguf.GGUFWriter(path, "gemma9")
     writer.add_block_count(4)
     writer.add_embedding_length(64)
     writer.add_vocab_size(32)

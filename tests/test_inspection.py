@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pty
@@ -11,7 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.inspection import inspect_model
+from coordinator.planner.instance import Load
+from coordinator.planner.memory import compute_bytes, kv_cells
 from deploy.cli_model import inspect_command, split_command
+from deploy.planning import shape_of
 from tests.tiny_models import make_tiny
 from wire.errors import CutError, ModelFileError, UnsupportedArchitectureError
 
@@ -63,6 +67,15 @@ def test_table(name: str, tmp_path: Path) -> None:
     assert f"tiny {name}" in result.stdout
     assert ("legal cuts    1 to" in result.stdout) is (name != "granite_swa")
     assert ("cannot be split" in result.stdout) is (name == "granite_swa")
+
+
+@pytest.mark.parametrize(("name", "n_masks"), [("llama", 1), ("gemma3", 2), ("olmo2", 1), ("olmo2:windows", 2)])
+def test_a_plan_knows_that_windows_take_a_mask_of_their_own(name: str, n_masks: int, tmp_path: Path) -> None:
+    shape = shape_of(inspect_model(make_tiny(name, tmp_path / "m.gguf")))
+    assert shape.n_masks == n_masks
+    load = Load(ctx_tokens=1024, n_lanes=8)
+    alike = compute_bytes(dataclasses.replace(shape, n_masks=1), load, is_last=False)
+    assert compute_bytes(shape, load, is_last=False) - alike == (n_masks - 1) * 2 * load.max_rows * kv_cells(load)
 
 
 def test_markup_in_a_model_name_is_only_text(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ class ModelShape:
     """Width of the widest row inside a layer: with it the compute buffers grow."""
     n_heads: int = 0
     """Attention heads of the layer that has most; 0 where the model does not say."""
+    n_masks: int = 1
+    """Attention masks of a step: layers with and without sliding windows have one each."""
     is_allowed: Callable[[int, int], bool] = lambda _start, _end: True
     """Whether the layers from start to end (not included) may be one stage."""
 

@@ -66,13 +66,13 @@ def compute_bytes(model: ModelShape, load: Load, *, is_last: bool) -> int:
 
 
 def _attention_bytes(model: ModelShape, load: Load, rows: int) -> int:
-    """Return the bytes of mask and scores for each row of a step; there are scores without flash attention alone."""
+    """Return the bytes of masks and scores for each row of a step; there are scores without flash attention alone."""
     if load.kv_layout == "unified":
-        return MASK_BYTES * kv_cells(load)
+        return model.n_masks * MASK_BYTES * kv_cells(load)
     scores = 4 * model.n_heads * load.ctx_tokens
     # As on a CPU: a stage on a GPU needs less.
     scored = has_scores(load.kv_layout, kv_type=load.kv_type, gpu_layers=0, score_bytes=load.max_rows * scores)
-    return MASK_BYTES * load.ctx_tokens + (scores if scored else 0)
+    return model.n_masks * MASK_BYTES * load.ctx_tokens + (scores if scored else 0)
 
 
 def usable_bytes(limit_bytes: int | None) -> int | None:

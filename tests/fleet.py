@@ -16,6 +16,7 @@ import pytest
 
 from coordinator.generation import GenerationRequest, SamplingParams, TokenEvent
 from coordinator.pipeline import Pipeline, PipelineConfig
+from coordinator.pipeline_file import PipelineFile
 from coordinator.scheduler import ScheduleConfig
 from coordinator.streams import SessionStream
 from stage.config import StageConfig
@@ -167,8 +168,9 @@ async def fleet(
     proxied: bool = False,
     n_vocab: int = SHAPE.n_vocab,
     is_end: Callable[[int], bool] = lambda _: False,
+    file: PipelineFile | None = None,
 ) -> AsyncIterator[Fleet]:
-    """A ready pipeline; at its end it drains, and everything has gone."""
+    """A ready pipeline, of the model that `file` describes or the tiny one; at its end it drains, and all has gone."""
     made = Fleet(paths, n_lanes, kv_layout)
     proxies = contextlib.AsyncExitStack()
     for index in range(len(paths)):
@@ -184,7 +186,7 @@ async def fleet(
         share=share,
         prefix_lanes=prefix_lanes,
     )
-    file = pipeline_file(len(paths), pipeline_id="tiny", n_embd=SHAPE.n_embd, n_vocab=n_vocab)
+    file = file or pipeline_file(len(paths), pipeline_id="tiny", n_embd=SHAPE.n_embd, n_vocab=n_vocab)
     pipeline = made.pipeline = Pipeline(config, file, is_end)
     disconnect = pipeline._disconnect
 

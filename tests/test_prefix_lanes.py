@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from pathlib import Path
 
 import pytest
 
 from coordinator.generation import SamplingParams
+from coordinator.split import split_model
 from tests.fleet import (
+    CTX,
+    SHAPE,
     Artifacts,
     Fleet,
     artifacts_fixture,
     assert_greedy,
     assert_seeded,
     fleet,
+    logits_along,
     prompt_of,
     read,
     request,
@@ -21,6 +27,7 @@ from tests.fleet import (
     whole_fixture,
 )
 from tests.reference import ReferenceModel
+from tests.tiny_models import make_tiny
 from wire import telemetry_names as names
 
 FIXTURES = (artifacts_fixture, whole_fixture)  # pytest finds them in the modules that name them
@@ -84,6 +91,30 @@ async def test_chats_side_by_side_that_share_a_beginning_stay_apart(
     n_copied = registry.get_sample_value(f"{names.METRIC_PREFIX_HITS}_total", {names.LABEL_MODEL: ""})
     assert n_copied is not None
     assert n_copied >= 2 * 3 * 40, "at least three of four chats, in two of three turns"
+
+
+@pytest.mark.parametrize("kv_layout", LAYOUTS)
+async def test_beginnings_that_windows_have_lost_are_read_anew(kv_layout: str, tmp_path: Path) -> None:
+    """Requests that share 40 tokens; others beside them take cells that no next row of a lane would read."""
+    model = make_tiny("gemma3:pattern", tmp_path / "model.gguf", n_layers=6, vocab=SHAPE.n_vocab)
+    pipeline = split_model(model, tmp_path / "out", cuts=(2, 4))
+    paths = [tmp_path / "out" / stage.file for stage in pipeline.stages]
+    prompts = [prompt_of(1, 40) + prompt_of(10 + chat, 3 * chat + 20) for chat in range(8)]
+    with ReferenceModel(model, CTX, 1) as whole:
+        async with fleet(paths, n_lanes=6, prefix_lanes=3, kv_layout=kv_layout, file=pipeline) as running:
+            for round_, alike in enumerate(prompts):
+                others = [prompt_of(100 + 3 * round_ + other, 60) for other in range(3)]
+                asked = [request(alike, 9)]
+                asked += [dataclasses.replace(request(other, 9), cache_prompt=False) for other in others]
+                outputs = await asyncio.gather(*(tokens_of(running.pipeline.open(one)) for one in asked))
+                for prompt, tokens in zip((alike, *others), outputs, strict=True):
+                    logits = logits_along(whole, prompt, tokens)
+                    behind = logits.max(axis=1) - logits[range(len(tokens)), tokens]
+                    assert behind.max() < 0.02 * logits.std(), "what was copied lacks something"
+                await running.until_free()
+            n_replays = replays(running)
+    assert n_replays is not None
+    assert (n_replays > 0) == (kv_layout == "unified")
 
 
 async def test_kept_lanes_yield_to_streams(artifacts: Artifacts, whole: ReferenceModel) -> None:

@@ -39,7 +39,9 @@ from coordinator.gguf_write import BOOL, F32, U32, U64, TensorSlot, aligned, enc
 from coordinator.inspection import BLOCK_NAME, EMBEDDING, HEAD, ModelFacts
 from wire.errors import ModelFileError
 
-ARTIFACT_VERSION = 1
+# What a stage has to know: of version 2 that windows lose cells, and that an output may have to be scaled. Builds that
+# do not would compute something else, and say instead that they read version 1 only.
+ARTIFACT_VERSION, WINDOWED_VERSION = 1, 2
 DUMMY_TOKENS = 32
 TOKENIZER_NAME = "tokenizer.gguf"
 DROPPED_KEYS = ("split.", "general.alignment", "relayline.")
@@ -104,8 +106,9 @@ class _Planner:
 
     def identity(self) -> list[bytes]:
         """Return the entries that every artifact carries."""
+        is_plain = not self.facts.windows and not self.family.scales_rows
         return [
-            encode_entry("relayline.version", U32, ARTIFACT_VERSION),
+            encode_entry("relayline.version", U32, ARTIFACT_VERSION if is_plain else WINDOWED_VERSION),
             encode_entry("relayline.source_sha256", STRING_TYPE, self.source_key),
             encode_entry("relayline.pipeline_id", STRING_TYPE, self.pipeline_id),
             encode_entry("relayline.stage_count", U32, self.n_stages),

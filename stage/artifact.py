@@ -19,7 +19,8 @@ from stage.loading import CHECKING, Load
 from wire.errors import ArtifactError, ModelFileError
 from wire.file_hash import sha256_of
 
-ARTIFACT_VERSION = 1  # relayline.version and pipeline.json's version; raised on any incompatible change
+ARTIFACT_VERSIONS = (1, 2)  # of relayline.version; a split gives each slice the least one that runs it right
+PIPELINE_VERSION = 1  # of pipeline.json; raised on any incompatible change
 PIPELINE_FILE = "pipeline.json"
 
 
@@ -125,8 +126,10 @@ def _describe(path: Path, metadata: GgufMetadata) -> StageArtifact:
     version = metadata.get("relayline.version")
     if version is None:
         raise ArtifactError(f"{path}: not a relayline stage artifact (a whole model?); make one with `relayline split`")
-    if version != ARTIFACT_VERSION:
-        raise ArtifactError(f"{path}: artifact version {version}, this build reads {ARTIFACT_VERSION}; split again")
+    if version not in ARTIFACT_VERSIONS:
+        known = " and ".join(map(str, ARTIFACT_VERSIONS))
+        text = f"artifact version {version}, this build reads {known}; split again, or update this build"
+        raise ArtifactError(f"{path}: {text}")
     reader = _Reader(path, metadata)
     stage_index, stage_count = reader.integer("relayline.stage_index"), reader.integer("relayline.stage_count")
     layer_start, layer_end = reader.integer("relayline.layer_start"), reader.integer("relayline.layer_end")
@@ -184,6 +187,6 @@ def _read_pipeline(path: Path) -> _Pipeline:
         raise ArtifactError(f"{path}: no such file; it belongs beside the stage artifacts") from None
     except (OSError, msgspec.DecodeError) as error:
         raise ArtifactError(f"{path}: cannot be read: {error}") from None
-    if pipeline.version != ARTIFACT_VERSION:
-        raise ArtifactError(f"{path}: version {pipeline.version}, this build reads {ARTIFACT_VERSION}; split again")
+    if pipeline.version != PIPELINE_VERSION:
+        raise ArtifactError(f"{path}: version {pipeline.version}, this build reads {PIPELINE_VERSION}; split again")
     return pipeline

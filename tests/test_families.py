@@ -15,6 +15,7 @@ from coordinator.families import FAMILIES, family_of
 from coordinator.gguf_file import open_model
 from coordinator.inspection import inspect_model
 from coordinator.split import split_model
+from stage.artifact import open_artifact
 from stage.native import EngineConfig, NativeEngine
 from tests.chain import Chain
 from tests.reference import ReferenceModel
@@ -197,6 +198,18 @@ def test_slices_are_told_which_of_their_layers_have_windows(tmp_path: Path) -> N
     stages = [open_model(tmp_path / "out" / f"stage-{index}.gguf") for index in range(3)]
     told = [stage.value("gpt-oss.attention.sliding_window_pattern") for stage in stages]
     assert told == [(True,), (False, True), (False, True, False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "version"), [("llama", 1), ("phi3", 1), ("gpt-oss", 2), ("gemma", 2), ("gemma2", 2), ("cohere2", 2)]
+)
+def test_builds_that_would_compute_something_else_are_told_by_a_version(
+    name: str, version: int, tmp_path: Path
+) -> None:
+    split_model(make_tiny(name, tmp_path / "model.gguf"), tmp_path / "out", n_stages=2)
+    for index in range(2):
+        assert open_model(tmp_path / "out" / f"stage-{index}.gguf").value("relayline.version") == version
+        assert open_artifact(tmp_path / "out" / f"stage-{index}.gguf").stage_index == index
 
 
 @pytest.mark.parametrize(

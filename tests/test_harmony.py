@@ -10,6 +10,8 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordinator.answers.grammar import Wanted
 from coordinator.answers.harmony import (
@@ -47,8 +49,13 @@ def read(answer: str, size: int = 10_000, *, tools: tuple[str, ...] = ("weather"
     types = {name: {"city": frozenset({"string"})} for name in tools}
     reading = CallReading(syntax=HARMONY, types=types, is_parallel=options.pop("is_parallel", True))
     reader = HarmonyReader(reading if tools else None, **{"splits_reasoning": True, **options})
-    parts = [reader.push(answer[at : at + size]) for at in range(0, len(answer), size)]
-    parts.append(reader.finish())
+    parts = []
+    for at in range(0, len(answer), size):
+        parts.append(reader.push(answer[at : at + size]))
+        if reader.is_over:
+            break
+    else:
+        parts.append(reader.finish())
     calls: dict[int, tuple[str, str]] = {}
     for part in (call for each in parts for call in each.calls):
         name, arguments = calls.get(part.index, ("", ""))
@@ -68,6 +75,7 @@ def read(answer: str, size: int = 10_000, *, tools: tuple[str, ...] = ("weather"
         (f"{WORDS}{NEXT}{FINAL}Done.", ("Let me look.\n\nDone.", "", [])),
         (f"{THOUGHT}{NEXT}{THOUGHT}{NEXT}{FINAL}x", ("x", "They ask for Rome.\n\nThey ask for Rome.", [])),
         ("plain words", ("plain words", "", [])),
+        ("x<|end|>y", ("x\n\ny", "", [])),
         ("<b>to=you</b>", ("<b>to=you</b>", "", [])),
         ("assume so", ("assume so", "", [])),
         (AFTER.replace(ARGUMENTS, "") + "<|call|>", ("", "", [("weather", "{}")])),
@@ -84,6 +92,21 @@ def read(answer: str, size: int = 10_000, *, tools: tuple[str, ...] = ("weather"
 )
 def test_an_answer_is_taken_apart(answer: str, expected: Read, size: int) -> None:
     assert read(answer, size) == expected
+
+
+PIECES = (
+    *("<|start|>", "assistant", "<|channel|>", "analysis", "commentary", "final", "to=functions.weather", "to=browser"),
+    *("<|constrain|>json", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "{", "}", '"', "\\", "x", "<", "|", " "),
+    *(THOUGHT, f"{NEXT}{FINAL}", AFTER, AHEAD, WORDS),
+)
+
+
+@given(
+    st.lists(st.sampled_from(PIECES), min_size=1).map("".join), st.booleans(), st.booleans(), st.sampled_from((1, 3))
+)
+def test_cuts_change_nothing(answer: str, is_parallel: bool, splits_reasoning: bool, size: int) -> None:
+    options = {"is_parallel": is_parallel, "splits_reasoning": splits_reasoning}
+    assert read(answer, size, **options) == read(answer, len(answer), **options)
 
 
 @pytest.mark.parametrize("size", [1, 10_000])

@@ -127,10 +127,11 @@ class HarmonyReader:
         if is_header:
             self._begin(header)
             self._held = behind
-        else:  # words without a message around them; what they begin with is taken, as a mark it would end them
+        else:  # words without a message around them
             self._kind, self._is_new = "text", True
-            self._take(self._held[:2])
-            self._held = self._held[2:]
+            if self._held.startswith("<|"):  # which would end them, as the beginning of a mark
+                self._take("<|")
+                self._held = self._held[2:]
         return True
 
     def _begin(self, header: str) -> None:

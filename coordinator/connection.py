@@ -79,7 +79,8 @@ class Connection:
         """Check, configure (downstream first) and connect every stage.
 
         Raises HandshakeError when stages do not fit the pipeline or each other, StageLostError when one cannot be
-        reached, UnauthenticatedError when one refuses us or we it; then nothing stays open.
+        reached, UnauthenticatedError when one refuses us or we it, NotReadyError when one stops or was started anew
+        meanwhile; then nothing stays open.
         """
         stages = [StageClient(address, security) for address in addresses]
         try:
@@ -95,6 +96,7 @@ class Connection:
                     stage_index=index,
                     next_address=addresses[index + 1] if index + 1 < len(addresses) else "",
                     wire_dtype=pb.Dtype.Name(wire_dtype),
+                    instance_id=facts[index].instance_id,
                 )
                 held.append(await stages[index].configure(request))
             connection = cls(epoch, stages, facts, held)

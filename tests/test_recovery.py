@@ -8,6 +8,7 @@ import pytest
 
 from coordinator.generation import SamplingParams
 from coordinator.pipeline import Phase
+from coordinator.stage_client import StageClient
 from tests.fleet import (
     Artifacts,
     artifacts_fixture,
@@ -128,6 +129,36 @@ async def test_a_stage_that_comes_back_with_fewer_lanes_makes_streams_wait(
         await running.until_free()
     for prompt, before, after in zip(prompts, [*begun, []], outputs, strict=True):
         assert len(before + after) == n_tokens
+        assert_greedy(whole, prompt, before + after)
+
+
+async def test_a_stage_that_is_another_when_it_is_configured_is_asked_anew_what_it_holds(
+    artifacts: Artifacts, whole: ReferenceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, n_tokens, restarted = [prompt_of(index, 9) for index in range(3)], 40, asyncio.Event()
+    configure = StageClient.configure
+    async with fleet(artifacts([2]), n_lanes=3) as running:
+
+        async def configure_another(client: StageClient, asked: pb.ConfigureRequest) -> dict[int, int]:
+            if asked.stage_index == 0 and not restarted.is_set():  # it has just said that it has three lanes
+                restarted.set()
+                await running.stop(0)
+                running.n_lanes = 1
+                await running.start(0)
+            return await configure(client, asked)
+
+        streams = [running.pipeline.open(request(prompt, n_tokens)) for prompt in prompts]
+        begun = [await read(stream, 3) for stream in streams]
+        monkeypatch.setattr(StageClient, "configure", configure_another)
+        await running.stop(1)
+        await running.start(1)
+        async with asyncio.timeout(20):
+            await restarted.wait()
+            await running.pipeline.ready.wait()
+        assert running.pipeline.n_lanes == 1
+        outputs = await asyncio.gather(*map(tokens_of, streams))
+        await running.until_free()
+    for prompt, before, after in zip(prompts, begun, outputs, strict=True):
         assert_greedy(whole, prompt, before + after)
 
 

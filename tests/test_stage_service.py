@@ -91,6 +91,7 @@ async def test_describe_status_and_one_token() -> None:
         ({"protocol_version": 99}, HandshakeError, "protocol 99"),
         ({"pipeline_id": "another"}, HandshakeError, "pipeline another"),
         ({"stage_index": 0}, HandshakeError, "asked to be stage 0"),
+        ({"instance_id": "fake-0"}, NotReadyError, "started anew"),
         ({"next_address": "127.0.0.1:1"}, HandshakeError, "only the last stage"),
         ({"epoch": EPOCH}, StaleEpochError, "not newer"),
         ({"epoch": EPOCH - 1}, StaleEpochError, "not newer"),

@@ -214,3 +214,17 @@ def check_stages(addresses: Sequence[str], facts: Sequence[pb.DescribeResponse],
                 f"{address} and {addresses[0]} lay out their KV cells differently; start all stages with the same "
                 "--kv-layout, per-lane or unified"
             )
+        _check_rope(addresses[0], facts[0], address, fact)
+
+
+def _check_rope(first_address: str, first: pb.DescribeResponse, address: str, fact: pb.DescribeResponse) -> None:
+    """Hold which set of rope factors a stage takes against the first stage's (see wire.rope_factors)."""
+    if fact.rope_original_tokens != first.rope_original_tokens:
+        text = "choose rope factors differently; start both from one version"
+        raise HandshakeError(f"{address} and {first_address} {text}")
+    limit = fact.rope_original_tokens
+    if limit and (fact.ctx_tokens > limit) != (first.ctx_tokens > limit):
+        raise HandshakeError(
+            f"{address} has lanes of {fact.ctx_tokens} tokens and {first_address} of {first.ctx_tokens}; this model "
+            f"turns lanes of more than {limit} tokens by other rope factors, so start all stages with the same --ctx"
+        )

@@ -18,6 +18,7 @@ from coordinator.cuts import legal_cuts
 from coordinator.gguf_file import GgufModel, Tensor, Value, open_model, read_entries
 from wire.bounds import N_EMBD_MAX
 from wire.errors import ModelFileError, UnsupportedArchitectureError
+from wire.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_CONTEXT, LongRope
 
 BLOCK_NAME = re.compile(r"^blk\.(?P<layer>\d+)\.(?P<rest>.+)$")
 LAYERS_MAX = 4_096
@@ -26,7 +27,7 @@ HEAD = "output.weight"
 # Tensors outside the blocks that are known to be used before the first or after the last block, or by every block.
 GLOBAL_TENSORS = frozenset({
     EMBEDDING, HEAD, "output.bias", "output.scale", "output.input_scale", "output_norm.weight", "output_norm.bias",
-    "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight",
+    "rope_freqs.weight", LONG_FACTORS, "rope_factors_short.weight",
 })  # fmt: skip
 SAMPLE_BYTES = 4_096
 KV_VALUE_BYTES = 2  # f16, the default cache type
@@ -68,6 +69,7 @@ class ModelFacts:
     refusal: str | None  # why not, when it is not
     cut_period: int
     forbidden_lengths: frozenset[int]  # numbers of layers that no slice may have
+    long_rope: LongRope | None  # if it has two sets of rope factors
     windows: families.Windows  # which layers have a sliding window; empty unless some have and some have not
 
     @property
@@ -129,7 +131,15 @@ def facts_of(model: GgufModel) -> ModelFacts:
         cut_period=family.cut_period,
         forbidden_lengths=family.forbidden_lengths(facts),
         windows=family.windows(facts),
+        long_rope=_long_rope(model, architecture),
     )
+
+
+def _long_rope(model: GgufModel, architecture: str) -> LongRope | None:
+    if LONG_FACTORS not in model.tensors:
+        return None
+    known = f"{architecture}.{ORIGINAL_CONTEXT}" in model.entries
+    return LongRope(architecture, model.integer(f"{architecture}.{ORIGINAL_CONTEXT if known else CONTEXT}", 0))
 
 
 def _tensor(model: GgufModel, name: str) -> Tensor:

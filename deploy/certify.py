@@ -205,6 +205,7 @@ class _Certification:
                 gpu_layers=config.gpu_layers,
                 kv_type=config.kv_type,
                 kv_layout=config.layout_used,
+                long_rope=facts.long_rope,
             ),
             self._check_stop,
         )

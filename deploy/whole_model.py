@@ -1,8 +1,8 @@
 """The unsplit model, decoded by tokens through bare llama.cpp: what `certify` holds every split against.
 
-The only module of deploy/ that touches llama_cpp. Of the stage's code it uses just the log and the table of cache
-types, so that a mistake in a stage's decode cannot repeat itself here. It knows rows, positions and lanes; not
-sessions, not comparisons.
+The only module of deploy/ that touches llama_cpp. Of the stage's code it uses just the log, the KV cache's layout and
+the choice of rope factors, so that a mistake in a stage's decode cannot repeat itself here. It knows rows, positions
+and lanes; not sessions, not comparisons.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from llama_cpp import llama_cpp as llama
 
 from stage import ggml
 from stage.kv_cache import count_cells, lay_out
+from stage.rope_choice import choose_rope
 from wire.errors import InternalError, ModelFileError, NativeError
+from wire.rope_factors import LongRope
 
 _VOCAB_TYPE_NONE = 0
 _UNFIT_ATTRIBUTES = llama.LLAMA_TOKEN_ATTR_UNKNOWN | llama.LLAMA_TOKEN_ATTR_UNUSED | llama.LLAMA_TOKEN_ATTR_CONTROL
@@ -46,6 +48,8 @@ class WholeConfig:
     """Element type of the KV cache; a key of stage.kv_cache.KV_TYPES."""
     kv_layout: str = "unified"
     """How lanes hold their KV cells: unified or per-lane. It decides how attention is computed, too."""
+    long_rope: LongRope | None = None
+    """Given for a model with two sets of rope factors: which is taken follows from the length of a lane."""
 
 
 class Row(NamedTuple):
@@ -68,7 +72,7 @@ class WholeModel:
         self._batch: Any = None
         llama.llama_backend_init()
         try:
-            self._model = _load(config.path, gpu_layers=config.gpu_layers)
+            self._model = _load(config.path, config=config)
             if llama.llama_model_has_encoder(self._model) or not llama.llama_model_has_decoder(self._model):
                 raise ModelFileError(f"{config.path}: not a model that generates text token by token")
             self._context = self._open_context()
@@ -96,7 +100,7 @@ class WholeModel:
             gpu_layers=config.gpu_layers,
             n_heads=llama.llama_model_n_head(self._model),
         )
-        if params.kv_unified:  # some models choose their rope by the context's size, and stages have a spare lane
+        if params.kv_unified:  # stages have a spare lane
             params.n_ctx = count_cells(config.kv_layout, config.n_lanes, 1, config.ctx_tokens, n_rows)
         params.n_outputs_max = max(config.max_wanted, config.n_lanes)
         params.n_threads = params.n_threads_batch = config.n_threads
@@ -165,7 +169,7 @@ def plain_tokens(path: Path, n_vocab: int) -> npt.NDArray[np.int32]:
     Raises ModelFileError when there are fewer than two.
     """
     llama.llama_backend_init()
-    model = _load(path, vocab_only=True)
+    model = _load(path)
     try:
         vocab = llama.llama_model_get_vocab(model)
         if int(llama.llama_vocab_type(vocab)) == _VOCAB_TYPE_NONE:
@@ -184,12 +188,18 @@ def plain_tokens(path: Path, n_vocab: int) -> npt.NDArray[np.int32]:
     return np.asarray(fit, np.int32)
 
 
-def _load(path: Path, *, gpu_layers: int = 0, vocab_only: bool = False) -> Any:
+def _load(path: Path, *, config: WholeConfig | None = None) -> Any:
+    """Load the model as configured, or its vocabulary alone."""
     params = llama.llama_model_default_params()
-    params.n_gpu_layers = gpu_layers
-    params.vocab_only = vocab_only
+    rope = None  # llama.cpp reads from it until the model is loaded
+    if config is None:
+        params.vocab_only = True
+    else:
+        params.n_gpu_layers = config.gpu_layers
+        rope = choose_rope(params, config.long_rope, config.ctx_tokens)
     ggml.LOG.watch()
     model = llama.llama_model_load_from_file(bytes(path), params)
+    del rope
     if not model:
         raise ModelFileError(f"{path}: llama.cpp cannot load it: {ggml.LOG.reason('it gave no reason')}")
     return model

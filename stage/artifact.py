@@ -18,6 +18,7 @@ from stage.ggml import GgufMetadata
 from stage.loading import CHECKING, Load
 from wire.errors import ArtifactError, ModelFileError
 from wire.file_hash import sha256_of
+from wire.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_CONTEXT, LongRope
 
 ARTIFACT_VERSIONS = (1, 2)  # of relayline.version; a split gives each slice the least one that runs it right
 PIPELINE_VERSION = 1  # of pipeline.json; raised on any incompatible change
@@ -50,6 +51,7 @@ class StageArtifact:
     source_sha256: str  # content key of the source model
     pipeline_id: str
     embedding: EmbeddingSection | None  # stage 0 only
+    long_rope: LongRope | None = None  # of models with two sets of rope factors
     output_scale: float = 1.0  # factor of what leaves the last layer, which the next stage's graph takes back
 
     @property
@@ -102,6 +104,13 @@ class _Reader:
             scale=self.factor("relayline.embedding.scale"),
         )
 
+    def long_rope(self) -> LongRope | None:
+        if not self._metadata.has_tensor(LONG_FACTORS):
+            return None
+        name = self.text("general.architecture")
+        known = self._metadata.get(f"{name}.{ORIGINAL_CONTEXT}") is not None
+        return LongRope(name, self.integer(f"{name}.{ORIGINAL_CONTEXT if known else CONTEXT}"))
+
     def factor(self, key: str) -> float:
         found = self._metadata.get(key)
         return float(found) if isinstance(found, int | float) else 1.0
@@ -152,6 +161,7 @@ def _describe(path: Path, metadata: GgufMetadata) -> StageArtifact:
         source_sha256=reader.text("relayline.source_sha256"),
         pipeline_id=reader.text("relayline.pipeline_id"),
         embedding=reader.embedding() if stage_index == 0 else None,
+        long_rope=reader.long_rope(),
         output_scale=reader.factor("relayline.output.scale"),
     )
 

@@ -40,6 +40,7 @@ class StageFacts:
             n_vocab=artifact.n_vocab,
             n_lanes=config.n_lanes,
             ctx_tokens=config.ctx_tokens,
+            rope_original_tokens=0 if artifact.long_rope is None else artifact.long_rope.original_tokens,
             kv_per_lane=config.layout_used == "per-lane",
             max_rows=config.max_rows,
             instance_id=self.instance_id,

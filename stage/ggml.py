@@ -104,6 +104,8 @@ _lib.gguf_free.argtypes = [ctypes.c_void_p]
 _lib.gguf_free.restype = None
 _lib.gguf_find_key.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
 _lib.gguf_find_key.restype = ctypes.c_int64
+_lib.gguf_find_tensor.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+_lib.gguf_find_tensor.restype = ctypes.c_int64
 _lib.gguf_get_kv_type.argtypes = [ctypes.c_void_p, ctypes.c_int64]
 _lib.gguf_get_kv_type.restype = ctypes.c_int
 
@@ -134,7 +136,7 @@ Scalar = int | float | bool | str
 class GgufMetadata:
     """Scalar metadata of one GGUF file, read by ggml's own parser (tens of milliseconds for a 150k vocabulary).
 
-    Tensor data is not touched. Use as a context manager; values copied out stay valid afterwards.
+    Of tensors only the names are known. Use as a context manager; values copied out stay valid afterwards.
     """
 
     def __init__(self, path: str) -> None:
@@ -154,6 +156,10 @@ class GgufMetadata:
             return None
         value: Any = getter(self._handle, index)
         return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+    def has_tensor(self, name: str) -> bool:
+        """Return whether the file holds a tensor of this name."""
+        return bool(_lib.gguf_find_tensor(self._handle, name.encode()) >= 0)
 
     def __enter__(self) -> GgufMetadata:
         return self

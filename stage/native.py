@@ -116,7 +116,7 @@ class NativeEngine:
         self.has_scores = False  # whether attention computes all scores of a step at once, without flash attention
         self._step_cut: Cut | None = None  # of the last step, where lanes have cells of their own
         try:
-            self._model = load_model(config.artifact_path, config.gpu_layers, load)
+            self._model = load_model(self.artifact, config.gpu_layers, config.ctx_tokens, load)
             self._window: int = llama.llama_model_n_swa(self._model)  # 0: no layer has a sliding window
             self._n_positions = 4 if llama.llama_model_rope_type(self._model) in _ROPE_TYPES_4D else 1
             self._check_model()

@@ -66,7 +66,6 @@ def test_more_than_was_opened_is_refused_before_llama_cpp_sees_it(tiny: Path) ->
 def test_its_context_is_as_large_as_a_stages(
     kv_layout: str, spare_lanes: int, n_lanes: int, ctx_tokens: int, tiny: Path, tmp_path: Path
 ) -> None:
-    """Some models choose their rope by the size of the context, so both sides need the same."""
     path = tmp_path / split_model(tiny, tmp_path, cuts=(1,)).stages[0].file
     config = EngineConfig(path, n_lanes, ctx_tokens, spare_lanes=spare_lanes, kv_layout=kv_layout)
     whole = WholeConfig(tiny, n_lanes, ctx_tokens, kv_layout=kv_layout)

@@ -10,9 +10,7 @@ lanes, unified / per-lane: 103 / 111 ms with 64 tokens in each lane, 142 / 118 w
 with 2,048. Hence "auto": streams that may grow long have cells of their own on a CPU. On a GPU cells are shared: a
 micro-batch is taken to cost there what a whole step does, however few its rows (simulated; nobody measured one yet).
 
-All stages of a pipeline need the same layout. Models with two sets of rope factors (phi3's "longrope") take that for
-the length of a sequence's cells, which unified are those of all lanes: two stages would turn the same position
-differently.
+All stages of a pipeline need the same layout: the coordinator's plans and the lanes it keeps are made for one.
 """
 
 from __future__ import annotations

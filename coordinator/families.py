@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Mapping
 
 from coordinator.gguf_file import GgufModel, Value
 from coordinator.gguf_write import F32, I32, U32
-from wire.errors import UnsupportedArchitectureError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,6 +102,7 @@ class Family:
     forbidden_lengths: Callable[[Metadata], frozenset[int]] = _no_lengths  # layer counts that load as another model
     windows: Callable[[Metadata], Windows] = _no_windows  # where layers with and without sliding windows alternate
     factors: Callable[[Metadata], Factors] = _no_factors  # what llama.cpp would multiply by in the whole file alone
+    rotates_by_layer: bool = False  # llama.cpp asks each layer how many values of its heads are rotated
     certified: bool = True  # False only for the generic rule of --experimental
 
 
@@ -307,7 +307,7 @@ FAMILIES: dict[str, Family] = {
         Family("apertus", head_required=True),
         # Which layers have windows stands in the file, layer by layer.
         Family("mimo2", head_required=True, windows=_windows(0)),
-        Family("step35", head_required=True, windows=_windows(0)),
+        Family("step35", head_required=True, windows=_windows(0), rotates_by_layer=True),
         # build_inp_embd as for granite; llama_model_grok::load_arch_hparams has the default of old files.
         Family("grok", embedding_scale=78.38367176906169),
         # The loader of deepseek2.
@@ -321,22 +321,10 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(sorted(FAMILIES))
 
 
-def family_of(architecture: str, *, experimental: bool = False) -> Family:
-    """Return the family's row.
-
-    With `experimental`, an architecture outside the table gets the generic rule; otherwise
-    UnsupportedArchitectureError names the supported ones.
-    """
-    family = FAMILIES.get(architecture)
-    if family is not None:
-        return family
-    if experimental:
-        # The generic row always ships output.weight, since nothing says that the family could do without it.
-        return Family(architecture, head_required=True, certified=False)
-    raise UnsupportedArchitectureError(
-        f"architecture {architecture!r} has not been certified for splitting; supported: "
-        f"{', '.join(supported_architectures())}; --experimental tries it anyway"
-    )
+def family_of(architecture: str) -> Family:
+    """Return the family's row, or the generic rule for one outside the table, which is not certified."""
+    # The generic row always ships output.weight, since nothing says that the family could do without it.
+    return FAMILIES.get(architecture) or Family(architecture, head_required=True, certified=False)
 
 
 def metadata_of(model: GgufModel, n_layers: int, n_vocab: int) -> Metadata:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from coordinator import families
 from coordinator.cuts import legal_cuts
+from coordinator.first_layer import first_layer_refusal
 from coordinator.gguf_file import GgufModel, Tensor, Value, open_model, read_entries
 from wire.bounds import N_EMBD_MAX
 from wire.errors import ModelFileError, UnsupportedArchitectureError
@@ -67,6 +68,7 @@ class ModelFacts:
     kv_bytes_per_token: tuple[int, ...]  # per layer, with an f16 cache
     supported: bool  # certified and nothing in this very model forbids it
     refusal: str | None  # why not, when it is not
+    may_be_tried: bool  # whether that is only because nobody has certified it; else it is known to come out wrong
     cut_period: int
     forbidden_lengths: frozenset[int]  # numbers of layers that no slice may have
     long_rope: LongRope | None  # if it has two sets of rope factors
@@ -103,7 +105,7 @@ def facts_of(model: GgufModel) -> ModelFacts:
     if len(embedding.dims) != 2 or embedding.dims[0] != n_embd or not 0 < n_embd <= N_EMBD_MAX:
         raise ModelFileError(f"{model.path}: {EMBEDDING} has shape {list(embedding.dims)}, but the width is {n_embd}")
     head = model.tensors.get(HEAD, embedding)
-    supported, refusal, family, facts = _support(model, architecture, n_layers, embedding.dims[1])
+    refusal, may_be_tried, family, facts = _support(model, architecture, n_layers, embedding.dims[1])
     n_heads = _per_layer(model, "attention.head_count", n_layers, 0)
     n_kv_heads = _per_layer(model, "attention.head_count_kv", n_layers, None) or n_heads
     return ModelFacts(
@@ -126,8 +128,9 @@ def facts_of(model: GgufModel) -> ModelFacts:
         head_bytes=head.size_bytes,
         tied_embeddings=head is embedding,
         kv_bytes_per_token=_kv_bytes(model, architecture, n_embd, n_heads, n_kv_heads),
-        supported=supported,
+        supported=refusal is None,
         refusal=refusal,
+        may_be_tried=may_be_tried,
         cut_period=family.cut_period,
         forbidden_lengths=family.forbidden_lengths(facts),
         windows=family.windows(facts),
@@ -148,18 +151,30 @@ def _tensor(model: GgufModel, name: str) -> Tensor:
     return model.tensors[name]
 
 
+def check_support(facts: ModelFacts, *, experimental: bool) -> None:
+    """Raise UnsupportedArchitectureError for a model that cannot be split; `experimental` takes what may be tried."""
+    if facts.refusal is None or (experimental and facts.may_be_tried):
+        return
+    advice = "; --experimental tries it anyway" if facts.may_be_tried else ""
+    raise UnsupportedArchitectureError(
+        f"{facts.path}: this {facts.architecture} model cannot be split: {facts.refusal}{advice}"
+    )
+
+
 def _support(
     model: GgufModel, architecture: str, n_layers: int, n_vocab: int
-) -> tuple[bool, str | None, families.Family, families.Metadata]:
+) -> tuple[str | None, bool, families.Family, families.Metadata]:
+    """Return why the model is refused, whether it may be tried all the same, its family and what rules look at."""
     facts = families.metadata_of(model, n_layers, n_vocab)
-    refusal: str | None
-    try:
-        family = families.family_of(architecture)
-        refusal = family.refusal(facts) or _odd_tensors(model)
-    except UnsupportedArchitectureError as error:
-        family = families.family_of(architecture, experimental=True)
-        refusal = error.message
-    return refusal is None, refusal, family, facts
+    family = families.family_of(architecture)
+    known = family.refusal(facts) or first_layer_refusal(
+        facts, family.windows(facts), rotates_by_layer=family.rotates_by_layer
+    )
+    if known is not None:
+        return known, False, family, facts
+    names = ", ".join(families.supported_architectures())
+    doubt = _odd_tensors(model) if family.certified else f"its architecture has not been certified; supported: {names}"
+    return doubt, doubt is not None, family, facts
 
 
 def _odd_tensors(model: GgufModel) -> str | None:

@@ -25,6 +25,7 @@ from coordinator.families import (
     scale_of,
     slice_overrides,
 )
+from coordinator.first_layer import stated_widths
 from coordinator.gguf_file import (
     ARRAY_TYPE,
     STRING_TYPE,
@@ -178,6 +179,7 @@ class _Planner:
         """Return the family's keys that differ from the source's in a slice."""
         lead, windows = self.rules.integer("leading_dense_block_count"), self.facts.windows[start:end]
         return {
+            **stated_widths(self.rules),
             **slice_overrides(self.family, self.rules),
             "block_count": (U32, end - start),
             **({} if lead is None else {"leading_dense_block_count": (U32, min(max(0, lead - start), end - start))}),

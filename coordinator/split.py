@@ -23,7 +23,7 @@ from coordinator import families
 from coordinator.cuts import balanced_cuts, check_cuts
 from coordinator.gguf_file import GgufModel, Tensor, open_model
 from coordinator.gguf_write import ALIGNMENT
-from coordinator.inspection import ModelFacts, facts_of, model_key
+from coordinator.inspection import ModelFacts, check_support, facts_of, model_key
 from coordinator.pipeline_file import (
     PIPELINE_NAME,
     PIPELINE_VERSION,
@@ -70,11 +70,8 @@ def split_model(
     facts = facts_of(model)
     if "relayline.stage_index" in model.entries:
         raise ModelFileError(f"{source}: is one stage of a split already; give the model it was cut from")
-    family = families.family_of(facts.architecture, experimental=experimental)
-    if facts.refusal is not None and not experimental:
-        raise UnsupportedArchitectureError(
-            f"{source}: this {facts.architecture} model cannot be split: {facts.refusal}"
-        )
+    check_support(facts, experimental=experimental)
+    family = families.family_of(facts.architecture)
     if cuts is None:
         assert n_stages is not None
         cuts = balanced_cuts(facts, n_stages)
@@ -87,7 +84,7 @@ def split_model(
         _refuse_foreign(out_dir)
         plan = plan_split(model, facts, family, model_key(model), cuts)
         try:
-            return _Writer(model, facts, out_dir, progress, probe if not family.certified else None).write(plan)
+            return _Writer(model, facts, out_dir, progress, None if facts.supported else probe).write(plan)
         except OSError as error:
             raise ArtifactError(f"{out_dir}: cannot write the split: {error.strerror or error}") from error
 
@@ -99,7 +96,7 @@ def write_stages(source: Path, out_dir: Path, cuts: tuple[int, ...], indexes: Se
     """
     model = open_model(source)
     facts = facts_of(model)
-    family = families.family_of(facts.architecture, experimental=True)
+    family = families.family_of(facts.architecture)
     check_cuts(facts, cuts)
     stages = plan_split(model, facts, family, model_key(model), cuts).artifacts[1:]
     writer = _Writer(model, facts, out_dir, None, None)

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from coordinator import families
 from coordinator.cuts import balanced_cuts, check_cuts
 from coordinator.gguf_file import open_model
-from coordinator.inspection import ModelFacts, facts_of
+from coordinator.inspection import ModelFacts, check_support, facts_of
 from coordinator.split import split_model
 from deploy.certify_compare import Comparison, Noise, Tolerance, compare, tolerance_for, verdict
 from deploy.certify_pipeline import OnLine, SplitConfig, SplitRuns, run_split
@@ -30,7 +29,7 @@ from deploy.local import forwarded, threads_per_stage
 from deploy.whole_model import WholeConfig, plain_tokens
 from stage.config import StageConfig
 from wire.envelope import DTYPE_BY_NAME
-from wire.errors import CutError, ModelFileError, RelaylineError, UnsupportedArchitectureError, UsageError
+from wire.errors import CutError, ModelFileError, RelaylineError, UsageError
 from wire.kv_layout import choose_layout
 
 MAX_ROWS = 512  # of a native step on both sides; the stage's default
@@ -142,9 +141,7 @@ def check_model(path: Path, *, experimental: bool) -> ModelFacts:
     facts = facts_of(model)
     if "relayline.stage_index" in model.entries:
         raise ModelFileError(f"{path}: is one stage of a split already; give the model it was cut from")
-    families.family_of(facts.architecture, experimental=experimental)
-    if facts.refusal is not None and not experimental:
-        raise UnsupportedArchitectureError(f"{path}: this {facts.architecture} model cannot be split: {facts.refusal}")
+    check_support(facts, experimental=experimental)
     return facts
 
 

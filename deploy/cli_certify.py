@@ -60,7 +60,7 @@ def _parse_seeds(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
 @click.option("--kv-type", default="f16", show_default=True, help="Element type of the KV cache.")
 @kv_layout_option
 @click.option("--keep", type=click.Path(path_type=Path), default=None, help="Keep the artifacts in this directory.")
-@click.option("--experimental", is_flag=True, help="Try an architecture that has not been certified.")
+@click.option("--experimental", is_flag=True, help="Try a model that nobody has certified.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @log_options
 def certify_command(**given: Any) -> None:

@@ -78,6 +78,7 @@ def facts_as_json(facts: ModelFacts) -> dict[str, object]:
         "kv_bytes_per_token_total": sum(facts.kv_bytes_per_token),
         "supported": facts.supported,
         "refusal": facts.refusal,
+        "may_be_tried": facts.may_be_tried,
         "legal_cuts": list(facts.legal_cuts) if facts.supported else [],
     }
 
@@ -109,7 +110,8 @@ def _print_facts(facts: ModelFacts, console: Console) -> None:
         table.add_row(name, _plain(text))
     console.print(table)
     if facts.refusal is not None:
-        console.print(_plain(f"cannot be split: {facts.refusal}"), soft_wrap=True)
+        advice = "; `relayline split --experimental` tries it anyway" if facts.may_be_tried else ""
+        console.print(_plain(f"cannot be split: {facts.refusal}{advice}"), soft_wrap=True)
 
 
 def _plain(text: str) -> str:
@@ -152,7 +154,7 @@ def _size(size_bytes: int) -> str:
 @click.option("--stages", type=int, help="Number of stages; the cuts are chosen to balance them.")
 @click.option("--cuts", callback=parse_cuts, help="First layer of each later stage, e.g. 8,16.")
 @click.option("--out", "out_dir", type=click.Path(path_type=Path), required=True, help="Directory for the artifacts.")
-@click.option("--experimental", is_flag=True, help="Try an architecture that has not been certified.")
+@click.option("--experimental", is_flag=True, help="Try a model that nobody has certified.")
 @click.option("--json", "as_json", is_flag=True, help="Print pipeline.json instead of a table.")
 def split_command(
     model: Path, stages: int | None, cuts: tuple[int, ...] | None, out_dir: Path, experimental: bool, as_json: bool
@@ -177,8 +179,8 @@ def split_command(
     if experimental and not inspect_model(model).supported:
         cut_list = ",".join(map(str, pipeline.cuts))
         click.echo(
-            f"{pipeline.architecture} has not been certified: every stage runs, but whether they compute what the whole"
-            f" model does is open. Find out with: relayline certify {model} --cuts {cut_list}",
+            f"this {pipeline.architecture} model has not been certified: every stage runs, but whether they compute"
+            f" what the whole model does is open. Find out with: relayline certify {model} --cuts {cut_list}",
             err=True,
         )
 

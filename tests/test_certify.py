@@ -258,7 +258,9 @@ class Wrong:
 
 
 WRONG = {
-    "architecture": Wrong("granite_swa", (), 1, "'granite_swa' has not been certified for splitting; supported: "),
+    "architecture": Wrong(
+        "granite_swa", (), 1, "granite_swa model cannot be split: its architecture has not been certified; supported: "
+    ),
     "cut": Wrong("llama", ("--cuts", "9"), 2, "cut 9 is outside the model's 2 layers"),
     "not a cut": Wrong("llama", ("--cuts", "one"), 2, "'one' is not a list of layer numbers"),
     "both": Wrong("llama", ("--cuts", "1", "--stages", "2"), 2, "give either --stages or --cuts, not both"),

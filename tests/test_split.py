@@ -367,6 +367,14 @@ def test_experimental_reports_an_abort_of_llama_cpp(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_experimental_probes_a_certified_family_with_a_tensor_of_no_stage(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "m.gguf", extra_tensors={"cls.weight": np.zeros((4, 64), np.float32)})
+    with pytest.raises(UnsupportedArchitectureError, match="wrong number of tensors") as caught:
+        split_model(model, tmp_path / "out", cuts=(2,), experimental=True, probe=probe_artifact)
+    assert "\n" not in caught.value.message
+    assert not (tmp_path / "out").exists()
+
+
 def test_experimental_split_that_runs(tmp_path: Path) -> None:
     model = make_tiny("granite_swa", tmp_path / "m.gguf")
     asked: list[str] = []

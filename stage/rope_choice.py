@@ -15,8 +15,9 @@ def choose_rope(params: Any, rope: LongRope | None, ctx_tokens: int) -> Any:
     """Set in llama_model_params that lanes of `ctx_tokens` are turned as they should; without `rope` do nothing.
 
     Where the short set is due, the file's original context is read as one that no cache exceeds; the long set needs
-    nothing, since no cache has fewer cells than a lane has tokens. The original context serves nothing else in a model
-    with two sets. Hold what is returned until the model is loaded: llama.cpp reads from it.
+    nothing, since no cache has fewer cells than a lane has tokens. The original context serves nothing else there: yarn
+    and mistral3 read it too, and their models have one set. Hold what is returned until the model is loaded: llama.cpp
+    reads from it.
     """
     if rope is None or rope.takes_long(ctx_tokens):
         return None

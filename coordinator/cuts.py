@@ -33,6 +33,8 @@ class CutFacts(Protocol):
     def forbidden_lengths(self) -> frozenset[int]: ...  # noqa: D102
     @property
     def windows(self) -> tuple[bool, ...]: ...  # noqa: D102
+    @property
+    def indexers(self) -> tuple[bool, ...]: ...  # noqa: D102
 
 
 def ranges(n_layers: int, cuts: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -43,7 +45,7 @@ def ranges(n_layers: int, cuts: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 def is_allowed(facts: CutFacts, start: int, end: int) -> bool:
     """Tell whether the layers from start to end may be one stage. A whole model always may."""
-    if start % facts.cut_period or _lacks_window(facts, start, end):
+    if start % facts.cut_period or _lacks_choice(facts, start) or _lacks_window(facts, start, end):
         return False
     return end - start == facts.n_layers or end - start not in facts.forbidden_lengths
 
@@ -51,6 +53,11 @@ def is_allowed(facts: CutFacts, start: int, end: int) -> bool:
 def _lacks_window(facts: CutFacts, start: int, end: int) -> bool:
     """Tell whether llama_model::create_memory would abort the process: it asserts that some layer has a window."""
     return bool(facts.windows) and not any(facts.windows[start:end])
+
+
+def _lacks_choice(facts: CutFacts, start: int) -> bool:
+    """Tell whether the first layer attends to tokens that an earlier one has chosen."""
+    return bool(facts.indexers) and not facts.indexers[start]
 
 
 def legal_cuts(facts: CutFacts) -> tuple[int, ...]:
@@ -92,6 +99,8 @@ def _reason(facts: CutFacts, edges: Sequence[int]) -> str:
     """Tell why the layers between one edge and the next cannot be stages."""
     if any(_lacks_window(facts, start, end) for start, end in itertools.pairwise(edges)):
         return "llama.cpp runs layers without a sliding window only together with one that has a window"
+    if any(_lacks_choice(facts, start) for start in edges[:-1]):
+        return "its first layer would attend to tokens that the layer before has chosen"
     if facts.cut_period > 1:
         return f"this architecture repeats every {facts.cut_period} layers"
     lengths = " or ".join(map(str, sorted(facts.forbidden_lengths)))

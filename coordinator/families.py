@@ -60,6 +60,20 @@ def _no_windows(_: Metadata) -> Windows:
     return ()
 
 
+# Which layers choose by themselves which tokens they attend to, one flag per layer; others attend to what the last one
+# before them has chosen, so that no slice starts with them. Empty where none chooses.
+Indexers = tuple[bool, ...]
+INDEXER_TYPES = "attention.indexer.types"
+
+
+def _no_indexers(_: Metadata) -> Indexers:
+    return ()
+
+
+def _all_indexers(facts: Metadata) -> Indexers:
+    return (True,) * facts.n_layers
+
+
 # F32 vectors of each block, by name without "blk.N.", and what a slice carries them multiplied with.
 Factors = Mapping[str, float]
 
@@ -101,6 +115,7 @@ class Family:
     refusal: Callable[[Metadata], str | None] = _no_refusal  # why a certain model of the family cannot be cut
     forbidden_lengths: Callable[[Metadata], frozenset[int]] = _no_lengths  # layer counts that load as another model
     windows: Callable[[Metadata], Windows] = _no_windows  # where layers with and without sliding windows alternate
+    indexers: Callable[[Metadata], Indexers] = _no_indexers  # which layers choose what is attended to
     factors: Callable[[Metadata], Factors] = _no_factors  # what llama.cpp would multiply by in the whole file alone
     rotates_by_layer: bool = False  # llama.cpp asks each layer how many values of its heads are rotated
     certified: bool = True  # False only for the generic rule of --experimental
@@ -169,6 +184,21 @@ def _glm4moe_refusal(facts: Metadata) -> str | None:
     if _glm4moe_overrides(facts) and _n_rotated(facts) < 4:
         return "its rope is too narrow to be written with several axes, which stages need for this architecture"
     return None
+
+
+GLM_5_2_TOKENS = 1_048_576  # of context, by which llama.cpp knows files whose layers share indexers without saying so
+
+
+def _glm_dsa_indexers(facts: Metadata) -> Indexers:
+    # llama_model_glm_dsa::load_arch_hparams, which asserts that the first layer is one of these.
+    stated = facts.values.get(INDEXER_TYPES)
+    if isinstance(stated, tuple):
+        flags = tuple(bool(flag) for flag in stated[: facts.n_layers])
+    elif stated is None and (facts.integer("context_length") or 0) >= GLM_5_2_TOKENS:
+        flags = tuple(layer < 2 or layer % 4 == 2 for layer in range(facts.n_layers))
+    else:
+        flags = _all_indexers(facts)
+    return flags
 
 
 GEMMA2_27B_LAYERS = 46
@@ -255,6 +285,8 @@ FAMILIES: dict[str, Family] = {
         Family("granite", embedding_scale=0.0, refusal=_granite_refusal),
         Family("granitemoe", embedding_scale=0.0),
         Family("deepseek2", overrides=_deepseek2_overrides, forbidden_lengths=_deepseek2_lengths),
+        Family("deepseek32", indexers=_all_indexers),
+        Family("glm-dsa", indexers=_glm_dsa_indexers),
         Family("glm4moe", overrides=_glm4moe_overrides, refusal=_glm4moe_refusal),
         Family("olmo"),
         Family("olmoe", head_required=True),

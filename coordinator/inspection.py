@@ -32,6 +32,7 @@ GLOBAL_TENSORS = frozenset({
 })  # fmt: skip
 SAMPLE_BYTES = 4_096
 KV_VALUE_BYTES = 2  # f16, the default cache type
+INDEXER_KEYS = "attention.indexer.key_length"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class ModelFacts:
     may_be_tried: bool  # whether that is only because nobody has certified it; else it is known to come out wrong
     cut_period: int
     forbidden_lengths: frozenset[int]  # numbers of layers that no slice may have
+    indexers: families.Indexers  # which layers choose what is attended to; empty where none does
     long_rope: LongRope | None  # if it has two sets of rope factors
     windows: families.Windows  # which layers have a sliding window; empty unless some have and some have not
 
@@ -127,13 +129,14 @@ def facts_of(model: GgufModel) -> ModelFacts:
         embedding_bytes=embedding.size_bytes,
         head_bytes=head.size_bytes,
         tied_embeddings=head is embedding,
-        kv_bytes_per_token=_kv_bytes(model, architecture, n_embd, n_heads, n_kv_heads),
+        kv_bytes_per_token=_kv_bytes(model, architecture, n_embd, n_heads, n_kv_heads, family.indexers(facts)),
         supported=refusal is None,
         refusal=refusal,
         may_be_tried=may_be_tried,
         cut_period=family.cut_period,
         forbidden_lengths=family.forbidden_lengths(facts),
         windows=family.windows(facts),
+        indexers=family.indexers(facts),
         long_rope=_long_rope(model, architecture),
     )
 
@@ -219,14 +222,23 @@ def _layer_bytes(model: GgufModel, n_layers: int, n_blocks: int) -> tuple[int, .
 
 
 def _kv_bytes(
-    model: GgufModel, architecture: str, n_embd: int, n_heads: tuple[int, ...], n_kv_heads: tuple[int, ...]
+    model: GgufModel,
+    architecture: str,
+    n_embd: int,
+    n_heads: tuple[int, ...],
+    n_kv_heads: tuple[int, ...],
+    indexers: families.Indexers,
 ) -> tuple[int, ...]:
     default_width = n_embd // n_heads[0] if n_heads and n_heads[0] else 0
     key_width = model.integer(f"{architecture}.attention.key_length", default_width)
     value_width = model.integer(f"{architecture}.attention.value_length", default_width)
     if model.integer(f"{architecture}.attention.key_length_mla", 0):
         value_width = 0  # with latent attention the values are a view of the cached keys
-    return tuple(n_kv * (key_width + value_width) * KV_VALUE_BYTES for n_kv in n_kv_heads)
+    index_width = model.integer(f"{architecture}.{INDEXER_KEYS}", 0)  # of one key more, where a layer has an indexer
+    return tuple(
+        (n_kv * (key_width + value_width) + index_width * has_indexer) * KV_VALUE_BYTES
+        for n_kv, has_indexer in zip(n_kv_heads, indexers or (False,) * len(n_kv_heads), strict=True)
+    )
 
 
 def content_key(path: Path) -> str:

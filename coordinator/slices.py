@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from coordinator.cuts import ranges
 from coordinator.families import (
+    INDEXER_TYPES,
     WINDOW_PATTERN,
     Family,
     Metadata,
@@ -178,12 +179,14 @@ class _Planner:
     def changed(self, start: int, end: int, is_last: bool) -> Overrides:
         """Return the family's keys that differ from the source's in a slice."""
         lead, windows = self.rules.integer("leading_dense_block_count"), self.facts.windows[start:end]
+        indexers = tuple(int(flag) for flag in self.facts.indexers[start:end])
         return {
             **stated_widths(self.rules),
             **slice_overrides(self.family, self.rules),
             "block_count": (U32, end - start),
             **({} if lead is None else {"leading_dense_block_count": (U32, min(max(0, lead - start), end - start))}),
             **({WINDOW_PATTERN: (BOOL, windows)} if windows else {}),
+            **({} if all(self.facts.indexers) else {INDEXER_TYPES: (U32, indexers)}),
             **({"nextn_predict_layers": (U32, 0)} if self.facts.n_prediction_layers else {}),
             **({} if is_last else {"vocab_size": (U32, DUMMY_TOKENS)}),
         }

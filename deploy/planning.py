@@ -46,6 +46,7 @@ def shape_of(facts: ModelFacts) -> ModelShape:
         n_ff=max(widths, default=facts.n_embd),
         n_heads=max(facts.n_heads, default=0),
         n_masks=max(1, len(set(facts.windows))),
+        has_indexers=bool(facts.indexers),
         is_allowed=lambda start, end: is_allowed(facts, start, end),
     )
 

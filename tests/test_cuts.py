@@ -19,6 +19,7 @@ class Facts:
     cut_period: int = 1
     forbidden_lengths: frozenset[int] = frozenset()
     windows: tuple[bool, ...] = ()
+    indexers: tuple[bool, ...] = ()
 
     @property
     def n_layers(self) -> int:
@@ -77,6 +78,16 @@ def test_every_stage_needs_a_layer_with_a_window() -> None:
         balanced_cuts(facts, 5)
 
 
+def test_no_stage_begins_with_a_layer_that_attends_to_what_another_has_chosen() -> None:
+    facts = Facts((10,) * 6, indexers=(True, True, False, False, True, False))
+    assert legal_cuts(facts) == (1, 4)
+    with pytest.raises(CutError, match=r"cut 2 .* tokens that the layer before has chosen; legal cuts: 1,4"):
+        check_cuts(facts, (2,))
+    assert balanced_cuts(facts, 2) == (4,)
+    with pytest.raises(CutError, match="the most is 3"):
+        balanced_cuts(facts, 4)
+
+
 @pytest.mark.parametrize(
     ("cuts", "words"),
     [((0,), "outside"), ((6,), "outside"), ((-1,), "outside"), ((4, 2), "ascend"), ((2, 2), "ascend")],
@@ -107,6 +118,7 @@ SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=9).map(tuple)
     period=st.integers(1, 3),
     forbidden=st.frozensets(st.integers(2, 9), max_size=2),
     full=st.frozensets(st.integers(1, 8)) | st.none(),
+    followers=st.frozensets(st.integers(1, 8)),
     n_stages=st.integers(1, 5),
 )
 def test_balanced_is_legal_and_as_fast_as_any(
@@ -116,10 +128,12 @@ def test_balanced_is_legal_and_as_fast_as_any(
     period: int,
     forbidden: frozenset[int],
     full: frozenset[int] | None,
+    followers: frozenset[int],
     n_stages: int,
 ) -> None:
     windows = () if full is None else tuple(layer not in full for layer in range(len(sizes)))
-    facts = Facts(sizes, embedding, head, period, forbidden, windows)
+    indexers = tuple(layer not in followers for layer in range(len(sizes)))
+    facts = Facts(sizes, embedding, head, period, forbidden, windows, indexers)
     every = [cuts for cuts in itertools.combinations(range(1, len(sizes)), n_stages - 1) if allowed(facts, cuts)]
     assert set(legal_cuts(facts)) == {
         cut

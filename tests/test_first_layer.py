@@ -12,7 +12,7 @@ from coordinator.inspection import inspect_model
 from coordinator.split import split_model
 from tests.test_families import check
 from tests.tiny_models import HEAD, RECIPES, Value, make_tiny
-from wire.errors import UnsupportedArchitectureError
+from wire.errors import CutError, UnsupportedArchitectureError
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,17 @@ def test_layers_that_would_be_taken_for_the_first_are_refused(
 def test_layers_that_do_not_differ_in_it_are_cut_anywhere(name: str, values: dict[str, Value], tmp_path: Path) -> None:
     model = make_tiny(name, tmp_path / "model.gguf", extra_values=values)
     check(model, [(cut,) for cut in inspect_model(model).legal_cuts], tmp_path)
+
+
+def test_no_slice_begins_with_a_layer_that_attends_to_what_another_has_chosen(tmp_path: Path) -> None:
+    """And each is told which of its layers choose, since a file that does not say is judged by its length."""
+    model = make_tiny("glm-dsa:5.2", tmp_path / "model.gguf")
+    assert inspect_model(model).legal_cuts == (1, 2, 6)
+    with pytest.raises(CutError, match=r"cut 3 .* tokens that the layer before has chosen; legal cuts: 1,2,6"):
+        split_model(model, tmp_path / "out", cuts=(3,))
+    split_model(model, tmp_path / "out", cuts=(1, 2))
+    stages = [open_model(tmp_path / "out" / f"stage-{index}.gguf") for index in range(3)]
+    assert [stage.value("glm-dsa.attention.indexer.types") for stage in stages] == [(1,), (1,), (1, 0, 0, 0, 1)]
 
 
 def test_heads_are_as_wide_as_the_whole_files_first_layer_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from coordinator.planner.instance import Load
 from coordinator.planner.memory import compute_bytes, kv_cells
 from deploy.cli_model import inspect_command, split_command
 from deploy.planning import shape_of
-from tests.tiny_models import make_tiny
+from tests.tiny_models import INDEX_KEY, KV_RANK, ROPE, make_tiny
 from wire.errors import CutError, ModelFileError, UnsupportedArchitectureError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,6 +76,25 @@ def test_a_plan_knows_that_windows_take_a_mask_of_their_own(name: str, n_masks: 
     load = Load(ctx_tokens=1024, n_lanes=8)
     alike = compute_bytes(dataclasses.replace(shape, n_masks=1), load, is_last=False)
     assert compute_bytes(shape, load, is_last=False) - alike == (n_masks - 1) * 2 * load.max_rows * kv_cells(load)
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"), [("deepseek2", ()), ("deepseek32", (1,) * 5), ("glm-dsa:shared", (1, 1, 0, 0, 1, 0, 1))]
+)
+def test_a_plan_knows_what_it_takes_to_choose_what_is_attended_to(
+    name: str, chosen: tuple[int, ...], tmp_path: Path
+) -> None:
+    """A key more for each cell of a layer that chooses, and scores of all cells for each row of a step."""
+    facts = inspect_model(make_tiny(name, tmp_path / "m.gguf"))
+    assert facts.indexers == chosen
+    latent_bytes = 2 * (KV_RANK + ROPE)
+    assert facts.kv_bytes_per_token == tuple(
+        latent_bytes + 2 * INDEX_KEY * has_indexer for has_indexer in chosen or (0,) * facts.n_layers
+    )
+    shape, load = shape_of(facts), Load(ctx_tokens=1024, n_lanes=8)
+    without = compute_bytes(dataclasses.replace(shape, has_indexers=False), load, is_last=False)
+    more = compute_bytes(shape, load, is_last=False) - without
+    assert more == (6 * load.max_rows * kv_cells(load) if chosen else 0)
 
 
 def test_markup_in_a_model_name_is_only_text(tmp_path: Path) -> None:

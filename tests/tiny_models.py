@@ -16,6 +16,7 @@ import numpy as np
 
 N_EMBD, N_HEADS, N_KV_HEADS, HEAD, N_FF, N_EXPERTS = 64, 4, 2, 16, 96, 4
 Q_RANK, KV_RANK, ROPE = 32, 32, 16  # latent attention
+INDEX_KEY, INDEX_HEADS = 64, 8  # of an indexer that chooses what is attended to
 CTX = 512
 
 Shape = tuple[int, ...]  # numpy order: (outputs, inputs), experts first
@@ -38,6 +39,14 @@ LATENT: dict[str, Value] = {
     "leading_dense_block_count": 1,
     "expert_weights_scale": 1.5,
     "expert_weights_norm": True,
+}
+
+INDEXED: dict[str, Value] = {
+    "attention.q_lora_rank": Q_RANK,
+    "attention.indexer.head_count": INDEX_HEADS,
+    "attention.indexer.key_length": INDEX_KEY,
+    "attention.indexer.top_k": 8,
+    "expert_gating_func": 2,
 }
 
 
@@ -191,14 +200,33 @@ def _latent(layer: int, *, low_rank_queries: bool = True, absorbed: bool = True)
     return shapes | (_dense() if layer < 1 else _experts(32, shared=32) | bias)
 
 
+INDEXERS = [1, 1, 0, 0, 1, 0, 1]  # others attend to what the one before them has chosen
+
+
+def _indexed(layer: int, *, is_full: bool = True) -> Shapes:
+    """Latent attention to the tokens that an indexer finds most worth it."""
+    indexer: Shapes = {
+        "indexer.k_norm.weight": (INDEX_KEY,),
+        "indexer.k_norm.bias": (INDEX_KEY,),
+        "indexer.proj.weight": (INDEX_HEADS, N_EMBD),
+        "indexer.attn_k.weight": (INDEX_KEY, N_EMBD),
+        "indexer.attn_q_b.weight": (INDEX_HEADS * INDEX_KEY, Q_RANK),
+    }
+    return {**_latent(layer), **(indexer if is_full else {})}
+
+
 def _glm4moe(layer: int) -> Shapes:
     shapes = _norms("attn_norm", "post_attention_norm") | _attention(bias=True) | _head_norms()
     bias: dict[str, Shape] = {"exp_probs_b.bias": (N_EXPERTS,)}
     shapes |= _dense() if layer < 2 else _experts(32, shared=32) | bias
     if layer == 5:  # the prediction block behind the decoded ones
-        shapes |= _norms("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm")
-        shapes["nextn.eh_proj.weight"] = (N_EMBD, 2 * N_EMBD)
+        shapes |= _prediction()
     return shapes
+
+
+def _prediction() -> Shapes:
+    norms = _norms("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm")
+    return {**norms, "nextn.eh_proj.weight": (N_EMBD, 2 * N_EMBD)}
 
 
 BIASED_NORM = _norms("output_norm", bias=True)
@@ -269,6 +297,25 @@ RECIPES: dict[str, Recipe] = {
         lambda _: _norms("attn_norm", "ffn_norm") | _attention() | _experts(shared=32),
     ),
     "deepseek2": Recipe("deepseek2", {**RMS, **MOE, **LATENT, "attention.q_lora_rank": Q_RANK}, _latent),
+    "deepseek32": Recipe("deepseek32", {**RMS, **MOE, **LATENT, **INDEXED}, _indexed),
+    "glm-dsa": Recipe(
+        "glm-dsa",
+        {**RMS, **MOE, **LATENT, **INDEXED, "nextn_predict_layers": 1},
+        lambda layer: {**_indexed(layer), **(_prediction() if layer == 5 else {})},
+        n_layers=6,
+    ),
+    "glm-dsa:5.2": Recipe(
+        "glm-dsa",
+        {**RMS, **MOE, **LATENT, **INDEXED, "context_length": 1 << 20},
+        lambda layer: _indexed(layer, is_full=layer < 2 or layer % 4 == 2),
+        n_layers=7,
+    ),
+    "glm-dsa:shared": Recipe(
+        "glm-dsa",
+        {**RMS, **MOE, **LATENT, **INDEXED, "attention.indexer.types": INDEXERS},
+        lambda layer: _indexed(layer, is_full=bool(INDEXERS[layer])),
+        n_layers=7,
+    ),
     "deepseek2:legacy": Recipe(
         "deepseek2",
         {**RMS, **MOE, **LATENT, "attention.q_lora_rank": Q_RANK, "attention.head_count_kv": N_HEADS,

@@ -39,6 +39,8 @@ class ModelShape:
     """Attention heads of the layer that has most; 0 where the model does not say."""
     n_masks: int = 1
     """Attention masks of a step: layers with and without sliding windows have one each."""
+    has_indexers: bool = False
+    """Layers score all cells for each row of a step, to choose what it attends to."""
     is_allowed: Callable[[int, int], bool] = lambda _start, _end: True
     """Whether the layers from start to end (not included) may be one stage."""
 

@@ -18,6 +18,8 @@ MIB = 1 << 20
 CELLS_STEP = 256  # llama.cpp rounds the cache up to this
 SPARE_CELLS = 256  # of the lane for padding rows
 MASK_BYTES = 2  # of one row and cell
+CHOICE_BYTES = 6  # of one row and cell where layers choose what is attended to: a mask and a score, f32
+CHOICE_SCORED_BYTES = 4  # more, without flash attention: what was chosen, as f32
 FF_COPIES, EMBD_COPIES = 4, 4  # rows of each width that a graph holds at once, f32
 PROCESS_BYTES = 144 * MIB  # Python, gRPC, llama.cpp and their libraries
 COORDINATOR_BYTES = 384 * MIB  # coordinator with tokenizer and HTTP API
@@ -67,12 +69,15 @@ def compute_bytes(model: ModelShape, load: Load, *, is_last: bool) -> int:
 
 def _attention_bytes(model: ModelShape, load: Load, rows: int) -> int:
     """Return the bytes of masks and scores for each row of a step; there are scores without flash attention alone."""
+    choice = CHOICE_BYTES if model.has_indexers else 0
     if load.kv_layout == "unified":
-        return model.n_masks * MASK_BYTES * kv_cells(load)
+        return (model.n_masks * MASK_BYTES + choice) * kv_cells(load)
     scores = 4 * model.n_heads * load.ctx_tokens
     # As on a CPU: a stage on a GPU needs less.
     scored = has_scores(load.kv_layout, kv_type=load.kv_type, gpu_layers=0, score_bytes=load.max_rows * scores)
-    return model.n_masks * MASK_BYTES * load.ctx_tokens + (scores if scored else 0)
+    if scored:
+        scores += CHOICE_SCORED_BYTES * load.ctx_tokens if model.has_indexers else 0
+    return (model.n_masks * MASK_BYTES + choice) * load.ctx_tokens + (scores if scored else 0)
 
 
 def usable_bytes(limit_bytes: int | None) -> int | None:

@@ -52,6 +52,7 @@ class StampingEngine:
 
     def __init__(self, width: int, *, is_last: bool) -> None:
         self.n_embd, self.max_rows, self.is_last = width, N_LANES, is_last
+        self.max_wanted = N_LANES
         self.n_vocab = N_VOCAB if is_last else 0
         self.input_rows = np.zeros((N_LANES, width), np.float32)
         self.positions = np.zeros(N_LANES, np.int32)

@@ -66,7 +66,7 @@ class StepShape:
 
 def shape_of(frames: Iterable[QueuedFrame]) -> StepShape:
     """Return the shape of a step of these frames, one of a session, in the order of their rows."""
-    n_rows = prefill = context = tile_tokens = longest = prompt_context = prompt_tokens = 0
+    n_rows = prefill = context = tile_tokens = longest = prompt_context = prompt_tokens = n_decode = 0
     for frame in frames:
         first_tile = n_rows // ATTENTION_TILE_ROWS
         n_rows += frame.n_rows
@@ -78,8 +78,9 @@ def shape_of(frames: Iterable[QueuedFrame]) -> StepShape:
             prompt_tokens += frame.position
         else:
             longest = max(longest, frame.position)
-    decode = n_rows - prefill  # one row a frame
-    lane_context, lane_tokens = decode * longest + prompt_context, decode * longest + prompt_tokens
+            n_decode += 1
+    decode = n_rows - prefill  # one row a frame, and drafted ones
+    lane_context, lane_tokens = decode * longest + prompt_context, n_decode * longest + prompt_tokens
     return StepShape(decode, prefill, context, tile_tokens, lane_context, lane_tokens)
 
 

@@ -20,6 +20,7 @@ class StageFacts:
     config: StageConfig
     software_version: str
     curves: Curves = dataclasses.field(default_factory=Curves)
+    rewinds: bool = True  # a lane can always be taken back by some positions, see `NativeEngine.check_rewind`
     instance_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     metrics_address: str = ""  # host:port of /metrics; empty when it is not served
 
@@ -43,6 +44,7 @@ class StageFacts:
             rope_original_tokens=0 if artifact.long_rope is None else artifact.long_rope.original_tokens,
             kv_per_lane=config.layout_used == "per-lane",
             max_rows=config.max_rows,
+            rewinds=self.rewinds,
             instance_id=self.instance_id,
         )
         self.curves.tell(message)

@@ -77,7 +77,7 @@ class Inbound:
         now_ns, sent_ns, envelope = time.monotonic_ns(), view.sent_ns, next(_ENVELOPE_NUMBERS)
         route_id, consumed, options = self.route.route_id, self._consumed, iter(view.options)
         frames: list[QueuedFrame] = []
-        row = 0
+        row = n_drafted = 0
         for session_id, epoch, position, n_rows, flags, argument, _, enqueued_ns, trace in view.heads:
             # By position: with this many fields, names would cost as much again as the frame itself.
             frame = QueuedFrame(
@@ -89,6 +89,9 @@ class Inbound:
                 sent_ns - enqueued_ns if sent_ns > enqueued_ns else 0,
                 consumed, row, envelope, view.batch_trace,
             )  # fmt: skip
+            if flags & Flag.DRAFTED:
+                frame.draft_tokens = view.draft_tokens[n_drafted : n_drafted + n_rows]
+                n_drafted += n_rows
             frames.append(frame)
             row += n_rows
         return frames

@@ -117,7 +117,7 @@ class NativeEngine:
         self._step_cut: Cut | None = None  # of the last step, where lanes have cells of their own
         try:
             self._model = load_model(self.artifact, config.gpu_layers, config.ctx_tokens, load)
-            self._window: int = llama.llama_model_n_swa(self._model)  # 0: no layer has a sliding window
+            self.window: int = llama.llama_model_n_swa(self._model)  # 0: no layer has a sliding window
             self._n_positions = 4 if llama.llama_model_rope_type(self._model) in _ROPE_TYPES_4D else 1
             self._check_model()
             self._allocate()
@@ -308,7 +308,7 @@ class NativeEngine:
     def check_rewind(self, lane: int, position: int) -> None:
         """Raise PositionGapError where the lane, rewound to `position`, could not go on from there: see `require`."""
         self._check_lanes(lane)
-        require(self._context, lane, position, self._window)
+        require(self._context, lane, position, self.window)
 
     def drop_from(self, lane: int, position: int) -> None:
         """Forget what the lane holds at `position` and above. Dropping what is not there does nothing."""
@@ -341,7 +341,7 @@ class NativeEngine:
         if self._copies_wait or self.config.gpu_layers or n_cells > self.config.ctx_tokens:
             return False
         # llama_kv_cache::state_write leaves out what lies before the window of the next row.
-        if 0 < self._window < self.lane_tokens(source_lane):
+        if 0 < self.window < self.lane_tokens(source_lane):
             return False
         return copy_lane(self._context, source_lane, target_lane)
 

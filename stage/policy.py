@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from stage.queue_types import QueuedFrame
+from wire.bounds import ROWS_PER_ENVELOPE_MAX
 from wire.curve import ATTENTION_TILE_ROWS, CostCurve
+from wire.frames import Flag
 
 GROUP: Final = "group_policy"
 PAD_TARGET: Final = "pad_target"
@@ -48,27 +50,35 @@ class DrainPolicy:
 
     max_rows: int  # rows of one native step
     prefill_rows: int  # prefill rows beside running decoders
+    wanted_rows: int = ROWS_PER_ENVELOPE_MAX  # rows of one step that want logits, as all of decode frames do
 
     def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int) -> Choice:
         """See Policy."""
         is_overdue = bool(prefill and decode) and prefill[0].line_order < decode[0].line_order
-        reserved = prefill[0].n_rows if is_overdue else 0
+        reserved, wanted = (prefill[0].n_rows, _wants(prefill[0])) if is_overdue else (0, 0)
         n_decode = n_rows = 0
+        decode_max = min(self.max_rows - reserved, self.wanted_rows - wanted)
         for frame in decode:
-            if reserved + n_rows + frame.n_rows > self.max_rows and (n_decode or reserved):
+            if n_rows + frame.n_rows > decode_max and (n_decode or reserved):
                 return Choice(n_decode, 1 if reserved else 0, ROW_CAP)
             n_rows += frame.n_rows
             n_decode += 1
         budget = self.max_rows - n_rows if not n_decode else min(self.max_rows - n_rows, self.prefill_rows)
         n_prefill = taken = 0
+        wanted = n_rows
         for frame in prefill:
+            wanted += _wants(frame)
             fits = taken + frame.n_rows <= budget
             must = n_prefill == 0 and (n_rows + frame.n_rows <= self.max_rows or not n_decode)
-            if not fits and not must:
+            if not (fits or must) or (wanted > self.wanted_rows and (n_decode or n_prefill)):
                 return Choice(n_decode, n_prefill, ROW_CAP if not n_decode else PREFILL_BUDGET)
             taken += frame.n_rows
             n_prefill += 1
         return Choice(n_decode, n_prefill, QUEUE_DRAINED)
+
+
+def _wants(prefill: QueuedFrame) -> bool:
+    return prefill.flags & Flag.WANTS_SAMPLE != 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from stage.step import StepExecutor
 from stage.watchdog import StepWatch, watch_steps
 from wire import rpc
 from wire import telemetry_names as names
+from wire.bounds import DRAFTED_ROWS_MAX
 from wire.curve import PAD_SEARCH_ROWS, CostCurve
 from wire.errors import UsageError
 from wire.listening import Listener
@@ -82,7 +83,7 @@ def load_stage(config: StageConfig, load: Load | None = None) -> tuple[StageFact
         log.warning("this build of llama.cpp cannot use a GPU: all layers run on the CPU; see `relayline doctor`")
     # Rows of a spare lane would be a micro-batch of their own where lanes have cells of their own.
     spare_lanes = 1 if config.layout_used == "unified" else 0
-    wanted_max = min(config.n_lanes + PAD_SEARCH_ROWS, config.max_rows)
+    wanted_max = min(config.n_lanes + DRAFTED_ROWS_MAX + PAD_SEARCH_ROWS, config.max_rows)
     engine = NativeEngine(
         EngineConfig(
             artifact_path=config.artifact,
@@ -104,7 +105,8 @@ def load_stage(config: StageConfig, load: Load | None = None) -> tuple[StageFact
     except BaseException:
         engine.close()
         raise
-    facts = StageFacts(artifact, config, importlib.metadata.version("relayline"), curves)
+    rewinds = not engine.window or config.layout_used == "per-lane"
+    facts = StageFacts(artifact, config, importlib.metadata.version("relayline"), curves, rewinds)
     executor = StepExecutor(
         engine,
         LaneTable(config.n_lanes, config.ctx_tokens),
@@ -122,7 +124,7 @@ def make_policy(config: StageConfig, curves: Curves) -> Policy:
     if config.policy == "single":
         return SinglePolicy(config.max_rows)
     if config.policy == "drain":
-        return DrainPolicy(max_rows=config.max_rows, prefill_rows=config.prefill_rows)
+        return DrainPolicy(config.max_rows, config.prefill_rows, config.n_lanes + DRAFTED_ROWS_MAX)
     # Rows of other lanes are computed apart where lanes have cells of their own: there is nothing to fill up.
     return GroupPolicy(config.max_rows, curves.decode if config.layout_used == "unified" else CostCurve())
 

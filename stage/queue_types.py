@@ -35,6 +35,7 @@ class QueuedFrame:
     first_row: int = 0  # where in the payload this frame's rows begin
     envelope: int = 0  # number of the message it came in, unique in this process: frames of one group share it
     upstream_trace: bytes = trace_context.NONE  # 25 bytes, of the batch that computed its rows upstream
+    draft_tokens: tuple[int, ...] = ()  # with Flag.DRAFTED: the token of each row
     push_order: int = 0  # set by the batcher: counts frames as they arrive
     line_order: int = 0  # set by the batcher: its place in line, once it is the first of its session's queue
 

@@ -149,6 +149,7 @@ class SessionSampler:
                 options.frequency_penalty, options.presence_penalty, options.logit_bias, said, n_vocab
             )
         self._n_vocab = n_vocab
+        self.last: tuple[int, int] | None = None  # position of the token picked last, and that token
         self._filters: Any = _build_filters(options)
         self._is_open = True
 
@@ -163,6 +164,7 @@ class SessionSampler:
         if not math.isfinite(largest):
             raise NumericError(f"the logits for position {position} are not finite")
         token = self._pick(logits, best, position)
+        self.last = (position, token)
         if self.options.n_logprobs < 0:
             return Sampled(token, None, [])
         return _with_logprobs(token, logits, largest, self.options.n_logprobs)

@@ -19,6 +19,7 @@ from llguidance import LLTokenizer
 from stage.curves import shape_of
 from stage.lanes import LaneTable
 from stage.padding import Padding
+from stage.picking import count_wanted, drafts_of, is_guessed_wrong, pick, wanted_rows
 from stage.placement import Placed, heads_of, run_length
 from stage.queue_types import QueuedFrame, Step
 from stage.sessions import Sessions
@@ -60,11 +61,12 @@ class StepExecutor:
         controls = [frame for frame in step.controls if self._apply_control(outputs, frame)]
         # Rows of one route stand together, so that each route's output is one slice of the native result.
         frames = sorted(step.frames, key=lambda frame: frame.route_id) if len(self.routes) > 1 else step.frames
-        placed = self._place_all(outputs, [frame for frame in frames if self._is_current(frame)])
+        due = [frame for frame in frames if self._is_current(frame) and not self._is_pointless(outputs, frame)]
+        placed = self._place_all(outputs, due)
         result = StepResult(
             step=step,
             outputs=[],
-            waits_ns=[step.taken_ns - frame.arrived_ns for frame in step.frames],
+            waits_ns=[step.taken_ns - frame.arrived_ns for frame in due],
             members=[item.frame for item in placed],
             closed=[frame for frame in controls if frame.flags & Flag.CLOSE],
         )
@@ -150,15 +152,29 @@ class StepExecutor:
             return False
         return True
 
+    def _is_pointless(self, outputs: dict[int, RouteOutput], frame: QueuedFrame) -> bool:
+        """Answer a frame whose rows were guessed wrong as far as this stage knows; returns whether it was.
+
+        Guesses that follow a fault are dropped without a word: their lane may be long enough, and yet not what it was.
+        """
+        if frame.flags & Flag.DRAFTED and frame.session_key in self.sessions.broken:
+            return True
+        is_wrong = is_guessed_wrong(frame, self.sessions.samplers.get(frame.session_key))
+        if is_wrong:
+            self._passed(outputs, frame)
+        return is_wrong
+
     def _place_all(self, outputs: dict[int, RouteOutput], frames: list[QueuedFrame]) -> list[Placed]:
         """Put the rows of all frames that can run into the batch arrays; the others become faults, changing nothing."""
         while True:
             placed: list[Placed] = []
-            n_rows = 0
+            n_rows = n_wanted = 0
             for frame in frames:
                 try:
                     lane, drop_from = self.lanes.place(frame.session_id, frame.route_id, frame.position, frame.n_rows)
-                    if frame.payload is None or n_rows + frame.n_rows > self.engine.max_rows:
+                    wanted = count_wanted(frame) if self.engine.is_last else 0
+                    fits = n_rows + frame.n_rows <= self.engine.max_rows and n_wanted + wanted <= self.engine.max_wanted
+                    if frame.payload is None or not fits:
                         raise ProtocolError(f"{frame.n_rows} rows do not fit a step of {self.engine.max_rows}")
                     if drop_from is not None:
                         self.engine.check_rewind(lane.index, drop_from)
@@ -166,7 +182,7 @@ class StepExecutor:
                     self._fault(outputs, frame, error)
                     continue
                 placed.append(Placed(frame, n_rows, lane, drop_from))
-                n_rows += frame.n_rows
+                n_rows, n_wanted = n_rows + frame.n_rows, n_wanted + wanted
             unreadable = self._fill_all(outputs, placed)
             if not unreadable:
                 break
@@ -189,8 +205,7 @@ class StepExecutor:
             frame, count = item.frame, item.frame.n_rows
             positions += range(frame.position, frame.position + count)
             lanes += [item.lane.index] * count
-            wants += [0] * (count - 1)
-            wants.append(1 if frame.flags & Flag.WANTS_SAMPLE else 0)
+            wants += wanted_rows(frame)
         # Not by numpy: with cold caches it takes several times as long to turn a list of a few numbers into an array.
         struct.pack_into(f"{n_rows}i", self.engine.positions.data, 0, *positions)
         struct.pack_into(f"{n_rows}i", self.engine.seq_ids.data, 0, *lanes)
@@ -264,25 +279,22 @@ class StepExecutor:
             if frame.session_key in self.sessions.cancelled:
                 continue
             if not frame.flags & Flag.WANTS_SAMPLE:
-                passed = pb.Progress(session_id=frame.session_id, position=item.position_after)
-                self._output(outputs, frame.route_id).progress.append(passed)
+                self._passed(outputs, frame)
                 continue
-            logits = self.engine.logits(item.row + frame.n_rows - 1)
+            samples, sampler = self._output(outputs, frame.route_id).samples, self.sessions.samplers[frame.session_key]
+            wants_logits = frame.session_key in self.sessions.wants_logits
             try:
-                sampled = self.sessions.samplers[frame.session_key].sample(logits, item.position_after)
+                samples.extend(pick(item, self.engine, sampler, wants_logits=wants_logits))
             except RelaylineError as error:
                 self._fault(outputs, frame, error)
                 continue
-            self._output(outputs, frame.route_id).samples.append(
-                pb.Sampled(
-                    session_id=frame.session_id,
-                    position=item.position_after,
-                    token=sampled.token,
-                    logprob=sampled.logprob if sampled.logprob is not None else 0.0,
-                    top=[pb.TokenLogprob(token=token, logprob=logprob) for token, logprob in sampled.top],
-                    logits=logits.tobytes() if frame.session_key in self.sessions.wants_logits else b"",
-                )
-            )
+            if samples[-1].position != item.position_after:
+                self._passed(outputs, frame)
+
+    def _passed(self, outputs: dict[int, RouteOutput], frame: QueuedFrame) -> None:
+        """Say that the frame has been dealt with, where no sample behind its last row does."""
+        passed = pb.Progress(session_id=frame.session_id, position=frame.position + frame.n_rows)
+        self._output(outputs, frame.route_id).progress.append(passed)
 
     def _encode(
         self, outputs: dict[int, RouteOutput], controls: list[QueuedFrame], placed: list[Placed], context: bytes
@@ -322,7 +334,8 @@ class StepExecutor:
         output.sent_ns = time.monotonic_ns()
         buffer.seal(wiring.epoch, wiring.sequence, output.sent_ns, context, heads_of(forwarded))
         options = [frame.options or pb.SessionOptions() for frame in forwarded if frame.flags & Flag.OPEN]
-        output.buffer, output.message = buffer, with_extras(buffer, encoded.exponents, options)
+        drafts = drafts_of(forwarded)
+        output.buffer, output.message = buffer, with_extras(buffer, encoded.exponents, options, drafts)
         return True
 
     def _rows_of(self, placed: list[Placed]) -> npt.NDArray[np.float32]:

@@ -20,6 +20,7 @@ class Engine(Protocol):
     n_embd: int
     n_vocab: int
     max_rows: int
+    max_wanted: int
     is_last: bool
     input_rows: npt.NDArray[np.float32]
     positions: npt.NDArray[np.int32]
@@ -64,8 +65,8 @@ class StepResult:
 
     step: Step
     outputs: list[RouteOutput]
-    waits_ns: list[int]  # of step.frames: from arrival to the moment the step was taken
-    members: list[QueuedFrame]  # frames of the native decode; a frame that does not fit its lane is none
+    waits_ns: list[int]  # of its frames but for wrong guesses: from arrival to the moment the step was taken
+    members: list[QueuedFrame]  # frames of the native decode; what does not fit its lane, or was guessed wrong, is none
     n_rows: int = 0  # of the members
     closed: list[QueuedFrame] = dataclasses.field(default_factory=list)  # closes that were applied
     padded_rows: int = 0  # scratch rows beside n_rows

@@ -37,6 +37,7 @@ class FakeEngine:
         self, *, n_lanes: int = 4, is_last: bool = False, max_rows: int = MAX_ROWS, n_embd: int = WIDTH
     ) -> None:
         self.n_embd, self.max_rows, self.is_last = n_embd, max_rows, is_last
+        self.max_wanted = max_rows
         self.n_vocab = VOCAB if is_last else 0
         self.input_rows = np.zeros((max_rows, n_embd), np.float32)
         self.positions = np.zeros(max_rows, np.int32)
@@ -50,6 +51,7 @@ class FakeEngine:
         self.nan_lanes: set[int] = set()
         self.reused_until: dict[int, int] = {}  # lanes that cannot be rewound so far, but for position 0
         self.on_decode: Callable[[], None] = lambda: None
+        self.make_logits = logits_of
         self.n_closed = 0
         self._logits: dict[int, np.ndarray] = {}
 
@@ -69,7 +71,7 @@ class FakeEngine:
             broken = index in self.nan_lanes
             if self.is_last:
                 if self.wants[row]:
-                    self._logits[row] = np.full(VOCAB, np.nan, np.float32) if broken else logits_of(lane)
+                    self._logits[row] = np.full(VOCAB, np.nan, np.float32) if broken else self.make_logits(lane)
             else:
                 self.output_rows[row] = np.nan if broken else output_of(lane)
 

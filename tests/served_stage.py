@@ -13,6 +13,7 @@ import numpy as np
 from coordinator.stage_client import StageClient
 from stage.batcher import Batcher
 from stage.lanes import LaneTable
+from stage.picking import drafts_of
 from stage.placement import heads_of
 from stage.policy import DrainPolicy
 from stage.queue_types import QueuedFrame
@@ -188,4 +189,5 @@ def envelope_of(*frames: QueuedFrame, epoch: int = EPOCH, width: int | None = No
     if rows:
         buffer.payload[:] = np.concatenate(rows)
     buffer.seal(epoch, 1, 0, heads=heads_of(list(frames)))
-    return with_extras(buffer, None, [frame.options for frame in frames if frame.options is not None])
+    options = [frame.options for frame in frames if frame.options is not None]
+    return with_extras(buffer, None, options, drafts_of(list(frames)))

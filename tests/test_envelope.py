@@ -62,6 +62,7 @@ def content(view: EnvelopeView) -> dict[str, Any]:
         "payload": (view.payload.shape, view.payload.dtype, view.payload.tobytes()),
         "exponents": None if view.exponents is None else view.exponents.tolist(),
         "options": view.options,
+        "drafts": view.draft_tokens,
     }
 
 
@@ -84,6 +85,7 @@ def expected(message: pb.Envelope) -> dict[str, Any]:
         "payload": ((message.n_rows, message.width), NUMPY_DTYPE[message.dtype], message.payload),
         "exponents": exponents if any(exponents) else None,
         "options": list(message.options),
+        "drafts": tuple(message.draft_tokens),
     }
 
 
@@ -97,7 +99,7 @@ def write(message: pb.Envelope) -> bytes:
     set_traces(buffer.frames, [each.trace for each in message.frames])
     exponents = np.frombuffer(message.row_exponents, np.int8) if message.row_exponents else None
     buffer.seal(message.epoch, message.sequence, message.sent_ns, message.batch_trace)
-    return with_extras(buffer, exponents, list(message.options))
+    return with_extras(buffer, exponents, list(message.options), list(message.draft_tokens))
 
 
 @each_example

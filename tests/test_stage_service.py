@@ -85,6 +85,52 @@ async def test_describe_status_and_one_token() -> None:
         assert (await stage.settled())[0] == 1
 
 
+def guesses(session_id: int, position: int, tokens: list[int], flags: int = 0) -> Any:
+    frame = rows_frame(session_id, position, hidden(len(tokens), float(position)), SAMPLE | Flag.DRAFTED | flags)
+    frame.draft_tokens = tuple(tokens)
+    return frame
+
+
+async def test_guesses_are_answered_over_links() -> None:
+    """Sent at once: right ones of two sessions, a wrong one, what follows it, and the next true row."""
+    read = [hidden(3, 500.0), hidden(3, 600.0)]
+    first = [token_after(each) for each in read]
+    second = [token_after(each, hidden(1, 3.0)) for each in read]
+    third = token_after(read[0], hidden(2, 3.0))
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        await one.send(*prompt(5), *prompt(6), guesses(5, 3, [first[0], second[0]]), guesses(6, 3, [first[1], 99, 1]))
+        await one.send(guesses(5, 5, [third], Flag.GUESSED), guesses(6, 6, [7, 8], Flag.GUESSED))
+        await one.send(rows_frame(6, 4, hidden(1, 9.0), SAMPLE))
+        samples: list[pb.Sampled] = []
+        passed: list[tuple[int, int]] = []
+        while not samples or (samples[-1].session_id, samples[-1].position) != (6, 5):
+            reply = await one.reply()
+            assert not reply.faults
+            samples += reply.samples
+            passed += [(each.session_id, each.position) for each in reply.progress]
+        assert [(each.position, each.token) for each in samples if each.session_id == 5][:3] == [
+            *((3, first[0]), (4, second[0]), (5, third)),
+        ]
+        assert [(each.position, each.token) for each in samples if each.session_id == 6] == [
+            *((3, first[1]), (4, second[1]), (5, token_after(read[1], hidden(1, 3.0), hidden(1, 9.0)))),
+        ]
+        assert passed == [(6, 6), (6, 8)]
+        _, lanes = await stage.settled()
+        assert sorted(len(lane) for lane in lanes if lane) == [5, 6]
+
+
+async def test_a_link_with_guesses_of_a_prompt_is_ended() -> None:
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        frame = guesses(5, 0, [1, 2])
+        frame.flags |= PREFILL
+        await one.send(control(5, Flag.OPEN), frame)
+        error = await one.refusal()
+        assert isinstance(error, ProtocolError)
+        assert "flags 0x7 have no meaning" in error.message
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [

@@ -71,7 +71,10 @@ class Rebuilt:
         return [self.batches[key] for key in sorted(self.batches) if key[0] == stage]
 
     def batches_of(self, session: str, position: int, stage: int) -> list[Batch]:
-        """Every batch of a stage that decoded this position of a session; one, unless it was replayed."""
+        """Every batch of a stage that decoded this position of a session, in order.
+
+        One, unless it was replayed, or the position was guessed wrong before.
+        """
         return [
             batch for batch in self.of_stage(stage) if any(member.holds(session, position) for member in batch.members)
         ]

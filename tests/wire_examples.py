@@ -86,12 +86,26 @@ EXAMPLES: dict[str, pb.Envelope] = {
         _rows(0, 16, "<f2"),
         [frame(0, flags=32), frame(0, session=2, flags=64), frame(0, session=3, flags=128, argument=1 << 63)],
     ),
+    "guessed tokens": envelope(
+        1,
+        _rows(4, 1, "<i4"),
+        [frame(1, flags=2), frame(3, session=2, flags=2 | 4)],
+        draft_tokens=[8, 2**32 - 1, 0],
+    ),
+    "guessed rows, exponents and an open": envelope(
+        2,
+        _rows(5, 4, "<f2"),
+        [frame(0, session=3, flags=16), frame(2, flags=1), frame(2, flags=2 | 4), frame(1, session=2, flags=2 | 4)],
+        row_exponents=bytes([0, 0, 3, 0, 0]),
+        options=[_OPTIONS],
+        draft_tokens=[70, 71, 72],
+    ),
     "a payload whose length takes three bytes": envelope(2, _rows(2, 8200, "<f2"), [frame(2)]),
 }
 
 
 def canonical(message: pb.Envelope) -> bytes:
-    """Every fixed field in order, present even when zero; exponents with every f16 payload."""
+    """Every fixed field in order, present even when zero; exponents with every f16 payload; drafts packed."""
     parts = [
         struct.pack(
             "<BIBQBIBI", 0x0D, message.epoch, 0x11, message.sequence, 0x1D, message.dtype, 0x25, message.n_rows
@@ -111,6 +125,9 @@ def canonical(message: pb.Envelope) -> bytes:
         parts.append(b"\x52" + varint(len(exponents)) + exponents)
     for options in message.options:
         parts.append(b"\x5a" + varint(options.ByteSize()) + options.SerializeToString())
+    if message.draft_tokens:
+        packed = struct.pack(f"<{len(message.draft_tokens)}I", *message.draft_tokens)
+        parts.append(b"\x6a" + varint(len(packed)) + packed)
     if message.HasField("open"):
         parts.append(pb.Envelope(open=message.open).SerializeToString())
     return b"".join(parts)

@@ -5,7 +5,7 @@ A bound that a user may lower is a configuration field whose default and ceiling
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 4  # raised on any incompatible change of the contract; checked in every handshake
+PROTOCOL_VERSION = 5  # raised on any incompatible change of the contract; checked in every handshake
 
 N_EMBD_MAX = 32_768  # widest hidden state accepted; twice the widest open model of 2026
 ROWS_PER_ENVELOPE_MAX = 2_048  # rows of one native step, hence of one envelope; also the ceiling of --max-rows
@@ -23,6 +23,8 @@ PLAIN_OPTIONS_BYTES_MAX = 7_168  # serialized SessionOptions of one open frame, 
 OPTIONS_BYTES_MAX = 200 * 1024  # of any session
 OPTIONS_PER_ENVELOPE_BYTES_MAX = 28 * 1024 * 1024  # of all open frames of one envelope
 CTX_TOKENS_MAX = 1 << 20  # tokens per stream
+DRAFT_TOKENS_MAX = 31  # tokens drafted behind one row; with it they are half a tile of attention; ceiling of --draft
+DRAFTED_ROWS_MAX = 32  # rows that drafts may add to one envelope: the last stage has room for the logits of so many
 
 # One message holds at most the payload of a full step in the exact (f32) dtype, plus headers and options.
 HEADERS_BYTES_MAX = 32 * 1024 * 1024
@@ -43,7 +45,7 @@ assert ROWS_PER_FRAME_MAX <= ROWS_PER_ENVELOPE_MAX
 assert BYTES_IN_FLIGHT_DEFAULT <= ENVELOPE_BYTES_MAX
 assert ENVELOPE_BYTES_MAX < 2**31  # protobuf and gRPC count message bytes in 32 bits, signed
 assert FRAMES_PER_ENVELOPE_MAX >= 2 * SESSIONS_PER_LINK_MAX
-# 256 bytes cover a frame record, the envelope's header and the row exponents, spread over the frames.
+# 256 bytes cover a frame record, the envelope's header, row exponents and draft tokens, spread over the frames.
 assert HEADERS_BYTES_MAX >= FRAMES_PER_ENVELOPE_MAX * 256 + OPTIONS_PER_ENVELOPE_BYTES_MAX
 # A token of a vocabulary of up to 2^28 takes four bytes, a bias four more.
 assert PLAIN_OPTIONS_BYTES_MAX >= 4 * PENALTY_TOKENS_MAX + 8 * LOGIT_BIAS_MAX + 512

@@ -58,11 +58,15 @@ HEADER_BYTES = _HEADER.size
 _PAYLOAD_TAG = 0x4A  # field 9, length-delimited
 _EXPONENTS_TAG = 0x52  # field 10, length-delimited
 _OPTIONS_TAG = 0x5A  # field 11, length-delimited
-_CONTROL, _ALL_FLAGS = frames.CONTROL, frames.CONTROL | frames.Flag.PREFILL | frames.Flag.WANTS_SAMPLE
-_OPEN = frames.Flag.OPEN
+_DRAFTS_TAG = 0x6A  # field 13, length-delimited
+_OPEN, _DRAFTED = frames.Flag.OPEN, frames.Flag.DRAFTED
+_GUESSED = frames.Flag.GUESSED
+_EITHER = _DRAFTED | _GUESSED
+_DRAFT = _DRAFTED | frames.Flag.WANTS_SAMPLE  # what a drafted frame's flags are, but for _GUESSED
+_CONTROL, _ALL_FLAGS = frames.CONTROL, frames.CONTROL | frames.Flag.PREFILL | _DRAFT | _GUESSED
 
 # What ENVELOPE_BYTES_MAX allows for around the rows, see wire.bounds.
-assert bounds.FRAMES_PER_ENVELOPE_MAX * frames.FRAME_BYTES + HEADER_BYTES + 2 * bounds.ROWS_PER_ENVELOPE_MAX <= (
+assert bounds.FRAMES_PER_ENVELOPE_MAX * frames.FRAME_BYTES + HEADER_BYTES + 6 * bounds.ROWS_PER_ENVELOPE_MAX <= (
     bounds.FRAMES_PER_ENVELOPE_MAX * 256
 )
 
@@ -216,15 +220,22 @@ class BufferPool:
                     del self._free[shape]
 
 
-def with_extras(buffer: Buffer, exponents: npt.NDArray[np.int8] | None, options: list[pb.SessionOptions]) -> bytes:
-    """Complete a sealed buffer and return the message to send: its own bytes, or a copy when options are appended.
+def with_extras(
+    buffer: Buffer,
+    exponents: npt.NDArray[np.int8] | None,
+    options: list[pb.SessionOptions],
+    draft_tokens: Sequence[int] = (),
+) -> bytes:
+    """Complete a sealed buffer and return the message to send: its own bytes, or a copy when something is appended.
 
-    exponents: i8 (n_rows,) of f16 rows, None when all are zero. options: one per OPEN frame, in order.
+    exponents: i8 (n_rows,) of f16 rows, None when all are zero. options: one per OPEN frame, in order. draft_tokens:
+    one per row of the DRAFTED frames, in order.
     """
     buffer.exponents[:] = 0 if exponents is None else exponents
-    if not options:
+    if not options and not draft_tokens:
         return buffer.message
-    return b"".join((buffer.message, pb.Envelope(options=options).SerializeToString()))
+    extras = pb.Envelope(options=options, draft_tokens=draft_tokens)
+    return b"".join((buffer.message, extras.SerializeToString()))
 
 
 @dataclasses.dataclass(slots=True)
@@ -240,6 +251,7 @@ class EnvelopeView:
     payload: npt.NDArray[Any]  # (n_rows, width) of NUMPY_DTYPE[dtype]
     exponents: npt.NDArray[np.int8] | None  # (n_rows,); None when all are zero
     options: list[pb.SessionOptions]  # one per OPEN frame, in order
+    draft_tokens: tuple[int, ...]  # one per row of the DRAFTED frames, in order
     payload_bytes: int
     records: memoryview  # the frames' bytes, which `heads` were read from
     batch_trace: bytes = trace_context.NONE  # 25 bytes, see wire.trace_context
@@ -258,8 +270,7 @@ def parse(message: bytes, *, max_rows: int = bounds.ROWS_PER_FRAME_MAX) -> Envel
     if len(message) > bounds.ENVELOPE_BYTES_MAX:
         raise ProtocolError(f"envelope of {len(message)} bytes is over the limit of {bounds.ENVELOPE_BYTES_MAX}")
     view, rows = _parse_canonical(message) or _parse_any(message)
-    n_open = _check_frames(view, rows, max_rows)
-    _check_extras(view, n_open)
+    _check_extras(view, *_check_frames(view, rows, max_rows))
     return view
 
 
@@ -296,6 +307,7 @@ def _parse_canonical(message: bytes) -> tuple[EnvelopeView, memoryview] | None:
         payload=np.frombuffer(message, dtype=element, count=n_rows * width, offset=payload_at).reshape(n_rows, width),
         exponents=_exponents(extras[0]),
         options=extras[1],
+        draft_tokens=extras[2],
         payload_bytes=payload_bytes,
         records=records,
         batch_trace=header[16],
@@ -303,12 +315,12 @@ def _parse_canonical(message: bytes) -> tuple[EnvelopeView, memoryview] | None:
     return view, memoryview(message)[payload_at:payload_end]
 
 
-def _parse_extras(message: bytes, at: int) -> tuple[bytes, list[pb.SessionOptions]] | None:
-    """Read the exponents and options that follow a payload; None if anything else follows, whole or cut."""
-    exponents, options = b"", []
+def _parse_extras(message: bytes, at: int) -> tuple[bytes, list[pb.SessionOptions], tuple[int, ...]] | None:
+    """Read exponents, options and drafts that follow a payload; None if anything else follows, whole or cut."""
+    exponents, options, drafts = b"", [], b""
     while at < len(message):
         tag, size_bytes, shift = message[at], 0, 0
-        if tag not in (_EXPONENTS_TAG, _OPTIONS_TAG):
+        if tag not in (_EXPONENTS_TAG, _OPTIONS_TAG, _DRAFTS_TAG):
             return None
         while True:
             at += 1
@@ -323,10 +335,15 @@ def _parse_extras(message: bytes, at: int) -> tuple[bytes, list[pb.SessionOption
             return None
         if tag == _OPTIONS_TAG:
             options.append(_message(pb.SessionOptions, field))
+        elif tag == _DRAFTS_TAG:
+            if size_bytes % 4:
+                return None
+            drafts += field
+            _check_drafts(len(drafts) // 4)
         else:
             exponents = field
         at += 1 + size_bytes
-    return exponents, options
+    return exponents, options, struct.unpack(f"<{len(drafts) // 4}I", drafts)
 
 
 def _message(kind: type[Any], data: bytes) -> Any:
@@ -353,6 +370,7 @@ def _parse_any(data: bytes) -> tuple[EnvelopeView, memoryview]:
     if len(message.frames) != message.n_frames:
         raise ProtocolError(f"envelope announces {message.n_frames} frames and holds {len(message.frames)}")
     _check_shape(message.n_rows, message.width)
+    _check_drafts(len(message.draft_tokens))
     element = NUMPY_DTYPE[message.dtype]
     if message.width * message.n_rows * element.itemsize != len(message.payload):
         raise ProtocolError(
@@ -372,6 +390,7 @@ def _parse_any(data: bytes) -> tuple[EnvelopeView, memoryview]:
         payload=payload,
         exponents=_exponents(message.row_exponents),
         options=list(message.options),
+        draft_tokens=tuple(message.draft_tokens),
         payload_bytes=len(message.payload),
         records=records,
         batch_trace=_trace(message.batch_trace),
@@ -401,20 +420,29 @@ def _check_shape(n_rows: int, width: int) -> None:
         raise ProtocolError(f"row width {width} is outside 1..{bounds.N_EMBD_MAX}")
 
 
-def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> int:
-    """Hold every count, flag and checksum of a parsed envelope against its content. Returns how many frames open."""
+def _check_drafts(n_tokens: int) -> None:
+    """Before they become Python's integers, which take ten times their room."""
+    if n_tokens > bounds.ROWS_PER_ENVELOPE_MAX:
+        raise ProtocolError(f"an envelope's draft tokens are over the limit of {bounds.ROWS_PER_ENVELOPE_MAX}")
+
+
+def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> tuple[int, int]:
+    """Hold every count, flag and checksum of a parsed envelope against its content.
+
+    Returns how many frames open, and how many rows are of drafted ones.
+    """
     if not view.heads:
         raise ProtocolError("envelope has no frames")
     n_rows = sum([head[3] for head in view.heads])
     if n_rows != view.payload.shape[0]:
         raise ProtocolError(f"frames announce {n_rows} rows, envelope holds {view.payload.shape[0]}")
     row_bytes = view.width * view.payload.itemsize
-    at = n_open = 0
+    at = n_open = n_drafted = 0
     for _, _, position, count, flags, _, expected, _, _ in view.heads:
         control = flags & _CONTROL
         if (control == 0) == (count == 0):
             raise ProtocolError("a frame must either carry rows or be a control, not both or neither")
-        if control & (control - 1) or flags & ~_ALL_FLAGS:
+        if control & (control - 1) or flags & ~_ALL_FLAGS or (flags & _EITHER and flags & ~_GUESSED != _DRAFT):
             raise ProtocolError(f"frame flags {flags:#x} have no meaning")
         if position + count > bounds.CTX_TOKENS_MAX:
             raise ProtocolError(f"a position is beyond the limit of {bounds.CTX_TOKENS_MAX} tokens")
@@ -426,11 +454,17 @@ def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> int:
         if checksum(rows[at : at + count * row_bytes]) != expected:
             raise ChecksumError("a frame's rows do not match their checksum; the sender may repeat the step")
         at += count * row_bytes
-    return n_open
+        if flags & _DRAFTED:
+            n_drafted += count
+            if count > bounds.DRAFT_TOKENS_MAX + 1:
+                raise ProtocolError(f"a drafted frame of {count} rows is over the limit")
+    return n_open, n_drafted
 
 
-def _check_extras(view: EnvelopeView, n_open: int) -> None:
-    """Hold exponents and options against the rows and frames they belong to."""
+def _check_extras(view: EnvelopeView, n_open: int, n_drafted: int) -> None:
+    """Hold drafts, exponents and options against the rows and frames they belong to."""
+    if n_drafted != len(view.draft_tokens):
+        raise ProtocolError(f"{n_drafted} drafted rows came with {len(view.draft_tokens)} draft tokens")
     if n_open != len(view.options):
         raise ProtocolError(f"{n_open} open frames came with {len(view.options)} session options")
     sizes = [options.ByteSize() for options in view.options]

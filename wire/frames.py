@@ -32,6 +32,8 @@ class Flag:
     NONE = 0
     PREFILL = 1
     WANTS_SAMPLE = 2
+    DRAFTED = 4
+    GUESSED = 8
     OPEN = 16
     CLOSE = 32
     TRIM = 64

@@ -3,11 +3,14 @@
 The audit keeps books of its own and trusts none of the code under test. Its invariants:
 
 * **Nothing lost, nothing doubled.** Every row frame that left the coordinator is on a link, in a queue, in a step,
-  answered, or dropped because its session was closed. Stages run a session's positions in order, each once.
+  answered, or dropped because its session was closed. A session's frames are answered in the order in which they left.
+  Its rows follow each other without a gap, each sent once, but for where a guess was wrong: there the true row is sent
+  again, and stages forget what came behind. Nothing is sampled behind a wrong token, and clients get the model's own.
 * **Ends once.** Every arrived request ends exactly once with all its tokens, or cancelled; then no stage, queue,
   flight or lane remembers it.
 * **Caps.** Steps fit the engine; envelopes fit the plan; while an envelope is launched no more are under way than the
-  plan says.
+  plan says. Guesses come on top: DRAFTED_ROWS_MAX in an envelope, and flights of their own while something that they
+  follow is under way, no more than stages and links hold.
 * **No starvation.** With the group policy a row that waits at a stage runs within `(F + 1) c`: F is the largest number
   of envelopes that were under way at once, c the stage's dearest step. A prompt's later chunks, which stand behind
   their predecessors, have that time each; stalls come on top. At the coordinator decode rows leave in the order in
@@ -20,9 +23,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from benches.simulate_stage import SimStage, Violation
 from coordinator.groups import GroupPlan
@@ -30,6 +34,7 @@ from coordinator.lane_groups import PASSES_MAX
 from coordinator.prompt_line import OLDEST_EVERY
 from coordinator.session import OutFrame, Session
 from stage.queue_types import Step
+from wire.bounds import DRAFTED_ROWS_MAX
 from wire.frames import Flag
 
 if TYPE_CHECKING:
@@ -50,6 +55,21 @@ class Figures:
     rows_mean: float  # rows of a native step
 
 
+DECODE, PREFILL, GUESS = range(3)  # kinds of flights
+
+
+class _Sent(NamedTuple):
+    """A frame under way."""
+
+    position: int
+    end: int
+    flight: int
+
+
+def _is_guess(frame: OutFrame) -> bool:
+    return frame.n_drafted == len(frame.tokens)
+
+
 class Audit:
     """Books and checks of one simulation."""
 
@@ -58,10 +78,13 @@ class Audit:
         self._has_plan = simulation.setup.schedule.mode != "drain"
         self._has_bound = simulation.setup.stage_policy == "auto" and self._has_plan
         self.n_sent = self.n_answered = self.n_dropped = self.n_on_links = self.n_in_steps = 0
-        self._flights: dict[int, set[tuple[int, int]]] = {}
-        self._flight_of: dict[tuple[int, int], int] = {}
-        self._flight_kinds: dict[int, bool] = {}
-        self._n_flights = [0, 0]  # decode, prefill
+        self._flights: dict[int, set[tuple[int, int]]] = {}  # flight -> what waits for it: (session id, end of rows)
+        self._flight_kinds: dict[int, int] = {}
+        self._n_flights = [0, 0, 0]  # by these kinds
+        self._under_way: dict[int, collections.deque[_Sent]] = {}  # session id -> its frames, oldest first
+        self._latest: dict[int, _Sent] = {}  # session id -> its frame that was answered last
+        self._rows: dict[int, list[int]] = {}  # session id -> the tokens that were sent
+        self.n_drafted = self.n_guess_flights = 0
         self._prefill_flights_most = 0
         self._flights_most = 0
         self._stalls_ns = 0
@@ -108,19 +131,28 @@ class Audit:
             self.n_sent += len(rows)
             if not rows:
                 continue
-            is_prefill = bool(rows[0].flags & Flag.PREFILL)  # prompt rows that ride come after the decode rows
+            # Prompt rows that ride come after the decode rows.
+            kind = PREFILL if rows[0].flags & Flag.PREFILL else GUESS if _is_guess(rows[0]) else DECODE
             oldest = next((key for key in self._pool if key[0] not in self.ends), None)
-            self._check_order(rows)
-            if not is_prefill:
+            self._check_order(rows, kind)
+            if kind == DECODE:
                 self._check_passes(oldest)
-            self._open_flight(rows, is_prefill)
+            self._open_flight(rows, kind)
             if self._has_plan:
-                self._check_caps(rows, is_prefill, plan)
+                self._check_caps(rows, kind, plan)
 
-    def answered(self, session_id: int, position: int) -> None:
-        """Rows came back."""
-        self.n_answered += 1
+    def passed(self, session_id: int, position: int) -> None:
+        """A frame came back that has no sample behind its last row."""
         self._settle(session_id, position)
+
+    def sampled(self, session_id: int, position: int) -> None:
+        """A sample came back, behind any row of a frame."""
+        oldest = self._under_way.get(session_id, ())
+        # Of a frame with a wrong guess they come after what says that it has passed.
+        of_it = (*itertools.islice(oldest, 1), *filter(None, [self._latest.get(session_id)]))
+        is_last = bool(oldest) and oldest[0].end == position
+        if is_last or not any(sent.position < position < sent.end for sent in of_it):
+            self._settle(session_id, position)
 
     def token(self, session: Session) -> None:
         """A client got a token."""
@@ -141,8 +173,8 @@ class Audit:
         self.ends[session.session_id] = is_cancelled
         self._n_cancelled += is_cancelled
         self._prompts.pop(session.session_id, None)
-        for key in [key for key in self._flight_of if key[0] == session.session_id] if is_cancelled else ():
-            self._settle(*key)
+        for sent in self._under_way.get(session.session_id, ()) if is_cancelled else ():
+            self._land(session.session_id, sent)
 
     def step_begins(self, stage: SimStage, step: Step) -> None:
         """A stage computes."""
@@ -154,8 +186,8 @@ class Audit:
     def step_ends(self, stage: SimStage, step: Step) -> None:
         """A stage has computed."""
         self.n_in_steps -= len(step.frames)
-        if step.frames:
-            self.steps.append((self._begun[stage.index], self._simulation.now_ns, stage.index, step.n_rows))
+        if stage.placed:
+            self.steps.append((self._begun[stage.index], self._simulation.now_ns, stage.index, stage.n_placed))
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
@@ -186,7 +218,7 @@ class Audit:
                 raise Violation(f"stage {stage.index} still holds {len(stage.lanes)} lanes")
         if simulation.admission.running or simulation.admission.waiting or simulation.scheduler.n_decoding:
             raise Violation("the coordinator still holds a session")
-        if self._flight_of:
+        if self._flights:
             raise Violation("a flight is still under way")
 
     def _check_wait(self, stage: SimStage, since_ns: int, is_prefill: bool) -> None:
@@ -200,8 +232,8 @@ class Audit:
                 f"a frame waits {waited_ns / 1e6:.1f} ms at stage {stage.index}, at most {bound_ns / 1e6:.1f}"
             )
 
-    def _check_order(self, rows: Sequence[OutFrame]) -> None:
-        for frame in rows:
+    def _check_order(self, rows: Sequence[OutFrame], kind: int) -> None:
+        for frame in rows if kind != GUESS else ():
             key = frame.session.session_id
             if not frame.flags & Flag.PREFILL:
                 self._take_from_pool(key, frame.position)
@@ -229,42 +261,74 @@ class Audit:
         if self._n_passes > PASSES_MAX:
             raise Violation(f"{self._n_passes} flights left before session {oldest and oldest[0]}, which came first")
 
-    def _open_flight(self, rows: Sequence[OutFrame], is_prefill: bool) -> None:
+    def _open_flight(self, rows: Sequence[OutFrame], kind: int) -> None:
         flight = len(self._flight_kinds)
-        keys = {(frame.session.session_id, frame.position + len(frame.tokens)) for frame in rows}
-        if len(keys) != len(rows) or keys & self._flight_of.keys():
-            raise Violation("rows were sent twice")
-        self._flights[flight], self._flight_kinds[flight] = keys, is_prefill
-        self._flight_of.update(dict.fromkeys(keys, flight))
-        self._n_flights[is_prefill] += 1
+        self._flights[flight] = {(frame.session.session_id, frame.position + len(frame.tokens)) for frame in rows}
+        self._flight_kinds[flight] = kind
+        for frame in rows:
+            self._check_rows(frame, kind)
+            sent = _Sent(frame.position, frame.position + len(frame.tokens), flight)
+            self._under_way.setdefault(frame.session.session_id, collections.deque()).append(sent)
+            self.n_drafted += frame.n_drafted
+        self._n_flights[kind] += 1
+        self.n_guess_flights += kind == GUESS
         self._flights_most = max(self._flights_most, sum(self._n_flights))
-        n_chunk_flights = self._n_flights[1] + self._n_flights[0]  # decode flights may carry chunks too
+        n_chunk_flights = self._n_flights[PREFILL] + self._n_flights[DECODE]  # decode flights may carry chunks too
         self._prefill_flights_most = max(self._prefill_flights_most, n_chunk_flights)
 
-    def _check_caps(self, rows: Sequence[OutFrame], is_prefill: bool, plan: GroupPlan) -> None:
+    def _check_rows(self, frame: OutFrame, kind: int) -> None:
+        """Hold that a session's rows follow each other, that true ones are repeated only where a guess was wrong."""
+        key, sent = frame.session.session_id, self._rows.setdefault(frame.session.session_id, [])
+        is_new = frame.position == len(sent)
+        if frame.position > len(sent) or not (is_new or sent[frame.position] != frame.tokens[0]):
+            raise Violation(f"session {key} sends position {frame.position}, {len(sent)} rows have left")
+        if not is_new and (frame.session.acceptance is None or kind != DECODE):
+            raise Violation(f"session {key} sends position {frame.position} twice")
+        if kind == GUESS and not (_is_guess(frame) and self._under_way.get(key)):
+            raise Violation(f"session {key} guesses at position {frame.position} without a row to follow")
+        sent[frame.position :] = frame.tokens
+
+    def _check_caps(self, rows: Sequence[OutFrame], kind: int, plan: GroupPlan) -> None:
         n_prompt_rows = sum(len(frame.tokens) for frame in rows if frame.flags & Flag.PREFILL)
-        n_decode_rows = sum(len(frame.tokens) for frame in rows) - n_prompt_rows
-        flights = plan.prefill_flights if is_prefill else plan.n_groups
-        if self._n_flights[is_prefill] > flights:
-            raise Violation(f"{self._n_flights[is_prefill]} flights are under way, the plan allows {flights}")
+        n_drafted = sum(frame.n_drafted for frame in rows)
+        n_decode_rows = sum(len(frame.tokens) for frame in rows) - n_prompt_rows - n_drafted
+        if n_drafted > DRAFTED_ROWS_MAX or (n_drafted and n_prompt_rows):
+            raise Violation(f"an envelope has {n_drafted} guesses and {n_prompt_rows} rows of prompts")
+        flights = (plan.n_groups, plan.prefill_flights, self._guesses_max())[kind]
+        if self._n_flights[kind] > flights:
+            raise Violation(f"{self._n_flights[kind]} flights are under way, the plan allows {flights}")
         room = plan.ride_rows and plan.group_rows + plan.ride_rows - n_decode_rows
-        most_prompt_rows = plan.chunk_rows if is_prefill else room
+        most_prompt_rows = plan.chunk_rows if kind == PREFILL else room
         if n_decode_rows > plan.group_rows or n_prompt_rows > most_prompt_rows:
             raise Violation(
                 f"an envelope has {n_decode_rows} + {n_prompt_rows} rows, the plan allows {plan.group_rows} + "
                 f"{most_prompt_rows}"
             )
 
+    def _guesses_max(self) -> int:
+        """Return how many flights of the cheapest step all stages and links hold, by the book of the coordinator."""
+        planner = self._simulation.planner
+        cheapest_ns = min(planner.step_ns(rows) for rows in range(1, 1 + min(32, planner.rows_max)))
+        return len(planner.stages) + math.ceil(planner.overhead_ns / cheapest_ns) if cheapest_ns else 0
+
     def _settle(self, session_id: int, position: int) -> None:
-        flight = self._flight_of.pop((session_id, position), None)
-        if flight is None:
-            if session_id in self.ends:
-                return
-            raise Violation(f"session {session_id} was answered twice at position {position}")
-        self._flights[flight].discard((session_id, position))
-        if not self._flights[flight]:
-            del self._flights[flight]
-            self._n_flights[self._flight_kinds[flight]] -= 1
+        waiting = self._under_way.get(session_id)
+        if session_id in self.ends:  # a stage that had heard of it may have dropped frames behind
+            while waiting and waiting[0].end != position:
+                waiting.popleft()
+        if not waiting or waiting[0].end != position:
+            raise Violation(f"session {session_id} was answered twice, or out of turn, at position {position}")
+        self.n_answered += 1
+        self._latest[session_id] = waiting.popleft()
+        self._land(session_id, self._latest[session_id])
+
+    def _land(self, session_id: int, sent: _Sent) -> None:
+        waiting = self._flights.get(sent.flight, set())
+        if (session_id, sent.end) in waiting:
+            waiting.discard((session_id, sent.end))
+            if not waiting:
+                del self._flights[sent.flight]
+                self._n_flights[self._flight_kinds[sent.flight]] -= 1
 
     # --- figures ------------------------------------------------------------------------------------------------------
 
@@ -292,6 +356,10 @@ class Audit:
         """Return (after the first n_warm_tokens tokens, before the last as many): everybody runs meanwhile."""
         times = self.token_times_ns
         return times[n_warm_tokens], times[-n_warm_tokens - 1]
+
+    def common_window(self) -> tuple[int, int]:
+        """Return (when the last stream had its first token, when the first one had its last)."""
+        return max(arrived_ns + ttft_ns for arrived_ns, ttft_ns in self.firsts), min(self._last_ns.values())
 
     def _overlap(self, from_ns: int, to_ns: int) -> tuple[float, float]:
         changes: list[tuple[int, int]] = []

@@ -1,7 +1,7 @@
 """A discrete-event simulation of a whole pipeline on virtual time, around the code that runs in production.
 
 Real: batcher, policies, lanes and curves of every stage; scheduler, planner, sessions and admission of the coordinator.
-Simulated: the native step (takes what the true curve says), links (take what the world says), clients. The
+Simulated: the native step (takes what the true curve says), the model, links (take what the world says), clients. The
 coordinator's part does what `coordinator.pipeline` does with the same events. One heap of events, one seed; the same
 world gives the same history, event for event.
 """
@@ -16,9 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benches.simulate_audit import Audit
+from benches.simulate_drafts import oracle, prediction
 from benches.simulate_stage import ROUTE, SimStage, Violation
 from benches.simulate_world import Disturbance, Request, World
 from coordinator.admission import Admission
+from coordinator.drafts import Acceptance
 from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.groups import GroupPlanner
 from coordinator.overhead import Held
@@ -28,6 +30,7 @@ from coordinator.stage_cost import StageCost
 from stage.queue_types import QueuedFrame
 from wire.curve import CostCurve
 from wire.frames import Flag
+from wire.pb.relayline.v1 import relayline_pb2 as pb
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,24 +55,23 @@ def fixed(n_groups: int, group_rows: int) -> Setup:
     return Setup(ScheduleConfig("fixed", n_groups=n_groups, group_rows=group_rows))
 
 
-def oracle(session_id: int, position: int) -> int:
-    """Return the token that the model of this simulation samples at a position."""
-    return (session_id * 2_654_435_761 + position * 40_503) % 32_000
-
-
 class Simulation:
     """Run it once with `run`; the figures are then in `trace`."""
 
     def __init__(self, world: World, setup: Setup = AUTO) -> None:
         self.world, self.setup = world, setup
         rng = random.Random(world.seed)
+        n_stages, calibrated = len(world.stages), setup.is_calibrated
         self.stages = [
-            SimStage(index, model, setup.stage_policy, world.n_lanes, rng, is_calibrated=setup.is_calibrated)
-            for index, model in enumerate(world.stages)
+            SimStage(index, model, setup.stage_policy, world.n_lanes, rng, is_calibrated=calibrated, is_last=is_last)
+            for index, model, is_last in zip(
+                range(n_stages), world.stages, [False] * (n_stages - 1) + [True], strict=True
+            )
         ]
         self.planner = GroupPlanner(self._stage_costs(), setup.schedule.itl_stretch)
         self.scheduler = Scheduler(setup.schedule, self.planner)
         self.admission = Admission(world.n_lanes, 1 << 20, world.waiting_max)
+        self.acceptance = Acceptance()
         self.sessions: dict[int, Session] = {}
         self.audit = Audit(self)
         self.now_ns = 0
@@ -138,8 +140,15 @@ class Simulation:
     def _arrive(self, request: Request) -> None:
         session_id = len(self._arrivals) + 1
         self._arrivals[session_id] = self.now_ns
-        generation = GenerationRequest(str(session_id), (7,) * request.n_prompt, request.max_tokens, SamplingParams())
-        session = Session(session_id, generation, lambda _: False)
+        generation = GenerationRequest(
+            str(session_id),
+            (7,) * request.n_prompt,
+            request.max_tokens,
+            SamplingParams(),
+            prediction=prediction(request, session_id, self.world.seed),
+        )
+        acceptance = self.acceptance if request.predicted is not None else None
+        session = Session(session_id, generation, lambda _: False, acceptance=acceptance)
         session.history.extend((7,) * request.n_before)
         self.sessions[session_id] = session
         self.audit.arrived(session)
@@ -182,22 +191,24 @@ class Simulation:
         for envelope in envelopes:
             self._travel(0, [queued(frame) for frame in envelope])
 
-    def _returned(self, frames: list[QueuedFrame]) -> None:
-        self.audit.n_on_links -= sum(1 for frame in frames if frame.n_rows)
-        for frame in frames:
-            position = frame.position + frame.n_rows
-            self.audit.answered(frame.session_id, position)
-            self.scheduler.answered(frame.session_id, position, self.now_ns)
-            if frame.flags & Flag.WANTS_SAMPLE:
-                self._on_sample(frame.session_id, position)
+    def _returned(self, message: pb.ReturnEnvelope, n_frames: int) -> None:
+        self.audit.n_on_links -= n_frames
+        for passed in message.progress:
+            self.audit.passed(passed.session_id, passed.position)
+            self.scheduler.passed(passed.session_id, passed.position, self.now_ns)
+        for sample in message.samples:
+            self.audit.sampled(sample.session_id, sample.position)
+            self.scheduler.answered(sample.session_id, sample.position, self.now_ns)
+            self._on_sample(sample)
         self._dispatch()
 
-    def _on_sample(self, session_id: int, position: int) -> None:
+    def _on_sample(self, sample: pb.Sampled) -> None:
+        session_id, position = sample.session_id, sample.position
         session = self.sessions.get(session_id)
         if session is None:
             return
-        event, frames = session.sampled(position, oracle(session_id, position))
-        if event is None:
+        event, frames = session.sampled(position, sample.token)
+        if event is None or event.token != oracle(session_id, position):
             raise Violation(
                 f"session {session_id} got a sample for position {position}, expected {len(session.history)}"
             )
@@ -214,13 +225,14 @@ class Simulation:
     def _travel(self, stage_index: int, frames: list[QueuedFrame]) -> None:
         n_row_frames = sum(1 for frame in frames if frame.n_rows)
         self.audit.n_on_links += n_row_frames
-        arrives_ns = self.now_ns + self.world.way_ns(stage_index) + self._extra_link_ns
-        arrives_ns = self._arrived_ns[stage_index] = max(arrives_ns, self._arrived_ns[stage_index])  # none overtakes
-        if stage_index == len(self.stages):
-            if n_row_frames:
-                self._at(arrives_ns, self._returned, [frame for frame in frames if frame.n_rows])
-        elif frames:
+        arrives_ns = self._arrives_ns(stage_index)
+        if frames:
             self._at(arrives_ns, self._reach, stage_index, frames)
+
+    def _arrives_ns(self, link: int) -> int:
+        arrives_ns = self.now_ns + self.world.way_ns(link) + self._extra_link_ns
+        self._arrived_ns[link] = max(arrives_ns, self._arrived_ns[link])  # none overtakes
+        return self._arrived_ns[link]
 
     def _reach(self, stage_index: int, frames: list[QueuedFrame]) -> None:
         stage = self.stages[stage_index]
@@ -239,12 +251,17 @@ class Simulation:
     def _step_done(self, stage: SimStage) -> None:
         assert stage.step is not None
         self.audit.step_ends(stage, stage.step)
+        n_frames = len(stage.step.frames)
         frames = stage.finish(self.now_ns)
-        if stage.index == len(self.stages) - 1:
-            gone = [frame for frame in frames if frame.n_rows and frame.session_id in stage.cancelled]
-            self.audit.n_dropped += len(gone)
-            frames = [frame for frame in frames if frame.session_id not in stage.cancelled]
-        self._travel(stage.index + 1, frames)
+        if not stage.is_last:
+            self._travel(stage.index + 1, frames)
+        else:
+            message, n_gone = stage.answer()
+            self.audit.n_dropped += n_gone
+            self.audit.n_on_links += n_frames - n_gone
+            arrives_ns = self._arrives_ns(len(self.stages))
+            if n_frames > n_gone:
+                self._at(arrives_ns, self._returned, message, n_frames - n_gone)
         self._begin(stage)
 
 
@@ -264,4 +281,5 @@ def queued(frame: OutFrame) -> QueuedFrame:
         trace=b"",
         arrived_ns=0,
         upstream_wait_ns=0,
+        draft_tokens=frame.tokens if frame.flags & Flag.DRAFTED else (),
     )

@@ -1,4 +1,4 @@
-"""Worlds worth simulating: steady streams, unequal stages, delay, churn, stalls, a slowing stage, long prompts."""
+"""Worlds worth simulating: steady streams, unequal stages, delay, churn, stalls, a slowing stage, prompts, drafts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from benches.simulate_audit import Figures
 from benches.simulate_run import AUTO, Setup, Simulation, fixed
 from benches.simulate_world import MS, Disturbance, Request, StageModel, World, streams
 from coordinator.groups import GroupPlanner
+from coordinator.scheduler import ScheduleConfig
 from coordinator.stage_cost import StageCost
 
+PLAIN = Setup(ScheduleConfig(draft=0))
 SWEEP_TRIES = 8  # hand-set plans that are simulated; the planner's own formula says which are worth it
 
 
@@ -147,3 +149,41 @@ def paused(stages: tuple[StageModel, ...], n_streams: int, n_read: int, n_tokens
     n_before = n_read // 2
     request = Request(0, n_read - n_before, n_before + n_tokens, n_before=n_before)
     return World(stages, (request,) * n_streams, link_ns=MS // 2, jitter=0.03)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drafting:
+    """Streams whose clients predict their answers, with drafts and without."""
+
+    plain_per_s: float
+    """Tokens, without drafts."""
+    gain: float
+    """Tokens a second with drafts against that, while all streams run: with drafts they do not all end together."""
+    gain_whole: float
+    """The same until the last one has ended."""
+    n_drafted: float
+    """Guesses for each stream."""
+    n_guess_flights: int
+
+
+def drafting(
+    stages: tuple[StageModel, ...], n_streams: int, predicted: float, *, link_ns: int = 0, n_tokens: int = 96
+) -> Drafting:
+    """Let streams run with a share of right tokens in their predictions, once with drafts and once without."""
+    requests = streams(n_streams, n_tokens, predicted=predicted)
+    world = World(stages, requests, link_ns=link_ns, jitter=0.03)
+    auto, plain = (Simulation(world, setup).run().audit for setup in (AUTO, PLAIN))
+    plain_per_s, whole_per_s = plain.figures().tokens_per_s, auto.figures().tokens_per_s
+    gain = auto.figures(*auto.common_window()).tokens_per_s / plain.figures(*plain.common_window()).tokens_per_s
+    return Drafting(plain_per_s, gain, whole_per_s / plain_per_s, auto.n_drafted / n_streams, auto.n_guess_flights)
+
+
+def drafting_churn(stages: tuple[StageModel, ...], n_requests: int, seed: int, *, link_ns: int = 0) -> World:
+    """Return churn in which some clients predict their answers, well or badly."""
+    world, rng = churn(stages, n_requests, seed, link_ns=link_ns), random.Random(seed)
+    predicted = (rng.choice((None, 0.0, 0.5, 0.9, 1.0)) for _ in world.requests)
+    requests = tuple(
+        dataclasses.replace(request, predicted=share, max_tokens=2 * request.max_tokens)
+        for request, share in zip(world.requests, predicted, strict=True)
+    )
+    return dataclasses.replace(world, requests=requests)

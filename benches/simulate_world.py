@@ -89,6 +89,8 @@ class Request:
     """When the client gives up, if it does."""
     n_before: int = 0
     """Tokens of its answer that it had before the simulation begins, as after a loss: they are read once more."""
+    predicted: float | None = None
+    """Share of right tokens in what its client predicts the answer to be; None: nothing, and nothing is drafted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,9 +166,11 @@ def one_slower(n_stages: int, factor: float, curve: str = "staircase") -> tuple[
     return tuple(stages)
 
 
-def streams(n_streams: int, max_tokens: int, *, n_prompt: int = 4) -> tuple[Request, ...]:
+def streams(
+    n_streams: int, max_tokens: int, *, n_prompt: int = 4, predicted: float | None = None
+) -> tuple[Request, ...]:
     """Return n_streams equal requests that arrive together."""
-    return tuple(Request(0, n_prompt, max_tokens) for _ in range(n_streams))
+    return tuple(Request(0, n_prompt, max_tokens, predicted=predicted) for _ in range(n_streams))
 
 
 def best_rate(stages: Sequence[StageModel], n_streams: int, overhead_ns: float) -> float:

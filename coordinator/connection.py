@@ -43,6 +43,7 @@ class Connection:
         # Of every session that any stage knows, how many tokens all of them hold.
         self.held = {session_id: min(at_stage.get(session_id, 0) for at_stage in held) for session_id in sessions}
         self.link: RelayLink
+        self._refresher: asyncio.Task[None] | None = None
 
     @property
     def n_lanes(self) -> int:
@@ -58,6 +59,11 @@ class Connection:
     def max_rows(self) -> int:
         """Rows of one frame that every stage accepts."""
         return min(facts.max_rows for facts in self.facts)
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether every stage can forget what was guessed wrong."""
+        return all(facts.rewinds for facts in self.facts)
 
     def stage_costs(self) -> list[StageCost]:
         """Return what each stage measured of its own speed."""
@@ -118,8 +124,15 @@ class Connection:
             raise
         return connection
 
+    def keep_costs(self, audiences: Sized, update: Callable[[list[StageCost], list[Held]], None]) -> None:
+        """Let `refresh_costs` run for as long as this connection stands."""
+        self._refresher = asyncio.create_task(refresh_costs(self, audiences, update))
+
     async def close(self) -> None:
         """Close every stream of this epoch; what sessions hold stays at the stages for a while."""
+        if self._refresher is not None:
+            self._refresher.cancel()
+            await asyncio.gather(self._refresher, return_exceptions=True)
         await self.link.close()
         await asyncio.gather(*(stage.close() for stage in self.stages), return_exceptions=True)
 

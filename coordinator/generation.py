@@ -54,6 +54,7 @@ class GenerationRequest:
     record: RequestRecord | None = None  # of the HTTP request that it is a part of
     wants_logits: bool = False  # certification: whole rows of logits with every token
     cache_prompt: bool = True  # may begin with what others computed, and leave to others what it computes
+    prediction: tuple[int, ...] = ()  # what the client expects the answer to be like: drafts are looked up there too
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ class TokenEvent:
     is_end_token: bool = False
     logits: bytes = b""  # f32 per vocabulary entry; empty unless asked for
     n_cached: int = 0  # of a stream's first event: prompt tokens that others had computed
+    is_predicted: bool = False  # the client's prediction goes on with this token where the answer stood
+    is_drafted: bool = False  # its row was under way before it was known
 
 
 class TokenStream(Protocol):

@@ -58,6 +58,7 @@ class Observer:
         self._n_stages = 0
         self.n_connections = 0
         self.n_tokens = 0  # generated since the start
+        self.n_drafted = self.n_accepted = 0  # guesses that left, and those of them that were right
         self.n_prompt_tokens = self.n_copied_tokens = 0  # of prompts that have brought their first token
 
     # --- the HTTP side ------------------------------------------------------------------------------------------------
@@ -114,6 +115,13 @@ class Observer:
         for frame in frames:
             if frame.flags & Flag.PREFILL:
                 frame.session.record.chunk(frame.position, len(frame.tokens), now_ns)
+            elif frame.flags & Flag.DRAFTED:
+                self._drafted(frame.session.record, frame.n_drafted)
+
+    def _drafted(self, session: SessionRecord, n_tokens: int) -> None:
+        session.n_drafted += n_tokens
+        self.n_drafted += n_tokens
+        self.metrics.drafted(n_tokens)
 
     def progressed(self, session_id: int, position: int, now_ns: int) -> None:
         """Prompt rows up to `position` have passed the last stage."""
@@ -121,25 +129,42 @@ class Observer:
         if session is not None:
             session.answered(position, now_ns)
 
-    def token(self, session: SessionRecord, position: int, finish_reason: str | None, now_ns: int) -> None:
-        """The token for `position` has arrived; the last one brings a finish reason."""
+    def token(
+        self,
+        session: SessionRecord,
+        position: int,
+        finish_reason: str | None,
+        now_ns: int,
+        *,
+        is_drafted: bool = False,
+    ) -> None:
+        """The token for `position` has arrived, as it was guessed or not; the last one brings a finish reason."""
         if finish_reason is not None:
             session.finish_reason = finish_reason
         self.n_tokens += 1
+        if is_drafted:
+            session.n_accepted += 1
+            self.n_accepted += 1
+            self.metrics.accepted.inc()
         gap_ns = session.token(position, now_ns)
         self.metrics.token(gap_ns)
-        if not gap_ns:
+        if gap_ns is None:
             self.n_prompt_tokens += session.n_prompt
             self.n_copied_tokens += session.n_copied
             self.metrics.read(session.n_prompt, session.n_copied)
             self.tracing.first_token(session)
 
     def figures(self) -> dict[str, int]:
-        """Return the tokens since the start, for GET /v1/pipeline; `copied_tokens` are of the prompts' tokens."""
+        """Return the tokens since the start, for GET /v1/pipeline.
+
+        `copied_tokens` are of the prompts' tokens, `accepted_tokens` those of the drafted ones that were right.
+        """
         return {
             "generated_tokens": self.n_tokens,
             "prompt_tokens": self.n_prompt_tokens,
             "copied_tokens": self.n_copied_tokens,
+            "drafted_tokens": self.n_drafted,
+            "accepted_tokens": self.n_accepted,
         }
 
     def replayed(self, session: SessionRecord, why: str, now_ns: int) -> None:

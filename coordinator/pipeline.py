@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from coordinator.admission import Admission
-from coordinator.connection import Connection, refresh_costs
+from coordinator.connection import Connection
 from coordinator.description import describe_pipeline, describe_stages, overlap_since
+from coordinator.drafts import Acceptance
 from coordinator.generation import GenerationRequest
 from coordinator.groups import GroupPlanner
 from coordinator.observer import Observer
@@ -81,7 +82,7 @@ class Pipeline:
         self._sender: TokenSender | None = None
         self._suspects, self._scheduler = Suspects(), Scheduler(config.schedule, GroupPlanner(()))
         self._dispatching, self._lost_at_ns, self._idle = False, 0, asyncio.Event()
-        self._refresher: asyncio.Task[None] | None = None
+        self._acceptance = Acceptance() if config.schedule.draft and config.schedule.mode != "drain" else None
         self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
         self._idle.set()
 
@@ -124,7 +125,8 @@ class Pipeline:
         return stream
 
     def _admit(self, request: GenerationRequest, key: Hashable) -> Audience:
-        session = Session(next(self._session_ids), request, self._is_end)
+        acceptance = None if request.wants_logits else self._acceptance
+        session = Session(next(self._session_ids), request, self._is_end, acceptance=acceptance)
         has_lane = self._admission.admit(session)
         opener = self._observer.admitted(session.record, session.session_id, request, time.monotonic_ns())
         audience = self._audiences[session.session_id] = self._shared[key] = Audience(session, key, opener)
@@ -221,8 +223,8 @@ class Pipeline:
         for session in self._admission.unfit():
             self._fail(session, self._admission.too_long(session))
         self._sender = TokenSender(connection.link, self.epoch, self._on_lost)
-        self._scheduler = Scheduler(self.config.schedule, planner)
-        self._refresher = asyncio.create_task(refresh_costs(connection, self._audiences, self._scheduler.refresh))
+        self._scheduler = Scheduler(self.config.schedule, planner, may_draft=connection.rewinds)
+        connection.keep_costs(self._audiences, self._scheduler.refresh)
         self._observer.connected(len(self.file.stages))
         self.phase = Phase.READY
         self.ready.set()
@@ -247,10 +249,6 @@ class Pipeline:
             self._fail(session, given_up(error))
 
     async def _teardown(self) -> None:
-        if self._refresher is not None:
-            self._refresher.cancel()
-            await asyncio.gather(self._refresher, return_exceptions=True)
-            self._refresher = None
         if self._sender is not None:
             await self._sender.close()
             self._sender = None
@@ -312,9 +310,10 @@ class Pipeline:
             return
         now_ns = time.monotonic_ns()
         for passed in message.progress:
-            self._scheduler.answered(passed.session_id, passed.position, now_ns)
+            self._scheduler.passed(passed.session_id, passed.position, now_ns)
             self._observer.progressed(passed.session_id, passed.position, now_ns)
-            if passed.session_id in self._audiences:
+            audience = self._audiences.get(passed.session_id)
+            if audience is not None and audience.session.state is State.PREFILL:
                 self._start_all(self._suspects.passed(passed.session_id, passed.position))
         tellings: list[Callable[[], None]] = []
         try:
@@ -342,7 +341,8 @@ class Pipeline:
         event, frames = session.sampled(sample.position, sample.token, logprob, top, sample.logits)
         if event is not None:
             tellings.append(functools.partial(audience.put, event))
-            self._observer.token(session.record, sample.position, event.finish_reason, now_ns)
+            reason, is_drafted = event.finish_reason, event.is_drafted
+            self._observer.token(session.record, sample.position, reason, now_ns, is_drafted=is_drafted)
             self._start_all(self._suspects.cleared(session))
         if session.state is State.DONE:
             self._finish(session, [*self._prefixes.keep(session), *frames])

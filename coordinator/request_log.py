@@ -88,6 +88,8 @@ class SessionRecord:
     n_prompt: int = 0
     n_copied: int = 0  # tokens of it that were copied from a kept lane
     n_tokens: int = 0
+    n_drafted: int = 0  # guesses that were sent
+    n_accepted: int = 0  # and those of them that were right
     admitted_ns: int = 0
     started_ns: int = 0  # got its lane
     first_token_ns: int = 0
@@ -111,14 +113,14 @@ class SessionRecord:
     prefill_span: Span | None = None
     decode_span: Span | None = None
 
-    def token(self, position: int, now_ns: int) -> int:
-        """Note the token for `position`; returns the time since the one before it, or 0 for the first."""
+    def token(self, position: int, now_ns: int) -> int | None:
+        """Note the token for `position`; returns the time since the one before it, None for the first."""
         self.n_tokens += 1
         if self.chunks and not self.chunks[-1].answered_ns:
             self.answered(position, now_ns)
-        gap_ns = 0
+        gap_ns = None
         if self.last_token_ns:
-            gap_ns = now_ns - self.last_token_ns
+            gap_ns = now_ns - self.last_token_ns  # 0 for one that came together with the one before it
             self.gaps_ns.append(gap_ns)
         else:
             self.first_token_ns = now_ns

@@ -47,6 +47,9 @@ class RequestMetrics:
         self._tokens = self._counter(names.METRIC_GENERATION_TOKENS, "Tokens generated")
         self._asked = self._counter(names.METRIC_PREFIX_QUERIES, "Prompt tokens looked for in kept lanes")
         self._copied = self._counter(names.METRIC_PREFIX_HITS, "Prompt tokens copied from kept lanes")
+        self._drafts = self._counter(names.METRIC_DRAFTS, "Frames with drafted tokens")
+        self._draft_tokens = self._counter(names.METRIC_DRAFT_TOKENS, "Tokens drafted and sent to be verified")
+        self.accepted = self._counter(names.METRIC_ACCEPTED_TOKENS, "Drafted tokens that were right")
         self.replays = self._counter(names.METRIC_REPLAYS, "Sessions replayed after a fault of their own")
         self.recoveries = self._counter(names.METRIC_RECOVERIES, "Times that the stages were connected again")
         finished = Counter(
@@ -61,10 +64,15 @@ class RequestMetrics:
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, [names.LABEL_MODEL], registry=self.registry).labels(self._model_name)
 
-    def token(self, gap_ns: int) -> None:
-        """Count one token, and the time since the one before it unless it is the first (0)."""
+    def drafted(self, n_tokens: int) -> None:
+        """Count the guesses of one frame."""
+        self._drafts.inc()
+        self._draft_tokens.inc(n_tokens)
+
+    def token(self, gap_ns: int | None) -> None:
+        """Count one token, and the time since the one before it unless it is the first (None)."""
         self._tokens.inc()
-        if gap_ns:
+        if gap_ns is not None:
             self._gap.observe(gap_ns * S)
 
     def read(self, n_prompt: int, n_copied: int) -> None:

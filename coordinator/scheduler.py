@@ -11,6 +11,9 @@ Prompt rows ride in decode flights, in flights of their own, or in both, as the 
 their pace; several short prompts may share a flight. A burst of short prompts, and the histories of streams that a loss
 has paused, are read through before running streams get their whole pace back. Opens and closes never wait.
 
+What streams are likely to say next may go along behind their rows, or follow in flights of its own, which no plan
+counts: while no prompt is read, and where stages would stand idle (`coordinator.draft_flights`).
+
 Which prompt's rows go next `coordinator.prompt_line` decides. Who copies what another reads leaves right behind it.
 
 The *drain* mode sends everything at once and leaves batching to the stages' queues; it is the reference to compare
@@ -24,6 +27,9 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
+from coordinator.draft_flights import DRAFT_AUTO, DraftFlights
+from coordinator.draft_plan import Traffic
+from coordinator.flights import Flight, Flights, Kind
 from coordinator.groups import ITL_STRETCH, GroupPlan, GroupPlanner
 from coordinator.lane_groups import next_group
 from coordinator.overhead import Held, Overhead
@@ -35,21 +41,6 @@ DRAIN_CHUNK_ROWS = 64
 SPREAD_CYCLES = 2  # times that every flight has gone round with a prompt's rows until they have spread
 BURST_CYCLES = 32  # a burst takes no longer to read than all streams, its own included, take for so many tokens each
 REPLAY_PRESSURE = 4  # what paused streams count per running one until they go on: the first to do so are as new to it
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Flight:
-    """One envelope under way."""
-
-    waiting_for: set[tuple[int, int]]  # (session id, position after its rows) not answered yet
-    n_rows: int  # decode rows; 0 when it carries prompt rows alone
-    has_chunks: bool  # whether prompt rows are in it
-    sent_ns: int
-    ahead_ns: float  # predicted work of the busiest stage on the flights under way, this one included
-    step_ns: float  # its own part of that
-    way_ns: float  # predicted native steps of its decode rows on their way through idle stages; 0.0 not known
-    n_chunks_before: int  # flights with prompt rows launched until then; -1 while one is under way
-    is_whole: bool = True  # until one of its sessions ends while it is under way
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +55,9 @@ class ScheduleConfig:
     """Rows of one decode flight, in mode fixed; 0: the running streams shared among the flights."""
     chunk_rows: int = 0
     """Largest prefill chunk; 0 leaves it to the plan."""
+    draft: int = DRAFT_AUTO
+    """Tokens that may be drafted behind a stream's next row: DRAFT_AUTO leaves it to the curves and to how often drafts
+    have been right, 0 is none, and more are always so many, where there are drafts. With mode drain there are none."""
     itl_stretch: float = ITL_STRETCH
     """How many times longer running streams' inter-token latency may become while prompts are read; BURST_PRESSURE
     times that, at most for BURST_CYCLES tokens, while a burst of short ones is, and REPLAY_PRESSURE times that until
@@ -73,20 +67,15 @@ class ScheduleConfig:
 class Scheduler:
     """Frames in, envelopes out. One per epoch."""
 
-    def __init__(self, config: ScheduleConfig, planner: GroupPlanner) -> None:
+    def __init__(self, config: ScheduleConfig, planner: GroupPlanner, *, may_draft: bool = True) -> None:
+        """`may_draft`: whether the stages can forget what was guessed wrong."""
         self.config, self.planner = config, planner
+        self._drafts = DraftFlights(config.draft if may_draft else 0)
         self._controls: list[OutFrame] = []
         self._pool: collections.deque[OutFrame] = collections.deque()
         self._prompts = PromptLine()
-        self._flights: dict[tuple[int, int], Flight] = {}
-        self._under_way: dict[int, list[int]] = {}  # session id -> its keys' positions
-        self._n_decode_flights = self._n_prefill_flights = 0
-        self._under_way_ns = 0.0  # predicted work of the busiest stage on all flights under way
-        self._queue_ns, self._queue_at_ns = 0.0, 0  # predicted work before the busiest stage, and when that was
+        self._flights = Flights()
         self._train_rows = 0  # prompt rows of a train while nothing decodes
-        self._n_chunk_flights = 0  # flights with prompt rows under way
-        self._n_chunks = 0  # and launched so far
-        self._n_chunks_before = 0  # and launched before the first of those that have followed without a pause
         self._overhead = Overhead()
         # Sessions that decode, in the pool or under way -> (their lane, their latest position).
         self._decoding: dict[int, tuple[int, int]] = {}
@@ -114,30 +103,33 @@ class Scheduler:
 
     def decode(self, frame: OutFrame) -> None:
         """A stream's next row is ready."""
+        self._drafts.forget(frame.session.session_id)
+        self._moved(frame)
+        self._pool.append(frame)
+
+    def _moved(self, frame: OutFrame) -> None:
         session_id = frame.session.session_id
         self._decoding_tokens += frame.position - self._decoding.get(session_id, (0, 0))[1]
         self._decoding[session_id] = (frame.session.lane, frame.position)
-        self._pool.append(frame)
 
     def answered(self, session_id: int, position: int, now_ns: int) -> None:
-        """The session's rows up to `position` have been answered. An echo changes nothing."""
-        flight = self._flights.pop((session_id, position), None)
-        if flight is None:
-            return
-        positions = self._under_way[session_id]
-        positions.remove(position)
-        if not positions:
-            del self._under_way[session_id]
-        flight.waiting_for.discard((session_id, position))
-        if not flight.waiting_for:
-            self._land(flight, now_ns)
+        """The session's rows up to `position` have brought a sample. An echo changes nothing."""
+        flight = self._flights.answered(session_id, position)
+        if flight is not None and flight.kind is not Kind.PREFILL and flight.is_whole:
+            self._learn_overhead(flight, now_ns - flight.sent_ns)
+
+    def passed(self, session_id: int, position: int, now_ns: int) -> None:
+        """The session's rows up to `position` have been dealt with: of a prompt, or behind a guess that was wrong."""
+        flight = self._flights.answered(session_id, position)
+        # Not all stages need have computed what consists of guesses alone.
+        if flight is not None and flight.kind is Kind.DECODE and flight.is_whole:
+            self._learn_overhead(flight, now_ns - flight.sent_ns)
 
     def forget(self, session_id: int, now_ns: int) -> None:
         """The session ended, however: nothing of it waits or counts any more."""
-        for position in list(self._under_way.get(session_id, ())):
-            self._flights[session_id, position].is_whole = False
-            self.answered(session_id, position, now_ns)
+        self._flights.forget(session_id)
         self._prompts.forget(session_id)
+        self._drafts.ended(session_id)
         if session_id in self._decoding:
             self._decoding_tokens -= self._decoding.pop(session_id)[1]
             self._pool = collections.deque(f for f in self._pool if f.session.session_id != session_id)
@@ -221,7 +213,7 @@ class Scheduler:
 
     def _count_train_rows(self) -> int:
         """Return the prompt rows of the train under way, those that have left included: its chunks stay as they are."""
-        return max(self._prompts.n_rows, self._train_rows if self._n_prefill_flights else 0)
+        return max(self._prompts.n_rows, self._train_rows if self._flights.count(Kind.PREFILL) else 0)
 
     def take(self, now_ns: int) -> list[list[OutFrame]]:
         """Return the envelopes that leave now, in order."""
@@ -248,15 +240,43 @@ class Scheduler:
         plan = self.plan()
         self._train_rows = 0 if self._decoding else self._count_train_rows()
         rows_max = min(self.config.chunk_rows or self.planner.rows_max, self.planner.rows_max)
-        while self._pool and self._n_decode_flights < plan.n_groups:
+        while self._pool and self._flights.count(Kind.DECODE) < plan.n_groups:
             frames = self._next_group(plan.group_rows)
             ride_rows = min(self._ride_rows(plan, len(frames), now_ns), rows_max)
-            self._launch(envelopes, frames, self._prompts.next_chunks(ride_rows), now_ns)
-        while self._prompts and self._n_prefill_flights < plan.prefill_flights:
+            if not self._is_reading and self._drafts.are_of(frames):
+                self._drafts.extend(frames, planner := self._planner(), self._traffic(plan, len(frames), planner))
+            self._launch(envelopes, Kind.DECODE, frames, self._prompts.next_chunks(ride_rows), now_ns)
+        while self._prompts and self._flights.count(Kind.PREFILL) < plan.prefill_flights:
             chunks = self._prompts.next_chunks(min(plan.chunk_rows, rows_max))
             if not chunks:
                 break
-            self._launch(envelopes, [], chunks, now_ns)
+            self._launch(envelopes, Kind.PREFILL, [], chunks, now_ns)
+        self._take_guesses(plan, envelopes, now_ns)
+
+    @property
+    def _is_reading(self) -> bool:
+        return bool(self._prompts) or self._flights.n_with_chunks > 0
+
+    def _take_guesses(self, plan: GroupPlan, envelopes: list[list[OutFrame]], now_ns: int) -> None:
+        """Let guesses follow what is under way as long as stages would stand idle."""
+        if plan.group_rows > 1 or self._pool or self._is_reading or not self._drafts.may_follow:
+            return
+        planner = self._planner()
+
+        def fits(rows: int) -> bool:
+            return self._flights.is_time_for(planner.step_ns(rows), planner.way_ns(rows), planner.overhead_ns)
+
+        while fits(1) and (frame := self._drafts.following(fits)) is not None:
+            self._moved(frame)
+            self._launch(envelopes, Kind.GUESS, [frame], [], now_ns)
+
+    def _traffic(self, plan: GroupPlan, n_streams: int, planner: GroupPlanner) -> Traffic:
+        """Return what will be beside a flight of so many streams once all that decode are under way."""
+        n_flights = min(plan.n_groups, math.ceil(self.n_decoding / n_streams))
+        n_idle = _saturating(planner, n_streams) - n_flights
+        # Where streams take turns in flights, some wait in the pool.
+        n_beside = max(0, min(self.n_decoding - n_streams, (n_flights - 1) * plan.group_rows))
+        return Traffic(n_flights, n_beside, max(0, n_idle))
 
     def _next_group(self, rows_max: int) -> list[OutFrame]:
         """Take the decode rows of one flight out of the pool."""
@@ -280,78 +300,54 @@ class Scheduler:
         ride_rows = plan.ride_rows
         if ride_rows and not self.planner.is_per_lane:  # else they are computed apart, and fill tiles by themselves
             ride_rows += plan.group_rows - rows
-        n_chunks = self._n_chunks - self._n_chunks_before if self._n_chunk_flights else 0
-        if not plan.latency_max_ns or n_chunks >= SPREAD_CYCLES * plan.n_groups:
+        if not plan.latency_max_ns or self._flights.n_chunks_running >= SPREAD_CYCLES * plan.n_groups:
             return ride_rows
-        fitting = self._planner().ride_within(rows, ride_rows, plan.latency_max_ns - self._queued_ns(now_ns))
+        fitting = self._planner().ride_within(rows, ride_rows, plan.latency_max_ns - self._flights.queued_ns(now_ns))
         return fitting if 2 * fitting >= ride_rows else ride_rows
 
     def _take_everything(self, envelopes: list[list[OutFrame]], now_ns: int) -> None:
         if self._pool:
-            self._launch(envelopes, list(self._pool), [], now_ns)
+            self._launch(envelopes, Kind.DECODE, list(self._pool), [], now_ns)
             self._pool.clear()
         rows = min(self.config.chunk_rows or DRAIN_CHUNK_ROWS, self.planner.rows_max)
         for chunks in self._prompts.all_chunks(rows):
-            self._launch(envelopes, [], chunks, now_ns)
+            self._launch(envelopes, Kind.PREFILL, [], chunks, now_ns)
 
     # --- flights ------------------------------------------------------------------------------------------------------
 
     def _launch(
-        self, envelopes: list[list[OutFrame]], decode: list[OutFrame], chunks: list[OutFrame], now_ns: int
+        self,
+        envelopes: list[list[OutFrame]],
+        kind: Kind,
+        decode: list[OutFrame],
+        chunks: list[OutFrame],
+        now_ns: int,
     ) -> None:
-        """Send decode rows with prompt rows riding, or prompt rows alone, as one flight."""
-        frames = decode + chunks
-        keys = {(frame.session.session_id, frame.position + len(frame.tokens)) for frame in frames}
-        n_rows, n_prompt_rows = len(decode), sum(len(frame.tokens) for frame in chunks)
+        """Send decode rows or guesses, prompt rows or both as one flight."""
+        n_rows, n_prompt_rows = (sum(len(frame.tokens) for frame in part) for part in (decode, chunks))
         decode_tokens = _mean_context(decode)
         if self.planner.shares_longest:
             decode_tokens = max((frame.position for frame in decode), default=0)
         planner = self.planner.at(decode_tokens, _mean_context(chunks))
         step_ns = planner.mixed_ns(n_rows, n_prompt_rows) if decode else planner.chunk_ns(n_prompt_rows)
-        self._under_way_ns += step_ns
-        self._queue_ns, self._queue_at_ns = self._queued_ns(now_ns) + step_ns, now_ns
-        is_quiet = not chunks and not self._n_chunk_flights
-        flight = Flight(
-            keys, n_rows, bool(chunks), now_ns, self._under_way_ns, step_ns, planner.way_ns(n_rows),
-            self._n_chunks if is_quiet else -1,
-        )  # fmt: skip
-        for session_id, position in keys:
-            self._flights[session_id, position] = flight
-            self._under_way.setdefault(session_id, []).append(position)
-        if chunks:
-            if not self._n_chunk_flights:
-                self._n_chunks_before = self._n_chunks
-            self._n_chunk_flights += 1
-            self._n_chunks += 1
-        if decode:
-            self._n_decode_flights += 1
-        else:
-            self._n_prefill_flights += 1
-        envelopes.append(frames)
-
-    def _queued_ns(self, now_ns: int) -> float:
-        """Predict how long a flight that leaves now waits at the busiest stage for those that left before it."""
-        return max(0.0, self._queue_ns - (now_ns - self._queue_at_ns))
-
-    def _land(self, flight: Flight, now_ns: int) -> None:
-        self._under_way_ns = max(0.0, self._under_way_ns - flight.step_ns)
-        self._n_chunk_flights -= flight.has_chunks
-        if flight.n_rows == 0:
-            self._n_prefill_flights -= 1
-            return
-        self._n_decode_flights -= 1
-        if flight.is_whole:
-            self._learn_overhead(flight, now_ns - flight.sent_ns)
+        self._flights.launch(kind, decode, chunks, now_ns, step_ns=step_ns, way_ns=planner.way_ns(n_rows))
+        envelopes.append(decode + chunks)
 
     def _learn_overhead(self, flight: Flight, took_ns: int) -> None:
-        self._overhead.landed(flight.n_rows, took_ns)
+        self._overhead.landed(flight.n_streams, took_ns)
         # Beside prefill nobody can tell queueing from overhead by predictions.
-        if flight.way_ns and flight.n_chunks_before == self._n_chunks:
+        if flight.way_ns and flight.n_chunks_before == self._flights.n_chunks:
             self._overhead.bounded(took_ns, flight.way_ns, flight.ahead_ns)
         overhead_ns = self._overhead.revised_ns(self.planner.overhead_ns)
         if overhead_ns != self.planner.overhead_ns:
             self.planner.overhead_ns = overhead_ns
             self.planner.forget()
+
+
+def _saturating(planner: GroupPlanner, rows: int) -> int:
+    """Return how many flights of so many rows the stages have work for at once; 0 while nothing is known."""
+    step_ns = planner.step_ns(rows)
+    return round((planner.way_ns(rows) + planner.overhead_ns) / step_ns) if step_ns else 0
 
 
 def _mean_context(frames: list[OutFrame]) -> float:

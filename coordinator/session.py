@@ -13,10 +13,13 @@ however often.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
+import itertools
 from collections.abc import Callable
 
+from coordinator.drafts import Acceptance, Drafter
 from coordinator.generation import FinishReason, GenerationRequest, TokenEvent
 from coordinator.request_log import SessionRecord
 from wire.errors import RelaylineError, StaleEpochError
@@ -44,6 +47,11 @@ class OutFrame:
     flags: int
     argument: int = 0  # of an open: the lane that it is best given, plus one
 
+    @property
+    def n_drafted(self) -> int:
+        """How many of its tokens are guesses."""
+        return sum(self.position + row >= len(self.session.history) for row in range(len(self.tokens)))
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Session:
@@ -64,6 +72,11 @@ class Session:
     leader: Session | None = None  # that session, while these rows have not all left for stage 0 as its own
     is_kept: bool = False  # no client's: it only keeps what others may copy, and stages may take its lane
     lane: int = -1  # given by admission; stages take the same number where it is free
+    acceptance: Acceptance | None = None  # what all streams know of their drafts; None: this one is not drafted
+    ahead: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
+    """Guesses under way: tokens that would follow the history."""
+    may_guess: bool = True  # False from a replay within an epoch on: answers of before it are not to be told apart
+    _drafter: Drafter | None = None
     record: SessionRecord = dataclasses.field(default_factory=SessionRecord)
     """What telemetry notes about it; its frames carry `record.trace`."""
 
@@ -138,6 +151,8 @@ class Session:
         """
         if self.state is State.DONE:
             return []
+        self.ahead.clear()
+        self.may_guess = self.state is State.WAITING
         # Where one stage had to give away what all held, others may still hold it, and would not copy over that.
         is_there = self.n_there > 0 and self.state is not State.WAITING
         self.state, self.leader = State.PREFILL, None
@@ -192,30 +207,76 @@ class Session:
     ) -> tuple[TokenEvent | None, list[OutFrame]]:
         """Take a sampled token. Returns the event for the client and the frames that follow from it.
 
-        A token for any other position than the next is an echo of a retry: nothing happens.
+        A token for any other position than the next is an echo of a retry: nothing happens. One whose row was guessed
+        right is under way already: no frame follows.
         """
         if self.state not in (State.PREFILL, State.DECODE) or position != len(self.history):
             return None, []
         is_replaying = self.prefill_left > 0  # an answer from before the replay: true, but the stages lack rows
         if is_replaying and self.request.sampling.looks_back:
             return None, []  # the last stage was told what had been said without it, and will pick it again
+        if self._drafter is None and (self.acceptance is not None or self.request.prediction):
+            self._drafter = Drafter(self.history, self.request.prediction, self.acceptance or Acceptance())
         self.history.append(token)
         is_end = not self.request.ignore_eos and self.is_end(token)
         is_full = self.n_generated >= self.request.max_tokens
         reason: FinishReason | None = "stop" if is_end else "length" if is_full else None
         n_cached = self.n_copied if self.n_generated == 1 else 0
-        event = TokenEvent(token, logprob, top, reason, is_end, logits, n_cached)
+        is_drafted = bool(self.ahead) and self.ahead.popleft() == token
+        is_predicted = self._drafter is not None and self._drafter.said(token)
+        event = TokenEvent(token, logprob, top, reason, is_end, logits, n_cached, is_predicted, is_drafted)
         if event.finish_reason is not None:
             return event, self.cancel()
         if is_replaying:
             return event, []  # the rest of the replay now ends with this token
         self.state = State.DECODE
+        if is_drafted:
+            return event, []
+        self.ahead.clear()
         return event, [OutFrame(self, position, (token,), Flag.WANTS_SAMPLE)]
+
+    def chances(self, n_tokens: int) -> list[float]:
+        """Return how likely each of the next guesses behind those under way is right with all before it: see `guess`.
+
+        None is of a token that ends the answer, or beyond its last one.
+        """
+        guesses = self._guesses(n_tokens)
+        return self._drafter.chances(len(self.ahead), len(guesses)) if self._drafter and guesses else []
+
+    def _guesses(self, n_tokens: int) -> list[int]:
+        n_left = self.request.max_tokens - self.n_generated - 1 - len(self.ahead)
+        if self._drafter is None or self.acceptance is None or not self.may_guess:
+            return []
+        if self.state is not State.DECODE or n_left <= 0:
+            return []
+        guesses = self._drafter.tokens(len(self.ahead), min(n_tokens, n_left))
+        if self.request.ignore_eos:
+            return guesses
+        return list(itertools.takewhile(lambda token: not self.is_end(token), guesses))
+
+    def extend(self, frame: OutFrame, n_tokens: int) -> None:
+        """Let the next guesses travel behind the row of a frame that has not left.
+
+        Not where its token's successor is known already, as from an answer of before a replay: that follows by itself.
+        """
+        guesses = self._guesses(n_tokens) if frame.position == len(self.history) - 1 else []
+        if guesses:
+            frame.tokens, frame.flags = (*frame.tokens, *guesses), frame.flags | Flag.DRAFTED
+            self.ahead.extend(guesses)
+
+    def guess(self, n_tokens: int) -> OutFrame | None:
+        """Return the next guesses, behind all that is under way, as a frame of their own; None where there are none."""
+        position, guesses = len(self.history) + len(self.ahead), self._guesses(n_tokens)
+        if not guesses:
+            return None
+        self.ahead.extend(guesses)
+        return OutFrame(self, position, tuple(guesses), Flag.WANTS_SAMPLE | Flag.DRAFTED | Flag.GUESSED)
 
     def give_way(self) -> list[OutFrame]:
         """Wait for a lane again, with nothing lost; the frames say so to stages at which it is open."""
         if self.state not in (State.PREFILL, State.DECODE):
             return []
+        self.ahead.clear()
         self.state = State.WAITING
         return [OutFrame(self, 0, (), Flag.CLOSE)]
 

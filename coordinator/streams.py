@@ -74,7 +74,7 @@ class Audience:
 
 
 def sharing_key(request: GenerationRequest) -> Hashable:
-    """Return what must be equal for two requests to have the same answer."""
+    """Return what must be equal for two requests to have the same answer, and the same told of their predictions."""
     sampling = request.sampling
     if sampling.temperature == 0:
         sampling = dataclasses.replace(sampling, seed=0, top_k=0, top_p=1.0, min_p=0.0)

@@ -80,7 +80,8 @@ class TokenSender:
         self._sequence += 1
         buffer.seal(self._epoch, self._sequence, now_ns)
         options = [_options(frame) for frame in batch if frame.flags & Flag.OPEN]
-        await self._link.send(buffer, with_extras(buffer, None, options))
+        drafts = [token for frame in batch if frame.flags & Flag.DRAFTED for token in frame.tokens]
+        await self._link.send(buffer, with_extras(buffer, None, options, drafts))
 
 
 def _within_bounds(frames: list[OutFrame]) -> list[list[OutFrame]]:

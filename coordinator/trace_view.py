@@ -63,6 +63,8 @@ def _stream(
         "prompt_tokens": session.n_prompt,
         "copied_tokens": session.n_copied,
         "tokens": stream.n_tokens or session.n_tokens,
+        "drafted_tokens": session.n_drafted,
+        "accepted_tokens": session.n_accepted,
         "admitted_at_ms": _ms(session.admitted_ns - zero_ns),
         "queue_ms": _ms((session.started_ns or end_ns) - session.admitted_ns),
         "prefill_ms": _ms((first_ns or end_ns) - session.started_ns) if session.started_ns else None,

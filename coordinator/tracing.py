@@ -251,6 +251,9 @@ def _session_attributes(session: SessionRecord) -> dict[str, AttributeValue]:
         names.ATTR_QUEUE_NS: session.started_ns - session.admitted_ns,
         names.ATTR_RECOVERIES: sum(event.name == names.EVENT_RESUMED for event in session.events),
     }
+    if session.n_drafted:
+        found[names.ATTR_DRAFTED] = session.n_drafted
+        found[names.ATTR_ACCEPTED] = session.n_accepted
     if session.first_token_ns:
         found[names.ATTR_TTFT_NS] = session.first_token_ns - session.admitted_ns
     if session.gaps.n:

@@ -107,7 +107,7 @@ async def _drive(
         addresses=tuple([stage.ready.result()["address"] for stage in stages]),
         wire_dtype=config.wire_dtype,
         # One decode flight for all: sessions that run at once meet in it, however late one of them comes.
-        schedule=ScheduleConfig("fixed", n_groups=1, group_rows=N_LANES, chunk_rows=PREFILL_CHUNK_ROWS),
+        schedule=ScheduleConfig("fixed", n_groups=1, group_rows=N_LANES, chunk_rows=PREFILL_CHUNK_ROWS, draft=0),
     )
     pipeline = Pipeline(pipeline_config, file, lambda _: False)
     stopping = asyncio.Event()

@@ -25,6 +25,7 @@ from deploy.launch.serving import for_each_stage, manifest_option, served_direct
 from deploy.options import (
     Address,
     chat_template_option,
+    check_draft,
     check_engine,
     content_option,
     engine_options,
@@ -146,7 +147,15 @@ def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
 
     by_hand = given["groups"] or given["group_rows"]
     mode = "fixed" if by_hand else "auto" if given["policy"] == "auto" else "drain"
-    return ScheduleConfig(mode, given["groups"], given["group_rows"], given["prefill_chunk"], given["itl_stretch"])
+    check_draft(given)
+    return ScheduleConfig(
+        mode,
+        n_groups=given["groups"],
+        group_rows=given["group_rows"],
+        chunk_rows=given["prefill_chunk"],
+        draft=given["draft"],
+        itl_stretch=given["itl_stretch"],
+    )
 
 
 @click.command(

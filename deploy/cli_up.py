@@ -14,7 +14,9 @@ from deploy.cli_model import parse_cuts
 from deploy.cli_processes import announce
 from deploy.options import (
     Address,
+    DraftTokens,
     chat_template_option,
+    check_draft,
     check_engine,
     content_option,
     engine_options,
@@ -91,6 +93,7 @@ def _up_model(given: dict[str, Any]) -> None:
     from deploy.splits import split_for
 
     check_engine(given)
+    check_draft(given)
     if given["chat_template"]:
         read_template(given["chat_template"])  # the coordinator would find out after the split
     if given["http"][1] and (problem := port_problem(*given["http"])):
@@ -110,7 +113,7 @@ def _up_model(given: dict[str, Any]) -> None:
         ),
         serve_arguments=(
             *forwarded([("--wire", given["wire"]), ("--prefill-chunk", given["prefill_chunk"]),
-                        ("--itl-stretch", given["itl_stretch"]),
+                        ("--itl-stretch", given["itl_stretch"]), ("--draft", DraftTokens.said(given["draft"])),
                         ("--queue", given["queue"]), ("--policy", given["policy"]),
                         ("--groups", given["groups"]), ("--group-rows", given["group_rows"])]),
             *(("--prefix-lanes", str(given["prefix_lanes"])) if given["prefix_lanes"] is not None else ()),

@@ -9,7 +9,9 @@ from typing import Any
 
 import click
 
+from wire import bounds
 from wire.envelope import DTYPE_BY_NAME
+from wire.errors import UsageError
 from wire.kv_layout import KV_LAYOUTS, LONG_LANE_TOKENS
 from wire.security import LinkSecurity, load_security
 from wire.telemetry_config import LEVEL_NAMES, Level, TelemetryConfig
@@ -54,6 +56,30 @@ class AddressList(click.ParamType[tuple[str, ...]]):
             return value
         parts = [Address().convert(part.strip(), param, ctx) for part in str(value).split(",")]
         return tuple(f"{host}:{port}" for host, port in parts)
+
+
+class DraftTokens(click.ParamType[int]):
+    """auto, off or a number of tokens. Converts to `ScheduleConfig.draft`; `said` is the way back."""
+
+    name = "auto|off|n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read and check one value."""
+        from coordinator.draft_flights import DRAFT_AUTO
+
+        if isinstance(value, int):
+            return value  # a manifest's, which has checked it, or converted already
+        known = {"auto": DRAFT_AUTO, "off": 0} | {str(n): n for n in range(bounds.DRAFT_TOKENS_MAX + 1)}
+        if value not in known:
+            self.fail(f"{value!r} is not auto, off or a number from 1 to {bounds.DRAFT_TOKENS_MAX}", param, ctx)
+        return known[value]
+
+    @staticmethod
+    def said(n_tokens: int) -> str | int:
+        """Return what manifests call a converted value; as text it is what --draft takes."""
+        from coordinator.draft_flights import DRAFT_AUTO
+
+        return {DRAFT_AUTO: "auto", 0: "off"}.get(n_tokens, n_tokens)
 
 
 WIRE_NAMES = tuple(DTYPE_BY_NAME)
@@ -158,6 +184,13 @@ content_option = click.option(
 )
 
 
+def check_draft(given: dict[str, Any]) -> None:
+    """Raise UsageError where drafts are asked for by number and none would be made."""
+    by_hand = given["groups"] or given["group_rows"]
+    if given["draft"] > 0 and given["policy"] != "auto" and not by_hand:
+        raise UsageError(f"--draft {given['draft']} needs --policy auto: with {given['policy']} nothing is drafted")
+
+
 def check_engine(given: dict[str, Any]) -> None:
     """Raise UsageError for a flag of `engine_options` that no stage would take, before anything is done with others."""
     from stage.config import StageConfig
@@ -200,6 +233,9 @@ pipeline_options = _apply(
     click.option("--itl-stretch", type=FloatRange(1, 1000), default=2.0, show_default=True,
                  help="How many times longer running streams may wait between tokens while prompts are read; more "
                  "brings first tokens sooner."),
+    click.option("--draft", type=DraftTokens(), default="auto", show_default=True, metavar="auto|off|N",
+                 help="Tokens drafted ahead of a stream from what its own text repeats, and verified in one step: "
+                 f"auto: as many as pays; off; or always up to N, at most {bounds.DRAFT_TOKENS_MAX}."),
     click.option("--prefix-lanes", type=click.IntRange(0, 4096), default=None,
                  help="Lanes that may keep what ended streams computed; prompts that begin alike, such as the "
                  "next turn of a chat, are read from there on. Running streams are always copied from, unless this "

@@ -169,6 +169,7 @@ async def fleet(
     n_vocab: int = SHAPE.n_vocab,
     is_end: Callable[[int], bool] = lambda _: False,
     file: PipelineFile | None = None,
+    draft: int = 0,
 ) -> AsyncIterator[Fleet]:
     """A ready pipeline, of the model that `file` describes or the tiny one; at its end it drains, and all has gone."""
     made = Fleet(paths, n_lanes, kv_layout)
@@ -180,7 +181,7 @@ async def fleet(
     config = PipelineConfig(
         tuple(proxy.address for proxy in made.proxies) or tuple(made.addresses),
         DTYPE_F32,
-        ScheduleConfig(mode, n_groups=1, group_rows=8, chunk_rows=16),
+        ScheduleConfig(mode, n_groups=1, group_rows=8, chunk_rows=16, draft=draft),
         waiting_max=waiting_max,
         recovery_timeout_s=recovery_timeout_s,
         share=share,

@@ -93,6 +93,10 @@ def test_usage_errors_exit_with_2(model: Path, split: Path, tmp_path: Path) -> N
     refused(2, "stage", "--artifact", split / "stage-0.gguf", "--kv-type", "q3", says="q8_0")
     refused(2, "serve", "--pipeline", split, "--stages", "127.0.0.1:1", "--http", "127.0.0.1:0", says="2 stages")
     refused(2, "nonsense", says="nonsense")
+    for n_tokens in ("32", "-1", "x", "٣"):
+        says = f"'--draft': {n_tokens!r} is not auto, off or a number from 1 to 31"
+        refused(2, "up", "--model", model, "--draft", n_tokens, says=says)
+    refused(2, "serve", "--pipeline", split, "--draft", "1.5", says="'1.5' is not auto, off or a number from 1 to 31")
     for rate in ("-1", "0", "nan", "inf"):
         says = f"'--rate': {rate} is not a number of requests per second above 0"
         refused(2, "bench", "http://127.0.0.1:1", "--rate", rate, says=says)

@@ -71,6 +71,8 @@ def test_a_trace_answers_where_when_with_whom_and_why() -> None:
     assert "7 prompt tokens  took 512 ms" in text
     assert "queue 3.0 ms  prefill 20.0 ms  decode 12.3 s" in text
     assert "first token after 23.0 ms  between tokens mean 5.0 ms, p95 9.0 ms, max 11.0 ms" in text
+    assert "drafted" not in text
+    assert "\n  9 tokens drafted, 4 of them right\n" in shown(lived(drafted_tokens=9, accepted_tokens=4))
     assert "paused at 90.0 ms: stage 1 is gone [lost]" in text  # brackets are no markup
     assert "1 prefill and 40 decode steps of 3.5 rows (max 8), waited 3.0 ms (max 0.90 ms)" in text
     assert "stage 1 does not answer" in text

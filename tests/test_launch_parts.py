@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.draft_flights import DRAFT_AUTO
 from coordinator.pipeline_file import load_pipeline
+from deploy.cli_processes import schedule_config, serve_command
+from deploy.cli_up import _up_model, up_command
 from deploy.launch.arrange import arrange
 from deploy.launch.backoff import RestartHistory, RestartPolicy
 from deploy.launch.board import Board
-from deploy.launch.command import changes_of
+from deploy.launch.command import changes_of, up_manifest
 from deploy.launch.control import Launched, describe, end, find
 from deploy.launch.leftovers import end_leftovers
 from deploy.launch.log_files import LogReader, LogWriter, last_lines
@@ -32,9 +35,11 @@ from deploy.launch.state import LaunchState, ProcessRecord, StateDir
 from deploy.launch.supervisor import Supervisor
 from deploy.launch.tell import line_of
 from deploy.manifest import Manifest, load_manifest
+from deploy.manifest.dump import dump_manifest
 from deploy.manifest.load import ManifestError
 from tests.processes import relayline
 from tests.tiny_models import make_tiny
+from wire.bounds import DRAFT_TOKENS_MAX
 from wire.errors import StartError, UsageError
 from wire.security import load_security, read_token
 
@@ -336,6 +341,59 @@ def test_flags_win_over_the_manifest(tmp_path: Path) -> None:
     assert override(manifest, {}) is manifest
     with pytest.raises(UsageError, match="context"):
         override(manifest, {"context.tokens": 1})
+
+
+def draft_of_serve(*arguments: str | Path) -> int:
+    """What the coordinator's schedule is told when `relayline serve` is called so."""
+    return schedule_config(serve_command.make_context("serve", [*map(str, arguments)]).params).draft
+
+
+def test_drafts_by_number_need_the_policy_that_makes_them() -> None:
+    with pytest.raises(UsageError, match="--draft 4 needs --policy auto: with drain nothing is drafted"):
+        draft_of_serve("--policy", "drain", "--draft", "4")
+    assert draft_of_serve("--policy", "single", "--draft", "off") == 0
+    assert draft_of_serve("--policy", "drain", "--groups", "2", "--draft", "4") == 4
+
+
+@pytest.mark.parametrize(
+    ("said", "n_tokens"),
+    [("auto", DRAFT_AUTO), ("off", 0), ("0", 0), ("1", 1), (str(DRAFT_TOKENS_MAX), DRAFT_TOKENS_MAX)],
+)
+def test_drafts_are_said_alike_everywhere(
+    said: str, n_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a flag, a variable, in a manifest, over a manifest, and on the way through `up` and its background."""
+    assert draft_of_serve() == DRAFT_AUTO
+    assert draft_of_serve("--draft", said) == n_tokens
+    manifest, path = manifest_of(SMALL, tmp_path), tmp_path / "pipeline.yaml"
+    changed = {"draft": up_command.make_context("up", ["--draft", said]).params["draft"]}
+    settled = override(manifest, changes_of(changed))
+    path.write_text(dump_manifest(settled))
+    assert draft_of_serve("--manifest", path) == n_tokens
+    monkeypatch.setenv("RELAYLINE_DRAFT", "7")
+    assert draft_of_serve("--manifest", path) == 7
+    assert draft_of_serve("--manifest", path, "--draft", said) == n_tokens
+    monkeypatch.setenv("RELAYLINE_DRAFT", said)
+    assert draft_of_serve() == up_command.make_context("up", []).params["draft"] == n_tokens
+
+
+@pytest.mark.parametrize("said", ["auto", "off", "5"])
+def test_what_up_hands_on_means_the_same_again(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("deploy.splits.split_for", lambda *_: tmp_path)
+    monkeypatch.setattr("deploy.local.LocalConfig", lambda **config: told.extend(config["serve_arguments"]))
+    monkeypatch.setattr("wire.process.run", lambda _: None)
+    with up_command.make_context("up", ["--model", "m.gguf", "--http", "127.0.0.1:0", "--draft", said]) as context:
+        _up_model(context.params)
+    n_tokens = context.params["draft"]
+    assert draft_of_serve(*told) == n_tokens
+    told.clear()
+    manifest_of(SMALL, tmp_path)
+    monkeypatch.setattr("deploy.launch.command.ready_to_start", lambda *_: None)
+    monkeypatch.setattr("deploy.launch.command.start_detached", lambda arguments, *_: told.extend(arguments))
+    given = {"manifest": tmp_path / "pipeline.yaml", "state_dir": tmp_path / "state", "detach": True, "as_json": True}
+    up_manifest(given, {"draft": n_tokens}, ())
+    assert up_command.make_context("up", told).params["draft"] == n_tokens
 
 
 def test_threads_are_divided_among_the_stages_of_this_machine(tmp_path: Path) -> None:

@@ -130,8 +130,8 @@ def test_ranges_and_auto_may_be_mixed(layers: list[str], cuts: tuple[int | None,
 def test_yaml_means_the_same_as_in_an_editor() -> None:
     """YAML 1.2: `off` is text, 0o17 is fifteen, 8:30 is text."""
     text = SMALLEST + "  telemetry: {level: off}\n  coordinator: {queue: 0o17, modelId: 8:30}\n"
-    spec = parsed(text).spec
-    assert spec.telemetry.level == "off"
+    spec = parsed(text + "  batching: {draft: off}\n").spec
+    assert (spec.telemetry.level, spec.batching.draft) == ("off", "off")
     assert spec.coordinator.queue == 15
     assert spec.coordinator.model_id == "8:30"
 
@@ -158,6 +158,11 @@ def test_anchors_are_fine_in_moderation() -> None:
         (SMALLEST + "  context:\n", "spec.context: is empty; give it a value or leave the key out"),
         (SMALLEST + "  context: [1]\n", "spec.context: must be a mapping, not [1]"),
         (SMALLEST + "  batching: {share: 1}\n", "spec.batching.share: must be true or false, not 1"),
+        (SMALLEST + "  batching: {draft: of}\n", 'spec.batching.draft: "of" is not auto or off; did you mean off?'),
+        (SMALLEST + "  batching: {draft: 32}\n", "spec.batching.draft: must be at most 31, not 32"),
+        (SMALLEST + "  batching: {draft: 0}\n", "spec.batching.draft: must be at least 1, not 0"),
+        (SMALLEST + "  batching: {draft: true}\n", "spec.batching.draft: must be a whole number, not true"),
+        (SMALLEST + "  batching: {draft: }\n", "spec.batching.draft: is empty; give it a value or leave the key out"),
         (SMALLEST + "  telemetry: {level: batchs}\n", "is not off, summary, batches or frames; did you mean batches?"),
         (SMALLEST + "  stages: 0\n", "spec.stages: must be at least 1, not 0"),
         (SMALLEST + "  stages: []\n", "spec.stages: must have 1 or more entries, not []"),
@@ -317,7 +322,8 @@ def test_the_schema_is_a_schema_and_the_examples_follow_it() -> None:
 
 def test_the_schema_refuses_what_the_reader_refuses(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
-    for text in (SMALLEST + "  contxt: {}\n", SMALLEST + "  stages: 0\n", SMALLEST.replace("small", "Small")):
+    spec = ("contxt: {}", "stages: 0", "batching: {draft: 32}")
+    for text in (*(f"{SMALLEST}  {part}\n" for part in spec), SMALLEST.replace("small", "Small")):
         wrong.write_text(text)
         assert refusal(text)
         assert check_jsonschema("--schemafile", SCHEMA_FILE, wrong).returncode == 1

@@ -201,6 +201,32 @@ def test_a_bad_traceparent_begins_a_new_trace(header: str) -> None:
     assert world.kept.one("POST /v1/completions").parent is None
 
 
+def test_drafts_and_how_many_of_them_were_right() -> None:
+    world = World()
+    record = world.receive()
+    session = world.open(record)
+    world.observer.started(session.record, 3_000)
+    for position, token in enumerate((7, 8, 9), start=3):
+        session.history.append(token)
+        world.observer.token(session.record, position, None, 3_100, is_drafted=position > 3)
+    row = OutFrame(session, 5, (9, 10, 11), Flag.WANTS_SAMPLE | Flag.DRAFTED)
+    following = OutFrame(session, 8, (12,), Flag.WANTS_SAMPLE | Flag.DRAFTED)
+    world.observer.sent([OutFrame(session, 4, (8,), Flag.WANTS_SAMPLE), row], 3_200)
+    world.observer.sent([following], 3_200)
+    assert (session.record.n_drafted, session.record.n_accepted) == (3, 2)
+    told = world.observer.figures()
+    assert (told["generated_tokens"], told["drafted_tokens"], told["accepted_tokens"]) == (3, 3, 2)
+    assert told["prompt_tokens"] == 3, "tokens that come together are not each the first"
+    figures = world.figures()
+    for stem, value in (("drafts", 2), ("draft_tokens", 3), ("accepted_tokens", 2)):
+        assert figures[f"relayline_spec_decode_num_{stem}_total",] == value
+    assert figures["relayline_inter_token_latency_seconds_count",] == 2
+    world.observer.ended(session.record, 3_300)
+    world.observer.close()
+    found = attributes_of(world.kept.one(names.SPAN_DECODE))
+    assert (found[names.ATTR_DRAFTED], found[names.ATTR_ACCEPTED]) == (3, 2)
+
+
 def test_frames_carry_the_context_of_the_phase_they_belong_to() -> None:
     world = World()
     session = world.open(world.receive())

@@ -75,7 +75,7 @@ def test_gaps_are_condensed_by_nearest_rank() -> None:
 
 def test_a_session_counts_tokens_and_the_times_between_them() -> None:
     session = SessionRecord(n_prompt=4)
-    assert [session.token(4 + index, at_ns) for index, at_ns in enumerate((100, 130, 190))] == [0, 30, 60]
+    assert [session.token(4 + index, at_ns) for index, at_ns in enumerate((100, 130, 190))] == [None, 30, 60]
     session.end(200)
     assert (session.n_tokens, session.first_token_ns, session.last_token_ns) == (3, 100, 190)
     assert session.gaps == Gaps(2, 45, 60, 60, 60)

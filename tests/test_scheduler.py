@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benches.simulate_world import staircase
+from coordinator.flights import Kind
 from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.groups import GroupPlan, GroupPlanner
 from coordinator.prompt_line import BURST_PRESSURE, OLDEST_EVERY
@@ -491,15 +492,14 @@ class Machine:
                 self.under_way.append(frame)
 
     def check(self) -> None:
-        plan, scheduler = self.scheduler.plan(), self.scheduler
-        assert scheduler._n_decode_flights >= 0
-        assert scheduler._n_prefill_flights >= 0
-        assert scheduler._under_way_ns >= 0
+        plan, scheduler, flights = self.scheduler.plan(), self.scheduler, self.scheduler._flights
+        assert min(map(flights.count, Kind)) >= 0
+        assert flights._work_ns >= 0
         if scheduler.config.mode != "drain":
-            assert scheduler._n_decode_flights <= plan.n_groups
-            assert scheduler._n_prefill_flights <= plan.prefill_flights
+            assert flights.count(Kind.DECODE) <= plan.n_groups
+            assert flights.count(Kind.PREFILL) <= plan.prefill_flights
         alive = {(f.session.session_id, f.position + len(f.tokens)) for f in self.under_way}
-        assert {key for key in scheduler._flights if key[0] in self.sessions} == {
+        assert {key for key in flights._by_key if key[0] in self.sessions} == {
             key for key in alive if key[0] in self.sessions
         }
 
@@ -510,11 +510,11 @@ class Machine:
             self.take()
             self.check()
         assert not self.sessions, "every session has ended"
-        scheduler = self.scheduler
-        assert not scheduler._flights
-        assert not scheduler._under_way
-        assert (scheduler._n_decode_flights, scheduler._n_prefill_flights, scheduler.n_decoding) == (0, 0, 0)
-        assert scheduler._under_way_ns == pytest.approx(0, abs=1e-3)
+        scheduler, flights = self.scheduler, self.scheduler._flights
+        assert not flights._by_key
+        assert not flights._positions
+        assert (*map(flights.count, Kind), scheduler.n_decoding) == (0, 0, 0, 0)
+        assert flights._work_ns == pytest.approx(0, abs=1e-3)
         assert scheduler.take(0) == []
 
 

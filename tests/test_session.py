@@ -14,7 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benches.simulate_world import smooth
 from coordinator import prefixes
+from coordinator.draft_flights import DRAFT_AUTO
+from coordinator.drafts import Acceptance
 from coordinator.generation import GenerationRequest, SamplingParams, TokenEvent
 from coordinator.pipeline import Phase, Pipeline, PipelineConfig
 from coordinator.scheduler import ScheduleConfig
@@ -22,6 +25,7 @@ from coordinator.session import REPLAYS_MAX, OutFrame, Session, State
 from coordinator.stage_cost import StageCost
 from coordinator.streams import SessionStream
 from coordinator.suspects import LOSSES_ALONE, LOSSES_MAX
+from stage.picking import is_guessed_wrong
 from tests.fakes import pipeline_file
 from wire.curve import CostCurve
 from wire.envelope import DTYPE_F16
@@ -165,6 +169,135 @@ def test_cancel_closes_once() -> None:
     assert session.cancel() == []
 
 
+# --- drafts -----------------------------------------------------------------------------------------------------------
+
+
+def drafting(prediction: tuple[int, ...], max_tokens: int = 20) -> Session:
+    """A session that has its first token, 50, and expects these after it."""
+    request = GenerationRequest("r", (100, 101, 102), max_tokens, SamplingParams(), prediction=(50, *prediction))
+    session = Session(7, request, lambda token: token == END_TOKEN, acceptance=Acceptance())
+    prefilled(session)
+    return session
+
+
+def extended(session: Session, frames: list[OutFrame], n_tokens: int) -> OutFrame:
+    (frame,) = frames
+    session.extend(frame, n_tokens)
+    return frame
+
+
+GUESS = SAMPLE | Flag.DRAFTED
+
+
+def test_guesses_travel_behind_the_row_and_right_ones_need_no_frame() -> None:
+    session = drafting((51, 52, 53, 54))
+    frame = extended(session, session.sampled(3, 50)[1], 2)
+    assert shape([frame]) == [(3, (50, 51, 52), GUESS)]
+    assert frame.n_drafted == 2
+    for position, token in ((4, 51), (5, 52)):
+        event, frames = session.sampled(position, token)
+        assert event is not None
+        assert (frames, event.is_drafted, event.is_predicted) == ([], True, True)
+    event, frames = session.sampled(6, 53)
+    assert event is not None
+    assert (shape(frames), event.is_drafted, event.is_predicted) == ([(6, (53,), SAMPLE)], False, True)
+
+
+def test_behind_a_wrong_guess_the_right_row_leaves() -> None:
+    session = drafting((51, 52, 53, 54))
+    extended(session, session.sampled(3, 50)[1], 3)
+    assert session.sampled(4, 51)[1] == []
+    event, frames = session.sampled(5, 99)
+    assert event is not None
+    assert (shape(frames), event.is_drafted) == ([(5, (99,), SAMPLE)], False)
+    assert not session.ahead
+    assert session.sampled(6, 53)[0] is not None, "guesses of before count no more"
+
+
+def test_guesses_follow_behind_those_that_are_under_way() -> None:
+    session = drafting((51, 52, 53, 54, 55))
+    extended(session, session.sampled(3, 50)[1], 1)
+    following = session.guess(2)
+    assert following is not None
+    assert shape([following]) == [(5, (52, 53), GUESS | Flag.GUESSED)]
+    assert following.n_drafted == 2
+    assert session.chances(9) == pytest.approx(session._drafter.chances(3, 2))  # type: ignore[union-attr]
+    session.sampled(4, 51)
+    last = session.guess(9)
+    assert last is not None
+    assert shape([last]) == [(7, (54, 55), GUESS | Flag.GUESSED)]
+    assert session.guess(1) is None
+    assert session.chances(1) == []
+
+
+def test_no_guess_ends_an_answer_or_goes_beyond_it() -> None:
+    session = drafting((51, END_TOKEN, 53))
+    frame = extended(session, session.sampled(3, 50)[1], 9)
+    assert frame.tokens == (50, 51)
+    session = drafting((51, 52, 53, 54), max_tokens=3)
+    frame = extended(session, session.sampled(3, 50)[1], 9)
+    assert frame.tokens == (50, 51), "what this row brings is the last token"
+    assert session.guess(1) is None
+    assert session.sampled(4, 51)[1] == []
+    event, frames = session.sampled(5, 52)
+    assert event is not None
+    assert (event.finish_reason, shape(frames)) == ("length", [(0, (), Flag.CLOSE)])
+    assert not session.ahead
+
+
+def test_who_starts_again_has_nothing_under_way() -> None:
+    session = drafting((51, 52, 53, 54, 55))
+    extended(session, session.sampled(3, 50)[1], 4)
+    session.sampled(4, 51)
+    session.give_way()
+    session.start()
+    assert not session.ahead
+    assert (session.chances(3), session.guess(3)) == ([], None), "while its history is read"
+    chunks_of(session, 64)
+    frame = extended(session, session.sampled(5, 52)[1], 2)
+    assert frame.tokens == (52, 53, 54), "what was learned of its text stays"
+
+
+def test_behind_a_replay_within_an_epoch_nothing_is_guessed() -> None:
+    """Answers of before it are taken as well, and might be of other guesses than those that are under way now."""
+    session = drafting((51, 52, 53, 54, 55))
+    extended(session, session.sampled(3, 50)[1], 3)
+    session.start()
+    chunks_of(session, 64)
+    (waiting,) = session.sampled(4, 51)[1]
+    later = session.sampled(5, 52)[1]
+    assert extended(session, [waiting], 2).tokens == (51,)
+    assert extended(session, later, 2).tokens == (52,)
+    assert (session.chances(3), session.guess(3)) == ([], None)
+    session.give_way()
+    session.start()  # the next epoch
+    chunks_of(session, 64)
+    assert extended(session, session.sampled(6, 53)[1], 2).tokens == (53, 54, 55)
+
+
+def test_of_an_answer_that_waits_behind_another_nothing_is_guessed() -> None:
+    session = drafting((51, 52, 53, 54, 55))
+    (waiting,) = session.sampled(3, 50)[1]
+    later = session.sampled(4, 51)[1]
+    assert extended(session, [waiting], 2).tokens == (50,), "its successor has a frame of its own"
+    assert extended(session, later, 2).tokens == (51, 52, 53)
+
+
+def test_what_was_predicted_is_told_where_nothing_is_drafted_too() -> None:
+    session = drafting((51, 52, 53))
+    session.acceptance = None
+    events = [session.sampled(3 + at, token)[0] for at, token in enumerate((50, 51, 99, 53))]
+    assert [event.is_predicted for event in events if event] == [True, True, False, True]
+    assert (session.chances(3), session.guess(3)) == ([], None)
+
+
+def test_a_session_without_acceptance_drafts_nothing() -> None:
+    session = new_session(3, 9)
+    prefilled(session)
+    frame = extended(session, session.sampled(3, 100)[1], 5)
+    assert (frame.tokens, frame.flags, session.guess(3), session.chances(3)) == ((100,), SAMPLE, None, [])
+
+
 # --- the pipeline's glue against a model of the stages ----------------------------------------------------------------
 
 CTX = 64
@@ -187,10 +320,12 @@ class StagesModel:
     replies: list[pb.ReturnEnvelope] = dataclasses.field(default_factory=list)  # in flight towards the coordinator
     said: list[pb.ReturnEnvelope] = dataclasses.field(default_factory=list)  # everything ever said, for echoes
     rows: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    last: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)  # position and token sampled last
     refused: set[int] = dataclasses.field(default_factory=set)  # sessions whose open was; their rows are dropped
     epoch: int = 0
     n_taken: int = 0  # lanes that another coordinator has
     n_behind: int = -1  # rows that some stage lacks when an epoch ends; -1: it was started anew
+    had_fault: bool = False  # a session was replayed: answers from before it may be ahead of its rows
 
     def push(self, frames: Iterable[OutFrame]) -> None:
         for frame in frames:
@@ -216,6 +351,7 @@ class StagesModel:
         session_id = frame.session.session_id
         if frame.flags & Flag.OPEN:
             self.refused.discard(session_id)
+            self.last.pop(session_id, None)
             if session_id not in self.rows and len(self.rows) + self.n_taken >= self.n_lanes:
                 assert self.n_taken, "the coordinator opened more sessions than there are lanes"
                 self.refused.add(session_id)
@@ -225,7 +361,9 @@ class StagesModel:
             self.rows.setdefault(session_id, [])
         elif frame.flags & Flag.COPY_PREFIX and session_id not in self.refused:
             source = self.rows.get(frame.argument)
-            if source is None:  # it was refused, or given up while its frames waited
+            lacks_rows = source is not None and self.had_fault and frame.position > len(source)
+            # Or it was given up while its frames waited.
+            if source is None or frame.argument in self.refused or lacks_rows:
                 self.refused.add(session_id)
                 fault = pb.SessionFault(session_id=session_id, label="bad_session", message="not open")
                 self.say(pb.ReturnEnvelope(epoch=self.epoch, faults=[fault]))
@@ -240,18 +378,31 @@ class StagesModel:
             assert frame.position <= len(self.rows[session_id]), "it does not hold so much"
             del self.rows[session_id][frame.position :]
         elif session_id not in self.refused:
-            held = self.rows[session_id]
-            assert frame.position <= len(held), "a gap"
-            held[frame.position :] = frame.tokens
-            assert held == frame.session.history[: len(held)], "what was copied is another history"
-            n_prompt = len(frame.session.request.prompt_tokens)
-            assert held[n_prompt:] == [oracle(session_id, n_prompt + i) for i in range(len(held) - n_prompt)]
-            if frame.flags & SAMPLE:
-                sample = pb.Sampled(session_id=session_id, position=len(held), token=oracle(session_id, len(held)))
-                self.say(pb.ReturnEnvelope(epoch=self.epoch, samples=[sample]))
-            else:
-                passed = pb.Progress(session_id=session_id, position=len(held))
-                self.say(pb.ReturnEnvelope(epoch=self.epoch, progress=[passed]))
+            self.compute(frame)
+
+    def compute(self, frame: OutFrame) -> None:
+        session_id, flags = frame.session.session_id, frame.flags
+        held = self.rows[session_id]
+        assert frame.position <= len(held), "a gap"
+        held[frame.position :] = frame.tokens
+        answer = pb.ReturnEnvelope(epoch=self.epoch)
+        queued = mock.Mock(flags=flags, position=frame.position, draft_tokens=frame.tokens)
+        n_good = 0
+        if not is_guessed_wrong(queued, mock.Mock(last=self.last.get(session_id))):
+            for at in range(len(frame.tokens)) if flags & Flag.DRAFTED else (len(frame.tokens) - 1,):
+                n_good = frame.position + at + 1
+                if flags & SAMPLE:
+                    token = oracle(session_id, n_good)
+                    self.last[session_id] = (n_good, token)
+                    answer.samples.append(pb.Sampled(session_id=session_id, position=n_good, token=token))
+                if at + 1 < len(frame.tokens) and frame.tokens[at + 1] != oracle(session_id, n_good):
+                    break
+        n_prompt = len(frame.session.request.prompt_tokens)
+        true = [*frame.session.request.prompt_tokens, *(oracle(session_id, at) for at in range(n_prompt, n_good))]
+        assert held[:n_good] == true[:n_good], "what was sampled stood on another history"
+        if not (answer.samples and n_good == len(held)):
+            answer.progress.append(pb.Progress(session_id=session_id, position=len(held)))
+        self.say(answer)
 
     def say(self, message: pb.ReturnEnvelope) -> None:
         self.replies.append(message)
@@ -285,8 +436,11 @@ class Client:
 class World:
     """A pipeline whose connection is the model."""
 
-    def __init__(self, n_lanes: int, mode: str = "auto", share: bool = False, prefix_lanes: int = 0) -> None:
-        schedule = ScheduleConfig(mode, n_groups=2, group_rows=2, chunk_rows=3)
+    def __init__(
+        self, n_lanes: int, mode: str = "auto", share: bool = False, prefix_lanes: int = 0, draft: int = 0
+    ) -> None:
+        """With `draft` not 0 clients predict their answers, and every third token wrongly."""
+        schedule = ScheduleConfig(mode, n_groups=2, group_rows=2, chunk_rows=3, draft=draft)
         config = PipelineConfig(("a:1",), DTYPE_F16, schedule, waiting_max=2, share=share, prefix_lanes=prefix_lanes)
         self.pipeline = Pipeline(config, pipeline_file(1, n_vocab=ORACLE_VOCAB), lambda _: False)
         self.stages = StagesModel(n_lanes)
@@ -298,20 +452,15 @@ class World:
         stages.n_lanes = n_lanes or stages.n_lanes
         pipeline.epoch += 1
         stages.epoch = pipeline.epoch
-        stages.frames, stages.refused = [], set()
+        stages.frames, stages.refused, stages.last = [], set(), {}
         held = stages.left()
-        self.cancel_refresher()
         pipeline._connection = mock.Mock(n_lanes=stages.n_lanes, ctx_tokens=CTX, held=held)
-        pipeline._connection.stage_costs = lambda: [StageCost(CostCurve(), CostCurve(), 64)]
+        curve = smooth() if pipeline.config.schedule.draft else CostCurve()  # two stages: guesses have one to fill
+        pipeline._connection.stage_costs = lambda: [StageCost(curve, curve, 64)] * (2 if curve.is_known else 1)
         with mock.patch("coordinator.pipeline.TokenSender", return_value=stages):
             pipeline._resume(pipeline._connection)
 
-    def cancel_refresher(self) -> None:
-        if self.pipeline._refresher is not None:
-            self.pipeline._refresher.cancel()
-
     def disconnect(self) -> None:
-        self.cancel_refresher()
         self.pipeline.phase, self.pipeline._lost_at_ns = Phase.RECOVERING, time.monotonic_ns()
         self.pipeline._give_up_guilty(StageLostError("a stage died"))
         self.pipeline._connection = self.pipeline._sender = None
@@ -321,6 +470,9 @@ class World:
         try:
             stream = self.pipeline.open(request)
             (session,) = (a.session for a in self.pipeline._audiences.values() if stream in a.streams)
+            if self.pipeline.config.schedule.draft:
+                predicted = [oracle(session.session_id, n_prompt + at) + (at % 3 == 2) for at in range(max_tokens)]
+                session.request = dataclasses.replace(session.request, prediction=tuple(predicted))
             self.clients.append(Client(stream, session))
         except NotReadyError:
             assert self.pipeline.phase is Phase.LOADING
@@ -332,6 +484,7 @@ class World:
             self.pipeline._on_return(self.stages.replies.pop(0))
 
     def fault(self, client: Client, retryable: bool, position: int = 0) -> None:
+        self.stages.had_fault = True
         session_id, label = client.session.session_id, "no_lane" if retryable else "not_finite"
         fault = pb.SessionFault(session_id=session_id, position=position, label=label, message="m", retryable=retryable)
         self.stages.said.append(pb.ReturnEnvelope(epoch=self.pipeline.epoch, faults=[fault]))
@@ -372,7 +525,6 @@ class World:
         admission = self.pipeline._admission
         assert (admission.running, len(admission.waiting)) == ({}, 0)
         assert (self.pipeline._audiences, self.pipeline._shared) == ({}, {})
-        self.cancel_refresher()
         kept = {kept.session.session_id: kept.tokens for kept in self.pipeline._prefixes._kept}
         assert self.stages.rows == kept, "a lane was never given back, or is not what the coordinator believes"
         assert len(kept) <= self.pipeline.config.prefix_lanes
@@ -424,12 +576,19 @@ async def play(world: World, event: tuple[object, ...]) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(EVENTS, st.integers(1, 3), st.sampled_from(["auto", "drain", "fixed"]), st.booleans(), st.integers(0, 2))
+@given(
+    EVENTS,
+    st.integers(1, 3),
+    st.sampled_from(["auto", "drain", "fixed"]),
+    st.booleans(),
+    st.integers(0, 2),
+    st.sampled_from([0, DRAFT_AUTO, 1, 4]),
+)
 def test_every_request_ends_once_with_its_tokens_in_order(
-    events: list[tuple[object, ...]], n_lanes: int, mode: str, share: bool, prefix_lanes: int
+    events: list[tuple[object, ...]], n_lanes: int, mode: str, share: bool, prefix_lanes: int, draft: int
 ) -> None:
     async def scenario() -> None:
-        world = World(n_lanes, mode, share, prefix_lanes)
+        world = World(n_lanes, mode, share, prefix_lanes, draft)
         for event in events:
             await play(world, event)
             world.pipeline._dispatch_now()  # what the end of a turn of the loop does

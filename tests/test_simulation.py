@@ -34,6 +34,7 @@ from benches.simulate_world import (
     streams,
 )
 from coordinator import scheduler as scheduler_module
+from coordinator.flights import Kind
 from coordinator.groups import GroupPlanner
 from coordinator.scheduler import ScheduleConfig, Scheduler
 from coordinator.session import OutFrame
@@ -410,7 +411,7 @@ class Overbooks(Scheduler):
     """Ignores the number of flights."""
 
     def _take_groups(self, envelopes: list[list[OutFrame]], now_ns: int) -> None:
-        self._n_decode_flights = 0
+        self._flights._n[Kind.DECODE] = 0
         super()._take_groups(envelopes, now_ns)
 
 

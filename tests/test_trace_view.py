@@ -20,6 +20,7 @@ def lived() -> RequestRecord:
     session.token(8, 50 * MS)
     session.token(9, 70 * MS)
     session.event("paused", 55 * MS, "stage 1 is gone")
+    session.n_drafted, session.n_accepted = 5, 2
     session.end(71 * MS)
     session.finish_reason = "length"
     session.stages[0] = StageRecord(n_prefill_steps=1, n_decode_steps=2, batch_rows_sum=7, batch_rows_max=4)
@@ -44,6 +45,7 @@ def test_phases_and_batches() -> None:
     (stream,) = found["streams"]  # type: ignore[misc]
     assert stream["session_id"] == f"{5:016x}"
     assert (stream["queue_ms"], stream["prefill_ms"], stream["decode_ms"], stream["ttft_ms"]) == (8.0, 20.0, 30.0, 28.0)
+    assert (stream["drafted_tokens"], stream["accepted_tokens"]) == (5, 2)
     assert stream["itl_ms"] == {"mean": 15.0, "p50": 20.0, "p95": 20.0, "max": 20.0}
     assert stream["chunks"] == [{"at_ms": 10.0, "position": 0, "rows": 7, "took_ms": 20.0}]
     assert stream["events"] == [{"at_ms": 45.0, "name": "paused", "detail": "stage 1 is gone"}]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from coordinator.planner.instance import KV_VALUE_BYTES, Instance, Load, Machine, ModelShape
+from wire.bounds import DRAFTED_ROWS_MAX
 from wire.curve import PAD_SEARCH_ROWS
 from wire.kv_layout import has_scores
 
@@ -63,7 +64,7 @@ def compute_bytes(model: ModelShape, load: Load, *, is_last: bool) -> int:
     """Estimate llama.cpp's compute buffers and this project's row buffers."""
     rows = max(load.max_rows, load.n_lanes + 1)
     graph = rows * (_attention_bytes(model, load, rows) + 4 * (FF_COPIES * model.n_ff + EMBD_COPIES * model.n_embd))
-    logits = 4 * model.n_vocab * min(load.n_lanes + PAD_SEARCH_ROWS, rows) if is_last else 0
+    logits = 4 * model.n_vocab * min(load.n_lanes + DRAFTED_ROWS_MAX + PAD_SEARCH_ROWS, rows) if is_last else 0
     return graph + logits
 
 

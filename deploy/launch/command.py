@@ -15,6 +15,7 @@ from deploy.launch.state import StateDir, state_root
 from deploy.launch.tell import line_of
 from deploy.local import print_prefixed
 from deploy.manifest import Manifest, load_manifest
+from deploy.options import DraftTokens
 from wire.errors import RelaylineError
 
 # Flag -> where the manifest says the same.
@@ -28,6 +29,7 @@ PLACES = {
     "prefill_rows": "batching.prefillRows",
     "prefill_chunk": "batching.prefillChunk",
     "itl_stretch": "batching.itlStretch",
+    "draft": "batching.draft",
     "groups": "batching.groups",
     "group_rows": "batching.groupRows",
     "policy": "batching.policy",
@@ -46,6 +48,8 @@ def changes_of(changed: dict[str, Any]) -> dict[str, Any]:
     changes = {PLACES[flag]: value for flag, value in changed.items() if flag in PLACES}
     if "http" in changed:
         changes["coordinator.http"] = dict(zip(("host", "port"), changed["http"], strict=True))
+    if "draft" in changed:
+        changes[PLACES["draft"]] = DraftTokens.said(changed["draft"])
     if "no_share" in changed:
         changes["batching.share"] = not changed["no_share"]
     if "no_calibrate" in changed:
@@ -101,6 +105,8 @@ def _detach(
             arguments += [f"--{flag.replace('_', '-')}"] if value else []
         elif flag == "http":
             arguments += ["--http", f"{value[0]}:{value[1]}"]
+        elif flag == "draft":
+            arguments += ["--draft", str(DraftTokens.said(value))]
         else:
             arguments += [f"--{flag.replace('_', '-')}", str(value)]
 

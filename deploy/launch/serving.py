@@ -60,6 +60,7 @@ def flag_defaults(manifest: Manifest) -> dict[str, Any]:
         "prefill_rows": batching.prefill_rows,
         "prefill_chunk": batching.prefill_chunk,
         "itl_stretch": batching.itl_stretch,
+        "draft": batching.draft,
         "groups": batching.groups,
         "group_rows": batching.group_rows,
         "no_share": not batching.share,

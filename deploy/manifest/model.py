@@ -123,6 +123,17 @@ class Wire(Part):
     """File with the join token. Without it, the file `token` of the TLS directory, if there is one."""
 
 
+def _draft_tag(value: Any) -> str:
+    return "word" if isinstance(value, str) else "count"
+
+
+Draft = Annotated[
+    Annotated[Literal["auto", "off"], Tag("word")]
+    | Annotated[Annotated[int, Field(ge=1, le=bounds.DRAFT_TOKENS_MAX)], Tag("count")],
+    Discriminator(_draft_tag),
+]
+
+
 class Batching(Part):
     """How frames of many streams become native steps."""
 
@@ -136,6 +147,9 @@ class Batching(Part):
     """Largest number of prompt rows per frame; 0: chosen."""
     itl_stretch: Annotated[float, Field(ge=1, le=1_000)] = 2.0
     """How many times longer running streams may wait between tokens while prompts are read."""
+    draft: Draft = "auto"
+    """Tokens drafted ahead of a stream from what its own text repeats, and verified in one step. auto: as many as pays;
+    off: none; or always up to so many."""
     groups: Annotated[int, Field(ge=0, le=4_096)] = 0
     """Decode groups by hand; 0: chosen."""
     group_rows: Annotated[int, Field(ge=0, le=bounds.ROWS_PER_ENVELOPE_MAX)] = 0

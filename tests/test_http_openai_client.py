@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.http_support import (
     WAIT_S,
     FakeGenerator,
     Gate,
+    Script,
     Served,
     Step,
     says,
@@ -105,6 +107,92 @@ async def test_penalties_and_biases(tokenizer: Tokenizer) -> None:
             await client.completions.create(model=MODEL, prompt="x", logit_bias={str(N_VOCAB): 1})
         assert caught.value.param == "logit_bias"
         assert len(served.generator.requests) == 1
+
+
+def follows(said: bytes) -> Script:
+    """Says so whatever is predicted, and tells what the prediction goes on with as the pipeline does."""
+
+    def script(request: GenerationRequest) -> Iterable[Step]:
+        at = 0
+        for event in tokens(request, said):
+            is_predicted = event.token in request.prediction[at : at + 1]
+            at += is_predicted
+            yield dataclasses.replace(event, is_predicted=is_predicted)
+
+    return script
+
+
+def predicting(content: object) -> dict[str, object]:
+    return {"type": "content", "content": content}
+
+
+@pytest.mark.parametrize("content", ["abxd", [{"type": "text", "text": "ab"}, {"type": "text", "text": "xd"}]])
+async def test_a_prediction_reaches_every_choice_and_is_counted(tokenizer: Tokenizer, content: object) -> None:
+    async with client_of(tokenizer, FakeGenerator(follows(b"abcd"))) as (client, served):
+        asked = {"model": MODEL, "prediction": predicting(content)}
+        for n in (1, 3):
+            reply = await client.chat.completions.create(**asked, messages=[USER], n=n)
+            assert [choice.message.content for choice in reply.choices] == ["abcd"] * n
+            assert {request.prediction for request in served.generator.requests[-n:]} == {tuple(b"abxd")}
+            details = reply.usage.completion_tokens_details
+            assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (2 * n, 2 * n)
+            assert reply.usage.completion_tokens == 5 * n, "what was rejected is not of the answer"
+            stream = await client.chat.completions.create(
+                **asked, messages=[USER], n=n, stream=True, stream_options={"include_usage": True}
+            )
+            *_, last = [chunk async for chunk in stream]
+            assert last.usage == reply.usage
+        body = {"prediction": asked["prediction"]}
+        whole = await client.completions.create(model=MODEL, prompt=["x", "y"], n=2, extra_body=body)
+        details = whole.usage.completion_tokens_details
+        assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (8, 8)
+        assert {request.prediction for request in served.generator.requests} == {tuple(b"abxd")}
+
+
+async def test_without_a_prediction_none_is_counted(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, FakeGenerator(follows(b"abcd"))) as (client, served):
+        for none in ({}, {"prediction": None}, {"prediction": predicting("")}, {"prediction": predicting([])}):
+            reply = await client.chat.completions.create(model=MODEL, messages=[USER], **none)
+            details = reply.usage.completion_tokens_details
+            assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+        assert {request.prediction for request in served.generator.requests} == {()}
+
+
+async def test_predicted_tokens_count_up_to_a_stop_string(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, FakeGenerator(follows(b"abcdef"))) as (client, _):
+        reply = await client.chat.completions.create(
+            model=MODEL, messages=[USER], prediction=predicting("abcdef"), stop="bc"
+        )
+        assert reply.choices[0].message.content == "a"
+        details = reply.usage.completion_tokens_details
+        assert reply.usage.completion_tokens == 3
+        assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (3, 3)
+
+
+async def test_a_choice_that_says_more_than_was_predicted_takes_nothing_from_others(tokenizer: Tokenizer) -> None:
+    def script(request: GenerationRequest) -> Iterable[Step]:
+        is_predicted = request.sampling.seed == 0  # all that one choice says, nothing of the other
+        return (dataclasses.replace(event, is_predicted=is_predicted) for event in tokens(request, b"aaaa"))
+
+    async with client_of(tokenizer, FakeGenerator(script)) as (client, _):
+        reply = await client.chat.completions.create(
+            model=MODEL, messages=[USER], prediction=predicting("aa"), n=2, seed=0, max_completion_tokens=4
+        )
+        details = reply.usage.completion_tokens_details
+        assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (4, 2)
+
+
+async def test_a_prediction_is_text_and_no_longer_than_a_stream(tmp_path: Path) -> None:
+    adding = Tokenizer.load(write_tokenizer(tmp_path / "tokenizer.gguf", add_bos=True))
+    async with client_of(adding, FakeGenerator(ctx_tokens=64)) as (client, served):
+        for content in ("<|im_end|>hello", "z" * 64, "z" * 65):
+            await client.chat.completions.create(model=MODEL, messages=[USER], prediction=predicting(content))
+        special, *long = [request.prediction for request in served.generator.requests]
+        assert special == (*b"<|im_end|>", adding.encode("hello", add_special=False)[0])
+        assert long == [tuple(b"z" * 64)] * 2
+        with pytest.raises(openai.BadRequestError, match='prediction: type must be "content"') as caught:
+            await client.chat.completions.create(model=MODEL, messages=[USER], prediction={"type": "x", "content": "y"})
+        assert caught.value.param == "prediction"
 
 
 async def test_completion_stream(tokenizer: Tokenizer) -> None:

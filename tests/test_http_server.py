@@ -223,6 +223,10 @@ async def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(tmp_path_fa
         assert choice["logprobs"]["tokens"][0] == "token_id:104"
         async with session.post("/v1/completions", json={"prompt": [300]}) as reply:
             assert reply.status == 400
+        for content, param in (("text", "prediction"), ("", None)):
+            body = ids | {"prediction": {"type": "content", "content": content}}
+            async with session.post("/v1/completions", json=body) as reply:
+                assert (await reply.json()).get("error", {}).get("param") == param
 
 
 async def test_no_template_points_at_completions(tokenizer: Tokenizer) -> None:
@@ -272,6 +276,7 @@ TEXTS = ["hello world"] * 3
         ("/v1/completions", lambda n: {"prompt": TEXTS * n}),  # each of them is short
         ("/v1/completions", lambda n: {"prompt": [104, 101] * 20 * n, "echo": True}),
         ("/v1/chat/completions", lambda n: {"messages": [{"role": "user", "content": "hi" * 20 * n}]}),
+        ("/v1/completions", lambda n: {"prompt": "x", "prediction": {"type": "content", "content": "hi" * 20 * n}}),
         ("/tokenize", lambda n: {"content": "hello " * 6 * n}),
         ("/tokenize", lambda n: {"content": "é" * 3 * n, "with_pieces": True}),
         ("/detokenize", lambda n: {"tokens": [104, 101] * 4 * n}),

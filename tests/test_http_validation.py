@@ -108,6 +108,7 @@ NEUTRAL = {
     "mirostat": 0,
     "grammar": "",
     "guided_json": None,
+    "prediction": {"type": "content", "content": ""},
 }
 
 
@@ -115,6 +116,18 @@ def test_neutral_and_unknown_fields_change_nothing() -> None:
     assert completion_plan(**NEUTRAL, best_of=1, suffix="") == completion_plan()
     assert completion_plan(n=2, best_of=2).n == 2
     assert chat_plan(**NEUTRAL | {"tools": [], "modalities": ["text"], "tool_choice": "none"}) == chat_plan()
+
+
+PREDICTIONS = [
+    *("text", ["text"], 5, True, {}, {"content": "text"}),
+    *({"type": kind, "content": "text"} for kind in ("", "text", None, 5, ["content"])),
+    *({"type": "content", "content": content} for content in (5, 0, False, {}, {"type": "text", "text": "x"})),
+    *({"type": "content", "content": [part]} for part in ("x", None, True, 0.5, {"text": "x"}, {"type": "text"})),
+    {"type": "content", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": 5}]},
+    {"type": "content", "content": [{"type": "refusal", "refusal": "x", "text": "x"}]},
+    {"type": "content", "content": [5, "x"]},
+    {"type": "content", "content": [5, True]},
+]
 
 
 @pytest.mark.parametrize(
@@ -183,6 +196,11 @@ def test_neutral_and_unknown_fields_change_nothing() -> None:
         (completion_plan, {"json_schema": {"type": "object"}, "ignore_eos": True}, "ignore_eos"),
         (chat_plan, {"functions": [{}]}, "functions"),
         (chat_plan, {"modalities": ["text", "audio"]}, "modalities"),
+        *(
+            (plan, {"prediction": wrong}, "prediction")
+            for plan in (completion_plan, chat_plan)
+            for wrong in PREDICTIONS
+        ),
     ],
 )
 def test_refusals_name_the_field(plan: Callable[..., Plan], fields: dict[str, Any], param: str) -> None:
@@ -231,6 +249,34 @@ def test_prompt_forms(prompt: Any, parts: list[str | list[int]] | None) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         validation.split_prompt(prompt, 2, LIMITS)
     assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("plan", [completion_plan, chat_plan])
+def test_prediction_forms(plan: Callable[..., Plan]) -> None:
+    def predicted(*texts: str) -> str:
+        parts = [{"type": "text", "text": text} for text in texts]
+        return plan(prediction={"type": "content", "content": parts}).prediction
+
+    assert plan(prediction={"type": "content", "content": " a\n"}).prediction == " a\n"
+    assert predicted("if x:\n", "    y") == "if x:\n    y", "nothing comes between parts"
+    for nothing in (None, {"type": "content"}, *({"type": "content", "content": none} for none in (None, "", []))):
+        assert plan(prediction=nothing) == plan()
+    assert predicted("", "") == ""
+    assert plan(prediction={"type": "content", "content": [5, 0, 7]}).prediction == (5, 0, 7)
+
+
+def test_long_predictions() -> None:
+    limits = HttpLimits(prediction_chars_max=4)
+    for content, n_chars in (("größ", 4), ("größe", 5), ([{"type": "text", "text": "abc"}] * 2, 6)):
+        body = decode_body(
+            json.dumps({"prompt": "x", "prediction": {"type": "content", "content": content}}).encode(), CompletionBody
+        )
+        if n_chars <= 4:
+            assert validation.plan_completion(body, limits, SEED).prediction == content
+            continue
+        with pytest.raises(InvalidRequestError, match=f"prediction: at most 4 characters, got {n_chars}") as caught:
+            validation.plan_completion(body, limits, SEED)
+        assert caught.value.param == "prediction"
 
 
 def test_fitting_the_context() -> None:
@@ -302,6 +348,7 @@ JSON = st.recursive(
 )
 FIELDS = sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__, "content", "tokens"})
 MESSAGE = st.fixed_dictionaries({"role": st.text(max_size=5) | JSON, "content": st.text(max_size=20) | JSON})
+PREDICTION = st.fixed_dictionaries({"type": st.just("content"), "content": st.text(max_size=20) | JSON})
 PLAUSIBLE = st.one_of(
     st.integers(-2, 300),
     st.floats(-1, 3),
@@ -309,6 +356,7 @@ PLAUSIBLE = st.one_of(
     st.text(max_size=10),
     st.lists(st.integers(-1, 300), max_size=5),
     st.lists(MESSAGE | st.text(max_size=5), max_size=3),
+    PREDICTION,
 )
 REQUIRED = {"prompt": st.text(max_size=9), "messages": st.lists(MESSAGE, max_size=3), "content": st.text(max_size=9)}
 BODY = st.fixed_dictionaries({}, optional=REQUIRED).flatmap(

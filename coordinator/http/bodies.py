@@ -85,6 +85,7 @@ class GenerationBody(Struct, kw_only=True):
     guided_grammar: str | None = None
     json_schema: Json = NO_JSON  # as llama-server has it, like the next
     grammar: str | None = None
+    prediction: Any = None  # read by validation: whatever is wrong with it is told of the whole field
     # Of other servers; see validation.NEUTRAL.
     repetition_penalty: Any = None
     repeat_penalty: Any = None

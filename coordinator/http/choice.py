@@ -76,6 +76,7 @@ class ChoiceState:
         self._offset_chars = offset_chars
         self.n_tokens = 0  # generated, whether they became text or not
         self.n_thought = 0  # of those, where thoughts are told apart
+        self.n_predicted = 0  # of those, what the client's prediction went on with
         self.n_cached = 0  # of the prompt, not computed for this choice
         self.finish_reason: FinishReason | None = None
 
@@ -88,6 +89,7 @@ class ChoiceState:
         if self.is_finished():
             return Growth()
         self.n_tokens += 1
+        self.n_predicted += event.is_predicted
         self.n_cached += event.n_cached
         text = ""
         scored: tuple[Scored, ...] = ()

@@ -78,10 +78,11 @@ class Handlers:
         start_ns = time.monotonic_ns()
         sent = validation.split_prompt(body.prompt, plan.n, service.limits)
         prompts = await service.prompts(sent, echo=plan.echo)
+        prediction = await service.prediction(plan)
         note_prompts(request, start_ns, [len(prompt.tokens) for prompt in prompts])
         if wants_content(service.observer, request):
             note_input(request, [("user", service.tokenizer.decode(prompt.tokens)) for prompt in prompts])
-        job = make_job(service, header, plan, prompts, "prompt", request[RECORD])
+        job = make_job(service, header, plan, prompts, "prompt", request[RECORD], prediction=prediction)
         return await run(request, service, job, CompletionDialect(header, service.speller, plan.sampling.n_logprobs))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
@@ -103,10 +104,11 @@ class Handlers:
         note_plan(service.observer, request, plan, model, header.id)
         start_ns = time.monotonic_ns()
         prompts = [Prompt(tuple(await service.encode_chat(rendered)))]
+        prediction = await service.prediction(plan)
         note_prompts(request, start_ns, [len(prompt.tokens) for prompt in prompts])
         if wants_content(service.observer, request):
             note_input(request, [(message["role"], _text(message)) for message in messages])
-        job = make_job(service, header, plan, prompts, "messages", request[RECORD], form)
+        job = make_job(service, header, plan, prompts, "messages", request[RECORD], form, prediction)
         return await run(request, service, job, ChatDialect(header, service.speller, plan.sampling.n_logprobs))
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:

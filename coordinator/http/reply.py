@@ -137,5 +137,14 @@ def _sum(parts: Sequence[Growth]) -> Growth:
 def _usage(job: Job, states: Sequence[ChoiceState]) -> Usage:
     n_completion = sum(state.n_tokens for state in states)
     n_cached = sum(state.n_cached for state in states[:: job.plan.n])  # of each prompt's first choice
-    read, said = PromptTokensDetails(n_cached), CompletionTokensDetails(sum(state.n_thought for state in states))
-    return Usage(job.n_prompt_tokens, n_completion, job.n_prompt_tokens + n_completion, read, said)
+    said = CompletionTokensDetails(
+        reasoning_tokens=sum(state.n_thought for state in states),
+        accepted_prediction_tokens=sum(state.n_predicted for state in states),
+        # A choice may say what is predicted more often than the prediction does.
+        rejected_prediction_tokens=sum(
+            max(0, len(request.prediction) - state.n_predicted)
+            for request, state in zip(job.requests, states, strict=True)
+        ),
+    )
+    n_all = job.n_prompt_tokens + n_completion
+    return Usage(job.n_prompt_tokens, n_completion, n_all, PromptTokensDetails(n_cached), said)

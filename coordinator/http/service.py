@@ -54,6 +54,23 @@ class Service:
             return Prompt(tuple(self.tokenizer.encode(sent)), sent if echo else "")
         return Prompt(tuple(sent), self.tokenizer.decode(sent) if echo else "")
 
+    async def prediction(self, plan: Plan) -> tuple[int, ...]:
+        """Return the token ids of what the client expects the answer to be like, as many as a stream may hold.
+
+        Special tokens that it spells out are text, as in an answer. Raises InvalidRequestError for text when the model
+        has no tokenizer, and for token ids outside its vocabulary.
+        """
+        text, tokenizer = plan.prediction, self.tokenizer
+        if not text:
+            return ()
+        if isinstance(text, tuple):
+            check_tokens(text, tokenizer.n_vocab, "prediction")
+            return text[: self.generator.ctx_tokens]
+        if not tokenizer.has_text:
+            raise InvalidRequestError("prediction: this model has no tokenizer", param="prediction")
+        ids = await self.aside(len(text), lambda: tokenizer.encode(text, add_special=False, parse_special=False))
+        return tuple(ids[: self.generator.ctx_tokens])
+
     async def shaped(self, plan: Plan, form: ChatForm | None = None) -> Plan:
         """Return the plan with the grammar that its shape and its tools ask for; `form` is a chat's.
 
@@ -139,6 +156,7 @@ def make_job(
     param: str,
     record: RequestRecord | None,
     form: ChatForm | None = None,
+    prediction: tuple[int, ...] = (),
 ) -> Job:
     """Check prompts against vocabulary and context and lay out one generation request per choice.
 
@@ -162,6 +180,7 @@ def make_job(
                     ignore_eos=plan.ignore_eos,
                     record=record,
                     cache_prompt=plan.cache_prompt,
+                    prediction=prediction,
                 )
             )
     return Job(header, plan, tuple(prompts), tuple(requests), record, form)

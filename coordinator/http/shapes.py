@@ -22,6 +22,8 @@ class CompletionTokensDetails(Struct):
     """What completion tokens were."""
 
     reasoning_tokens: int  # thought, where thoughts are told apart from what is said
+    accepted_prediction_tokens: int = 0  # what the client's prediction went on with
+    rejected_prediction_tokens: int = 0  # of predictions, not of the completion: what did not appear
 
 
 class Usage(Struct):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from coordinator.generation import SamplingParams
 from coordinator.http.bodies import ChatBody, CompletionBody, GenerationBody
@@ -53,6 +54,7 @@ class Plan:
     echo: bool
     return_token_ids: bool
     cache_prompt: bool
+    prediction: str | tuple[int, ...] = ""  # what the client expects the answer to be like, as text or token ids
     shape: Shape | None = None  # that the answer must have; its grammar goes into `sampling`
     offered: Offered | None = None  # tools
     splits_reasoning: bool = True  # a chat's thoughts are told apart from what it says
@@ -203,6 +205,7 @@ def _plan(
         echo=isinstance(body, CompletionBody) and bool(body.echo),
         return_token_ids=bool(body.return_token_ids),
         cache_prompt=body.cache_prompt is not False,
+        prediction=_prediction(body.prediction, limits),
         shape=shape,
     )
 
@@ -230,6 +233,34 @@ def _stops(stop: str | list[str] | None, limits: HttpLimits) -> tuple[str, ...]:
         if not 1 <= len(text) <= limits.stop_chars_max:
             raise InvalidRequestError(f"stop: each string has 1 to {limits.stop_chars_max} characters", param="stop")
     return stops
+
+
+def _prediction(sent: Any, limits: HttpLimits) -> str | tuple[int, ...]:
+    """Return the text of a prediction, parts as one, or its token ids; empty predicts nothing."""
+    if sent is None:
+        return ""
+    if not isinstance(sent, Mapping):
+        raise _bad_prediction("must be an object with type and content")
+    if sent.get("type") != "content":
+        raise _bad_prediction('type must be "content"')
+    content = sent.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": "" if content is None else content}]
+    texts: list[str] = []
+    if parts and all(type(part) is int for part in parts):  # as in a prompt of /v1/completions
+        return tuple(parts)
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise _bad_prediction("content must be text, or a list of text parts, or of token ids")
+        texts.append(text)
+    n_chars = sum(map(len, texts))
+    if n_chars > limits.prediction_chars_max:
+        raise _bad_prediction(f"at most {limits.prediction_chars_max} characters, got {n_chars}")
+    return "".join(texts)
+
+
+def _bad_prediction(text: str) -> InvalidRequestError:
+    return InvalidRequestError(f"prediction: {text}", param="prediction")
 
 
 def _refuse(body: GenerationBody, unsupported: Mapping[str, tuple[object, ...]]) -> None:

@@ -45,6 +45,7 @@ class Request:
     tokens: list[int] = dataclasses.field(default_factory=list)
     token_ns: list[int] = dataclasses.field(default_factory=list)  # one entry per token
     error: str = ""
+    prediction: Sequence[int] = ()  # what the answer is said to be like; relayline alone reads it
 
     @property
     def is_complete(self) -> bool:
@@ -115,7 +116,9 @@ def json_ready(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def body_of(target: Target, prompt: Sequence[int], n_tokens: int) -> tuple[str, dict[str, Any]]:
+def body_of(
+    target: Target, prompt: Sequence[int], n_tokens: int, prediction: Sequence[int] = ()
+) -> tuple[str, dict[str, Any]]:
     """Return (path, JSON body) of one streamed greedy completion."""
     if target.dialect == "openai":
         return "/v1/completions", {
@@ -127,6 +130,7 @@ def body_of(target: Target, prompt: Sequence[int], n_tokens: int) -> tuple[str, 
             "ignore_eos": True,
             "return_token_ids": True,
             "cache_prompt": target.cache_prompt,
+            **({"prediction": {"type": "content", "content": list(prediction)}} if prediction else {}),
         }
     return "/completion", {
         "prompt": list(prompt),
@@ -166,7 +170,7 @@ async def complete(
     on_token: Callable[[Request], None] = lambda _: None,
 ) -> Request:
     """Run one completion and fill in `request`. Nothing is raised for what the server does wrong: see `error`."""
-    path, body = body_of(target, prompt, request.n_tokens)
+    path, body = body_of(target, prompt, request.n_tokens, request.prediction)
     try:
         async with session.post(target.url + path, json=body) as response:
             if response.status != 200:

@@ -553,8 +553,9 @@ def test_peers_say_in_one_line_why_they_cannot_be_built(tmp_path: Path, monkeypa
         (("benches.pauses", "--quick", "--prompt", "20"), "pauses.json"),
         (("benches.pauses", "--quick", "--prompt", "20", "--cut-link"), "pauses.json"),
         (("benches.chats", "--quick", "--system", "40", "--prompt", "20", "--turns", "2"), "chats.json"),
+        (("benches.drafts", "--quick"), "drafts.json"),
     ],  # compare runs as a whole in CI's smoke run, and below until it is interrupted
-    ids=["hop", "contexts", "quantisation", "pauses", "pauses-link", "chats"],
+    ids=["hop", "contexts", "quantisation", "pauses", "pauses-link", "chats", "drafts"],
 )
 def test_quick_benches_run_and_leave_their_results(tmp_path: Path, arguments: tuple[str, ...], written: str) -> None:
     run = subprocess.run(
@@ -575,6 +576,9 @@ def test_quick_benches_run_and_leave_their_results(tmp_path: Path, arguments: tu
             assert entry["message_bytes"] > entry["payload_bytes"] == 2 * 64 * entry["rows"]
     if written == "chats.json":
         assert [(turn["prefix_lanes"], turn["turn"]) for turn in results["turns"]].count((2, 1)) == 2
+    if written == "drafts.json":
+        assert [(run["draft"], run["share"]) for run in results["runs"][:2]] == [("off", 1.0), ("auto", 1.0)]
+        assert [run["accepted"] > 0 for run in results["runs"][:2]] == [False, True]
     if written == "pauses.json":
         assert [(loss["policy"], loss["n_streams"]) for loss in results["losses"]] == [("auto", 3), ("drain", 3)]
         assert all(loss["n_paused"] and loss["ready_s"] > 0 and min(loss["pauses_s"]) > 0 for loss in results["losses"])

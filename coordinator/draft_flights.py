@@ -18,9 +18,7 @@ from coordinator.session import OutFrame, Session
 from wire.bounds import DRAFT_TOKENS_MAX, DRAFTED_ROWS_MAX
 
 DRAFT_AUTO = -1
-SHARE_MAX = (
-    4  # times its share of a flight's guesses that one stream may have: looking at more takes longer than it pays
-)
+SHARE_MAX = 4  # times its share of a flight's guesses that one stream may have: more are not worth looking at
 
 
 class DraftFlights:

@@ -115,7 +115,7 @@ class Prefixes:
         Returns the frames that do it; they go before the session's close. Who ends in the middle of its prompt leaves
         nothing: which rows of it the stages have is not known.
         """
-        held = session.history[:-1]  # the last token was sampled; nobody has said that its row was computed
+        held = session.history[: session.n_left]
         is_computed = session.state in (State.DECODE, State.DONE) and len(held) >= PREFIX_TOKENS_MIN
         if not (is_computed and self.n_max and session.request.cache_prompt):
             return []

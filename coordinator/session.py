@@ -65,7 +65,7 @@ class Session:
     history: list[int] = dataclasses.field(default_factory=list)
     replays: int = 0
     n_opened: int = 0  # tokens of the history when it was opened last
-    n_sent: int = 0  # rows of the history sent in this epoch, or copied, while in PREFILL
+    n_sent: int = 0  # rows of the history sent in this epoch, or copied, while in PREFILL; then it stays
     n_there: int = 0  # of these, rows that all stages held from the epoch before
     n_copied: int = 0  # of these, rows that another session had computed
     copied_from: int = 0  # that session; 0: none
@@ -75,7 +75,7 @@ class Session:
     acceptance: Acceptance | None = None  # what all streams know of their drafts; None: this one is not drafted
     ahead: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     """Guesses under way: tokens that would follow the history."""
-    may_guess: bool = True  # False from a replay within an epoch on: answers of before it are not to be told apart
+    is_restarted: bool = False  # within this epoch: answers of before it may come, and be ahead of its rows
     _drafter: Drafter | None = None
     record: SessionRecord = dataclasses.field(default_factory=SessionRecord)
     """What telemetry notes about it; its frames carry `record.trace`."""
@@ -100,10 +100,16 @@ class Session:
         return len(self.history) - self.n_sent if self.state is State.PREFILL else 0
 
     @property
+    def n_left(self) -> int:
+        """Rows of the history that have left for certain, once a token has come."""
+        n_rows = len(self.history) - 1  # the row of the last token may wait in the scheduler's pool
+        return min(n_rows, self.n_sent) if self.is_restarted else n_rows
+
+    @property
     def n_held(self) -> int:
         """Rows of the history that have left for stage 0: who is sent later may copy them."""
         if self.state is State.DECODE:
-            return len(self.history) - 1  # the row of the last token may wait in the scheduler's pool
+            return self.n_left
         return self.n_sent if self.state is State.PREFILL and self.leader is None else 0
 
     @property
@@ -152,7 +158,7 @@ class Session:
         if self.state is State.DONE:
             return []
         self.ahead.clear()
-        self.may_guess = self.state is State.WAITING
+        self.is_restarted = self.state is not State.WAITING
         # Where one stage had to give away what all held, others may still hold it, and would not copy over that.
         is_there = self.n_there > 0 and self.state is not State.WAITING
         self.state, self.leader = State.PREFILL, None
@@ -245,7 +251,7 @@ class Session:
 
     def _guesses(self, n_tokens: int) -> list[int]:
         n_left = self.request.max_tokens - self.n_generated - 1 - len(self.ahead)
-        if self._drafter is None or self.acceptance is None or not self.may_guess:
+        if self._drafter is None or self.acceptance is None or self.is_restarted:
             return []
         if self.state is not State.DECODE or n_left <= 0:
             return []

@@ -325,7 +325,6 @@ class StagesModel:
     epoch: int = 0
     n_taken: int = 0  # lanes that another coordinator has
     n_behind: int = -1  # rows that some stage lacks when an epoch ends; -1: it was started anew
-    had_fault: bool = False  # a session was replayed: answers from before it may be ahead of its rows
 
     def push(self, frames: Iterable[OutFrame]) -> None:
         for frame in frames:
@@ -361,9 +360,7 @@ class StagesModel:
             self.rows.setdefault(session_id, [])
         elif frame.flags & Flag.COPY_PREFIX and session_id not in self.refused:
             source = self.rows.get(frame.argument)
-            lacks_rows = source is not None and self.had_fault and frame.position > len(source)
-            # Or it was given up while its frames waited.
-            if source is None or frame.argument in self.refused or lacks_rows:
+            if source is None or frame.argument in self.refused:  # or it was given up while its frames waited
                 self.refused.add(session_id)
                 fault = pb.SessionFault(session_id=session_id, label="bad_session", message="not open")
                 self.say(pb.ReturnEnvelope(epoch=self.epoch, faults=[fault]))
@@ -484,7 +481,6 @@ class World:
             self.pipeline._on_return(self.stages.replies.pop(0))
 
     def fault(self, client: Client, retryable: bool, position: int = 0) -> None:
-        self.stages.had_fault = True
         session_id, label = client.session.session_id, "no_lane" if retryable else "not_finite"
         fault = pb.SessionFault(session_id=session_id, position=position, label=label, message="m", retryable=retryable)
         self.stages.said.append(pb.ReturnEnvelope(epoch=self.pipeline.epoch, faults=[fault]))

@@ -79,7 +79,7 @@ class DraftFlights:
         best: Session | None = None
         chance_min, n_best = FOLLOWING_CHANCE_MIN, 0
         for session, n_tokens in self._followed.values():
-            chances = session.chances(1)
-            if chances and chances[0] >= chance_min and fits(n_tokens) and (best is None or chances[0] > chance_min):
+            chances = session.chances(1) if fits(n_tokens) else []
+            if chances and chances[0] >= chance_min and (best is None or chances[0] > chance_min):
                 best, chance_min, n_best = session, chances[0], n_tokens
         return best.guess(n_best) if best is not None else None

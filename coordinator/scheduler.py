@@ -266,7 +266,7 @@ class Scheduler:
         def fits(rows: int) -> bool:
             return self._flights.is_time_for(planner.step_ns(rows), planner.way_ns(rows), planner.overhead_ns)
 
-        while fits(1) and (frame := self._drafts.following(fits)) is not None:
+        while (frame := self._drafts.following(fits)) is not None:
             self._moved(frame)
             self._launch(envelopes, Kind.GUESS, [frame], [], now_ns)
 

@@ -126,6 +126,13 @@ def test_stages_that_would_stand_idle_get_guesses_until_they_are_busy() -> None:
     assert scheduler._flights.answered(1, 6) is not None, "what was guessed wrong has come back, the right row has not"
 
 
+def test_a_tile_of_guesses_follows_a_tile() -> None:
+    """Where a single row would have come back before there is time for one more, whole tiles have not."""
+    scheduler = Scheduler(ScheduleConfig(draft=DRAFT_AUTO), planner(CURVES["staircase"]()))
+    decoding(scheduler, 1, range(60, 99))
+    assert shapes(scheduler.take(0)) == [[(3, 4, False)], [(7, 4, True)]]
+
+
 def test_nothing_is_drafted_while_prompts_are_read_or_where_stages_cannot_forget() -> None:
     busy = Scheduler(ScheduleConfig(draft=DRAFT_AUTO), planner(smooth()))
     decoding(busy, 1, range(60, 99))

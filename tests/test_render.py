@@ -184,7 +184,15 @@ def test_compose_stops_the_coordinator_before_its_stages() -> None:
     assert services["coordinator"]["ports"] == [{"target": 8080, "published": "8080", "host_ip": "127.0.0.1"}]
     for name in ("coordinator", "stage-0", "stage-1"):
         assert int(services[name]["stop_grace_period"].removesuffix("s")) > bounds.DRAIN_TIMEOUT_S
-        assert services[name]["read_only"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] == "compose"], ids="-".join)
+def test_compose_makes_read_only_what_it_copies_no_file_into(case: tuple[str, str]) -> None:
+    compose = yaml.safe_load(rendered(*case)["compose.yaml"])
+    for name, service in compose["services"].items():
+        copied = [config for config in service.get("configs", ()) if "file" not in compose["configs"][config["source"]]]
+        assert not (copied and service.get("read_only")), f"Compose refuses to start {name}"
+        assert service.get("read_only") or copied or name in observability.SERVICES
 
 
 def test_compose_has_the_observability_services_under_a_profile() -> None:

@@ -83,7 +83,9 @@ def _base(pipeline: Inside, name: str, stage: Stage | None) -> Mapping:
     return {
         "image": pipeline.image(on_gpu=stage is not None and stage.device == "gpu"),
         "user": f"${{RELAYLINE_UID:-{inside.USER_ID}}}:${{RELAYLINE_GID:-{inside.USER_ID}}}",
-        "read_only": True,
+        # Compose copies what a file holds as `content` into the container, which it cannot where that is read-only
+        # (docker/compose#12031): so only services without such a config are.
+        "read_only": True if stage is not None else None,
         "tmpfs": ["/tmp"],
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],

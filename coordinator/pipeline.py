@@ -113,8 +113,7 @@ class Pipeline:
         """Admit and start a request; see Generator.open."""
         self.check_ready()
         key = sharing_key(request) if self.config.share else request.request_id
-        audience = self._shared.get(key)
-        if audience is None or len(audience.streams) >= AUDIENCE_MAX:
+        if (audience := self._shared.get(key)) is None or len(audience.streams) >= AUDIENCE_MAX:
             audience = self._admit(request, key)
             record = audience.opener
         else:
@@ -231,6 +230,7 @@ class Pipeline:
         starting = self._suspects.starting(self._admission.running.values())
         self._scheduler.control(self._prefixes.left_behind(self._suspects.trusted(starting)))
         self._start_all(starting)
+        self._dispatch()  # what is left behind is closed whether anybody starts or not
         fields = {"epoch": self.epoch, "stages": len(self.file.stages), "resumed": len(self._admission.running)}
         log.info("pipeline ready", extra={"fields": fields})
 

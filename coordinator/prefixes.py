@@ -182,7 +182,8 @@ class Prefixes:
 def _longest(session: Session, sources: Iterable[Session], *, is_held: bool = False) -> tuple[Session | None, int]:
     """Return which source begins like the session's history for longest, and for how many tokens; None: none does.
 
-    `is_held` counts only what the sources hold already.
+    `is_held` counts only what the sources hold already. Of one that decodes nothing else counts in any case: what it
+    was started again with may be less than it has said, and it reads nothing more.
     """
     if not session.request.cache_prompt or session.replays:  # after a fault of its own it reads everything itself
         return None, 0
@@ -192,7 +193,7 @@ def _longest(session: Session, sources: Iterable[Session], *, is_held: bool = Fa
         if n_best >= len(known) or source.history[n_best : n_best + 1] != known[n_best : n_best + 1]:
             continue  # no better, and comparing long histories takes its time
         n_common = common_tokens(source.history, known)
-        if is_held:
+        if is_held or source.state is State.DECODE:
             n_common = min(n_common, source.n_held)
         if n_common > n_best:
             best, n_best = source, n_common

@@ -158,7 +158,8 @@ class Session:
         if self.state is State.DONE:
             return []
         self.ahead.clear()
-        self.is_restarted = self.state is not State.WAITING
+        # Who waited for a leader has sent nothing yet that an answer could come for.
+        self.is_restarted = self.state is not State.WAITING and (self.leader is None or self.is_restarted)
         # Where one stage had to give away what all held, others may still hold it, and would not copy over that.
         is_there = self.n_there > 0 and self.state is not State.WAITING
         self.state, self.leader = State.PREFILL, None

@@ -115,6 +115,22 @@ async def test_who_left_or_ended_meanwhile_holds_no_lane(artifacts: Artifacts, w
         assert_greedy(whole, prompt, before + after)
 
 
+async def test_where_everybody_left_meanwhile_nothing_waits_for_the_next_request(artifacts: Artifacts) -> None:
+    """What the last epoch left is closed when the next begins, also where nobody goes on."""
+    async with fleet(artifacts([2]), n_lanes=3, proxied=True, prefix_lanes=None) as running:
+        stream = running.pipeline.open(request(prompt_of(90, 40), 60))
+        await read(stream, 5)
+        running.proxies[0].cut()
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        await stream.aclose()
+        async with asyncio.timeout(20):
+            await running.pipeline.ready.wait()
+            while any(await running.lanes_kept()):
+                pass
+        await running.until_free()
+
+
 async def test_a_stage_that_starts_anew_holds_nothing_and_all_is_read_again(
     artifacts: Artifacts, whole: ReferenceModel
 ) -> None:

@@ -321,6 +321,40 @@ def test_who_writes_an_answer_is_copied_but_for_its_last_token() -> None:
     world.send()
 
 
+def test_nobody_waits_for_what_a_restarted_stream_says() -> None:
+    """It keeps what it was started again with: what it has said since is in its history and may not be waited for."""
+    world = World.of("auto", 60)
+    first = session_of(1, SYSTEM, max_tokens=99)
+    world.start(first)
+    world.send()
+    world.start(first)  # after a fault of its own, within the epoch
+    assert first.is_restarted
+    while first.n_generated < 40:
+        world.send()
+        world.answer(world.flights[0])
+    assert first.state is State.DECODE
+    assert first.n_held < len(first.history) - 33
+    second = session_of(2, (*first.history, 7))
+    world.start(second)
+    world.send()
+    assert second.leader is None
+    assert second.prefill_left == 0, "nobody else reads, so all of it has left"
+
+
+def test_who_never_sent_a_row_has_nothing_to_be_answered_from_before() -> None:
+    world = World.of("auto", 8)
+    first, second, third = (session_of(number, (*SYSTEM, number), max_tokens=9) for number in (1, 2, 3))
+    for session in (first, second, third):
+        world.start(session)
+    assert (second.leader, third.leader) == (first, first)
+    first.cancel()
+    assert world.scheduler.orphans() == [second, third]
+    world.start(second)
+    assert not second.is_restarted
+    world.start(second)
+    assert second.is_restarted, "started once more it may have sent some"
+
+
 def test_who_waits_for_a_lane_is_not_waited_for() -> None:
     world = World.of("auto", 8)
     first, second, third = (session_of(number, (*SYSTEM, number)) for number in (1, 2, 3))

@@ -64,8 +64,9 @@ class GrammarChecker:
             self._worker.stdin.flush()
         except BrokenPipeError:
             return b""
-        ready, _, _ = select.select([self._worker.stdout], [], [], ANSWER_TIMEOUT_S)
-        return self._worker.stdout.readline() if ready else b""
+        answered = select.poll()  # not `select`, which takes no file of a process that has 1,024 of them open
+        answered.register(self._worker.stdout, select.POLLIN)
+        return self._worker.stdout.readline() if answered.poll(ANSWER_TIMEOUT_S * 1_000) else b""
 
     def _end(self) -> str:
         """End the worker, if there is one; return why it may have died."""

@@ -82,6 +82,7 @@ class Observer:
         """A request was admitted as a session of its own; it may still wait for a lane."""
         session.session_id, session.request_id = session_id, request.request_id
         session.n_prompt = len(request.prompt_tokens)
+        session.looks_for_prefix = request.cache_prompt
         session.admitted_ns = now_ns
         session.origin = self._stream(session, request, now_ns)
         self._sessions[session_id] = session
@@ -151,7 +152,7 @@ class Observer:
         if gap_ns is None:
             self.n_prompt_tokens += session.n_prompt
             self.n_copied_tokens += session.n_copied
-            self.metrics.read(session.n_prompt, session.n_copied)
+            self.metrics.read(session.n_prompt if session.looks_for_prefix else 0, session.n_copied)
             self.tracing.first_token(session)
 
     def figures(self) -> dict[str, int]:

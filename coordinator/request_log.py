@@ -87,6 +87,7 @@ class SessionRecord:
     request_id: str = ""  # of the stream that opened it
     n_prompt: int = 0
     n_copied: int = 0  # tokens of it that were copied from a kept lane
+    looks_for_prefix: bool = True  # whether any of it may be copied
     n_tokens: int = 0
     n_drafted: int = 0  # guesses that were sent
     n_accepted: int = 0  # and those of them that were right

@@ -76,13 +76,14 @@ class RequestMetrics:
             self._gap.observe(gap_ns * S)
 
     def read(self, n_prompt: int, n_copied: int) -> None:
-        """Count the tokens of a prompt that has brought its first token, and those of them that were copied."""
+        """Count the tokens of a prompt that were looked for in kept lanes, and those of them that were copied."""
         self._asked.inc(n_prompt)
         self._copied.inc(n_copied)
 
     def stream_ended(self, stream: StreamRecord) -> None:
         """Observe a choice that was left, however it went."""
         reason, _ = stream.outcome()
+        reason = "stop" if reason == "tool_calls" else reason  # vLLM's dashboards know no other
         self._finished[reason if reason in self._finished else "error"].inc()
         session = stream.session
         first_ns = max(session.first_token_ns, stream.opened_ns) if session.first_token_ns else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from coordinator.answers.grammar import CALLS_MAX, Wanted, _resolved, after_thoughts, calls_grammar, lean
-from coordinator.answers.reader import AnswerReader, CallReading
+from coordinator.answers.grammar import CALLS_MAX, Schema, Wanted, after_thoughts, calls_grammar, lean, resolved
+from coordinator.answers.reader import AnswerReader, CallReading, Parts
 from coordinator.answers.syntax import HERMES, SYNTAXES, THINKING, Syntax, Thinking, write_calls
 from coordinator.http.structure import Shape, grammar_of
+from coordinator.http.tools import _types
 from wire.bounds import GRAMMAR_ITEMS_MAX
 
 THINK = THINKING[0]
@@ -201,13 +203,21 @@ def test_a_root_reference_is_followed(syntax: Syntax) -> None:
     assert not is_answer(write_calls(syntax, [("f", {})]))
 
 
+@every_syntax
+def test_properties_that_are_none_are_no_fault_of_the_server(syntax: Syntax) -> None:
+    for properties in ([1], None, "x"):
+        schema = lean({"$ref": "#/$defs/A", "$defs": {"A": {"properties": properties}}})
+        calls_grammar(Wanted(syntax=syntax, tools={"f": schema}, marks={}, is_required=True, is_parallel=True))
+        assert _types(schema) == {}
+
+
 def test_references_that_lead_nowhere_end() -> None:
     for schema in (
         {"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/A"}}},
         {"$ref": "#/$defs/B"},
         {"$ref": "http://x"},
     ):
-        assert _resolved(schema).get("$ref") == schema["$ref"]
+        assert resolved(schema).get("$ref") == schema["$ref"]
 
 
 @either_marks
@@ -222,10 +232,16 @@ def test_a_thought_that_was_begun_may_name_calls(marks: Mapping[str, int]) -> No
 @every_syntax
 def test_what_a_grammar_leads_to_is_read_as_a_call(syntax: Syntax) -> None:
     """Whatever way through: here with the byte of highest number that fits, at each point."""
-    tools = {
-        "pick": lean({"properties": {"n": {"enum": [1, 22, 333]}, "on": {"type": "boolean"}}, "required": ["n", "on"]})
-    }
-    grammar = calls_grammar(Wanted(syntax=syntax, tools=tools, marks={}, is_required=True, is_parallel=True))
+    schema = {"properties": {"n": {"enum": [1, 22, 333]}, "on": {"type": "boolean"}}, "required": ["n", "on"]}
+    parts = read_by(syntax, schema, led_by(syntax, schema))
+    assert parts.text == ""
+    assert {part.name for part in parts.calls} == {"pick"}
+
+
+def led_by(syntax: Syntax, schema: Schema) -> str:
+    """A call of `pick` that its grammar allows."""
+    wanted = Wanted(syntax=syntax, tools={"pick": lean(schema)}, marks={}, is_required=True, is_parallel=False)
+    grammar = calls_grammar(wanted)
     matcher = LLMatcher(VOCABULARY, grammar, log_level=0)
     said: list[int] = []
     while 256 not in said:
@@ -234,12 +250,43 @@ def test_what_a_grammar_leads_to_is_read_as_a_call(syntax: Syntax) -> None:
         fitting = [token for token in range(257) if bits[token // 8] >> token % 8 & 1]
         said.append(256 if 256 in fitting else max(fitting))
         matcher.consume_token(said[-1])
-    reading = CallReading(syntax=syntax, types={"pick": {"n": frozenset({"integer"}), "on": frozenset({"boolean"})}})
+    return bytes(said[:-1]).decode()
+
+
+def read_by(syntax: Syntax, schema: Schema, said: str) -> Parts:
+    reading = CallReading(syntax=syntax, types={"pick": _types(schema)})
     reader = AnswerReader(None, is_thinking=False, calls=reading)
-    parts = reader.push(bytes(said[:-1]).decode()).with_more(reader.finish())
-    assert parts.text == ""
-    assert reader.n_calls >= 1
-    assert {part.name for part in parts.calls} == {"pick"}
+    parts = reader.push(said).with_more(reader.finish())
+    assert reader.n_calls == 1
+    return parts
+
+
+ZIP: Schema = {"enum": ["90210"]}
+STRINGS: Mapping[str, tuple[Schema, set[str]]] = {
+    "enum": ({"enum": ["Paris", "Rome"]}, {"Paris", "Rome"}),
+    "typed enum": ({"type": "string", "enum": ["Paris", "Rome"]}, {"Paris", "Rome"}),
+    "list of types": ({"type": ["string"], "enum": ["5"]}, {"5"}),
+    "const": ({"const": "true"}, {"true"}),
+    "one of": ({"oneOf": [{"const": "a"}, {"const": "b"}]}, {"a", "b"}),
+    "reference": ({"$ref": "#/$defs/Zip"}, {"90210"}),
+    "all of": ({"allOf": [{"$ref": "#/$defs/Zip"}]}, {"90210"}),
+}
+
+
+@every_syntax
+@pytest.mark.parametrize("is_root", [True, False], ids=["root", "referred"])
+@pytest.mark.parametrize("kind", STRINGS)
+def test_strings_are_read_as_strings_led_or_not(syntax: Syntax, kind: str, is_root: bool) -> None:
+    """A grammar may have them in quotes where a model that none leads writes them bare: both say the same."""
+    schema, values = STRINGS[kind]
+    of_object = {"type": "object", "properties": {"value": schema}, "required": ["value"]}
+    whole = {**of_object, "$defs": {"Zip": ZIP}} if is_root else {
+        "$ref": "#/$defs/Held", "$defs": {"Zip": ZIP, "Held": of_object}
+    }  # fmt: skip
+    bare = write_calls(syntax, [("pick", {"value": min(values)})])
+    for said in (led_by(syntax, whole), bare):
+        written = "".join(part.arguments for part in read_by(syntax, whole, said).calls)
+        assert json.loads(written)["value"] in values, said
 
 
 # --- schemas ----------------------------------------------------------------------------------------------------------

@@ -142,6 +142,17 @@ async def test_everything_but_health_and_metrics_needs_a_key(tokenizer: Tokenize
         assert await status(f"{url}/nowhere", BOB) == 404
 
 
+async def test_who_has_no_key_pushes_no_request_out_of_view(tokenizer: Tokenizer, file: Path):
+    async with serving(tokenizer, file) as url, aiohttp.ClientSession() as session:
+        for key, expected in ((ALICE, 400), (CAROL, 401)):
+            headers = {"Authorization": f"Bearer {key}", "x-request-id": f"of-{key}"}
+            async with session.post(f"{url}/v1/completions", headers=headers, json={}) as response:
+                assert response.status == expected
+                assert response.headers["x-request-id"] == f"of-{key}"
+        assert await status(f"{url}/v1/traces/of-{ALICE}", ALICE) == 200
+        assert await status(f"{url}/v1/traces/of-{CAROL}", ALICE) == 404
+
+
 @pytest.mark.parametrize(
     "header",
     ["", "Bearer", "Bearer ", f"Basic {ALICE}", ALICE, f"Bearer {ALICE}x", f"Bearer {ALICE[:-1]}",

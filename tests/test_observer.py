@@ -47,8 +47,9 @@ class World:
         self.observer.received(record, headers)
         return record
 
-    def open(self, record: RequestRecord, at_ns: int = 2_000, choice: int = 0) -> Session:
-        request = GenerationRequest(f"{record.completion_id}-{choice}", (1, 2, 3), 8, SamplingParams(), record=record)
+    def open(self, record: RequestRecord, at_ns: int = 2_000, choice: int = 0, *, cache_prompt: bool = True) -> Session:
+        name = f"{record.completion_id}-{choice}"
+        request = GenerationRequest(name, (1, 2, 3), 8, SamplingParams(), record=record, cache_prompt=cache_prompt)
         self.n_sessions += 1
         session = Session(self.n_sessions, request, lambda _: False)
         self.observer.admitted(session.record, session.session_id, request, at_ns)
@@ -471,6 +472,22 @@ def test_each_choice_has_its_own_spans() -> None:
     decodes = world.kept.spans(names.SPAN_DECODE)
     assert sorted(attributes_of(span)[names.ATTR_CHOICE] for span in decodes) == [0, 1, 2]
     assert {attributes_of(span)[names.ATTR_REQUEST_ID] for span in decodes} == {"cmpl-r"}
+
+
+@pytest.mark.parametrize("cache_prompt", [True, False])
+def test_an_answer_that_calls_a_tool_has_stopped(cache_prompt: bool) -> None:
+    world = World(Level.OFF)
+    record = world.receive()
+    session = world.open(record, cache_prompt=cache_prompt)
+    world.run(session)
+    (stream,) = record.streams
+    stream.finish_reason = "tool_calls"  # which only the HTTP side sees
+    world.observer.left(stream, 4_000)
+    figures = world.figures()
+    assert figures["relayline_request_success_total", "stop"] == 1
+    assert figures["relayline_request_success_total", "error"] == 0
+    assert figures["relayline_e2e_request_latency_seconds_count",] == 1
+    assert figures["relayline_prefix_cache_queries_total",] == (3 if cache_prompt else 0)
 
 
 def test_histograms_observe_each_request_once() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -137,6 +140,32 @@ def test_grammars_are_tried_by_one_process_from_many_threads() -> None:
     assert worker is not None
     checker.close()
     assert worker.poll() == 0, "it leaves when it is told to, as it does when its coordinator has gone"
+
+
+def test_a_process_with_many_open_files_can_try_grammars() -> None:
+    """`select` takes no file from number 1,024 on, which a server with that many connections gives to a new worker."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 1_200:
+        if hard != resource.RLIM_INFINITY and hard < 1_200:
+            pytest.skip("this process may not open 1,200 files")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1_200, hard))
+    checker = GrammarChecker()
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1_030):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        assert checker.check('start: "a"') == ('start: "a"', "")
+        assert checker._worker is not None
+        assert checker._worker.stdout is not None
+        assert checker._worker.stdout.fileno() >= 1_024
+    checker.close()
+
+
+@pytest.mark.parametrize("field", ["guided_json", "json_schema", "structured_outputs"])
+def test_a_schema_that_is_not_utf8_is_the_clients_fault(field: str) -> None:
+    schema = b'{"json":{"a":"\xff"}}' if field == "structured_outputs" else b'{"a":"\xff"}'
+    with pytest.raises(InvalidRequestError, match="UTF-8"):
+        shape_of(decode_body(b'{"prompt":"a","' + field.encode() + b'":' + schema + b"}", CompletionBody))
 
 
 def test_a_worker_that_something_else_has_ended_is_started_anew() -> None:

@@ -15,6 +15,7 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from coordinator.answers.reader import CALL_ID_CHARS, AnswerReader
+from coordinator.answers.tagged_calls import QUOTED
 from coordinator.generation import GenerationRequest
 from coordinator.http.bodies import ChatBody, decode_body
 from coordinator.http.sse import PING, EventWriter
@@ -147,6 +148,10 @@ def test_calls_of_earlier_turns_have_a_name(call: Any) -> None:
         ({"oneOf": [{"type": "integer"}, {"$ref": "#/x"}]}, set()),
         ({"enum": ["a", 5]}, {"string", "integer"}),
         ({"const": True}, {"boolean"}),
+        ({"const": "a"}, {"string", QUOTED}),
+        ({"type": ["string"]}, {"string", QUOTED}),
+        ({"allOf": [{"description": "any"}, {"type": "integer"}]}, {"integer"}),
+        ({"allOf": 5}, None),
         ({"$ref": "#/x"}, set()),
         ({}, set()),
         (True, set()),

@@ -177,19 +177,20 @@ def _body(rules: Rules, syntax: Syntax, number: int, name: str, schema: Schema) 
 
 def _arguments(rules: Rules, body: TaggedBody, schema: Schema) -> Iterator[str]:
     """Yield the terms of tagged arguments, in the schema's order."""
-    schema = _resolved(schema)
+    schema = resolved(schema)
     required = schema.get("required")
     if "properties" not in schema and schema.get("additionalProperties") is not False:
         key = f"{rules.text(body.key_open)} {_KEY} {rules.text(body.key_end)}"
         yield f"({key} {rules.until(body.value_end)})*"  # whichever the model names
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    for key, each in schema.get("properties", {}).items():
+    properties = schema.get("properties")
+    for key, each in properties.items() if isinstance(properties, Mapping) else ():
         of_value = {**each, **shared} if isinstance(each, Mapping) else {}
         term = f"{rules.text(body.key_open + key + body.key_end)} {_value(rules, body, of_value)}"
         yield term if isinstance(required, list) and key in required else f"({term})?"
 
 
-def _resolved(schema: Schema) -> Schema:
+def resolved(schema: Schema) -> Schema:
     """Return the schema that a root `$ref` names, with what it may name in turn; as it is where that is not found."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     for _ in range(REFS_MAX):

@@ -16,6 +16,9 @@ from coordinator.answers.syntax import TaggedBody
 from coordinator.detokenize import overlap
 
 Types = Mapping[str, frozenset[str]]  # JSON types that each argument of a tool may have; none: any
+# Among the types of an argument that is a string although its schema does not say so itself: grammars have such
+# values written as JSON, in quotes, while models that none leads may write them bare.
+QUOTED = "quoted"
 
 _NAME = re.compile(r'([^\s<>"]+)(?:">|>|(?=[\s<]))')
 _BEGUN_NAME = re.compile(r'[^\s<>"]*"?')

@@ -158,7 +158,7 @@ def require_keys(app: web.Application, keys: ApiKeys, *, protect_metrics: bool) 
             return await handler(request)
         return _refused("incorrect API key" if sent else "no API key; send it as `Authorization: Bearer KEY`")
 
-    app.middlewares.append(check_key)
+    app.middlewares.insert(0, check_key)  # before anything is recorded: strangers push nobody's request out of view
 
 
 def _refused(message: str) -> web.Response:

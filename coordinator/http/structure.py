@@ -140,7 +140,10 @@ def _response_format(body: GenerationBody) -> Shape | None:
 
 def _json(param: str, sent: Json) -> Shape | None:
     """Return the shape of a schema, sent as JSON or as a text that is JSON."""
-    text = bytes(sent).decode()
+    try:
+        text = bytes(sent).decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"{param}: is not UTF-8", param=param) from error
     if text in ("", "null", '""'):
         return None
     return Shape(param, "json", (json.loads(text) if text.startswith('"') else text,))

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from coordinator.answers.grammar import Schema
-from coordinator.answers.tagged_calls import Types, type_of
+from coordinator.answers.grammar import REFS_MAX, Schema, resolved
+from coordinator.answers.tagged_calls import QUOTED, Types, type_of
 from coordinator.http.bodies import ChatBody, MessageBody
 from wire.errors import InvalidRequestError
 
@@ -127,21 +127,32 @@ def _name_of(named: Any) -> str:
 
 
 def _types(schema: Schema) -> Types:
+    schema = resolved(schema)
     properties = schema.get("properties")
-    return {key: _types_of(each) for key, each in properties.items()} if isinstance(properties, Mapping) else {}
+    if not isinstance(properties, Mapping):
+        return {}
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    found = {key: _types_of(each, shared) for key, each in properties.items()}
+    loose = {key for key, types in found.items() if types == {"string"} and properties[key].get("type") != "string"}
+    return {key: types | {QUOTED} if key in loose else types for key, types in found.items()}
 
 
-def _types_of(schema: Any) -> frozenset[str]:
-    """Return the types that a schema allows; none where it does not say."""
-    if not isinstance(schema, Mapping):
+def _types_of(schema: Any, shared: Schema, n_levels: int = REFS_MAX) -> frozenset[str]:
+    """Return the types that a schema allows; none where it does not say. `shared`: the schemas it may refer to."""
+    if not isinstance(schema, Mapping) or not n_levels:
         return frozenset()
+    if "$ref" in schema:
+        schema = {key: value for key, value in resolved({**schema, **shared}).items() if key not in shared}
     kind = schema.get("type")
     if kind is not None:
         return frozenset(each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str))
     if "const" in schema or _list(schema, "enum"):
         return frozenset(type_of(value) for value in _list(schema, "enum") or [schema["const"]])
-    ways = [_types_of(way) for key in ("anyOf", "oneOf") for way in _list(schema, key)]
-    return frozenset().union(*ways) if ways and all(ways) else frozenset()
+    ways = [_types_of(way, shared, n_levels - 1) for key in ("anyOf", "oneOf") for way in _list(schema, key)]
+    if ways:
+        return frozenset().union(*ways) if all(ways) else frozenset()
+    parts = [_types_of(part, shared, n_levels - 1) for part in _list(schema, "allOf")]
+    return next((types for types in parts if types), frozenset())
 
 
 def _list(schema: Schema, key: str) -> list[Any]:

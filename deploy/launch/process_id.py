@@ -78,6 +78,8 @@ def wait_ended(process: ProcessId, timeout_s: float) -> bool:
     if handle is None:
         return True
     try:
-        return bool(select.select([handle], [], [], max(0.0, timeout_s))[0])
+        ended = select.poll()
+        ended.register(handle, select.POLLIN)
+        return bool(ended.poll(max(0.0, timeout_s) * 1_000))
     finally:
         os.close(handle)

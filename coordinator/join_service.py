@@ -34,7 +34,7 @@ from wire.listening import Listener
 from wire.pb.relayline.v1 import join_pb2 as pb
 from wire.process import first_of
 from wire.refusals import peer_of
-from wire.security import LinkSecurity
+from wire.security import LinkSecurity, address_of
 
 log = logging.getLogger("relayline.coordinator")
 
@@ -176,7 +176,7 @@ class JoinService:
                 self._roster.progress(ticket, state, progress.done_bytes, progress.total_bytes)
             elif kind == "serving" and 0 < report.serving.port <= 65_535:
                 host = report.serving.host or peer_of(context.peer())[0]
-                self._roster.serving(ticket, join_address(host, report.serving.port), report.serving.instance_id)
+                self._roster.serving(ticket, address_of(host, report.serving.port), report.serving.instance_id)
             elif kind == "failure":
                 self._roster.failed(ticket, report.failure.message[: bounds.ERROR_TEXT_BYTES_MAX])
             else:
@@ -236,11 +236,6 @@ def _parse(message: Any) -> pb.StageReport | None:
         raise ProtocolError("a stage's report cannot be read") from error
 
 
-def join_address(host: str, port: int) -> str:
-    """Return host:port, an IPv6 host in brackets."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
 @contextlib.asynccontextmanager
 async def serve_joining(
     config: JoinConfig, directory: Path, file: PipelineFile, roster: JoinedRoster, security: LinkSecurity
@@ -252,7 +247,7 @@ async def serve_joining(
     try:
         port = listener.add_port(config.host, config.port)
         await listener.server.start()
-        yield join_address(config.host, port)
+        yield address_of(config.host, port)
     finally:
         service.close()
         await listener.server.stop(SHUTDOWN_GRACE_S)

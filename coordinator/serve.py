@@ -26,7 +26,7 @@ from coordinator.telemetry_start import observed
 from coordinator.tokenizer import Tokenizer
 from wire.errors import UsageError
 from wire.process import run
-from wire.security import check_connects
+from wire.security import address_of, check_connects
 from wire.telemetry_config import TelemetryConfig
 
 log = logging.getLogger("relayline.coordinator")
@@ -135,7 +135,7 @@ async def _serve(
         )
         # The API answers while the stages still load: /health says 503 until they are ready.
         runner, port = await start_http(app, config.host, config.port)
-        url = f"http://{config.host}:{port}"
+        url = f"http://{address_of(config.host, port)}"
         stack.push_async_callback(runner.cleanup)
         if config.join is not None and joined is not None:
             joining = serve_joining(config.join, config.pipeline_dir, file, joined, config.pipeline.security)

@@ -19,7 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from wire.errors import UsageError
 from wire.security import CA_FILE, CERT_FILE, KEY_FILE, TOKEN_FILE, read_token
-from wire.tls_material import check_dates, read_certificate
+from wire.tls_material import canonical_name, check_dates, read_certificate
 
 CA_KEY_FILE = "ca-key.pem"
 CA_DAYS = 3_652  # ten years: renewing a CA means touching every host
@@ -175,7 +175,7 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
 def _alternatives(names: Sequence[str]) -> list[x509.DNSName | x509.IPAddress]:
     found: dict[str, x509.DNSName | x509.IPAddress] = {}
     for given in names:
-        name = given.strip().strip("[]").lower().rstrip(".")
+        name = canonical_name(given)
         try:
             found[name] = x509.IPAddress(ipaddress.ip_address(name))
         except ValueError:

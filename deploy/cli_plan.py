@@ -14,6 +14,7 @@ from rich.console import Console
 
 from deploy.options import FloatRange
 from wire.errors import UsageError
+from wire.security import address_of
 
 if TYPE_CHECKING:
     from coordinator.inspection import ModelFacts
@@ -202,7 +203,7 @@ def _url_of(manifest: Manifest) -> str:
     host = "127.0.0.1" if http.host in ("0.0.0.0", "::") else http.host
     if not http.port:
         raise UsageError("the manifest leaves the port to the system; say where the coordinator is with --url")
-    return f"http://{host}:{http.port}"
+    return f"http://{address_of(host, http.port)}"
 
 
 async def _looks(url: str, seconds: float) -> tuple[dict[str, Any], dict[str, Any], float]:

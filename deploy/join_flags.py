@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from deploy.options import Address, AddressList, telemetry_config
 from wire.errors import UsageError
-from wire.security import LinkSecurity
+from wire.security import LinkSecurity, address_of
 from wire.telemetry_config import Level, TelemetryConfig
 
 if TYPE_CHECKING:
@@ -137,9 +137,8 @@ def stage_join(given: dict[str, Any], security: LinkSecurity) -> StageJoinConfig
     for flag in _explicit(given, TOLD_BY_ORDER):
         raise UsageError(f"{flag} is the coordinator's to say when a stage joins; give it to `relayline serve`")
     host, port = given["listen"] if _explicit(given, ("listen",)) else ("", 0)
-    coordinator_host, coordinator_port = given["coordinator"]
     return JoinConfig(
-        coordinator=f"{coordinator_host}:{coordinator_port}",
+        coordinator=address_of(*given["coordinator"]),
         name=given["name"],
         cache=given["cache"] or default_cache(),
         host=host,

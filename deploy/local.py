@@ -18,6 +18,7 @@ from coordinator.pipeline_file import PipelineFile, load_pipeline
 from deploy.child import Child
 from wire import bounds
 from wire.errors import StartError
+from wire.security import address_of
 
 log = logging.getLogger("relayline.up")
 
@@ -97,11 +98,10 @@ class LocalPipeline:
         log.info("loading %s", self.file.model_name, extra={"fields": fields})
         await asyncio.gather(*(stage.start() for stage in self.stages))
         addresses = await asyncio.gather(*map(self._address, self.stages))
-        host, port = self.config.http
         self.coordinator = Child(
             "coordinator",
             ("serve", "--pipeline", str(self.config.pipeline_dir), "--stages", ",".join(addresses),
-             "--http", f"{host}:{port}", "--json", "--exit-with-stdin", *self.config.serve_arguments),
+             "--http", address_of(*self.config.http), "--json", "--exit-with-stdin", *self.config.serve_arguments),
             self._on_line,
         )  # fmt: skip
         await self.coordinator.start()

@@ -13,7 +13,7 @@ from wire import bounds
 from wire.envelope import DTYPE_BY_NAME
 from wire.errors import UsageError
 from wire.kv_layout import KV_LAYOUTS, LONG_LANE_TOKENS
-from wire.security import LinkSecurity, load_security
+from wire.security import LinkSecurity, address_of, load_security
 from wire.telemetry_config import LEVEL_NAMES, Level, TelemetryConfig
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -31,6 +31,10 @@ class Address(click.ParamType[tuple[str, int]]):
         host, colon, port = str(value).rpartition(":")
         if not colon or not host or not port.isdigit() or int(port) > 65_535:
             self.fail(f"{value!r} is not HOST:PORT", param, ctx)
+        if host.startswith("[") and host.endswith("]"):
+            host = host[1:-1]
+        elif ":" in host and not host.startswith(("unix:", "unix-abstract:")):
+            self.fail(f"{value!r} is not HOST:PORT; an IPv6 host goes into brackets, as in [::1]:8080", param, ctx)
         return host, int(port)
 
 
@@ -55,7 +59,7 @@ class AddressList(click.ParamType[tuple[str, ...]]):
         if isinstance(value, tuple):
             return value
         parts = [Address().convert(part.strip(), param, ctx) for part in str(value).split(",")]
-        return tuple(f"{host}:{port}" for host, port in parts)
+        return tuple(address_of(host, port) for host, port in parts)
 
 
 class DraftTokens(click.ParamType[int]):

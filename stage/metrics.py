@@ -18,6 +18,7 @@ from prometheus_client.exposition import choose_encoder
 from stage.stats import WAIT_BUCKETS_NS, StageStats
 from wire import telemetry_names as names
 from wire.errors import StartError
+from wire.security import address_of
 from wire.telemetry import Telemetry
 
 ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1_024, 2_048)
@@ -179,7 +180,7 @@ async def serve_metrics(address: tuple[str, int], collector: StageCollector) -> 
         try:
             await site.start()
         except OSError as error:
-            raise StartError(f"cannot serve metrics on {host}:{port}: {error.strerror or error}") from error
-        yield f"{host}:{runner.addresses[0][1]}"
+            raise StartError(f"cannot serve metrics on {address_of(host, port)}: {error.strerror or error}") from error
+        yield address_of(host, runner.addresses[0][1])
     finally:
         await runner.cleanup()

@@ -42,6 +42,7 @@ from wire.curve import PAD_SEARCH_ROWS, CostCurve
 from wire.errors import UsageError
 from wire.listening import Listener
 from wire.process import first_of, run
+from wire.security import address_of
 from wire.telemetry import Role, Telemetry
 
 log = logging.getLogger("relayline.stage")
@@ -181,7 +182,7 @@ async def serve(
             await server.start()
             for name in ("", rpc.SERVICE):
                 await health.set(name, health_pb2.HealthCheckResponse.SERVING)
-            yield f"{config.host}:{port}", dataclasses.replace(facts, metrics_address=metrics_address), crashed
+            yield address_of(config.host, port), dataclasses.replace(facts, metrics_address=metrics_address), crashed
     finally:
         await health.enter_graceful_shutdown()
         await _unless(crashed, service.close)

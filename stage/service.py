@@ -13,7 +13,7 @@ from stage.facts import StageFacts
 from stage.inbound import Inbound, check_fit, hello_of
 from stage.metrics import Gauges
 from stage.observer import StageObserver
-from stage.routes import ROUTES_MAX, LeftRoutes, Route
+from stage.routes import ROUTES_MAX, UNUSED_S, LeftRoutes, Route
 from stage.runner import Runner
 from stage.stats import StageStats
 from stage.step import StepExecutor
@@ -204,10 +204,16 @@ class StageService:
         wiring = RouteWiring(request.epoch, link.pool if link else None)
         held: dict[int, int] = await self.runner.call(lambda: self._executor.begin_route(request.route_id, wiring))
         self._routes[request.route_id] = route
+        asyncio.get_running_loop().call_later(UNUSED_S, self._unused, route)
         if held:  # the coordinator has been told of it, and needs the time to open it
             self._left.left(request.route_id)
         self._stats.n_epochs += 1
         return held
+
+    def _unused(self, route: Route) -> None:
+        """End an epoch that nobody has linked to: its coordinator gave up, and its link holds a neighbour's route."""
+        if not route.has_upstream and self._routes.get(route.route_id) is route and not self._is_closing:
+            self._spawn(self._end_later(route))
 
     async def _connect(self, request: pb.ConfigureRequest) -> RelayLink:
         artifact, hello = self._facts.artifact, hello_of(request, self._facts.artifact)

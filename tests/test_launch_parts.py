@@ -12,11 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from coordinator.draft_flights import DRAFT_AUTO
 from coordinator.pipeline_file import load_pipeline
 from deploy.cli_processes import schedule_config, serve_command
 from deploy.cli_up import _up_model, up_command
+from deploy.doctor.files import look_security, names_here
+from deploy.doctor.report import Outcome
 from deploy.launch.arrange import arrange
 from deploy.launch.backoff import RestartHistory, RestartPolicy
 from deploy.launch.board import Board
@@ -392,8 +395,38 @@ def test_what_up_hands_on_means_the_same_again(said: str, tmp_path: Path, monkey
     monkeypatch.setattr("deploy.launch.command.ready_to_start", lambda *_: None)
     monkeypatch.setattr("deploy.launch.command.start_detached", lambda arguments, *_: told.extend(arguments))
     given = {"manifest": tmp_path / "pipeline.yaml", "state_dir": tmp_path / "state", "detach": True, "as_json": True}
-    up_manifest(given, {"draft": n_tokens}, ())
+    up_manifest(given | {"report_fd": None}, {"draft": n_tokens}, ())
     assert up_command.make_context("up", told).params["draft"] == n_tokens
+
+
+def test_who_was_detached_does_not_detach_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RELAYLINE_DETACH reaches the supervisor in the background as well, which would start another for ever."""
+    manifest_of(SMALL, tmp_path)
+    launched: list[Manifest] = []
+    monkeypatch.setattr("deploy.launch.command.launch", lambda manifest, *_, **__: launched.append(manifest))
+    monkeypatch.setattr("deploy.launch.command.start_detached", lambda *_: pytest.fail("detached once more"))
+    monkeypatch.setenv("RELAYLINE_DETACH", "1")
+    read_end, write_end = os.pipe()
+    told = [str(tmp_path / "pipeline.yaml"), "--state-dir", str(tmp_path / "state"), "--report-fd", str(write_end)]
+    try:
+        done = CliRunner().invoke(up_command, told)
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+    assert done.exit_code == 0, done.output
+    assert [manifest.name for manifest in launched] == ["small"]
+
+
+def test_detaching_ends_first_what_a_killed_supervisor_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leftovers hold the ports and the memory that are looked at next."""
+    manifest_of(SMALL, tmp_path)
+    done: list[str] = []
+    monkeypatch.setattr("deploy.launch.command.end_leftovers", lambda _: done.append("leftovers"))
+    monkeypatch.setattr("deploy.launch.command.ready_to_start", lambda *_: done.append("looked"))
+    monkeypatch.setattr("deploy.launch.command.start_detached", lambda *_: done.append("started"))
+    given = {"manifest": tmp_path / "pipeline.yaml", "state_dir": tmp_path / "state", "detach": True, "as_json": True}
+    up_manifest(given | {"report_fd": None}, {}, ())
+    assert done == ["leftovers", "looked", "started"]
 
 
 def test_threads_are_divided_among_the_stages_of_this_machine(tmp_path: Path) -> None:
@@ -478,6 +511,16 @@ async def test_an_address_that_is_shown_can_be_connected_to(tmp_path: Path) -> N
             assert supervisor._reachable(told) == shown
 
 
+async def test_stages_are_told_an_address_that_they_can_read(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path / "state")
+    with directory.locked("four"):
+        text = FOUR.replace("host: head", 'host: "fd00::1"')
+        plan = arrange(manifest_of(text, tmp_path), tmp_path / "four.yaml", tmp_path / "settled.json")
+        supervisor = Supervisor(plan, directory, lambda _: None)
+        supervisor._coordinator.log.close()
+        assert supervisor._reachable("[::]:7") == "[fd00::1]:7"
+
+
 def test_ports_that_are_taken_are_all_named(tmp_path: Path) -> None:
     with socket.socket() as first, socket.socket() as second:
         for listener in (first, second):
@@ -508,6 +551,29 @@ def test_the_launcher_makes_tls_material_once_and_renews_it(tmp_path: Path) -> N
     assert (here / "cert.pem").read_bytes() == before
     make_own_tls(manifest, tmp_path / "own", datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=360))
     assert (here / "cert.pem").read_bytes() != before
+
+
+def test_certificates_of_hosts_written_otherwise_are_not_made_anew(tmp_path: Path) -> None:
+    text = FOUR.replace("tls: {directory: tls/head}, tokenFile: secret", "tls: {mode: auto}")
+    text = text.replace("host: head", "host: Head").replace("10.0.0.2", '"fd00:0::7"')
+    manifest = manifest_of(text, tmp_path)
+    here = make_own_tls(manifest, tmp_path / "own")
+    before = {path: path.read_bytes() for path in sorted(here.parent.rglob("cert.pem"))}
+    assert len(before) == 3
+    make_own_tls(manifest, tmp_path / "own")
+    assert {path: path.read_bytes() for path in before} == before
+    findings, _ = look_security(manifest, names_here(manifest), here)
+    assert {finding.outcome for finding in findings} == {Outcome.OK}, findings
+
+
+@pytest.mark.parametrize("left", [["ca-key.pem"], ["ca-key.pem", "token"]])
+def test_a_ca_that_was_cut_short_is_made_anew(left: list[str], tmp_path: Path) -> None:
+    text = FOUR.replace("tls: {directory: tls/head}, tokenFile: secret", "tls: {mode: auto}")
+    (tmp_path / "own").mkdir()
+    for name in left:
+        (tmp_path / "own" / name).write_text("half")
+    here = make_own_tls(manifest_of(text, tmp_path), tmp_path / "own")
+    assert load_security(here, environment={}).token
 
 
 def test_without_tls_the_launcher_makes_a_token_once(tmp_path: Path) -> None:

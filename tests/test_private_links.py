@@ -279,6 +279,26 @@ async def test_a_client_that_speaks_plaintext(ids: Identities, lines: Lines):
         ]
 
 
+@pytest.mark.parametrize("reads", [False, True], ids=["at once", "after the greeting"])
+async def test_who_hangs_up_before_anybody_has_seen_a_certificate_refuses_none(reads: bool, ids: Identities):
+    """A forwarder whose server is not there yet does that: trying again is right, and giving up is not."""
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if reads:
+            await reader.read(1)
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as forwarder:
+        address = f"127.0.0.1:{forwarder.sockets[0].getsockname()[1]}"
+        with pytest.raises(StageLostError):
+            await describe(address, security_of(ids.box2))
+        if reads:
+            assert await refusal(address, security_of(ids.expired)) == (
+                f"{address} refuses our certificate {ids.expired}/cert.pem: it has expired; "
+                "renew it with `relayline certs issue`"
+            ), "a fault of our own is told all the same"
+
+
 async def test_a_server_that_speaks_plaintext(ids: Identities, lines: Lines):
     async with serving(PLAINTEXT) as server:
         assert await refusal(server.address, security_of(ids.box2)) == (

@@ -20,6 +20,7 @@ from wire.refusals import HOSTS_MAX, QUIET_NS, SAID_OF_CLIENT, Reason, RefusalLo
 from wire.security import (
     PLAINTEXT,
     LinkSecurity,
+    address_of,
     check_connect,
     check_connects,
     check_listen,
@@ -54,6 +55,21 @@ def test_this_machine(host: str):
 )  # fmt: skip
 def test_beyond_this_machine(host: str):
     assert not is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("10.0.0.1", "10.0.0.1:80"),
+        ("::1", "[::1]:80"),
+        ("[::1]", "[::1]:80"),
+        ("box", "box:80"),
+        ("fe80::1%e", "[fe80::1%e]:80"),
+    ],
+)
+def test_address_of(host: str, address: str):
+    assert address_of(host, 80) == address
+    assert host_of(address) == host.strip("[]")
 
 
 def test_host_of():

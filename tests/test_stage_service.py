@@ -532,6 +532,25 @@ async def test_coordinators_that_never_came_back_make_room_for_others() -> None:
         assert len(stage.service._routes) <= ROUTES_MAX
 
 
+async def test_an_epoch_that_nobody_links_to_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own link would keep the next stage's route in use, whatever becomes of the coordinator."""
+    monkeypatch.setattr("stage.service.UNUSED_S", 0.0)
+    async with served() as stage, Coordinator(stage) as one:
+        await one.configure()
+        async with asyncio.timeout(20):
+            for route in list(stage.service._routes.values()):
+                await route.ended.wait()
+            await asyncio.gather(*stage.service._tasks)
+        assert stage.service._routes == {}
+    monkeypatch.setattr("stage.service.UNUSED_S", 3_600.0)
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        (route,) = stage.service._routes.values()
+        stage.service._unused(route)
+        await asyncio.gather(*stage.service._tasks)
+        assert list(stage.service._routes.values()) == [route], "one that is linked to stays"
+
+
 async def test_routes_in_use_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stage.service.ROUTES_MAX", 1)
     async with served() as stage, Coordinator(stage) as one, Coordinator(stage, OTHER) as two:

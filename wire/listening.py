@@ -15,7 +15,7 @@ import grpc.aio
 from wire import rpc
 from wire.errors import StartError, UnauthenticatedError
 from wire.refusals import NOTE_PREFIX, Reason, RefusalLog, peer_of, reason_named
-from wire.security import LinkSecurity, check_listen, warn_listen
+from wire.security import LinkSecurity, address_of, check_listen, warn_listen
 
 log = logging.getLogger("relayline.security")
 
@@ -53,10 +53,7 @@ class Listener:
         """
         check_listen(host, self._security, self._who)
         warn_listen(host, self._security, self._who)
-        if host.startswith(("unix:", "unix-abstract:")):
-            address = host
-        else:
-            address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+        address = host if host.startswith(("unix:", "unix-abstract:")) else address_of(host, port)
         try:
             if not self._security.is_tls:
                 return int(self.server.add_insecure_port(address))

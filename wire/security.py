@@ -131,6 +131,12 @@ def host_of(address: str) -> str:
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
+def address_of(host: str, port: int) -> str:
+    """Return "HOST:PORT", an IPv6 host in brackets as gRPC and URLs want it; the way back is `host_of`."""
+    needs_brackets = ":" in host and not host.startswith(("[", "unix:", "unix-abstract:"))
+    return f"[{host}]:{port}" if needs_brackets else f"{host}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """Return whether bytes to `host` stay on this machine. Names are not looked up: only localhost is taken for it."""
     host = host.strip("[]").lower()

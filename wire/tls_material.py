@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import ipaddress
 import logging
 from pathlib import Path
 
@@ -87,6 +88,15 @@ def check_dates(cert: x509.Certificate, path: Path, now: datetime.datetime, reme
 def read_certificate(path: Path) -> x509.Certificate:
     """Return the first certificate of a PEM file. Raises UsageError."""
     return _certificates(_read(path), path)[0]
+
+
+def canonical_name(host: str) -> str:
+    """Return a host as `names_of` says it: lower case, without brackets or a last dot, an IPv6 address compressed."""
+    name = host.strip().strip("[]").lower().rstrip(".")
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        return name
 
 
 def names_of(cert: x509.Certificate) -> list[str]:

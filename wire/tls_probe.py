@@ -111,17 +111,20 @@ def _probe_tls(address: str, security: LinkSecurity) -> Finding | None:
         reason = _VERIFY_REASONS.get(error.verify_code, Reason.SERVER_CA)
         return Finding(reason, b"" if reason is Reason.SERVER_CA else _certificate_of(address))
     except ssl.SSLEOFError:
-        greeting = b""
+        # Hung up in the middle of the handshake, before anybody can have looked at our certificate: a forwarder whose
+        # server is not there does that, and may have one in a minute. Unless a fault of ours is plain to see.
+        fault = _own_fault(security)
+        return Finding(fault) if fault is not None else None
     except ssl.SSLError as error:
         return _of_ssl_error(error)
-    return None if greeting else Finding(_why_refused(security))
+    # A gRPC server that refuses a certificate hangs up without a word, so the fault is looked for on this side.
+    return None if greeting else Finding(_own_fault(security) or Reason.CLIENT_INVALID)
 
 
-def _why_refused(security: LinkSecurity) -> Reason:
-    """A gRPC server that refuses a certificate hangs up without a word, so the fault is looked for on this side."""
+def _own_fault(security: LinkSecurity) -> Reason | None:
     from wire.tls_material import first_fault
 
-    return first_fault(*security.files[:2]) or Reason.CLIENT_INVALID
+    return first_fault(*security.files[:2])
 
 
 def _of_ssl_error(error: ssl.SSLError) -> Finding | None:

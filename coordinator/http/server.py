@@ -7,6 +7,7 @@ import errno
 from aiohttp import web
 
 from wire.errors import StartError
+from wire.security import address_of
 
 
 async def start_http(
@@ -27,7 +28,7 @@ async def start_http(
     except OSError as error:
         await runner.cleanup()
         if error.errno == errno.EADDRINUSE:
-            raise StartError(f"HTTP port {host}:{port} is taken; choose another with --http") from error
-        raise StartError(f"cannot listen on {host}:{port} for HTTP: {error.strerror or error}") from error
+            raise StartError(f"HTTP port {address_of(host, port)} is taken; choose another with --http") from error
+        raise StartError(f"cannot listen on {address_of(host, port)} for HTTP: {error.strerror or error}") from error
     actual_port: int = runner.addresses[0][1]
     return runner, actual_port

@@ -21,7 +21,7 @@ from deploy.doctor.report import Finding, failure, ok, warning
 from deploy.manifest import Manifest, is_local
 from wire.errors import ArtifactError, RelaylineError
 from wire.security import CERT_FILE, TOKEN_FILE, LinkSecurity, load_security
-from wire.tls_material import RENEW_DAYS, names_of, read_certificate
+from wire.tls_material import RENEW_DAYS, canonical_name, names_of, read_certificate
 
 MIB = 1 << 20
 
@@ -117,7 +117,7 @@ def _certificate(directory: Path, names: tuple[str, ...]) -> Finding:
     days = (certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)).days
     covered = names_of(certificate)
     text = f"{directory}: for {', '.join(covered)}, {days} days left"
-    missing = [name for name in names if name not in covered]
+    missing = [name for name in names if canonical_name(name) not in covered]
     if missing:
         return failure(
             "tls", f"{text}; not for {', '.join(missing)}", "issue it anew with these names: relayline certs issue"

@@ -17,7 +17,7 @@ from deploy.launch.ports import port_problem, wanted_ports
 from deploy.manifest import Manifest, is_local
 from wire.errors import RelaylineError
 from wire.pb.relayline.v1 import relayline_pb2 as pb
-from wire.security import LinkSecurity
+from wire.security import LinkSecurity, address_of
 
 CONNECT_TIMEOUT_S = 5.0
 DESCRIBE_TIMEOUT_S = 10.0
@@ -176,6 +176,6 @@ async def look_otlp(endpoint: str) -> list[Finding]:
             _, writer = await asyncio.open_connection(*address)
     except (OSError, TimeoutError) as error:
         why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        return [warning("otlp", f"{address[0]}:{address[1]} cannot be reached: {why}", remedy)]
+        return [warning("otlp", f"{address_of(*address)} cannot be reached: {why}", remedy)]
     writer.close()
-    return [ok("otlp", f"{address[0]}:{address[1]} can be reached")]
+    return [ok("otlp", f"{address_of(*address)} can be reached")]

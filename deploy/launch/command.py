@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from deploy.launch.detach import Report, start_detached
+from deploy.launch.leftovers import end_leftovers
 from deploy.launch.prepare import override
 from deploy.launch.run import launch, ready_to_start
 from deploy.launch.state import StateDir, state_root
@@ -17,6 +18,7 @@ from deploy.local import print_prefixed
 from deploy.manifest import Manifest, load_manifest
 from deploy.options import DraftTokens
 from wire.errors import RelaylineError
+from wire.security import address_of
 
 # Flag -> where the manifest says the same.
 PLACES = {
@@ -70,7 +72,7 @@ def up_manifest(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple
     def show(event: dict[str, Any]) -> None:
         click.echo(line_of(event, as_json=as_json))
 
-    if given["detach"]:
+    if given["detach"] and given["report_fd"] is None:  # RELAYLINE_DETACH reaches the one in the background too
         _detach(path, manifest, directory, given, changed, log_flags)
         return
     if given["report_fd"] is None:
@@ -96,6 +98,7 @@ def _detach(
 ) -> None:
     with directory.locked(manifest.name):
         # The same is done again in the background, quickly then; here its progress is seen, and its mistakes.
+        end_leftovers(directory.load())  # they may hold the ports and the memory that are looked at next
         ready_to_start(manifest, directory)
     arguments = [str(path.absolute()), "--state-dir", str(directory.path.absolute()), *log_flags]
     for flag, value in changed.items():
@@ -104,7 +107,7 @@ def _detach(
         if isinstance(value, bool):
             arguments += [f"--{flag.replace('_', '-')}"] if value else []
         elif flag == "http":
-            arguments += ["--http", f"{value[0]}:{value[1]}"]
+            arguments += ["--http", address_of(*value)]
         elif flag == "draft":
             arguments += ["--draft", str(DraftTokens.said(value))]
         else:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from deploy.certificates import CA_KEY_FILE, TOKEN_BYTES, init_authority, issue, write_file
 from deploy.manifest import Manifest
-from wire.security import CERT_FILE
-from wire.tls_material import RENEW_DAYS, names_of, read_certificate
+from wire.security import CA_FILE, CERT_FILE, TOKEN_FILE
+from wire.tls_material import RENEW_DAYS, canonical_name, names_of, read_certificate
 
 DAYS_VALID = 365
 NAME_CHARS_MAX = 60  # of a CA's name
@@ -35,7 +35,9 @@ def make_own_tls(manifest: Manifest, root: Path, now: datetime.datetime | None =
     Returns the directory of this machine. Raises UsageError and OSError.
     """
     now = now or datetime.datetime.now(datetime.UTC)
-    if not (root / CA_KEY_FILE).exists():
+    if not (root / CA_FILE).exists():
+        for file in (CA_KEY_FILE, TOKEN_FILE):  # of an attempt that was cut short, from which nothing can be issued
+            (root / file).unlink(missing_ok=True)
         init_authority(root, manifest.name[:NAME_CHARS_MAX], now)
     here = manifest.spec.coordinator.host
     hosts = dict.fromkeys([here, *(stage.host for stage in manifest.stages if not stage.is_local)])
@@ -64,4 +66,4 @@ def _is_good(path: Path, host: str, now: datetime.datetime) -> bool:
     if not path.exists():
         return False
     certificate = read_certificate(path)
-    return host in names_of(certificate) and (certificate.not_valid_after_utc - now).days >= RENEW_DAYS
+    return canonical_name(host) in names_of(certificate) and (certificate.not_valid_after_utc - now).days >= RENEW_DAYS

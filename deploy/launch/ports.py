@@ -6,6 +6,8 @@ import errno
 import socket
 from typing import TYPE_CHECKING
 
+from wire.security import address_of
+
 if TYPE_CHECKING:
     from deploy.manifest import Manifest
 
@@ -48,6 +50,6 @@ def port_problem(host: str, port: int) -> str | None:
             probe.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return f"{host}:{port} is taken by another process"
-            return f"{host}:{port}: {error.strerror}"
+                return f"{address_of(host, port)} is taken by another process"
+            return f"{address_of(host, port)}: {error.strerror}"
     return None

@@ -25,6 +25,7 @@ from deploy.launch.state import ProcessRecord, ProcessState, StateDir
 from wire import bounds
 from wire.errors import StartError
 from wire.process import first_of
+from wire.security import address_of
 
 log = logging.getLogger("relayline.up")
 
@@ -89,7 +90,7 @@ class Supervisor:
         if self.failed.done():
             self.failed.result()
         # Never the address that it listens on, which may be every interface: certificates are for names.
-        join = f"{self.plan.advertised_host}:{self._listening.result().rpartition(':')[2]}"
+        join = address_of(self.plan.advertised_host, int(self._listening.result().rpartition(":")[2]))
         for stage in reversed(self.plan.local):
             kept = self._kept(stage.name, self._stage_arguments(stage, join), None)
             self._stages[stage.name] = kept
@@ -107,7 +108,7 @@ class Supervisor:
         return self._ready.result()
 
     def _serve_arguments(self, http: tuple[str, int], join: tuple[str, int]) -> tuple[str, ...]:
-        return ("serve", *self.plan.serve_arguments, "--http", _address(http), "--join-listen", _address(join),
+        return ("serve", *self.plan.serve_arguments, "--http", address_of(*http), "--join-listen", address_of(*join),
                 "--json", "--exit-with-stdin")  # fmt: skip
 
     def _stage_arguments(self, stage: LocalStage, join: str) -> tuple[str, ...]:
@@ -200,7 +201,7 @@ class Supervisor:
     def _reachable(self, address: str) -> str:
         """Return where others find who listens at `address`: every interface is no place to connect to."""
         host, _, port = address.rpartition(":")
-        return f"{self.plan.advertised_host}:{port}" if host in ("0.0.0.0", "[::]") else address
+        return address_of(self.plan.advertised_host, int(port)) if host in ("0.0.0.0", "[::]") else address
 
     def _on_event(self, event: dict[str, Any]) -> None:
         """Take what the coordinator tells of itself and of its stages."""
@@ -259,10 +260,6 @@ class Supervisor:
     def _gone(self, name: str) -> None:
         if self.board[name].state != "failed":
             self.board.set_process(name, state="stopped", pid=0, start_ticks=0)
-
-
-def _address(pair: tuple[str, int]) -> str:
-    return f"{pair[0]}:{pair[1]}"
 
 
 def _records(plan: LaunchPlan) -> tuple[ProcessRecord, ...]:

@@ -22,7 +22,7 @@ from stage.join_client import Member, introduction
 from stage.join_config import JoinConfig
 from stage.loading import WEIGHTS, Load, LoadStoppedError, Tell
 from stage.process import prepare_environment, serve
-from wire.errors import ArtifactError, PlaceTakenError, RelaylineError, StaleEpochError
+from wire.errors import ArtifactError, PlaceTakenError, RelaylineError, StageLostError, StaleEpochError
 from wire.pb.relayline.v1 import join_pb2 as pb
 from wire.process import first_of, run
 from wire.security import check_listen
@@ -94,19 +94,28 @@ class JoinedStage:
         stop.add_done_callback(give_up)
         try:
             path = await self._obtain(member, load, stop)
-            if path is None:
+            host = await self._listen_host() if path is not None else ""
+            if path is None or not host:
                 await self._rejoin(stop)
             else:
                 await member.report_progress(pb.ARTIFACT_PHASE_LOADING, 0, member.order.artifact.size_bytes)
-                await self._serve(member, path, load, stop)
+                await self._serve(member, path, host, load, stop)
         except LoadStoppedError:
             await self._rejoin(stop)
         finally:
             stop.remove_done_callback(give_up)
 
-    async def _serve(self, member: Member, path: Path, load: Load, stop: asyncio.Future[Any]) -> None:
+    async def _listen_host(self) -> str:
+        """Return the address to listen on; empty when the coordinator's name cannot be resolved just now."""
+        try:
+            return await asyncio.to_thread(self._config.listen_host)
+        except StageLostError as error:
+            log.warning("membership ended: %s", error)
+            return ""
+
+    async def _serve(self, member: Member, path: Path, host: str, load: Load, stop: asyncio.Future[Any]) -> None:
         order = member.order
-        config = self._adapt(self._stage_config(path, order.engine), order)
+        config = self._adapt(self._stage_config(path, host, order.engine), order)
         async with serve(config, load) as (address, facts, crashed):
             artifact = facts.artifact
             if (artifact.pipeline_id, artifact.stage_index) != (order.pipeline_id, order.stage_index):
@@ -134,10 +143,10 @@ class JoinedStage:
             return None
         return getting.result()
 
-    def _stage_config(self, path: Path, engine: pb.EngineSettings) -> StageConfig:
+    def _stage_config(self, path: Path, host: str, engine: pb.EngineSettings) -> StageConfig:
         return StageConfig(
             artifact=path,
-            host=self._config.listen_host(),
+            host=host,
             port=self._config.port,
             ctx_tokens=engine.ctx_tokens,
             n_lanes=engine.n_lanes,

@@ -105,19 +105,24 @@ class GroupPolicy:
 
     max_rows: int  # rows of one native step
     curve: CostCurve  # of decode rows
+    wanted_rows: int = ROWS_PER_ENVELOPE_MAX  # rows of one step that want logits, as all of decode frames do
 
     def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int) -> Choice:
         """See Policy."""
         is_prefill_first = bool(prefill) and (not decode or prefill[0].line_order < decode[0].line_order)
         envelope = (prefill if is_prefill_first else decode)[0].envelope
-        n_decode, rows = _of_envelope(decode, envelope, 0, self.max_rows)
+        n_decode, rows = _of_envelope(decode, envelope, 0, min(self.max_rows, self.wanted_rows))
         n_prefill, _ = _of_envelope(prefill, envelope, rows, self.max_rows)
+        while n_decode + n_prefill > 1 and rows + sum(map(_wants, prefill[:n_prefill])) > self.wanted_rows:
+            n_prefill -= 1
         if n_decode == len(decode) and n_prefill == len(prefill):
             return Choice(n_decode, n_prefill, GROUP)
         if not n_prefill:
             rest = sum(frame.n_rows for frame in decode[n_decode:])
             # The curve knows no context, and as a tile of attention rows of many lanes would pay for each other's.
-            rows_max = min(self.max_rows, ATTENTION_TILE_ROWS - 1) if rows < ATTENTION_TILE_ROWS else self.max_rows
+            rows_max = min(self.max_rows, self.wanted_rows)
+            if rows < ATTENTION_TILE_ROWS:
+                rows_max = min(rows_max, ATTENTION_TILE_ROWS - 1)
             if 0 < rest <= self.curve.padded_rows(rows, rows_max) - rows:
                 return Choice(len(decode), 0, PAD_TARGET)
         is_cut = any(frame.envelope == envelope for frame in (*decode[n_decode:][:1], *prefill[n_prefill:][:1]))

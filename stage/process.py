@@ -127,7 +127,8 @@ def make_policy(config: StageConfig, curves: Curves) -> Policy:
     if config.policy == "drain":
         return DrainPolicy(config.max_rows, config.prefill_rows, config.n_lanes + DRAFTED_ROWS_MAX)
     # Rows of other lanes are computed apart where lanes have cells of their own: there is nothing to fill up.
-    return GroupPolicy(config.max_rows, curves.decode if config.layout_used == "unified" else CostCurve())
+    curve = curves.decode if config.layout_used == "unified" else CostCurve()
+    return GroupPolicy(config.max_rows, curve, config.n_lanes + DRAFTED_ROWS_MAX)
 
 
 @contextlib.asynccontextmanager

@@ -105,6 +105,10 @@ class LeftRoutes:
             timer.cancel()
         self._timers[route_id] = asyncio.get_running_loop().call_later(self._after_s, self._expired, route_id)
 
+    def is_waiting(self, route_id: int) -> bool:
+        """Return whether what the route left is to stay for now."""
+        return route_id in self._timers
+
     def _expired(self, route_id: int) -> None:
         del self._timers[route_id]
         self._forget(route_id)

@@ -108,10 +108,14 @@ class StageService:
         self._stepped.set()
         for frame in result.consumed:
             frame.give_credit()
+        closed: dict[int, RouteOutput] = {}  # one message for each route: its queue has no room for one a session
         for close, summary in self._observer.step_done(result):
             route = self._routes.get(close.route_id)
             if route is not None and route.epoch == close.epoch:
-                route.report(RouteOutput(close.route_id, close.epoch, summaries=[summary]))
+                output = closed.setdefault(close.route_id, RouteOutput(close.route_id, close.epoch))
+                output.summaries.append(summary)
+        for route_id, output in closed.items():
+            self._routes[route_id].report(output)
 
     async def send_forever(self) -> None:
         """Send every step's envelopes, one step after the other: gRPC allows one write at a time per stream."""
@@ -359,7 +363,8 @@ class StageService:
 
     async def _forget_left(self, route_id: int) -> None:
         async with self._configuring:
-            if not self._is_closing:
+            # Left anew while this waited for the lock, and told to its coordinator: then it has all of the time again.
+            if not (self._is_closing or self._left.is_waiting(route_id)):
                 await self.runner.call(lambda: self._executor.sessions.forget_left(route_id))
 
     async def close(self) -> None:

@@ -296,6 +296,26 @@ async def test_plaintext_beyond_this_machine_is_refused_before_anything_is_fetch
         await allowed.stop()
 
 
+async def test_a_name_that_cannot_be_resolved_for_a_moment_leads_to_joining_anew(
+    tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_asked = 0
+
+    def not_at_first(_: str) -> str:
+        nonlocal n_asked
+        n_asked += 1
+        if n_asked == 1:
+            raise StageLostError("the coordinator cannot be found")
+        return "127.0.0.1"
+
+    monkeypatch.setattr("stage.join_config.facing", not_at_first)
+    async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", EngineOrder()) as port:
+        stage = Living(port.address, tmp_path)
+        await serves(port, engines)
+        assert n_asked == 2
+        await stage.stop()
+
+
 async def test_a_ticket_that_is_void_leads_to_joining_anew(
     tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

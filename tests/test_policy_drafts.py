@@ -62,7 +62,7 @@ def wanted(frames: list[QueuedFrame]) -> int:
 
 @pytest.mark.parametrize("name", ["drain", "auto", "single"])
 def test_no_policy_takes_more_than_load_stage_makes_room_for(name: str) -> None:
-    """Whatever waits of as many sessions as there are lanes; of an envelope DRAFTED_ROWS_MAX rows are guesses."""
+    """Whatever waits of as many sessions as there are lanes, also where stages before have sent envelopes as one."""
     rng = random.Random(3)
     curves = Curves(CostCurve([(rows, 100 - rows % 8) for rows in range(1, 129)]))
     for n_lanes in (1, 2, 5, 40):
@@ -75,7 +75,7 @@ def test_no_policy_takes_more_than_load_stage_makes_room_for(name: str) -> None:
             room: dict[int, int] = {}
             for index in range(n_lanes):
                 envelope = rng.randrange(3)
-                left = room.setdefault(envelope, DRAFTED_ROWS_MAX)
+                left = room.setdefault(envelope, rng.choice((1, 3)) * DRAFTED_ROWS_MAX)
                 n_guesses = rng.randint(0, min(left, DRAFT_TOKENS_MAX)) if rng.random() < 0.6 else 0
                 if rng.random() < 0.4:
                     frame = rows_frame(index, 9, rng.randint(1, 3), PREFILL | SAMPLE * rng.randint(0, 1))

@@ -13,9 +13,9 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from stage.routes import ROUTES_MAX, LeftRoutes, Route
+from stage.routes import RETURN_QUEUE_MAX, ROUTES_MAX, LeftRoutes, Route
 from stage.runner import OUTBOX_STEPS_MAX
-from stage.step_types import RouteOutput
+from stage.step_types import RouteOutput, StepResult
 from tests.fakes import (
     EPOCH,
     MAX_ROWS,
@@ -27,6 +27,7 @@ from tests.fakes import (
     hidden,
     logits_of,
     rows_frame,
+    step_of,
     tokens_frame,
 )
 from tests.served_stage import Coordinator, StageUnderTest, envelope_of, served
@@ -551,6 +552,25 @@ async def test_an_epoch_that_nobody_links_to_ends(monkeypatch: pytest.MonkeyPatc
         assert list(stage.service._routes.values()) == [route], "one that is linked to stays"
 
 
+async def test_all_that_a_step_closes_is_told_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More clients may leave during one step than the queue of a coordinator that reads has room for messages."""
+    n_closed = RETURN_QUEUE_MAX + 7
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        (route,) = stage.service._routes.values()
+        listener = route.listen()
+        close = control(1, Flag.CLOSE)
+        assert (close.route_id, close.epoch) == (route.route_id, route.epoch)
+        closed = [(close, pb.SessionSummary(session_id=number)) for number in range(1, n_closed + 1)]
+        monkeypatch.setattr(stage.service._observer, "step_done", lambda _: closed)
+        stage.service.account(StepResult(step_of(), [], [], []))
+        assert not route.ended.is_set()
+        assert listener.queue.get_nowait().subscribed
+        message = listener.queue.get_nowait()
+        assert [summary.session_id for summary in message.summaries] == list(range(1, n_closed + 1))
+        route.unlisten(listener)
+
+
 async def test_routes_in_use_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stage.service.ROUTES_MAX", 1)
     async with served() as stage, Coordinator(stage) as one, Coordinator(stage, OTHER) as two:
@@ -828,6 +848,7 @@ async def test_who_is_told_what_is_left_has_the_whole_time_to_open_it() -> None:
             await old.lost
         await stage.settled()
         before = stage.service._left._timers[ROUTE]
+        await stage.service._forget_left(ROUTE)  # of an earlier time, which came to its turn only now
         await new.configure()
         assert new.held == {1: 3}
         assert before.cancelled()

@@ -102,6 +102,7 @@ class Bench:
         )
         n_prompts = max(max(plan.streams) * plan.rounds, plan.open_requests)
         self.prompts: list[Prompt] = prompts_for(n_prompts, plan.n_prompt, plan.shape.n_vocab)
+        self.more_prompts: dict[int, Prompt] = {}  # that belong to one part alone
         self.answers: list[tuple[int, ...]] = []
         self.runs: list[Run] = []
         self.notes: list[str] = []  # what was left out, and why
@@ -167,14 +168,16 @@ class Bench:
             if request.is_complete and tuple(request.tokens) != self.expected(request)
         }
         pairs = sorted(doubtful)
-        gaps = await score(self.path, [(self.prompts[at], answer) for at, answer in pairs], len(self.plan.cores))
+        prompts = {**dict(enumerate(self.prompts)), **self.more_prompts}
+        gaps = await score(self.path, [(prompts[at], answer) for at, answer in pairs], len(self.plan.cores))
         known = dict(zip(pairs, gaps, strict=True))
         for run in self.runs:
             self._judge(run, known)
 
-    def expected(self, request: Request) -> tuple[int, ...]:
-        """Return the unsplit model's answer, as many tokens of it as were asked for."""
-        return self.answers[request.prompt_index][: request.n_tokens]
+    def expected(self, request: Request) -> tuple[int, ...] | None:
+        """Return the unsplit model's answer, as many tokens of it as were asked for; None: so many are not known."""
+        known = self.answers[request.prompt_index] if request.prompt_index >= 0 else ()
+        return known[: request.n_tokens] if request.n_tokens <= len(known) else None
 
     def _judge(self, run: Run, known: dict[tuple[int, tuple[int, ...]], list[float]]) -> None:
         for request in run.requests:
@@ -201,8 +204,9 @@ async def by_streams(bench: Bench) -> None:
         for target in targets.values():  # first steps build graphs and touch pages
             await load.closed_loop(session, target, bench.prompts, n_streams=min(2, max(plan.streams)), n_tokens=4)
         for repeat in range(plan.repeats):
-            for n_streams in plan.streams:
-                for name, target in targets.items():
+            for point, n_streams in enumerate(plan.streams):
+                first = (repeat + point) % len(targets)  # nobody is always asked first, or behind the same one
+                for name, target in [*targets.items()][first:] + [*targets.items()][:first]:
                     run = await bench.measure(session, "streams", name, target, n_streams, repeat)
                     if name == "auto" and plan.rounds == 1:
                         said = await stages.ask(await parts.pipeline_status(session, target))
@@ -215,8 +219,7 @@ async def by_streams(bench: Bench) -> None:
 async def run(bench: Bench) -> None:
     """Measure every part of the plan, then judge."""
     plan = bench.plan
-    longest = max(plan.n_tokens, parts.RUNNING_CHECKED_TOKENS if plan.prefill_tokens else 0)
-    bench.answers = await expected_answers(bench.path, bench.prompts, longest, len(plan.cores))
+    bench.answers = await expected_answers(bench.path, bench.prompts, plan.n_tokens, len(plan.cores))
     await by_streams(bench)
     if plan.delays_ms:
         await parts.delays(bench)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from benches.compare import Bench
 
 DELAY_STAGES = 4
+LONG_PROMPT = -1  # its index, beside those of the bench's prompts
 RUNNING_STREAMS = 4  # beside the long prompt
-RUNNING_CHECKED_TOKENS = 24  # of each running stream, compared with the unsplit model's
 # Of each running stream before the long prompt comes: 250 for one of 2,000 tokens, hence some 1,000 intervals. (Of 250
 # intervals the p99 is the third largest, which was 177 ms in one run and 251 in another with the same median.)
 QUIET_TOKENS_MIN, QUIET_PART = 64, 8
@@ -183,7 +183,9 @@ async def _one_long_prompt(
         )
         for request in running
     ]
-    long = Request(-1, 1, 0)
+    long = Request(LONG_PROMPT, 1, 0)
+    bench.more_prompts[LONG_PROMPT] = long_prompt
+    ended: list[asyncio.Task[Request]] = []
     try:
         quiet_tokens = max(QUIET_TOKENS_MIN, plan.prefill_tokens // QUIET_PART)
         await progress.reach([quiet_tokens] * len(running), tasks)
@@ -191,22 +193,28 @@ async def _one_long_prompt(
         await load.complete(session, target, long_prompt, long)
         # The interval that the prompt's last chunk lengthened ends with each stream's next token.
         await progress.reach([len(request.tokens) + 1 for request in running], tasks)
+        ended = [task for task in tasks if task.done()]
     finally:
         for task in tasks:
             task.cancel()  # a client that goes away frees its lane
         await asyncio.gather(*tasks, return_exceptions=True)
-    keep_long_prompt(bench, name, repeat, running, long)
+    keep_long_prompt(bench, name, repeat, running, long, n_ended=len(ended))
 
 
-def keep_long_prompt(bench: Bench, name: str, repeat: int, running: list[Request], long: Request) -> None:
-    """Reduce one long-prompt run: latencies before the prompt came and while it was read, and their ratios."""
+def keep_long_prompt(
+    bench: Bench, name: str, repeat: int, running: list[Request], long: Request, n_ended: int = 0
+) -> None:
+    """Reduce one long-prompt run: latencies before the prompt came and while it was read, and their ratios.
+
+    `n_ended` running streams ended before they were cancelled, so that the others had more of the machine.
+    """
     from benches.compare import Run
 
     ended_ns = long.token_ns[0] if long.token_ns else time.monotonic_ns()
     quiet, beside = quiet_and_beside_ms(running, long.due_ns, ended_ns)
     p50, p99 = ((load.percentile(quiet, share), load.percentile(beside, share)) for share in (0.5, 0.99))
     checked = [_shortened(request) for request in running]
-    run = Run("prefill", name, RUNNING_STREAMS, repeat, load.summarise(running), {}, checked)
+    run = Run("prefill", name, RUNNING_STREAMS, repeat, load.summarise(running), {}, [*checked, long])
     run.extra = {
         "prompt_tokens": bench.plan.prefill_tokens,
         "ttft_ms": (ended_ns - long.due_ns) / 1e6,
@@ -221,6 +229,8 @@ def keep_long_prompt(bench: Bench, name: str, repeat: int, running: list[Request
     }
     if not long.is_complete:
         run.fault = f"long prompt: {long.error or 'no token'}"
+    elif n_ended:
+        run.fault = f"{n_ended} of the running streams ended before the long prompt was read"
     bench.runs.append(run)
     report.progress(run)
 
@@ -247,15 +257,12 @@ def quiet_and_beside_ms(running: list[Request], due_ns: int, ended_ns: int) -> t
 
 
 def _shortened(request: Request) -> Request:
-    """Return what is compared of a running stream that was cancelled on purpose: its first tokens.
+    """Return what is compared of a running stream that was cancelled on purpose: all that it said until then.
 
     A cancelled stream has no error. One that failed keeps its own, so that the run does not count: whoever is gone
     leaves the others more of the machine.
     """
-    n_tokens = RUNNING_CHECKED_TOKENS
-    return dataclasses.replace(
-        request, n_tokens=n_tokens, tokens=request.tokens[:n_tokens], token_ns=request.token_ns[:n_tokens]
-    )
+    return dataclasses.replace(request, n_tokens=len(request.tokens))
 
 
 def sweep_points(n_streams: int) -> list[tuple[int, int]]:
@@ -279,6 +286,7 @@ async def sweep(bench: Bench) -> None:
                 async with relayline_up(f"sweep-{n_groups}x{n_rows}", flags, bench.setup) as target:
                     await load.closed_loop(session, target, bench.prompts, n_streams=1, n_tokens=4)
                     for repeat in range(plan.repeats):
-                        await bench.measure(session, "sweep", "auto", automatic, n_streams, repeat)
+                        beside = await bench.measure(session, "sweep", "auto", automatic, n_streams, repeat)
                         name = f"{n_groups}x{n_rows}"
-                        await bench.measure(session, "sweep", name, target, n_streams, repeat)
+                        run = await bench.measure(session, "sweep", name, target, n_streams, repeat)
+                        run.extra["against_auto"] = run.summary.tok_s / beside.summary.tok_s

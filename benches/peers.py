@@ -1,8 +1,9 @@
 """The programs relayline is measured against, built from the sources that it depends on: `python -m benches.peers`.
 
 The source distribution of the pinned llama-cpp-python carries all of llama.cpp, so `llama-server`, `ggml-rpc-server`
-and `llama-batched-bench` come from the very revision that relayline's stages run: a difference in the results is a
-difference of the designs, not of the kernels. Everything lies in the user's cache; nothing of it is committed.
+and `llama-batched-bench` come from the very revision that relayline's stages run. The kernels are the same with one
+exception, which llama.cpp decides: what a worker of its RPC holds is not repacked, as a local model's weights are, so
+that few rows take it longer (see benches/RESULTS.md). Everything lies in the user's cache; nothing of it is committed.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ FIGURES = (
     ("tok_s", "tokens / s", "log"),
     ("ttft_p50_ms", "TTFT ms (p50; thin: p95)", "log"),
     ("itl_p50_ms", "ITL ms (p50; thin: p95, dotted: p99)", "log"),
-    ("batch_mean", "sessions per step (of the average frame)", "log"),
+    ("rows_mean", "rows per step (of the average row)", "log"),
     ("overlap", "share of busy time with 2+ stages computing", "linear"),
     ("computing_mean", "stages computing at once (mean)", "linear"),
 )
@@ -37,6 +37,11 @@ def _series(points: Sequence[dict[str, Any]], system: str, name: str) -> tuple[l
     return [point["streams"] for point in mine], [point["median"][name] for point in mine]
 
 
+def _spread(points: Sequence[dict[str, Any]], system: str, name: str) -> list[tuple[float, float]]:
+    mine = sorted((p for p in points if p["system"] == system and name in p["median"]), key=lambda p: p["streams"])
+    return [tuple(point["spread"][name]) for point in mine]
+
+
 def compare(results: dict[str, Any], labels: dict[str, str], path: Path) -> bool:
     """Draw every figure of the comparison over the number of streams. Returns whether there was something to draw."""
     points = [point for point in results["points"] if point["part"] == "streams"]
@@ -50,6 +55,8 @@ def compare(results: dict[str, Any], labels: dict[str, str], path: Path) -> bool
             if not streams:
                 continue
             axis.plot(streams, values, marker="o", color=f"C{index}", label=label)
+            low, high = zip(*_spread(points, system, name), strict=True)
+            axis.fill_between(streams, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
             for companion, style in COMPANIONS.get(name, ()):
                 axis.plot(*_series(points, system, companion), style, color=f"C{index}", linewidth=0.8)
         axis.set_title(title)

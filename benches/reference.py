@@ -48,12 +48,17 @@ def near_tie(mix: str) -> float:
     return NEAR_TIE_F16 if mix == "f16" else NEAR_TIE_QUANTISED
 
 
-def judge(answer: Answer, expected: Answer, gaps: Sequence[float] | None, tie: float) -> Verdict:
-    """Compare an answer with the reference's. Pure.
+def judge(answer: Answer, expected: Answer | None, gaps: Sequence[float] | None, tie: float) -> Verdict:
+    """Compare an answer with the reference's, which may not be known: then only how far its tokens lie below the best.
 
     `gaps` holds, for every token of the answer, how far it lay below the best one (see `score`); None is allowed only
-    for an answer that is exact. `tie` is the largest gap that still agrees.
+    for an answer that is exact. `tie` is the largest gap that still agrees. Pure.
     """
+    if expected is None:
+        if gaps is None or len(gaps) != len(answer):
+            return Verdict(False, 0, float("inf"))
+        worst = max(gaps, default=0.0)
+        return Verdict(worst <= tie, next((at for at, gap in enumerate(gaps) if gap), len(answer)), worst)
     if len(answer) != len(expected):
         return Verdict(False, 0, float("inf"))
     pairs = enumerate(zip(answer, expected, strict=True))

@@ -205,8 +205,8 @@ async def _listening(name: str, child: subprocess.Popen[bytes], port: int, setup
 
 
 @contextlib.asynccontextmanager
-async def llama_rpc(name: str, setup: Setup, peers: Peers, delay_s: float | None = None) -> AsyncIterator[Target]:
-    """Run llama-server over one `ggml-rpc-server` per stage; with a delay, through proxies as relayline_linked."""
+async def llama_rpc(name: str, setup: Setup, peers: Peers) -> AsyncIterator[Target]:
+    """Run llama-server over one `ggml-rpc-server` per stage."""
     async with contextlib.AsyncExitStack() as stack:
         addresses: list[str] = []
         for index in range(setup.n_stages):
@@ -217,9 +217,6 @@ async def llama_rpc(name: str, setup: Setup, peers: Peers, delay_s: float | None
             child = await stack.enter_async_context(process(worker, command, setup))
             await _listening(worker, child, port, setup)
             addresses.append(f"127.0.0.1:{port}")
-        if delay_s is not None:
-            proxies = await stack.enter_async_context(delayed(addresses, delay_s))
-            addresses = [proxy.address for proxy in proxies]
         # Every layer and the head on the workers: the server itself only samples, so one thread is enough.
         flags = ["--rpc", ",".join(addresses), "--n-gpu-layers", "999"]
         yield await stack.enter_async_context(llama_server(name, flags, setup, peers, n_threads=1))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -176,16 +175,22 @@ def streams(
 def best_rate(stages: Sequence[StageModel], n_streams: int, overhead_ns: float) -> float:
     """Return tokens a second that no schedule of batches which stay together can exceed.
 
-    The lesser of two bounds, one of which is `_crowded_rate`. The other: a schedule starts x(r) batches of r rows a
+    The least of `stage_rates` and `_crowded_rate`. Drafts may: with guesses under way a stream is at several stages at
+    once.
+    """
+    return min(*stage_rates(stages, n_streams, overhead_ns), _crowded_rate(stages, n_streams))
+
+
+def stage_rates(stages: Sequence[StageModel], n_streams: int, overhead_ns: float) -> list[float]:
+    """Return for each stage the tokens a second that it alone cannot exceed while n_streams decode at most.
+
+    A schedule starts x(r) batches of r rows a
     second. Stage s is busy sum x(r) c_s(r) <= 1 of the time, and by Little's law the streams under way are
     sum r x(r) way(r) <= n_streams. Maximising sum r x(r) for one stage at a time is a linear program with two
     constraints; its dual is the least, over the price p of a stream, of
     p n_streams + max over r of r (1 - p way(r)) / c_s(r), which is convex in p.
     """
-    rows_max = min(n_streams, *(stage.rows_max for stage in stages))
-    sizes = sorted({*range(1, min(rows_max, 128) + 1), *range(128, rows_max + 1, 8), rows_max} - {0})
-    sizes = [rows for rows in sizes if rows <= rows_max]
-    costs = [[s.decode.padded_cost_ns(rows, s.rows_max) + s.host_ns for rows in sizes] for s in stages]
+    sizes, costs = _step_costs(stages, n_streams)
     hosts_ns = sum(stage.host_ns for stage in stages)
     ways = [sum(column) - hosts_ns + overhead_ns for column in zip(*costs, strict=True)]
 
@@ -193,7 +198,7 @@ def best_rate(stages: Sequence[StageModel], n_streams: int, overhead_ns: float) 
         scarce = max(rows * (1 - price * way) / cost for rows, way, cost in zip(sizes, ways, stage_costs, strict=True))
         return price * n_streams + max(0.0, scarce)
 
-    best = math.inf
+    rates: dict[tuple[float, ...], float] = {}
     for stage_costs in {tuple(each) for each in costs}:
         low, high = 0.0, 1.0 / min(ways)
         for _ in range(80):
@@ -202,22 +207,31 @@ def best_rate(stages: Sequence[StageModel], n_streams: int, overhead_ns: float) 
                 high -= third
             else:
                 low += third
-        best = min(best, dual((low + high) / 2, stage_costs))
-    return min(best, _crowded_rate(costs, sizes, n_streams)) * 1e9
+        rates[stage_costs] = dual((low + high) / 2, stage_costs) * 1e9
+    return [rates[tuple(each)] for each in costs]
 
 
-def _crowded_rate(costs: Sequence[Sequence[float]], sizes: Sequence[int], n_streams: int) -> float:
-    """Return tokens a nanosecond at most, given that no stream is at two stages at once.
+def _step_costs(stages: Sequence[StageModel], n_streams: int) -> tuple[list[int], list[list[float]]]:
+    """Return numbers of rows that a step may have, and for each stage what steps of so many cost."""
+    rows_max = min(n_streams, *(stage.rows_max for stage in stages))
+    sizes = sorted({*range(1, min(rows_max, 128) + 1), *range(128, rows_max + 1, 8), rows_max} - {0})
+    sizes = [rows for rows in sizes if rows <= rows_max]
+    return sizes, [[s.decode.padded_cost_ns(rows, s.rows_max) + s.host_ns for rows in sizes] for s in stages]
+
+
+def _crowded_rate(stages: Sequence[StageModel], n_streams: int) -> float:
+    """Return tokens a second at most, given that no stream is at two stages at once.
 
     While stage s runs a batch of r rows it makes r / c_s(r) of a token's way a nanosecond, and all batches that run at
     one moment hold n_streams rows at most. In the long run every stage makes as many as any other, so what all make on
     average is no more than at the best of moments. That binds where large batches are cheap by the row and there are
     streams for one of them, but not for one at each stage.
     """
+    sizes, costs = _step_costs(stages, n_streams)
     best = np.zeros(n_streams + 1)  # sum over the stages so far, by the rows that they hold
     for stage_costs in costs:
         with_stage = best.copy()
         for rows, cost in zip(sizes, stage_costs, strict=True):
             np.maximum(with_stage[rows:], best[: best.size - rows] + rows / cost, out=with_stage[rows:])
         best = with_stage
-    return float(best[-1]) / len(costs)
+    return float(best[-1]) / len(costs) * 1e9

@@ -1,5 +1,5 @@
-"""What the stages themselves know of a run: what their cost curves allow at most, to tell a schedule that idles from a
-processor that is busy, and how much of the decode time they computed at once."""
+"""What the stages themselves know of a run: about what their cost curves allow at most, to tell a schedule that idles
+from a processor that is busy, and how much of the decode time they computed at once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from benches.simulate_world import StageModel, best_rate
+from benches.simulate_world import StageModel, best_rate, stage_rates
 from coordinator.connection import stage_cost
-from coordinator.groups import CHUNK_LADDER, train_ns
+from coordinator.groups import CHUNK_LADDER
 from coordinator.overlap import overlap_between
 from coordinator.stage_client import StageClient
 from coordinator.stage_cost import StageCost
@@ -33,21 +33,27 @@ class Allowed:
 def allowed(stages: Sequence[StageCost], n_streams: int, n_prompt: int, n_tokens: int) -> Allowed:
     """Return what the curves allow n_streams at most. Pure.
 
-    All prompts go through the stages as one train of the best chunk; then decode steps, of which no schedule makes
-    more (see best_rate), at the context of half an answer. Who decodes while the last prompts are read gains a little
-    on that; rows of many streams in tiles of attention are dearer than said here.
+    Every stage reads all prompts in chunks of its own best size and makes all decode steps, of which no schedule makes
+    more (see stage_rates), at the context of half an answer; it begins when a chunk has come through those before it,
+    and behind its last step come those after it. The stage that this takes longest is the measure. Near a bound, and
+    none in the strict sense: a prompt's rows may fill up a decode step, scratch rows pay for no context though they do
+    here, and rows of many streams in tiles of attention are dearer than said.
     """
     rows = [dataclasses.replace(stage, prompt_tokens=n_prompt // 2) for stage in stages]
     chunks = [chunk for chunk in CHUNK_LADDER if chunk <= min(stage.rows_max for stage in stages)]
-    prompts_ns = min(
-        train_ns([stage.prefill_ns(chunk) for stage in rows], math.ceil(n_streams * n_prompt / chunk))
-        for chunk in chunks
-    )
+    n_rows, n_decoded = n_streams * n_prompt, n_streams * (n_tokens - 1)
     context = n_prompt + n_tokens / 2
     models = [StageModel(_with_context(s.decode, s.context_ns * context), s.prefill, s.rows_max) for s in stages]
+    rates = stage_rates(models, n_streams, 0.0)
+    first_ns = [min(stage.prefill_ns(chunk) for chunk in chunks) for stage in rows]
+    last_ns = first_ns if n_tokens == 1 else [model.decode.cost_ns(1) for model in models]
+    busy_s = [
+        (min(math.ceil(n_rows / chunk) * stage.prefill_ns(chunk) for chunk in chunks)
+         + sum(first_ns[:at]) + sum(last_ns[at + 1 :])) / 1e9 + n_decoded / rates[at]
+        for at, stage in enumerate(rows)
+    ]  # fmt: skip
     decode_tok_s = best_rate(models, n_streams, 0.0)
-    decode_s = n_streams * (n_tokens - 1) / decode_tok_s
-    return Allowed(n_streams * n_tokens / (prompts_ns / 1e9 + decode_s), decode_tok_s)
+    return Allowed(n_streams * n_tokens / max(*busy_s, n_decoded / decode_tok_s), decode_tok_s)
 
 
 def _with_context(curve: CostCurve, row_ns: float) -> CostCurve:

@@ -31,8 +31,7 @@ class StageCost:
 
     def decode_ns(self, rows: int) -> float:
         """Predict a step of decode rows, padding included."""
-        padded_rows = self._padded_rows(rows, 0)
-        return self.decode.cost_ns(padded_rows) + self._context_ns(padded_rows, rows, 0)
+        return self._padded_ns(self._padded_rows(rows, 0), rows, 0)
 
     def prefill_ns(self, rows: int) -> float:
         """Predict a step of prompt rows."""
@@ -44,7 +43,12 @@ class StageCost:
             return self.decode_ns(rows)
         if self.is_per_lane:
             return self.decode_ns(rows) + self.prefill_ns(prompt_rows)
-        padded_rows = self._padded_rows(rows, prompt_rows)
+        return self._padded_ns(self._padded_rows(rows, prompt_rows), rows, prompt_rows)
+
+    def _padded_ns(self, padded_rows: int, rows: int, prompt_rows: int) -> float:
+        """Predict a step that is padded to so many rows."""
+        if not prompt_rows:
+            return self.decode.cost_ns(padded_rows) + self._context_ns(padded_rows, rows, 0)
         # Of the scratch rows so many want the head as fill its tile, see stage.padding.
         heads = self.decode.padded_rows(rows, padded_rows - prompt_rows)
         rows_ns = mixed_cost_ns(self.decode, self.prefill, heads, padded_rows - heads)
@@ -56,11 +60,14 @@ class StageCost:
         if self.is_per_lane:
             return n_rows
         most = self.decode.padded_rows(n_rows, self.rows_max)
-        if n_rows >= ATTENTION_TILE_ROWS or most < ATTENTION_TILE_ROWS:
+        may_be = [most]
+        if n_rows < ATTENTION_TILE_ROWS <= most:
+            may_be.insert(0, self.decode.padded_rows(n_rows, ATTENTION_TILE_ROWS - 1))
+        if prompt_rows and most > n_rows and self.prefill.is_known:
+            may_be.insert(0, n_rows)
+        if len(may_be) == 1:
             return most
-        untiled = self.decode.padded_rows(n_rows, ATTENTION_TILE_ROWS - 1)
-        costs_ns = {n: self.decode.cost_ns(n) + self._context_ns(n, rows, prompt_rows) for n in (untiled, most)}
-        return min(costs_ns, key=costs_ns.__getitem__)
+        return min(may_be, key=lambda padded_rows: self._padded_ns(padded_rows, rows, prompt_rows))
 
     def _context_ns(self, padded_rows: int, rows: int, prompt_rows: int) -> float:
         """Predict what context adds to a step of so many rows, of which these are decode rows and rows of one prompt.

@@ -130,12 +130,17 @@ class Curves:
         """Return the rows, those of a step without scratch rows or up to `rows_max`, that are predicted to be cheapest.
 
         Scratch rows that make a step tiled change what all others pay for their context, and must be worth that too.
+        Prompt rows do not cost what decode rows do, so beside them scratch rows must pay by what such a step costs.
         """
         most = self.decode.padded_rows(shape.n_rows, rows_max)
-        if shape.n_rows >= ATTENTION_TILE_ROWS or most < ATTENTION_TILE_ROWS:
+        may_be = [most]
+        if shape.n_rows < ATTENTION_TILE_ROWS <= most:
+            may_be.insert(0, self.decode.padded_rows(shape.n_rows, ATTENTION_TILE_ROWS - 1))
+        if shape.prefill_rows and most > shape.n_rows and self.prefill.is_known:
+            may_be.insert(0, shape.n_rows)
+        if len(may_be) == 1:
             return most
-        untiled = self.decode.padded_rows(shape.n_rows, ATTENTION_TILE_ROWS - 1)
-        return min(untiled, most, key=lambda rows: self.predict_ns(shape.padded(rows - shape.n_rows)))
+        return min(may_be, key=lambda rows: self.predict_ns(shape.padded(rows - shape.n_rows)))
 
     def tell(self, message: pb.DescribeResponse | pb.StatusResponse) -> None:
         """Write all of it into a message."""

@@ -272,3 +272,23 @@ def test_steps_in_parts_cost_what_their_parts_do_and_teach_the_largest() -> None
     blind = Curves()
     blind.observe(shape, round(expected_ns))
     assert not blind.decode.is_known, "nobody knows what one part of it took"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_step_is_padded_to_what_is_predicted_to_take_longer(seed: int) -> None:
+    """Also beside prompt rows, which cost the last stage less than decode rows do."""
+    rng = random.Random(seed)
+    curves = Curves.of_stage(
+        has_head=True,
+        decode=[(rows, rng.uniform(10, 14) * -(-rows // 4) * 4) for rows in range(1, 80)],
+        prefill=[(rows, rng.uniform(8, 12) * rows) for rows in range(1, 80)],
+        context_ns=0.01,
+        context_tiled_ns=rng.choice((0.0, 0.002)),
+    )
+    for _ in range(30):
+        decode = [rows_frame(index, 50, 1, Flag.WANTS_SAMPLE) for index in range(rng.randint(1, 40))]
+        prompt_rows = rng.choice((0, rng.randint(1, 30)))
+        prompt = [rows_frame(99, 50, prompt_rows, Flag.PREFILL)] if prompt_rows else []
+        shape = shape_of([*decode, *prompt])
+        padded = shape.padded(curves.padded_rows(shape, 80) - shape.n_rows)
+        assert curves.predict_ns(padded) <= curves.predict_ns(shape)

@@ -285,8 +285,11 @@ async def sweep(bench: Bench) -> None:
                 flags = ["--no-share", "--policy", "auto", "--groups", str(n_groups), "--group-rows", str(n_rows)]
                 async with relayline_up(f"sweep-{n_groups}x{n_rows}", flags, bench.setup) as target:
                     await load.closed_loop(session, target, bench.prompts, n_streams=1, n_tokens=4)
+                    turns = [("auto", automatic), (f"{n_groups}x{n_rows}", target)]
                     for repeat in range(plan.repeats):
-                        beside = await bench.measure(session, "sweep", "auto", automatic, n_streams, repeat)
-                        name = f"{n_groups}x{n_rows}"
-                        run = await bench.measure(session, "sweep", name, target, n_streams, repeat)
-                        run.extra["against_auto"] = run.summary.tok_s / beside.summary.tok_s
+                        runs = {
+                            name: await bench.measure(session, "sweep", name, whom, n_streams, repeat)
+                            for name, whom in (turns[::-1] if repeat % 2 else turns)
+                        }
+                        by_hand = runs[turns[1][0]]
+                        by_hand.extra["against_auto"] = by_hand.summary.tok_s / runs["auto"].summary.tok_s

@@ -25,11 +25,12 @@ from benches.arguments import some_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bench:
-    """One benchmark: its module, and how it is run in its share of ten minutes. In full it has no arguments."""
+    """One benchmark: its module, and how it is run in its share of ten minutes, and in full."""
 
     module: str
     takes_out: bool = False  # whether it has --out
     short: tuple[str, ...] | None = ()  # None: it is no part of the ten minutes
+    full: tuple[str, ...] = ()
 
 
 # Ten minutes hold every comparison, at every number of streams, once and with answers half as long.
@@ -47,6 +48,7 @@ BENCHES: dict[str, Bench] = {
             "--prompt", "8", "--tokens", "16", "--repeats", "1", "--delay-streams", "1,8", "--long-prompt", "256",
             "--no-arrivals",
         ),
+        full=("--sweep",),
     ),
     "tracing": Bench("benches.tracing", True, short=None),
     "plan_accuracy": Bench("benches.plan_accuracy", True, short=None),
@@ -56,7 +58,7 @@ BENCHES: dict[str, Bench] = {
 def run_one(name: str, options: argparse.Namespace) -> tuple[int, float]:
     """Run one benchmark to its end; returns (exit code, seconds). Its output goes to the terminal, and to NAME.txt."""
     bench = BENCHES[name]
-    sized = ("--quick",) if options.quick else () if options.full else bench.short or ()
+    sized = ("--quick",) if options.quick else bench.full if options.full else bench.short or ()
     command = [sys.executable, "-m", bench.module, *sized]
     if bench.takes_out:
         command += ["--out", str(options.out)]
@@ -103,7 +105,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benches", description=__doc__)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="toy models and few points, about 2 minutes on 2 cores")
-    size.add_argument("--full", action="store_true", help="longer answers, every part and repeats: about an hour")
+    size.add_argument("--full", action="store_true", help="longer answers, every part and repeats: more than an hour")
     parser.add_argument("--only", type=some_of(BENCHES), default=(), help=f"some of {','.join(BENCHES)}")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     options = parser.parse_args(argv)

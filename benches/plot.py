@@ -32,14 +32,13 @@ def _pyplot() -> Any:
     return pyplot
 
 
+def _of(points: Sequence[dict[str, Any]], system: str, name: str) -> list[dict[str, Any]]:
+    return sorted((p for p in points if p["system"] == system and name in p["median"]), key=lambda p: p["streams"])
+
+
 def _series(points: Sequence[dict[str, Any]], system: str, name: str) -> tuple[list[int], list[float]]:
-    mine = sorted((p for p in points if p["system"] == system and name in p["median"]), key=lambda p: p["streams"])
+    mine = _of(points, system, name)
     return [point["streams"] for point in mine], [point["median"][name] for point in mine]
-
-
-def _spread(points: Sequence[dict[str, Any]], system: str, name: str) -> list[tuple[float, float]]:
-    mine = sorted((p for p in points if p["system"] == system and name in p["median"]), key=lambda p: p["streams"])
-    return [tuple(point["spread"][name]) for point in mine]
 
 
 def compare(results: dict[str, Any], labels: dict[str, str], path: Path) -> bool:
@@ -55,7 +54,7 @@ def compare(results: dict[str, Any], labels: dict[str, str], path: Path) -> bool
             if not streams:
                 continue
             axis.plot(streams, values, marker="o", color=f"C{index}", label=label)
-            low, high = zip(*_spread(points, system, name), strict=True)
+            low, high = zip(*(point["spread"][name] for point in _of(points, system, name)), strict=True)
             axis.fill_between(streams, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
             for companion, style in COMPANIONS.get(name, ()):
                 axis.plot(*_series(points, system, companion), style, color=f"C{index}", linewidth=0.8)

@@ -208,15 +208,16 @@ class StageService:
         wiring = RouteWiring(request.epoch, link.pool if link else None)
         held: dict[int, int] = await self.runner.call(lambda: self._executor.begin_route(request.route_id, wiring))
         self._routes[request.route_id] = route
-        asyncio.get_running_loop().call_later(UNUSED_S, self._unused, route)
+        asyncio.get_running_loop().call_later(UNUSED_S, self._unused, route.route_id, route.epoch)
         if held:  # the coordinator has been told of it, and needs the time to open it
             self._left.left(request.route_id)
         self._stats.n_epochs += 1
         return held
 
-    def _unused(self, route: Route) -> None:
+    def _unused(self, route_id: int, epoch: int) -> None:
         """End an epoch that nobody has linked to: its coordinator gave up, and its link holds a neighbour's route."""
-        if not route.has_upstream and self._routes.get(route.route_id) is route and not self._is_closing:
+        route = self._routes.get(route_id)
+        if route is not None and route.epoch == epoch and not (route.has_upstream or self._is_closing):
             self._spawn(self._end_later(route))
 
     async def _connect(self, request: pb.ConfigureRequest) -> RelayLink:

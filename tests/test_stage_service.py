@@ -547,7 +547,7 @@ async def test_an_epoch_that_nobody_links_to_ends(monkeypatch: pytest.MonkeyPatc
     async with served() as stage, Coordinator(stage) as one:
         await one.start()
         (route,) = stage.service._routes.values()
-        stage.service._unused(route)
+        stage.service._unused(route.route_id, route.epoch)
         await asyncio.gather(*stage.service._tasks)
         assert list(stage.service._routes.values()) == [route], "one that is linked to stays"
 

@@ -132,26 +132,38 @@ def _types(schema: Schema) -> Types:
     if not isinstance(properties, Mapping):
         return {}
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    found = {key: _types_of(each, shared) for key, each in properties.items()}
+    known: dict[str, frozenset[str]] = {}
+    found = {key: _types_of(each, shared, known) for key, each in properties.items()}
     loose = {key for key, types in found.items() if types == {"string"} and properties[key].get("type") != "string"}
     return {key: types | {QUOTED} if key in loose else types for key, types in found.items()}
 
 
-def _types_of(schema: Any, shared: Schema, n_levels: int = REFS_MAX) -> frozenset[str]:
-    """Return the types that a schema allows; none where it does not say. `shared`: the schemas it may refer to."""
+def _types_of(
+    schema: Any, shared: Schema, known: dict[str, frozenset[str]], n_levels: int = REFS_MAX
+) -> frozenset[str]:
+    """Return the types that a schema allows; none where it does not say.
+
+    `shared` are the schemas it may refer to, `known` the types of those that were looked at: each is looked at once,
+    however often the others refer to it.
+    """
     if not isinstance(schema, Mapping) or not n_levels:
         return frozenset()
-    if "$ref" in schema:
-        schema = {key: value for key, value in resolved({**schema, **shared}).items() if key not in shared}
+    way = schema.get("$ref")
+    if isinstance(way, str):
+        if way not in known:
+            known[way] = frozenset()  # what refers to itself says nothing by that
+            target = {key: value for key, value in resolved({**schema, **shared}).items() if key not in shared}
+            known[way] = _types_of({**target, "$ref": None}, shared, known, n_levels - 1)
+        return known[way]
     kind = schema.get("type")
     if kind is not None:
         return frozenset(each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str))
     if "const" in schema or _list(schema, "enum"):
         return frozenset(type_of(value) for value in _list(schema, "enum") or [schema["const"]])
-    ways = [_types_of(way, shared, n_levels - 1) for key in ("anyOf", "oneOf") for way in _list(schema, key)]
+    ways = [_types_of(each, shared, known, n_levels - 1) for key in ("anyOf", "oneOf") for each in _list(schema, key)]
     if ways:
         return frozenset().union(*ways) if all(ways) else frozenset()
-    parts = [_types_of(part, shared, n_levels - 1) for part in _list(schema, "allOf")]
+    parts = [_types_of(part, shared, known, n_levels - 1) for part in _list(schema, "allOf")]
     return next((types for types in parts if types), frozenset())
 
 

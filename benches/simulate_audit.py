@@ -1,4 +1,4 @@
-"""What a simulation must never show, checked at every event, and the figures that come out of it.
+"""What a simulation must never show, checked at every event.
 
 The audit keeps books of its own and trusts none of the code under test. Its invariants:
 
@@ -9,25 +9,30 @@ The audit keeps books of its own and trusts none of the code under test. Its inv
 * **Ends once.** Every arrived request ends exactly once with all its tokens, or cancelled; then no stage, queue,
   flight or lane remembers it.
 * **Caps.** Steps fit the engine; envelopes fit the plan; while an envelope is launched no more are under way than the
-  plan says. Guesses come on top: DRAFTED_ROWS_MAX in an envelope, and flights of their own while something that they
-  follow is under way, no more than stages and links hold.
+  plan says, but for decode flights with a row that has been held for as long as the plan allows. Guesses come on top:
+  DRAFTED_ROWS_MAX in an envelope, and flights of their own while something that they follow is under way, no more
+  than stages and links hold.
+* **Holds are bounded by their prediction.** Whenever envelopes leave, no decode row stays at the coordinator that has
+  been held for longer than the plan predicts a token of its stream to take, prompt rows beside it included.
 * **No starvation.** With the group policy a row that waits at a stage runs within `(F + 1) c`: F is the largest number
-  of envelopes that were under way at once, c the stage's dearest step. A prompt's later chunks, which stand behind
-  their predecessors, have that time each; stalls come on top. At the coordinator decode rows leave in the order in
-  which they became ready (where lanes have cells of their own at most PASSES_MAX flights pass over one), and of any
-  OLDEST_EVERY + 1 chunks in a row one is the oldest prompt's.
+  of envelopes that were under way at once, what cancelled sessions have left there included, c the stage's dearest
+  step. A prompt's later chunks, which stand behind their predecessors, have that time each; stalls come on top. So
+  every flight lands within the sum of that, of its own steps and of the links, W. At the coordinator decode rows leave
+  in the order in which they became ready (where lanes have cells of their own at most PASSES_MAX flights pass over
+  one); while prompts wait a chunk leaves within W of the last, and of any OLDEST_EVERY + 1 chunks in a row one is the
+  oldest prompt's.
 * **Progress.** The simulation does not run dry while a request is unfinished.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from benches.simulate_figures import Trace
 from benches.simulate_stage import SimStage, Violation
 from coordinator.groups import GroupPlan
 from coordinator.lane_groups import PASSES_MAX
@@ -41,20 +46,6 @@ if TYPE_CHECKING:
     from benches.simulate_run import Simulation
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Figures:
-    """What happened between two moments."""
-
-    tokens_per_s: float
-    overlap: float  # share of the time in which two or more stages compute
-    utilisation: float  # mean share of the stages that compute
-    itl_mean_ms: float
-    itl_p99_ms: float
-    ttft_p50_ms: float
-    ttft_p99_ms: float
-    rows_mean: float  # rows of a native step
-
-
 DECODE, PREFILL, GUESS = range(3)  # kinds of flights
 
 
@@ -66,20 +57,29 @@ class _Sent(NamedTuple):
     flight: int
 
 
+def _key(frame: OutFrame) -> tuple[int, int]:
+    return frame.session.session_id, frame.position + len(frame.tokens)
+
+
 def _is_guess(frame: OutFrame) -> bool:
     return frame.n_drafted == len(frame.tokens)
 
 
-class Audit:
+class Audit(Trace):
     """Books and checks of one simulation."""
 
     def __init__(self, simulation: Simulation) -> None:
+        super().__init__(len(simulation.world.stages))
         self._simulation = simulation
         self._has_plan = simulation.setup.schedule.mode != "drain"
         self._has_bound = simulation.setup.stage_policy == "auto" and self._has_plan
         self.n_sent = self.n_answered = self.n_dropped = self.n_on_links = self.n_in_steps = 0
         self._flights: dict[int, set[tuple[int, int]]] = {}  # flight -> what waits for it: (session id, end of rows)
+        self._flight_decoding: dict[int, set[tuple[int, int]]] = {}  # and of that rows of streams, not of prompts
         self._flight_kinds: dict[int, int] = {}
+        self._flights_sent_ns: dict[int, int] = {}
+        self._is_ridden: dict[int, bool] = {}  # whether prompt rows left with decode rows
+        self._left_behind: dict[int, int] = {}  # session cancelled, its close under way -> frames it had under way
         self._n_flights = [0, 0, 0]  # by these kinds
         self._under_way: dict[int, collections.deque[_Sent]] = {}  # session id -> its frames, oldest first
         self._latest: dict[int, _Sent] = {}  # session id -> its frame that was answered last
@@ -88,20 +88,15 @@ class Audit:
         self._prefill_flights_most = 0
         self._flights_most = 0
         self._stalls_ns = 0
-        self._n_cancelled = self._n_passes = 0
+        self._n_passes = 0
+        self._way_max_ns = 0.0
         self._is_per_lane = any(model.is_per_lane for model in simulation.world.stages)
         self._prompts: dict[int, Session] = {}
+        self._chunk_left_ns = 0  # or the first prompt of those that wait came
         self._chunks_since_oldest = 0
         self._pool: collections.deque[tuple[int, int]] = collections.deque()
         self._pooled_ns: dict[tuple[int, int], int] = {}
         self.ends: dict[int, bool] = {}  # session id -> was cancelled
-        self.arrivals_ns: dict[int, int] = {}
-        self.firsts: list[tuple[int, int]] = []  # (arrival, time to first token)
-        self.itls: list[tuple[int, int, int]] = []  # (when, latency, session id)
-        self.holds: list[tuple[int, int]] = []  # (when, how long a decode row was held at the coordinator)
-        self.token_times_ns: list[int] = []
-        self.steps: list[tuple[int, int, int, int]] = []  # (start, end, stage, rows)
-        self._last_ns: dict[int, int] = {}
         self._begun: dict[int, int] = {}
 
     # --- what the simulation tells ------------------------------------------------------------------------------------
@@ -112,6 +107,8 @@ class Audit:
 
     def prompted(self, session: Session) -> None:
         """A session's prompt was handed to the scheduler."""
+        if not self._prompts:
+            self._chunk_left_ns = self._simulation.now_ns
         self._prompts[session.session_id] = session
 
     def pooled(self, frame: OutFrame) -> None:
@@ -134,12 +131,14 @@ class Audit:
             # Prompt rows that ride come after the decode rows.
             kind = PREFILL if rows[0].flags & Flag.PREFILL else GUESS if _is_guess(rows[0]) else DECODE
             oldest = next((key for key in self._pool if key[0] not in self.ends), None)
+            held_ns = self._simulation.now_ns - self._pooled_ns[oldest] if oldest else 0
             self._check_order(rows, kind)
             if kind == DECODE:
                 self._check_passes(oldest)
             self._open_flight(rows, kind)
             if self._has_plan:
-                self._check_caps(rows, kind, plan)
+                self._check_caps(rows, kind, plan, held_ns)
+        self._check_holds(plan)
 
     def passed(self, session_id: int, position: int) -> None:
         """A frame came back that has no sample behind its last row."""
@@ -156,13 +155,7 @@ class Audit:
 
     def token(self, session: Session) -> None:
         """A client got a token."""
-        now_ns, key = self._simulation.now_ns, session.session_id
-        self.token_times_ns.append(now_ns)
-        if key in self._last_ns:
-            self.itls.append((now_ns, now_ns - self._last_ns[key], key))
-        else:
-            self.firsts.append((self.arrivals_ns[key], now_ns - self.arrivals_ns[key]))
-        self._last_ns[key] = now_ns
+        self.note_token(session.session_id, self._simulation.now_ns)
 
     def ended(self, session: Session, is_cancelled: bool) -> None:
         """A request ended."""
@@ -171,10 +164,12 @@ class Audit:
         if not is_cancelled and session.n_generated != session.request.max_tokens:
             raise Violation(f"session {session.session_id} ended after {session.n_generated} tokens")
         self.ends[session.session_id] = is_cancelled
-        self._n_cancelled += is_cancelled
         self._prompts.pop(session.session_id, None)
-        for sent in self._under_way.get(session.session_id, ()) if is_cancelled else ():
+        under_way = self._under_way.get(session.session_id, ()) if is_cancelled else ()
+        for sent in under_way:
             self._land(session.session_id, sent)
+        if under_way:
+            self._left_behind[session.session_id] = len(under_way)
 
     def step_begins(self, stage: SimStage, step: Step) -> None:
         """A stage computes."""
@@ -186,6 +181,9 @@ class Audit:
     def step_ends(self, stage: SimStage, step: Step) -> None:
         """A stage has computed."""
         self.n_in_steps -= len(step.frames)
+        for control in step.controls if stage.is_last else ():
+            if control.flags & Flag.CLOSE:  # what it had under way has left every stage before
+                self._left_behind.pop(control.session_id, None)
         if stage.placed:
             self.steps.append((self._begun[stage.index], self._simulation.now_ns, stage.index, stage.n_placed))
 
@@ -201,6 +199,7 @@ class Audit:
             oldest_ns = stage.oldest_arrival_ns()
             if oldest_ns is not None:
                 self._check_wait(stage, oldest_ns, True)
+        self._check_flow()
         here = self.n_on_links + self.n_in_steps + waiting
         if self.n_sent != self.n_answered + self.n_dropped + here:
             raise Violation(
@@ -224,13 +223,47 @@ class Audit:
     def _check_wait(self, stage: SimStage, since_ns: int, is_prefill: bool) -> None:
         if not self._has_bound:
             return
-        bound_ns = (self._flights_most + self._n_cancelled + 1) * stage.cost_max_ns
-        bound_ns = bound_ns * (1 + self._prefill_flights_most if is_prefill else 1) + self._stalls_ns
+        bound_ns = self._wait_max_ns(stage, is_prefill) + self._stalls_ns
         waited_ns = self._simulation.now_ns - since_ns
         if waited_ns > bound_ns:
             raise Violation(
                 f"a frame waits {waited_ns / 1e6:.1f} ms at stage {stage.index}, at most {bound_ns / 1e6:.1f}"
             )
+
+    def _wait_max_ns(self, stage: SimStage, is_prefill: bool) -> int:
+        n_turns = 1 + self._prefill_flights_most if is_prefill else 1
+        return (self._flights_most + 1) * stage.cost_max_ns * n_turns
+
+    def _check_flow(self) -> None:
+        """Hold that flights land, and that chunks leave while prompts wait."""
+        if not self._has_bound:
+            return
+        now_ns, oldest = self._simulation.now_ns, next(iter(self._flights), None)
+        under_way_ns = 0 if oldest is None else now_ns - self._flights_sent_ns[oldest]
+        waited_ns = now_ns - self._chunk_left_ns if self._prompts else 0
+        longest_ns = max(under_way_ns, waited_ns)
+        if longest_ns > self._way_max_ns:  # a bound that only grows
+            self._way_max_ns = self._bound_way_ns()
+        if longest_ns > self._way_max_ns:
+            what = "a flight is under way" if under_way_ns > waited_ns else "prompts wait and none has left"
+            raise Violation(f"{what} for {longest_ns / 1e6:.1f} ms, at most {self._way_max_ns / 1e6:.1f}")
+
+    def _bound_way_ns(self) -> int:
+        simulation = self._simulation
+        waits_ns = sum(self._wait_max_ns(stage, True) + stage.cost_max_ns for stage in simulation.stages)
+        return waits_ns + simulation.links_max_ns + self._stalls_ns
+
+    def _check_holds(self, plan: GroupPlan) -> None:
+        """Hold that no row of those that stay in the pool has been there for longer than a plan predicts."""
+        if not self._has_plan or self._simulation.setup.schedule.mode == "fixed":
+            return
+        hold_max_ns = max(plan.hold_max_ns, self._simulation.scheduler.plan().hold_max_ns)
+        for key in self._pool:
+            held_ns = self._simulation.now_ns - self._pooled_ns[key]
+            if key[0] not in self.ends and held_ns > hold_max_ns:
+                raise Violation(
+                    f"session {key[0]} is held for {held_ns / 1e6:.1f} ms, {hold_max_ns / 1e6:.1f} are predicted"
+                )
 
     def _check_order(self, rows: Sequence[OutFrame], kind: int) -> None:
         for frame in rows if kind != GUESS else ():
@@ -241,6 +274,7 @@ class Audit:
                 self.holds.append((now_ns, now_ns - self._pooled_ns.pop((key, frame.position))))
                 continue
             oldest = next(iter(self._prompts), None)
+            self._chunk_left_ns = self._simulation.now_ns
             self._chunks_since_oldest = 0 if key == oldest else self._chunks_since_oldest + 1
             if self._chunks_since_oldest > OLDEST_EVERY:
                 raise Violation(f"the oldest prompt, session {oldest}, is passed over")
@@ -263,7 +297,9 @@ class Audit:
 
     def _open_flight(self, rows: Sequence[OutFrame], kind: int) -> None:
         flight = len(self._flight_kinds)
-        self._flights[flight] = {(frame.session.session_id, frame.position + len(frame.tokens)) for frame in rows}
+        self._flights[flight] = set(map(_key, rows))
+        self._flight_decoding[flight] = {_key(frame) for frame in rows if not frame.flags & Flag.PREFILL}
+        self._is_ridden[flight] = kind == DECODE and any(frame.flags & Flag.PREFILL for frame in rows)
         self._flight_kinds[flight] = kind
         for frame in rows:
             self._check_rows(frame, kind)
@@ -272,7 +308,9 @@ class Audit:
             self.n_drafted += frame.n_drafted
         self._n_flights[kind] += 1
         self.n_guess_flights += kind == GUESS
-        self._flights_most = max(self._flights_most, sum(self._n_flights))
+        self._flights_sent_ns[flight] = self._simulation.now_ns
+        n_around = sum(self._n_flights) + sum(self._left_behind.values())
+        self._flights_most = max(self._flights_most, n_around)
         n_chunk_flights = self._n_flights[PREFILL] + self._n_flights[DECODE]  # decode flights may carry chunks too
         self._prefill_flights_most = max(self._prefill_flights_most, n_chunk_flights)
 
@@ -288,15 +326,18 @@ class Audit:
             raise Violation(f"session {key} guesses at position {frame.position} without a row to follow")
         sent[frame.position :] = frame.tokens
 
-    def _check_caps(self, rows: Sequence[OutFrame], kind: int, plan: GroupPlan) -> None:
+    def _check_caps(self, rows: Sequence[OutFrame], kind: int, plan: GroupPlan, held_ns: int) -> None:
         n_prompt_rows = sum(len(frame.tokens) for frame in rows if frame.flags & Flag.PREFILL)
         n_drafted = sum(frame.n_drafted for frame in rows)
         n_decode_rows = sum(len(frame.tokens) for frame in rows) - n_prompt_rows - n_drafted
         if n_drafted > DRAFTED_ROWS_MAX or (n_drafted and n_prompt_rows):
             raise Violation(f"an envelope has {n_drafted} guesses and {n_prompt_rows} rows of prompts")
         flights = (plan.n_groups, plan.prefill_flights, self._guesses_max())[kind]
-        if self._n_flights[kind] > flights:
+        is_overdue = kind == DECODE and held_ns >= plan.hold_max_ns and self._simulation.setup.schedule.mode == "auto"
+        if self._n_flights[kind] > flights and not is_overdue:
             raise Violation(f"{self._n_flights[kind]} flights are under way, the plan allows {flights}")
+        if kind == DECODE and n_prompt_rows:
+            self._check_rides(plan)
         room = plan.ride_rows and plan.group_rows + plan.ride_rows - n_decode_rows
         most_prompt_rows = plan.chunk_rows if kind == PREFILL else room
         if n_decode_rows > plan.group_rows or n_prompt_rows > most_prompt_rows:
@@ -304,6 +345,11 @@ class Audit:
                 f"an envelope has {n_decode_rows} + {n_prompt_rows} rows, the plan allows {plan.group_rows} + "
                 f"{most_prompt_rows}"
             )
+
+    def _check_rides(self, plan: GroupPlan) -> None:
+        n_ridden = sum(1 for flight in self._flights if self._is_ridden[flight])
+        if n_ridden > plan.n_groups:
+            raise Violation(f"prompt rows ride in {n_ridden} flights, the plan has {plan.n_groups}")
 
     def _guesses_max(self) -> int:
         """Return how many flights of the cheapest step all stages and links hold, by the book of the coordinator."""
@@ -323,60 +369,15 @@ class Audit:
         self._land(session_id, self._latest[session_id])
 
     def _land(self, session_id: int, sent: _Sent) -> None:
-        waiting = self._flights.get(sent.flight, set())
+        waiting, decoding = self._flights.get(sent.flight, set()), self._flight_decoding[sent.flight]
         if (session_id, sent.end) in waiting:
             waiting.discard((session_id, sent.end))
+            decoding.discard((session_id, sent.end))
+            kind = self._flight_kinds[sent.flight]
             if not waiting:
                 del self._flights[sent.flight]
-                self._n_flights[self._flight_kinds[sent.flight]] -= 1
-
-    # --- figures ------------------------------------------------------------------------------------------------------
-
-    def figures(self, from_ns: int = 0, to_ns: int | None = None) -> Figures:
-        """Return the figures of a window of virtual time, by default until the last token so far."""
-        if to_ns is None:
-            to_ns = max(self.token_times_ns, default=self._simulation.now_ns)
-        span_ns = max(1, to_ns - from_ns)
-        itls = sorted(latency for when, latency, _ in self.itls if from_ns <= when <= to_ns)
-        ttfts = sorted(latency for when, latency in self.firsts if from_ns <= when <= to_ns)
-        overlap, utilisation = self._overlap(from_ns, to_ns)
-        steps = [rows for start, end, _, rows in self.steps if start >= from_ns and end <= to_ns]
-        return Figures(
-            tokens_per_s=1e9 * sum(from_ns < when <= to_ns for when in self.token_times_ns) / span_ns,
-            overlap=overlap,
-            utilisation=utilisation,
-            itl_mean_ms=sum(itls) / max(1, len(itls)) / 1e6,
-            itl_p99_ms=percentile(itls, 99) / 1e6,
-            ttft_p50_ms=percentile(ttfts, 50) / 1e6,
-            ttft_p99_ms=percentile(ttfts, 99) / 1e6,
-            rows_mean=sum(steps) / max(1, len(steps)),
-        )
-
-    def steady_window(self, n_warm_tokens: int) -> tuple[int, int]:
-        """Return (after the first n_warm_tokens tokens, before the last as many): everybody runs meanwhile."""
-        times = self.token_times_ns
-        return times[n_warm_tokens], times[-n_warm_tokens - 1]
-
-    def common_window(self) -> tuple[int, int]:
-        """Return (when the last stream had its first token, when the first one had its last)."""
-        return max(arrived_ns + ttft_ns for arrived_ns, ttft_ns in self.firsts), min(self._last_ns.values())
-
-    def _overlap(self, from_ns: int, to_ns: int) -> tuple[float, float]:
-        changes: list[tuple[int, int]] = []
-        for start, end, _, _ in self.steps:
-            if end > from_ns and start < to_ns:
-                changes += [(max(start, from_ns), 1), (min(end, to_ns), -1)]
-        busy = at_ns = together_ns = work_ns = 0
-        for when, change in sorted(changes):
-            together_ns += (when - at_ns) * (busy >= 2)
-            work_ns += (when - at_ns) * busy
-            at_ns, busy = when, busy + change
-        span_ns = max(1, to_ns - from_ns)
-        return together_ns / span_ns, work_ns / span_ns / len(self._simulation.stages)
-
-
-def percentile(ascending: Sequence[int], percent: float) -> float:
-    """Return the smallest value that at least `percent` of the values do not exceed; 0 without values."""
-    if not ascending:
-        return 0.0
-    return float(ascending[max(0, math.ceil(len(ascending) * percent / 100) - 1)])
+                self._n_flights[kind] -= 1
+            elif kind == DECODE and not decoding:  # the prompt rows that rode are behind
+                self._flight_kinds[sent.flight] = PREFILL
+                self._n_flights[DECODE] -= 1
+                self._n_flights[PREFILL] += 1

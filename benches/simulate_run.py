@@ -112,6 +112,12 @@ class Simulation:
             stage.stalled_until_ns = self.now_ns + disturbance.stall_ns
             self.audit.stalled(disturbance.stall_ns)
 
+    @property
+    def links_max_ns(self) -> int:
+        """What an envelope spends on all links, at most."""
+        extra_ns = max((slow.extra_ns for slow in self.world.slow_links), default=0)
+        return sum(self.world.way_ns(link) + extra_ns for link in range(len(self.stages) + 1))
+
     def _slow_down(self, extra_link_ns: int) -> None:
         self._extra_link_ns = extra_link_ns
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import random
 
-from benches.simulate_audit import Figures
+from benches.simulate_figures import Figures
 from benches.simulate_run import AUTO, Setup, Simulation, fixed
 from benches.simulate_world import MS, Disturbance, Request, StageModel, World, streams
 from coordinator.groups import GroupPlanner

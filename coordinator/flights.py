@@ -1,8 +1,11 @@
 """The flights under way: who waits for what, and how much work they are predicted to be. Pure.
 
 A *flight* is one envelope on its way through the stages; it has landed when every frame in it has been answered (a
-sample, a progress note) or given up. A session's frames are answered in the order in which they left. So of two that
-end at one position, as one with a wrong guess and the right one after it do, the answer is the earlier one's.
+sample, a progress note) or given up. A decode flight whose prompt rows stages have left behind is a flight of prompt
+rows once its streams have their tokens: nobody who decodes waits for what it still carries.
+
+A session's frames are answered in the order in which they left. So of two that end at one position, as one with a
+wrong guess and the right one after it do, the answer is the earlier one's.
 """
 
 from __future__ import annotations
@@ -29,13 +32,16 @@ class Flight:
     kind: Kind
     n_streams: int  # that decode in it
     waiting_for: set[tuple[int, int]]  # (session id, position after its rows) not answered yet
+    decoding: set[tuple[int, int]]  # and of these its streams' own, without prompt rows
     has_chunks: bool  # whether prompt rows are in it
+    is_ridden: bool  # whether these left beside decode rows
     sent_ns: int
     step_ns: float  # predicted work of the busiest stage on it
     way_ns: float  # predicted native steps of its decode rows on their way through idle stages; 0.0 not known
     ahead_ns: float = 0.0  # predicted work of the busiest stage on the flights under way, this one included
     n_chunks_before: int = -1  # flights with prompt rows launched until then; -1 while one is under way
     is_whole: bool = True  # until one of its sessions ends while it is under way
+    is_behind: bool = False  # whether its streams have their tokens, but stages are not done with its prompt rows
 
 
 class Flights:
@@ -48,6 +54,7 @@ class Flights:
         self._work_ns = 0.0  # predicted work of the busiest stage on all flights under way
         self._queue_ns, self._queue_at_ns = 0.0, 0  # predicted work before the busiest stage, and when that was
         self.n_with_chunks = 0  # flights with prompt rows under way
+        self.n_ridden = 0  # and of these such as left with decode rows
         self.n_chunks = 0  # and launched so far
         self._n_chunks_before = 0  # and launched before the first of those that have followed without a pause
 
@@ -71,8 +78,9 @@ class Flights:
         way_ns: float,
     ) -> None:
         """Take note of decode rows (guesses for Kind.GUESS) and prompt rows that leave as one envelope."""
-        keys = {(frame.session.session_id, frame.position + len(frame.tokens)) for frame in (*decode, *chunks)}
-        flight = Flight(kind, len(decode), keys, bool(chunks), now_ns, step_ns, way_ns)
+        decoding, keys = _keys(decode), _keys((*decode, *chunks))
+        is_ridden = bool(decode and chunks)
+        flight = Flight(kind, len(decode), keys, decoding, bool(chunks), is_ridden, now_ns, step_ns, way_ns)
         self._work_ns += step_ns
         flight.ahead_ns = self._work_ns
         self._queue_ns, self._queue_at_ns = self.queued_ns(now_ns) + step_ns, now_ns
@@ -86,6 +94,7 @@ class Flights:
                 self._n_chunks_before = self.n_chunks
             self.n_with_chunks += 1
             self.n_chunks += 1
+        self.n_ridden += is_ridden
         self._n[kind] += 1
 
     def is_time_for(self, step_ns: float, way_ns: float, overhead_ns: float) -> bool:
@@ -103,7 +112,8 @@ class Flights:
     def answered(self, session_id: int, position: int) -> Flight | None:
         """The session's rows up to `position` have been answered. Returns the flight that has landed with that, if any.
 
-        An echo changes nothing.
+        One that leaves prompt rows behind is returned once its streams have their tokens, and not again. An echo
+        changes nothing.
         """
         flights = self._by_key.get((session_id, position))
         if flights is None:
@@ -116,11 +126,22 @@ class Flights:
         if not positions:
             del self._positions[session_id]
         flight.waiting_for.discard((session_id, position))
+        flight.decoding.discard((session_id, position))
         if flight.waiting_for:
-            return None
+            return self._left_behind(flight)
         self._work_ns = max(0.0, self._work_ns - flight.step_ns)
         self.n_with_chunks -= flight.has_chunks
-        self._n[flight.kind] -= 1
+        self.n_ridden -= flight.is_ridden
+        self._n[Kind.PREFILL if flight.is_behind else flight.kind] -= 1
+        return None if flight.is_behind else flight
+
+    def _left_behind(self, flight: Flight) -> Flight | None:
+        """Count a decode flight that only prompt rows are left of as one of prompt rows, and return it; once."""
+        if flight.decoding or flight.is_behind or flight.kind is not Kind.DECODE:
+            return None
+        flight.is_behind = True
+        self._n[Kind.DECODE] -= 1
+        self._n[Kind.PREFILL] += 1
         return flight
 
     def forget(self, session_id: int) -> list[Flight]:
@@ -132,3 +153,7 @@ class Flights:
             if flight is not None:
                 landed.append(flight)
         return landed
+
+
+def _keys(frames: Sequence[OutFrame]) -> set[tuple[int, int]]:
+    return {(frame.session.session_id, frame.position + len(frame.tokens)) for frame in frames}

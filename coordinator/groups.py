@@ -60,6 +60,14 @@ class GroupPlan:
     ride_rows: int = 0  # prompt rows that a full decode flight takes along; a smaller one takes more in shared cells
     latency_max_ns: float = 0.0  # of a decode flight with rows riding, what it waits for others included; 0 unbounded
 
+    @property
+    def hold_max_ns(self) -> float:
+        """How long a row may be held for a flight to land; 0 where nothing is known, so that nothing tells of a gain.
+
+        By then it would have its token, had it left at once, and every flight that it was held for should have landed.
+        """
+        return max(self.period_ns, self.latency_max_ns)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Beside:

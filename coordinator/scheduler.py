@@ -5,7 +5,8 @@ been answered (a sample, a progress note) or given up. The plan says how many de
 many rows each takes. Streams whose token has come back wait in the *pool*; whenever a decode flight is free the oldest
 of them leave together. So groups re-form by themselves as streams join, leave and fall behind: fragments meet in the
 pool because no more flights than planned may leave. There is no timer; a frame waits only while as many groups as the
-curves ask for are already under way.
+curves ask for are already under way, and no longer than they predict that to be worth: whatever is answered after that
+lets it go, in one flight more.
 
 Prompt rows ride in decode flights, in flights of their own, or in both, as the plan says, so that running streams keep
 their pace; several short prompts may share a flight. A burst of short prompts, and the histories of streams that a loss
@@ -79,6 +80,7 @@ class Scheduler:
         self._overhead = Overhead()
         # Sessions that decode, in the pool or under way -> (their lane, their latest position).
         self._decoding: dict[int, tuple[int, int]] = {}
+        self._held_since_ns: dict[int, int] = {}  # session id of what waits in the pool -> when it first did not leave
         self._n_passes = 0  # decode flights that left before the oldest row of the pool
         self._decoding_tokens = 0  # sum of these positions
 
@@ -132,6 +134,7 @@ class Scheduler:
         self._drafts.ended(session_id)
         if session_id in self._decoding:
             self._decoding_tokens -= self._decoding.pop(session_id)[1]
+            self._held_since_ns.pop(session_id, None)
             self._pool = collections.deque(f for f in self._pool if f.session.session_id != session_id)
 
     def refresh(self, costs: Sequence[StageCost], held: Sequence[Held] = ()) -> None:
@@ -240,18 +243,35 @@ class Scheduler:
         plan = self.plan()
         self._train_rows = 0 if self._decoding else self._count_train_rows()
         rows_max = min(self.config.chunk_rows or self.planner.rows_max, self.planner.rows_max)
-        while self._pool and self._flights.count(Kind.DECODE) < plan.n_groups:
+        while self._pool and (self._flights.count(Kind.DECODE) < plan.n_groups or self._is_overdue(plan, now_ns)):
             frames = self._next_group(plan.group_rows)
-            ride_rows = min(self._ride_rows(plan, len(frames), now_ns), rows_max)
+            # Prompt rows that stages leave behind must not pile up there.
+            may_ride = self._flights.n_ridden < plan.n_groups
+            ride_rows = min(self._ride_rows(plan, len(frames), now_ns), rows_max) if may_ride else 0
             if not self._is_reading and self._drafts.are_of(frames):
                 self._drafts.extend(frames, planner := self._planner(), self._traffic(plan, len(frames), planner))
             self._launch(envelopes, Kind.DECODE, frames, self._prompts.next_chunks(ride_rows), now_ns)
+        self._note_held(now_ns)
         while self._prompts and self._flights.count(Kind.PREFILL) < plan.prefill_flights:
             chunks = self._prompts.next_chunks(min(plan.chunk_rows, rows_max))
             if not chunks:
                 break
             self._launch(envelopes, Kind.PREFILL, [], chunks, now_ns)
         self._take_guesses(plan, envelopes, now_ns)
+
+    def _note_held(self, now_ns: int) -> None:
+        """Take note of the rows, the latest of the pool, that did not leave with the first flights since they came."""
+        for frame in reversed(self._pool):
+            if frame.session.session_id in self._held_since_ns:
+                break
+            self._held_since_ns[frame.session.session_id] = now_ns
+
+    def _is_overdue(self, plan: GroupPlan, now_ns: int) -> bool:
+        """Return whether the oldest row of the pool has been held for as long as the plan allows. By hand it may be."""
+        if self.config.mode == "fixed":
+            return False
+        since_ns = self._held_since_ns.get(self._pool[0].session.session_id, now_ns)
+        return now_ns - since_ns >= plan.hold_max_ns
 
     @property
     def _is_reading(self) -> bool:
@@ -280,6 +300,12 @@ class Scheduler:
 
     def _next_group(self, rows_max: int) -> list[OutFrame]:
         """Take the decode rows of one flight out of the pool."""
+        frames = self._next_rows(rows_max)
+        for frame in frames:
+            self._held_since_ns.pop(frame.session.session_id, None)
+        return frames
+
+    def _next_rows(self, rows_max: int) -> list[OutFrame]:
         if not self.planner.is_per_lane or len(self._pool) == 1:
             return [self._pool.popleft() for _ in range(min(len(self._pool), rows_max))]
         oldest, lanes = self._pool[0], [lane for lane, _ in self._decoding.values()]

@@ -49,6 +49,23 @@ def test_of_two_that_end_at_one_position_the_earlier_is_answered_first() -> None
     assert landed.kind is Kind.DECODE
 
 
+def test_a_decode_flight_that_only_prompt_rows_are_left_of_is_one_of_prompt_rows() -> None:
+    flights = Flights()
+    riding = frame(9, 4, 8, Flag.PREFILL)
+    for session_id in (1, 2):
+        flights.launch(Kind.DECODE, [frame(session_id, 10)], [riding], 0, step_ns=10.0, way_ns=20.0)
+        riding = frame(8, 4, 8, Flag.PREFILL)
+    served = flights.answered(1, 11)
+    assert served is not None
+    assert served.is_whole
+    assert (flights.count(Kind.DECODE), flights.count(Kind.PREFILL)) == (1, 1)
+    assert [flight.is_whole for flight in flights.forget(2)] == [False]
+    assert (flights.count(Kind.DECODE), flights.count(Kind.PREFILL), flights.n_ridden) == (0, 2, 2)
+    assert flights.answered(9, 12) is None, "it was told of already"
+    assert flights.forget(8) == []
+    assert (flights.count(Kind.PREFILL), flights.n_with_chunks, flights.n_ridden) == (0, 0, 0)
+
+
 def test_who_is_forgotten_holds_no_flight_up() -> None:
     flights = Flights()
     launch(flights, Kind.DECODE, frame(1, 10), frame(2, 20))

@@ -21,16 +21,18 @@ from coordinator.stage_cost import StageCost
 from wire.curve import CostCurve
 from wire.frames import Flag
 
+ROUND_NS = 1e12  # predicted by plans here, so that nothing is held too long unless a test waits for it
+
 
 class Fixed(GroupPlanner):
     """A planner with one plan."""
 
     def __init__(
         self, n_groups: int = 2, group_rows: int = 2, flights: int = 1, chunk_rows: int = 8, ride_rows: int = 0,
-        *, is_per_lane: bool = False,
+        *, is_per_lane: bool = False, period_ns: float = ROUND_NS,
     ) -> None:  # fmt: skip
         super().__init__([StageCost(CostCurve([(1, 1e6)]), CostCurve([(1, 1e6)]), 64, is_per_lane=is_per_lane)])
-        self._only = GroupPlan(n_groups, group_rows, 0.0, flights, chunk_rows, ride_rows)
+        self._only = GroupPlan(n_groups, group_rows, period_ns, flights, chunk_rows, ride_rows)
 
     def plan(self, n_streams: int, **_: Any) -> GroupPlan:
         return self._only
@@ -85,6 +87,52 @@ def test_fragments_meet_in_the_pool() -> None:
     answer(scheduler, alone)
     scheduler.decode(row(1, 11))
     assert ids(scheduler.take(0)) == [[2, 3, 4, 1]]
+
+
+def test_a_row_is_held_for_as_long_as_is_predicted_and_no_longer() -> None:
+    """Then it would have its token, had it left at once: nothing is won any more by waiting for a flight."""
+    scheduler = Scheduler(ScheduleConfig(), Fixed(1, 2, period_ns=1_000.0))
+    scheduler.decode(row(1))
+    scheduler.take(0)
+    for session_id, now_ns in ((2, 10), (3, 20), (4, 600)):
+        scheduler.decode(row(session_id))
+        assert scheduler.take(now_ns) == []
+    assert scheduler.take(1_009) == []
+    assert ids(scheduler.take(1_010)) == [[2, 3]], "who came later than the oldest goes with it"
+    assert scheduler.take(1_599) == []
+    assert ids(scheduler.take(1_600)) == [[4]]
+
+
+def test_a_row_that_was_given_up_or_has_left_is_held_anew() -> None:
+    scheduler = Scheduler(ScheduleConfig(), Fixed(1, 1, period_ns=1_000.0))
+    scheduler.decode(row(1))
+    (first,) = scheduler.take(0)
+    scheduler.decode(row(2))
+    scheduler.decode(row(3))
+    assert scheduler.take(0) == []
+    scheduler.forget(3, 500)
+    answer(scheduler, first)
+    ((second,),) = scheduler.take(600)
+    for again in (row(2, second.position + 1), row(3)):
+        scheduler.decode(again)
+        assert scheduler.take(700) == []
+    assert scheduler.take(1_699) == []
+    assert ids(scheduler.take(1_700)) == [[2], [3]]
+
+
+def test_nothing_is_held_while_nothing_tells_of_a_gain() -> None:
+    scheduler = Scheduler(ScheduleConfig(), Fixed(1, 2, period_ns=0.0))
+    for session_id in (1, 2, 3):
+        scheduler.decode(row(session_id))
+    assert ids(scheduler.take(0)) == [[1, 2], [3]]
+
+
+def test_by_hand_rows_are_held_for_as_long_as_flights_take() -> None:
+    scheduler = Scheduler(ScheduleConfig("fixed", n_groups=1, group_rows=2), Fixed(1, 2, period_ns=1_000.0))
+    for session_id in (1, 2, 3):
+        scheduler.decode(row(session_id))
+    assert ids(scheduler.take(0)) == [[1, 2]]
+    assert scheduler.take(10**9) == []
 
 
 def test_an_echo_changes_nothing() -> None:
@@ -176,8 +224,10 @@ def test_prompt_rows_ride_in_decode_flights() -> None:
     )
     scheduler.decode(row(4))
     answer(scheduler, first[:2])
-    assert scheduler.take(0) == [], "the flight has landed when its prompt rows have, too"
+    assert ids(scheduler.take(0)) == [[4]], "nobody waits for prompt rows that stages left behind, nor adds to them"
     answer(scheduler, first[2:])
+    answer(scheduler, second)
+    scheduler.decode(row(5))
     ((_, last),) = scheduler.take(0)
     assert (last.position, len(last.tokens), last.flags) == (7, 3, Flag.PREFILL | Flag.WANTS_SAMPLE)
 

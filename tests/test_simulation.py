@@ -35,7 +35,7 @@ from benches.simulate_world import (
 )
 from coordinator import scheduler as scheduler_module
 from coordinator.flights import Kind
-from coordinator.groups import GroupPlanner
+from coordinator.groups import GroupPlan, GroupPlanner
 from coordinator.scheduler import ScheduleConfig, Scheduler
 from coordinator.session import OutFrame
 from stage.batcher import Batcher
@@ -415,6 +415,29 @@ class Overbooks(Scheduler):
         super()._take_groups(envelopes, now_ns)
 
 
+class HoldsOn(Scheduler):
+    """Holds rows until a flight lands, however long that takes."""
+
+    def _is_overdue(self, plan: GroupPlan, now_ns: int) -> bool:
+        return False
+
+
+class NeverReads(Scheduler):
+    """Lets no prompt row leave while a stream decodes."""
+
+    def plan(self) -> GroupPlan:
+        plan = super().plan()
+        return dataclasses.replace(plan, prefill_flights=0, ride_rows=0) if self.n_decoding else plan
+
+
+class PilesUp(Scheduler):
+    """Has prompt rows ride with every flight, however many are still under way that left with others."""
+
+    def _take_groups(self, envelopes: list[list[OutFrame]], now_ns: int) -> None:
+        self._flights.n_ridden = 0
+        super()._take_groups(envelopes, now_ns)
+
+
 def test_a_lost_frame_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulate_stage, "Batcher", LosesFrames)
     with pytest.raises(Violation, match=r"lost|sent"):
@@ -439,3 +462,25 @@ def test_too_many_flights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benches.simulate_run.Scheduler", Overbooks)
     with pytest.raises(Violation, match="the plan allows"):
         Simulation(World(equal_stages(2), streams(12, 30)), fixed(1, 4)).run()
+
+
+def test_rows_that_are_held_for_longer_than_predicted_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = burst(equal_stages(2, "smooth"), 16, 16, 16, link_ns=MS // 2)
+    Simulation(world).run()
+    monkeypatch.setattr("benches.simulate_run.Scheduler", HoldsOn)
+    with pytest.raises(Violation, match=r"is held for [0-9.]+ ms, [0-9.]+ are predicted"):
+        Simulation(world).run()
+
+
+def test_prompts_that_nobody_reads_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(equal_stages(2), (*streams(4, 400), Request(2_000 * MS, 40, 2)))
+    Simulation(world).run()
+    monkeypatch.setattr("benches.simulate_run.Scheduler", NeverReads)
+    with pytest.raises(Violation, match="prompts wait and none has left"):
+        Simulation(world).run()
+
+
+def test_prompt_rows_that_pile_up_behind_decode_rows_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benches.simulate_run.Scheduler", PilesUp)
+    with pytest.raises(Violation, match="prompt rows ride in"):
+        Simulation(churning(0)).run()

@@ -86,26 +86,23 @@ class GroupPlanner:
     """Plans from curves; results are cached until the curves or the overhead move."""
 
     def __init__(self, stages: Sequence[StageCost], itl_stretch: float = ITL_STRETCH) -> None:
-        self.stages, self.itl_stretch = tuple(stages), itl_stretch
+        self.itl_stretch = itl_stretch
+        self._know(stages)
         self.overhead_ns = 0.0  # of one round trip beyond the steps, see coordinator.overhead
         self._cache: dict[tuple[int, int, int, tuple[int, int] | None], GroupPlan] = {}
         self._costs_ns: dict[int, tuple[float, ...]] = {}  # rows -> each stage's decode step
         self._views: dict[tuple[int, int], GroupPlanner] = {}  # by context of decode rows and of prompt rows
 
-    @property
-    def rows_max(self) -> int:
+    def _know(self, stages: Sequence[StageCost]) -> None:
+        """Take the stages, and what of them is asked for at every token."""
+        self.stages = tuple(stages)
+        self.rows_max = min((stage.rows_max for stage in stages), default=1)
         """Rows that every stage takes in one step."""
-        return min((stage.rows_max for stage in self.stages), default=1)
-
-    @property
-    def is_per_lane(self) -> bool:
+        self.is_per_lane = any(stage.is_per_lane for stage in stages)
         """Whether any stage computes rows of neighbouring lanes alone at once."""
-        return any(stage.is_per_lane for stage in self.stages)
-
-    @property
-    def shares_longest(self) -> bool:
+        self.shares_longest = any(stage.shares_longest for stage in stages)
         """Whether the context of a flight's decode rows is that of the longest of them."""
-        return any(stage.shares_longest for stage in self.stages)
+        self._has_context = any(stage.context_ns for stage in stages)
 
     @property
     def is_known(self) -> bool:
@@ -114,7 +111,7 @@ class GroupPlanner:
 
     def update(self, stages: Sequence[StageCost]) -> None:
         """Take refreshed curves."""
-        self.stages = tuple(stages)
+        self._know(stages)
         self._costs_ns.clear()
         self.forget()
 
@@ -128,7 +125,7 @@ class GroupPlanner:
 
         It is good until the next `update` or `forget`.
         """
-        if not any(stage.context_ns for stage in self.stages):
+        if not self._has_context:
             return self
         key = (_context_step(decode_tokens), _context_step(prompt_tokens))
         view = self._views.get(key)
@@ -205,6 +202,8 @@ class GroupPlanner:
         return costs
 
     def _mixed(self, rows: int, prompt_rows: int) -> tuple[float, ...]:
+        if not prompt_rows:
+            return self._costs(rows)
         return tuple(stage.mixed_ns(rows, prompt_rows) for stage in self.stages)
 
     def _cycle_ns(self, n_streams: int, n_groups: int, rows: int) -> float:

@@ -147,19 +147,22 @@ class Scheduler:
 
     def plan(self) -> GroupPlan:
         """Return the plan for what runs now."""
-        return self._by_hand() if self.config.mode == "fixed" else self._automatic()
+        return self._plan(self._planner())
+
+    def _plan(self, planner: GroupPlanner) -> GroupPlan:
+        return self._by_hand(planner) if self.config.mode == "fixed" else self._automatic(planner)
 
     def describe(self) -> dict[str, object]:
         """Return the plan, and what a round trip takes beyond steps, for who looks at the pipeline."""
         return {**dataclasses.asdict(self.plan()), "overhead_ns": round(self.planner.overhead_ns)}
 
-    def _by_hand(self) -> GroupPlan:
+    def _by_hand(self, planner: GroupPlanner) -> GroupPlan:
         """Return the plan with flights and rows as configured; what is not configured suits the streams that run."""
         n_groups, rows = self.config.n_groups, self.config.group_rows
         rows = min(rows or math.ceil(self.n_decoding / (n_groups or 1)), self.planner.rows_max) or 1
         n_groups = n_groups or math.ceil(self.n_decoding / rows) or 1
         # Those that fly are what prompt rows must suit.
-        auto = self._automatic((min(n_groups, math.ceil(self.n_decoding / rows)), min(rows, self.n_decoding)))
+        auto = self._automatic(planner, (min(n_groups, math.ceil(self.n_decoding / rows)), min(rows, self.n_decoding)))
         ride_rows = max(0, min(auto.ride_rows, self.planner.rows_max - rows))
         return dataclasses.replace(
             auto,
@@ -171,8 +174,8 @@ class Scheduler:
             chunk_rows=auto.chunk_rows if auto.prefill_flights else max(1, auto.ride_rows),
         )
 
-    def _automatic(self, by_hand: tuple[int, int] | None = None) -> GroupPlan:
-        n_prompts, planner = len(self._prompts), self._planner()
+    def _automatic(self, planner: GroupPlanner, by_hand: tuple[int, int] | None = None) -> GroupPlan:
+        n_prompts = len(self._prompts)
         if self._decoding:
             pressure_min = self._pressure_min(planner)
             return planner.plan(self.n_decoding, n_prompts=n_prompts, pressure_min=pressure_min, by_hand=by_hand)
@@ -240,7 +243,8 @@ class Scheduler:
         return envelopes
 
     def _take_groups(self, envelopes: list[list[OutFrame]], now_ns: int) -> None:
-        plan = self.plan()
+        planner = self._planner()
+        plan = self._plan(planner)
         self._train_rows = 0 if self._decoding else self._count_train_rows()
         rows_max = min(self.config.chunk_rows or self.planner.rows_max, self.planner.rows_max)
         while self._pool and (self._flights.count(Kind.DECODE) < plan.n_groups or self._is_overdue(plan, now_ns)):
@@ -249,7 +253,7 @@ class Scheduler:
             may_ride = self._flights.n_ridden < plan.n_groups
             ride_rows = min(self._ride_rows(plan, len(frames), now_ns), rows_max) if may_ride else 0
             if not self._is_reading and self._drafts.are_of(frames):
-                self._drafts.extend(frames, planner := self._planner(), self._traffic(plan, len(frames), planner))
+                self._drafts.extend(frames, planner, self._traffic(plan, len(frames), planner))
             self._launch(envelopes, Kind.DECODE, frames, self._prompts.next_chunks(ride_rows), now_ns)
         self._note_held(now_ns)
         while self._prompts and self._flights.count(Kind.PREFILL) < plan.prefill_flights:
@@ -257,7 +261,7 @@ class Scheduler:
             if not chunks:
                 break
             self._launch(envelopes, Kind.PREFILL, [], chunks, now_ns)
-        self._take_guesses(plan, envelopes, now_ns)
+        self._take_guesses(plan, planner, envelopes, now_ns)
 
     def _note_held(self, now_ns: int) -> None:
         """Take note of the rows, the latest of the pool, that did not leave with the first flights since they came."""
@@ -277,11 +281,12 @@ class Scheduler:
     def _is_reading(self) -> bool:
         return bool(self._prompts) or self._flights.n_with_chunks > 0
 
-    def _take_guesses(self, plan: GroupPlan, envelopes: list[list[OutFrame]], now_ns: int) -> None:
+    def _take_guesses(
+        self, plan: GroupPlan, planner: GroupPlanner, envelopes: list[list[OutFrame]], now_ns: int
+    ) -> None:
         """Let guesses follow what is under way as long as stages would stand idle."""
         if plan.group_rows > 1 or self._pool or self._is_reading or not self._drafts.may_follow:
             return
-        planner = self._planner()
 
         def fits(rows: int) -> bool:
             return self._flights.is_time_for(planner.step_ns(rows), planner.way_ns(rows), planner.overhead_ns)

@@ -245,7 +245,7 @@ def test_prompt_rows_that_are_computed_apart_fill_no_place_of_decode_rows() -> N
 @pytest.mark.parametrize(("further_ns", "expected"), [(0.0, 505), (1_000.0, 900)])
 def test_rows_that_pay_for_the_longest_of_their_lanes_are_planned_as_such(further_ns: float, expected: float) -> None:
     planner, asked = Fixed(1, 2), set[tuple[float, float]]()
-    planner.stages = (dataclasses.replace(planner.stages[0], context_tiled_ns=further_ns, is_per_lane=True),)
+    planner.update((dataclasses.replace(planner.stages[0], context_tiled_ns=further_ns, is_per_lane=True),))
 
     def at(decode_tokens: float, prompt_tokens: float) -> GroupPlanner:
         asked.add((decode_tokens, prompt_tokens))

@@ -425,8 +425,8 @@ class HoldsOn(Scheduler):
 class NeverReads(Scheduler):
     """Lets no prompt row leave while a stream decodes."""
 
-    def plan(self) -> GroupPlan:
-        plan = super().plan()
+    def _plan(self, planner: GroupPlanner) -> GroupPlan:
+        plan = super()._plan(planner)
         return dataclasses.replace(plan, prefill_flights=0, ride_rows=0) if self.n_decoding else plan
 
 

@@ -15,21 +15,25 @@ import numpy.typing as npt
 from stage import inbound, process
 from stage.artifact import StageArtifact
 from stage.config import StageConfig
+from stage.curves import Curves
 from stage.facts import StageFacts
 from stage.lanes import LaneTable
+from stage.padding import Padding
 from stage.queue_types import QueuedFrame, Step
 from stage.runner import Runner
 from stage.step import StepExecutor
 from stage.step_types import StepResult
+from wire.curve import LADDER
 from wire.envelope import Buffer, EnvelopeView, parse
 from wire.process import run
 from wire.relay_link import RelayLink
 
 N_VOCAB = 32
-N_LANES = 32
+N_LANES = 33
 CTX_TOKENS = 1 << 14
 PIPELINE_ID = "hop"
 SOURCE_SHA256 = "0" * 64
+COSTS = tuple((rows, 1e6 * rows) for rows in LADDER)  # so that whether to pad is asked, and never answered with yes
 
 
 @dataclasses.dataclass(slots=True)
@@ -155,7 +159,11 @@ def stage_main(index: int, width: int, out: Path) -> None:
     config = StageConfig(
         Path("hop.gguf"), ctx_tokens=CTX_TOKENS, n_lanes=N_LANES, max_rows=N_LANES, calibrate=False, verify=False
     )
-    executor = StepExecutor(engine, LaneTable(N_LANES, CTX_TOKENS), index, NoEmbeddings() if index == 0 else None)
+    curves = Curves.of_stage(has_head=engine.is_last, decode=COSTS, prefill=COSTS)
+    executor = StepExecutor(
+        engine, LaneTable(N_LANES - 1, CTX_TOKENS), index, NoEmbeddings() if index == 0 else None,
+        padding=Padding(curves, spare_lane=N_LANES - 1, wanted_max=N_LANES),
+    )  # fmt: skip
     recorder = Recorder(engine)
     recorder.install(executor)
     facts = StageFacts(_artifact(index, width), config, "bench")

@@ -1,4 +1,4 @@
-"""What the cost curves are for in a step: scratch rows where more are cheaper, and what is learned."""
+"""What the cost curves are for in a step: scratch rows where more are cheaper."""
 
 from __future__ import annotations
 
@@ -43,10 +43,3 @@ class Padding:
         engine.wants[n_rows:target] = 0
         engine.wants[n_rows : n_rows + n_heads] = 1
         return target - n_rows
-
-    def learn(self, engine: Engine, shape: StepShape | None, cost_ns: int) -> None:
-        """Refine the curves from a step of that shape; None: it failed."""
-        if self.enabled and (shape is None or shape.scratch_rows):
-            engine.clear(self.spare_lane)
-        if shape is not None:
-            self.curves.observe(shape, cost_ns)

@@ -154,7 +154,11 @@ class Runner:
 
     def _hand_over(self, result: StepResult) -> None:
         self._guarded(self._deliver, result)
-        self._loop.call_soon(self._guarded, self._account, result)
+        self._loop.call_soon(self._guarded, self._settle, result)
+
+    def _settle(self, result: StepResult) -> None:
+        self._executor.learn(result)
+        self._account(result)
 
     def _guarded(self, carry: Callable[[StepResult], None], result: StepResult) -> None:
         try:

@@ -91,10 +91,9 @@ class StepExecutor:
         result.context = self.mark(members)
         result.n_rows = n_rows = sum(frame.n_rows for frame in members)
         if padding is not None:
-            shape = shape_of(members)
-            result.padded_rows = padding.pad(self.engine, shape)
+            result.shape = shape_of(members)
+            result.padded_rows = padding.pad(self.engine, result.shape)
             n_rows += result.padded_rows
-            shape = shape.padded(result.padded_rows)
         result.started_ns = time.monotonic_ns()
         try:
             self.engine.decode(n_rows)
@@ -103,12 +102,22 @@ class StepExecutor:
             for item in placed:
                 self._fault(outputs, item.frame, error)
         result.decode_ns = time.monotonic_ns() - result.started_ns
-        result.n_micro_batches = len(self.engine.micro_batches) or 1
-        if padding is not None:
-            shape = dataclasses.replace(shape, micro_batches=self.engine.micro_batches)
-            result.predicted_ns = round(padding.curves.predict_ns(shape))  # before the step teaches them
-            padding.learn(self.engine, None if result.error else shape, result.decode_ns)
+        result.micro_batches = self.engine.micro_batches
+        if padding is not None and result.padded_rows:
+            self.engine.clear(padding.spare_lane)
         return not result.error
+
+    def learn(self, result: StepResult) -> None:
+        """Say in the result what was predicted of its step, and refine the curves from it.
+
+        Not part of `execute`, since nothing that leaves the stage waits for it; any thread may do it, one at a time.
+        """
+        if self._padding is not None and result.shape is not None:
+            curves, parts = self._padding.curves, result.micro_batches
+            shape = dataclasses.replace(result.shape, scratch_rows=result.padded_rows, micro_batches=parts)
+            result.predicted_ns = round(curves.predict_ns(shape))
+            if not result.error:
+                curves.observe(shape, result.decode_ns)
 
     def reset_route(self, route_id: int, wiring: RouteWiring | None) -> None:
         """Forget all sessions of a route; with a wiring, begin its new epoch."""

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from stage.curves import StepShape
 from stage.queue_types import QueuedFrame, Step
 from wire import trace_context
 from wire.envelope import Buffer, BufferPool
@@ -70,11 +71,12 @@ class StepResult:
     n_rows: int = 0  # of the members
     closed: list[QueuedFrame] = dataclasses.field(default_factory=list)  # closes that were applied
     padded_rows: int = 0  # scratch rows beside n_rows
-    n_micro_batches: int = 1  # parts in which llama.cpp ran the decode
+    micro_batches: tuple[int, ...] = ()  # rows of the parts in which llama.cpp ran the decode; empty: all at once
+    shape: StepShape | None = None  # of the members, where curves are kept
     number: int = 0  # counts native decodes of this process from 1; 0 when there was none
     started_ns: int = 0  # when the native decode began
     decode_ns: int = 0
-    predicted_ns: int = 0  # what the cost curves said before it; 0: nothing was known
+    predicted_ns: int = 0  # what the cost curves said before they learned of it; 0: nothing was known
     encode_ns: int = 0  # sampling or encoding
     error: str = ""  # label of the error with which the native decode failed
     context: bytes = trace_context.NONE  # 25 bytes, of the batch's span; zeros when none is recorded
@@ -83,6 +85,11 @@ class StepResult:
     def consumed(self) -> list[QueuedFrame]:
         """Frames whose links get the payload bytes back as credit."""
         return self.step.frames
+
+    @property
+    def n_micro_batches(self) -> int:
+        """Parts in which llama.cpp ran the decode."""
+        return len(self.micro_batches) or 1
 
     @property
     def close_reason(self) -> str:

@@ -170,11 +170,19 @@ def test_scratch_rows_beside_a_prompt_begin_no_tile_of_the_head(n_decode: int, p
 
 def test_the_curve_is_refined_by_real_steps() -> None:
     curves = Curves()
-    executor = padded(FakeEngine(), curves=curves)
-    executor.execute(step_of(rows_frame(0, 0, 4, PREFILL)))
+    engine = FakeEngine()
+    executor = padded(engine, curves=curves)
+    first = executor.execute(step_of(rows_frame(0, 0, 4, PREFILL)))
+    assert curves.prefill.points() == [], "what leaves the stage does not wait for that"
+    executor.learn(first)
     assert [rows for rows, _ in curves.prefill.points()] == [4]
-    executor.execute(step_of(rows_frame(0, 4), rows_frame(1, 0)))
-    executor.execute(step_of(rows_frame(0, 5), rows_frame(1, 1, 4, PREFILL)))
+    assert first.predicted_ns == 0
+    executor.learn(executor.execute(step_of(rows_frame(0, 4), rows_frame(1, 0))))
+    both = executor.execute(step_of(rows_frame(0, 5), rows_frame(1, 1, 4, PREFILL)))
+    executor.learn(both)
+    assert both.predicted_ns > 0
+    engine.fail_next = NativeError("boom")
+    executor.learn(executor.execute(step_of(rows_frame(0, 6, 3))))
     assert ([rows for rows, _ in curves.decode.points()], len(curves.prefill.points())) == ([2], 1)
 
 

@@ -33,7 +33,8 @@ class Bench:
     full: tuple[str, ...] = ()
 
 
-# Ten minutes hold every comparison, at every number of streams, once and with answers half as long.
+# Ten minutes, or 15 on slow cores, hold every comparison at every number of streams, with shorter answers and a shorter
+# long prompt, and as many repeats as there is time for.
 BENCHES: dict[str, Bench] = {
     "envelope": Bench("benches.bench_envelope"),
     "engine": Bench("benches.bench_engine"),
@@ -45,8 +46,8 @@ BENCHES: dict[str, Bench] = {
         "benches.compare",
         True,
         short=(
-            "--prompt", "8", "--tokens", "16", "--repeats", "1", "--delay-streams", "1,8", "--long-prompt", "256",
-            "--no-arrivals",
+            "--prompt", "8", "--tokens", "12", "--repeats", "3", "--repeat-minutes", "5", "--delay-streams", "1,8",
+            "--long-prompt", "256",
         ),
         full=("--sweep",),
     ),
@@ -105,7 +106,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benches", description=__doc__)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="toy models and few points, about 2 minutes on 2 cores")
-    size.add_argument("--full", action="store_true", help="longer answers, every part and repeats: more than an hour")
+    size.add_argument("--full", action="store_true", help="longer answers, every part and all repeats: hours")
     parser.add_argument("--only", type=some_of(BENCHES), default=(), help=f"some of {','.join(BENCHES)}")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     options = parser.parse_args(argv)

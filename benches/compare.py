@@ -17,6 +17,7 @@ import dataclasses
 import os
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import aiohttp
 from benches import interrupt, machine, parts, plot, report, stages
 from benches.arguments import number, numbers, some_of
 from benches.models import MIXES, SHAPES, Shape, model
+from benches.pace import Pace
 from benches.peers import Peers, PeersUnavailableError, build_peers, find_peers
 from benches.reference import Prompt, expected_answers, judge, near_tie, prompts_for, score
 from benches.servers import Setup, llama_rpc, llama_server, relayline_up, up_has_flag
@@ -51,6 +53,9 @@ class Plan:
     mix: str
     streams: tuple[int, ...]
     repeats: int
+    repeat_minutes: int
+    """A repeat of `streams` that would end later than so long after the first began is left out, and any of a delay; 0:
+    none is."""
     n_tokens: int  # of every answer
     n_prompt: int  # tokens of every prompt
     rounds: int  # requests of each stream: the more, the less its start and end weigh
@@ -125,7 +130,7 @@ class Bench:
             return
         assert self.peers is not None
         if name == "rpc":
-            async with llama_rpc(name, setup, self.peers) as target:
+            async with llama_rpc(name, setup, self.peers) as (target, _):
                 yield target
         else:
             flags = ["--n-gpu-layers", "all" if setup.gpu_layers < 0 else str(setup.gpu_layers)]
@@ -203,17 +208,32 @@ async def by_streams(bench: Bench) -> None:
         targets = {name: await stack.enter_async_context(bench.system(name)) for name in plan.systems}
         for target in targets.values():  # first steps build graphs and touch pages
             await load.closed_loop(session, target, bench.prompts, n_streams=min(2, max(plan.streams)), n_tokens=4)
+        began_ns = time.monotonic_ns()
+        pace = Pace(began_ns + plan.repeat_minutes * 60 * 10**9 if plan.repeat_minutes else None)
         for repeat in range(plan.repeats):
             for point, n_streams in enumerate(plan.streams):
+                if not pace.has_time(n_streams, repeat, now_ns := time.monotonic_ns()):
+                    continue
                 first = (repeat + point) % len(targets)  # nobody is always asked first, or behind the same one
-                for name, target in [*targets.items()][first:] + [*targets.items()][:first]:
-                    run = await bench.measure(session, "streams", name, target, n_streams, repeat)
-                    if name == "auto" and plan.rounds == 1:
-                        said = await stages.ask(await parts.pipeline_status(session, target))
-                        run.extra |= stages.figures(said, run.requests, plan.n_prompt)
+                in_turn = [*targets.items()][first:] + [*targets.items()][:first]
+                await _at_one_point(bench, session, in_turn, n_streams, repeat)
+                pace.took(n_streams, time.monotonic_ns() - now_ns)
+        if pace.left_out:
+            few = ", ".join(f"{n_streams} streams (#{repeat})" for n_streams, repeat in pace.left_out)
+            bench.note(f"no time for these repeats within {plan.repeat_minutes} minutes: {few}")
         if plan.open_rate_per_s:
             for name in (name for name in targets if name in ("auto", "rpc", "unsplit")):
                 await parts.open_loop(bench, session, name, targets[name])
+
+
+async def _at_one_point(
+    bench: Bench, session: aiohttp.ClientSession, targets: Sequence[tuple[str, Target]], n_streams: int, repeat: int
+) -> None:
+    for name, target in targets:
+        run = await bench.measure(session, "streams", name, target, n_streams, repeat)
+        if name == "auto" and bench.plan.rounds == 1:
+            said = await stages.ask(await parts.pipeline_status(session, target))
+            run.extra |= stages.figures(said, run.requests, bench.plan.n_prompt)
 
 
 async def run(bench: Bench) -> None:
@@ -240,6 +260,7 @@ def plan_of(options: argparse.Namespace, peers: Peers | None) -> Plan:
         mix=options.type,
         streams=options.streams or ((1, 4) if quick else (1, 2, 4, 8, 16, 32)),
         repeats=options.repeats or (1 if quick else 2),
+        repeat_minutes=options.repeat_minutes,
         n_tokens=options.tokens or (16 if quick else 32),
         n_prompt=options.prompt,
         rounds=options.rounds,
@@ -269,6 +290,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=number, default=0, help="of every answer")
     parser.add_argument("--rounds", type=number, default=1, help="requests of each stream, one after the other")
     parser.add_argument("--repeats", type=number, default=0)
+    in_time = "leave repeats out that would end later than so many minutes after the first began, and those of delays"
+    parser.add_argument("--repeat-minutes", type=number, default=0, help=in_time)
     delayed = "such as 1,8; streams through delayed links"
     parser.add_argument("--delay-streams", type=numbers, default=(), help=delayed)
     parser.add_argument("--long-prompt", type=number, default=0, help="tokens of the prompt beside running streams")

@@ -12,7 +12,7 @@ import aiohttp
 
 from benches import report
 from benches.reference import prompts_for
-from benches.servers import relayline_linked, relayline_up, up_has_flag
+from benches.servers import llama_rpc, relayline_linked, relayline_up, up_has_flag
 from coordinator.pipeline_file import load_pipeline
 from deploy import load
 from deploy.load import Request, Target, client
@@ -115,24 +115,32 @@ async def open_loop(bench: Bench, session: aiohttp.ClientSession, name: str, tar
 
 
 async def delays(bench: Bench) -> None:
-    """Four stages with one thread each, a delaying proxy before every stage."""
+    """Four stages with one thread each, a delaying proxy before every stage; llama.cpp's RPC in the same way."""
     plan = bench.plan
     directory = split_for(bench.path, DELAY_STAGES, None, None)
     artifacts = [directory / stage.file for stage in load_pipeline(directory).stages]
     setup = dataclasses.replace(bench.setup, n_stages=DELAY_STAGES, n_threads=1)
     flags = ["--policy", "auto"] if up_has_flag("--policy") else []
+    repeats = 1 if plan.repeat_minutes else plan.repeats
     for delay_ms in plan.delays_ms:
-        name = f"delay-{delay_ms:g}"
-        async with (
-            relayline_linked(name, flags, setup, directory, artifacts, delay_ms / 1e3) as (target, proxies),
-            client() as session,
-        ):
-            await load.closed_loop(session, target, bench.prompts, n_streams=1, n_tokens=4)
-            for repeat in range(plan.repeats):
+        name, delay_s = f"delay-{delay_ms:g}", delay_ms / 1e3
+        linked = relayline_linked(name, flags, setup, directory, artifacts, delay_s)
+        async with contextlib.AsyncExitStack() as stack:
+            session = await stack.enter_async_context(client())
+            systems = {f"{DELAY_STAGES} stages": await stack.enter_async_context(linked)}
+            if bench.peers is not None and "rpc" in plan.systems:
+                rival = llama_rpc(f"{name}-rpc", setup, bench.peers, delay_s)
+                systems[f"{DELAY_STAGES} workers of RPC"] = await stack.enter_async_context(rival)
+            for target, _ in systems.values():
+                await load.closed_loop(session, target, bench.prompts, n_streams=1, n_tokens=4)
+            for repeat in range(repeats):
                 for n_streams in (n for n in plan.delay_streams if n <= setup.n_lanes):
-                    run = await bench.measure(session, "delay", f"{DELAY_STAGES} stages", target, n_streams, repeat)
-                    measured_s = [proxy.mean_delay_s for proxy in proxies]
-                    run.extra |= {"delay_ms": delay_ms, "delay_measured_ms": 1e3 * sum(measured_s) / len(measured_s)}
+                    for system, (target, proxies) in systems.items():
+                        for proxy in proxies:
+                            proxy.measure_anew()
+                        run = await bench.measure(session, "delay", system, target, n_streams, repeat)
+                        measured_ms = [1e3 * proxy.mean_delay_s for proxy in proxies]
+                        run.extra |= {"delay_ms": delay_ms, "delay_measured_ms": sum(measured_ms) / len(proxies)}
 
 
 async def prefill_beside_decode(bench: Bench) -> None:

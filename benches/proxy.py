@@ -23,7 +23,7 @@ class DelayProxy:
         self._port = int(port)
         self.delay_s = delay_s
         self.n_pieces = 0
-        self.held_s = 0.0  # sum over pieces, for `mean_delay_s`
+        self.held_s = 0.0  # sum over these, for `mean_delay_s`
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -38,6 +38,10 @@ class DelayProxy:
     def mean_delay_s(self) -> float:
         """How long a piece was held on average; 0.0 before the first."""
         return self.held_s / self.n_pieces if self.n_pieces else 0.0
+
+    def measure_anew(self) -> None:
+        """Forget how long pieces were held until now, as those of a model that was sent to where it is computed."""
+        self.n_pieces, self.held_s = 0, 0.0
 
     async def start(self) -> None:
         """Begin to listen on a free port."""

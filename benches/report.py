@@ -30,6 +30,11 @@ TTFT_GOALS: tuple[tuple[str, str, str, str, dict[int, float]], ...] = (
 OVERLAP = "overlap while all streams decode"
 OVERLAP_GOAL = 0.85  # from OVERLAP_STREAMS on: while so many run, on stages that are equal, which they are for decode
 OVERLAP_STREAMS = 8
+IDLE = (  # shares of that time, of an average stage; see benches.stages.idle
+    ("idle then: for a step elsewhere", "idle_elsewhere"),
+    ("idle then: on the way here", "idle_way"),
+    ("idle then: between own steps", "idle_between"),
+)
 SWEEP_GOAL = 0.95
 PREFILL_GOAL = 2.0  # ITL p99 beside a long prompt / quiet
 
@@ -138,6 +143,10 @@ def goals_of(
             if overlap is not None:
                 is_held = name == "overlap_decode" and n_streams >= OVERLAP_STREAMS
                 add(what, n_streams, overlap, OVERLAP_GOAL if is_held else None)
+        for what, name in IDLE:
+            share = _figure(points, "streams", "auto", n_streams, name)
+            if share is not None:
+                add(what, n_streams, share, None)
         by_hand = [  # each against the automatic run beside it: a sweep takes many minutes of a machine that drifts
             point["median"]["against_auto"]
             for point in points

@@ -205,8 +205,13 @@ async def _listening(name: str, child: subprocess.Popen[bytes], port: int, setup
 
 
 @contextlib.asynccontextmanager
-async def llama_rpc(name: str, setup: Setup, peers: Peers) -> AsyncIterator[Target]:
-    """Run llama-server over one `ggml-rpc-server` per stage."""
+async def llama_rpc(
+    name: str, setup: Setup, peers: Peers, delay_s: float | None = None
+) -> AsyncIterator[tuple[Target, list[DelayProxy]]]:
+    """Run llama-server over one `ggml-rpc-server` per stage, behind a delaying proxy each unless `delay_s` is None.
+
+    There are no other links to delay: what leaves one worker for the next goes by way of llama-server.
+    """
     async with contextlib.AsyncExitStack() as stack:
         addresses: list[str] = []
         for index in range(setup.n_stages):
@@ -217,9 +222,11 @@ async def llama_rpc(name: str, setup: Setup, peers: Peers) -> AsyncIterator[Targ
             child = await stack.enter_async_context(process(worker, command, setup))
             await _listening(worker, child, port, setup)
             addresses.append(f"127.0.0.1:{port}")
+        proxies = [] if delay_s is None else await stack.enter_async_context(delayed(addresses, delay_s))
+        addresses = [proxy.address for proxy in proxies] or addresses
         # Every layer and the head on the workers: the server itself only samples, so one thread is enough.
         flags = ["--rpc", ",".join(addresses), "--n-gpu-layers", "999"]
-        yield await stack.enter_async_context(llama_server(name, flags, setup, peers, n_threads=1))
+        yield await stack.enter_async_context(llama_server(name, flags, setup, peers, n_threads=1)), proxies
 
 
 @functools.cache

@@ -1,10 +1,12 @@
 """What the stages themselves know of a run: about what their cost curves allow at most, to tell a schedule that idles
-from a processor that is busy, and how much of the decode time they computed at once."""
+from a processor that is busy, how much of the decode time they computed at once, and what they waited for else."""
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 from benches.simulate_world import StageModel, best_rate, stage_rates
 from coordinator.connection import stage_cost
 from coordinator.groups import CHUNK_LADDER
-from coordinator.overlap import overlap_between
+from coordinator.overlap import Interval, overlap_between
 from coordinator.stage_client import StageClient
 from coordinator.stage_cost import StageCost
 from deploy.load import Request
@@ -70,10 +72,38 @@ async def ask(status: dict[str, Any]) -> list[pb.StatusResponse]:
     return [one for one in said if one is not None]
 
 
-def figures(said: Sequence[pb.StatusResponse], requests: Sequence[Request], n_prompt: int) -> dict[str, float]:
-    """Return `allowed_tok_s`, `allowed_decode_tok_s` and `overlap_decode` of streams that asked once each. Pure.
+def idle(stages: Sequence[Sequence[Interval]], from_ns: int, to_ns: int) -> dict[str, float]:
+    """Return why stages did not compute between two moments, as shares of that time, averaged over them. Pure.
 
-    `overlap_decode` is the overlap from the moment every stream had its first token until one of them had its last:
+    `stages` are their steps in the order of travel; before the first one comes the last, by way of the coordinator. A
+    stage that pauses waits for steps elsewhere (`idle_elsewhere`) until the last step of the stage before it that ends
+    in its pause has ended, from then on for what is on the way (`idle_way`). Where none ends meanwhile, its next frames
+    were there already, and the pause is its own (`idle_between`). Empty without steps.
+    """
+    spent_ns = dict.fromkeys(("idle_elsewhere", "idle_way", "idle_between"), 0)
+    if not stages or not all(stages) or to_ns <= from_ns:
+        return {}
+    for at, steps in enumerate(stages):
+        ends = [end_ns for _, end_ns in stages[at - 1]]
+        for (_, ended_ns), (started_ns, _) in itertools.pairwise(steps):
+            begin_ns, end_ns = max(ended_ns, from_ns), min(started_ns, to_ns)
+            if begin_ns >= end_ns:
+                continue
+            before = bisect.bisect_right(ends, started_ns) - 1
+            came_ns = ends[before] if before >= 0 and len(stages) > 1 else ended_ns
+            if came_ns <= ended_ns:
+                spent_ns["idle_between"] += end_ns - begin_ns
+            else:
+                came_ns = min(max(came_ns, begin_ns), end_ns)
+                spent_ns["idle_elsewhere"] += came_ns - begin_ns
+                spent_ns["idle_way"] += end_ns - came_ns
+    return {what: ns / (to_ns - from_ns) / len(stages) for what, ns in spent_ns.items()}
+
+
+def figures(said: Sequence[pb.StatusResponse], requests: Sequence[Request], n_prompt: int) -> dict[str, float]:
+    """Return `allowed_tok_s`, `allowed_decode_tok_s`, `overlap_decode` and what `idle` says of streams that asked once.
+
+    Pure. The last two are of the time from the moment every stream had its first token until one of them had its last:
     before and after fewer run. (Of streams that ask again neither holds: prompts are read all the time then.) Figures
     that nobody knows are left out: curves not measured, answers too short.
     """
@@ -86,6 +116,7 @@ def figures(said: Sequence[pb.StatusResponse], requests: Sequence[Request], n_pr
         steps = [list(zip(one.step_start_ns, one.step_end_ns, strict=True)) for one in said]
         # Stages remember a bounded number of steps: before the first of them nobody can tell idle from forgotten.
         firsts = [*(request.token_ns[0] for request in requests), *(known[0][0] for known in steps if known)]
-        if shares := overlap_between(steps, max(firsts), min(request.token_ns[-1] for request in requests)):
-            found["overlap_decode"] = shares["2+"]
+        window = (max(firsts), min(request.token_ns[-1] for request in requests))
+        if shares := overlap_between(steps, *window):
+            found |= {"overlap_decode": shares["2+"], **idle(steps, *window)}
     return found

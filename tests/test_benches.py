@@ -255,7 +255,7 @@ def test_prompts_are_different_seeded_and_free_of_special_tokens() -> None:
 
 def plan_of_tiny() -> Plan:
     return Plan(
-        TINY, "q4_0", (1, 8), 1, 4, 4, 1, 2, "unified", 0, (0, 1), ("auto", "rpc"), (), (), 0, 0.0, 0, sweep=False
+        TINY, "q4_0", (1, 8), 1, 0, 4, 4, 1, 2, "unified", 0, (0, 1), ("auto", "rpc"), (), (), 0, 0.0, 0, sweep=False
     )
 
 
@@ -555,6 +555,22 @@ def test_peers_say_in_one_line_why_they_cannot_be_built(tmp_path: Path, monkeypa
         peers.build_peers(1)
     (tmp_path / "relayline" / f"peers-{peers.pinned_version()}" / "bin").mkdir(parents=True)
     assert peers.find_peers() is None  # a directory without the programs is no build
+
+
+def test_where_peers_cannot_be_built_a_smoke_run_goes_on_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["peers", "--if-possible"])
+    peers.main()
+    assert capsys.readouterr() == (
+        "",
+        "note: peers: cmake was not found; install cmake to build llama.cpp's programs\n",
+    )
+    monkeypatch.setattr(sys, "argv", ["peers"])
+    with pytest.raises(SystemExit, match="peers: cmake was not found"):
+        peers.main()
 
 
 @pytest.mark.slow

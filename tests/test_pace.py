@@ -1,0 +1,29 @@
+"""Repeats of a comparison as far as time allows."""
+
+from __future__ import annotations
+
+from benches.pace import Pace
+
+
+def test_every_point_is_measured_once_whatever_the_time() -> None:
+    pace = Pace(end_ns=100)
+    assert pace.has_time(8, 0, now_ns=5_000)
+    assert pace.left_out == []
+
+
+def test_a_repeat_that_would_end_too_late_is_left_out_and_told() -> None:
+    pace = Pace(end_ns=100)
+    pace.took(1, 10)
+    pace.took(32, 70)
+    assert pace.has_time(1, 1, now_ns=90)
+    assert not pace.has_time(32, 1, now_ns=31)
+    assert pace.has_time(32, 1, now_ns=30)
+    pace.took(1, 5)  # the longest counts
+    assert not pace.has_time(1, 2, now_ns=91)
+    assert pace.left_out == [(32, 1), (1, 2)]
+
+
+def test_without_a_time_all_repeats_are_made() -> None:
+    pace = Pace(end_ns=None)
+    pace.took(1, 10**15)
+    assert pace.has_time(1, 9, now_ns=10**18)

@@ -25,11 +25,11 @@ from benches.arguments import some_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bench:
-    """One benchmark: its module, and how it is run in its share of ten minutes, and in full."""
+    """One benchmark: its module, and how it is run in its share of `make bench`, and in full."""
 
     module: str
     takes_out: bool = False  # whether it has --out
-    short: tuple[str, ...] | None = ()  # None: it is no part of the ten minutes
+    short: tuple[str, ...] | None = ()  # None: only in full
     full: tuple[str, ...] = ()
 
 

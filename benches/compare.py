@@ -36,6 +36,7 @@ from deploy.load import Request, Target, client
 from wire.kv_layout import KV_LAYOUTS
 
 POLICIES = ("auto", "single", "drain")
+RIVALS = ("rpc", "unsplit", parts.DELAYED_RPC)
 LABELS = {
     "auto": "relayline, automatic",
     "single": "relayline, batching off",
@@ -54,8 +55,8 @@ class Plan:
     streams: tuple[int, ...]
     repeats: int
     repeat_minutes: int
-    """A repeat of `streams` that would end later than so long after the first began is left out, and any of a delay; 0:
-    none is."""
+    """Repeats of `streams` that would end later than so long after the first began are left out, and delays measured
+    once; 0: nothing is left out."""
     n_tokens: int  # of every answer
     n_prompt: int  # tokens of every prompt
     rounds: int  # requests of each stream: the more, the less its start and end weigh
@@ -290,7 +291,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=number, default=0, help="of every answer")
     parser.add_argument("--rounds", type=number, default=1, help="requests of each stream, one after the other")
     parser.add_argument("--repeats", type=number, default=0)
-    in_time = "leave repeats out that would end later than so many minutes after the first began, and those of delays"
+    in_time = "leave repeats out that would end later than so many minutes after the first began; delays are run once"
     parser.add_argument("--repeat-minutes", type=number, default=0, help=in_time)
     delayed = "such as 1,8; streams through delayed links"
     parser.add_argument("--delay-streams", type=numbers, default=(), help=delayed)
@@ -329,10 +330,11 @@ async def main() -> int:
     """Run the comparison; exit code 1 if a run did not count."""
     options = parse()
     peers = peers_for(options)
-    return await compare(plan_of(options, peers), peers, options.out / "compare", wants_peers=wants_peers(options))
+    out, is_smoke = options.out / "compare", options.quick
+    return await compare(plan_of(options, peers), peers, out, wants_peers=wants_peers(options), is_smoke=is_smoke)
 
 
-async def compare(plan: Plan, peers: Peers | None, out: Path, *, wants_peers: bool) -> int:
+async def compare(plan: Plan, peers: Peers | None, out: Path, *, wants_peers: bool, is_smoke: bool = False) -> int:
     """Measure a plan, show it and leave `out`.json and .png; exit code 1 if a run did not count."""
     facts = machine.facts()
     with tempfile.TemporaryDirectory(prefix="relayline-bench-") as logs:
@@ -348,7 +350,8 @@ async def compare(plan: Plan, peers: Peers | None, out: Path, *, wants_peers: bo
     machine.write_json(out.with_suffix(".json"), results)
     report.show(results, LABELS)
     plot.compare(results, LABELS, out.with_suffix(".png"))
-    return int(any(run.fault for run in bench.runs))
+    # A smoke run asks whether relayline and the bench work: what rivals answer is in the table all the same.
+    return int(any(run.fault for run in bench.runs if not (is_smoke and run.system in RIVALS)))
 
 
 def _show_logs(directory: Path) -> None:

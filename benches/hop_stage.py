@@ -33,7 +33,9 @@ N_LANES = 33
 CTX_TOKENS = 1 << 14
 PIPELINE_ID = "hop"
 SOURCE_SHA256 = "0" * 64
-COSTS = tuple((rows, 1e6 * rows) for rows in LADDER)  # so that whether to pad is asked, and never answered with yes
+COSTS = tuple(
+    (rows, 1e6 * rows) for rows in LADDER
+)  # so that whether to pad is asked, as in a stage; see stamped_execute
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,6 +118,7 @@ class Recorder:
 
         def stamped_execute(step: Step) -> StepResult:
             result = execute(step)
+            assert not result.padded_rows, "a padded step is another one than was asked for"
             if step.frames:
                 sealed_ns = time.monotonic_ns()
                 engine, n_rows = recorder._engine, sum(frame.n_rows for frame in step.frames)

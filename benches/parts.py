@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from benches.compare import Bench
 
 DELAY_STAGES = 4
+DELAYED_RPC = f"{DELAY_STAGES} workers of RPC"
 LONG_PROMPT = -1  # its index, beside those of the bench's prompts
 RUNNING_STREAMS = 4  # beside the long prompt
 # Of each running stream before the long prompt comes: 250 for one of 2,000 tokens, hence some 1,000 intervals. (Of 250
@@ -130,7 +131,7 @@ async def delays(bench: Bench) -> None:
             systems = {f"{DELAY_STAGES} stages": await stack.enter_async_context(linked)}
             if bench.peers is not None and "rpc" in plan.systems:
                 rival = llama_rpc(f"{name}-rpc", setup, bench.peers, delay_s)
-                systems[f"{DELAY_STAGES} workers of RPC"] = await stack.enter_async_context(rival)
+                systems[DELAYED_RPC] = await stack.enter_async_context(rival)
             for target, _ in systems.values():
                 await load.closed_loop(session, target, bench.prompts, n_streams=1, n_tokens=4)
             for repeat in range(repeats):
@@ -139,8 +140,9 @@ async def delays(bench: Bench) -> None:
                         for proxy in proxies:
                             proxy.measure_anew()
                         run = await bench.measure(session, "delay", system, target, n_streams, repeat)
-                        measured_ms = [1e3 * proxy.mean_delay_s for proxy in proxies]
-                        run.extra |= {"delay_ms": delay_ms, "delay_measured_ms": sum(measured_ms) / len(proxies)}
+                        n_pieces = sum(proxy.n_pieces for proxy in proxies)
+                        measured_ms = 1e3 * sum(proxy.held_s for proxy in proxies) / max(1, n_pieces)
+                        run.extra |= {"delay_ms": delay_ms, "delay_measured_ms": measured_ms}
 
 
 async def prefill_beside_decode(bench: Bench) -> None:

@@ -50,6 +50,10 @@ class PeersUnavailableError(Exception):
     """The peers cannot be had on this machine. The text is one line: why, and what would help."""
 
 
+class NothingToBuildWithError(PeersUnavailableError):
+    """There are no tools to build with, or no sources to build from: nobody has tried to build them."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peers:
     """Where the built programs are."""
@@ -112,7 +116,7 @@ def build_programs(
     """
     for tool, package in (("cmake", "cmake"), ("c++", "a C++ compiler")):
         if shutil.which(tool) is None:
-            raise PeersUnavailableError(f"{tool} was not found; install {package} to build llama.cpp's programs")
+            raise NothingToBuildWithError(f"{tool} was not found; install {package} to build llama.cpp's programs")
     version = pinned_version()
     home.mkdir(parents=True, exist_ok=True)
     what = f"{', '.join(targets)} of llama-cpp-python {version}"
@@ -133,7 +137,10 @@ def _sources(scratch: Path, version: str, archive: Path | None) -> Path:
     if archive is None:
         requirement = f"llama-cpp-python=={version}"
         fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-python"]
-        _run([*fetch, "--dest", str(scratch), requirement], scratch.parent / "download.log")
+        try:
+            _run([*fetch, "--dest", str(scratch), requirement], scratch.parent / "download.log")
+        except PeersUnavailableError as error:
+            raise NothingToBuildWithError(str(error)) from error
         archive = scratch / f"{name}.tar.gz"
         if not archive.exists():
             raise PeersUnavailableError(f"pip found no source distribution of {requirement}")
@@ -163,13 +170,13 @@ def main() -> None:
     """Build the peers, or say that they are there."""
     parser = argparse.ArgumentParser(prog="python -m benches.peers", description=__doc__)
     parser.add_argument("--jobs", type=number, default=len(os.sched_getaffinity(0)), help="compilers at once")
-    without = "end with a note and exit code 0 where they cannot be had, as without cmake"
+    without = "end with a note and exit code 0 where there is nothing to build with, as without cmake"
     parser.add_argument("--if-possible", action="store_true", help=without)
     options = parser.parse_args()
     try:
         print(build_peers(options.jobs).directory)
     except PeersUnavailableError as error:
-        if not options.if_possible:
+        if not (options.if_possible and isinstance(error, NothingToBuildWithError)):
             sys.exit(f"peers: {error}")
         print(f"note: peers: {error}", file=sys.stderr)
 

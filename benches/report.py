@@ -31,9 +31,8 @@ OVERLAP = "overlap while all streams decode"
 OVERLAP_GOAL = 0.85  # from OVERLAP_STREAMS on: while so many run, on stages that are equal, which they are for decode
 OVERLAP_STREAMS = 8
 IDLE = (  # shares of that time, of an average stage; see benches.stages.idle
-    ("idle then: for a step elsewhere", "idle_elsewhere"),
-    ("idle then: on the way here", "idle_way"),
-    ("idle then: between own steps", "idle_between"),
+    ("a stage's idle time then: steps elsewhere", "idle_elsewhere"),
+    ("a stage's idle time then: all else", "idle_way"),
 )
 SWEEP_GOAL = 0.95
 PREFILL_GOAL = 2.0  # ITL p99 beside a long prompt / quiet
@@ -74,7 +73,7 @@ def points_of(runs: Iterable[Run]) -> list[dict[str, Any]]:
     points: list[dict[str, Any]] = []
     for (part, system, n_streams, _), members in groups.items():
         counted = [figures_of(run) for run in members if not run.fault]
-        names = list(counted[0]) if counted else []
+        names = dict.fromkeys(name for figures in counted for name in figures)
         values = {name: [figures[name] for figures in counted if name in figures] for name in names}
         points.append(
             {
@@ -247,7 +246,8 @@ def _points_table(title: str, points: Sequence[dict[str, Any]], labels: dict[str
         name = labels.get(point["system"], point["system"])
         if delay is not None:
             name += f", {delay:g} ms ({point['median']['delay_measured_ms']:.2f})"
-        counted = "" if point["n_counted"] == point["n_runs"] else f" ({point['n_counted']}/{point['n_runs']} count)"
+        n_runs, n_counted = point["n_runs"], point["n_counted"]
+        counted = f" ({n_counted}/{n_runs} count)" if n_counted < n_runs else f" ({n_runs})" if n_runs > 1 else ""
         cells = [_cell(point, figure, digits) for figure, _, digits in COLUMNS]
         exact = f"{point['answers_exact']}/{point['answers']}"
         table.add_row(str(point["streams"] or "open"), name + counted, *cells, exact, f"{point['worst_gap']:.2f}")
@@ -291,13 +291,14 @@ def show(found: dict[str, Any], labels: dict[str, str], console: Console | None 
     """Print the tables."""
     console = console or Console(width=None if sys.stdout.isatty() else 200)
     plan, facts = found["plan"], found["machine"]
+    repeats = f"{'up to ' if plan['repeat_minutes'] else ''}{plan['repeats']} repeats"
     console.print(
         "\nexact: answers equal to the unsplit model's, token for token; gap: how far a token of the others lay below "
         "the best, in deviations of the logits, at most"
     )
     console.print(
         f"{plan['shape']['name']} {plan['mix']}, {plan['n_tokens']} tokens after {plan['n_prompt']}, "
-        f"{plan['repeats']} repeats, cores {','.join(map(str, plan['cores']))} of {facts['cpu']}; "
+        f"{repeats}, cores {','.join(map(str, plan['cores']))} of {facts['cpu']}; "
         f"load average at the start {facts['load_average'][0]:.2f}"
     )
     versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())

@@ -137,7 +137,7 @@ class Audit(Trace):
                 self._check_passes(oldest)
             self._open_flight(rows, kind)
             if self._has_plan:
-                self._check_caps(rows, kind, plan, held_ns)
+                self._check_caps(rows, kind, plan, oldest, held_ns)
         self._check_holds(plan)
 
     def passed(self, session_id: int, position: int) -> None:
@@ -257,7 +257,10 @@ class Audit(Trace):
         """Hold that no row of those that stay in the pool has been there for longer than a plan predicts."""
         if not self._has_plan or self._simulation.setup.schedule.mode == "fixed":
             return
-        hold_max_ns = max(plan.hold_max_ns, self._simulation.scheduler.plan().hold_max_ns)
+        plans = (plan, self._simulation.scheduler.plan())  # prompts that have left make it another one
+        if not all(each.hold_max_ns for each in plans):
+            return  # nothing is known
+        hold_max_ns = max(min(each.hold_max_ns, self._predicted_most_ns(each)) for each in plans)
         for key in self._pool:
             held_ns = self._simulation.now_ns - self._pooled_ns[key]
             if key[0] not in self.ends and held_ns > hold_max_ns:
@@ -326,15 +329,23 @@ class Audit(Trace):
             raise Violation(f"session {key} guesses at position {frame.position} without a row to follow")
         sent[frame.position :] = frame.tokens
 
-    def _check_caps(self, rows: Sequence[OutFrame], kind: int, plan: GroupPlan, held_ns: int) -> None:
+    def _predicted_most_ns(self, plan: GroupPlan) -> float:
+        """Return the most that a plan may predict a token to take: in quiet, or beside prompts."""
+        turns = max(1.0, self._simulation.scheduler.n_decoding / (plan.n_groups * plan.group_rows))
+        return max(plan.period_ns, plan.latency_max_ns * turns) * (1 + 1e-9)
+
+    def _check_caps(
+        self, rows: Sequence[OutFrame], kind: int, plan: GroupPlan, oldest: tuple[int, int] | None, held_ns: int
+    ) -> None:
         n_prompt_rows = sum(len(frame.tokens) for frame in rows if frame.flags & Flag.PREFILL)
         n_drafted = sum(frame.n_drafted for frame in rows)
         n_decode_rows = sum(len(frame.tokens) for frame in rows) - n_prompt_rows - n_drafted
         if n_drafted > DRAFTED_ROWS_MAX or (n_drafted and n_prompt_rows):
             raise Violation(f"an envelope has {n_drafted} guesses and {n_prompt_rows} rows of prompts")
         flights = (plan.n_groups, plan.prefill_flights, self._guesses_max())[kind]
-        is_overdue = kind == DECODE and held_ns >= plan.hold_max_ns and self._simulation.setup.schedule.mode == "auto"
-        if self._n_flights[kind] > flights and not is_overdue:
+        is_overdue = held_ns >= plan.hold_max_ns > 0 and oldest in {(f.session.session_id, f.position) for f in rows}
+        may_be_more = kind == DECODE and is_overdue and self._simulation.setup.schedule.mode == "auto"
+        if self._n_flights[kind] > flights and not may_be_more:
             raise Violation(f"{self._n_flights[kind]} flights are under way, the plan allows {flights}")
         if kind == DECODE and n_prompt_rows:
             self._check_rides(plan)

@@ -75,29 +75,26 @@ async def ask(status: dict[str, Any]) -> list[pb.StatusResponse]:
 def idle(stages: Sequence[Sequence[Interval]], from_ns: int, to_ns: int) -> dict[str, float]:
     """Return why stages did not compute between two moments, as shares of that time, averaged over them. Pure.
 
-    `stages` are their steps in the order of travel; before the first one comes the last, by way of the coordinator. A
-    stage that pauses waits for steps elsewhere (`idle_elsewhere`) until the last step of the stage before it that ends
-    in its pause has ended, from then on for what is on the way (`idle_way`). Where none ends meanwhile, its next frames
-    were there already, and the pause is its own (`idle_between`). Empty without steps.
+    `stages` are their steps in the order of travel, each known from `from_ns` on; before the first one comes the last,
+    by way of the coordinator. A stage that pauses waits for a step elsewhere (`idle_elsewhere`) until the last step of
+    the stage before it that ends by its next own one has ended. From then on, or from its own last step where that
+    ended later, it is for everything else (`idle_way`): what other stages, links and the coordinator do outside native
+    steps, and what it does itself between two. Empty without steps.
     """
-    spent_ns = dict.fromkeys(("idle_elsewhere", "idle_way", "idle_between"), 0)
     if not stages or not all(stages) or to_ns <= from_ns:
         return {}
+    elsewhere_ns = way_ns = 0
     for at, steps in enumerate(stages):
-        ends = [end_ns for _, end_ns in stages[at - 1]]
-        for (_, ended_ns), (started_ns, _) in itertools.pairwise(steps):
+        ends = [end_ns for _, end_ns in stages[at - 1]] if len(stages) > 1 else []
+        for (_, ended_ns), (started_ns, _) in itertools.pairwise((*steps, (to_ns, to_ns))):
             begin_ns, end_ns = max(ended_ns, from_ns), min(started_ns, to_ns)
-            if begin_ns >= end_ns:
-                continue
-            before = bisect.bisect_right(ends, started_ns) - 1
-            came_ns = ends[before] if before >= 0 and len(stages) > 1 else ended_ns
-            if came_ns <= ended_ns:
-                spent_ns["idle_between"] += end_ns - begin_ns
-            else:
-                came_ns = min(max(came_ns, begin_ns), end_ns)
-                spent_ns["idle_elsewhere"] += came_ns - begin_ns
-                spent_ns["idle_way"] += end_ns - came_ns
-    return {what: ns / (to_ns - from_ns) / len(stages) for what, ns in spent_ns.items()}
+            if begin_ns < end_ns:
+                before = bisect.bisect_right(ends, started_ns) - 1
+                came_ns = min(max(ends[before], begin_ns), end_ns) if before >= 0 else begin_ns
+                elsewhere_ns += came_ns - begin_ns
+                way_ns += end_ns - came_ns
+    whole_ns = (to_ns - from_ns) * len(stages)
+    return {"idle_elsewhere": elsewhere_ns / whole_ns, "idle_way": way_ns / whole_ns}
 
 
 def figures(said: Sequence[pb.StatusResponse], requests: Sequence[Request], n_prompt: int) -> dict[str, float]:

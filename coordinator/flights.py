@@ -145,7 +145,7 @@ class Flights:
         return flight
 
     def forget(self, session_id: int) -> list[Flight]:
-        """Nobody waits for the session's rows any more. Returns the flights that have landed with that."""
+        """Nobody waits for the session's rows any more. Returns what `answered` would, of all of them."""
         landed: list[Flight] = []
         for position in list(self._positions.get(session_id, ())):
             self._by_key[session_id, position][0].is_whole = False

@@ -59,14 +59,10 @@ class GroupPlan:
     chunk_rows: int  # rows of one of them
     ride_rows: int = 0  # prompt rows that a full decode flight takes along; a smaller one takes more in shared cells
     latency_max_ns: float = 0.0  # of a decode flight with rows riding, what it waits for others included; 0 unbounded
-
-    @property
-    def hold_max_ns(self) -> float:
-        """How long a row may be held for a flight to land; 0 where nothing is known, so that nothing tells of a gain.
-
-        By then it would have its token, had it left at once, and every flight that it was held for should have landed.
-        """
-        return max(self.period_ns, self.latency_max_ns)
+    hold_max_ns: float = 0.0
+    """How long a row may be held for a flight to land: for as long as a token of its stream is predicted to take,
+    prompts beside it included. By then it would have its token, had it left at once. 0.0: nothing is known, unbounded.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +91,7 @@ class GroupPlanner:
 
     def _know(self, stages: Sequence[StageCost]) -> None:
         """Take the stages, and what of them is asked for at every token."""
-        self.stages = tuple(stages)
+        stages = self.stages = tuple(stages)
         self.rows_max = min((stage.rows_max for stage in stages), default=1)
         """Rows that every stage takes in one step."""
         self.is_per_lane = any(stage.is_per_lane for stage in stages)
@@ -233,11 +229,12 @@ class GroupPlanner:
             token_max_ns = pressure * PREDICTED_PART * self.itl_stretch * quiet_ns * turns
             choice = self._beside(n_streams, (n_groups, rows), pressure, token_max_ns, may_change=by_hand is None)
             if choice is None:
-                return GroupPlan(n_groups, rows, period_ns, 1, 1, 0, token_max_ns / turns)
-            beside = (choice.flights, choice.chunk, choice.ride)
-            latency_max_ns = token_max_ns / _turns(n_streams, choice.n_groups, choice.rows)
-            return GroupPlan(choice.n_groups, choice.rows, period_ns, *beside, latency_max_ns)
-        return GroupPlan(n_groups, rows, period_ns, 2 * n_stages, self._train(train_rows or TRAIN_ROWS))
+                return GroupPlan(n_groups, rows, period_ns, 1, 1, 0, token_max_ns / turns, token_max_ns)
+            beside, turns = (choice.flights, choice.chunk, choice.ride), _turns(n_streams, choice.n_groups, choice.rows)
+            hold_max_ns = max(period_ns, choice.latency_ns * turns)
+            return GroupPlan(choice.n_groups, choice.rows, period_ns, *beside, token_max_ns / turns, hold_max_ns)
+        chunk = self._train(train_rows or TRAIN_ROWS)
+        return GroupPlan(n_groups, rows, period_ns, 2 * n_stages, chunk, hold_max_ns=period_ns)
 
     def _best_groups(self, n_streams: int) -> tuple[int, int]:
         """Return flights and rows of the fastest plan.

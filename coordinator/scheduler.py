@@ -6,7 +6,7 @@ many rows each takes. Streams whose token has come back wait in the *pool*; when
 of them leave together. So groups re-form by themselves as streams join, leave and fall behind: fragments meet in the
 pool because no more flights than planned may leave. There is no timer; a frame waits only while as many groups as the
 curves ask for are already under way, and no longer than they predict that to be worth: whatever is answered after that
-lets it go, in one flight more.
+lets it go, in a flight more than planned.
 
 Prompt rows ride in decode flights, in flights of their own, or in both, as the plan says, so that running streams keep
 their pace; several short prompts may share a flight. A burst of short prompts, and the histories of streams that a loss
@@ -32,7 +32,7 @@ from coordinator.draft_flights import DRAFT_AUTO, DraftFlights
 from coordinator.draft_plan import Traffic
 from coordinator.flights import Flight, Flights, Kind
 from coordinator.groups import ITL_STRETCH, GroupPlan, GroupPlanner
-from coordinator.lane_groups import next_group
+from coordinator.lane_groups import PASSES_MAX, next_group
 from coordinator.overhead import Held, Overhead
 from coordinator.prompt_line import BURST_PRESSURE, PromptLine
 from coordinator.session import OutFrame, Session
@@ -80,7 +80,8 @@ class Scheduler:
         self._overhead = Overhead()
         # Sessions that decode, in the pool or under way -> (their lane, their latest position).
         self._decoding: dict[int, tuple[int, int]] = {}
-        self._held_since_ns: dict[int, int] = {}  # session id of what waits in the pool -> when it first did not leave
+        # What waits in the pool, by session id and position -> when it first did not leave.
+        self._held_since_ns: dict[tuple[int, int], int] = {}
         self._n_passes = 0  # decode flights that left before the oldest row of the pool
         self._decoding_tokens = 0  # sum of these positions
 
@@ -134,8 +135,8 @@ class Scheduler:
         self._drafts.ended(session_id)
         if session_id in self._decoding:
             self._decoding_tokens -= self._decoding.pop(session_id)[1]
-            self._held_since_ns.pop(session_id, None)
             self._pool = collections.deque(f for f in self._pool if f.session.session_id != session_id)
+            self._held_since_ns = {key: since for key, since in self._held_since_ns.items() if key[0] != session_id}
 
     def refresh(self, costs: Sequence[StageCost], held: Sequence[Held] = ()) -> None:
         """The stages say what they have learned of their speed and, all or none, how long they have held frames."""
@@ -247,8 +248,10 @@ class Scheduler:
         plan = self._plan(planner)
         self._train_rows = 0 if self._decoding else self._count_train_rows()
         rows_max = min(self.config.chunk_rows or self.planner.rows_max, self.planner.rows_max)
-        while self._pool and (self._flights.count(Kind.DECODE) < plan.n_groups or self._is_overdue(plan, now_ns)):
-            frames = self._next_group(plan.group_rows)
+        while self._pool and (
+            (is_planned := self._flights.count(Kind.DECODE) < plan.n_groups) or self._is_overdue(plan, now_ns)
+        ):
+            frames = self._next_group(plan.group_rows, must_take_oldest=not is_planned)
             # Prompt rows that stages leave behind must not pile up there.
             may_ride = self._flights.n_ridden < plan.n_groups
             ride_rows = min(self._ride_rows(plan, len(frames), now_ns), rows_max) if may_ride else 0
@@ -266,16 +269,18 @@ class Scheduler:
     def _note_held(self, now_ns: int) -> None:
         """Take note of the rows, the latest of the pool, that did not leave with the first flights since they came."""
         for frame in reversed(self._pool):
-            if frame.session.session_id in self._held_since_ns:
+            if _key(frame) in self._held_since_ns:
                 break
-            self._held_since_ns[frame.session.session_id] = now_ns
+            self._held_since_ns[_key(frame)] = now_ns
 
     def _is_overdue(self, plan: GroupPlan, now_ns: int) -> bool:
-        """Return whether the oldest row of the pool has been held for as long as the plan allows. By hand it may be."""
-        if self.config.mode == "fixed":
+        """Return whether the oldest row of the pool has been held for as long as the plan allows.
+
+        Where flights are set by hand, or nothing is known, rows wait for as long as flights take.
+        """
+        if self.config.mode == "fixed" or not plan.hold_max_ns:
             return False
-        since_ns = self._held_since_ns.get(self._pool[0].session.session_id, now_ns)
-        return now_ns - since_ns >= plan.hold_max_ns
+        return now_ns - self._held_since_ns.get(_key(self._pool[0]), now_ns) >= plan.hold_max_ns
 
     @property
     def _is_reading(self) -> bool:
@@ -303,18 +308,18 @@ class Scheduler:
         n_beside = max(0, min(self.n_decoding - n_streams, (n_flights - 1) * plan.group_rows))
         return Traffic(n_flights, n_beside, max(0, n_idle))
 
-    def _next_group(self, rows_max: int) -> list[OutFrame]:
+    def _next_group(self, rows_max: int, *, must_take_oldest: bool) -> list[OutFrame]:
         """Take the decode rows of one flight out of the pool."""
-        frames = self._next_rows(rows_max)
+        frames = self._next_rows(rows_max, PASSES_MAX if must_take_oldest else self._n_passes)
         for frame in frames:
-            self._held_since_ns.pop(frame.session.session_id, None)
+            self._held_since_ns.pop(_key(frame), None)
         return frames
 
-    def _next_rows(self, rows_max: int) -> list[OutFrame]:
+    def _next_rows(self, rows_max: int, n_passes: int) -> list[OutFrame]:
         if not self.planner.is_per_lane or len(self._pool) == 1:
             return [self._pool.popleft() for _ in range(min(len(self._pool), rows_max))]
         oldest, lanes = self._pool[0], [lane for lane, _ in self._decoding.values()]
-        frames = next_group(self._pool, lanes, rows_max, self._n_passes)
+        frames = next_group(self._pool, lanes, rows_max, n_passes)
         self._n_passes = 0 if oldest in frames else self._n_passes + 1
         chosen = set(map(id, frames))
         self._pool = collections.deque(frame for frame in self._pool if id(frame) not in chosen)
@@ -373,6 +378,10 @@ class Scheduler:
         if overhead_ns != self.planner.overhead_ns:
             self.planner.overhead_ns = overhead_ns
             self.planner.forget()
+
+
+def _key(frame: OutFrame) -> tuple[int, int]:
+    return frame.session.session_id, frame.position
 
 
 def _saturating(planner: GroupPlanner, rows: int) -> int:

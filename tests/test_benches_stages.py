@@ -76,20 +76,17 @@ def test_overlap_counts_while_every_stream_decodes() -> None:
     assert stages.figures(forgotten, requests, 4)["overlap_decode"] == pytest.approx(1.0)
 
 
-def test_pauses_are_for_steps_elsewhere_for_the_way_or_a_stages_own() -> None:
+def test_pauses_are_for_steps_elsewhere_or_for_all_else() -> None:
     # The first waits for the second's step until 50 and for its rows until 54; the second for the first's until 40,
-    # then 2 for the way, and between two steps 6 although its rows were there before.
+    # then 2 for the way, and between two steps 6 although its rows were there before; at last 1 for the first's rows.
     steps = [[(0, 40), (54, 100), (101, 140)], [(0, 30), (42, 50), (56, 99)]]
     found = stages.idle(steps, 0, 100)
-    assert found["idle_elsewhere"] == pytest.approx((10 + 10) / 200)
-    assert found["idle_way"] == pytest.approx((4 + 2) / 200)
-    assert found["idle_between"] == pytest.approx(6 / 200)
-    computing = sum(end - start for each in steps for start, end in each if end <= 100)
-    assert 200 * (1 - sum(found.values())) == pytest.approx(computing + 1), "the second's last step ends before"
+    assert found == pytest.approx({"idle_elsewhere": (10 + 10 + 1) / 200, "idle_way": (4 + 2 + 6) / 200})
+    computing = sum(min(end, 100) - start for each in steps for start, end in each if start < 100)
+    assert 200 * (1 - sum(found.values())) == pytest.approx(computing)
     half = stages.idle(steps, 44, 52)
-    assert half == pytest.approx({"idle_elsewhere": 6 / 16, "idle_way": 2 / 16, "idle_between": 2 / 16})
-    alone = stages.idle([[(0, 10), (15, 30)]], 0, 20)
-    assert alone == {"idle_elsewhere": 0, "idle_way": 0, "idle_between": 0.25}
+    assert half == pytest.approx({"idle_elsewhere": 6 / 16, "idle_way": 4 / 16})
+    assert stages.idle([[(0, 10), (15, 30)]], 0, 20) == {"idle_elsewhere": 0, "idle_way": 0.25}
     assert stages.idle([[(0, 10)], []], 0, 20) == {}
 
 

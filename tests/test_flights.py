@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 
 import pytest
@@ -117,7 +118,10 @@ def test_nothing_is_left_whatever_the_order(seed: int) -> None:
         ids = rng.sample(range(6), rng.randint(1, 4))
         if rng.random() < 0.4:
             frames = [frame(each, rng.randint(0, 5), rng.randint(1, 3)) for each in ids]
-            launch(flights, kind, *frames)
+            n_riding = rng.randint(0, len(frames) - 1) if kind is Kind.DECODE else 0
+            riders = [] if kind is not Kind.PREFILL else frames
+            decode = [] if riders else frames[n_riding:]
+            flights.launch(kind, decode, riders or frames[:n_riding], 0, step_ns=10.0, way_ns=20.0)
             n_launched += 1
             for each in frames:
                 waiting.setdefault(each.session.session_id, []).append(each.position + len(each.tokens))
@@ -127,10 +131,15 @@ def test_nothing_is_left_whatever_the_order(seed: int) -> None:
         elif rng.random() < 0.1:
             landed += flights.forget(ids[0])
             waiting.pop(ids[0], None)
+        under_way = {id(flight): flight for each in flights._by_key.values() for flight in each}.values()
+        counts = collections.Counter(Kind.PREFILL if flight.is_behind else flight.kind for flight in under_way)
+        assert [*map(flights.count, Kind)] == [counts[kind] for kind in Kind]
+        assert flights.n_with_chunks == sum(flight.has_chunks for flight in under_way)
+        assert flights.n_ridden == sum(flight.is_ridden for flight in under_way)
     for session_id in list(waiting):
         landed += flights.forget(session_id)
     assert len(landed) == n_launched == len(set(map(id, landed)))
-    assert [*map(flights.count, Kind)] == [0, 0, 0]
+    assert [*map(flights.count, Kind), flights.n_with_chunks, flights.n_ridden] == [0] * 5
     assert not flights._by_key
     assert not flights._positions
     assert flights._work_ns == pytest.approx(0.0)

@@ -21,7 +21,6 @@ from wire.curve import CostCurve
 from wire.frames import Flag
 
 SYSTEM = tuple(range(40))
-ROUND_NS = 1e12  # predicted by plans here, so that nothing is held too long unless a test waits for it
 
 
 class Fixed(GroupPlanner):
@@ -29,7 +28,7 @@ class Fixed(GroupPlanner):
 
     def __init__(self, chunk_rows: int, n_flights: int = 1) -> None:
         super().__init__([StageCost(CostCurve([(1, 1e6)]), CostCurve([(1, 1e6)]), 64)])
-        self._only = GroupPlan(2, 3, ROUND_NS, n_flights, chunk_rows, 2)
+        self._only = GroupPlan(2, 3, 0.0, n_flights, chunk_rows, 2)
 
     def plan(self, n_streams: int, **_: object) -> GroupPlan:
         return self._only

@@ -229,10 +229,11 @@ async def test_a_step_is_accounted_for_after_what_its_delivery_set_going() -> No
             accounted.set()
 
         h.runner._deliver, h.runner._account = deliver, account
+        h.executor.learn = lambda result: order.append("learned")  # type: ignore[method-assign]
         h.runner.push([control(0, Flag.OPEN)])
         async with asyncio.timeout(20):
             await accounted.wait()
-        assert order == ["delivered", "sent", "accounted"]
+        assert order == ["delivered", "sent", "learned", "accounted"], "what was predicted is part of the account"
 
 
 async def test_a_thread_that_went_to_sleep_is_woken_by_every_kind_of_work() -> None:

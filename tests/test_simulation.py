@@ -380,6 +380,16 @@ def test_curves_that_nobody_measured_are_learned_from_real_steps(curve: str, n_s
     assert learned.tokens_per_s >= 0.90 * steady_figures(world).tokens_per_s
 
 
+def test_streams_that_begin_apart_meet_although_nothing_is_known_yet() -> None:
+    """What each of them costs alone is all that stages can learn from while they have not met."""
+    requests = tuple(Request(3 * MS * index, 4, 100) for index in range(16))
+    world = World(equal_stages(2, "smooth"), requests, refresh_ns=1_000 * MS)
+    blind, known = (
+        Simulation(world, Setup(is_calibrated=known)).run().audit.figures().tokens_per_s for known in (False, True)
+    )
+    assert blind >= 0.85 * known
+
+
 # --- canaries: broken code must be caught -----------------------------------------------------------------------------
 
 
@@ -464,10 +474,18 @@ def test_too_many_flights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         Simulation(World(equal_stages(2), streams(12, 30)), fixed(1, 4)).run()
 
 
-def test_rows_that_are_held_for_longer_than_predicted_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("says", ["nothing", "that it may"])
+def test_rows_that_are_held_for_longer_than_predicted_are_caught(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the plan itself says that they may be."""
     world = burst(equal_stages(2, "smooth"), 16, 16, 16, link_ns=MS // 2)
     Simulation(world).run()
-    monkeypatch.setattr("benches.simulate_run.Scheduler", HoldsOn)
+    if says == "nothing":
+        monkeypatch.setattr("benches.simulate_run.Scheduler", HoldsOn)
+    else:
+        plan = GroupPlanner._plan
+        monkeypatch.setattr(
+            GroupPlanner, "_plan", lambda *given: dataclasses.replace(plan(*given), hold_max_ns=1e18)
+        )  # fmt: skip
     with pytest.raises(Violation, match=r"is held for [0-9.]+ ms, [0-9.]+ are predicted"):
         Simulation(world).run()
 

@@ -66,11 +66,12 @@ class CostCurve:
     def _between(self, rows: int) -> float:
         if rows in self._cost_ns:
             return self._cost_ns[rows]
-        if len(self._rows) == 1:
-            return self._cost_ns[self._rows[0]] * max(1.0, rows / self._rows[0])
-        above = bisect.bisect_left(self._rows, rows)
-        above = min(max(above, 1), len(self._rows) - 1)
-        low, high = self._rows[above - 1], self._rows[above]
+        known = self._rows
+        if len(known) == 1:
+            return self._cost_ns[known[0]] * max(1.0, rows / known[0])
+        above = bisect.bisect_left(known, rows)
+        above = min(max(above, 1), len(known) - 1)
+        low, high = known[above - 1], known[above]
         slope = (self._cost_ns[high] - self._cost_ns[low]) / (high - low)
         if rows > high:
             return self._cost_ns[high] + max(slope, 0.0) * (rows - high)
@@ -111,11 +112,11 @@ class CostCurve:
         ratio = max(1 / OUTLIER, min(ns / predicted_ns, OUTLIER))
         is_new = rows not in self._cost_ns
         # The shared part moves through the scale and the rest through the point; a new point starts half way. The
-        # cost comes before the row count: points() may be reading in another thread.
+        # cost comes before the row count, and the list is another one: the decode thread may be predicting.
         self._cost_ns[rows] = self._unscaled(rows) * ratio ** (0.5 if is_new else SMOOTHING)
         self._scale *= ratio**SMOOTHING_SHARED
         if is_new:
-            bisect.insort(self._rows, rows)
+            self._rows = sorted((*self._rows, rows))
         self._best.clear()
 
 

@@ -333,8 +333,8 @@ def test_a_split_replaces_and_removes_only_what_a_split_has_made(tmp_path: Path)
 
 
 def test_a_name_that_is_no_text_is_split_and_known_again(tmp_path: Path) -> None:
-    name = os.fsdecode(b"caf\xe9.gguf")
-    model = make_tiny("llama", tmp_path / name)
+    # Renamed: the library that writes models logs their names, and a log with such a name cannot leave a test worker.
+    model = make_tiny("llama", tmp_path / "m.gguf").rename(tmp_path / os.fsdecode(b"caf\xe9.gguf"))
     first = split_model(model, tmp_path / "out", n_stages=2)
     assert first.source.files[0].name == "caf\\xe9.gguf"
     assert split_model(model, tmp_path / "out", n_stages=2) == first

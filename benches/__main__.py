@@ -33,8 +33,8 @@ class Bench:
     full: tuple[str, ...] = ()
 
 
-# Ten minutes, or 15 on slow cores, hold every comparison at every number of streams, with shorter answers and a shorter
-# long prompt, and as many repeats as there is time for.
+# About 15 minutes on two slow cores hold every comparison at every number of streams, with shorter answers and a
+# shorter long prompt, and as many repeats as there is time for.
 BENCHES: dict[str, Bench] = {
     "envelope": Bench("benches.bench_envelope"),
     "engine": Bench("benches.bench_engine"),

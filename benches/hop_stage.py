@@ -29,13 +29,12 @@ from wire.process import run
 from wire.relay_link import RelayLink
 
 N_VOCAB = 32
-N_LANES = 33
+N_LANES = 33  # those of as many streams as the widest step has, and the spare one for scratch rows
 CTX_TOKENS = 1 << 14
 PIPELINE_ID = "hop"
 SOURCE_SHA256 = "0" * 64
-COSTS = tuple(
-    (rows, 1e6 * rows) for rows in LADDER
-)  # so that whether to pad is asked, as in a stage; see stamped_execute
+# So that whether to pad is asked, as in a stage; the answer must be no, see stamped_execute.
+COSTS = tuple((rows, 1e6 * rows) for rows in LADDER)
 
 
 @dataclasses.dataclass(slots=True)

@@ -34,7 +34,6 @@ class Flight:
     waiting_for: set[tuple[int, int]]  # (session id, position after its rows) not answered yet
     decoding: set[tuple[int, int]]  # and of these its streams' own, without prompt rows
     has_chunks: bool  # whether prompt rows are in it
-    is_ridden: bool  # whether these left beside decode rows
     sent_ns: int
     step_ns: float  # predicted work of the busiest stage on it
     way_ns: float  # predicted native steps of its decode rows on their way through idle stages; 0.0 not known
@@ -42,6 +41,11 @@ class Flight:
     n_chunks_before: int = -1  # flights with prompt rows launched until then; -1 while one is under way
     is_whole: bool = True  # until one of its sessions ends while it is under way
     is_behind: bool = False  # whether its streams have their tokens, but stages are not done with its prompt rows
+
+    @property
+    def is_ridden(self) -> bool:
+        """Whether prompt rows left with decode rows."""
+        return self.has_chunks and self.n_streams > 0
 
 
 class Flights:
@@ -79,8 +83,7 @@ class Flights:
     ) -> None:
         """Take note of decode rows (guesses for Kind.GUESS) and prompt rows that leave as one envelope."""
         decoding, keys = _keys(decode), _keys((*decode, *chunks))
-        is_ridden = bool(decode and chunks)
-        flight = Flight(kind, len(decode), keys, decoding, bool(chunks), is_ridden, now_ns, step_ns, way_ns)
+        flight = Flight(kind, len(decode), keys, decoding, bool(chunks), now_ns, step_ns, way_ns)
         self._work_ns += step_ns
         flight.ahead_ns = self._work_ns
         self._queue_ns, self._queue_at_ns = self.queued_ns(now_ns) + step_ns, now_ns
@@ -94,7 +97,7 @@ class Flights:
                 self._n_chunks_before = self.n_chunks
             self.n_with_chunks += 1
             self.n_chunks += 1
-        self.n_ridden += is_ridden
+        self.n_ridden += flight.is_ridden
         self._n[kind] += 1
 
     def is_time_for(self, step_ns: float, way_ns: float, overhead_ns: float) -> bool:

@@ -12,54 +12,14 @@ from hypothesis import strategies as st
 
 from benches.simulate_world import staircase
 from coordinator.flights import Kind
-from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.groups import GroupPlan, GroupPlanner
 from coordinator.prompt_line import BURST_PRESSURE, OLDEST_EVERY
 from coordinator.scheduler import REPLAY_PRESSURE, ScheduleConfig, Scheduler
 from coordinator.session import OutFrame, Session, State
 from coordinator.stage_cost import StageCost
+from tests.scheduling import Fixed, answer, ids, new_session, row, start
 from wire.curve import CostCurve
 from wire.frames import Flag
-
-
-class Fixed(GroupPlanner):
-    """A planner with one plan."""
-
-    def __init__(
-        self, n_groups: int = 2, group_rows: int = 2, flights: int = 1, chunk_rows: int = 8, ride_rows: int = 0,
-        *, is_per_lane: bool = False, hold_max_ns: float = 0.0,
-    ) -> None:  # fmt: skip
-        super().__init__([StageCost(CostCurve([(1, 1e6)]), CostCurve([(1, 1e6)]), 64, is_per_lane=is_per_lane)])
-        self._only = GroupPlan(
-            n_groups, group_rows, 0.0, flights, chunk_rows, ride_rows, hold_max_ns=hold_max_ns
-        )  # fmt: skip
-
-    def plan(self, n_streams: int, **_: Any) -> GroupPlan:
-        return self._only
-
-
-def new_session(session_id: int, n_prompt: int = 4, max_tokens: int = 1_000) -> Session:
-    request = GenerationRequest(str(session_id), tuple(range(n_prompt)), max_tokens, SamplingParams())
-    return Session(session_id, request, lambda _: False)
-
-
-def row(session_id: int, position: int = 10) -> OutFrame:
-    return OutFrame(new_session(session_id), position, (1,), Flag.WANTS_SAMPLE)
-
-
-def ids(envelopes: list[list[OutFrame]]) -> list[list[int]]:
-    return [[frame.session.session_id for frame in envelope] for envelope in envelopes]
-
-
-def start(scheduler: Scheduler, session: Session) -> None:
-    scheduler.control(session.start())
-    scheduler.prompt(session)
-
-
-def answer(scheduler: Scheduler, envelope: list[OutFrame], now_ns: int = 0) -> None:
-    for frame in envelope:
-        if frame.tokens:
-            scheduler.answered(frame.session.session_id, frame.position + len(frame.tokens), now_ns)
 
 
 def test_no_more_flights_than_planned_and_the_oldest_rows_first() -> None:
@@ -87,84 +47,6 @@ def test_fragments_meet_in_the_pool() -> None:
     answer(scheduler, alone)
     scheduler.decode(row(1, 11))
     assert ids(scheduler.take(0)) == [[2, 3, 4, 1]]
-
-
-def test_a_row_is_held_for_as_long_as_is_predicted_and_no_longer() -> None:
-    """Then it would have its token, had it left at once: nothing is won any more by waiting for a flight."""
-    scheduler = Scheduler(ScheduleConfig(), Fixed(1, 2, hold_max_ns=1_000.0))
-    scheduler.decode(row(1))
-    scheduler.take(0)
-    for session_id, now_ns in ((2, 10), (3, 20), (4, 600)):
-        scheduler.decode(row(session_id))
-        assert scheduler.take(now_ns) == []
-    assert scheduler.take(1_009) == []
-    assert ids(scheduler.take(1_010)) == [[2, 3]], "who came later than the oldest goes with it"
-    assert scheduler.take(1_599) == []
-    assert ids(scheduler.take(1_600)) == [[4]]
-
-
-def test_a_row_that_was_given_up_or_has_left_is_held_anew() -> None:
-    scheduler = Scheduler(ScheduleConfig(), Fixed(1, 1, hold_max_ns=1_000.0))
-    scheduler.decode(row(1))
-    (first,) = scheduler.take(0)
-    scheduler.decode(row(2))
-    scheduler.decode(row(3))
-    assert scheduler.take(0) == []
-    scheduler.forget(3, 500)
-    answer(scheduler, first)
-    ((second,),) = scheduler.take(600)
-    for again in (row(2, second.position + 1), row(3)):
-        scheduler.decode(again)
-        assert scheduler.take(700) == []
-    assert scheduler.take(1_699) == []
-    assert ids(scheduler.take(1_700)) == [[2], [3]]
-
-
-def test_while_nothing_is_known_rows_are_held_for_as_long_as_flights_take() -> None:
-    """Streams that began apart would otherwise stay apart until every stage has learned what its steps cost."""
-    scheduler = Scheduler(ScheduleConfig(), Fixed(1, 2))
-    for session_id in (1, 2, 3):
-        scheduler.decode(row(session_id))
-    assert ids(scheduler.take(0)) == [[1, 2]]
-    assert scheduler.take(10**12) == []
-
-
-def test_a_row_that_was_held_for_too_long_leaves_before_the_largest_block() -> None:
-    """Where lanes have cells of their own flights take neighbours, and the largest block first."""
-    scheduler = Scheduler(ScheduleConfig(), Fixed(1, 3, is_per_lane=True, hold_max_ns=1_000.0))
-    frames = {lane: row(lane) for lane in (1, 3, 4, 5, 6, 7, 8, 30)}
-    for lane, frame in frames.items():
-        frame.session.lane = lane
-    scheduler.decode(frames[1])
-    scheduler.take(0)
-    scheduler.decode(frames[30])
-    assert scheduler.take(0) == []
-    for lane in (3, 4, 5, 6, 7, 8):
-        scheduler.decode(frames[lane])
-    assert scheduler.take(900) == []
-    (overdue,) = ids(scheduler.take(1_000))
-    assert 30 in overdue
-
-
-def test_two_rows_of_one_stream_are_held_each_for_itself() -> None:
-    """As when answers from before a fault come after its history was sent anew."""
-    scheduler = Scheduler(ScheduleConfig(), Fixed(1, 1, hold_max_ns=1_000.0))
-    scheduler.decode(row(9))
-    scheduler.take(0)
-    for position, now_ns in ((10, 0), (11, 500)):
-        scheduler.decode(row(1, position))
-        assert scheduler.take(now_ns) == []
-    assert [[f.position for f in envelope] for envelope in scheduler.take(1_000)] == [[10]]
-    assert scheduler.take(1_499) == []
-    assert [[f.position for f in envelope] for envelope in scheduler.take(1_500)] == [[11]]
-
-
-def test_by_hand_rows_are_held_for_as_long_as_flights_take() -> None:
-    scheduler = Scheduler(ScheduleConfig("fixed", n_groups=1, group_rows=2), Fixed(1, 2, hold_max_ns=1_000.0))
-    for session_id in (1, 2, 3):
-        scheduler.decode(row(session_id))
-    assert ids(scheduler.take(0)) == [[1, 2]]
-    assert scheduler.take(10**9) == []
 
 
 def test_an_echo_changes_nothing() -> None:

@@ -89,6 +89,7 @@ class Audit(Trace):
         self._flights_most = 0
         self._stalls_ns = 0
         self._n_passes = 0
+        self._slowest_flight_ns = 0  # of those that were answered
         self._way_max_ns = 0.0
         self._is_per_lane = any(model.is_per_lane for model in simulation.world.stages)
         self._prompts: dict[int, Session] = {}
@@ -221,11 +222,9 @@ class Audit(Trace):
             raise Violation("a flight is still under way")
 
     def _check_wait(self, stage: SimStage, since_ns: int, is_prefill: bool) -> None:
-        if not self._has_bound:
-            return
         bound_ns = self._wait_max_ns(stage, is_prefill) + self._stalls_ns
         waited_ns = self._simulation.now_ns - since_ns
-        if waited_ns > bound_ns:
+        if self._has_bound and waited_ns > bound_ns:
             raise Violation(
                 f"a frame waits {waited_ns / 1e6:.1f} ms at stage {stage.index}, at most {bound_ns / 1e6:.1f}"
             )
@@ -258,10 +257,8 @@ class Audit(Trace):
         if not self._has_plan or self._simulation.setup.schedule.mode == "fixed":
             return
         plans = (plan, self._simulation.scheduler.plan())  # prompts that have left make it another one
-        if not all(each.hold_max_ns for each in plans):
-            return  # nothing is known
-        hold_max_ns = max(min(each.hold_max_ns, self._predicted_most_ns(each)) for each in plans)
-        for key in self._pool:
+        hold_max_ns = max(min(self._hold_max_ns(each), self._predicted_most_ns(each)) for each in plans)
+        for key in self._pool if hold_max_ns else ():  # 0: no curve is known, and no flight has landed
             held_ns = self._simulation.now_ns - self._pooled_ns[key]
             if key[0] not in self.ends and held_ns > hold_max_ns:
                 raise Violation(
@@ -312,8 +309,7 @@ class Audit(Trace):
         self._n_flights[kind] += 1
         self.n_guess_flights += kind == GUESS
         self._flights_sent_ns[flight] = self._simulation.now_ns
-        n_around = sum(self._n_flights) + sum(self._left_behind.values())
-        self._flights_most = max(self._flights_most, n_around)
+        self._flights_most = max(self._flights_most, sum(self._n_flights) + sum(self._left_behind.values()))
         n_chunk_flights = self._n_flights[PREFILL] + self._n_flights[DECODE]  # decode flights may carry chunks too
         self._prefill_flights_most = max(self._prefill_flights_most, n_chunk_flights)
 
@@ -332,7 +328,10 @@ class Audit(Trace):
     def _predicted_most_ns(self, plan: GroupPlan) -> float:
         """Return the most that a plan may predict a token to take: in quiet, or beside prompts."""
         turns = max(1.0, self._simulation.scheduler.n_decoding / (plan.n_groups * plan.group_rows))
-        return max(plan.period_ns, plan.latency_max_ns * turns) * (1 + 1e-9)
+        return max(plan.period_ns, plan.latency_max_ns * turns) * (1 + 1e-9) or self._slowest_flight_ns
+
+    def _hold_max_ns(self, plan: GroupPlan) -> float:
+        return plan.hold_max_ns or self._slowest_flight_ns
 
     def _check_caps(
         self, rows: Sequence[OutFrame], kind: int, plan: GroupPlan, oldest: tuple[int, int] | None, held_ns: int
@@ -343,7 +342,7 @@ class Audit(Trace):
         if n_drafted > DRAFTED_ROWS_MAX or (n_drafted and n_prompt_rows):
             raise Violation(f"an envelope has {n_drafted} guesses and {n_prompt_rows} rows of prompts")
         flights = (plan.n_groups, plan.prefill_flights, self._guesses_max())[kind]
-        is_overdue = held_ns >= plan.hold_max_ns > 0 and oldest in {(f.session.session_id, f.position) for f in rows}
+        is_overdue = held_ns >= self._hold_max_ns(plan) > 0 and oldest in {(f.session.session_id, f.position) for f in rows}
         may_be_more = kind == DECODE and is_overdue and self._simulation.setup.schedule.mode == "auto"
         if self._n_flights[kind] > flights and not may_be_more:
             raise Violation(f"{self._n_flights[kind]} flights are under way, the plan allows {flights}")
@@ -377,9 +376,12 @@ class Audit(Trace):
             raise Violation(f"session {session_id} was answered twice, or out of turn, at position {position}")
         self.n_answered += 1
         self._latest[session_id] = waiting.popleft()
-        self._land(session_id, self._latest[session_id])
+        if self._land(session_id, sent := self._latest[session_id]):
+            took_ns = self._simulation.now_ns - self._flights_sent_ns[sent.flight]
+            self._slowest_flight_ns = max(self._slowest_flight_ns, took_ns)
 
-    def _land(self, session_id: int, sent: _Sent) -> None:
+    def _land(self, session_id: int, sent: _Sent) -> bool:
+        """Cross a frame off; returns whether its flight has brought all that it was to bring to those who decode."""
         waiting, decoding = self._flights.get(sent.flight, set()), self._flight_decoding[sent.flight]
         if (session_id, sent.end) in waiting:
             waiting.discard((session_id, sent.end))
@@ -388,7 +390,10 @@ class Audit(Trace):
             if not waiting:
                 del self._flights[sent.flight]
                 self._n_flights[kind] -= 1
-            elif kind == DECODE and not decoding:  # the prompt rows that rode are behind
+                return kind != PREFILL or not self._is_ridden[sent.flight]
+            if kind == DECODE and not decoding:  # the prompt rows that rode are behind
                 self._flight_kinds[sent.flight] = PREFILL
                 self._n_flights[DECODE] -= 1
                 self._n_flights[PREFILL] += 1
+                return True
+        return False

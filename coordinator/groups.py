@@ -61,7 +61,7 @@ class GroupPlan:
     latency_max_ns: float = 0.0  # of a decode flight with rows riding, what it waits for others included; 0 unbounded
     hold_max_ns: float = 0.0
     """How long a row may be held for a flight to land: for as long as a token of its stream is predicted to take,
-    prompts beside it included. By then it would have its token, had it left at once. 0.0: nothing is known, unbounded.
+    prompts beside it included. By then it would have its token, had it left at once. 0.0: no curve is known.
     """
 
 

@@ -82,6 +82,7 @@ class Scheduler:
         self._decoding: dict[int, tuple[int, int]] = {}
         # What waits in the pool, by session id and position -> when it first did not leave.
         self._held_since_ns: dict[tuple[int, int], int] = {}
+        self._slowest_flight_ns = 0  # of those that have landed
         self._n_passes = 0  # decode flights that left before the oldest row of the pool
         self._decoding_tokens = 0  # sum of these positions
 
@@ -117,16 +118,21 @@ class Scheduler:
 
     def answered(self, session_id: int, position: int, now_ns: int) -> None:
         """The session's rows up to `position` have brought a sample. An echo changes nothing."""
-        flight = self._flights.answered(session_id, position)
-        if flight is not None and flight.kind is not Kind.PREFILL and flight.is_whole:
-            self._learn_overhead(flight, now_ns - flight.sent_ns)
+        self._landed(self._flights.answered(session_id, position), now_ns, Kind.DECODE, Kind.GUESS)
 
     def passed(self, session_id: int, position: int, now_ns: int) -> None:
         """The session's rows up to `position` have been dealt with: of a prompt, or behind a guess that was wrong."""
-        flight = self._flights.answered(session_id, position)
         # Not all stages need have computed what consists of guesses alone.
-        if flight is not None and flight.kind is Kind.DECODE and flight.is_whole:
-            self._learn_overhead(flight, now_ns - flight.sent_ns)
+        self._landed(self._flights.answered(session_id, position), now_ns, Kind.DECODE)
+
+    def _landed(self, flight: Flight | None, now_ns: int, *telling: Kind) -> None:
+        """Take note of a flight, if any has landed; those of some kinds tell what a round trip takes beyond steps."""
+        if flight is None:
+            return
+        took_ns = now_ns - flight.sent_ns
+        self._slowest_flight_ns = max(self._slowest_flight_ns, took_ns)
+        if flight.kind in telling and flight.is_whole:
+            self._learn_overhead(flight, took_ns)
 
     def forget(self, session_id: int, now_ns: int) -> None:
         """The session ended, however: nothing of it waits or counts any more."""
@@ -274,13 +280,11 @@ class Scheduler:
             self._held_since_ns[_key(frame)] = now_ns
 
     def _is_overdue(self, plan: GroupPlan, now_ns: int) -> bool:
-        """Return whether the oldest row of the pool has been held for as long as the plan allows.
-
-        Where flights are set by hand, or nothing is known, rows wait for as long as flights take.
-        """
-        if self.config.mode == "fixed" or not plan.hold_max_ns:
+        """Return whether the pool's oldest row is held for as long as is predicted; flights by hand it waits for."""
+        hold_max_ns = plan.hold_max_ns or self._slowest_flight_ns  # while no curve is known, that is what a token takes
+        if self.config.mode == "fixed" or not hold_max_ns:
             return False
-        return now_ns - self._held_since_ns.get(_key(self._pool[0]), now_ns) >= plan.hold_max_ns
+        return now_ns - self._held_since_ns.get(_key(self._pool[0]), now_ns) >= hold_max_ns
 
     @property
     def _is_reading(self) -> bool:

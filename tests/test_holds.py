@@ -37,13 +37,21 @@ def test_a_row_that_was_given_up_or_has_left_is_held_anew() -> None:
     assert ids(scheduler.take(1_700)) == [[2], [3]]
 
 
-def test_while_nothing_is_known_rows_are_held_for_as_long_as_flights_take() -> None:
-    """Streams that began apart would otherwise stay apart until every stage has learned what its steps cost."""
+def test_while_no_curve_is_known_rows_are_held_for_as_long_as_the_slowest_flight_took() -> None:
+    """Not sent at once: streams that began apart would stay apart until every stage has learned what its steps cost."""
     scheduler = Scheduler(ScheduleConfig(), Fixed(1, 2))
-    for session_id in (1, 2, 3):
+    scheduler.decode(row(1))
+    (first,) = scheduler.take(0)
+    scheduler.decode(row(2))
+    assert scheduler.take(10**12) == [], "nothing has landed, so nothing tells how long a flight takes"
+    answer(scheduler, first, now_ns=10**12 + 1_000)
+    assert ids(scheduler.take(10**12 + 1_000)) == [[2]]
+    for session_id, now_ns in ((3, 0), (4, 10**12), (5, 10**12)):
         scheduler.decode(row(session_id))
-    assert ids(scheduler.take(0)) == [[1, 2]]
-    assert scheduler.take(10**12) == []
+        assert scheduler.take(10**12 + 1_000 + now_ns) == []
+    assert ids(scheduler.take(2 * 10**12 + 2_000)) == [[3, 4]]
+    assert scheduler.take(3 * 10**12 + 1_999) == []
+    assert ids(scheduler.take(3 * 10**12 + 2_000)) == [[5]]
 
 
 def test_a_row_that_was_held_for_too_long_leaves_before_the_largest_block() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from typing import Any
 
@@ -399,7 +400,8 @@ class Machine:
     def __init__(self, mode: str, seed: int) -> None:
         self.rng = random.Random(seed)
         rng = self.rng
-        self.planner = Fixed(rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 9))
+        sizes = rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 9)
+        self.planner = Fixed(*sizes, hold_max_ns=math.inf)  # no row leaves in a flight more than planned
         self.scheduler = Scheduler(ScheduleConfig(mode, n_groups=rng.randint(1, 3), group_rows=2), self.planner)
         self.sessions: dict[int, Session] = {}
         self.sent_rows: dict[int, int] = {}  # positions below have been sent

@@ -342,7 +342,8 @@ class Audit(Trace):
         if n_drafted > DRAFTED_ROWS_MAX or (n_drafted and n_prompt_rows):
             raise Violation(f"an envelope has {n_drafted} guesses and {n_prompt_rows} rows of prompts")
         flights = (plan.n_groups, plan.prefill_flights, self._guesses_max())[kind]
-        is_overdue = held_ns >= self._hold_max_ns(plan) > 0 and oldest in {(f.session.session_id, f.position) for f in rows}
+        taken = {(frame.session.session_id, frame.position) for frame in rows}
+        is_overdue = held_ns >= self._hold_max_ns(plan) > 0 and oldest in taken
         may_be_more = kind == DECODE and is_overdue and self._simulation.setup.schedule.mode == "auto"
         if self._n_flights[kind] > flights and not may_be_more:
             raise Violation(f"{self._n_flights[kind]} flights are under way, the plan allows {flights}")

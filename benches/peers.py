@@ -40,9 +40,9 @@ PROGRAM_OPTIONS = (
     "-DLLAMA_CURL=OFF",
 )
 CMAKE_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DGGML_RPC=ON", *PROGRAM_OPTIONS)
-# What relayline's own build needs where the CPU has AMX, theirs needs too: else they die of their first step.
+# What relayline's own build tells GCC, theirs tells it too: where the CPU has AMX they would die of their first step.
 BUILD = Path(__file__).parents[1] / "deploy" / "build"
-AMX_OPTION = f"-DCMAKE_PROJECT_ggml_INCLUDE={BUILD / 'ggml_amx.cmake'}"
+GCC_OPTION = f"-DCMAKE_PROJECT_ggml_INCLUDE={BUILD / 'ggml_gcc.cmake'}"
 LOG_LINES_SHOWN = 20
 
 
@@ -84,7 +84,7 @@ def pinned_version() -> str:
 
 def _home(version: str) -> Path:
     """Where these programs go: others than from the same sources and with the same options are built anew."""
-    own = b"".join((BUILD / name).read_bytes() for name in ("ggml_amx.cmake", "amx_tile_config.h"))
+    own = b"".join((BUILD / name).read_bytes() for name in ("ggml_gcc.cmake", "amx_tile_config.h"))
     digest = hashlib.sha256(" ".join(CMAKE_OPTIONS).encode() + own).hexdigest()
     return cache_dir() / f"peers-{version}-{digest[:8]}"
 
@@ -125,7 +125,7 @@ def build_programs(
         source = _sources(Path(scratch), version, archive) / "vendor" / "llama.cpp"
         build = Path(scratch) / "build"
         generator = ("-G", "Ninja") if shutil.which("ninja") else ()
-        _run(["cmake", "-S", str(source), "-B", str(build), *generator, *options, AMX_OPTION], home / "configure.log")
+        _run(["cmake", "-S", str(source), "-B", str(build), *generator, *options, GCC_OPTION], home / "configure.log")
         _run(["cmake", "--build", str(build), "-j", str(n_jobs), "--target", *targets], home / "build.log")
         shutil.rmtree(home / "bin", ignore_errors=True)
         (build / "bin").rename(home / "bin")

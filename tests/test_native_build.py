@@ -1,4 +1,4 @@
-"""What relayline adds to llama.cpp's build: a header that makes GCC's AMX intrinsic tell the truth."""
+"""What relayline tells GCC about llama.cpp's files: what AMX's intrinsic reads, and how to schedule AVX2's kernels."""
 
 from __future__ import annotations
 
@@ -27,8 +27,14 @@ add_subdirectory(ggml)
 """
 GGML_LISTS = {
     "ggml": 'cmake_minimum_required(VERSION 3.14)\nproject("ggml" CXX)\nadd_subdirectory(src)\n',
-    "ggml/src": "add_library(ggml-cpu OBJECT ggml-cpu/amx/mmq.cpp ggml-cpu/amx/amx.cpp)\n",
+    "ggml/src": "add_library(ggml-cpu OBJECT {})\n",
 }
+SOURCES = ("ggml-cpu/amx/mmq.cpp", "ggml-cpu/amx/amx.cpp", "ggml-cpu/arch/x86/repack.cpp", "ggml-cpu/repack.cpp")
+# Says of this machine's processor what a test wants to hear, and is g++ else.
+COMPILER = """#!/bin/sh
+case "$*" in *"-march=native -dM"*) echo "{macros}"; exit;; esac
+exec g++ "$@"
+"""
 
 
 def need_gcc_for_amx() -> str:
@@ -53,21 +59,47 @@ def test_gcc_writes_the_whole_tile_configuration() -> None:
     assert "[64])(config)" in read.rpartition("config[63]")[2], "mended compilers need no header, and show nothing"
 
 
-def test_the_header_is_included_by_that_file_alone(tmp_path: Path) -> None:
-    need_gcc_for_amx()
+def compile_commands(root: Path, macros: str = "") -> dict[str, str]:
+    """Return how the files would be compiled on a processor with these macros, by their place under src/."""
     if shutil.which("cmake") is None or shutil.which("make") is None:
         pytest.skip("cmake or make is not installed")
     for directory, text in ({".": CMAKE_LISTS} | GGML_LISTS).items():
-        (tmp_path / directory).mkdir(exist_ok=True)
-        (tmp_path / directory / "CMakeLists.txt").write_text(text)
-    (tmp_path / "ggml" / "src" / "ggml-cpu" / "amx").mkdir(parents=True)
-    for name in ("mmq.cpp", "amx.cpp"):
-        (tmp_path / "ggml" / "src" / "ggml-cpu" / "amx" / name).write_text("")
+        (root / directory).mkdir(exist_ok=True)
+        (root / directory / "CMakeLists.txt").write_text(text.format(" ".join(SOURCES)))
+    for source in SOURCES:
+        (root / "ggml" / "src" / source).parent.mkdir(parents=True, exist_ok=True)
+        (root / "ggml" / "src" / source).write_text("")
+    compiler = root / "compiler"
+    compiler.write_text(COMPILER.format(macros=macros))
+    compiler.chmod(0o755)
     include = f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={BUILD / 'llama_minimal.cmake'}"
-    options = [include, "-DCMAKE_CXX_COMPILER=g++", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
-    command = ["cmake", "-S", tmp_path, "-B", tmp_path / "build", *options]
+    options = [include, f"-DCMAKE_CXX_COMPILER={compiler}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
+    command = ["cmake", "-S", root, "-B", root / "build", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    entries = json.loads((tmp_path / "build" / "compile_commands.json").read_text())
-    assert len(entries) == 2
-    assert [Path(e["file"]).name for e in entries if "amx_tile_config.h" in e["command"]] == ["mmq.cpp"]
+    entries = json.loads((root / "build" / "compile_commands.json").read_text())
+    return {entry["file"].rpartition("/src/")[2]: entry["command"] for entry in entries}
+
+
+def test_the_header_is_included_by_that_file_alone(tmp_path: Path) -> None:
+    need_gcc_for_amx()
+    commands = compile_commands(tmp_path)
+    assert len(commands) == len(SOURCES)
+    assert [name for name, command in commands.items() if "amx_tile_config.h" in command] == ["ggml-cpu/amx/mmq.cpp"]
+
+
+@pytest.mark.parametrize(
+    ("macros", "expected"),
+    [
+        ("#define __AVX2__ 1", ["ggml-cpu/arch/x86/repack.cpp"]),
+        ("#define __AVX2__ 1\n#define __AVX512F__ 1", []),
+        ("#define __AVX__ 1", []),
+        ("", []),
+    ],
+)
+def test_kernels_that_avx2_has_too_few_registers_for_are_scheduled_with_an_eye_on_them(
+    tmp_path: Path, macros: str, expected: list[str]
+) -> None:
+    need_gcc_for_amx()
+    commands = compile_commands(tmp_path, macros)
+    assert [name for name, command in commands.items() if "-fsched-pressure" in command] == expected

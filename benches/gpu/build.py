@@ -10,7 +10,7 @@ import hashlib
 import shutil
 from pathlib import Path
 
-from benches.peers import AMX_OPTION, PROGRAM_OPTIONS, Peers, PeersUnavailableError, build_programs, pinned_version
+from benches.peers import GCC_OPTION, PROGRAM_OPTIONS, Peers, PeersUnavailableError, build_programs, pinned_version
 from deploy.local import cache_dir
 
 LIBRARIES = "LLAMA_CPP_LIB_PATH"  # where the binding looks for libllama first
@@ -30,7 +30,7 @@ def options_of(backend: str, architecture: str) -> tuple[str, ...]:
 def build(backend: str, architecture: str, n_jobs: int, archive: Path | None) -> Peers:
     """Return programs and libraries, built first if need be. Raises PeersUnavailableError."""
     options = options_of(backend, architecture)
-    digest = hashlib.sha256(" ".join((*options, AMX_OPTION)).encode()).hexdigest()
+    digest = hashlib.sha256(" ".join((*options, GCC_OPTION)).encode()).hexdigest()
     home = cache_dir() / f"gpu-{pinned_version()}-{digest[:8]}"
     built = Peers(home / "bin", pinned_version())
     if not all((built.directory / name).is_file() for name in (*TARGETS, "libllama.so")):

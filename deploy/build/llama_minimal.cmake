@@ -3,4 +3,4 @@
 # it. A normal variable set here shadows that cache entry (policy CMP0126), which saves about a third of the build.
 set(LLAMA_BUILD_COMMON OFF)
 # ggml's own project() call, further down, includes this.
-set(CMAKE_PROJECT_ggml_INCLUDE "${CMAKE_CURRENT_LIST_DIR}/ggml_amx.cmake")
+set(CMAKE_PROJECT_ggml_INCLUDE "${CMAKE_CURRENT_LIST_DIR}/ggml_gcc.cmake")

@@ -32,7 +32,7 @@ FEATURES = {
     "SVE": "sve",
 }
 # pip's cache knows a wheel by its version alone, and would give back the one that was built without the flags.
-_NATIVE = f"-DGGML_NATIVE=ON -DCMAKE_PROJECT_ggml_INCLUDE={Path(__file__).parents[1] / 'build' / 'ggml_amx.cmake'}"
+_NATIVE = f"-DGGML_NATIVE=ON -DCMAKE_PROJECT_ggml_INCLUDE={Path(__file__).parents[1] / 'build' / 'ggml_gcc.cmake'}"
 _PIP = (
     "pip install --force-reinstall --no-deps --no-cache-dir --no-binary llama-cpp-python "
     f"llama-cpp-python=={LLAMA_VERSION}"

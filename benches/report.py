@@ -30,7 +30,9 @@ TTFT_GOALS: tuple[tuple[str, str, str, str, dict[int, float]], ...] = (
 OVERLAP = "overlap while all streams decode"
 OVERLAP_GOAL = 0.85  # from OVERLAP_STREAMS on: while so many run, on stages that are equal, which they are for decode
 OVERLAP_STREAMS = 8
-IDLE = (  # shares of that time, of an average stage; see benches.stages.idle
+PROFILE = (  # of that time, see benches.stages.work and benches.stages.idle
+    ("decode then, of what its curves allow", "decode_reached"),
+    ("time in steps then, of the least by its curves", "step_work"),
     ("a stage's idle time then: steps elsewhere", "idle_elsewhere"),
     ("a stage's idle time then: all else", "idle_way"),
 )
@@ -142,7 +144,7 @@ def goals_of(
             if overlap is not None:
                 is_held = name == "overlap_decode" and n_streams >= OVERLAP_STREAMS
                 add(what, n_streams, overlap, OVERLAP_GOAL if is_held else None)
-        for what, name in IDLE:
+        for what, name in PROFILE:
             share = _figure(points, "streams", "auto", n_streams, name)
             if share is not None:
                 add(what, n_streams, share, None)

@@ -97,12 +97,32 @@ def idle(stages: Sequence[Sequence[Interval]], from_ns: int, to_ns: int) -> dict
     return {"idle_elsewhere": elsewhere_ns / whole_ns, "idle_way": way_ns / whole_ns}
 
 
-def figures(said: Sequence[pb.StatusResponse], requests: Sequence[Request], n_prompt: int) -> dict[str, float]:
-    """Return `allowed_tok_s`, `allowed_decode_tok_s`, `overlap_decode` and what `idle` says of streams that asked once.
+def work(
+    stages: Sequence[Sequence[Interval]], tokens_ns: Sequence[int], window: Interval, most: float
+) -> dict[str, float]:
+    """Return what decode made and what its steps took between two moments, beside `most` tokens a second. Pure.
 
-    Pure. The last two are of the time from the moment every stream had its first token until one of them had its last:
-    before and after fewer run. (Of streams that ask again neither holds: prompts are read all the time then.) Figures
-    that nobody knows are left out: curves not measured, answers too short.
+    `decode_reached`: tokens a second of that many. `step_work`: the busiest stage's time in steps per token, of what
+    the curves say is the least; above 1 its steps took longer than they say, or had other rows than are best. So the
+    part of the time in which that stage computed is the product of both. Empty without tokens.
+    """
+    from_ns, to_ns = window
+    n_tokens = sum(1 for at_ns in tokens_ns if from_ns < at_ns <= to_ns)
+    if not n_tokens or not stages:
+        return {}
+    clipped = (sum(max(0, min(end, to_ns) - max(start, from_ns)) for start, end in steps) for steps in stages)
+    return {
+        "decode_reached": n_tokens / (to_ns - from_ns) * 1e9 / most,
+        "step_work": max(clipped) / 1e9 / n_tokens * most,
+    }
+
+
+def figures(said: Sequence[pb.StatusResponse], requests: Sequence[Request], n_prompt: int) -> dict[str, float]:
+    """Return `allowed_tok_s`, `allowed_decode_tok_s`, `overlap_decode` and what `idle` and `work` say of streams.
+
+    Pure, of streams that asked once. All but the first two are of the time from the moment every stream had its first
+    token until one of them had its last: before and after fewer run. (Of streams that ask again none of them holds:
+    prompts are read all the time then.) Figures that nobody knows are left out: curves not measured, answers too short.
     """
     found: dict[str, float] = {}
     costs = [stage_cost(one, ROWS_MAX, host_ns=0) for one in said]
@@ -116,4 +136,7 @@ def figures(said: Sequence[pb.StatusResponse], requests: Sequence[Request], n_pr
         window = (max(firsts), min(request.token_ns[-1] for request in requests))
         if shares := overlap_between(steps, *window):
             found |= {"overlap_decode": shares["2+"], **idle(steps, *window)}
+            if most_tok_s := found.get("allowed_decode_tok_s"):
+                tokens_ns = [at_ns for request in requests for at_ns in request.token_ns]
+                found |= work(steps, tokens_ns, window, most_tok_s)
     return found

@@ -72,6 +72,7 @@ def test_overlap_counts_while_every_stream_decodes() -> None:
     found = stages.figures(said, requests, 4)
     assert found["overlap_decode"] == pytest.approx(35 / 40)
     assert found["allowed_tok_s"] > 0
+    assert found["decode_reached"] * found["step_work"] == pytest.approx(1.0), "the first stage computes all the time"
     forgotten = [asked([(60, 80), (80, 100)]), said[1]]
     assert stages.figures(forgotten, requests, 4)["overlap_decode"] == pytest.approx(1.0)
 
@@ -88,6 +89,17 @@ def test_pauses_are_for_steps_elsewhere_or_for_all_else() -> None:
     assert half == pytest.approx({"idle_elsewhere": 6 / 16, "idle_way": 4 / 16})
     assert stages.idle([[(0, 10), (15, 30)]], 0, 20) == {"idle_elsewhere": 0, "idle_way": 0.25}
     assert stages.idle([[(0, 10)], []], 0, 20) == {}
+
+
+def test_what_decode_misses_is_waiting_or_dearer_steps() -> None:
+    # Eight tokens in 100 ms where the curves allow 100 a second; the busiest stage computes for 90 of them.
+    steps = [[(-5, 40), (50, 110)], [(0, 20), (30, 50)]]
+    in_ns = [[(start * MS, end * MS) for start, end in each] for each in steps]
+    tokens_ns = [at * MS for at in (0, 1, 20, 40, 60, 80, 99, 100, 100, 101)]
+    found = stages.work(in_ns, tokens_ns, (0, 100 * MS), 100.0)
+    assert found == pytest.approx({"decode_reached": 0.8, "step_work": 90 / 80})
+    assert found["decode_reached"] * found["step_work"] == pytest.approx(0.9)
+    assert stages.work(in_ns, [], (0, 100 * MS), 100.0) == {}
 
 
 def test_what_nobody_knows_is_left_out() -> None:

@@ -274,17 +274,16 @@ class Scheduler:
 
     def _note_held(self, now_ns: int) -> None:
         """Take note of the rows, the latest of the pool, that did not leave with the first flights since they came."""
-        for frame in reversed(self._pool):
-            if _key(frame) in self._held_since_ns:
+        for key in map(_key, reversed(self._pool)):
+            if key in self._held_since_ns:
                 break
-            self._held_since_ns[_key(frame)] = now_ns
+            self._held_since_ns[key] = now_ns
 
     def _is_overdue(self, plan: GroupPlan, now_ns: int) -> bool:
         """Return whether the pool's oldest row is held for as long as is predicted; flights by hand it waits for."""
         hold_max_ns = plan.hold_max_ns or self._slowest_flight_ns  # while no curve is known, that is what a token takes
-        if self.config.mode == "fixed" or not hold_max_ns:
-            return False
-        return now_ns - self._held_since_ns.get(_key(self._pool[0]), now_ns) >= hold_max_ns
+        held_ns = now_ns - self._held_since_ns.get(_key(self._pool[0]), now_ns)
+        return self.config.mode != "fixed" and 0 < hold_max_ns <= held_ns
 
     @property
     def _is_reading(self) -> bool:

@@ -474,6 +474,18 @@ def test_too_many_flights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         Simulation(World(equal_stages(2), streams(12, 30)), fixed(1, 4)).run()
 
 
+def test_rows_that_are_held_for_too_long_are_caught_although_no_curve_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage stalls; what else is answered meanwhile lets go of rows that have waited for as long as flights take."""
+    early = tuple(Request(7 * MS * index, 4, 60) for index in range(5))
+    late = tuple(Request((56 + 100 * index) * MS, 4, 4) for index in range(1, 12))
+    stall = Disturbance(168 * MS, 0, stall_ns=2_000 * MS)
+    world = World(equal_stages(2, "smooth"), early + late, disturbances=(stall,))
+    Simulation(world, Setup(is_calibrated=False)).run()
+    monkeypatch.setattr("benches.simulate_run.Scheduler", HoldsOn)
+    with pytest.raises(Violation, match=r"is held for [0-9.]+ ms, [0-9.]+ are predicted"):
+        Simulation(world, Setup(is_calibrated=False)).run()
+
+
 @pytest.mark.parametrize("says", ["nothing", "that it may"])
 def test_rows_that_are_held_for_longer_than_predicted_are_caught(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the plan itself says that they may be."""

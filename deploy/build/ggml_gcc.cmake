@@ -8,9 +8,9 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_VERSION VERSION_LESS 3.19)
         "${CMAKE_CURRENT_SOURCE_DIR}/src/ggml-cpu/amx/mmq.cpp" DIRECTORY "${CMAKE_CURRENT_SOURCE_DIR}/src"
         PROPERTIES COMPILE_OPTIONS "-include;${RELAYLINE_AMX_HEADER}")
     # The kernels of repacked weights hold more values at once than there are registers, and GCC spills them: scheduled
-    # with an eye on registers they take less time for four rows and more, with AVX2 7 % (Q4_0) to 20 % (Q4_K), with
+    # with an eye on registers they take less time, with AVX2 7 % (Q4_0) to 20 % (Q4_K) for four rows and more, with
     # AVX-512, which has twice as many, 9 % (Q4_0, by the second of GCC's two ways to weigh registers; 4 % by the first)
-    # and 16 % (Q4_K). Measured with GCC 12, see benches/RESULTS.md.
+    # and 16 % (Q4_K) for four and eight. Measured with GCC 12, see benches/RESULTS.md.
     execute_process(
         COMMAND "${CMAKE_CXX_COMPILER}" -march=native -dM -E -x c++ /dev/null
         OUTPUT_VARIABLE RELAYLINE_MACROS ERROR_QUIET)

@@ -42,6 +42,7 @@ PROGRAM_OPTIONS = (
 CMAKE_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DGGML_RPC=ON", *PROGRAM_OPTIONS)
 # What relayline's own build tells GCC, theirs tells it too: where the CPU has AMX they would die of their first step.
 BUILD = Path(__file__).parents[1] / "deploy" / "build"
+TOLD_GCC = ("ggml_gcc.cmake", "amx_tile_config.h", "repack_few_rows.cpp")
 GCC_OPTION = f"-DCMAKE_PROJECT_ggml_INCLUDE={BUILD / 'ggml_gcc.cmake'}"
 LOG_LINES_SHOWN = 20
 
@@ -84,7 +85,7 @@ def pinned_version() -> str:
 
 def _home(version: str) -> Path:
     """Where these programs go: others than from the same sources and with the same options are built anew."""
-    own = b"".join((BUILD / name).read_bytes() for name in ("ggml_gcc.cmake", "amx_tile_config.h"))
+    own = b"".join((BUILD / name).read_bytes() for name in TOLD_GCC)
     digest = hashlib.sha256(" ".join(CMAKE_OPTIONS).encode() + own).hexdigest()
     return cache_dir() / f"peers-{version}-{digest[:8]}"
 

@@ -1,13 +1,20 @@
-"""What relayline tells GCC about llama.cpp's files: what AMX's intrinsic reads, and how to schedule other kernels."""
+"""What relayline tells GCC about llama.cpp's files: what AMX's intrinsic reads, how to schedule kernels, which of them
+are for how many rows."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 BUILD = Path(__file__).parents[1] / "deploy" / "build"
@@ -29,7 +36,8 @@ GGML_LISTS = {
     "ggml": 'cmake_minimum_required(VERSION 3.14)\nproject("ggml" CXX)\nadd_subdirectory(src)\n',
     "ggml/src": "add_library(ggml-cpu OBJECT {})\n",
 }
-SOURCES = ("ggml-cpu/amx/mmq.cpp", "ggml-cpu/amx/amx.cpp", "ggml-cpu/arch/x86/repack.cpp", "ggml-cpu/repack.cpp")
+REPACKED, FEW_ROWS = "ggml-cpu/arch/x86/repack.cpp", "repack_few_rows.cpp"
+SOURCES = ("ggml-cpu/amx/mmq.cpp", "ggml-cpu/amx/amx.cpp", REPACKED, "ggml-cpu/repack.cpp")
 # Says of this machine's processor what a test wants to hear, and is g++ else.
 COMPILER = """#!/bin/sh
 case "$*" in *"-march=native -dM"*) echo "{macros}"; exit;; esac
@@ -106,4 +114,98 @@ def test_kernels_that_need_more_registers_than_there_are_are_scheduled_with_an_e
     need_gcc_for_amx()
     commands = compile_commands(tmp_path, macros)
     told = {name: " ".join(re.findall(r"\S*sched\S*", command)) for name, command in commands.items()}
-    assert told == {name: expected if name == "ggml-cpu/arch/x86/repack.cpp" else "" for name in SOURCES}
+    assert told == {name: expected if name == REPACKED else "" for name in SOURCES}
+
+
+@pytest.mark.parametrize(
+    ("macros", "is_by_rows"),
+    [
+        (("AVX2", "AVX512F", "AVX512BW", "znver3__", "znver3"), True),  # GCC 12 on Zen 4, which it does not know
+        (("AVX2", "AVX512F", "AVX512BW", "znver4"), True),
+        (("AVX2", "AVX512F", "AVX512BW", "AVXVNNI", "znver5"), False),
+        (("AVX2", "AVX512F", "AVX512BW", "icelake_server"), False),
+        (("AVX2", "znver3"), False),
+    ],
+)
+def test_few_rows_have_kernels_of_their_own_where_512_bits_are_two_halves(
+    tmp_path: Path, macros: tuple[str, ...], is_by_rows: bool
+) -> None:
+    need_gcc_for_amx()
+    commands = compile_commands(tmp_path, "\n".join(f"#define __{name}__ 1" for name in macros))
+    (few_rows,) = [command for name, command in commands.items() if name.endswith(FEW_ROWS)] or [""]
+    renamed = {name: set(re.findall(r"-D(ggml_\w+)=\1_wide", command)) for name, command in commands.items()}
+    products = set(re.findall(r"^BY_ROWS\((\w+)", (BUILD / FEW_ROWS).read_text(), re.MULTILINE))
+    assert bool(few_rows) == is_by_rows
+    assert renamed.pop(REPACKED) == ({f"ggml_gemm_{name}" for name in products} if is_by_rows else set())
+    assert not any(renamed.values())
+    assert ("sched-pressure" in few_rows) == is_by_rows
+
+
+# name of a product, values in a block, bytes in a block of weights of eight columns and in one of four rows
+@pytest.mark.parametrize(
+    ("product", "per_block", "weights_bytes", "rows_bytes"),
+    [
+        ("q4_0_8x8_q8_0", 32, 8 * 18, 4 * 34),
+        ("iq4_nl_8x8_q8_0", 32, 8 * 18, 4 * 34),
+        ("mxfp4_8x8_q8_0", 32, 8 * 17, 4 * 34),
+        ("q4_K_8x8_q8_K", 256, 8 * 144, 4 * 292),
+        ("q2_K_8x8_q8_K", 256, 8 * 84, 4 * 292),
+    ],
+)
+def test_rows_together_have_the_products_that_they_have_in_fours(
+    product: str, per_block: int, weights_bytes: int, rows_bytes: int
+) -> None:
+    """Holds on any build; where kernels are chosen by rows it says that both give the same bits, of the right rows."""
+    multiply = repacked_product(product)
+    n_values, n_columns, n_rows = 512, 48, 28
+    n_blocks = n_values // per_block
+    generator = np.random.default_rng(2025)
+    weights = generator.integers(0, 256, (n_columns // 8, n_blocks, weights_bytes), dtype=np.uint8)
+    rows = generator.integers(0, 256, (n_rows // 4, n_blocks, rows_bytes), dtype=np.uint8)
+    set_scales(product, weights, rows)
+
+    def products(first: int, count: int) -> npt.NDArray[np.float32]:
+        out = np.zeros((count, n_columns), np.float32)
+        part = np.ascontiguousarray(rows[first // 4 : (first + count) // 4])
+        multiply(n_values, out.ctypes.data, n_columns, weights.ctypes.data, part.ctypes.data, count, n_columns)
+        return out
+
+    together = products(0, n_rows)
+    assert np.isfinite(together).all()
+    assert len(np.unique(together)) > n_rows * n_columns // 2
+    assert np.array_equal(together, np.concatenate([products(first, 4) for first in range(0, n_rows, 4)]))
+
+
+def repacked_product(name: str) -> Callable[..., None]:
+    """Return llama.cpp's product of rows by repacked weights, as it was built here."""
+    directory = Path(llama_cpp.__file__).parent / "lib"
+    base, library = directory / "libggml-base.so", directory / "libggml-cpu.so"
+    if not library.is_file():
+        pytest.skip("llama.cpp's library for processors lies elsewhere here")
+    ctypes.CDLL(str(base), mode=ctypes.RTLD_GLOBAL)
+    native = ctypes.CDLL(str(library))
+    native.ggml_cpu_init()  # its table of half floats
+    multiply = getattr(native, f"ggml_gemm_{name}", None)
+    if multiply is None:
+        pytest.skip("this processor has other products")
+    multiply.restype = None
+    pointer = ctypes.c_void_p
+    multiply.argtypes = [ctypes.c_int, pointer, ctypes.c_size_t, pointer, pointer, ctypes.c_int, ctypes.c_int]
+    return cast("Callable[..., None]", multiply)
+
+
+def set_scales(product: str, weights: npt.NDArray[np.uint8], rows: npt.NDArray[np.uint8]) -> None:
+    """Put finite scales where random bytes might be none: half floats, or what stands for them."""
+
+    def halves(blocks: npt.NDArray[np.uint8], begin: int, count: int) -> None:
+        some = np.random.default_rng(7).uniform(0.01, 0.1, (*blocks.shape[:2], count)).astype(np.float16)
+        blocks[:, :, begin : begin + 2 * count] = some.view(np.uint8)
+
+    if product.startswith("mxfp4"):
+        weights[:, :, :8] = 120 + weights[:, :, :8] % 8  # powers of two
+    else:
+        halves(weights, 0, 8 if product.endswith("q8_0") else 16)
+    if product.endswith("q8_0"):
+        halves(rows, 0, 4)
+    else:
+        rows[:, :, :16] = np.full((*rows.shape[:2], 4), 0.03, np.float32).view(np.uint8)

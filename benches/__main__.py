@@ -33,7 +33,7 @@ class Bench:
     full: tuple[str, ...] = ()
 
 
-# About 15 minutes on two slow cores hold every comparison at every number of streams, with shorter answers and a
+# 10 minutes on two cores, 15 on slow ones, hold every comparison at every number of streams, with shorter answers and a
 # shorter long prompt, and as many repeats as there is time for.
 BENCHES: dict[str, Bench] = {
     "envelope": Bench("benches.bench_envelope"),

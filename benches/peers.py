@@ -85,9 +85,13 @@ def pinned_version() -> str:
 
 def _home(version: str) -> Path:
     """Where these programs go: others than from the same sources and with the same options are built anew."""
-    own = b"".join((BUILD / name).read_bytes() for name in TOLD_GCC)
-    digest = hashlib.sha256(" ".join(CMAKE_OPTIONS).encode() + own).hexdigest()
-    return cache_dir() / f"peers-{version}-{digest[:8]}"
+    return cache_dir() / f"peers-{version}-{digest_of(CMAKE_OPTIONS)}"
+
+
+def digest_of(options: Sequence[str]) -> str:
+    """Return what tells one build of llama.cpp from another: its options, and what GCC is told in files."""
+    told = b"".join((BUILD / name).read_bytes() for name in TOLD_GCC)
+    return hashlib.sha256(" ".join(options).encode() + told).hexdigest()[:8]
 
 
 def find_peers() -> Peers | None:

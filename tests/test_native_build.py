@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from benches import peers
+
 BUILD = Path(__file__).parents[1] / "deploy" / "build"
 # As llama.cpp has it: a local configuration that nothing but ldtilecfg reads. `last` is the last of its 64 bytes.
 KERNEL = """
@@ -139,6 +141,18 @@ def test_few_rows_have_kernels_of_their_own_where_512_bits_are_two_halves(
     assert renamed.pop(REPACKED) == ({f"ggml_gemm_{name}" for name in products} if is_by_rows else set())
     assert not any(renamed.values())
     assert ("sched-pressure" in few_rows) == is_by_rows
+
+
+def test_other_words_to_gcc_make_another_build_of_the_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {path.name for pattern in ("ggml_*", "*.h", "*.cpp") for path in BUILD.glob(pattern)}
+    monkeypatch.setattr(peers, "BUILD", shutil.copytree(BUILD, tmp_path / "build"))
+    digests = {peers.digest_of(("-DX=1",)), peers.digest_of(("-DX=2",))}
+    for name in told:
+        with (tmp_path / "build" / name).open("a") as file:
+            file.write("\n")
+        digests.add(peers.digest_of(("-DX=1",)))
+    assert told == set(peers.TOLD_GCC)
+    assert len(digests) == 2 + len(told)
 
 
 # name of a product, values in a block, bytes in a block of weights of eight columns and in one of four rows

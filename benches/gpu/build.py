@@ -6,11 +6,10 @@ The libraries are shared: relayline's stages load them in place of the installed
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from pathlib import Path
 
-from benches.peers import GCC_OPTION, PROGRAM_OPTIONS, Peers, PeersUnavailableError, build_programs, pinned_version
+from benches.peers import PROGRAM_OPTIONS, Peers, PeersUnavailableError, build_programs, digest_of, pinned_version
 from deploy.local import cache_dir
 
 LIBRARIES = "LLAMA_CPP_LIB_PATH"  # where the binding looks for libllama first
@@ -30,8 +29,7 @@ def options_of(backend: str, architecture: str) -> tuple[str, ...]:
 def build(backend: str, architecture: str, n_jobs: int, archive: Path | None) -> Peers:
     """Return programs and libraries, built first if need be. Raises PeersUnavailableError."""
     options = options_of(backend, architecture)
-    digest = hashlib.sha256(" ".join((*options, GCC_OPTION)).encode()).hexdigest()
-    home = cache_dir() / f"gpu-{pinned_version()}-{digest[:8]}"
+    home = cache_dir() / f"gpu-{pinned_version()}-{digest_of(options)}"
     built = Peers(home / "bin", pinned_version())
     if not all((built.directory / name).is_file() for name in (*TARGETS, "libllama.so")):
         if backend == "cuda" and shutil.which("nvcc") is None:

@@ -31,7 +31,7 @@ help: ## list the targets
 
 setup: $(STAMP) ## create .venv and install relayline with its development tools
 
-$(STAMP): pyproject.toml stage/_capture.c $(wildcard wire/_*.c) $(wildcard $(BUILT_WITH)) $(REBUILD)
+$(STAMP): pyproject.toml stage/_capture.c $(wildcard wire/_*.c deploy/build/*.cmake deploy/build/*.cpp deploy/build/*.h $(BUILT_WITH)) $(REBUILD)
 	@echo "[1/3] environment in $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("relayline needs Python 3.11 or newer; name one with PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -40,6 +40,11 @@ $(STAMP): pyproject.toml stage/_capture.c $(wildcard wire/_*.c) $(wildcard $(BUI
 	@$(if $(filter rebuild,$(MAKECMDGOALS)),$(BIN)/python -m pip cache remove --quiet llama_cpp_python || true)
 	@CMAKE_ARGS="$(LLAMA_CMAKE) $$LLAMA_ARGS" $(PYTHON) deploy/build/with_progress.py \
 		$(BIN)/python -m pip install --verbose $(PIP_FRESH) $$($(BIN)/python deploy/build/pinned.py llama-cpp-python)
+	@$(BIN)/python deploy/build/built_with.py || { \
+		echo "      that wheel was built before deploy/build changed; compiling anew"; \
+		$(BIN)/python -m pip cache remove --quiet llama_cpp_python || true; \
+		CMAKE_ARGS="$(LLAMA_CMAKE) $$LLAMA_ARGS" $(PYTHON) deploy/build/with_progress.py $(BIN)/python -m pip install --verbose \
+			$(if $(LLAMA_ARGS),--no-cache-dir) --force-reinstall --no-deps $$($(BIN)/python deploy/build/pinned.py llama-cpp-python); }
 	@printf '%s\n' "$$LLAMA_ARGS" > $(BUILT_WITH)
 	@echo "[3/3] relayline and its other dependencies"
 	@$(PYTHON) deploy/build/with_progress.py $(BIN)/python -m pip install --editable '.[dev]'

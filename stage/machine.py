@@ -9,13 +9,14 @@ from pathlib import Path
 
 _PACKAGE = "llama-cpp-python"
 _LIBRARIES = "llama_cpp/lib"
+_BUILT_WITH = ".txt"  # digests of the files of deploy/build, which llama_minimal.cmake leaves beside the libraries
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 def machine_facts() -> tuple[str, ...]:
     """Return what identifies host, processor and native build. Loads nothing native.
 
-    A build with other flags has the same version, but other libraries, or libraries of another size.
+    A build with other flags has the same version, but other libraries, libraries of another size, or another mark.
     """
     return (platform.node(), _processor(), str(os.cpu_count()), metadata.version(_PACKAGE), *_libraries())
 
@@ -33,6 +34,10 @@ def _processor() -> str:
 def _libraries() -> list[str]:
     directory = Path(str(metadata.distribution(_PACKAGE).locate_file(_LIBRARIES)))
     try:
-        return sorted(f"{file.name}={file.stat().st_size}" for file in directory.iterdir())
+        return sorted(f"{file.name}={_told(file)}" for file in directory.iterdir())
     except OSError:
         return []
+
+
+def _told(file: Path) -> str:
+    return file.read_text(errors="replace") if file.suffix == _BUILT_WITH else str(file.stat().st_size)

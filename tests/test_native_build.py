@@ -135,12 +135,42 @@ def test_few_rows_have_kernels_of_their_own_where_512_bits_are_two_halves(
     need_gcc_for_amx()
     commands = compile_commands(tmp_path, "\n".join(f"#define __{name}__ 1" for name in macros))
     (few_rows,) = [command for name, command in commands.items() if name.endswith(FEW_ROWS)] or [""]
-    renamed = {name: set(re.findall(r"-D(ggml_\w+)=\1_wide", command)) for name, command in commands.items()}
+    renamed = renamed_by(commands, "wide")
     products = set(re.findall(r"^BY_ROWS\((\w+)", (BUILD / FEW_ROWS).read_text(), re.MULTILINE))
     assert bool(few_rows) == is_by_rows
     assert renamed.pop(REPACKED) == ({f"ggml_gemm_{name}" for name in products} if is_by_rows else set())
     assert not any(renamed.values())
     assert ("sched-pressure" in few_rows) == is_by_rows
+
+
+@pytest.mark.parametrize(
+    ("macros", "is_ours"),
+    [
+        (("AVX2", "FMA", "F16C"), True),
+        (("AVX2", "FMA", "F16C", "AVX512F", "AVX512BW", "znver4"), True),
+        (("AVX2", "FMA"), False),
+        (("AVX",), False),
+    ],
+)
+def test_products_of_four_bits_are_ours_where_the_processor_has_what_they_need(
+    tmp_path: Path, macros: tuple[str, ...], is_ours: bool
+) -> None:
+    need_gcc_for_amx()
+    commands = compile_commands(tmp_path, "\n".join(f"#define __{name}__ 1" for name in macros))
+    (ours,) = [command for name, command in commands.items() if name.endswith("repack_4_bit.cpp")] or [""]
+    renamed = renamed_by(commands, "llama")
+    types = re.findall(r"^PRODUCTS\((\w+)", (BUILD / "repack_4_bit.cpp").read_text(), re.MULTILINE)
+    defined = {f"ggml_{kind}_{name}_8x8_q8_0" for name in types for kind in ("gemm", "gemv")}
+    assert bool(ours) == is_ours
+    assert types == ["q4_0", "mxfp4"]
+    assert renamed.pop(REPACKED) == (defined if is_ours else set())
+    assert not any(renamed.values())
+    assert ("sched-pressure" in ours) == is_ours
+
+
+def renamed_by(commands: dict[str, str], suffix: str) -> dict[str, set[str]]:
+    """Return of which of llama.cpp's functions each file's get this suffix."""
+    return {name: set(re.findall(rf"-D(ggml_\w+)=\1_{suffix}", command)) for name, command in commands.items()}
 
 
 def test_other_words_to_gcc_make_another_build_of_the_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +200,7 @@ def test_rows_together_have_the_products_that_they_have_in_fours(
     product: str, per_block: int, weights_bytes: int, rows_bytes: int
 ) -> None:
     """Holds on any build; where kernels are chosen by rows it says that both give the same bits, of the right rows."""
-    multiply = repacked_product(product)
+    multiply = repacked_product(f"gemm_{product}")
     n_values, n_columns, n_rows = 512, 48, 28
     n_blocks = n_values // per_block
     generator = np.random.default_rng(2025)
@@ -190,8 +220,31 @@ def test_rows_together_have_the_products_that_they_have_in_fours(
     assert np.array_equal(together, np.concatenate([products(first, 4) for first in range(0, n_rows, 4)]))
 
 
+@pytest.mark.parametrize("n_values", [32, 2048, 2432, 8192])  # passes side by side begin between the second and third
+@pytest.mark.parametrize("n_columns", [8, 32, 72])
+@pytest.mark.parametrize("product", ["q4_0_8x8_q8_0", "mxfp4_8x8_q8_0"])
+def test_products_of_four_bits_are_those_of_llama_cpp_to_the_bit(product: str, n_columns: int, n_values: int) -> None:
+    generator = np.random.default_rng(n_values + n_columns)
+    n_blocks, weights_bytes = n_values // 32, 8 * 18 if product.startswith("q4_0") else 8 * 17
+    weights = generator.integers(0, 256, (n_columns // 8, n_blocks, weights_bytes), dtype=np.uint8)
+
+    def products(function: str, rows: npt.NDArray[np.uint8], n_rows: int) -> npt.NDArray[np.float32]:
+        out = np.full((n_rows, n_columns + 8), 7, np.float32)  # nothing may be written beside the products
+        places = (out.ctypes.data, n_columns + 8, weights.ctypes.data, rows.ctypes.data)
+        repacked_product(function)(n_values, *places, n_rows, n_columns)
+        return out
+
+    for kind, n_rows, shape in (("gemm", 12, (3, n_blocks, 4 * 34)), ("gemv", 1, (1, n_blocks, 34))):
+        rows = generator.integers(-127, 128, shape).astype(np.int8).view(np.uint8)  # what Q8_0 has; never -128
+        set_scales(product, weights, rows)
+        ours = products(f"{kind}_{product}", rows, n_rows)
+        assert np.isfinite(ours).all()
+        assert len(np.unique(ours)) > n_rows * n_columns // 2
+        assert np.array_equal(ours, products(f"{kind}_{product}_llama", rows, n_rows))
+
+
 def repacked_product(name: str) -> Callable[..., None]:
-    """Return llama.cpp's product of rows by repacked weights, as it was built here."""
+    """Return a product of rows by repacked weights by its name without ggml_, as it was built here."""
     directory = Path(llama_cpp.__file__).parent / "lib"
     base, library = directory / "libggml-base.so", directory / "libggml-cpu.so"
     if not library.is_file():
@@ -199,7 +252,7 @@ def repacked_product(name: str) -> Callable[..., None]:
     ctypes.CDLL(str(base), mode=ctypes.RTLD_GLOBAL)
     native = ctypes.CDLL(str(library))
     native.ggml_cpu_init()  # its table of half floats
-    multiply = getattr(native, f"ggml_gemm_{name}", None)
+    multiply = getattr(native, f"ggml_{name}", None)
     if multiply is None:
         pytest.skip("this processor has other products")
     multiply.restype = None
@@ -220,6 +273,6 @@ def set_scales(product: str, weights: npt.NDArray[np.uint8], rows: npt.NDArray[n
     else:
         halves(weights, 0, 8 if product.endswith("q8_0") else 16)
     if product.endswith("q8_0"):
-        halves(rows, 0, 4)
+        halves(rows, 0, rows.shape[2] // 34)
     else:
         rows[:, :, :16] = np.full((*rows.shape[:2], 4), 0.03, np.float32).view(np.uint8)

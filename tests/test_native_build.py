@@ -40,6 +40,14 @@ GGML_LISTS = {
 }
 REPACKED, FEW_ROWS = "ggml-cpu/arch/x86/repack.cpp", "repack_few_rows.cpp"
 SOURCES = ("ggml-cpu/amx/mmq.cpp", "ggml-cpu/amx/amx.cpp", REPACKED, "ggml-cpu/repack.cpp")
+# Of llama.cpp's ggml-cpu/repack.cpp, what multiplies the rows that fours leave over.
+LEFT_OVER = """
+        for (int iter = nrows - (nrows % 4); iter < nrows; iter++) {
+            gemv<BLOC_TYPE, INTER_SIZE, NB_COLS, PARAM_TYPE>(ne00, (float *) (dst_ptr + (iter * nb1)) + src0_start,
+                                                             ne01, src0_ptr + src0_start * nb01,
+                                                             src1_ptr + (src1_col_stride * iter), 1 /* nrows */, ncols);
+        }
+"""
 # Says of this machine's processor what a test wants to hear, and is g++ else.
 COMPILER = """#!/bin/sh
 case "$*" in *"-march=native -dM"*) echo "{macros}"; exit;; esac
@@ -78,7 +86,7 @@ def compile_commands(root: Path, macros: str = "") -> dict[str, str]:
         (root / directory / "CMakeLists.txt").write_text(text.format(" ".join(SOURCES)))
     for source in SOURCES:
         (root / "ggml" / "src" / source).parent.mkdir(parents=True, exist_ok=True)
-        (root / "ggml" / "src" / source).write_text("")
+        (root / "ggml" / "src" / source).write_text(LEFT_OVER if source == "ggml-cpu/repack.cpp" else "")
     compiler = root / "compiler"
     compiler.write_text(COMPILER.format(macros=macros))
     compiler.chmod(0o755)
@@ -166,6 +174,22 @@ def test_products_of_four_bits_are_ours_where_the_processor_has_what_they_need(
     assert renamed.pop(REPACKED) == (defined if is_ours else set())
     assert not any(renamed.values())
     assert ("sched-pressure" in ours) == is_ours
+    copies = list(tmp_path.glob("build/**/relayline/repack.cpp"))
+    assert len(copies) == is_ours
+    assert is_ours == ("ggml-cpu/repack.cpp" not in commands)  # the copy stands in for it
+    for copy in copies:
+        assert str(copy) in commands
+        assert "AT_ONCE ? nb1 / nb0 : ne01" in copy.read_text()
+        assert "iter++" not in copy.read_text()
+
+
+def test_another_llama_cpp_than_the_copy_is_made_for_stops_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_gcc_for_amx()
+    monkeypatch.setitem(globals(), "LEFT_OVER", LEFT_OVER.replace("1 /* nrows */", "1"))
+    with pytest.raises(AssertionError, match="is not the one"):
+        compile_commands(tmp_path, "#define __AVX2__ 1\n#define __FMA__ 1\n#define __F16C__ 1")
 
 
 def renamed_by(commands: dict[str, str], suffix: str) -> dict[str, set[str]]:
@@ -234,13 +258,18 @@ def test_products_of_four_bits_are_those_of_llama_cpp_to_the_bit(product: str, n
         repacked_product(function)(n_values, *places, n_rows, n_columns)
         return out
 
-    for kind, n_rows, shape in (("gemm", 12, (3, n_blocks, 4 * 34)), ("gemv", 1, (1, n_blocks, 34))):
+    for kind, n_rows, shape in (
+        ("gemm", 12, (3, n_blocks, 4 * 34)),
+        *(("gemv", n, (n, n_blocks, 34)) for n in (1, 2, 3)),
+    ):
         rows = generator.integers(-127, 128, shape).astype(np.int8).view(np.uint8)  # what Q8_0 has; never -128
         set_scales(product, weights, rows)
         ours = products(f"{kind}_{product}", rows, n_rows)
         assert np.isfinite(ours).all()
         assert len(np.unique(ours)) > n_rows * n_columns // 2
-        assert np.array_equal(ours, products(f"{kind}_{product}_llama", rows, n_rows))
+        one_by_one = rows if kind == "gemv" else [rows]  # of what fours leave over llama.cpp takes one row at a time
+        theirs = [products(f"{kind}_{product}_llama", part, n_rows // len(one_by_one)) for part in one_by_one]
+        assert np.array_equal(ours, np.concatenate(theirs))
 
 
 def repacked_product(name: str) -> Callable[..., None]:

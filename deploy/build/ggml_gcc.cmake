@@ -1,6 +1,35 @@
 # Included by every build of ggml (CMAKE_PROJECT_ggml_INCLUDE) right after its project() call: what GCC must be told about
 # some of its files. Set at the end of ggml's directory, since src/ must be known by then. A CMake that cannot do that
 # (before 3.19) comes with a GCC that knows no AMX.
+# llama.cpp multiplies what rows in fours leave over one by one; those of repack_4_bit.cpp are multiplied at once, by a
+# copy of the file that says so.
+function(relayline_rest_at_once SOURCES)
+    file(READ "${SOURCES}/repack.cpp" TEXT)
+    set(LOOP "iter < nrows; iter++) {")
+    set(ONE_ROW "ne01, src0_ptr + src0_start * nb01,
+                                                             src1_ptr + (src1_col_stride * iter), 1 /* nrows */, ncols);")
+    foreach(PART LOOP ONE_ROW)
+        string(FIND "${TEXT}" "${${PART}}" FIRST)
+        string(FIND "${TEXT}" "${${PART}}" LAST REVERSE)
+        if(FIRST EQUAL -1 OR NOT FIRST EQUAL LAST)
+            message(FATAL_ERROR "llama.cpp's repack.cpp is not the one that ggml_gcc.cmake knows: no single \"${${PART}}\"")
+        endif()
+    endforeach()
+    string(REPLACE "${LOOP}" "iter < nrows;) {
+            constexpr bool AT_ONCE = INTER_SIZE == 8 && NB_COLS == 8 &&
+                (std::is_same_v<BLOC_TYPE, block_q4_0> || std::is_same_v<BLOC_TYPE, block_mxfp4>);
+            const int n = AT_ONCE ? nrows - iter : 1;" TEXT "${TEXT}")
+    string(REPLACE "${ONE_ROW}" "AT_ONCE ? nb1 / nb0 : ne01, src0_ptr + src0_start * nb01,
+                                                             src1_ptr + (src1_col_stride * iter), n, ncols);
+            iter += n;" TEXT "${TEXT}")
+    set(COPY "${CMAKE_CURRENT_BINARY_DIR}/relayline/repack.cpp")
+    file(WRITE "${COPY}" "#include <type_traits>\n${TEXT}")
+    set_source_files_properties("${COPY}" DIRECTORY src PROPERTIES INCLUDE_DIRECTORIES "${SOURCES}")
+    get_target_property(FILES ggml-cpu SOURCES)
+    list(TRANSFORM FILES REPLACE "^(.*/)?ggml-cpu/repack\\.cpp$" "${COPY}")
+    set_target_properties(ggml-cpu PROPERTIES SOURCES "${FILES}")
+endfunction()
+
 function(relayline_compile)
     set(SOURCES "${CMAKE_CURRENT_SOURCE_DIR}/src/ggml-cpu")
     set(OWN "${CMAKE_CURRENT_FUNCTION_LIST_DIR}")
@@ -32,6 +61,7 @@ function(relayline_compile)
             list(APPEND RENAMED "ggml_${PRODUCT}_8x8_q8_0=ggml_${PRODUCT}_8x8_q8_0_llama")
         endforeach()
         list(APPEND OWN_PRODUCTS "${OWN}/repack_4_bit.cpp")
+        relayline_rest_at_once("${SOURCES}")
     endif()
     # Zen 4, which computes 512 bits in two halves, has better kernels for few rows; the file says more. (Zen 5, with
     # halves or without, has AVX-VNNI beside AVX-512; it was not measured, and neither were Intel's processors.)

@@ -109,24 +109,56 @@ inline __m256i sum_fours(const int8_t * values, int times) {
     return _mm256_madd_epi16(pairs, _mm256_set1_epi16((short) times));
 }
 
-/* Of four rows, whose values lie in llama.cpp's block_q8_0x4 in eights, those of each row in turns. */
-inline void sum_rows(const block_q8_0x4 & rows, int times, row_sums<4> & sums) {
-    const __m256i first = _mm256_add_epi32(sum_fours(rows.qs, times), sum_fours(rows.qs + 32, times));
-    const __m256i last = _mm256_add_epi32(sum_fours(rows.qs + 64, times), sum_fours(rows.qs + 96, times));
-    _mm256_storeu_si256((__m256i *) sums.taken_off, _mm256_add_epi32(first, last));
-    _mm_storeu_ps(sums.d, _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *) rows.d)));
-}
+/* Four rows in llama.cpp's block_q8_0x4, where eights of values of each row lie in turns. */
+struct rows_in_turns {
+    const block_q8_0x4 * blocks;
 
-inline void sum_rows(const block_q8_0 & row, int times, row_sums<1> & sums) {
-    const __m256i fours = sum_fours(row.qs, times);
-    const __m128i eights = _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
-    _mm_storel_epi64((__m128i *) sums.taken_off, _mm_add_epi32(eights, _mm_shuffle_epi32(eights, 0x4E)));
-    sums.d[0] = _cvtsh_ss(row.d);
+    static constexpr size_t BYTES_PER_ROW_AND_BLOCK = sizeof(block_q8_0x4) / 4;
+    static constexpr int    TO_NEXT_EIGHT = 4 * 8;
+
+    const int8_t * values(int b, int r) const { return blocks[b].qs + 8 * r; }
+
+    void sum(int b, int times, row_sums<4> & sums) const {
+        const int8_t * qs = blocks[b].qs;
+        const __m256i first = _mm256_add_epi32(sum_fours(qs, times), sum_fours(qs + 32, times));
+        const __m256i last = _mm256_add_epi32(sum_fours(qs + 64, times), sum_fours(qs + 96, times));
+        _mm256_storeu_si256((__m256i *) sums.taken_off, _mm256_add_epi32(first, last));
+        _mm_storeu_ps(sums.d, _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *) blocks[b].d)));
+    }
+};
+
+/* One row after another, of n_blocks each. */
+struct rows_apart {
+    const block_q8_0 * blocks;
+    int                n_blocks;
+
+    static constexpr size_t BYTES_PER_ROW_AND_BLOCK = sizeof(block_q8_0);
+    static constexpr int    TO_NEXT_EIGHT = 8;
+
+    const int8_t * values(int b, int r) const { return blocks[r * n_blocks + b].qs; }
+
+    template <int R> void sum(int b, int times, row_sums<R> & sums) const {
+        for (int r = 0; r < R; r++) {
+            const __m256i fours = sum_fours(values(b, r), times);
+            const __m128i eights = _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+            const __m128i all = _mm_add_epi32(eights, _mm_shuffle_epi32(eights, 0x4E));
+            _mm_storel_epi64((__m128i *) sums.taken_off[r], all);
+            sums.d[r] = _cvtsh_ss(blocks[r * n_blocks + b].d);
+        }
+    }
+};
+
+/* Sums of neighbours: of columns 0 1 4 5 2 3 6 7. (vphaddd does the same, a little slower.) */
+inline __m256i add_neighbours(__m256i columns_0123, __m256i columns_4567) {
+    const __m256 first = _mm256_castsi256_ps(columns_0123), last = _mm256_castsi256_ps(columns_4567);
+    const __m256i even = _mm256_castps_si256(_mm256_shuffle_ps(first, last, 0x88));
+    const __m256i odd = _mm256_castps_si256(_mm256_shuffle_ps(first, last, 0xDD));
+    return _mm256_add_epi32(even, odd);
 }
 
 /* R rows by 8 C columns, whose first products go to s; rows of s are bs apart. */
 template <int C, int R, typename block_t, typename rows_t>
-inline void multiply(int n_blocks, float * s, size_t bs, const block_t * weights, const rows_t * rows,
+inline void multiply(int n_blocks, float * s, size_t bs, const block_t * weights, const rows_t & rows,
                      const row_sums<R> * sums) {
     using type = weights_of<block_t>;
     __m256 acc[C][R];
@@ -155,10 +187,11 @@ inline void multiply(int n_blocks, float * s, size_t bs, const block_t * weights
             }
             const __m256 d = type::scales(w);
             for (int r = 0; r < R; r++) {
-                const int8_t * x = rows[b].qs + 8 * r;
-                const __m256i values[] = { repeat(x), repeat(x + 8 * R), repeat(x + 16 * R), repeat(x + 24 * R) };
+                const int8_t * x = rows.values(b, r);
+                const __m256i values[] = { repeat(x), repeat(x + rows_t::TO_NEXT_EIGHT),
+                                           repeat(x + 2 * rows_t::TO_NEXT_EIGHT), repeat(x + 3 * rows_t::TO_NEXT_EIGHT) };
                 const __m256i start = repeat(sums[b].taken_off[r]);
-                const __m256i sum = _mm256_hadd_epi32(dot(start, columns_0123, values), dot(start, columns_4567, values));
+                const __m256i sum = add_neighbours(dot(start, columns_0123, values), dot(start, columns_4567, values));
                 const __m256 scale = _mm256_mul_ps(d, _mm256_set1_ps(sums[b].d[r]));
                 acc[c][r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, acc[c][r]);
             }
@@ -172,16 +205,16 @@ inline void multiply(int n_blocks, float * s, size_t bs, const block_t * weights
     }
 }
 
-/* As many rows as a block of rows_t has, by n_columns columns. */
+/* R rows by n_columns columns. */
 template <int R, typename block_t, typename rows_t>
-void multiply_all(int n_blocks, float * s, size_t bs, const block_t * weights, const rows_t * rows, int n_columns) {
+void multiply_all(int n_blocks, float * s, size_t bs, const block_t * weights, const rows_t & rows, int n_columns) {
     static thread_local std::vector<row_sums<R>> sums;
     sums.resize(n_blocks);
     for (int b = 0; b < n_blocks; b++) {
-        sum_rows(rows[b], -weights_of<block_t>::TOO_LARGE, sums[b]);
+        rows.sum(b, -weights_of<block_t>::TOO_LARGE, sums[b]);
     }
     int x = 0;
-    const size_t touched_bytes = n_blocks * (sizeof(block_t) + sizeof(rows_t) + sizeof(row_sums<R>));
+    const size_t touched_bytes = n_blocks * (sizeof(block_t) + R * rows_t::BYTES_PER_ROW_AND_BLOCK + sizeof(row_sums<R>));
     if (R > 1 && touched_bytes > NEAR_BYTES) {
         for (constexpr int C = PASSES_SIDE_BY_SIDE; x + 8 * C <= n_columns; x += 8 * C) {
             multiply<C, R>(n_blocks, s + x, bs, weights + (int64_t) x / 8 * n_blocks, rows, sums.data());
@@ -193,27 +226,36 @@ void multiply_all(int n_blocks, float * s, size_t bs, const block_t * weights, c
 }
 
 template <typename block_t>
-void multiply_fours(int n, float * s, size_t bs, const void * vx, const void * vy, int nr, int nc) {
-    const int n_blocks = n / QK8_0;
+void multiply_fours(int n_blocks, float * s, size_t bs, const block_t * weights, const block_q8_0x4 * rows, int nr, int nc) {
     for (int y = 0; y < nr; y += 4) {
-        const block_q8_0x4 * rows = (const block_q8_0x4 *) vy + (int64_t) y / 4 * n_blocks;
-        multiply_all<4>(n_blocks, s + (int64_t) y * bs, bs, (const block_t *) vx, rows, nc);
+        const rows_in_turns four = { rows + (int64_t) y / 4 * n_blocks };
+        multiply_all<4>(n_blocks, s + (int64_t) y * bs, bs, weights, four, nc);
+    }
+}
+
+template <typename block_t>
+void multiply_rest(int n_blocks, float * s, size_t bs, const block_t * weights, const block_q8_0 * blocks, int nr, int nc) {
+    const rows_apart rows = { blocks, n_blocks };
+    switch (nr) {
+        case 1: return multiply_all<1>(n_blocks, s, bs, weights, rows, nc);
+        case 2: return multiply_all<2>(n_blocks, s, bs, weights, rows, nc);
+        case 3: return multiply_all<3>(n_blocks, s, bs, weights, rows, nc);
+        default: GGML_ABORT("%d rows are no rest of fours", nr);
     }
 }
 
 } // namespace
 
-/* Arguments as llama.cpp has them: nr rows (a multiple of four; for gemv one) of n values at vy, by nc columns of weights
- * (a multiple of eight) at vx, into rows of s, which are bs apart. */
+/* Arguments as llama.cpp has them: nr rows of n values at vy (a multiple of four, and for gemv up to three), by nc columns
+ * of weights (a multiple of eight) at vx, into rows of s, which are bs apart. */
 #define PRODUCTS(type, block_t)                                                                                        \
     extern "C" void ggml_gemm_##type##_8x8_q8_0(                                                                       \
         int n, float * s, size_t bs, const void * vx, const void * vy, int nr, int nc) {                               \
-        multiply_fours<block_t>(n, s, bs, vx, vy, nr, nc);                                                             \
+        multiply_fours(n / QK8_0, s, bs, (const block_t *) vx, (const block_q8_0x4 *) vy, nr, nc);                     \
     }                                                                                                                  \
     extern "C" void ggml_gemv_##type##_8x8_q8_0(                                                                       \
         int n, float * s, size_t bs, const void * vx, const void * vy, int nr, int nc) {                               \
-        GGML_ASSERT(nr == 1);                                                                                          \
-        multiply_all<1>(n / QK8_0, s, bs, (const block_t *) vx, (const block_q8_0 *) vy, nc);                          \
+        multiply_rest(n / QK8_0, s, bs, (const block_t *) vx, (const block_q8_0 *) vy, nr, nc);                        \
     }
 PRODUCTS(q4_0, block_q4_0x8)
 PRODUCTS(mxfp4, block_mxfp4x8)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from deploy.huge_pages import environment_of
 from wire.errors import StartError
 from wire.security import TOKEN_VARIABLE
 
@@ -95,7 +96,7 @@ class Child:
             stderr=asyncio.subprocess.PIPE,
             limit=LINE_BYTES_MAX,
             # Without this ggml starts a debugger on itself when it aborts, and the line that says why is lost in it.
-            env={**self._environment, "GGML_NO_BACKTRACE": "1"},
+            env=environment_of(self.arguments, {**self._environment, "GGML_NO_BACKTRACE": "1"}),
             start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends children in order
         )
         assert process.stdout is not None

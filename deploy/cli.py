@@ -13,6 +13,7 @@ import sys
 
 import click
 
+from deploy.huge_pages import start_anew
 from wire.errors import RelaylineError, UsageError
 
 # name -> (module, attribute), in the order that --help lists them: a pipeline from a manifest, models, the single
@@ -63,6 +64,7 @@ def relayline() -> None:
 
 def main() -> None:
     """Entry point of the console script."""
+    start_anew(sys.argv[1:])
     for stream in (sys.stdout, sys.stderr):  # a terminal that has no bars and arrows shows question marks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")

@@ -1,0 +1,34 @@
+"""Starts what holds weights so that glibc asks for huge pages under them. Linux; elsewhere nothing happens.
+
+A step of one row takes as long as its weights take to read. On pages of 4 KiB that depends on how these happen to lie,
+on huge ones it does not, and is as quick as the luckiest of the others (benches/RESULTS.md, "Pages"). glibc (2.35 and
+newer) asks for them if its environment says so as a process starts; the kernel gives them where transparent huge pages
+are `madvise` or `always`. GLIBC_TUNABLES that name the tunable themselves are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+COMMANDS = ("stage", "calibrate")
+TUNABLE = "glibc.malloc.hugetlb"
+_VARIABLE = "GLIBC_TUNABLES"
+
+
+def environment_of(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment that `relayline` is to be started in with these arguments, the first its command."""
+    told = environment.get(_VARIABLE, "")
+    if not arguments or arguments[0] not in COMMANDS or TUNABLE in told or sys.platform != "linux":
+        return dict(environment)
+    return {**environment, _VARIABLE: ":".join(filter(None, (told, f"{TUNABLE}=1")))}
+
+
+def start_anew(arguments: Sequence[str]) -> None:
+    """Become what was started, once more, in the environment that it should have had. Returns if it has it."""
+    environment = environment_of(arguments, os.environ)
+    if sys.executable and environment != dict(os.environ):
+        with contextlib.suppress(OSError):  # it goes on as it is
+            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)

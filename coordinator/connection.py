@@ -67,7 +67,11 @@ class Connection:
 
     def stage_costs(self) -> list[StageCost]:
         """Return what each stage measured of its own speed."""
-        return [stage_cost(facts, facts.max_rows, is_per_lane=facts.kv_per_lane) for facts in self.facts]
+        share = share_host([stage.address for stage in self.stages])
+        return [
+            stage_cost(facts, facts.max_rows, is_per_lane=facts.kv_per_lane, shares_host=shares)
+            for facts, shares in zip(self.facts, share, strict=True)
+        ]
 
     @classmethod
     async def open(
@@ -176,7 +180,9 @@ async def _costs_now(connection: Connection) -> tuple[list[StageCost], list[Held
     held: list[Held] = []
     for index, status in enumerate(statuses):
         if status is not None:
-            costs[index] = stage_cost(status, costs[index].rows_max, is_per_lane=costs[index].is_per_lane)
+            known = costs[index]
+            stays = {"is_per_lane": known.is_per_lane, "shares_host": known.shares_host}
+            costs[index] = stage_cost(status, known.rows_max, **stays)
             n_frames = status.n_decode_frames
             held.append(Held(n_frames, status.decode_held_ns + n_frames * HOST_STEP_NS))
     return costs, held if len(held) == len(statuses) else []
@@ -188,6 +194,7 @@ def stage_cost(
     host_ns: int = HOST_STEP_NS,
     *,
     is_per_lane: bool = False,
+    shares_host: bool = False,
 ) -> StageCost:
     """Read what a stage says of its speed, and add what a step costs beside the native decode."""
     return StageCost(
@@ -197,7 +204,14 @@ def stage_cost(
         _price_ns(said.context_ns),
         _price_ns(said.context_tiled_ns),
         is_per_lane=is_per_lane,
+        shares_host=shares_host,
     )
+
+
+def share_host(addresses: Sequence[str]) -> list[bool]:
+    """Return of each address whether another is of the same host, by its name."""
+    hosts = [address.rpartition(":")[0] for address in addresses]
+    return [hosts.count(host) > 1 for host in hosts]
 
 
 def _price_ns(said_ns: float) -> float:

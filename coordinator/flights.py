@@ -160,3 +160,9 @@ class Flights:
 
 def _keys(frames: Sequence[OutFrame]) -> set[tuple[int, int]]:
     return {(frame.session.session_id, frame.position + len(frame.tokens)) for frame in frames}
+
+
+def mean_context(frames: Sequence[OutFrame]) -> float:
+    """Return how many tokens stand before the frame of an average row."""
+    n_rows = sum(len(frame.tokens) for frame in frames)
+    return sum(len(frame.tokens) * frame.position for frame in frames) / n_rows if n_rows else 0.0

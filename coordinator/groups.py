@@ -98,6 +98,8 @@ class GroupPlanner:
         """Whether any stage computes rows of neighbouring lanes alone at once."""
         self.shares_longest = any(stage.shares_longest for stage in stages)
         """Whether the context of a flight's decode rows is that of the longest of them."""
+        self.shares_host = any(stage.shares_host for stage in stages)
+        """Whether stages compute on one host."""
         self._has_context = any(stage.context_ns for stage in stages)
 
     @property
@@ -189,6 +191,11 @@ class GroupPlanner:
     def rate(self, n_streams: int, n_groups: int, rows: int) -> float:
         """Predict the tokens per nanosecond of n_groups flights of at most `rows` rows among n_streams streams."""
         return min(n_streams, n_groups * rows) / self._cycle_ns(n_streams, n_groups, rows)
+
+    def saturating(self, rows: int) -> int:
+        """Return how many flights of so many rows the stages have work for at once; 0 while nothing is known."""
+        step_ns = self.step_ns(rows)
+        return round((self.way_ns(rows) + self.overhead_ns) / step_ns) if step_ns else 0
 
     def _costs(self, rows: int) -> tuple[float, ...]:
         costs = self._costs_ns.get(rows)

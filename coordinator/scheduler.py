@@ -30,9 +30,10 @@ from collections.abc import Iterable, Sequence
 
 from coordinator.draft_flights import DRAFT_AUTO, DraftFlights
 from coordinator.draft_plan import Traffic
-from coordinator.flights import Flight, Flights, Kind
+from coordinator.flights import Flight, Flights, Kind, mean_context
 from coordinator.groups import ITL_STRETCH, GroupPlan, GroupPlanner
 from coordinator.lane_groups import PASSES_MAX, next_group
+from coordinator.one_flight import OneFlight, may_be_better
 from coordinator.overhead import Held, Overhead
 from coordinator.prompt_line import BURST_PRESSURE, PromptLine
 from coordinator.session import OutFrame, Session
@@ -77,7 +78,7 @@ class Scheduler:
         self._prompts = PromptLine()
         self._flights = Flights()
         self._train_rows = 0  # prompt rows of a train while nothing decodes
-        self._overhead = Overhead()
+        self._overhead, self._one_flight = Overhead(), OneFlight()
         # Sessions that decode, in the pool or under way -> (their lane, their latest position).
         self._decoding: dict[int, tuple[int, int]] = {}
         # What waits in the pool, by session id and position -> when it first did not leave.
@@ -129,6 +130,9 @@ class Scheduler:
         """Take note of a flight, if any has landed; those of some kinds tell what a round trip takes beyond steps."""
         if flight is None:
             return
+        if flight.kind is Kind.DECODE:
+            n_streams = self.n_decoding if self._may_be_one(self._planner()) else 0
+            self._one_flight.landed(flight.n_streams, n_streams, now_ns)
         took_ns = now_ns - flight.sent_ns
         self._slowest_flight_ns = max(self._slowest_flight_ns, took_ns)
         if flight.kind in telling and flight.is_whole:
@@ -184,9 +188,14 @@ class Scheduler:
     def _automatic(self, planner: GroupPlanner, by_hand: tuple[int, int] | None = None) -> GroupPlan:
         n_prompts = len(self._prompts)
         if self._decoding:
+            if self._one_flight.is_chosen(self.n_decoding) and self._may_be_one(planner):
+                by_hand = (1, self.n_decoding)
             pressure_min = self._pressure_min(planner)
             return planner.plan(self.n_decoding, n_prompts=n_prompts, pressure_min=pressure_min, by_hand=by_hand)
         return planner.plan(0, n_prompts=n_prompts, n_prompt_rows=self._count_train_rows())
+
+    def _may_be_one(self, planner: GroupPlanner) -> bool:
+        return self.config.mode == "auto" and not self._is_reading and may_be_better(planner, self.n_decoding)
 
     def _pressure_min(self, planner: GroupPlanner) -> int:
         if any(session.is_replay for session in self._prompts.sessions):
@@ -306,7 +315,7 @@ class Scheduler:
     def _traffic(self, plan: GroupPlan, n_streams: int, planner: GroupPlanner) -> Traffic:
         """Return what will be beside a flight of so many streams once all that decode are under way."""
         n_flights = min(plan.n_groups, math.ceil(self.n_decoding / n_streams))
-        n_idle = _saturating(planner, n_streams) - n_flights
+        n_idle = planner.saturating(n_streams) - n_flights
         # Where streams take turns in flights, some wait in the pool.
         n_beside = max(0, min(self.n_decoding - n_streams, (n_flights - 1) * plan.group_rows))
         return Traffic(n_flights, n_beside, max(0, n_idle))
@@ -364,10 +373,10 @@ class Scheduler:
     ) -> None:
         """Send decode rows or guesses, prompt rows or both as one flight."""
         n_rows, n_prompt_rows = (sum(len(frame.tokens) for frame in part) for part in (decode, chunks))
-        decode_tokens = _mean_context(decode)
+        decode_tokens = mean_context(decode)
         if self.planner.shares_longest:
             decode_tokens = max((frame.position for frame in decode), default=0)
-        planner = self.planner.at(decode_tokens, _mean_context(chunks))
+        planner = self.planner.at(decode_tokens, mean_context(chunks))
         step_ns = planner.mixed_ns(n_rows, n_prompt_rows) if decode else planner.chunk_ns(n_prompt_rows)
         self._flights.launch(kind, decode, chunks, now_ns, step_ns=step_ns, way_ns=planner.way_ns(n_rows))
         envelopes.append(decode + chunks)
@@ -385,15 +394,3 @@ class Scheduler:
 
 def _key(frame: OutFrame) -> tuple[int, int]:
     return frame.session.session_id, frame.position
-
-
-def _saturating(planner: GroupPlanner, rows: int) -> int:
-    """Return how many flights of so many rows the stages have work for at once; 0 while nothing is known."""
-    step_ns = planner.step_ns(rows)
-    return round((planner.way_ns(rows) + planner.overhead_ns) / step_ns) if step_ns else 0
-
-
-def _mean_context(frames: list[OutFrame]) -> float:
-    """Return how many tokens stand before the frame of an average row."""
-    n_rows = sum(len(frame.tokens) for frame in frames)
-    return sum(len(frame.tokens) * frame.position for frame in frames) / n_rows if n_rows else 0.0

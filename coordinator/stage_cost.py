@@ -23,6 +23,7 @@ class StageCost:
     decode_tokens: int = 0  # context of an average decode row, or of the longest where all of a flight pay for that
     prompt_tokens: int = 0  # and of a prompt row
     is_per_lane: bool = False  # lanes have KV cells of their own: decode rows and prompt rows are computed apart
+    shares_host: bool = False  # another stage of the pipeline computes on the same host, and reads the same memory
 
     @property
     def shares_longest(self) -> bool:

@@ -1,0 +1,118 @@
+"""Where stages share a host, one flight of all streams is tried beside the planned ones, and the better is kept."""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from coordinator.connection import share_host
+from coordinator.groups import GroupPlanner
+from coordinator.one_flight import AGAIN_WINDOWS, CONTESTS_MAX, ROUNDS, SETTLE_ROUNDS, OneFlight, may_be_better
+from coordinator.scheduler import ScheduleConfig, Scheduler
+from coordinator.session import OutFrame
+from coordinator.stage_cost import StageCost
+from tests.scheduling import answer, row
+from wire.curve import CostCurve
+
+MS = 1_000_000
+# Of a stage that reads its weights while another one does: more rows cost little, so that flights of few gain little.
+MEMORY_BOUND = CostCurve([(1, 22 * MS), (2, 24 * MS), (4, 26 * MS), (8, 43 * MS)])
+
+
+def planner(*, shares_host: bool = True, n_stages: int = 2) -> GroupPlanner:
+    return GroupPlanner([StageCost(MEMORY_BOUND, MEMORY_BOUND, 64, shares_host=shares_host)] * n_stages)
+
+
+def run(
+    scheduler: Scheduler, n_streams: int, n_flights: int, round_ns: Callable[[int, int], int]
+) -> list[tuple[int, ...]]:
+    """Decode where the i-th flight takes `round_ns(i, its rows)`; return the sessions of each flight as it left."""
+    under_way: list[tuple[int, int, list[OutFrame]]] = []
+    left: list[tuple[int, ...]] = []
+    order = itertools.count()
+    now_ns = 0
+    positions = dict.fromkeys(range(1, n_streams + 1), 10)
+    for session_id, position in positions.items():
+        scheduler.decode(row(session_id, position))
+    while len(left) < n_flights:
+        for envelope in scheduler.take(now_ns):
+            left.append(tuple(frame.session.session_id for frame in envelope))
+            heapq.heappush(under_way, (now_ns + round_ns(len(left), len(envelope)), next(order), envelope))
+        now_ns, _, envelope = heapq.heappop(under_way)
+        answer(scheduler, envelope, now_ns)
+        for frame in envelope:
+            session_id = frame.session.session_id
+            positions[session_id] += 1
+            scheduler.decode(row(session_id, positions[session_id]))
+    return left
+
+
+@pytest.mark.parametrize(
+    ("single_ms", "planned_ms", "rows"),
+    [(28, 44, 2), (40, 44, 2), (44, 44, 1), (60, 44, 1), (120, 44, 1)],
+)
+def test_what_brings_more_tokens_is_kept(single_ms: int, planned_ms: int, rows: int) -> None:
+    scheduler = Scheduler(ScheduleConfig(), planner())
+    left = run(scheduler, 2, 600, lambda _, n_rows: (single_ms if n_rows == 2 else planned_ms) * MS)
+    shares = collections.Counter(len(flight) for flight in left[len(left) // 4 :])
+    assert {len(flight) for flight in left} == {1, 2}, "both were tried"
+    assert shares[rows] > 0.9 * shares.total()
+
+
+def test_what_has_become_better_meanwhile_is_found() -> None:
+    scheduler = Scheduler(ScheduleConfig(), planner())
+    left = run(scheduler, 2, 2_000, lambda i, n_rows: (44 if n_rows == 1 else 28 if i < 1_000 else 60) * MS)
+    assert collections.Counter(map(len, left[500:1_000])).most_common(1)[0][0] == 2
+    assert collections.Counter(map(len, left[-500:])).most_common(1)[0][0] == 1
+
+
+@pytest.mark.parametrize(
+    ("shares_host", "n_streams", "n_stages"), [(False, 2, 2), (True, 8, 2), (True, 1, 2), (True, 2, 1)]
+)
+def test_nothing_is_tried_where_it_promises_nothing(shares_host: bool, n_streams: int, n_stages: int) -> None:
+    """Hosts of their own; streams enough for curves to be clear; and where there is no other way."""
+    plans = planner(shares_host=shares_host, n_stages=n_stages)
+    assert not may_be_better(plans, n_streams)
+    left = run(Scheduler(ScheduleConfig(), plans), n_streams, 300, lambda _, n_rows: 44 * MS)
+    assert {len(flight) for flight in left} == {plans.plan(n_streams, n_prompts=0).group_rows}
+
+
+def test_prompts_spoil_what_is_measured_and_by_hand_nothing_is_tried() -> None:
+    trials = OneFlight()
+    for at in range(SETTLE_ROUNDS + ROUNDS - 1):
+        trials.landed(2, 2, at * MS)
+    trials.landed(2, 0, 100 * MS)
+    for at in range(SETTLE_ROUNDS + ROUNDS - 1):
+        trials.landed(2, 2, (200 + at) * MS)
+    assert not trials.is_chosen(2), "a window in two parts would have ended"
+    trials.landed(2, 2, 300 * MS)
+    assert trials.is_chosen(2), "the first trial follows the first whole window"
+    left = run(Scheduler(ScheduleConfig("fixed", 2, 1), planner()), 2, 300, lambda _, n_rows: 44 * MS)
+    assert {len(flight) for flight in left} == {1}
+
+
+def test_the_worse_way_is_tried_rarely() -> None:
+    trials = OneFlight()
+    n_trials, now_ns = 0, 0
+    for _ in range(20 * AGAIN_WINDOWS * ROUNDS):
+        is_single = trials.is_chosen(4)
+        now_ns += (60 if is_single else 44) * MS
+        trials.landed(4, 4, now_ns)
+        n_trials += is_single
+    assert n_trials < 0.06 * 20 * AGAIN_WINDOWS * ROUNDS
+
+
+def test_contests_are_bounded() -> None:
+    trials = OneFlight()
+    for n_streams in range(2, 3 * CONTESTS_MAX):
+        trials.landed(1, n_streams, n_streams * MS)
+        assert len(trials._contests) <= CONTESTS_MAX
+
+
+def test_hosts_are_told_by_their_names() -> None:
+    assert share_host(["a:1", "b:1", "a:2"]) == [True, False, True]
+    assert share_host(["[::1]:7", "[::2]:7"]) == [False, False]

@@ -77,7 +77,7 @@ def test_gcc_writes_the_whole_tile_configuration() -> None:
     assert "[64])(config)" in read.rpartition("config[63]")[2], "mended compilers need no header, and show nothing"
 
 
-def compile_commands(root: Path, macros: str = "") -> dict[str, str]:
+def compile_commands(root: Path, macros: str = "", *told: str) -> dict[str, str]:
     """Return how the files would be compiled on a processor with these macros, by their place under src/."""
     if shutil.which("cmake") is None or shutil.which("make") is None:
         pytest.skip("cmake or make is not installed")
@@ -91,7 +91,7 @@ def compile_commands(root: Path, macros: str = "") -> dict[str, str]:
     compiler.write_text(COMPILER.format(macros=macros))
     compiler.chmod(0o755)
     include = f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={BUILD / 'llama_minimal.cmake'}"
-    options = [include, f"-DCMAKE_CXX_COMPILER={compiler}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
+    options = [include, f"-DCMAKE_CXX_COMPILER={compiler}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *told]
     command = ["cmake", "-S", root, "-B", root / "build", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -190,6 +190,18 @@ def test_another_llama_cpp_than_the_copy_is_made_for_stops_the_build(
     monkeypatch.setitem(globals(), "LEFT_OVER", LEFT_OVER.replace("1 /* nrows */", "1"))
     with pytest.raises(AssertionError, match="is not the one"):
         compile_commands(tmp_path, "#define __AVX2__ 1\n#define __FMA__ 1\n#define __F16C__ 1")
+
+
+def test_a_build_for_other_machines_has_them_if_it_may_use_what_they_need(tmp_path: Path) -> None:
+    need_gcc_for_amx()
+    macros = "#define __AVX2__ 1\n#define __FMA__ 1\n#define __F16C__ 1"
+    may = {f"-DGGML_{name}=ON" for name in ("AVX2", "FMA", "F16C")}
+    for told, is_ours in ((may, True), (may - {"-DGGML_FMA=ON"}, False), (set[str](), False)):
+        root = tmp_path / str(len(told))
+        root.mkdir()
+        commands = compile_commands(root, macros, "-DGGML_NATIVE=OFF", *told)
+        assert any(name.endswith("repack_4_bit.cpp") for name in commands) == is_ours
+        assert any(renamed_by(commands, "llama").values()) == is_ours
 
 
 def renamed_by(commands: dict[str, str], suffix: str) -> dict[str, set[str]]:

@@ -55,8 +55,13 @@ function(relayline_compile)
     set(RENAMED)
     set(OWN_PRODUCTS)
 
-    # Q4_0 and MXFP4 have products that take half the time of llama.cpp's; the file says how.
-    if(TARGET ggml-cpu AND MACROS MATCHES "__FMA__" AND MACROS MATCHES "__F16C__")
+    # Q4_0 and MXFP4 have products that take half the time of llama.cpp's; the file says how. A build for other machines
+    # than this one has the instructions that it was told.
+    set(IS_TOLD TRUE)
+    if(DEFINED GGML_NATIVE AND NOT GGML_NATIVE AND NOT (GGML_AVX2 AND GGML_FMA AND GGML_F16C))
+        set(IS_TOLD FALSE)
+    endif()
+    if(TARGET ggml-cpu AND IS_TOLD AND MACROS MATCHES "__FMA__" AND MACROS MATCHES "__F16C__")
         foreach(PRODUCT gemm_q4_0 gemv_q4_0 gemm_mxfp4 gemv_mxfp4)
             list(APPEND RENAMED "ggml_${PRODUCT}_8x8_q8_0=ggml_${PRODUCT}_8x8_q8_0_llama")
         endforeach()

@@ -19,6 +19,8 @@ REBUILD := $(if $(FLAGS_MOVED)$(filter rebuild,$(MAKECMDGOALS)),anew)
 # in it. What is installed has the version asked for as well, and goes only by force. `make rebuild` is for what is wrong
 # with the wheel itself, as by a compiler with a fault: the cached one goes too.
 PIP_FRESH := $(if $(LLAMA_ARGS)$(FLAGS_MOVED),--no-cache-dir) $(if $(REBUILD),--force-reinstall --no-deps)
+INSTALL_LLAMA = CMAKE_ARGS="$(LLAMA_CMAKE) $$LLAMA_ARGS" $(PYTHON) deploy/build/with_progress.py \
+	$(BIN)/python -m pip install --verbose $$($(BIN)/python deploy/build/pinned.py llama-cpp-python)
 # Files of tests side by side: they wait for processes much of the time. One test alone: .venv/bin/python -m pytest -k NAME
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -38,13 +40,11 @@ $(STAMP): pyproject.toml stage/_capture.c $(wildcard wire/_*.c deploy/build/*.cm
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 	@echo "[2/3] llama.cpp (compiled once, a few minutes$(if $(LLAMA_ARGS),,; the wheel is cached for next time))"
 	@$(if $(filter rebuild,$(MAKECMDGOALS)),$(BIN)/python -m pip cache remove --quiet llama_cpp_python || true)
-	@CMAKE_ARGS="$(LLAMA_CMAKE) $$LLAMA_ARGS" $(PYTHON) deploy/build/with_progress.py \
-		$(BIN)/python -m pip install --verbose $(PIP_FRESH) $$($(BIN)/python deploy/build/pinned.py llama-cpp-python)
+	@$(INSTALL_LLAMA) $(PIP_FRESH)
 	@$(BIN)/python deploy/build/built_with.py || { \
 		echo "      that wheel was built before deploy/build changed; compiling anew"; \
 		$(BIN)/python -m pip cache remove --quiet llama_cpp_python || true; \
-		CMAKE_ARGS="$(LLAMA_CMAKE) $$LLAMA_ARGS" $(PYTHON) deploy/build/with_progress.py $(BIN)/python -m pip install --verbose \
-			$(if $(LLAMA_ARGS),--no-cache-dir) --force-reinstall --no-deps $$($(BIN)/python deploy/build/pinned.py llama-cpp-python); }
+		$(INSTALL_LLAMA) --force-reinstall --no-deps $(if $(LLAMA_ARGS),--no-cache-dir); }
 	@printf '%s\n' "$$LLAMA_ARGS" > $(BUILT_WITH)
 	@echo "[3/3] relayline and its other dependencies"
 	@$(PYTHON) deploy/build/with_progress.py $(BIN)/python -m pip install --editable '.[dev]'

@@ -131,6 +131,7 @@ class Simulation:
                 stage.curves.context_ns,
                 stage.curves.context_tiled_ns,
                 is_per_lane=stage.model.is_per_lane,
+                shares_host=self.world.crowding > 1,
             )
             for stage in self.stages
         ]
@@ -248,7 +249,8 @@ class Simulation:
             self._begin(stage)
 
     def _begin(self, stage: SimStage) -> None:
-        done_ns = stage.begin(self.now_ns, self.world.jitter)
+        is_crowded = any(other.is_busy for other in self.stages)
+        done_ns = stage.begin(self.now_ns, self.world.jitter, self.world.crowding if is_crowded else 1.0)
         if done_ns is not None:
             assert stage.step is not None
             self.audit.step_begins(stage, stage.step)

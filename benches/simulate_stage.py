@@ -111,8 +111,8 @@ class SimStage:
         self.check()
         return n_dropped
 
-    def begin(self, now_ns: int, jitter: float) -> int | None:
-        """Take the next step if there is one; returns when it will be done."""
+    def begin(self, now_ns: int, jitter: float, crowding: float) -> int | None:
+        """Take the next step if there is one, which takes so many times longer; returns when it will be done."""
         step = self.batcher.take(now_ns)
         if step is None:
             return None
@@ -127,7 +127,7 @@ class SimStage:
         cost_ns = self._cost_ns([item.frame for item in self.placed])
         if jitter and cost_ns:
             cost_ns = round(cost_ns * (1 + jitter * (2 * self._rng.random() - 1)))
-        cost_ns = round(cost_ns * self.factor)
+        cost_ns = round(cost_ns * self.factor * crowding)
         self.cost_max_ns = max(self.cost_max_ns, cost_ns + self.model.host_ns)
         self._step_cost_ns = cost_ns
         return max(now_ns, self.stalled_until_ns) + cost_ns + (self.model.host_ns if self.placed else 0)

@@ -130,6 +130,9 @@ class World:
     refresh_ns: int = 0
     """How often the coordinator asks for the curves that stages have learned; 0 never."""
     seed: int = 0
+    crowding: float = 1.0
+    """How many times longer a step takes that begins while another stage computes. Above 1 stages share a host, which
+    the coordinator knows."""
 
     @property
     def overhead_ns(self) -> int:

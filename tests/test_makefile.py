@@ -17,6 +17,7 @@ RECORDER = """#!/bin/sh
 printf '%s | %s\\n' "$*" "$CMAKE_ARGS" >> "$RECORD"
 case "$*" in
     *pinned.py*) echo pinned==1 ;;
+    *built_with.py*) exit "${BUILT_WITH_CODE:-0}" ;;
     *editable*) exit "${EDITABLE_CODE:-0}" ;;
 esac
 """
@@ -123,6 +124,29 @@ def test_a_rebuild_compiles_anew_with_the_last_flags(tree: Tree, flags: str) -> 
     assert command.endswith(f"llama_minimal.cmake {flags}")
     assert "cache remove" in tree.record.read_text(), "else the next environment would get the old wheel"
     assert tree.setup() == []
+
+
+@pytest.mark.parametrize("flags", ["", CUDA])
+def test_a_wheel_that_was_built_by_other_files_is_compiled_anew(tree: Tree, flags: str) -> None:
+    found, anew = tree.setup(CMAKE_ARGS=flags, BUILT_WITH_CODE="1")
+    assert "--force-reinstall" not in found or flags
+    assert {"--force-reinstall", "--no-deps"} <= set(anew.split())
+    assert ("--no-cache-dir" in anew) is bool(flags)
+    assert anew.endswith(f"llama_minimal.cmake {flags}")
+    assert "cache remove" in tree.record.read_text(), "else the next environment would get the old wheel"
+    assert tree.setup() == []
+
+
+def test_a_changed_file_of_the_build_is_a_reason_to_set_up(tree: Tree) -> None:
+    file = tree.directory / "deploy" / "build" / "some.cpp"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    os.utime(file, (1, 1))
+    tree.setup()
+    assert tree.setup() == []
+    later_s = (tree.directory / ".venv" / ".ready").stat().st_mtime + 1
+    os.utime(file, (later_s, later_s))
+    assert len(tree.setup()) == 1
 
 
 def test_flags_with_quotes_reach_the_build_as_they_are_and_are_known_again(tree: Tree) -> None:

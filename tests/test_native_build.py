@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from benches import peers
+from deploy.build import built_with
 
 BUILD = Path(__file__).parents[1] / "deploy" / "build"
 # As llama.cpp has it: a local configuration that nothing but ldtilecfg reads. `last` is the last of its 64 bytes.
@@ -207,6 +208,14 @@ def test_a_build_for_other_machines_has_them_if_it_may_use_what_they_need(tmp_pa
 def renamed_by(commands: dict[str, str], suffix: str) -> dict[str, set[str]]:
     """Return of which of llama.cpp's functions each file's get this suffix."""
     return {name: set(re.findall(rf"-D(ggml_\w+)=\1_{suffix}", command)) for name, command in commands.items()}
+
+
+def test_a_wheel_is_told_what_it_was_built_with_as_make_setup_asks_for_it(tmp_path: Path) -> None:
+    """Said by CMake and by Python: were these two not the same, every set-up would compile twice."""
+    compile_commands(tmp_path, "", "-DSKBUILD_PLATLIB_DIR=/wheel")
+    (mark,) = tmp_path.glob("build/**/relayline-build.txt")
+    assert mark.read_text() == built_with.told()
+    assert len(mark.read_text().splitlines()) == len([*BUILD.glob("*.cmake"), *BUILD.glob("*.cpp"), *BUILD.glob("*.h")])
 
 
 def test_other_words_to_gcc_make_another_build_of_the_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

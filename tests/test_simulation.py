@@ -64,6 +64,24 @@ def test_invariants_hold_while_requests_come_and_go(setup: str, seed: int) -> No
     assert not all(simulation.audit.ends.values())
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_invariants_hold_where_stages_crowd_each_other(seed: int) -> None:
+    """There one flight of all streams is tried beside the planned ones, while requests come and go."""
+    simulation = Simulation(dataclasses.replace(churning(seed), crowding=1.6)).run()
+    assert len(simulation.audit.ends) == 50
+
+
+@pytest.mark.parametrize("n_streams", [2, 4])
+def test_one_flight_is_found_where_it_is_quicker_than_what_curves_say(n_streams: int) -> None:
+    """Two stages that read one memory: rows cost little, and steps side by side take 1.75 times as long."""
+    world = World(equal_stages(2, "smooth"), streams(n_streams, 300), refresh_ns=100 * MS, crowding=1.75)
+    auto, single, planned = (
+        steady_figures(world, setup) for setup in (AUTO, fixed(1, n_streams), fixed(2, n_streams // 2))
+    )
+    assert single.tokens_per_s > 1.2 * planned.tokens_per_s, "else there is nothing to find"
+    assert auto.tokens_per_s >= 0.95 * single.tokens_per_s
+
+
 def test_the_same_seed_gives_the_same_history() -> None:
     first, again, other = (Simulation(churning(seed, 20)).run().audit for seed in (5, 5, 9))
     assert first.token_times_ns == again.token_times_ns

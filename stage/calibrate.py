@@ -47,7 +47,6 @@ CONTEXT_ROWS = 2
 # all, but 0.0 says that nobody knows, and with a price near it context would never seem to be enough of a step's cost
 # for real steps to refine it.
 TILED_PART_MIN = 0.125
-TILED_KV_TYPES = ("f16", "f32")  # of others rows are read one by one however many there are
 UNDISTURBED = 0.85  # part of its processor time below which a step did not have its cores for itself
 DISTURBED_MIN_NS = 2_000_000  # of a step; shorter ones are over before anything disturbs them
 # Linux counts the processor time of threads that run meanwhile on other cores when the timer ticks there, at 100 Hz at
@@ -201,12 +200,12 @@ def _beside_context(
 def _has_two_prices(engine: NativeEngine) -> bool:
     """Whether context costs many rows another price than few, which a step of a tile's rows tells.
 
-    In one cache: whether attention runs on the processor with a cache of a type that its tiles are made for. In a
-    lane's own: whether all scores are computed at once. Flash attention is tiled there too, but from 64 rows on alone.
+    In one cache: whether attention runs on the processor and goes by tiles. In a lane's own: whether all scores are
+    computed at once. Flash attention may be tiled there too, but from 64 rows on alone.
     """
     if engine.config.kv_layout == "per-lane":
         return engine.has_scores
-    return not _is_offloaded(engine) and engine.config.kv_type in TILED_KV_TYPES
+    return not _is_offloaded(engine) and engine.goes_by_tiles
 
 
 def _measure(

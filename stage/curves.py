@@ -5,9 +5,9 @@ A step takes
     all rows through the layers + the head for rows of running streams + attention to what stands before their frames
 
 With flash attention a row reads its own lane's keys and values and nobody else's, which takes context_ns for each of
-these tokens. On CPUs a row of a context of 2,000 tokens costs twice a short one's (benches/RESULTS.md). Steps of at
-least ATTENTION_TILE_ROWS rows are another matter there: rows go in tiles, whose lanes are read once for the whole tile,
-and every row of the tile pays for all of them, also those that are missing where it is not full
+these tokens. On CPUs steps of at least ATTENTION_TILE_ROWS rows are another matter where the build or the model lets
+llama.cpp go by tiles (stage.kv_cache.goes_by_tiles): a tile's lanes are read once for all of its rows, and every row
+pays for all of them, also those that are missing where the tile is not full
 (ggml_compute_forward_flash_attn_ext_tiled in ggml-cpu/ops.cpp). So a token of context costs a row of a long prompt a
 quarter, and rows of many lanes in one tile many times what they would cost one by one. What rows of one frame read of
 each other is part of the prefill curve.

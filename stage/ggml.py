@@ -69,6 +69,16 @@ def address_of(symbol: str) -> int:
     return address
 
 
+def attends_own_cells(*, n_rows: int, n_heads: int, n_kv_heads: int) -> bool:
+    """Return whether flash attention on the processor takes steps of so many rows one by one in an f16 cache.
+
+    Then a row costs what its own lane's cells do, whoever else holds cells (deploy/build/attend_own_cells.cpp). Else,
+    and in builds without that file, llama.cpp asks all cells of the cache, and from 64 rows on multiplies tiles.
+    """
+    found = getattr(_lib, "relayline_attends_own_cells", None)
+    return found is not None and bool(found(n_rows, n_heads, n_kv_heads) & 1)
+
+
 for _symbol, _arguments, _result in (
     ("ggml_backend_dev_count", [], ctypes.c_size_t),
     ("ggml_backend_dev_get", [ctypes.c_size_t], ctypes.c_void_p),

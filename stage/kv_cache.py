@@ -6,6 +6,8 @@ from typing import Any
 
 from llama_cpp import llama_cpp as llama
 
+from stage import ggml
+from wire.curve import ATTENTION_TILE_ROWS
 from wire.kv_layout import has_scores
 
 KV_TYPES: dict[str, int] = {
@@ -22,6 +24,7 @@ FLASH_ATTN: dict[str, int] = {
     "on": llama.LLAMA_FLASH_ATTN_TYPE_ENABLED,
     "off": llama.LLAMA_FLASH_ATTN_TYPE_DISABLED,
 }
+TILED_KV_TYPES = ("f16", "f32")  # of others rows are read one by one however many there are
 CTX_STEP_TOKENS = 256  # llama.cpp rounds a context up to this; done here first, so that n_batch is not clipped
 SPARE_CELLS = 256  # of one spare lane, in a unified cache
 
@@ -61,5 +64,16 @@ def lay_out(
     params.kv_unified = kv_layout == "unified"  # then a step is one micro-batch in its row order, and prefixes are free
     params.swa_full = True  # a lane can be rewound, with some exceptions in a unified cache: NativeEngine.check_rewind
     score_bytes = 4 * max_rows * ctx_tokens * n_heads
-    scored = has_scores(kv_layout, kv_type=kv_type, gpu_layers=gpu_layers, score_bytes=score_bytes)
+    scored = has_scores(
+        kv_layout, kv_type=kv_type, gpu_layers=gpu_layers, score_bytes=score_bytes,
+        reads_own_cells=ggml.attends_own_cells(n_rows=1, n_heads=n_heads, n_kv_heads=n_heads),
+    )  # fmt: skip
     params.flash_attn_type = FLASH_ATTN["off" if flash_attn == "auto" and scored else flash_attn]
+
+
+def goes_by_tiles(model: Any, kv_type: str) -> bool:
+    """Return whether flash attention on the processor takes many rows in tiles, whose lanes are all read for each."""
+    n_heads, n_kv_heads = llama.llama_model_n_head(model), llama.llama_model_n_head_kv(model)
+    if kv_type == "f16" and ggml.attends_own_cells(n_rows=ATTENTION_TILE_ROWS, n_heads=n_heads, n_kv_heads=n_kv_heads):
+        return False
+    return kv_type in TILED_KV_TYPES

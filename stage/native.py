@@ -21,7 +21,7 @@ from llama_cpp import llama_cpp as llama
 from stage import ggml
 from stage.artifact import StageArtifact, open_artifact
 from stage.capture import RowCapture, output_name
-from stage.kv_cache import CTX_STEP_TOKENS, FLASH_ATTN, KV_TYPES, lay_out
+from stage.kv_cache import CTX_STEP_TOKENS, FLASH_ATTN, KV_TYPES, goes_by_tiles, lay_out
 from stage.kv_state import multiplied
 from stage.lane_state import HELD_COPIES_MAX, copy_lane, read_lane, require, write_lane
 from stage.loading import Load
@@ -113,7 +113,6 @@ class NativeEngine:
         self._capture: RowCapture | None = None
         self._copies_wait = False  # llama.cpp copies whole lanes when the next step begins
         self._is_per_lane = config.kv_layout == "per-lane"
-        self.has_scores = False  # whether attention computes all scores of a step at once, without flash attention
         self._step_cut: Cut | None = None  # of the last step, where lanes have cells of their own
         try:
             self._model = load_model(self.artifact, config.gpu_layers, config.ctx_tokens, load)
@@ -193,7 +192,8 @@ class NativeEngine:
             gpu_layers=config.gpu_layers,
             n_heads=llama.llama_model_n_head(self._model),
         )
-        self.has_scores = params.flash_attn_type == FLASH_ATTN["off"]
+        self.has_scores: bool = params.flash_attn_type == FLASH_ATTN["off"]  # of a whole step, without flash attention
+        self.goes_by_tiles = goes_by_tiles(self._model, config.kv_type)
         params.n_outputs_max = max(self.max_wanted, config.n_sequences) if self.is_last else n_rows
         params.n_threads = params.n_threads_batch = config.n_threads
         params.embeddings = False

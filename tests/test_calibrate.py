@@ -205,7 +205,8 @@ class LaneMachine(PricedMachine):
 
 @pytest.fixture
 def apart(artifacts: list[Path]) -> Iterator[NativeEngine]:
-    config = EngineConfig(artifacts[0], n_lanes=2, ctx_tokens=2_048, max_rows=64, kv_layout="per-lane")
+    kind = {"kv_layout": "per-lane", "flash_attn": "off"}
+    config = EngineConfig(artifacts[0], n_lanes=2, ctx_tokens=2_048, max_rows=64, **kind)
     with NativeEngine(config) as engine:
         yield engine
 
@@ -266,7 +267,7 @@ def test_nor_is_one_when_the_time_is_spent_or_attention_knows_no_tiles(
 ) -> None:
     PricedMachine(roomy, monkeypatch, row_ms=1, tiled_ns=5_000)
     assert calibrate(roomy, budget_s=0).context_tiled_ns == 0.0
-    monkeypatch.setattr(calibration, "TILED_KV_TYPES", ("f32",))
+    monkeypatch.setattr(roomy, "goes_by_tiles", False)
     assert calibrate(roomy).context_tiled_ns == 0.0
 
 

@@ -63,17 +63,18 @@ def check(model: Path, all_cuts: list[tuple[int, ...]], out_dir: Path, error_max
 def test_lanes_with_cells_of_their_own_equal_whole(name: str, tmp_path: Path) -> None:
     """Two neighbouring lanes and one apart, so that llama.cpp computes each step in two parts; one cut.
 
-    Without flash attention on both sides, as stages on CPUs have it.
+    With or without flash attention on both sides, as stages have it here.
     """
     model = make_tiny(name, tmp_path / "model.gguf")
     facts = inspect_model(model)
     fed = tokens(facts.n_vocab)
-    expected = whole_logits(model, facts.n_vocab, flash_attn="off")
     pipeline = split_model(model, tmp_path / "out", cuts=balanced_cuts(facts, 2))
     with Chain(tmp_path / "out", pipeline, lanes=(3, 0, 1), kv_layout="per-lane") as chain:
         steps = [fed[:PREFILL], *([token] for token in fed[PREFILL:])]
         found = [chain.step(step).reshape(3, len(step), -1) for step in steps]
         assert chain.engines[0].micro_batches == (2, 1)
+        flash_attn = "off" if chain.engines[0].has_scores else "auto"
+    expected = whole_logits(model, facts.n_vocab, flash_attn=flash_attn)
     error = np.abs(np.concatenate(found, axis=1) - expected).max() / expected.std()
     assert error < ERROR_OTHER_ROWS_MAX, error
 
@@ -301,16 +302,17 @@ def test_llama4_attends_within_chunks_of_8192_positions(kv_layout: str, tmp_path
     model = make_tiny("llama4", tmp_path / "model.gguf")
     assert inspect_model(model).legal_cuts == (4, 8)
     n_vocab = inspect_model(model).n_vocab
-    fed, first, flash_attn = tokens(n_vocab), 8192 - 12, "auto" if kv_layout == "unified" else "off"
+    fed, first = tokens(n_vocab), 8192 - 12
+    pipeline = split_model(model, tmp_path / "out", cuts=(4, 8))
+    with Chain(tmp_path / "out", pipeline, kv_layout=kv_layout) as chain:
+        chain.position = first
+        found = chain.step(fed[:PREFILL])
+        flash_attn = "off" if chain.engines[0].has_scores else "auto"
     positions, later = range(first, first + PREFILL), range(100, 100 + PREFILL)
     with ReferenceModel(model, n_ctx=256, n_seq_max=1, flash_attn=flash_attn) as reference:
         expected = reference.decode(fed[:PREFILL], positions, [0] * PREFILL, [True] * PREFILL)
         reference.drop_from(0, 0)
         elsewhere = reference.decode(fed[:PREFILL], later, [0] * PREFILL, [True] * PREFILL)
-    pipeline = split_model(model, tmp_path / "out", cuts=(4, 8))
-    with Chain(tmp_path / "out", pipeline, kv_layout=kv_layout) as chain:
-        chain.position = first
-        found = chain.step(fed[:PREFILL])
     assert np.abs(found - expected).max() < ERROR_MAX * expected.std()
     assert np.abs(found[12:] - elsewhere[12:]).max() > 0.1 * expected.std(), "the chunk matters"
 

@@ -57,18 +57,22 @@ spec:
 
 
 @pytest.mark.parametrize(
-    ("layout", "kv_type", "gpu_layers", "score_bytes", "expected"),
+    ("layout", "kv_type", "gpu_layers", "score_bytes", "reads_own_cells", "expected"),
     [
-        ("per-lane", "f16", 0, SCORE_BYTES_MAX, True),
-        ("per-lane", "f32", 0, 1, True),
-        ("per-lane", "f16", 0, SCORE_BYTES_MAX + 1, False),
-        ("per-lane", "q8_0", 0, 1, False),
-        ("per-lane", "f16", -1, 1, False),
-        ("unified", "f16", 0, 1, False),
+        ("per-lane", "f16", 0, SCORE_BYTES_MAX, False, True),
+        ("per-lane", "f32", 0, 1, False, True),
+        ("per-lane", "f16", 0, SCORE_BYTES_MAX + 1, False, False),
+        ("per-lane", "q8_0", 0, 1, False, False),
+        ("per-lane", "f16", -1, 1, False, False),
+        ("unified", "f16", 0, 1, False, False),
+        ("per-lane", "f16", 0, 1, True, False),
+        ("per-lane", "f32", 0, 1, True, True),
     ],
 )
 def test_scores_are_computed_where_they_fit_and_flash_attention_is_slow(
-    layout: str, kv_type: str, gpu_layers: int, score_bytes: int, expected: bool
+    layout: str, kv_type: str, gpu_layers: int, score_bytes: int, reads_own_cells: bool, expected: bool
 ) -> None:
-    found = has_scores(layout, kv_type=kv_type, gpu_layers=gpu_layers, score_bytes=score_bytes)
+    found = has_scores(
+        layout, kv_type=kv_type, gpu_layers=gpu_layers, score_bytes=score_bytes, reads_own_cells=reads_own_cells
+    )
     assert found == expected

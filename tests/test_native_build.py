@@ -40,7 +40,8 @@ GGML_LISTS = {
     "ggml/src": "add_library(ggml-cpu OBJECT {})\n",
 }
 REPACKED, FEW_ROWS = "ggml-cpu/arch/x86/repack.cpp", "repack_few_rows.cpp"
-SOURCES = ("ggml-cpu/amx/mmq.cpp", "ggml-cpu/amx/amx.cpp", REPACKED, "ggml-cpu/repack.cpp")
+OTHERS = ("ggml-cpu/repack.cpp", "ggml-cpu/ops.cpp")  # those of which copies are compiled
+SOURCES = ("ggml-cpu/amx/mmq.cpp", "ggml-cpu/amx/amx.cpp", REPACKED, *OTHERS)
 # Of llama.cpp's ggml-cpu/repack.cpp, what multiplies the rows that fours leave over.
 LEFT_OVER = """
         for (int iter = nrows - (nrows % 4); iter < nrows; iter++) {
@@ -48,6 +49,11 @@ LEFT_OVER = """
                                                              ne01, src0_ptr + src0_start * nb01,
                                                              src1_ptr + (src1_col_stride * iter), 1 /* nrows */, ncols);
         }
+"""
+# And of its ggml-cpu/ops.cpp, where attention chooses how to go about it.
+ATTENTION = """
+    if (use_split_kv_path) {
+    }
 """
 # Says of this machine's processor what a test wants to hear, and is g++ else.
 COMPILER = """#!/bin/sh
@@ -87,7 +93,8 @@ def compile_commands(root: Path, macros: str = "", *told: str) -> dict[str, str]
         (root / directory / "CMakeLists.txt").write_text(text.format(" ".join(SOURCES)))
     for source in SOURCES:
         (root / "ggml" / "src" / source).parent.mkdir(parents=True, exist_ok=True)
-        (root / "ggml" / "src" / source).write_text(LEFT_OVER if source == "ggml-cpu/repack.cpp" else "")
+        text = {"ggml-cpu/repack.cpp": LEFT_OVER, "ggml-cpu/ops.cpp": ATTENTION}.get(source, "")
+        (root / "ggml" / "src" / source).write_text(text)
     compiler = root / "compiler"
     compiler.write_text(COMPILER.format(macros=macros))
     compiler.chmod(0o755)
@@ -161,7 +168,7 @@ def test_few_rows_have_kernels_of_their_own_where_512_bits_are_two_halves(
         (("AVX",), False),
     ],
 )
-def test_products_of_four_bits_are_ours_where_the_processor_has_what_they_need(
+def test_products_of_four_bits_and_attention_are_ours_where_the_processor_has_what_they_need(
     tmp_path: Path, macros: tuple[str, ...], is_ours: bool
 ) -> None:
     need_gcc_for_amx()
@@ -175,21 +182,28 @@ def test_products_of_four_bits_are_ours_where_the_processor_has_what_they_need(
     assert renamed.pop(REPACKED) == (defined if is_ours else set())
     assert not any(renamed.values())
     assert ("sched-pressure" in ours) == is_ours
-    copies = list(tmp_path.glob("build/**/relayline/repack.cpp"))
-    assert len(copies) == is_ours
-    assert is_ours == ("ggml-cpu/repack.cpp" not in commands)  # the copy stands in for it
-    for copy in copies:
-        assert str(copy) in commands
-        assert "AT_ONCE ? nb1 / nb0 : ne01" in copy.read_text()
-        assert "iter++" not in copy.read_text()
+    assert any(name.endswith("attend_own_cells.cpp") for name in commands) == is_ours
+    copies = {path.name: path for path in tmp_path.glob("build/**/relayline/*.cpp")}
+    assert set(copies) == ({Path(name).name for name in OTHERS} if is_ours else set())
+    assert all((name in commands) != is_ours for name in OTHERS)  # copies stand in for them
+    if is_ours:
+        assert {str(path) for path in copies.values()} <= set(commands)
+        products, attention = (copies[Path(name).name].read_text() for name in OTHERS)
+        assert "AT_ONCE ? nb1 / nb0 : ne01" in products
+        assert "iter++" not in products
+        assert attention.index("if (relayline_attend(params, dst))") < attention.index("if (use_split_kv_path)")
 
 
+@pytest.mark.parametrize(
+    ("text", "known", "file"),
+    [("LEFT_OVER", "1 /* nrows */", "repack.cpp"), ("ATTENTION", "use_split_kv_path", "ops.cpp")],
+)
 def test_another_llama_cpp_than_the_copy_is_made_for_stops_the_build(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, known: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need_gcc_for_amx()
-    monkeypatch.setitem(globals(), "LEFT_OVER", LEFT_OVER.replace("1 /* nrows */", "1"))
-    with pytest.raises(AssertionError, match="is not the one"):
+    monkeypatch.setitem(globals(), text, globals()[text].replace(known, "other"))
+    with pytest.raises(AssertionError, match=rf"{file} is\s+not the one"):
         compile_commands(tmp_path, "#define __AVX2__ 1\n#define __FMA__ 1\n#define __F16C__ 1")
 
 

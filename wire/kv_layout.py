@@ -4,10 +4,12 @@ Stages and the planner both ask here. Unified, all lanes share the cells and a s
 Per-lane, each lane has cells of its own: attention walks as many as the longest lane computed with it has, but
 llama.cpp computes only neighbouring lanes at once (stage.micro_batches).
 
-On a CPU llama.cpp's flash attention goes through the cells one by one for each row and head, masked ones too (some 8 ns
-each), which in a unified cache are those of all other lanes. Measured by `python -m benches.contexts`, 16 rows of 16
-lanes, unified / per-lane: 103 / 111 ms with 64 tokens in each lane, 142 / 118 with 256, 429 / 174 with 1,024, 745 / 179
-with 2,048. Hence "auto": streams that may grow long have cells of their own on a CPU. On a GPU cells are shared: a
+On a CPU llama.cpp's flash attention goes through the cells one by one for each row and head, masked ones too, which in
+a unified cache are those of all other lanes: 16 rows of 16 lanes took 103 / 111 ms unified / per-lane with 64 tokens in
+each lane, 142 / 118 with 256, 429 / 174 with 1,024, 745 / 179 with 2,048 (`python -m benches.contexts`). Hence "auto":
+streams that may grow long have cells of their own on a CPU. Where the build's attention goes through the seen cells
+alone (stage.ggml.attends_own_cells) both take the same, and what is left of a difference is that per-lane steps go in
+parts; "auto" does not ask, since one layout must suit the builds of all stages. On a GPU cells are shared: a
 micro-batch is taken to cost there what a whole step does, however few its rows (simulated; nobody measured one yet).
 
 All stages of a pipeline need the same layout: the coordinator's plans and the lanes it keeps are made for one.
@@ -36,9 +38,11 @@ def choose_pipeline_layout(asked: str, *, ctx_tokens: int, gpu_layers: Iterable[
     return choose_layout(asked, ctx_tokens=ctx_tokens, gpu_layers=int(all(gpu_layers)))
 
 
-def has_scores(layout: str, *, kv_type: str, gpu_layers: int, score_bytes: int) -> bool:
-    """Return whether attention does without flash attention: it is slower for a lane's own cells on a CPU.
+def has_scores(layout: str, *, kv_type: str, gpu_layers: int, score_bytes: int, reads_own_cells: bool) -> bool:
+    """Return whether attention does without flash attention: llama.cpp's is slower for a lane's own cells on a CPU.
 
-    score_bytes: of all scores of the largest step, 4 x rows x cells x heads.
+    score_bytes: of all scores of the largest step, 4 x rows x cells x heads. reads_own_cells: the build's flash
+    attention is the one that goes through the seen cells alone, which it does where they are f16.
     """
-    return layout == "per-lane" and not gpu_layers and kv_type in SCORED_KV_TYPES and 0 < score_bytes <= SCORE_BYTES_MAX
+    is_slower = kv_type in SCORED_KV_TYPES and not (reads_own_cells and kv_type == "f16")
+    return layout == "per-lane" and not gpu_layers and is_slower and 0 < score_bytes <= SCORE_BYTES_MAX

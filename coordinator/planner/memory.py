@@ -74,8 +74,11 @@ def _attention_bytes(model: ModelShape, load: Load, rows: int) -> int:
     if load.kv_layout == "unified":
         return (model.n_masks * MASK_BYTES + choice) * kv_cells(load)
     scores = 4 * model.n_heads * load.ctx_tokens
-    # As on a CPU: a stage on a GPU needs less.
-    scored = has_scores(load.kv_layout, kv_type=load.kv_type, gpu_layers=0, score_bytes=load.max_rows * scores)
+    # As in any build on a CPU: most of those on x86 need no scores, and a stage on a GPU needs none.
+    score_bytes = load.max_rows * scores
+    scored = has_scores(
+        load.kv_layout, kv_type=load.kv_type, gpu_layers=0, score_bytes=score_bytes, reads_own_cells=False
+    )
     if scored:
         scores += CHOICE_SCORED_BYTES * load.ctx_tokens if model.has_indexers else 0
     return (model.n_masks * MASK_BYTES + choice) * load.ctx_tokens + (scores if scored else 0)

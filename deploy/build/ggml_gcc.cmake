@@ -1,33 +1,54 @@
 # Included by every build of ggml (CMAKE_PROJECT_ggml_INCLUDE) right after its project() call: what GCC must be told about
 # some of its files. Set at the end of ggml's directory, since src/ must be known by then. A CMake that cannot do that
 # (before 3.19) comes with a GCC that knows no AMX.
-# llama.cpp multiplies what rows in fours leave over one by one; those of repack_4_bit.cpp are multiplied at once, by a
-# copy of the file that says so.
-function(relayline_rest_at_once SOURCES)
-    file(READ "${SOURCES}/repack.cpp" TEXT)
-    set(LOOP "iter < nrows; iter++) {")
-    set(ONE_ROW "ne01, src0_ptr + src0_start * nb01,
-                                                             src1_ptr + (src1_col_stride * iter), 1 /* nrows */, ncols);")
-    foreach(PART LOOP ONE_ROW)
-        string(FIND "${TEXT}" "${${PART}}" FIRST)
-        string(FIND "${TEXT}" "${${PART}}" LAST REVERSE)
+
+# Has FILE of ggml-cpu, in SOURCES, compiled from a copy that begins with HEAD and has other text in some places, of which
+# each must occur once: the names of variables in turns, OLD NEW OLD NEW.
+function(relayline_edit SOURCES FILE HEAD)
+    file(READ "${SOURCES}/${FILE}" TEXT)
+    while(ARGN)
+        list(POP_FRONT ARGN OLD NEW)
+        string(FIND "${TEXT}" "${${OLD}}" FIRST)
+        string(FIND "${TEXT}" "${${OLD}}" LAST REVERSE)
         if(FIRST EQUAL -1 OR NOT FIRST EQUAL LAST)
-            message(FATAL_ERROR "llama.cpp's repack.cpp is not the one that ggml_gcc.cmake knows: no single \"${${PART}}\"")
+            message(FATAL_ERROR "llama.cpp's ${FILE} is not the one that ggml_gcc.cmake knows: no single \"${${OLD}}\"")
         endif()
-    endforeach()
-    string(REPLACE "${LOOP}" "iter < nrows;) {
-            constexpr bool AT_ONCE = INTER_SIZE == 8 && NB_COLS == 8 &&
-                (std::is_same_v<BLOC_TYPE, block_q4_0> || std::is_same_v<BLOC_TYPE, block_mxfp4>);
-            const int n = AT_ONCE ? nrows - iter : 1;" TEXT "${TEXT}")
-    string(REPLACE "${ONE_ROW}" "AT_ONCE ? nb1 / nb0 : ne01, src0_ptr + src0_start * nb01,
-                                                             src1_ptr + (src1_col_stride * iter), n, ncols);
-            iter += n;" TEXT "${TEXT}")
-    set(COPY "${CMAKE_CURRENT_BINARY_DIR}/relayline/repack.cpp")
-    file(WRITE "${COPY}" "#include <type_traits>\n${TEXT}")
+        string(REPLACE "${${OLD}}" "${${NEW}}" TEXT "${TEXT}")
+    endwhile()
+    set(COPY "${CMAKE_CURRENT_BINARY_DIR}/relayline/${FILE}")
+    file(WRITE "${COPY}" "${HEAD}\n${TEXT}")
     set_source_files_properties("${COPY}" DIRECTORY src PROPERTIES INCLUDE_DIRECTORIES "${SOURCES}")
     get_target_property(FILES ggml-cpu SOURCES)
-    list(TRANSFORM FILES REPLACE "^(.*/)?ggml-cpu/repack\\.cpp$" "${COPY}")
+    string(REPLACE "." "\\." PATTERN "${FILE}")
+    list(TRANSFORM FILES REPLACE "^(.*/)?ggml-cpu/${PATTERN}$" "${COPY}")
     set_target_properties(ggml-cpu PROPERTIES SOURCES "${FILES}")
+endfunction()
+
+# llama.cpp multiplies what rows in fours leave over one by one; those of repack_4_bit.cpp are multiplied at once.
+function(relayline_rest_at_once SOURCES)
+    set(LOOP "iter < nrows; iter++) {")
+    set(LOOP_AT_ONCE "iter < nrows;) {
+            constexpr bool AT_ONCE = INTER_SIZE == 8 && NB_COLS == 8 &&
+                (std::is_same_v<BLOC_TYPE, block_q4_0> || std::is_same_v<BLOC_TYPE, block_mxfp4>);
+            const int n = AT_ONCE ? nrows - iter : 1;")
+    set(ONE_ROW "ne01, src0_ptr + src0_start * nb01,
+                                                             src1_ptr + (src1_col_stride * iter), 1 /* nrows */, ncols);")
+    set(ALL_ROWS "AT_ONCE ? nb1 / nb0 : ne01, src0_ptr + src0_start * nb01,
+                                                             src1_ptr + (src1_col_stride * iter), n, ncols);
+            iter += n;")
+    relayline_edit("${SOURCES}" repack.cpp "#include <type_traits>" LOOP LOOP_AT_ONCE ONE_ROW ALL_ROWS)
+endfunction()
+
+# attend_own_cells.cpp is asked first.
+function(relayline_own_cells SOURCES)
+    set(CHOICE "    if (use_split_kv_path) {")
+    set(ASK_FIRST "    if (relayline_attend(params, dst)) {
+        return;
+    }
+${CHOICE}")
+    set(DECLARED "struct ggml_compute_params;\nstruct ggml_tensor;
+bool relayline_attend(const ggml_compute_params * params, const ggml_tensor * dst);")
+    relayline_edit("${SOURCES}" ops.cpp "${DECLARED}" CHOICE ASK_FIRST)
 endfunction()
 
 function(relayline_compile)
@@ -67,6 +88,8 @@ function(relayline_compile)
         endforeach()
         list(APPEND OWN_PRODUCTS "${OWN}/repack_4_bit.cpp")
         relayline_rest_at_once("${SOURCES}")
+        target_sources(ggml-cpu PRIVATE "${OWN}/attend_own_cells.cpp")
+        relayline_own_cells("${SOURCES}")
     endif()
     # Zen 4, which computes 512 bits in two halves, has better kernels for few rows; the file says more. (Zen 5, with
     # halves or without, has AVX-VNNI beside AVX-512; it was not measured, and neither were Intel's processors.)

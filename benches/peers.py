@@ -42,7 +42,15 @@ PROGRAM_OPTIONS = (
 CMAKE_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DGGML_RPC=ON", *PROGRAM_OPTIONS)
 # What relayline's own build tells GCC, theirs tells it too: where the CPU has AMX they would die of their first step.
 BUILD = Path(__file__).parents[1] / "deploy" / "build"
-TOLD_GCC = ("ggml_gcc.cmake", "amx_tile_config.h", "repack_few_rows.cpp", "repack_4_bit.cpp", "attend_own_cells.cpp")
+TOLD_GCC = (
+    "ggml_gcc.cmake",
+    "amx_tile_config.h",
+    "repack_few_rows.cpp",
+    "repack_rows.h",
+    "repack_4_bit.cpp",
+    "repack_q4_k.cpp",
+    "attend_own_cells.cpp",
+)
 GCC_OPTION = f"-DCMAKE_PROJECT_ggml_INCLUDE={BUILD / 'ggml_gcc.cmake'}"
 LOG_LINES_SHOWN = 20
 

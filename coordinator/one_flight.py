@@ -16,7 +16,10 @@ from coordinator.groups import GroupPlanner
 
 SETTLE_ROUNDS = 2  # tokens of every stream until the flights are those that are to be measured
 ROUNDS = 6  # and then until a rate is taken
+GIVE_UP_ROUNDS = 2  # after which a trial ends early if it is hopeless
+HOPELESS = 0.9  # times as fast as the way that is kept, or less
 AGAIN_WINDOWS = 32  # of the better way until the other is tried again: one token in 25 then goes the worse way
+AGAIN_SOON_WINDOWS = 16  # where it was given up early, which costs half and may have been a bad moment
 CLEARLY = 1.03  # times as fast the way that is tried must have been
 WORTH_TRYING = 0.7  # of the planned flights' predicted rate is what a single flight must promise
 CONTESTS_MAX = 64  # numbers of streams for which one is kept
@@ -56,13 +59,18 @@ class OneFlight:
             if self._n_tokens >= SETTLE_ROUNDS * n_streams:
                 self._settled = (self._n_tokens, now_ns)
             return
-        n_measured = self._n_tokens - settled_tokens
-        if n_measured < ROUNDS * n_streams or now_ns <= settled_ns:
+        n_measured, contest = self._n_tokens - settled_tokens, self._contests[n_streams]
+        if n_measured < GIVE_UP_ROUNDS * n_streams or now_ns <= settled_ns:
+            return
+        rate = n_measured / (now_ns - settled_ns)
+        is_early = n_measured < ROUNDS * n_streams
+        if is_early and not (contest.is_trial and rate < HOPELESS * contest.kept_rate):
             return
         self._settled = (self._n_tokens, now_ns)
-        contest = self._contests[n_streams]
-        if _measured(contest, n_measured / (now_ns - settled_ns)):
+        if _measured(contest, rate):
             self._begin(n_streams)
+        if is_early:
+            contest.n_windows = AGAIN_WINDOWS - AGAIN_SOON_WINDOWS
 
     def _begin(self, n_streams: int) -> None:
         if n_streams and n_streams not in self._contests:

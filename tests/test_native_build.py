@@ -175,14 +175,16 @@ def test_products_of_four_bits_and_attention_are_ours_where_the_processor_has_wh
     commands = compile_commands(tmp_path, "\n".join(f"#define __{name}__ 1" for name in macros))
     (ours,) = [command for name, command in commands.items() if name.endswith("repack_4_bit.cpp")] or [""]
     renamed = renamed_by(commands, "llama")
-    types = re.findall(r"^PRODUCTS\((\w+)", (BUILD / "repack_4_bit.cpp").read_text(), re.MULTILINE)
-    defined = {f"ggml_{kind}_{name}_8x8_q8_0" for name in types for kind in ("gemm", "gemv")}
+    files = [BUILD / name for name in ("repack_4_bit.cpp", "repack_q4_k.cpp")]
+    products = [name for file in files for name in re.findall(r"^PRODUCTS\((\w+)", file.read_text(), re.MULTILINE)]
+    defined = {f"ggml_{kind}_{name}" for name in products for kind in ("gemm", "gemv")}
     assert bool(ours) == is_ours
-    assert types == ["q4_0", "mxfp4"]
+    assert products == ["q4_0_8x8_q8_0", "mxfp4_8x8_q8_0", "q4_K_8x8_q8_K"]
     assert renamed.pop(REPACKED) == (defined if is_ours else set())
     assert not any(renamed.values())
     assert ("sched-pressure" in ours) == is_ours
-    assert any(name.endswith("attend_own_cells.cpp") for name in commands) == is_ours
+    for name in ("repack_q4_k.cpp", "attend_own_cells.cpp"):
+        assert any(source.endswith(name) for source in commands) == is_ours
     copies = {path.name: path for path in tmp_path.glob("build/**/relayline/*.cpp")}
     assert set(copies) == ({Path(name).name for name in OTHERS} if is_ours else set())
     assert all((name in commands) != is_ours for name in OTHERS)  # copies stand in for them
@@ -305,6 +307,44 @@ def test_products_of_four_bits_are_those_of_llama_cpp_to_the_bit(product: str, n
         one_by_one = rows if kind == "gemv" else [rows]  # of what fours leave over llama.cpp takes one row at a time
         theirs = [products(f"{kind}_{product}_llama", part, n_rows // len(one_by_one)) for part in one_by_one]
         assert np.array_equal(ours, np.concatenate(theirs))
+
+
+@pytest.mark.parametrize("n_values", [256, 2048, 8192])  # passes side by side begin between the second and third
+@pytest.mark.parametrize("n_columns", [8, 72])
+def test_a_row_by_q4_k_has_the_same_bits_alone_as_among_others(n_columns: int, n_values: int) -> None:
+    """Alone it has llama.cpp's, too; of four rows and more llama.cpp adds up a block in other steps."""
+    generator, n_rows = np.random.default_rng(n_values + n_columns), 19
+    n_blocks, name = n_values // 256, "q4_K_8x8_q8_K"
+    weights = generator.integers(0, 256, (n_columns // 8, n_blocks, 8 * 144), dtype=np.uint8)
+    values = generator.integers(-127, 128, (n_rows, n_blocks, 256)).astype(np.int8)
+    scales = generator.uniform(0.01, 0.05, (n_rows, n_blocks, 1)).astype(np.float32)
+    set_scales(name, weights, np.zeros((1, 1, 16), np.uint8))
+    sixteens = values.reshape(n_rows, n_blocks, 16, 16).sum(3, dtype=np.int16)
+    apart = np.concatenate([part.view(np.uint8) for part in (scales, values, sixteens)], axis=2)
+
+    def products(kind: str, rows: npt.NDArray[np.uint8], count: int) -> npt.NDArray[np.float32]:
+        out, rows = np.full((count, n_columns + 8), 7, np.float32), np.ascontiguousarray(rows)
+        places = (out.ctypes.data, n_columns + 8, weights.ctypes.data, rows.ctypes.data)
+        repacked_product(kind)(n_values, *places, count, n_columns)
+        assert (out[:, n_columns:] == 7).all(), "nothing may be written beside the products"
+        return out[:, :n_columns]
+
+    alone = np.concatenate([products(f"gemv_{name}_llama", row, 1) for row in apart])
+    assert len(np.unique(alone)) > n_rows * n_columns // 2
+    for count in (1, 2, 3):
+        parts = [apart[at : at + count] for at in range(0, n_rows - count + 1, count)]
+        found = np.concatenate([products(f"gemv_{name}", part, count) for part in parts])
+        assert np.array_equal(found, alone[: len(found)])
+    for first, count in ((0, 16), (3, 16), (1, 4), (0, 12)):
+        fours = slice(first, first + count)
+        turned = [
+            scales[fours].reshape(-1, 4, n_blocks, 1).transpose(0, 2, 1, 3).reshape(-1, n_blocks, 4),
+            values[fours].reshape(-1, 4, n_blocks, 32, 8).transpose(0, 2, 3, 1, 4).reshape(-1, n_blocks, 1024),
+            sixteens[fours].reshape(-1, 4, n_blocks, 4, 4).transpose(0, 2, 3, 1, 4).reshape(-1, n_blocks, 64),
+        ]
+        rows = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in turned], axis=2)
+        assert np.array_equal(products(f"gemm_{name}", rows, count), alone[fours])
+        np.testing.assert_allclose(products(f"gemm_{name}_llama", rows, count), alone[fours], rtol=1e-4, atol=1e-3)
 
 
 def repacked_product(name: str) -> Callable[..., None]:

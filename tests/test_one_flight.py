@@ -11,7 +11,15 @@ import pytest
 
 from coordinator.connection import share_host
 from coordinator.groups import GroupPlanner
-from coordinator.one_flight import AGAIN_WINDOWS, CONTESTS_MAX, ROUNDS, SETTLE_ROUNDS, OneFlight, may_be_better
+from coordinator.one_flight import (
+    AGAIN_SOON_WINDOWS,
+    AGAIN_WINDOWS,
+    CONTESTS_MAX,
+    ROUNDS,
+    SETTLE_ROUNDS,
+    OneFlight,
+    may_be_better,
+)
 from coordinator.scheduler import ScheduleConfig, Scheduler
 from coordinator.session import OutFrame
 from coordinator.stage_cost import StageCost
@@ -104,6 +112,33 @@ def test_the_worse_way_is_tried_rarely() -> None:
         trials.landed(4, 4, now_ns)
         n_trials += is_single
     assert n_trials < 0.06 * 20 * AGAIN_WINDOWS * ROUNDS
+
+
+@pytest.mark.parametrize(("trial_ms", "tokens"), [(120, 4), (60, 4), (45, 8), (30, 300)])
+def test_a_hopeless_trial_is_given_up_early(trial_ms: int, tokens: int) -> None:
+    """How many tokens of a stream go the way that is tried: while flights settle, and while it is measured."""
+    trials, now_ns, n_single = OneFlight(), 0, 0
+    for _ in range(SETTLE_ROUNDS + ROUNDS + 100):
+        is_single = trials.is_chosen(2)
+        now_ns += (trial_ms if is_single else 44) * MS
+        trials.landed(2, 2, now_ns)
+        n_single += is_single
+    assert n_single == min(tokens, 100)
+
+
+def test_a_trial_that_was_given_up_in_a_bad_moment_is_made_again_soon() -> None:
+    trials, now_ns = OneFlight(), 0
+    tokens: list[bool] = []
+    while len(tokens) < 400:
+        is_single = trials.is_chosen(2)
+        is_bad_moment = sum(tokens) < 4
+        now_ns += (100 if is_bad_moment else 30) * MS if is_single else 44 * MS
+        trials.landed(2, 2, now_ns)
+        tokens.append(is_single)
+    first = tokens.index(True)
+    again = tokens.index(True, first + 4)
+    assert again - first - 4 <= AGAIN_SOON_WINDOWS * ROUNDS + SETTLE_ROUNDS
+    assert all(tokens[again : again + AGAIN_SOON_WINDOWS * ROUNDS])
 
 
 def test_contests_are_bounded() -> None:

@@ -4,8 +4,8 @@
  * choice. On a processor whose instructions of 512 bits are two of 256 (AMD's Zen 4) those for AVX2, compiled with
  * AVX-512's registers and dot products, take less time for four, eight and twelve rows, the others for sixteen; both
  * give the same bits (benches/RESULTS.md, "What the compiler does with the registers"). ggml_gcc.cmake adds this file
- * on such processors, and compiles llama.cpp's own with the names of its products ending in _wide. Not for Q4_0
- * and MXFP4, which have others (repack_4_bit.cpp).
+ * on such processors, and compiles llama.cpp's own with the names of its products ending in _wide. Not for Q4_0, MXFP4
+ * and Q4_K, which have others (repack_4_bit.cpp, repack_q4_k.cpp).
  */
 
 /* That file once more, without its kernels for AVX-512, and with other names for all that it exports. */
@@ -24,7 +24,6 @@
 #define ggml_gemm_q2_K_8x8_q8_K few_gemm_q2_K_8x8_q8_K
 #include "ggml-cpu/arch/x86/repack.cpp"
 #undef ggml_gemm_iq4_nl_8x8_q8_0
-#undef ggml_gemm_q4_K_8x8_q8_K
 #undef ggml_gemm_q2_K_8x8_q8_K
 
 /* Arguments as in llama.cpp: nr rows (a multiple of four) of n values at vy, in fours of n / per_block blocks, with nc
@@ -43,5 +42,4 @@
         }                                                                                                              \
     }
 BY_ROWS(iq4_nl_8x8_q8_0, block_q8_0x4, QK8_0)
-BY_ROWS(q4_K_8x8_q8_K, block_q8_Kx4, QK_K)
 BY_ROWS(q2_K_8x8_q8_K, block_q8_Kx4, QK_K)

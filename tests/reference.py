@@ -11,12 +11,16 @@ from pathlib import Path
 import numpy as np
 from llama_cpp import llama_cpp as llama
 
-import stage.ggml  # noqa: F401  (silences llama.cpp's log)
+from stage import ggml  # also silences llama.cpp's log
 from stage.kv_cache import FLASH_ATTN
 
 # From 64 rows on llama.cpp's attention on CPUs goes in tiles, which moves the logits of a llama-1b by 0.45 deviations,
 # and its own answers' distance from the best from 0.0 to 0.33. Answers are decoded, and so read, in smaller steps.
 UNTILED_ROWS = 32
+
+
+# How stages on CPUs compute attention where each lane has cells of its own (see stage.kv_cache).
+LANE_ATTENTION = "auto" if ggml.attends_own_cells(n_rows=1, n_heads=1, n_kv_heads=1) else "off"
 
 
 class ReferenceModel:

@@ -23,7 +23,7 @@ from stage.sampler import SamplingOptions, SessionSampler
 from tests.fakes import FakeEngine, control, greedy, hidden, new_executor, rows_frame, step_of
 from tests.fleet import CTX, NEAR_TIE, TinyShape, fleet, logits_along, read, request
 from tests.http_support import EOS, IM_END, N_VOCAB, write_no_tokenizer, write_sentencepiece, write_tokenizer
-from tests.reference import ReferenceModel
+from tests.reference import LANE_ATTENTION, ReferenceModel
 from tests.tiny_slices import write_pipeline, write_whole
 from wire import bounds
 from wire.errors import InternalError, InvalidRequestError, NumericError, ProtocolError
@@ -300,7 +300,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferenceModel]:
     path = write_whole(tmp_path_factory.mktemp("whole") / "whole.gguf", SHAPE)
-    with ReferenceModel(path, CTX, 1, flash_attn="off") as model:
+    with ReferenceModel(path, CTX, 1, flash_attn=LANE_ATTENTION) as model:
         yield model
 
 

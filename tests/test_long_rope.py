@@ -15,7 +15,7 @@ from stage.artifact import open_artifact
 from stage.config import StageConfig
 from stage.facts import StageFacts
 from tests.chain import Chain
-from tests.reference import ReferenceModel
+from tests.reference import LANE_ATTENTION, ReferenceModel
 from tests.test_pipeline import pipeline_file
 from tests.tiny_models import make_tiny
 from wire.errors import HandshakeError
@@ -34,7 +34,7 @@ def model_of(name: str, path: Path) -> Path:
 
 def by_set(model: Path, kv_layout: str) -> dict[str, np.ndarray]:
     """The unsplit model's logits by each set, which llama.cpp takes by the size of its cache."""
-    found, flash_attn = {}, "auto" if kv_layout == "unified" else "off"  # as stages on CPUs have it
+    found, flash_attn = {}, "auto" if kv_layout == "unified" else LANE_ATTENTION
     for name, n_ctx in (("short", ORIGINAL), ("long", 2 * ORIGINAL)):
         with ReferenceModel(model, n_ctx=n_ctx, n_seq_max=1, flash_attn=flash_attn) as reference:
             logits = [reference.decode(TOKENS[:PREFILL], range(PREFILL), [0] * PREFILL, [True] * PREFILL)]

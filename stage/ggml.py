@@ -76,7 +76,10 @@ def attends_own_cells(*, n_rows: int, n_heads: int, n_kv_heads: int) -> bool:
     and in builds without that file, llama.cpp asks all cells of the cache, and from 64 rows on multiplies tiles.
     """
     found = getattr(_lib, "relayline_attends_own_cells", None)
-    return found is not None and bool(found(n_rows, n_heads, n_kv_heads) & 1)
+    if found is None:
+        return False
+    found.restype = ctypes.c_bool
+    return bool(found(n_rows, n_heads, n_kv_heads))
 
 
 for _symbol, _arguments, _result in (

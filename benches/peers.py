@@ -49,6 +49,7 @@ TOLD_GCC = (
     "repack_rows.h",
     "repack_4_bit.cpp",
     "repack_q4_k.cpp",
+    "stored_k_quants.cpp",
     "attend_own_cells.cpp",
 )
 GCC_OPTION = f"-DCMAKE_PROJECT_ggml_INCLUDE={BUILD / 'ggml_gcc.cmake'}"

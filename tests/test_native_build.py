@@ -32,15 +32,15 @@ void configure(unsigned char last) {
 """
 CMAKE_LISTS = """
 cmake_minimum_required(VERSION 3.14)
-project(llama_cpp CXX)
+project(llama_cpp C CXX)
 add_subdirectory(ggml)
 """
 GGML_LISTS = {
-    "ggml": 'cmake_minimum_required(VERSION 3.14)\nproject("ggml" CXX)\nadd_subdirectory(src)\n',
+    "ggml": 'cmake_minimum_required(VERSION 3.14)\nproject("ggml" C CXX)\nadd_subdirectory(src)\n',
     "ggml/src": "add_library(ggml-cpu OBJECT {})\n",
 }
 REPACKED, FEW_ROWS = "ggml-cpu/arch/x86/repack.cpp", "repack_few_rows.cpp"
-OTHERS = ("ggml-cpu/repack.cpp", "ggml-cpu/ops.cpp")  # those of which copies are compiled
+OTHERS = ("ggml-cpu/repack.cpp", "ggml-cpu/ops.cpp", "ggml-cpu/ggml-cpu.c")  # those of which copies are compiled
 SOURCES = ("ggml-cpu/amx/mmq.cpp", "ggml-cpu/amx/amx.cpp", REPACKED, *OTHERS)
 # Of llama.cpp's ggml-cpu/repack.cpp, what multiplies the rows that fours leave over.
 LEFT_OVER = """
@@ -54,6 +54,12 @@ LEFT_OVER = """
 ATTENTION = """
     if (use_split_kv_path) {
     }
+"""
+# And of its ggml-cpu/ggml-cpu.c, where products are by tiles, or one by one.
+PRODUCTS_OF_ALL = """
+    if (ggml_compute_forward_mul_mat_tiled(params, dst)) {
+    }
+    // attempt to reduce false-sharing (does not seem to make a difference)
 """
 # Says of this machine's processor what a test wants to hear, and is g++ else.
 COMPILER = """#!/bin/sh
@@ -93,7 +99,7 @@ def compile_commands(root: Path, macros: str = "", *told: str) -> dict[str, str]
         (root / directory / "CMakeLists.txt").write_text(text.format(" ".join(SOURCES)))
     for source in SOURCES:
         (root / "ggml" / "src" / source).parent.mkdir(parents=True, exist_ok=True)
-        text = {"ggml-cpu/repack.cpp": LEFT_OVER, "ggml-cpu/ops.cpp": ATTENTION}.get(source, "")
+        text = dict(zip(OTHERS, (LEFT_OVER, ATTENTION, PRODUCTS_OF_ALL), strict=True)).get(source, "")
         (root / "ggml" / "src" / source).write_text(text)
     compiler = root / "compiler"
     compiler.write_text(COMPILER.format(macros=macros))
@@ -183,22 +189,28 @@ def test_products_of_four_bits_and_attention_are_ours_where_the_processor_has_wh
     assert renamed.pop(REPACKED) == (defined if is_ours else set())
     assert not any(renamed.values())
     assert ("sched-pressure" in ours) == is_ours
-    for name in ("repack_q4_k.cpp", "attend_own_cells.cpp"):
+    for name in ("repack_q4_k.cpp", "stored_k_quants.cpp", "attend_own_cells.cpp"):
         assert any(source.endswith(name) for source in commands) == is_ours
-    copies = {path.name: path for path in tmp_path.glob("build/**/relayline/*.cpp")}
+    copies = {path.name: path for path in tmp_path.glob("build/**/relayline/*.c*")}
     assert set(copies) == ({Path(name).name for name in OTHERS} if is_ours else set())
     assert all((name in commands) != is_ours for name in OTHERS)  # copies stand in for them
     if is_ours:
         assert {str(path) for path in copies.values()} <= set(commands)
-        products, attention = (copies[Path(name).name].read_text() for name in OTHERS)
-        assert "AT_ONCE ? nb1 / nb0 : ne01" in products
-        assert "iter++" not in products
+        repacked, attention, stored = (copies[Path(name).name].read_text() for name in OTHERS)
+        assert "AT_ONCE ? nb1 / nb0 : ne01" in repacked
+        assert "iter++" not in repacked
+        assert "if (!relayline_multiplies(dst) && ggml_compute_forward_mul_mat_tiled(params, dst))" in stored
+        assert stored.index("relayline_multiply(dst, wdata, ") < stored.index("// attempt to reduce false-sharing")
         assert attention.index("if (relayline_attend(params, dst))") < attention.index("if (use_split_kv_path)")
 
 
 @pytest.mark.parametrize(
     ("text", "known", "file"),
-    [("LEFT_OVER", "1 /* nrows */", "repack.cpp"), ("ATTENTION", "use_split_kv_path", "ops.cpp")],
+    [
+        ("LEFT_OVER", "1 /* nrows */", "repack.cpp"),
+        ("ATTENTION", "use_split_kv_path", "ops.cpp"),
+        ("PRODUCTS_OF_ALL", "mul_mat_tiled", "ggml-cpu.c"),
+    ],
 )
 def test_another_llama_cpp_than_the_copy_is_made_for_stops_the_build(
     text: str, known: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,8 +5,9 @@
  * exponential, one sum of halves. Here the seen cells of a row are collected first, sixteen asked at a time; heads that
  * share a key (grouped-query attention) are computed at once, so that it is read and converted once for up to four of
  * them; exponentials go in eights, and values are added in single precision, where llama.cpp rounds each sum to half.
- * So a row's result depends on its lane's cells and their order alone, whoever else is in the cache and in the step.
- * What is not computed here (other types than F16, biases by distance, few heads for many threads) stays llama.cpp's.
+ * So a row's result depends on its lane's cells and their order alone, whoever else is in the cache and in the step. What
+ * is not computed here stays llama.cpp's: other types than F16, biases by distance, few heads for many threads, and steps
+ * of many rows where few heads share a key (TILED_ROWS).
  * ggml_gcc.cmake adds this file and the call. Figures: benches/RESULTS.md, "Attention".
  */
 #include "ggml-cpu-impl.h"

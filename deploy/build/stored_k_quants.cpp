@@ -1,0 +1,262 @@
+/* Products of rows by Q6_K and Q5_K weights, which llama.cpp does not repack on x86: up to seven rows it multiplies one
+ * by one and takes a block of weights apart for each of them, from eight on it has tiles of sixteen, filled or not.
+ *
+ * Here a block is taken apart once for up to eight rows. As many blocks of rows as the first cache holds meet sixteen
+ * rows of weights before the next ones do, and a row of weights is asked for while the one before it is multiplied.
+ * Sums of integers are exact and are put together in the order of llama.cpp's product of one row, so that a row has its
+ * bits, alone or among others. ggml_gcc.cmake adds this file and the calls. Figures: benches/RESULTS.md, "Products of
+ * K-quants as they are stored".
+ */
+#define GGML_COMMON_DECL_CPP
+#define GGML_COMMON_IMPL_CPP
+#include "ggml-common.h"
+#include "ggml.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace {
+
+constexpr int ROWS_AT_ONCE = 8, WEIGHTS_AT_ONCE = 16;
+constexpr int TILE_ROWS = 16; // of llama.cpp's tiles, which are quicker than this is where they are filled, unless said
+constexpr int NEAR_BYTES = 20 * 1024; // of rows, in a first cache of 32 KiB
+constexpr int VECTORS = QK_K / 32;
+
+inline float single(ggml_half half) {
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
+}
+
+inline __m256i add_products(__m256i total, __m256i sums, __m256i scales) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    return _mm256_dpwssd_epi32(total, sums, scales);
+#elif defined(__AVXVNNI__)
+    return _mm256_dpwssd_avx_epi32(total, sums, scales);
+#else
+    return _mm256_add_epi32(total, _mm256_madd_epi16(sums, scales));
+#endif
+}
+
+/* The sum of eight, in llama.cpp's order. */
+inline float sum(__m256 eight) {
+    const __m128 four = _mm_add_ps(_mm256_extractf128_ps(eight, 1), _mm256_castps256_ps128(eight));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+/* What a row by a row of weights has come to: eight sums, and what minima take off. */
+struct product_t {
+    __m256 sums;
+    float  minima;
+};
+
+/* Blocks of 256 values of six bits, in sixteen parts that have scales of eight bits; 32 is taken off each value. */
+struct q6_K {
+    using weights_t = block_q6_K;
+
+#ifdef __AVX512VNNI__
+    static constexpr int ROWS_MAX = TILE_ROWS - 1;
+#else
+    static constexpr int ROWS_MAX = 64;
+#endif
+
+    const weights_t & w;
+    __m128i           scales;
+
+    q6_K(const weights_t & w) : w(w), scales(_mm_loadu_si128((const __m128i *) w.scales)) {}
+
+    __m256i first_sums(const block_q8_K & row) const {
+        const __m256i sums_of_parts = _mm256_loadu_si256((const __m256i *) row.bsums);
+        const __m256i scaled = _mm256_madd_epi16(sums_of_parts, _mm256_cvtepi8_epi16(scales));
+        return _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_slli_epi32(scaled, 5));
+    }
+
+    __m256i values(int vector) const {
+        const int part = vector % 4, half = vector / 4;
+        const __m256i lower = _mm256_loadu_si256((const __m256i *) (w.ql + 64 * half + 32 * (part % 2)));
+        const __m256i upper = _mm256_loadu_si256((const __m256i *) (w.qh + 32 * half));
+        const __m256i nibbles = _mm256_and_si256(_mm256_srli_epi16(lower, part / 2 * 4), _mm256_set1_epi8(15));
+        const __m256i in_place =
+            part < 2 ? _mm256_slli_epi16(upper, 4 - 2 * part) : _mm256_srli_epi16(upper, 2 * part - 4);
+        return _mm256_or_si256(nibbles, _mm256_and_si256(in_place, _mm256_set1_epi8(0x30)));
+    }
+
+    __m256i scales_of(int vector) const {
+        const __m128i first = _mm_set1_epi8((char) (2 * vector));
+        const __m128i both = _mm_add_epi8(first, _mm_set_epi8(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0));
+        return _mm256_cvtepi8_epi16(_mm_shuffle_epi8(scales, both));
+    }
+
+    void add(product_t & to, __m256i sums, const block_q8_K & row) const {
+        const __m256 d = _mm256_set1_ps(row.d * single(w.d));
+        to.sums = _mm256_fmadd_ps(d, _mm256_cvtepi32_ps(sums), to.sums);
+    }
+};
+
+/* Blocks of 256 values of five bits, in eight parts that have scales and minima of six bits. */
+struct q5_K {
+    using weights_t = block_q5_K;
+
+    static constexpr int ROWS_MAX = TILE_ROWS - 1;
+
+    const weights_t & w;
+    __m256i           scales; // sixteen bits each, the same in both halves
+    __m128i           minima;
+
+    q5_K(const weights_t & w) : w(w) {
+        // Twelve bytes: the lower six bits of four scales and four minima, above which lie the upper bits of the other
+        // four, whose lower bits are nibbles of the last four bytes.
+        uint32_t packed[3];
+        memcpy(packed, w.scales, sizeof(packed));
+        const uint32_t six = 0x3F3F3F3F, four = 0x0F0F0F0F, two = 0x03030303;
+        const uint32_t last_scales = (packed[2] & four) | ((packed[0] >> 6) & two) << 4;
+        const uint32_t last_minima = ((packed[2] >> 4) & four) | ((packed[1] >> 6) & two) << 4;
+        const __m128i all = _mm_set_epi32(last_minima, packed[1] & six, last_scales, packed[0] & six);
+        scales = _mm256_broadcastsi128_si256(_mm_cvtepu8_epi16(all));
+        minima = _mm_cvtepu8_epi16(_mm_srli_si128(all, 8));
+    }
+
+    __m256i first_sums(const block_q8_K &) const { return _mm256_setzero_si256(); }
+
+    __m256i values(int vector) const {
+        const __m256i lower = _mm256_loadu_si256((const __m256i *) (w.qs + 32 * (vector / 2)));
+        const __m256i upper = _mm256_loadu_si256((const __m256i *) w.qh);
+        const __m256i nibbles = _mm256_and_si256(_mm256_srli_epi16(lower, vector % 2 * 4), _mm256_set1_epi8(15));
+        const __m256i in_place =
+            vector < 4 ? _mm256_slli_epi16(upper, 4 - vector) : _mm256_srli_epi16(upper, vector - 4);
+        return _mm256_or_si256(nibbles, _mm256_and_si256(in_place, _mm256_set1_epi8(0x10)));
+    }
+
+    __m256i scales_of(int vector) const {
+        return _mm256_shuffle_epi8(scales, _mm256_set1_epi16((short) (2 * vector | (2 * vector + 1) << 8)));
+    }
+
+    void add(product_t & to, __m256i sums, const block_q8_K & row) const {
+        const __m256 d = _mm256_set1_ps(row.d * single(w.data.data.d));
+        to.sums = _mm256_fmadd_ps(d, _mm256_cvtepi32_ps(sums), to.sums);
+        const __m128i * sixteens = (const __m128i *) row.bsums;
+        const __m128i parts = _mm_hadd_epi16(_mm_loadu_si128(sixteens), _mm_loadu_si128(sixteens + 1));
+        __m128i taken = _mm_madd_epi16(minima, parts);
+        taken = _mm_add_epi32(taken, _mm_shuffle_epi32(taken, 0x4E));
+        taken = _mm_add_epi32(taken, _mm_shuffle_epi32(taken, 0xB1));
+        to.minima += -row.d * single(w.data.data.dmin) * (float) _mm_cvtsi128_si32(taken);
+    }
+};
+
+/* Rows, one after the other, by rows of weights, `weights_bytes` apart, into rows of out, `out_floats` apart. */
+struct product_of_all {
+    int                n_blocks, n_rows, n_weights;
+    const block_q8_K * rows;
+    const char *       weights;
+    size_t             weights_bytes;
+    float *            out;
+    size_t             out_floats;
+};
+
+/* n_blocks blocks of a row of weights by those of R rows from the first one on. */
+template <typename type, int R>
+void add_blocks(const product_of_all & all, const typename type::weights_t * weights, const block_q8_K * first_row,
+                int n_blocks, product_t * products) {
+    for (int b = 0; b < n_blocks; b++) {
+        for (size_t i = 0; i < sizeof(*weights); i += 64) {
+            _mm_prefetch((const char *) (weights + b) + all.weights_bytes + i, _MM_HINT_T0);
+        }
+        const type block(weights[b]);
+        const block_q8_K * rows = first_row + b;
+        __m256i sums[R];
+        for (int r = 0; r < R; r++) {
+            sums[r] = block.first_sums(rows[r * all.n_blocks]);
+        }
+#pragma GCC unroll 8
+        for (int vector = 0; vector < VECTORS; vector++) {
+            const __m256i values = block.values(vector), scales = block.scales_of(vector);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                const __m256i row = _mm256_loadu_si256((const __m256i *) rows[r * all.n_blocks].qs + vector);
+                sums[r] = add_products(sums[r], _mm256_maddubs_epi16(values, row), scales);
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            block.add(products[r], sums[r], rows[r * all.n_blocks]);
+        }
+    }
+}
+
+/* R rows from row y on by all weights. */
+template <typename type, int R> void multiply_rows(const product_of_all & all, int y) {
+    constexpr int BLOCKS = NEAR_BYTES / (R * (int) sizeof(block_q8_K));
+    const block_q8_K * rows = all.rows + (int64_t) y * all.n_blocks;
+    for (int x = 0; x < all.n_weights; x += WEIGHTS_AT_ONCE) {
+        const int n = std::min(WEIGHTS_AT_ONCE, all.n_weights - x);
+        product_t products[WEIGHTS_AT_ONCE][R] = {};
+        for (int b = 0; b < all.n_blocks; b += BLOCKS) {
+            for (int i = 0; i < n; i++) {
+                const auto * weights = (const typename type::weights_t *) (all.weights + (x + i) * all.weights_bytes);
+                add_blocks<type, R>(all, weights + b, rows + b, std::min(BLOCKS, all.n_blocks - b), products[i]);
+            }
+        }
+        for (int i = 0; i < n; i++) {
+            for (int r = 0; r < R; r++) {
+                all.out[(y + r) * all.out_floats + x + i] = sum(products[i][r].sums) + products[i][r].minima;
+            }
+        }
+    }
+}
+
+template <typename type, int R> void multiply_up_to(const product_of_all & all, int y) {
+    if constexpr (R > 1) {
+        if (all.n_rows - y < R) {
+            return multiply_up_to<type, R - 1>(all, y);
+        }
+    }
+    multiply_rows<type, R>(all, y);
+}
+
+template <typename type> void multiply_all(const product_of_all & all) {
+    for (int y = 0; y < all.n_rows; y += ROWS_AT_ONCE) {
+        multiply_up_to<type, ROWS_AT_ONCE>(all, y);
+    }
+}
+
+int rows_max(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q6_K: return q6_K::ROWS_MAX;
+        case GGML_TYPE_Q5_K: return q5_K::ROWS_MAX;
+        default: return 0;
+    }
+}
+
+} // namespace
+
+/* Whether the products that dst stands for are computed here. */
+extern "C" bool relayline_multiplies(const ggml_tensor * dst);
+
+bool relayline_multiplies(const ggml_tensor * dst) {
+    const ggml_tensor * weights = dst->src[0];
+    const ggml_tensor * rows = dst->src[1];
+    return rows->ne[1] <= rows_max(weights->type) && rows->type == GGML_TYPE_F32 && ggml_n_dims(weights) <= 2 &&
+           ggml_n_dims(rows) <= 2;
+}
+
+/* Some rows of dst, made of those that lie at `rows` as Q8_K, and some columns, each made of a row of weights. */
+extern "C" void relayline_multiply(const ggml_tensor * dst, const void * rows, int64_t first_column, int64_t end_column,
+                                   int64_t first_row, int64_t end_row);
+
+void relayline_multiply(const ggml_tensor * dst, const void * rows, int64_t first_column, int64_t end_column,
+                        int64_t first_row, int64_t end_row) {
+    const ggml_tensor * weights = dst->src[0];
+    const int64_t n_blocks = weights->ne[0] / QK_K;
+    const size_t weights_bytes = weights->nb[1], out_floats = dst->nb[1] / sizeof(float);
+    const product_of_all all = {
+        (int) n_blocks,
+        (int) (end_row - first_row),
+        (int) (end_column - first_column),
+        (const block_q8_K *) rows + first_row * n_blocks,
+        (const char *) weights->data + first_column * weights_bytes,
+        weights_bytes,
+        (float *) dst->data + first_row * out_floats + first_column,
+        out_floats,
+    };
+    weights->type == GGML_TYPE_Q6_K ? multiply_all<q6_K>(all) : multiply_all<q5_K>(all);
+}

@@ -46,7 +46,7 @@ BENCHES: dict[str, Bench] = {
         "benches.compare",
         True,
         short=(
-            "--prompt", "8", "--tokens", "12", "--repeats", "3", "--repeat-minutes", "5", "--delay-streams", "1,8",
+            "--prompt", "8", "--tokens", "12", "--repeats", "3", "--repeat-minutes", "3", "--delay-streams", "1,8",
             "--long-prompt", "256",
         ),
         full=("--sweep",),

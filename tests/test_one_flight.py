@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import heapq
 import itertools
+import random
 from collections.abc import Callable
 
 import pytest
@@ -114,11 +115,11 @@ def test_the_worse_way_is_tried_rarely() -> None:
     assert n_trials < 0.06 * 20 * AGAIN_WINDOWS * ROUNDS
 
 
-@pytest.mark.parametrize(("trial_ms", "tokens"), [(120, 4), (60, 4), (45, 8), (30, 100)])
+@pytest.mark.parametrize(("trial_ms", "tokens"), [(120, 4), (60, 4), (45, 8), (30, 40)])
 def test_a_hopeless_trial_is_given_up_early(trial_ms: int, tokens: int) -> None:
     """How many tokens of a stream go the way that is tried: while flights settle, and while it is measured."""
     trials, now_ns, n_single = OneFlight(), 0, 0
-    for _ in range(SETTLE_ROUNDS + ROUNDS + 100):
+    for _ in range(SETTLE_ROUNDS + ROUNDS + 40):
         is_single = trials.is_chosen(2)
         now_ns += (trial_ms if is_single else 44) * MS
         trials.landed(2, 2, now_ns)
@@ -139,6 +140,23 @@ def test_a_trial_that_was_given_up_in_a_bad_moment_is_made_again_soon() -> None:
     again = tokens.index(True, first + 4)
     assert again - first - 4 <= AGAIN_SOON_WINDOWS * ROUNDS + SETTLE_ROUNDS
     assert all(tokens[again : again + AGAIN_SOON_WINDOWS * ROUNDS])
+
+
+@pytest.mark.parametrize(("single_ms", "is_better"), [(41, True), (47, False)])
+def test_of_two_that_are_close_the_better_is_found_although_one_window_says_little(
+    single_ms: int, is_better: bool
+) -> None:
+    n_rounds, n_single, generator = 2_000, 0, random.Random(11)
+    for _ in range(20):
+        trials, now_ns = OneFlight(), 0.0
+        for at in range(n_rounds):
+            if at % (SETTLE_ROUNDS + ROUNDS) == 0:  # a host that gives and takes
+                pace = generator.uniform(0.85, 1.15)
+            is_single = trials.is_chosen(2)
+            now_ns += pace * (single_ms if is_single else 44) * MS
+            trials.landed(2, 2, int(now_ns))
+            n_single += is_single
+    assert (n_single > 0.8 * 20 * n_rounds) if is_better else (n_single < 0.2 * 20 * n_rounds)
 
 
 def test_contests_are_bounded() -> None:

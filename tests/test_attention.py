@@ -10,28 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from llama_cpp import llama_cpp as llama
 
 from stage import ggml
 from stage.native import EngineConfig, NativeEngine
+from tests.ggml_calls import FLOAT, INT, LONG, POINTER, function, new_context
 from tests.tiny_slices import TinyShape, write_pipeline
 
 F32, F16 = 0, 1
-MEMORY_BYTES = 64 << 20
 HIDDEN = float("-inf")
-
-
-class _InitParams(ctypes.Structure):
-    _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
-
-
-def function(name: str, result: Any, *arguments: Any) -> Any:
-    found = getattr(llama._lib, name)
-    found.restype, found.argtypes = result, arguments
-    return found
-
-
-POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +67,7 @@ def attend(
 ) -> npt.NDArray[np.float32]:
     """Return (rows, heads, width): each row over the cells of its lane, as ggml computes it."""
     n_rows = len(queries)
-    context = function("ggml_init", POINTER, _InitParams)(_InitParams(MEMORY_BYTES, None, False))
+    context = new_context()
     make = function("ggml_new_tensor_4d", POINTER, POINTER, INT, LONG, LONG, LONG, LONG)
     turn = function("ggml_permute", POINTER, POINTER, POINTER, INT, INT, INT, INT)
 

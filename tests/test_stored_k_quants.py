@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from llama_cpp import llama_cpp as llama
+
+from tests.ggml_calls import INT, LONG, POINTER, SIZE, function, new_context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,21 +24,9 @@ class Type:
 F32 = 0
 TYPES = [Type("q5_K", 13, 176, (0, 2)), Type("q6_K", 14, 210, (208,))]
 ROWS = 15  # of more, tiles take some
-MEMORY_BYTES = 64 << 20
-POINTER, LONG, INT, SIZE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_size_t
 
 Rows = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
-
-
-class _InitParams(ctypes.Structure):
-    _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
-
-
-def function(name: str, result: Any, *arguments: Any) -> Any:
-    found = getattr(llama._lib, name)
-    found.restype, found.argtypes = result, arguments
-    return found
 
 
 def need_own_products() -> None:
@@ -62,7 +51,7 @@ def rows_of(*shape: int) -> Rows:
 def multiply(stored: Type, weights: Bytes, rows: Rows, *, n_threads: int = 1) -> Rows:
     """Return (..., rows, columns) of rows (..., rows, values), as ggml computes it."""
     n_columns, n_values = len(weights), rows.shape[-1]
-    context = function("ggml_init", POINTER, _InitParams)(_InitParams(MEMORY_BYTES, None, False))
+    context = new_context()
     make = function("ggml_new_tensor_4d", POINTER, POINTER, INT, LONG, LONG, LONG, LONG)
     data = function("ggml_get_data", POINTER, POINTER)
     try:

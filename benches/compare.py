@@ -4,6 +4,9 @@ One GGUF, the same cores for everyone, all servers up at once and idle except th
 in turns (every system at one number of streams, then the next number, then the whole again), so that a drifting
 machine meets all alike. What is compared are ratios of medians over the repeats.
 
+llama.cpp's programs are measured as they ship. `--systems` can name them once more as `rpc+kernels` and
+`unsplit+kernels`: built with the kernels of relayline's own stages, so that what is left is splitting and batching.
+
 A run counts only if every request was answered with the right number of tokens and every answer agrees with the
 unsplit model's (see reference.py). Runs that do not count are listed with the reason and enter no figure.
 """
@@ -18,7 +21,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from benches import interrupt, machine, parts, plot, report, stages
 from benches.arguments import number, numbers, some_of
 from benches.models import MIXES, SHAPES, Shape, model
 from benches.pace import Pace
-from benches.peers import Peers, PeersUnavailableError, build_peers, find_peers
+from benches.peers import Kernels, Peers, PeersUnavailableError, build_peers, find_peers
 from benches.reference import Prompt, expected_answers, judge, near_tie, prompts_for, score
 from benches.servers import Setup, llama_rpc, llama_server, relayline_up, up_has_flag
 from deploy import load
@@ -36,14 +39,22 @@ from deploy.load import Request, Target, client
 from wire.kv_layout import KV_LAYOUTS
 
 POLICIES = ("auto", "single", "drain")
-RIVALS = ("rpc", "unsplit", parts.DELAYED_RPC)
+RIVALS: dict[str, Kernels] = {
+    "rpc": Kernels.SHIPPED,
+    "unsplit": Kernels.SHIPPED,
+    "rpc+kernels": Kernels.OURS,
+    "unsplit+kernels": Kernels.OURS,
+}
 LABELS = {
     "auto": "relayline, automatic",
     "single": "relayline, batching off",
     "drain": "relayline, plain drain",
     "rpc": "llama.cpp RPC",
     "unsplit": "llama-server, unsplit",
+    "rpc+kernels": "llama.cpp RPC + our kernels",
+    "unsplit+kernels": "llama-server, unsplit + our kernels",
 }
+UNLESS_NAMED = (*POLICIES, "rpc", "unsplit")  # what a comparison measures; the others need a second build of llama.cpp
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +104,7 @@ class Run:
 class Bench:
     """The state of one comparison: prompts, expected answers, and the runs so far."""
 
-    def __init__(self, plan: Plan, log_dir: Path, peers: Peers | None) -> None:
+    def __init__(self, plan: Plan, log_dir: Path, peers: Mapping[Kernels, Peers]) -> None:
         self.plan, self.peers = plan, peers
         self.path = model(plan.shape, plan.mix)
         self.setup = Setup(
@@ -129,13 +140,13 @@ class Bench:
             async with relayline_up(name, flags, setup) as target:
                 yield target
             return
-        assert self.peers is not None
-        if name == "rpc":
-            async with llama_rpc(name, setup, self.peers) as (target, _):
+        peers = self.peers[RIVALS[name]]
+        if name.startswith("rpc"):
+            async with llama_rpc(name, setup, peers) as (target, _):
                 yield target
         else:
             flags = ["--n-gpu-layers", "all" if setup.gpu_layers < 0 else str(setup.gpu_layers)]
-            async with llama_server(name, flags, setup, self.peers, n_threads=len(setup.cores)) as target:
+            async with llama_server(name, flags, setup, peers, n_threads=len(setup.cores)) as target:
                 yield target
 
     async def measure(
@@ -251,11 +262,11 @@ async def run(bench: Bench) -> None:
     await bench.judge_all()
 
 
-def plan_of(options: argparse.Namespace, peers: Peers | None) -> Plan:
+def plan_of(options: argparse.Namespace, peers: Mapping[Kernels, Peers]) -> Plan:
     """Return the plan that the command line asks for."""
     quick, only = options.quick, options.only_streams
     cores = tuple(sorted(os.sched_getaffinity(0))[: options.cores])
-    wanted = options.systems or tuple(LABELS)
+    wanted = options.systems or UNLESS_NAMED
     return Plan(
         shape=SHAPES[options.shape or ("toy" if quick else "llama-1b")],
         mix=options.type,
@@ -269,7 +280,7 @@ def plan_of(options: argparse.Namespace, peers: Peers | None) -> Plan:
         kv_layout=options.kv_layout,
         gpu_layers=options.gpu_layers,
         cores=cores,
-        systems=tuple(name for name in wanted if name in POLICIES or peers is not None),
+        systems=tuple(name for name in wanted if name in POLICIES or RIVALS[name] in peers),
         delays_ms=() if only else (0.0, 1.0) if quick else (0.0, 1.0, 10.0),
         delay_streams=options.delay_streams or ((4,) if quick else (1, 8, 32)),
         prefill_tokens=options.long_prompt or (0 if only else 128 if quick else 2_000),
@@ -310,20 +321,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def wants_peers(options: argparse.Namespace) -> bool:
-    """Return whether any system to measure is llama.cpp's own."""
-    return bool(set(options.systems or LABELS) - set(POLICIES))
+def wanted_kernels(options: argparse.Namespace) -> list[Kernels]:
+    """Return which builds of llama.cpp the systems to measure come from."""
+    return list(dict.fromkeys(RIVALS[name] for name in options.systems or UNLESS_NAMED if name in RIVALS))
 
 
-def peers_for(options: argparse.Namespace) -> Peers | None:
+def peers_for(options: argparse.Namespace) -> dict[Kernels, Peers]:
     """Return the peers: a quick run takes them only if they are there, and no run fails for want of them."""
-    if not wants_peers(options):
-        return None
     try:
-        return find_peers() if options.quick else build_peers(options.cores)
+        found = {
+            kernels: find_peers(kernels) if options.quick else build_peers(options.cores, kernels)
+            for kernels in wanted_kernels(options)
+        }
     except PeersUnavailableError as error:
         print(f"note: llama.cpp's servers are left out: {error}", file=sys.stderr)
-        return None
+        return {}
+    return {kernels: peers for kernels, peers in found.items() if peers is not None}
 
 
 async def main() -> int:
@@ -331,15 +344,18 @@ async def main() -> int:
     options = parse()
     peers = peers_for(options)
     out, is_smoke = options.out / "compare", options.quick
-    return await compare(plan_of(options, peers), peers, out, wants_peers=wants_peers(options), is_smoke=is_smoke)
+    wants_peers = bool(wanted_kernels(options))
+    return await compare(plan_of(options, peers), peers, out, wants_peers=wants_peers, is_smoke=is_smoke)
 
 
-async def compare(plan: Plan, peers: Peers | None, out: Path, *, wants_peers: bool, is_smoke: bool = False) -> int:
+async def compare(
+    plan: Plan, peers: Mapping[Kernels, Peers], out: Path, *, wants_peers: bool, is_smoke: bool = False
+) -> int:
     """Measure a plan, show it and leave `out`.json and .png; exit code 1 if a run did not count."""
     facts = machine.facts()
     with tempfile.TemporaryDirectory(prefix="relayline-bench-") as logs:
         bench = Bench(plan, Path(logs), peers)
-        if peers is None and wants_peers:
+        if not peers and wants_peers:
             bench.note("llama.cpp's servers were not measured (`python -m benches.peers` builds them)")
         try:
             await run(bench)
@@ -351,7 +367,7 @@ async def compare(plan: Plan, peers: Peers | None, out: Path, *, wants_peers: bo
     report.show(results, LABELS)
     plot.compare(results, LABELS, out.with_suffix(".png"))
     # A smoke run asks whether relayline and the bench work: what rivals answer is in the table all the same.
-    return int(any(run.fault for run in bench.runs if not (is_smoke and run.system in RIVALS)))
+    return int(any(run.fault for run in bench.runs if not (is_smoke and run.system in (*RIVALS, parts.DELAYED_RPC))))
 
 
 def _show_logs(directory: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from benches import report
+from benches.peers import Kernels
 from benches.reference import prompts_for
 from benches.servers import llama_rpc, relayline_linked, relayline_up, up_has_flag
 from coordinator.pipeline_file import load_pipeline
@@ -129,8 +130,8 @@ async def delays(bench: Bench) -> None:
         async with contextlib.AsyncExitStack() as stack:
             session = await stack.enter_async_context(client())
             systems = {f"{DELAY_STAGES} stages": await stack.enter_async_context(linked)}
-            if bench.peers is not None and "rpc" in plan.systems:
-                rival = llama_rpc(f"{name}-rpc", setup, bench.peers, delay_s)
+            if "rpc" in plan.systems:
+                rival = llama_rpc(f"{name}-rpc", setup, bench.peers[Kernels.SHIPPED], delay_s)
                 systems[DELAYED_RPC] = await stack.enter_async_context(rival)
             for target, _ in systems.values():
                 await load.closed_loop(session, target, bench.prompts, n_streams=1, n_tokens=4)

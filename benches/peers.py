@@ -1,15 +1,18 @@
 """The programs relayline is measured against, built from the sources that it depends on: `python -m benches.peers`.
 
 The source distribution of the pinned llama-cpp-python carries all of llama.cpp, so `llama-server`, `ggml-rpc-server`
-and `llama-batched-bench` come from the very revision that relayline's stages run. The kernels are the same with one
-exception, which llama.cpp decides: what a worker of its RPC holds is not repacked, as a local model's weights are, so
-that few rows take it longer (see benches/RESULTS.md). Everything lies in the user's cache; nothing of it is committed.
+and `llama-batched-bench` come from the very revision that relayline's stages run: as it ships, which is what anybody
+gets who builds it, or (`--our-kernels`) with the products and the attention that relayline compiles into its own, which
+tells what kernels make of a ratio and what splitting and batching do. What a worker of llama.cpp's RPC holds is not
+repacked either way, as a local model's weights are, so that few rows take it longer (see benches/RESULTS.md).
+Everything lies in the user's cache; nothing of it is committed.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import enum
 import hashlib
 import importlib.metadata
 import os
@@ -40,19 +43,26 @@ PROGRAM_OPTIONS = (
     "-DLLAMA_CURL=OFF",
 )
 CMAKE_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DGGML_RPC=ON", *PROGRAM_OPTIONS)
-# What relayline's own build tells GCC, theirs tells it too: where the CPU has AMX they would die of their first step.
 BUILD = Path(__file__).parents[1] / "deploy" / "build"
-TOLD_GCC = (
-    "ggml_gcc.cmake",
-    "amx_tile_config.h",
-    "repack_few_rows.cpp",
-    "repack_rows.h",
-    "repack_4_bit.cpp",
-    "repack_q4_k.cpp",
-    "stored_k_quants.cpp",
-    "attend_own_cells.cpp",
-)
-GCC_OPTION = f"-DCMAKE_PROJECT_ggml_INCLUDE={BUILD / 'ggml_gcc.cmake'}"
+
+
+class Kernels(enum.Enum):
+    """Whose kernels a build of llama.cpp has. The value is what CMake is told, and all that this includes."""
+
+    SHIPPED = ("ggml_amx.cmake", "amx_tile_config.h")  # without which they die of their first step where there is AMX
+    OURS = (
+        "ggml_gcc.cmake",
+        *SHIPPED,
+        "repack_few_rows.cpp",
+        "repack_rows.h",
+        "repack_4_bit.cpp",
+        "add_products.h",
+        "repack_q4_k.cpp",
+        "stored_k_quants.cpp",
+        "attend_own_cells.cpp",
+    )
+
+
 LOG_LINES_SHOWN = 20
 
 
@@ -92,36 +102,42 @@ def pinned_version() -> str:
     return importlib.metadata.version("llama_cpp_python")
 
 
-def _home(version: str) -> Path:
+def _home(version: str, kernels: Kernels) -> Path:
     """Where these programs go: others than from the same sources and with the same options are built anew."""
-    return cache_dir() / f"peers-{version}-{digest_of(CMAKE_OPTIONS)}"
+    return cache_dir() / f"peers-{version}-{digest_of(CMAKE_OPTIONS, kernels)}"
 
 
-def digest_of(options: Sequence[str]) -> str:
-    """Return what tells one build of llama.cpp from another: its options, and what GCC is told in files."""
-    told = b"".join((BUILD / name).read_bytes() for name in TOLD_GCC)
+def digest_of(options: Sequence[str], kernels: Kernels) -> str:
+    """Return what tells one build of llama.cpp from another: its options, and what is told in files."""
+    told = b"".join((BUILD / name).read_bytes() for name in kernels.value)
     return hashlib.sha256(" ".join(options).encode() + told).hexdigest()[:8]
 
 
-def find_peers() -> Peers | None:
+def find_peers(kernels: Kernels = Kernels.SHIPPED) -> Peers | None:
     """Return the peers if an earlier run has built them."""
     version = pinned_version()
-    peers = Peers(_home(version) / "bin", version)
+    peers = Peers(_home(version, kernels) / "bin", version)
     return peers if all((peers.directory / target).is_file() for target in TARGETS) else None
 
 
-def build_peers(n_jobs: int) -> Peers:
+def build_peers(n_jobs: int, kernels: Kernels = Kernels.SHIPPED) -> Peers:
     """Return the peers, building them first if need be. Raises PeersUnavailableError."""
-    if found := find_peers():
+    if found := find_peers(kernels):
         return found
-    build_programs(_home(pinned_version()), TARGETS, CMAKE_OPTIONS, n_jobs, BUILD_MINUTES)
-    found = find_peers()
+    build_programs(_home(pinned_version(), kernels), TARGETS, CMAKE_OPTIONS, kernels, n_jobs, BUILD_MINUTES)
+    found = find_peers(kernels)
     assert found is not None
     return found
 
 
 def build_programs(
-    home: Path, targets: Sequence[str], options: Sequence[str], n_jobs: int, minutes: int, archive: Path | None = None
+    home: Path,
+    targets: Sequence[str],
+    options: Sequence[str],
+    kernels: Kernels,
+    n_jobs: int,
+    minutes: int,
+    archive: Path | None = None,
 ) -> None:
     """Build programs of llama.cpp, and their libraries where those are shared, into home/bin: all of them or none.
 
@@ -139,7 +155,8 @@ def build_programs(
         source = _sources(Path(scratch), version, archive) / "vendor" / "llama.cpp"
         build = Path(scratch) / "build"
         generator = ("-G", "Ninja") if shutil.which("ninja") else ()
-        _run(["cmake", "-S", str(source), "-B", str(build), *generator, *options, GCC_OPTION], home / "configure.log")
+        included = f"-DCMAKE_PROJECT_ggml_INCLUDE={BUILD / kernels.value[0]}"
+        _run(["cmake", "-S", str(source), "-B", str(build), *generator, *options, included], home / "configure.log")
         _run(["cmake", "--build", str(build), "-j", str(n_jobs), "--target", *targets], home / "build.log")
         shutil.rmtree(home / "bin", ignore_errors=True)
         (build / "bin").rename(home / "bin")
@@ -186,9 +203,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=number, default=len(os.sched_getaffinity(0)), help="compilers at once")
     without = "end with a note and exit code 0 where there is nothing to build with, as without cmake"
     parser.add_argument("--if-possible", action="store_true", help=without)
+    with_ours = "the same with the kernels of relayline's own build, for what python -m benches.compare calls +kernels"
+    parser.add_argument("--our-kernels", action="store_true", help=with_ours)
     options = parser.parse_args()
     try:
-        print(build_peers(options.jobs).directory)
+        print(build_peers(options.jobs, Kernels.OURS if options.our_kernels else Kernels.SHIPPED).directory)
     except PeersUnavailableError as error:
         if not (options.if_possible and isinstance(error, NothingToBuildWithError)):
             sys.exit(f"peers: {error}")

@@ -22,6 +22,8 @@ RATIO_GOALS: tuple[tuple[str, str, str, str, dict[int, float]], ...] = (
     ("batching on against off", "auto", "single", "tok_s", {1: 0.98, 2: 0.98, 4: 1.0, 8: 1.5, 16: 1.9, 32: 2.3}),
     ("against plain drain", "auto", "drain", "tok_s", {}),
     ("against unsplit llama-server", "auto", "unsplit", "tok_s", {8: 0.85, 16: 0.85, 32: 1.0}),
+    ("against RPC + our kernels, decode", "auto", "rpc+kernels", "decode_tok_s", {}),
+    ("against unsplit + our kernels", "auto", "unsplit+kernels", "tok_s", {}),
 )
 # The same with a ratio of at most the goal.
 TTFT_GOALS: tuple[tuple[str, str, str, str, dict[int, float]], ...] = (

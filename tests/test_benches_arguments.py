@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,6 +11,7 @@ from benches import __main__ as everything
 from benches import bench_engine, compare, hop, plan_accuracy, quantisation, tracing
 from benches.compare import Bench, plan_of
 from benches.models import SHAPES, Shape
+from benches.peers import Kernels, Peers
 from wire.telemetry_config import LEVEL_NAMES
 
 
@@ -62,9 +62,15 @@ def test_old_results_do_not_pass_for_new_ones(tmp_path: Path) -> None:
 
 def test_lists_are_read_as_they_are_given() -> None:
     options = compare.parse(["--systems", "drain,auto", "--streams", "2,16", "--delay-streams", "4"])
-    plan = plan_of(options, None)
+    plan = plan_of(options, {})
     assert (plan.systems, plan.streams, plan.delay_streams) == (("drain", "auto"), (2, 16), (4,))
-    assert plan_of(compare.parse(["--quick"]), None).streams == (1, 4)
+    assert plan_of(compare.parse(["--quick"]), {}).streams == (1, 4)
+    peers = dict.fromkeys(Kernels, Peers(Path("bin"), "1"))
+    assert plan_of(compare.parse([]), peers).systems == ("auto", "single", "drain", "rpc", "unsplit")
+    mixed = compare.parse(["--systems", "auto,unsplit+kernels,rpc"])
+    assert compare.wanted_kernels(mixed) == [Kernels.OURS, Kernels.SHIPPED]
+    only_shipped = {Kernels.SHIPPED: Peers(Path("bin"), "1")}
+    assert plan_of(mixed, only_shipped).systems == ("auto", "rpc"), "what is not built is left out"
     assert tracing.parse(["--levels", "summary,frames"]).levels == ("summary", "frames")
     assert tracing.parse([]).levels == tuple(LEVEL_NAMES)
 
@@ -76,8 +82,7 @@ async def test_no_server_answers_under_a_name_that_is_none_of_the_systems(
         return tmp_path / "none.gguf"
 
     monkeypatch.setattr(compare, "model", no_model)
-    peers: Any = object()
-    bench = Bench(plan_of(compare.parse(["--quick"]), peers), tmp_path, peers)
+    bench = Bench(plan_of(compare.parse(["--quick"]), {}), tmp_path, {})
     assert bench.plan.shape == SHAPES["toy"]
     with pytest.raises(ValueError, match="there is no system 'unspilt'"):
         async with bench.system("unspilt"):

@@ -17,7 +17,7 @@ from benches import peers
 from benches.gpu import __main__ as bench
 from benches.gpu import steps
 from benches.gpu.build import LIBRARIES, TARGETS, build, options_of
-from benches.peers import Peers, PeersUnavailableError
+from benches.peers import Kernels, Peers, PeersUnavailableError
 
 LINE = '{{"n_kv_max": 256, "pp": 16, "tg": 32, "pl": {rows}, "t_pp": 0.1, "t_tg": {seconds}}}\n'
 
@@ -103,7 +103,7 @@ def test_the_bench_starts_anew_with_the_libraries_that_were_built(
 
 def test_what_a_processor_does_is_not_set_against_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Peers(Path("mine"), "1")
-    monkeypatch.setattr(bench, "find_peers", lambda: mine)
+    monkeypatch.setattr(bench, "find_peers", {Kernels.OURS: mine}.get)
     options = bench.parse(["--installed"])
     monkeypatch.setattr(bench, "_gpus", list)
     assert bench.programs(options) == mine

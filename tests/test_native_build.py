@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from benches import peers
+from benches.peers import Kernels
 from deploy.build import built_with
 
 BUILD = Path(__file__).parents[1] / "deploy" / "build"
@@ -90,7 +91,10 @@ def test_gcc_writes_the_whole_tile_configuration() -> None:
     assert "[64])(config)" in read.rpartition("config[63]")[2], "mended compilers need no header, and show nothing"
 
 
-def compile_commands(root: Path, macros: str = "", *told: str) -> dict[str, str]:
+MINIMAL = f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={BUILD / 'llama_minimal.cmake'}"
+
+
+def compile_commands(root: Path, macros: str = "", *told: str, included: str = MINIMAL) -> dict[str, str]:
     """Return how the files would be compiled on a processor with these macros, by their place under src/."""
     if shutil.which("cmake") is None or shutil.which("make") is None:
         pytest.skip("cmake or make is not installed")
@@ -104,8 +108,7 @@ def compile_commands(root: Path, macros: str = "", *told: str) -> dict[str, str]
     compiler = root / "compiler"
     compiler.write_text(COMPILER.format(macros=macros))
     compiler.chmod(0o755)
-    include = f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={BUILD / 'llama_minimal.cmake'}"
-    options = [include, f"-DCMAKE_CXX_COMPILER={compiler}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *told]
+    options = [included, f"-DCMAKE_CXX_COMPILER={compiler}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *told]
     command = ["cmake", "-S", root, "-B", root / "build", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -118,6 +121,16 @@ def test_the_header_is_included_by_that_file_alone(tmp_path: Path) -> None:
     commands = compile_commands(tmp_path)
     assert len(commands) == len(SOURCES)
     assert [name for name, command in commands.items() if "amx_tile_config.h" in command] == ["ggml-cpu/amx/mmq.cpp"]
+
+
+def test_peers_as_they_ship_are_told_of_that_header_and_of_nothing_else(tmp_path: Path) -> None:
+    need_gcc_for_amx()
+    included = f"-DCMAKE_PROJECT_ggml_INCLUDE={BUILD / Kernels.SHIPPED.value[0]}"
+    macros = "#define __AVX2__ 1\n#define __FMA__ 1\n#define __F16C__ 1"
+    commands = compile_commands(tmp_path, macros, included=included)
+    assert sorted(commands) == sorted(SOURCES), "files of ours, or copies"
+    told = {name for name, command in commands.items() if re.search(r" -(include|fsched\S*|D\S*_llama) ", command)}
+    assert told == {"ggml-cpu/amx/mmq.cpp"}
 
 
 @pytest.mark.parametrize(
@@ -249,13 +262,17 @@ def test_a_wheel_is_told_what_it_was_built_with_as_make_setup_asks_for_it(tmp_pa
 def test_other_words_to_gcc_make_another_build_of_the_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = {path.name for pattern in ("ggml_*", "*.h", "*.cpp") for path in BUILD.glob(pattern)}
     monkeypatch.setattr(peers, "BUILD", shutil.copytree(BUILD, tmp_path / "build"))
-    digests = {peers.digest_of(("-DX=1",)), peers.digest_of(("-DX=2",))}
+    as_shipped = {peers.digest_of(("-DX=1",), Kernels.SHIPPED)}
+    digests = {peers.digest_of((option,), Kernels.OURS) for option in ("-DX=1", "-DX=2")}
+    assert not as_shipped & digests
     for name in told:
         with (tmp_path / "build" / name).open("a") as file:
             file.write("\n")
-        digests.add(peers.digest_of(("-DX=1",)))
-    assert told == set(peers.TOLD_GCC)
+        as_shipped.add(peers.digest_of(("-DX=1",), Kernels.SHIPPED))
+        digests.add(peers.digest_of(("-DX=1",), Kernels.OURS))
+    assert told == set(Kernels.OURS.value)
     assert len(digests) == 2 + len(told)
+    assert len(as_shipped) == 1 + len(Kernels.SHIPPED.value), "what is in no build as it ships must not make it anew"
 
 
 # name of a product, values in a block, bytes in a block of weights of eight columns and in one of four rows

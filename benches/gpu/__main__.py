@@ -26,7 +26,7 @@ from benches.arguments import number, numbers
 from benches.gpu import steps
 from benches.gpu.build import BACKENDS, LIBRARIES, build
 from benches.models import MIXES, SHAPES, model
-from benches.peers import Peers, PeersUnavailableError, find_peers
+from benches.peers import Kernels, Peers, PeersUnavailableError, find_peers
 from deploy.splits import split_for
 from stage import ggml
 from wire.errors import RelaylineError
@@ -68,7 +68,7 @@ def programs(options: argparse.Namespace) -> Peers | None:
     """
     if options.installed:
         # What was built for a processor says nothing about a GPU.
-        return None if _gpus() else find_peers()
+        return None if _gpus() else find_peers(Kernels.OURS)
     built = build(options.backend, options.arch, options.jobs, options.sources)
     if os.environ.get(LIBRARIES) != str(built.directory) and not options.build_only:
         os.environ[LIBRARIES] = str(built.directory)
@@ -121,8 +121,9 @@ async def pipeline(options: argparse.Namespace, peers: Peers | None, gpu_layers:
         "--gpu-layers", str(gpu_layers), "--cores", str(len(os.sched_getaffinity(0))),
         "--tokens", str(options.tokens or (8 if options.quick else 64)),
     ]  # fmt: skip
-    plan = compare.plan_of(compare.parse(arguments), peers)
-    return await compare.compare(plan, peers, options.out / "gpu-streams", wants_peers=True)
+    rivals = {Kernels.SHIPPED: peers} if peers else {}  # on a GPU they are the same
+    plan = compare.plan_of(compare.parse(arguments), rivals)
+    return await compare.compare(plan, rivals, options.out / "gpu-streams", wants_peers=True)
 
 
 def main() -> int:

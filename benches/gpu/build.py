@@ -9,7 +9,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from benches.peers import PROGRAM_OPTIONS, Peers, PeersUnavailableError, build_programs, digest_of, pinned_version
+from benches.peers import (
+    PROGRAM_OPTIONS,
+    Kernels,
+    Peers,
+    PeersUnavailableError,
+    build_programs,
+    digest_of,
+    pinned_version,
+)
 from deploy.local import cache_dir
 
 LIBRARIES = "LLAMA_CPP_LIB_PATH"  # where the binding looks for libllama first
@@ -29,10 +37,10 @@ def options_of(backend: str, architecture: str) -> tuple[str, ...]:
 def build(backend: str, architecture: str, n_jobs: int, archive: Path | None) -> Peers:
     """Return programs and libraries, built first if need be. Raises PeersUnavailableError."""
     options = options_of(backend, architecture)
-    home = cache_dir() / f"gpu-{pinned_version()}-{digest_of(options)}"
+    home = cache_dir() / f"gpu-{pinned_version()}-{digest_of(options, Kernels.OURS)}"
     built = Peers(home / "bin", pinned_version())
     if not all((built.directory / name).is_file() for name in (*TARGETS, "libllama.so")):
         if backend == "cuda" and shutil.which("nvcc") is None:
             raise PeersUnavailableError("nvcc was not found; install CUDA's toolkit and put its bin directory on PATH")
-        build_programs(home, TARGETS, options, n_jobs, BUILD_MINUTES, archive)
+        build_programs(home, TARGETS, options, Kernels.OURS, n_jobs, BUILD_MINUTES, archive)
     return built

@@ -1,6 +1,6 @@
-# Included by every build of ggml (CMAKE_PROJECT_ggml_INCLUDE) right after its project() call: what GCC must be told about
-# some of its files. Set at the end of ggml's directory, since src/ must be known by then. A CMake that cannot do that
-# (before 3.19) comes with a GCC that knows no AMX.
+# Included by relayline's build of ggml (CMAKE_PROJECT_ggml_INCLUDE) right after its project() call: our products and our
+# attention, and what GCC is told about some files. Set at the end of ggml's directory, since src/ must be known by then.
+include("${CMAKE_CURRENT_LIST_DIR}/ggml_amx.cmake")
 
 # Has FILE of ggml-cpu, in SOURCES, compiled from a copy that begins with HEAD and has other text in some places, of which
 # each must occur once: the names of variables in turns, OLD NEW OLD NEW.
@@ -73,10 +73,6 @@ endfunction()
 function(relayline_compile)
     set(SOURCES "${CMAKE_CURRENT_SOURCE_DIR}/src/ggml-cpu")
     set(OWN "${CMAKE_CURRENT_FUNCTION_LIST_DIR}")
-    # The AMX kernels get a header ahead of them, which says why.
-    set_source_files_properties("${SOURCES}/amx/mmq.cpp" DIRECTORY src
-        PROPERTIES COMPILE_OPTIONS "-include;${OWN}/amx_tile_config.h")
-
     execute_process(
         COMMAND "${CMAKE_CXX_COMPILER}" -march=native -dM -E -x c++ /dev/null
         OUTPUT_VARIABLE MACROS ERROR_QUIET)

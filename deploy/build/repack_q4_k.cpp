@@ -6,6 +6,7 @@
  * is added to the product in one step, however many rows there are: one row has the same bits as among others (llama.cpp
  * adds a quarter at a time for four rows and more). ggml_gcc.cmake adds this file where the processor has AVX2.
  */
+#include "add_products.h"
 #include "repack_rows.h"
 
 namespace {
@@ -77,16 +78,6 @@ struct q4_K {
                                                 -1, 1, -1, 1, -1, 1, -1, 1, -1, 0, -1, 0, -1, 0, -1, 0);
         const __m256i both_halves = _mm256_broadcastsi128_si256(scales);
         return _mm256_shuffle_epi8(both_halves, _mm256_add_epi8(columns, _mm256_set1_epi16((short) first_column)));
-    }
-
-    static __m256i add_products(__m256i total, __m256i sums, __m256i scales) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-        return _mm256_dpwssd_epi32(total, sums, scales);
-#elif defined(__AVXVNNI__)
-        return _mm256_dpwssd_avx_epi32(total, sums, scales);
-#else
-        return _mm256_add_epi32(total, _mm256_madd_epi16(sums, scales));
-#endif
     }
 
     /* Products of unsigned by signed bytes, in pairs whose sums of four fit in 16 bits. */

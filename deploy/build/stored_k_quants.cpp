@@ -9,6 +9,7 @@
  */
 #define GGML_COMMON_DECL_CPP
 #define GGML_COMMON_IMPL_CPP
+#include "add_products.h"
 #include "ggml-common.h"
 #include "ggml.h"
 
@@ -26,16 +27,6 @@ constexpr int VECTORS = QK_K / 32;
 
 inline float single(ggml_half half) {
     return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
-}
-
-inline __m256i add_products(__m256i total, __m256i sums, __m256i scales) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-    return _mm256_dpwssd_epi32(total, sums, scales);
-#elif defined(__AVXVNNI__)
-    return _mm256_dpwssd_avx_epi32(total, sums, scales);
-#else
-    return _mm256_add_epi32(total, _mm256_madd_epi16(sums, scales));
-#endif
 }
 
 /* The sum of eight, in llama.cpp's order. */

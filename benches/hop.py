@@ -36,6 +36,7 @@ from benches.hop_floor import one_way_us, wake_us
 from benches.hop_stage import N_VOCAB, PIPELINE_ID, SOURCE_SHA256, Stamps
 from coordinator.connection import Connection
 from coordinator.pipeline_file import ArtifactFile, PipelineFile, Source, StageFile
+from deploy.cores import shares, write_cores
 from deploy.load import percentile
 from wire.envelope import DTYPE_F16, with_extras
 from wire.errors import RelaylineError
@@ -123,9 +124,11 @@ class Driver:
 
 @asynccontextmanager
 async def _stage(index: int, width: int, out: Path) -> AsyncIterator[str]:
-    """Run one stage process; yields its address."""
+    """Run one stage process, on its share of the cores where `relayline up` would give it one; yields its address."""
+    cores = (shares([1, 1]) or [(), ()])[index]
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benches.hop_stage", str(index), str(width), str(out),
+        *([write_cores(cores)] if cores else []),
         stdout=asyncio.subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:

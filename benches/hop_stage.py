@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from deploy.cores import keep_to, read_cores
 from stage import inbound, process
 from stage.artifact import StageArtifact
 from stage.config import StageConfig
@@ -181,4 +182,6 @@ def stage_main(index: int, width: int, out: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 4:
+        keep_to(read_cores(sys.argv[4]))
     stage_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

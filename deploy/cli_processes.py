@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deploy.cores import keep_to
 from deploy.join_flags import (
     coordinator_join,
     joinable_event,
@@ -24,6 +25,7 @@ from deploy.join_flags import (
 from deploy.launch.serving import for_each_stage, manifest_option, served_directory
 from deploy.options import (
     Address,
+    CoreList,
     chat_template_option,
     check_draft,
     check_engine,
@@ -70,6 +72,7 @@ def _watch_stdin() -> None:
 @stage_join_options
 @click.option("--listen", type=Address(), default="127.0.0.1:0", show_default=True, help="Where neighbours connect.")
 @click.option("--threads", type=int, default=0, help="Threads of a native step [default: all cores].")
+@click.option("--cores", type=CoreList(), default=None, help="Cores that it keeps to, as 0-3,8 [default: any].")
 @click.option("--no-verify", is_flag=True, help="Do not check the artifact's sha256.")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
 @click.option("--metrics", type=Address(), default=None, help="Where to serve Prometheus metrics [default: nowhere].")
@@ -89,6 +92,8 @@ def stage_command(**given: Any) -> None:
     from stage.process import run_stage
 
     logs.setup("stage", as_json=given["log_json"], verbose=given["verbose"])
+    if given["cores"]:
+        keep_to(given["cores"])
     security = security_from(given)
     joining = stage_join(given, security)
     if given["exit_with_stdin"]:

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 
 # Flags of the form with --model alone: a manifest says these things of every single stage.
-MODEL_ONLY = ("n_stages", "cuts", "threads", "split_dir", "gpu_layers", "api_keys", "protect_metrics", "chat_template")
+MODEL_ONLY = (
+    "n_stages", "cuts", "threads", "no_pin", "split_dir", "gpu_layers", "api_keys", "protect_metrics", "chat_template",
+)  # fmt: skip
 MANIFEST_ONLY = ("state_dir", "detach")
 
 
@@ -46,6 +48,7 @@ MANIFEST_ONLY = ("state_dir", "detach")
 @click.option("--cuts", callback=parse_cuts, help="First layer of each later stage, e.g. 8,16, not --stages.")
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Threads per stage [default: cores / stages].")
+@click.option("--no-pin", is_flag=True, help="Let stages run on any core [default: each keeps to its share].")
 @click.option(
     "--split-dir", type=click.Path(path_type=Path), default=None, help="Where to keep the split [default: cache]."
 )
@@ -102,6 +105,7 @@ def _up_model(given: dict[str, Any]) -> None:
         pipeline_dir=split_for(given["model"], given["n_stages"], given["cuts"], given["split_dir"]),
         http=given["http"],
         n_threads=given["threads"],
+        pin=not given["no_pin"],
         stage_arguments=(
             *forwarded([("--ctx", given["ctx"]), ("--lanes", given["lanes"]), ("--gpu-layers", given["gpu_layers"]),
                         ("--max-rows", given["max_rows"]), ("--prefill-rows", given["prefill_rows"]),

@@ -16,6 +16,7 @@ from typing import Any
 
 from coordinator.pipeline_file import PipelineFile, load_pipeline
 from deploy.child import Child
+from deploy.cores import Cores, shares, write_cores
 from wire import bounds
 from wire.errors import StartError
 from wire.security import address_of
@@ -42,6 +43,8 @@ class LocalConfig:
     """Passed on to every `relayline stage`."""
     serve_arguments: tuple[str, ...] = ()
     """Passed on to `relayline serve`."""
+    pin: bool = True
+    """Whether each stage keeps to its share of the cores, where they are as many as all threads."""
 
 
 def cache_dir() -> Path:
@@ -67,12 +70,17 @@ def stage_child(
     *,
     n_threads: int,
     listen: str = "127.0.0.1:0",
+    cores: Cores = (),
 ) -> Child:
-    """Return one stage of this machine as a child that has not been started; `arguments` are passed on."""
+    """Return one stage of this machine as a child that has not been started; `arguments` are passed on.
+
+    `cores`: those that it keeps to; none: it may run on any.
+    """
+    kept = ("--cores", write_cores(cores)) if cores else ()
     return Child(
         f"stage-{index}",
         ("stage", "--artifact", str(artifact), "--listen", listen, "--threads", str(n_threads),
-         "--json", "--exit-with-stdin", *arguments),
+         *kept, "--json", "--exit-with-stdin", *arguments),
         on_line,
     )  # fmt: skip
 
@@ -87,14 +95,17 @@ class LocalPipeline:
         self.coordinator: Child | None = None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_line = on_line
+        self._cores: list[Cores] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
 
     async def start(self) -> dict[str, Any]:
         """Start everything; returns the coordinator's ready event. Raises StartError."""
-        n_threads = self.config.n_threads or threads_per_stage(len(self.file.stages))
-        self.stages = [self._stage(index, n_threads, "127.0.0.1:0") for index in range(len(self.file.stages))]
-        fields = {"stages": len(self.stages), "threads": n_threads}
+        n_stages = len(self.file.stages)
+        n_threads = self.config.n_threads or threads_per_stage(n_stages)
+        self._cores = (shares([n_threads] * n_stages) if self.config.pin else None) or [()] * n_stages
+        self.stages = [self._stage(index, n_threads, "127.0.0.1:0") for index in range(n_stages)]
+        fields = {"stages": n_stages, "threads": n_threads, "cores": " ".join(map(write_cores, self._cores)) or "any"}
         log.info("loading %s", self.file.model_name, extra={"fields": fields})
         await asyncio.gather(*(stage.start() for stage in self.stages))
         addresses = await asyncio.gather(*map(self._address, self.stages))
@@ -123,7 +134,8 @@ class LocalPipeline:
     def _stage(self, index: int, n_threads: int, listen: str) -> Child:
         artifact = self.config.pipeline_dir / self.file.stages[index].file
         arguments = self.config.stage_arguments
-        return stage_child(index, artifact, arguments, self._on_line, n_threads=n_threads, listen=listen)
+        cores = self._cores[index]
+        return stage_child(index, artifact, arguments, self._on_line, n_threads=n_threads, listen=listen, cores=cores)
 
     def _watch(self, name: str, watching: Coroutine[Any, Any, None]) -> None:
         watcher = asyncio.create_task(watching)

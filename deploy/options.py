@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from deploy.cores import Cores, read_cores
 from wire import bounds
 from wire.envelope import DTYPE_BY_NAME
 from wire.errors import UsageError
@@ -60,6 +61,21 @@ class AddressList(click.ParamType[tuple[str, ...]]):
             return value
         parts = [Address().convert(part.strip(), param, ctx) for part in str(value).split(",")]
         return tuple(address_of(host, port) for host, port in parts)
+
+
+class CoreList(click.ParamType[Cores]):
+    """Cores such as 0-3,8. Converts to their numbers, in order."""
+
+    name = "cores"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Cores:
+        """Read one list."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return read_cores(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class DraftTokens(click.ParamType[int]):

@@ -13,6 +13,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
+from deploy.cores import CORE_MAX, write_cores
 from deploy.manifest import Manifest, Stage
 from deploy.manifest.model import API_VERSION, KIND, STAGES_MAX, Metadata, Spec
 from deploy.manifest.scalars import Part
@@ -52,7 +53,10 @@ def _stages(draw: st.DrawFn, stages_max: int) -> Any:
         return draw(st.integers(1, stages_max))
     stages = draw(
         st.lists(
-            _part(Stage, without=("layers",)), min_size=1, max_size=min(4, stages_max), unique_by=lambda s: s["name"]
+            _part(Stage, without=("layers", "cores")),
+            min_size=1,
+            max_size=min(4, stages_max),
+            unique_by=lambda s: s["name"],
         )
     )
     end = 0
@@ -61,6 +65,9 @@ def _stages(draw: st.DrawFn, stages_max: int) -> Any:
             stage.pop("gpuLayers", None)
         start, end = end, end + draw(st.integers(1, 40))
         stage["layers"] = draw(st.sampled_from(["auto", [start, end]]))
+        if draw(st.booleans()):
+            listed = st.sets(st.integers(0, CORE_MAX), min_size=1, max_size=6).map(write_cores)
+            stage["cores"] = draw(st.one_of(st.sampled_from(["auto", "any"]), listed))
     return stages
 
 

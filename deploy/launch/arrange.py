@@ -25,7 +25,9 @@ def arrange(manifest: Manifest, source: Path, settled: Path, log_flags: tuple[st
 
 
 def _stage(manifest: Manifest, stage: Stage, log_flags: tuple[str, ...]) -> LocalStage | RemoteStage:
-    listen = ("--listen", f"{stage_host(manifest)}:{manifest.listen_port(stage)}")
+    listen: tuple[str, ...] = ("--listen", f"{stage_host(manifest)}:{manifest.listen_port(stage)}")
+    if stage.kept_cores:
+        listen += ("--cores", stage.kept_cores)
     if not stage.is_local:
         metrics = ("--metrics", f"0.0.0.0:{manifest.metrics_port(stage)}")
         arguments = (*listen, "--advertise", stage.host, *metrics, *remote_security_flags(manifest, stage))

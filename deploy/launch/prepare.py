@@ -14,6 +14,7 @@ from typing import Any
 
 from coordinator.inspection import inspect_model
 from coordinator.pipeline_file import PipelineFile, load_pipeline
+from deploy.cores import shares, write_cores
 from deploy.launch.own_tls import make_own_tls, make_own_token, needs_own_tls, needs_own_token
 from deploy.manifest import Manifest, Stage
 from deploy.model_source import resolve_model
@@ -31,7 +32,7 @@ class Prepared:
     """A manifest with nothing left to choose."""
 
     manifest: Manifest
-    """The manifest with the model's path, every stage's layers and threads, and full paths."""
+    """The manifest with the model's path, every stage's layers, threads and cores, and full paths."""
     pipeline_dir: Path
     """The finished split."""
     file: PipelineFile
@@ -121,10 +122,12 @@ def settle(manifest: Manifest, model: Path, file: PipelineFile) -> Manifest:
         if key in part:
             part[key] = str(manifest.resolve(part[key]).absolute())
     spec["stages"] = []
+    cores = cores_of(manifest.stages)
     for stage, held in zip(manifest.stages, file.stages, strict=True):
         entry = stage.model_dump(mode="json", by_alias=True, exclude_none=True)
         entry["layers"] = [held.layer_start, held.layer_end]
         entry["threads"] = threads_for(stage, manifest.stages)
+        entry["cores"] = cores[stage.name]
         if "calibration" in entry["speed"]:
             entry["speed"]["calibration"] = str(manifest.resolve(entry["speed"]["calibration"]).absolute())
         spec["stages"].append(entry)
@@ -141,6 +144,16 @@ def threads_for(stage: Stage, stages: tuple[Stage, ...]) -> int:
     local = [other for other in stages if other.is_local]
     left = len(os.sched_getaffinity(0)) - sum(other.threads for other in local)
     return max(1, left // sum(1 for other in local if not other.threads))
+
+
+def cores_of(stages: tuple[Stage, ...]) -> dict[str, str]:
+    """Return the cores that each stage keeps to, by its name, as a manifest says it."""
+    found = {stage.name: "any" if stage.cores == "auto" else stage.cores for stage in stages}
+    local = [stage for stage in stages if stage.is_local]
+    if local and all(stage.cores == "auto" for stage in local):
+        divided = shares([threads_for(stage, stages) for stage in local])
+        found |= zip((stage.name for stage in local), map(write_cores, divided or []), strict=False)
+    return found
 
 
 def override(manifest: Manifest, changes: dict[str, Any]) -> Manifest:

@@ -8,6 +8,7 @@ import pydantic
 from pydantic import ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
+from deploy.cores import LIST
 from wire.security import is_loopback
 
 # Patterns stay within what ECMA 262 and Rust's regular expressions share: the JSON Schema publishes them.
@@ -15,6 +16,7 @@ DNS_LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 HOST = r"^([A-Za-z0-9_]([-A-Za-z0-9_.]{0,251}[A-Za-z0-9_.])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%a-z0-9]*)$"
 LABEL_KEY = r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$"
+CORES = rf"^(auto|any|{LIST})$"
 TEXT_CHARS_MAX = 4_096  # of any one value: longer than every path and URL that systems accept
 
 
@@ -42,6 +44,8 @@ Text = Annotated[str, Field(max_length=TEXT_CHARS_MAX, pattern=r"^[^\x00-\x1f\x7
 """One line without control characters."""
 FilePath = Annotated[str, Field(min_length=1, max_length=TEXT_CHARS_MAX, pattern=r"^[^\x00-\x1f\x7f]*$")]
 """A path; relative ones resolve against the manifest's directory, `~` against the user's home."""
+CoreList = Annotated[str, Field(max_length=TEXT_CHARS_MAX, pattern=CORES)]
+"""Cores such as 0-3,8; or `auto`, or `any`."""
 LabelKey = Annotated[str, Field(pattern=LABEL_KEY)]
 LabelValue = Annotated[str, Field(pattern=LABEL_VALUE)]
 Labels = dict[LabelKey, LabelValue]

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
-from deploy.manifest.scalars import DnsLabel, FilePath, Host, Labels, Part, Port, is_local
+from deploy.cores import read_cores, write_cores
+from deploy.manifest.scalars import CoreList, DnsLabel, FilePath, Host, Labels, Part, Port, is_local
 
 LAYERS_MAX = 100_000  # also the ceiling of --gpu-layers
 
@@ -62,6 +63,9 @@ class Stage(Part):
     """With device gpu: how many of its layers go there; -1 (the default) for all."""
     threads: Annotated[int, Field(ge=0, le=1_024)] = 0
     """Threads of a native step. 0: the host's cores divided by the stages on it."""
+    cores: CoreList = "auto"
+    """Cores that it keeps to, such as 0-3,8. auto: stages on localhost divide this machine's, in proportion to their
+    threads, where no stage there says anything else and there are as many cores as threads; any: it may run on all."""
     memory_gib: Annotated[float, Field(gt=0, le=1e5)] | None = None
     """Memory that this stage may use, in GiB: the planner stays below it, containers are limited to it. Without it the
     planner counts the memory of this machine for local stages."""
@@ -79,6 +83,11 @@ class Stage(Part):
     link: Link = Link()
     """Network to the next stage."""
 
+    @field_validator("cores", mode="after")
+    @classmethod
+    def _are_cores(cls, cores: str) -> str:
+        return cores if cores in ("auto", "any") else write_cores(read_cores(cores))
+
     @field_validator("layers", mode="after")
     @classmethod
     def _is_a_range(cls, layers: Literal["auto"] | tuple[int, int]) -> Literal["auto"] | tuple[int, int]:
@@ -90,6 +99,11 @@ class Stage(Part):
     def is_local(self) -> bool:
         """Whether `relayline up` starts it."""
         return is_local(self.host)
+
+    @property
+    def kept_cores(self) -> str:
+        """The cores that it is told to keep to; empty if nobody has said which."""
+        return "" if self.cores in ("auto", "any") else self.cores
 
     @property
     def layer_range(self) -> tuple[int, int] | None:

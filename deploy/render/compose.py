@@ -139,6 +139,7 @@ def _stage(pipeline: Inside, stage: Stage) -> Mapping:
         "expose": [str(STAGE_PORT), str(METRICS_PORT)],
         "healthcheck": _healthcheck(METRICS_PORT, "/metrics"),
         "stop_grace_period": f"{inside.STAGE_GRACE_S}s",
+        "cpuset": stage.kept_cores or None,
         "labels": {**pipeline.manifest.metadata.labels, **stage.labels},
         "deploy": _resources(stage.memory_gib, threads=stage.threads, on_gpu=stage.device == "gpu"),
     }

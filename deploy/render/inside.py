@@ -123,6 +123,7 @@ class Inside:
                 "port": STAGE_PORT,
                 "metrics_port": METRICS_PORT,
                 "node_selector": {},
+                "cores": "auto",
                 "speed": declared,
             }
         )
@@ -143,6 +144,8 @@ def notes(manifest: Manifest, *, in_kubernetes: bool) -> list[str]:
             found.append(f"stage {stage.name!r} has no memoryGib, so its pod asks for no memory; see `relayline plan`")
         if in_kubernetes and stage.threads == 0:
             found.append(f"stage {stage.name!r} has no threads, so it takes every core of its node but asks for one")
+        if in_kubernetes and stage.kept_cores:
+            found.append(f"stage {stage.name!r}: cores are left out, since a pod gets its own from the node's kubelet")
         if stage.speed.calibration is not None:
             found.append(f"stage {stage.name!r}: speed.calibration is a file of this machine and is left out")
     return found

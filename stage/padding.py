@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stage.curves import Curves, StepShape
+from stage.curves import Curves, shape_of
+from stage.queue_types import QueuedFrame
 
 if TYPE_CHECKING:
     from stage.step_types import Engine
@@ -22,13 +23,20 @@ class Padding:
     wanted_max: int  # rows of one step that may want logits
     enabled: bool = True  # else there need be no such lane
 
-    def pad(self, engine: Engine, shape: StepShape) -> int:
+    def prepare(self, engine: Engine, n_rows: int) -> None:
+        """Find out beforehand what `pad` asks for where the next step has as many rows, once curves have changed."""
+        if self.enabled:
+            self.curves.decode.padded_rows(n_rows, engine.max_rows)
+
+    def pad(self, engine: Engine, members: list[QueuedFrame], n_rows: int) -> int:
         """Add scratch rows behind a step's own where the curves say that more rows are cheaper; returns how many.
 
-        `engine.wants` holds what the rows before them want.
+        `n_rows` are those of all members; `engine.wants` holds what they want.
         """
-        n_rows = shape.n_rows
-        if not self.enabled or not shape.decode_rows:
+        if not self.enabled or self.curves.decode.padded_rows(n_rows, engine.max_rows) == n_rows:
+            return 0
+        shape = shape_of(members)
+        if not shape.decode_rows:
             return 0
         target = self.curves.padded_rows(shape, engine.max_rows)
         n_wanted = int(np.count_nonzero(engine.wants[:n_rows]))

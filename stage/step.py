@@ -31,6 +31,8 @@ from wire.frames import Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.rows import RowEncoder, decode_f16
 
+GUESSES = Flag.DRAFTED | Flag.GUESSED
+
 
 class StepExecutor:
     """Owns lanes, samplers and the engine's batch arrays."""
@@ -61,7 +63,11 @@ class StepExecutor:
         controls = [frame for frame in step.controls if self._apply_control(outputs, frame)]
         # Rows of one route stand together, so that each route's output is one slice of the native result.
         frames = sorted(step.frames, key=lambda frame: frame.route_id) if len(self.routes) > 1 else step.frames
-        due = [frame for frame in frames if self._is_current(frame) and not self._is_pointless(outputs, frame)]
+        due = [
+            frame
+            for frame in frames
+            if self._is_current(frame) and not (frame.flags & GUESSES and self._is_pointless(outputs, frame))
+        ]
         placed = self._place_all(outputs, due)
         result = StepResult(
             step=step,
@@ -91,8 +97,7 @@ class StepExecutor:
         result.context = self.mark(members)
         result.n_rows = n_rows = sum(frame.n_rows for frame in members)
         if padding is not None:
-            result.shape = shape_of(members)
-            result.padded_rows = padding.pad(self.engine, result.shape)
+            result.padded_rows = padding.pad(self.engine, members, n_rows)
             n_rows += result.padded_rows
         result.started_ns = time.monotonic_ns()
         try:
@@ -112,12 +117,13 @@ class StepExecutor:
 
         Not part of `execute`, since nothing that leaves the stage waits for it; any thread may do it, one at a time.
         """
-        if self._padding is not None and result.shape is not None:
+        if self._padding is not None and result.number:
             curves, parts = self._padding.curves, result.micro_batches
-            shape = dataclasses.replace(result.shape, scratch_rows=result.padded_rows, micro_batches=parts)
+            shape = dataclasses.replace(shape_of(result.members), scratch_rows=result.padded_rows, micro_batches=parts)
             result.predicted_ns = round(curves.predict_ns(shape))
             if not result.error:
                 curves.observe(shape, result.decode_ns)
+                self._padding.prepare(self.engine, result.n_rows)
 
     def reset_route(self, route_id: int, wiring: RouteWiring | None) -> None:
         """Forget all sessions of a route; with a wiring, begin its new epoch."""
@@ -207,14 +213,17 @@ class StepExecutor:
 
     def _describe_rows(self, placed: list[Placed], n_rows: int) -> None:
         """Fill positions, lanes and wanted rows of the batch, in one go each."""
-        positions: list[int] = []
-        lanes: list[int] = []
-        wants: list[int] = []
-        for item in placed:
-            frame, count = item.frame, item.frame.n_rows
-            positions += range(frame.position, frame.position + count)
-            lanes += [item.lane.index] * count
-            wants += wanted_rows(frame)
+        if n_rows == len(placed):  # nearly always, and quicker in one go
+            positions = [item.frame.position for item in placed]
+            lanes = [item.lane.index for item in placed]
+            wants = [1 if item.frame.flags & Flag.WANTS_SAMPLE else 0 for item in placed]
+        else:
+            positions, lanes, wants = [], [], []
+            for item in placed:
+                frame, count = item.frame, item.frame.n_rows
+                positions += range(frame.position, frame.position + count)
+                lanes += [item.lane.index] * count
+                wants += wanted_rows(frame)
         # Not by numpy: with cold caches it takes several times as long to turn a list of a few numbers into an array.
         struct.pack_into(f"{n_rows}i", self.engine.positions.data, 0, *positions)
         struct.pack_into(f"{n_rows}i", self.engine.seq_ids.data, 0, *lanes)

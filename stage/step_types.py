@@ -8,7 +8,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stage.curves import StepShape
 from stage.queue_types import QueuedFrame, Step
 from wire import trace_context
 from wire.envelope import Buffer, BufferPool
@@ -72,7 +71,6 @@ class StepResult:
     closed: list[QueuedFrame] = dataclasses.field(default_factory=list)  # closes that were applied
     padded_rows: int = 0  # scratch rows beside n_rows
     micro_batches: tuple[int, ...] = ()  # rows of the parts in which llama.cpp ran the decode; empty: all at once
-    shape: StepShape | None = None  # of the members, where curves are kept
     number: int = 0  # counts native decodes of this process from 1; 0 when there was none
     started_ns: int = 0  # when the native decode began
     decode_ns: int = 0

@@ -14,8 +14,8 @@ Why that is safe, and what keeps it so (CPython only):
 * The views keep the bytes object alive, so a view that outlives its Buffer never points at freed memory.
 * One send holds a Buffer at a time; it goes back to the pool only after `write` has returned.
 
-Decoding. A message in the canonical layout is read by views without copying. Anything else goes through the protobuf
-library into the same `EnvelopeView`: other languages may write the fields as they like.
+Decoding. A message in the canonical layout is read by views without copying, and most at once (`_frames.c`). Anything
+else goes through the protobuf library into the same `EnvelopeView`: other languages may write the fields as they like.
 
 Bytes from the network either become an `EnvelopeView` whose every count, size and checksum holds, or ProtocolError.
 """
@@ -36,7 +36,7 @@ import numpy.typing as npt
 import xxhash
 from google.protobuf.message import DecodeError
 
-from wire import bounds, frames, trace_context
+from wire import _frames, bounds, frames, trace_context
 from wire.errors import ChecksumError, InternalError, ProtocolError
 from wire.frames import FRAME_DTYPE, Head
 from wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -134,7 +134,7 @@ class Buffer:
         sequence: int,
         sent_ns: int,
         batch_trace: bytes = trace_context.NONE,
-        heads: Sequence[Head] | None = None,
+        heads: list[Head] | None = None,
     ) -> None:
         """Fill the header and every data frame's checksum; the last step before sending.
 
@@ -146,21 +146,14 @@ class Buffer:
         t1, t2, t3, t4, t5, t6, t7, t8 = _HEADER_TAGS
         head = (t1, epoch, t2, sequence, t3, dtype, t4, n_rows, t5, width, t6, sent_ns, t7, n_frames)
         _HEADER.pack_into(self._bytes, 0, *head, t8, frames.TRACE_BYTES, batch_trace)
-        counts = self.frames["n_rows"].tolist() if heads is None else [head[3] for head in heads]
+        if heads is None:
+            heads = frames.read_heads(self.frames)
+        counts = [head[3] for head in heads]
         if len(counts) != n_frames:
             raise InternalError(f"{len(counts)} frames for an envelope of {n_frames}")
         if sum(counts) != n_rows:
             raise InternalError(f"frames announce {sum(counts)} rows, their envelope holds {n_rows}")
-        row_bytes = width * self.payload.itemsize
-        at = self._payload_at
-        sums: list[int] = []
-        for count in counts:
-            sums.append(checksum(self._bytes[at : at + count * row_bytes]) if count else 0)
-            at += count * row_bytes
-        if heads is None:
-            self.frames["checksum"] = sums
-        else:
-            frames.write_heads(self._bytes[HEADER_BYTES:], heads, sums)
+        _frames.write(self._bytes, heads, self._payload_at, width * self.payload.itemsize, checksum)
 
 
 def _writable(message: bytes) -> memoryview:
@@ -269,9 +262,32 @@ def parse(message: bytes, *, max_rows: int = bounds.ROWS_PER_FRAME_MAX) -> Envel
     """
     if len(message) > bounds.ENVELOPE_BYTES_MAX:
         raise ProtocolError(f"envelope of {len(message)} bytes is over the limit of {bounds.ENVELOPE_BYTES_MAX}")
+    if (plain := _parse_plain(message, max_rows)) is not None:
+        return plain
     view, rows = _parse_canonical(message) or _parse_any(message)
     _check_extras(view, *_check_frames(view, rows, max_rows))
     return view
+
+
+def _parse_plain(message: bytes, max_rows: int) -> EnvelopeView | None:
+    """Read an envelope of ordinary rows alone, with everything checked; None for any other, and for what is wrong."""
+    read = _frames.read(message, checksum, bounds.FRAMES_PER_ENVELOPE_MAX)
+    if read is None:
+        return None
+    epoch, sequence, dtype, n_rows, width, sent_ns, heads, payload_at, most_rows, last_position, batch_trace = read
+    if (
+        most_rows > max_rows
+        or n_rows > bounds.ROWS_PER_ENVELOPE_MAX
+        or width > bounds.N_EMBD_MAX
+        or last_position > bounds.CTX_TOKENS_MAX
+    ):
+        return None
+    element = NUMPY_DTYPE[dtype]
+    payload = np.ndarray((n_rows, width), element, message, payload_at)
+    records = memoryview(message)[HEADER_BYTES : HEADER_BYTES + len(heads) * frames.FRAME_BYTES]
+    return EnvelopeView(
+        epoch, sequence, dtype, width, sent_ns, heads, payload, None, [], (), payload.nbytes, records, batch_trace
+    )
 
 
 def _parse_canonical(message: bytes) -> tuple[EnvelopeView, memoryview] | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -86,11 +85,10 @@ FRAME_CONSTANTS: dict[str, int] = {
 }
 
 
-# The same layout once more, for reading and writing whole records: a column costs numpy about what a whole record costs
-# `struct`, and a decode step has as few records as columns.
+# The same layout once more, for reading whole records: a column costs numpy about what a whole record costs `struct`,
+# and a decode step has as few records as columns. `_frames.c` has it a third time, and writes them.
 _READ = struct.Struct(f"<3xQxIxIxIxIxQxQxQ2x{TRACE_BYTES}s")
-_WRITE = struct.Struct(f"<3BQBIBIBIBIBQBQBQ2B{TRACE_BYTES}s")
-assert _READ.size == _WRITE.size == FRAME_BYTES
+assert _READ.size == FRAME_BYTES
 
 
 def new_frames(n_frames: int) -> Records:
@@ -130,18 +128,6 @@ def _mask_and_constants(n_frames: int) -> tuple[int, int]:
 def read_heads(records: Any) -> list[Head]:
     """Return the columns of all records, one tuple per record; `records` are their bytes or an array of them."""
     return list(_READ.iter_unpack(records))
-
-
-def write_heads(into: memoryview, heads: Iterable[Head], checksums: Iterable[int]) -> None:
-    """Write whole records one after the other, tags included, with these checksums in place of the heads' own."""
-    at = 0
-    for head, checksum in zip(heads, checksums, strict=True):
-        session_id, epoch, position, n_rows, flags, argument, _, enqueued_ns, trace = head
-        _WRITE.pack_into(
-            into, at, 0x42, FRAME_BYTES - 2, 0x09, session_id, 0x15, epoch, 0x1D, position, 0x25, n_rows, 0x2D, flags,
-            0x31, argument, 0x39, checksum, 0x41, enqueued_ns, 0x4A, TRACE_BYTES, trace,
-        )  # fmt: skip
-        at += FRAME_BYTES
 
 
 def set_traces(frames: Records, traces: list[bytes]) -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 
 from coordinator.split import split_model
 from deploy import cores, local
+from deploy.cli_up import _up_model, up_command
 from deploy.cores import divided, in_order, keep_to, read_cores, shares, write_cores
 from deploy.launch.arrange import arrange
 from deploy.launch.prepare import cores_of
@@ -152,3 +154,19 @@ def test_a_manifest_divides_cores_too_where_it_names_none(tmp_path: Path, monkey
         ("--cores", "0-1,7"),
         (),
     ]
+
+
+@pytest.mark.parametrize(("flags", "pin"), [((), True), (("--no-pin",), False)])
+def test_up_can_leave_stages_on_any_core(
+    flags: tuple[str, ...], pin: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[dict[str, object]] = []
+    monkeypatch.setattr("deploy.splits.split_for", lambda *_: tmp_path)
+    monkeypatch.setattr("deploy.local.LocalConfig", lambda **config: configs.append(config))
+    monkeypatch.setattr("wire.process.run", lambda _: None)
+    with up_command.make_context("up", ["--model", "m.gguf", "--http", "127.0.0.1:0", *flags]) as context:
+        _up_model(context.params)
+    assert [config["pin"] for config in configs] == [pin]
+    told = CliRunner().invoke(up_command, [str(tmp_path / "pipeline.yaml"), "--no-pin"])
+    assert told.exit_code != 0
+    assert "--no-pin belongs to the form with --model" in str(told.exception)

@@ -8,7 +8,8 @@ llama.cpp's programs are measured as they ship. `--systems` can name them once m
 `unsplit+kernels`: built with the kernels of relayline's own stages, so that what is left is splitting and batching.
 
 A run counts only if every request was answered with the right number of tokens and every answer agrees with the
-unsplit model's (see reference.py). Runs that do not count are listed with the reason and enter no figure.
+unsplit model's, as the llama.cpp computes it that the system is made of (see reference.py). Runs that do not count are
+listed with the reason and enter no figure.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from benches.arguments import number, numbers, some_of
 from benches.models import MIXES, SHAPES, Shape, model
 from benches.pace import Pace
 from benches.peers import Kernels, Peers, PeersUnavailableError, build_peers, find_peers
-from benches.reference import Prompt, expected_answers, judge, near_tie, prompts_for, score
+from benches.reference import Answer, Prompt, expected_answers, judge, near_tie, prompts_for, score
 from benches.servers import Setup, llama_rpc, llama_server, relayline_up, up_has_flag
 from deploy import load
 from deploy.load import Request, Target, client
@@ -177,26 +178,35 @@ class Bench:
         return run
 
     async def judge_all(self) -> None:
-        """Decide which runs count. Answers that are not exact are weighed by the unsplit model, each kind once."""
+        """Decide which runs count: each by the unsplit model as the llama.cpp computes it that the system is made of.
+
+        Answers that are not exact are weighed by it, each kind once.
+        """
+        for libraries in dict.fromkeys(self._libraries_of(run) for run in self.runs):
+            await self._judge_runs([run for run in self.runs if self._libraries_of(run) == libraries], libraries)
+
+    def _libraries_of(self, run: Run) -> Path | None:
+        shipped = RIVALS.get(run.system) is Kernels.SHIPPED or run.system == parts.DELAYED_RPC
+        return self.peers[Kernels.SHIPPED].directory if shipped else None
+
+    async def _judge_runs(self, runs: Sequence[Run], libraries: Path | None) -> None:
+        answers, n_threads = self.answers, len(self.plan.cores)
+        if libraries is not None:
+            answers = await expected_answers(self.path, self.prompts, self.plan.n_tokens, n_threads, libraries)
         doubtful = {
             (request.prompt_index, tuple(request.tokens))
-            for run in self.runs
+            for run in runs
             for request in run.requests
-            if request.is_complete and tuple(request.tokens) != self.expected(request)
+            if request.is_complete and tuple(request.tokens) != expected(answers, request)
         }
         pairs = sorted(doubtful)
         prompts = {**dict(enumerate(self.prompts)), **self.more_prompts}
-        gaps = await score(self.path, [(prompts[at], answer) for at, answer in pairs], len(self.plan.cores))
+        gaps = await score(self.path, [(prompts[at], answer) for at, answer in pairs], n_threads, libraries)
         known = dict(zip(pairs, gaps, strict=True))
-        for run in self.runs:
-            self._judge(run, known)
+        for run in runs:
+            self._judge(run, answers, known)
 
-    def expected(self, request: Request) -> tuple[int, ...] | None:
-        """Return the unsplit model's answer, as many tokens of it as were asked for; None: so many are not known."""
-        known = self.answers[request.prompt_index] if request.prompt_index >= 0 else ()
-        return known[: request.n_tokens] if request.n_tokens <= len(known) else None
-
-    def _judge(self, run: Run, known: dict[tuple[int, tuple[int, ...]], list[float]]) -> None:
+    def _judge(self, run: Run, answers: Sequence[Answer], known: dict[tuple[int, Answer], list[float]]) -> None:
         for request in run.requests:
             if not request.is_complete:
                 got = request.error or f"{len(request.tokens)} of {request.n_tokens} tokens"
@@ -204,12 +214,18 @@ class Bench:
                 continue
             answer = tuple(request.tokens)
             gaps = known.get((request.prompt_index, answer))
-            verdict = judge(answer, self.expected(request), gaps, near_tie(self.plan.mix))
+            verdict = judge(answer, expected(answers, request), gaps, near_tie(self.plan.mix))
             run.n_exact += verdict.n_exact == len(answer)
             run.worst_gap = max(run.worst_gap, verdict.worst_gap)
             if not verdict.agrees:
                 where = f"prompt {request.prompt_index} differs from token {verdict.n_exact} on"
                 run.fault = run.fault or f"{where}, {verdict.worst_gap:.2f} deviations below the best"
+
+
+def expected(answers: Sequence[Answer], request: Request) -> Answer | None:
+    """Return the unsplit model's answer, as many tokens of it as were asked for; None: so many are not known."""
+    known = answers[request.prompt_index] if request.prompt_index >= 0 else ()
+    return known[: request.n_tokens] if request.n_tokens <= len(known) else None
 
 
 async def by_streams(bench: Bench) -> None:

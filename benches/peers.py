@@ -42,7 +42,11 @@ PROGRAM_OPTIONS = (
     "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_CURL=OFF",
 )
-CMAKE_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DGGML_RPC=ON", *PROGRAM_OPTIONS)
+# Libraries are found beside the programs, wherever both are moved to; and a process of ours can load them in place of
+# its own, so that a rival's answers are held against an unsplit model that computes as it does.
+SHARED_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON")
+LIBRARIES = "LLAMA_CPP_LIB_PATH"  # where llama-cpp-python looks for libllama first
+CMAKE_OPTIONS = (*SHARED_OPTIONS, "-DGGML_RPC=ON", *PROGRAM_OPTIONS)
 BUILD = Path(__file__).parents[1] / "deploy" / "build"
 
 
@@ -117,7 +121,7 @@ def find_peers(kernels: Kernels = Kernels.SHIPPED) -> Peers | None:
     """Return the peers if an earlier run has built them."""
     version = pinned_version()
     peers = Peers(_home(version, kernels) / "bin", version)
-    return peers if all((peers.directory / target).is_file() for target in TARGETS) else None
+    return peers if all((peers.directory / name).is_file() for name in (*TARGETS, "libllama.so")) else None
 
 
 def build_peers(n_jobs: int, kernels: Kernels = Kernels.SHIPPED) -> Peers:

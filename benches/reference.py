@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benches.peers import LIBRARIES
 from deploy.local import cache_dir
 
 # Deviations of the logits. Products with quantised weights round activations to 8 bits, which turns differences in the
@@ -77,32 +79,41 @@ def prompts_for(n_prompts: int, n_tokens: int, n_vocab: int, seed: int = 7) -> l
     return [tuple(rng.integers(256, n_vocab - 1, n_tokens).tolist()) for _ in range(n_prompts)]
 
 
-async def expected_answers(model: Path, prompts: Sequence[Prompt], n_tokens: int, n_threads: int) -> list[Answer]:
-    """Return the unsplit model's greedy answers; remembered in the cache, since they depend on the model alone."""
-    facts = json.dumps([model.name, prompts, n_tokens]).encode()
+async def expected_answers(
+    model: Path, prompts: Sequence[Prompt], n_tokens: int, n_threads: int, libraries: Path | None = None
+) -> list[Answer]:
+    """Return the unsplit model's greedy answers; remembered in the cache.
+
+    `libraries`: the directory of the llama.cpp that computes them; None for the installed one.
+    """
+    facts = json.dumps([model.name, prompts, n_tokens, *([str(libraries)] if libraries else [])]).encode()
     kept = cache_dir() / "bench-models" / f"{model.stem}-answers-{hashlib.sha256(facts).hexdigest()[:12]}.json"
     if not kept.exists():
-        answers = await _ask(model, {"greedy": list(prompts), "n_tokens": n_tokens, "n_threads": n_threads})
+        asked: dict[str, object] = {"greedy": list(prompts), "n_tokens": n_tokens, "n_threads": n_threads}
+        answers = await _ask(model, asked, libraries)
         unfinished = kept.with_suffix(".part")
         unfinished.write_text(json.dumps(answers))
         unfinished.rename(kept)
     return [tuple(answer) for answer in json.loads(kept.read_text())]
 
 
-async def score(model: Path, pairs: Sequence[tuple[Prompt, Answer]], n_threads: int) -> list[list[float]]:
+async def score(
+    model: Path, pairs: Sequence[tuple[Prompt, Answer]], n_threads: int, libraries: Path | None = None
+) -> list[list[float]]:
     """Return, per (prompt, answer), each answer token's distance below the best, in deviations of the logits."""
     if not pairs:
         return []
-    gaps: list[list[float]] = await _ask(model, {"score": list(pairs), "n_threads": n_threads})
+    gaps: list[list[float]] = await _ask(model, {"score": list(pairs), "n_threads": n_threads}, libraries)
     return gaps
 
 
-async def _ask(model: Path, request: dict[str, object]) -> list[list[float]]:
+async def _ask(model: Path, request: dict[str, object], libraries: Path | None) -> list[list[float]]:
+    environment = os.environ | ({LIBRARIES: str(libraries)} if libraries else {})
     with tempfile.TemporaryDirectory() as scratch:
         asked, answered = Path(scratch) / "asked.json", Path(scratch) / "answered.json"
         asked.write_text(json.dumps(request))
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "benches.reference", str(model), str(asked), str(answered)
+            sys.executable, "-m", "benches.reference", str(model), str(asked), str(answered), env=environment
         )
         try:
             code = await process.wait()

@@ -352,7 +352,10 @@ async def test_a_running_stream_that_fails_late_keeps_the_run_from_counting(
     bench.plan, bench.path, bench.runs = plan_of_tiny(), tmp_path, runs
     bench.answers, bench.prompts, bench.more_prompts = [(0, 1, 2, 3)], [(9,)], {parts.LONG_PROMPT: (8,)}
 
-    async def score(_: Path, pairs: list[tuple[tuple[int, ...], tuple[int, ...]]], __: int) -> list[list[float]]:
+    async def score(
+        _: Path, pairs: list[tuple[tuple[int, ...], tuple[int, ...]]], __: int, libraries: Path | None
+    ) -> list[list[float]]:
+        assert libraries is None
         assert {prompt for prompt, _ in pairs} == {(9,), (8,)}, "the long prompt's own token as well"
         return [[0.0 if token == at else 5.0 for at, token in enumerate(answer)] for _, answer in pairs]
 

@@ -16,8 +16,8 @@ import pytest
 from benches import peers
 from benches.gpu import __main__ as bench
 from benches.gpu import steps
-from benches.gpu.build import LIBRARIES, TARGETS, build, options_of
-from benches.peers import Kernels, Peers, PeersUnavailableError
+from benches.gpu.build import TARGETS, build, options_of
+from benches.peers import LIBRARIES, Kernels, Peers, PeersUnavailableError
 
 LINE = '{{"n_kv_max": 256, "pp": 16, "tg": 32, "pl": {rows}, "t_pp": 0.1, "t_tg": {seconds}}}\n'
 

@@ -24,9 +24,9 @@ from rich.table import Table
 from benches import compare, interrupt, machine, plot
 from benches.arguments import number, numbers
 from benches.gpu import steps
-from benches.gpu.build import BACKENDS, LIBRARIES, build
+from benches.gpu.build import BACKENDS, build
 from benches.models import MIXES, SHAPES, model
-from benches.peers import Kernels, Peers, PeersUnavailableError, find_peers
+from benches.peers import LIBRARIES, Kernels, Peers, PeersUnavailableError, find_peers
 from deploy.splits import split_for
 from stage import ggml
 from wire.errors import RelaylineError

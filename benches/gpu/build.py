@@ -1,7 +1,7 @@
 """llama.cpp with CUDA for one architecture, and no more of it than the GPU benchmark needs.
 
 The libraries are shared: relayline's stages load them in place of the installed llama-cpp-python's own
-(LLAMA_CPP_LIB_PATH, which its binding reads), and llama.cpp's programs beside them run the very same kernels.
+(`LIBRARIES`, which its binding reads), and llama.cpp's programs beside them run the very same kernels.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benches.peers import (
     PROGRAM_OPTIONS,
+    SHARED_OPTIONS,
     Kernels,
     Peers,
     PeersUnavailableError,
@@ -20,12 +21,9 @@ from benches.peers import (
 )
 from deploy.local import cache_dir
 
-LIBRARIES = "LLAMA_CPP_LIB_PATH"  # where the binding looks for libllama first
 TARGETS = ("llama-server", "llama-batched-bench")
 BACKENDS: dict[str, tuple[str, ...]] = {"cuda": ("-DGGML_CUDA=ON",), "cpu": ()}
 BUILD_MINUTES = 15  # on 16 cores, for the message only; CUDA's kernels are most of it
-# Libraries are found beside the programs, wherever both are moved to.
-SHARED_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON")
 
 
 def options_of(backend: str, architecture: str) -> tuple[str, ...]:

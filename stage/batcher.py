@@ -85,8 +85,10 @@ class Batcher:
 
     def take(self, now_ns: int) -> Step | None:
         """Return the next step, or None when nothing waits or the policy holds everything back."""
+        if not self._n_frames:  # as nearly always when a step has just ended
+            return None
         before = self.queued_rows
-        controls = self._take_controls()
+        controls = self._take_controls() if self._controls else []
         decode, prefill = _in_order(self._decode), _in_order(self._prefill)
         if not decode and not prefill:
             return Step(controls, [], CONTROLS_ONLY, now_ns, before, before) if controls else None

@@ -181,16 +181,18 @@ class StepExecutor:
 
     def _place_all(self, outputs: dict[int, RouteOutput], frames: list[QueuedFrame]) -> list[Placed]:
         """Put the rows of all frames that can run into the batch arrays; the others become faults, changing nothing."""
+        place, is_last = self.lanes.place, self.engine.is_last
+        rows_max, wanted_max = self.engine.max_rows, self.engine.max_wanted
         while True:
             placed: list[Placed] = []
             n_rows = n_wanted = 0
             for frame in frames:
                 try:
-                    lane, drop_from = self.lanes.place(frame.session_id, frame.route_id, frame.position, frame.n_rows)
-                    wanted = count_wanted(frame) if self.engine.is_last else 0
-                    fits = n_rows + frame.n_rows <= self.engine.max_rows and n_wanted + wanted <= self.engine.max_wanted
+                    lane, drop_from = place(frame.session_id, frame.route_id, frame.position, frame.n_rows)
+                    wanted = count_wanted(frame) if is_last else 0
+                    fits = n_rows + frame.n_rows <= rows_max and n_wanted + wanted <= wanted_max
                     if frame.payload is None or not fits:
-                        raise ProtocolError(f"{frame.n_rows} rows do not fit a step of {self.engine.max_rows}")
+                        raise ProtocolError(f"{frame.n_rows} rows do not fit a step of {rows_max}")
                     if drop_from is not None:
                         self.engine.check_rewind(lane.index, drop_from)
                 except RelaylineError as error:

@@ -62,7 +62,9 @@ class Kernels(enum.Enum):
         "repack_4_bit.cpp",
         "add_products.h",
         "repack_q4_k.cpp",
+        "stored_rows.h",
         "stored_k_quants.cpp",
+        "stored_q8_0.cpp",
         "attend_own_cells.cpp",
     )
 

@@ -60,6 +60,9 @@ ATTENTION = """
 PRODUCTS_OF_ALL = """
     if (ggml_compute_forward_mul_mat_tiled(params, dst)) {
     }
+    if (src1->type != vec_dot_type) {
+        const void* wdata = params->wdata;
+    }
     // attempt to reduce false-sharing (does not seem to make a difference)
 """
 # Says of this machine's processor what a test wants to hear, and is g++ else.
@@ -202,7 +205,7 @@ def test_products_of_four_bits_and_attention_are_ours_where_the_processor_has_wh
     assert renamed.pop(REPACKED) == (defined if is_ours else set())
     assert not any(renamed.values())
     assert ("sched-pressure" in ours) == is_ours
-    for name in ("repack_q4_k.cpp", "stored_k_quants.cpp", "attend_own_cells.cpp"):
+    for name in ("repack_q4_k.cpp", "stored_k_quants.cpp", "stored_q8_0.cpp", "attend_own_cells.cpp"):
         assert any(source.endswith(name) for source in commands) == is_ours
     copies = {path.name: path for path in tmp_path.glob("build/**/relayline/*.c*")}
     assert set(copies) == ({Path(name).name for name in OTHERS} if is_ours else set())
@@ -213,6 +216,7 @@ def test_products_of_four_bits_and_attention_are_ours_where_the_processor_has_wh
         assert "AT_ONCE ? nb1 / nb0 : ne01" in repacked
         assert "iter++" not in repacked
         assert "if (!relayline_multiplies(dst) && ggml_compute_forward_mul_mat_tiled(params, dst))" in stored
+        assert "if (src1->type != vec_dot_type && !relayline_multiplies(dst)) {" in stored
         assert stored.index("relayline_multiply(dst, wdata, ") < stored.index("// attempt to reduce false-sharing")
         assert attention.index("if (relayline_attend(params, dst))") < attention.index("if (use_split_kv_path)")
 

@@ -52,7 +52,7 @@ bool relayline_attend(const ggml_compute_params * params, const ggml_tensor * ds
     relayline_edit("${SOURCES}" ops.cpp "${DECLARED}" CHOICE ASK_FIRST)
 endfunction()
 
-# stored_k_quants.cpp takes what it multiplies, ahead of tiles and of single rows. (What it is called by is declared without
+# stored_k_quants.cpp takes what it multiplies, ahead of tiles, of sgemm and of single rows. (What it is called by is declared without
 # headers, since the file asks for things of the system before it includes any.)
 function(relayline_stored_k_quants SOURCES)
     set(DECLARED "struct ggml_tensor;
@@ -61,13 +61,15 @@ void relayline_multiply(const struct ggml_tensor * dst, const void * rows, long 
                         long first_row, long end_row);")
     set(TILES "if (ggml_compute_forward_mul_mat_tiled(params, dst)) {")
     set(TILES_OF_OTHERS "if (!relayline_multiplies(dst) && ggml_compute_forward_mul_mat_tiled(params, dst)) {")
+    set(SGEMM "    if (src1->type != vec_dot_type) {\n        const void* wdata")
+    set(SGEMM_OF_OTHERS "    if (src1->type != vec_dot_type && !relayline_multiplies(dst)) {\n        const void* wdata")
     set(CHUNK "    // attempt to reduce false-sharing (does not seem to make a difference)")
     set(ASK_FIRST "    if (!params->use_ref && relayline_multiplies(dst)) {
         relayline_multiply(dst, wdata, ir0_start, ir0_end, ir1_start, ir1_end);
         return;
     }
 ${CHUNK}")
-    relayline_edit("${SOURCES}" ggml-cpu.c "${DECLARED}" TILES TILES_OF_OTHERS CHUNK ASK_FIRST)
+    relayline_edit("${SOURCES}" ggml-cpu.c "${DECLARED}" TILES TILES_OF_OTHERS SGEMM SGEMM_OF_OTHERS CHUNK ASK_FIRST)
 endfunction()
 
 function(relayline_compile)
@@ -91,8 +93,9 @@ function(relayline_compile)
     set(RENAMED)
     set(OWN_PRODUCTS)
 
-    # Q4_0, MXFP4 and Q4_K have products that take half to nine tenths of the time of llama.cpp's, Q5_K and Q6_K those of
-    # several rows; the files say how. A build for other machines than this one has the instructions that it was told.
+    # Q4_0, MXFP4 and Q4_K have products that take half to nine tenths of the time of llama.cpp's, Q5_K, Q6_K and Q8_0
+    # those of several rows; the files say how. A build for other machines than this one has the instructions that it was
+    # told.
     set(IS_TOLD TRUE)
     if(DEFINED GGML_NATIVE AND NOT GGML_NATIVE AND NOT (GGML_AVX2 AND GGML_FMA AND GGML_F16C))
         set(IS_TOLD FALSE)
@@ -104,8 +107,8 @@ function(relayline_compile)
         endforeach()
         list(APPEND OWN_PRODUCTS "${OWN}/repack_4_bit.cpp")
         relayline_rest_at_once("${SOURCES}")
-        target_sources(ggml-cpu PRIVATE
-            "${OWN}/repack_q4_k.cpp" "${OWN}/stored_k_quants.cpp" "${OWN}/attend_own_cells.cpp")
+        target_sources(ggml-cpu PRIVATE "${OWN}/repack_q4_k.cpp" "${OWN}/stored_k_quants.cpp" "${OWN}/stored_q8_0.cpp"
+            "${OWN}/attend_own_cells.cpp")
         relayline_own_cells("${SOURCES}")
         relayline_stored_k_quants("${SOURCES}")
     endif()

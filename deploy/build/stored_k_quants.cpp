@@ -7,13 +7,8 @@
  * bits, alone or among others. ggml_gcc.cmake adds this file and the calls. Figures: benches/RESULTS.md, "Products of
  * K-quants as they are stored".
  */
-#define GGML_COMMON_DECL_CPP
-#define GGML_COMMON_IMPL_CPP
 #include "add_products.h"
-#include "ggml-common.h"
-#include "ggml.h"
-
-#include <immintrin.h>
+#include "stored_rows.h"
 
 #include <algorithm>
 #include <cstring>
@@ -24,17 +19,6 @@ constexpr int ROWS_AT_ONCE = 8, WEIGHTS_AT_ONCE = 16;
 constexpr int TILE_ROWS = 16; // of llama.cpp's tiles, which are quicker than this is where they are filled, unless said
 constexpr int NEAR_BYTES = 20 * 1024; // of rows, in a first cache of 32 KiB
 constexpr int VECTORS = QK_K / 32;
-
-inline float single(ggml_half half) {
-    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
-}
-
-/* The sum of eight, in llama.cpp's order. */
-inline float sum(__m256 eight) {
-    const __m128 four = _mm_add_ps(_mm256_extractf128_ps(eight, 1), _mm256_castps256_ps128(eight));
-    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
 
 /* What a row by a row of weights has come to: eight sums, and what minima take off. */
 struct product_t {
@@ -135,19 +119,11 @@ struct q5_K {
     }
 };
 
-/* Rows, one after the other, by rows of weights, `weights_bytes` apart, into rows of out, `out_floats` apart. */
-struct product_of_all {
-    int                n_blocks, n_rows, n_weights;
-    const block_q8_K * rows;
-    const char *       weights;
-    size_t             weights_bytes;
-    float *            out;
-    size_t             out_floats;
-};
+using all_t = product_of_all<block_q8_K>;
 
 /* n_blocks blocks of a row of weights by those of R rows from the first one on. */
 template <typename type, int R>
-void add_blocks(const product_of_all & all, const typename type::weights_t * weights, const block_q8_K * first_row,
+void add_blocks(const all_t & all, const typename type::weights_t * weights, const block_q8_K * first_row,
                 int n_blocks, product_t * products) {
     for (int b = 0; b < n_blocks; b++) {
         for (size_t i = 0; i < sizeof(*weights); i += 64) {
@@ -175,7 +151,7 @@ void add_blocks(const product_of_all & all, const typename type::weights_t * wei
 }
 
 /* R rows from row y on by all weights. */
-template <typename type, int R> void multiply_rows(const product_of_all & all, int y) {
+template <typename type, int R> void multiply_rows(const all_t & all, int y) {
     constexpr int BLOCKS = NEAR_BYTES / (R * (int) sizeof(block_q8_K));
     const block_q8_K * rows = all.rows + (int64_t) y * all.n_blocks;
     for (int x = 0; x < all.n_weights; x += WEIGHTS_AT_ONCE) {
@@ -195,7 +171,7 @@ template <typename type, int R> void multiply_rows(const product_of_all & all, i
     }
 }
 
-template <typename type, int R> void multiply_up_to(const product_of_all & all, int y) {
+template <typename type, int R> void multiply_up_to(const all_t & all, int y) {
     if constexpr (R > 1) {
         if (all.n_rows - y < R) {
             return multiply_up_to<type, R - 1>(all, y);
@@ -204,7 +180,7 @@ template <typename type, int R> void multiply_up_to(const product_of_all & all, 
     multiply_rows<type, R>(all, y);
 }
 
-template <typename type> void multiply_all(const product_of_all & all) {
+template <typename type> void multiply_all(const all_t & all) {
     for (int y = 0; y < all.n_rows; y += ROWS_AT_ONCE) {
         multiply_up_to<type, ROWS_AT_ONCE>(all, y);
     }
@@ -214,6 +190,7 @@ int rows_max(ggml_type type) {
     switch (type) {
         case GGML_TYPE_Q6_K: return q6_K::ROWS_MAX;
         case GGML_TYPE_Q5_K: return q5_K::ROWS_MAX;
+        case GGML_TYPE_Q8_0: return relayline_q8_0_rows_max;
         default: return 0;
     }
 }
@@ -226,28 +203,41 @@ extern "C" bool relayline_multiplies(const ggml_tensor * dst);
 bool relayline_multiplies(const ggml_tensor * dst) {
     const ggml_tensor * weights = dst->src[0];
     const ggml_tensor * rows = dst->src[1];
-    return rows->ne[1] <= rows_max(weights->type) && rows->type == GGML_TYPE_F32 && ggml_n_dims(weights) <= 2 &&
-           ggml_n_dims(rows) <= 2;
+    const int first = weights->type == GGML_TYPE_Q8_0 ? 2 : 1; // llama.cpp takes a single row as quickly
+    return first <= rows->ne[1] && rows->ne[1] <= rows_max(weights->type) && rows->type == GGML_TYPE_F32 &&
+           ggml_n_dims(weights) <= 2 && ggml_n_dims(rows) <= 2;
 }
 
-/* Some rows of dst, made of those that lie at `rows` as Q8_K, and some columns, each made of a row of weights. */
-extern "C" void relayline_multiply(const ggml_tensor * dst, const void * rows, int64_t first_column, int64_t end_column,
-                                   int64_t first_row, int64_t end_row);
-
-void relayline_multiply(const ggml_tensor * dst, const void * rows, int64_t first_column, int64_t end_column,
-                        int64_t first_row, int64_t end_row) {
+template <typename row_block>
+static product_of_all<row_block> product_of(const ggml_tensor * dst, const void * rows, int64_t first_column,
+                                            int64_t end_column, int64_t first_row, int64_t end_row) {
     const ggml_tensor * weights = dst->src[0];
-    const int64_t n_blocks = weights->ne[0] / QK_K;
+    const int64_t n_blocks = weights->ne[0] / ggml_blck_size(weights->type);
     const size_t weights_bytes = weights->nb[1], out_floats = dst->nb[1] / sizeof(float);
-    const product_of_all all = {
+    return {
         (int) n_blocks,
         (int) (end_row - first_row),
         (int) (end_column - first_column),
-        (const block_q8_K *) rows + first_row * n_blocks,
+        (const row_block *) rows + first_row * n_blocks,
         (const char *) weights->data + first_column * weights_bytes,
         weights_bytes,
         (float *) dst->data + first_row * out_floats + first_column,
         out_floats,
     };
-    weights->type == GGML_TYPE_Q6_K ? multiply_all<q6_K>(all) : multiply_all<q5_K>(all);
+}
+
+/* Some rows of dst, made of those that lie at `rows` as Q8_K (Q8_0 for weights of that type), and some columns, each made
+ * of a row of weights. */
+extern "C" void relayline_multiply(const ggml_tensor * dst, const void * rows, int64_t first_column, int64_t end_column,
+                                   int64_t first_row, int64_t end_row);
+
+void relayline_multiply(const ggml_tensor * dst, const void * rows, int64_t first_column, int64_t end_column,
+                        int64_t first_row, int64_t end_row) {
+    const ggml_type type = dst->src[0]->type;
+    if (type == GGML_TYPE_Q8_0) {
+        relayline_multiply_q8_0(product_of<block_q8_0>(dst, rows, first_column, end_column, first_row, end_row));
+        return;
+    }
+    const all_t all = product_of<block_q8_K>(dst, rows, first_column, end_column, first_row, end_row);
+    type == GGML_TYPE_Q6_K ? multiply_all<q6_K>(all) : multiply_all<q5_K>(all);
 }

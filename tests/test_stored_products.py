@@ -1,4 +1,5 @@
-"""Products of several rows by Q6_K and Q5_K weights (deploy/build/stored_k_quants.cpp), asked of ggml itself."""
+"""Products of several rows by Q6_K, Q5_K and Q8_0 weights as they are stored (deploy/build/stored_*.cpp), asked of ggml
+itself."""
 
 from __future__ import annotations
 
@@ -17,27 +18,41 @@ from tests.ggml_calls import INT, LONG, POINTER, SIZE, function, new_context
 class Type:
     name: str
     id: int
-    block_bytes: int  # of 256 values
+    block_values: int
+    block_bytes: int
     halves: tuple[int, ...]  # where its half floats begin
+    rows: str = "q8_K"  # what rows are rounded to
+    row_block_bytes: int = 292
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this build has products for it: those by Q8_0 need an instruction."""
+        found = ctypes.c_int.in_dll(llama._lib, "relayline_q8_0_rows_max").value if self.name == "q8_0" else 1
+        return found > 0
 
 
 F32 = 0
-TYPES = [Type("q5_K", 13, 176, (0, 2)), Type("q6_K", 14, 210, (208,))]
+TYPES = [
+    Type("q5_K", 13, 256, 176, (0, 2)),
+    Type("q6_K", 14, 256, 210, (208,)),
+    Type("q8_0", 8, 32, 34, (0,), "q8_0", 34),
+]
 ROWS = 15  # of more, tiles take some
 
 Rows = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 
-def need_own_products() -> None:
-    if getattr(llama._lib, "relayline_multiplies", None) is None:
+def need_own_products(stored: Type) -> None:
+    if getattr(llama._lib, "relayline_multiplies", None) is None or not stored.is_ours:
         pytest.skip("this build has llama.cpp's products")
 
 
 def weights_of(stored: Type, n_values: int, n_columns: int) -> Bytes:
     """Random blocks with finite scales, (columns, blocks, bytes)."""
     generator = np.random.default_rng(n_values + n_columns)
-    weights = generator.integers(0, 256, (n_columns, n_values // 256, stored.block_bytes), dtype=np.uint8)
+    shape = (n_columns, n_values // stored.block_values, stored.block_bytes)
+    weights = generator.integers(0, 256, shape, dtype=np.uint8)
     for at in stored.halves:
         scales = generator.uniform(0.001, 0.01, (*weights.shape[:2], 1)).astype(np.float16)
         weights[:, :, at : at + 2] = scales.view(np.uint8)
@@ -74,11 +89,11 @@ def one_by_one(stored: Type, weights: Bytes, rows: Rows) -> Rows:
     """Return (rows, columns) by llama.cpp's product of one row by one row of weights."""
     function("ggml_cpu_init", None)()  # its table of half floats
     n_values, products = rows.shape[1], np.empty((len(rows), len(weights)), np.float32)
-    round_to_bytes = function("quantize_row_q8_K", None, POINTER, POINTER, LONG)
+    round_to_bytes = function(f"quantize_row_{stored.rows}", None, POINTER, POINTER, LONG)
     arguments = (INT, POINTER, SIZE, POINTER, SIZE, POINTER, SIZE, INT)
-    dot = function(f"ggml_vec_dot_{stored.name}_q8_K", None, *arguments)
+    dot = function(f"ggml_vec_dot_{stored.name}_{stored.rows}", None, *arguments)
     for row, of_row in zip(np.ascontiguousarray(rows), products, strict=True):
-        rounded = np.empty((n_values // 256, 292), np.uint8)
+        rounded = np.empty((n_values // stored.block_values, stored.row_block_bytes), np.uint8)
         round_to_bytes(row.ctypes.data, rounded.ctypes.data, n_values)
         for index, column in enumerate(weights):
             place = of_row[index:].ctypes.data
@@ -98,7 +113,7 @@ def exact(stored: Type, weights: Bytes, rows: Rows) -> npt.NDArray[np.float64]:
 @pytest.mark.parametrize("n_columns", [1, 37, 160])
 @pytest.mark.parametrize("stored", TYPES, ids=str)
 def test_rows_have_the_bits_that_llama_cpp_gives_each_alone(stored: Type, n_columns: int, n_values: int) -> None:
-    need_own_products()
+    need_own_products(stored)
     weights, rows = weights_of(stored, n_values, n_columns), rows_of(ROWS, n_values)
     alone, wanted = one_by_one(stored, weights, rows), exact(stored, weights, rows)
     assert np.abs(alone - wanted).max() < 0.02 * np.abs(wanted).max()  # rows are rounded to eight bits
@@ -110,7 +125,7 @@ def test_rows_have_the_bits_that_llama_cpp_gives_each_alone(stored: Type, n_colu
 @pytest.mark.parametrize("n_rows", [ROWS + 1, 40, 100])
 @pytest.mark.parametrize("stored", TYPES, ids=str)
 def test_many_rows_are_multiplied_by_tiles_or_here(stored: Type, n_rows: int) -> None:
-    need_own_products()
+    need_own_products(stored)
     weights, rows = weights_of(stored, 512, 64), rows_of(n_rows, 512)
     alone = one_by_one(stored, weights, rows)
     assert np.abs(multiply(stored, weights, rows) - alone).max() < 1e-5 * np.abs(alone).max()
@@ -118,7 +133,7 @@ def test_many_rows_are_multiplied_by_tiles_or_here(stored: Type, n_rows: int) ->
 
 @pytest.mark.parametrize("stored", TYPES, ids=str)
 def test_several_matrices_of_rows_stay_apart(stored: Type) -> None:
-    need_own_products()
+    need_own_products(stored)
     weights, rows = weights_of(stored, 512, 64), rows_of(2, 3, 512)
     products = multiply(stored, weights, rows)
     assert np.array_equal(products.reshape(6, 64), one_by_one(stored, weights, rows.reshape(6, 512)))

@@ -73,7 +73,7 @@ check: setup ## style, types, generated stubs
 proto: setup ## make the protobuf stubs anew
 	@$(BIN)/python deploy/build/protos.py
 
-bench: setup ## every benchmark at real size, 10 to 15 minutes; QUICK=1 for a smoke run, FULL=1 for hours
+bench: setup ## every benchmark at real size, 8 to 15 minutes; QUICK=1 for a smoke run, FULL=1 for hours
 	@$(BIN)/python -m benches $(if $(QUICK),--quick,$(if $(FULL),--full))
 
 clean: ## remove the environment and build products

@@ -45,6 +45,7 @@ RIVALS: dict[str, Kernels] = {
     "unsplit": Kernels.SHIPPED,
     "rpc+kernels": Kernels.OURS,
     "unsplit+kernels": Kernels.OURS,
+    parts.DELAYED_RPC: Kernels.SHIPPED,
 }
 LABELS = {
     "auto": "relayline, automatic",
@@ -186,8 +187,7 @@ class Bench:
             await self._judge_runs([run for run in self.runs if self._libraries_of(run) == libraries], libraries)
 
     def _libraries_of(self, run: Run) -> Path | None:
-        shipped = RIVALS.get(run.system) is Kernels.SHIPPED or run.system == parts.DELAYED_RPC
-        return self.peers[Kernels.SHIPPED].directory if shipped else None
+        return self.peers[Kernels.SHIPPED].directory if RIVALS.get(run.system) is Kernels.SHIPPED else None
 
     async def _judge_runs(self, runs: Sequence[Run], libraries: Path | None) -> None:
         answers, n_threads = self.answers, len(self.plan.cores)
@@ -383,7 +383,7 @@ async def compare(
     report.show(results, LABELS)
     plot.compare(results, LABELS, out.with_suffix(".png"))
     # A smoke run asks whether relayline and the bench work: what rivals answer is in the table all the same.
-    return int(any(run.fault for run in bench.runs if not (is_smoke and run.system in (*RIVALS, parts.DELAYED_RPC))))
+    return int(any(run.fault for run in bench.runs if not (is_smoke and run.system in RIVALS)))
 
 
 def _show_logs(directory: Path) -> None:

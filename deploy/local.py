@@ -105,7 +105,11 @@ class LocalPipeline:
         n_threads = self.config.n_threads or threads_per_stage(n_stages)
         self._cores = (shares([n_threads] * n_stages) if self.config.pin else None) or [()] * n_stages
         self.stages = [self._stage(index, n_threads, "127.0.0.1:0") for index in range(n_stages)]
-        fields = {"stages": n_stages, "threads": n_threads, "cores": " ".join(map(write_cores, self._cores)) or "any"}
+        fields = {
+            "stages": n_stages,
+            "threads": n_threads,
+            "cores": " ".join(write_cores(cores) or "any" for cores in self._cores),
+        }
         log.info("loading %s", self.file.model_name, extra={"fields": fields})
         await asyncio.gather(*(stage.start() for stage in self.stages))
         addresses = await asyncio.gather(*map(self._address, self.stages))

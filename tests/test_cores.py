@@ -7,6 +7,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+import yaml
 from click.testing import CliRunner
 from hypothesis import given
 
@@ -18,8 +19,11 @@ from deploy.launch.arrange import arrange
 from deploy.launch.prepare import cores_of
 from deploy.local import LocalConfig, LocalPipeline
 from deploy.manifest import Stage
+from deploy.render import compose
+from deploy.render.inside import notes
 from tests.processes import relayline, running
 from tests.test_launch_parts import SMALL, manifest_of
+from tests.test_manifest import parsed, with_stages
 from tests.tiny_models import make_tiny
 from wire.errors import UsageError
 
@@ -112,30 +116,30 @@ def test_every_thread_of_a_stage_keeps_to_its_cores(split: Path) -> None:
 
 
 async def test_up_gives_each_stage_its_share_unless_told_otherwise(
-    split: Path, monkeypatch: pytest.MonkeyPatch
+    split: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    started: list[tuple[str, ...]] = []
+    caplog.set_level("INFO", logger="relayline.up")
 
     class Started(Exception):
         pass
 
-    async def start(child: local.Child) -> None:
-        started.append(child.arguments)
+    async def start(_: local.Child) -> None:
         raise Started
 
     monkeypatch.setattr(local.Child, "start", start)
-    for found, pin, expected in (
-        ([(0, 1), (2,)], True, ["0-1", "2"]),
-        ([(0, 1), (2,)], False, []),
-        (None, True, []),
+    for found, pin, expected, logged in (
+        ([(0, 1), (2,)], True, ["0-1", "2"], "0-1 2"),
+        ([(0, 1), (2,)], False, [], "any any"),
+        (None, True, [], "any any"),
     ):
         monkeypatch.setattr(local, "shares", lambda _, found=found: found)
-        started.clear()
+        caplog.clear()
+        pipeline = LocalPipeline(LocalConfig(split, ("127.0.0.1", 0), pin=pin), lambda *_: None)
         with pytest.raises(Started):
-            await LocalPipeline(LocalConfig(split, ("127.0.0.1", 0), pin=pin), lambda *_: None).start()
-        told = [arguments[arguments.index("--cores") + 1] for arguments in started if "--cores" in arguments]
-        assert told == expected[: len(told)]
-        assert bool(told) == bool(expected)
+            await pipeline.start()
+        all_told = [child.arguments for child in pipeline.stages]
+        assert [told[told.index("--cores") + 1] for told in all_told if "--cores" in told] == expected
+        assert [record.__dict__["fields"]["cores"] for record in caplog.records] == [logged]
 
 
 def test_a_manifest_divides_cores_too_where_it_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,3 +174,12 @@ def test_up_can_leave_stages_on_any_core(
     told = CliRunner().invoke(up_command, [str(tmp_path / "pipeline.yaml"), "--no-pin"])
     assert told.exit_code != 0
     assert "--no-pin belongs to the form with --model" in str(told.exception)
+
+
+def test_cores_named_are_a_cpuset_in_compose_and_left_to_the_kubelet_in_kubernetes() -> None:
+    manifest = parsed(with_stages("name: a, cores: '3,0-1', threads: 2, memoryGib: 4"))
+    services = yaml.safe_load(compose.render(manifest, "/models"))["services"]
+    assert services["a"]["cpuset"] == "0-1,3"
+    assert [told for told in notes(manifest, in_kubernetes=True) if "cores are left out" in told]
+    plain = parsed(with_stages("name: a, threads: 2, memoryGib: 4"))
+    assert "cpuset" not in yaml.safe_load(compose.render(plain, "/models"))["services"]["a"]

@@ -16,6 +16,10 @@ which they came, whichever sessions they belong to: a close gives the lane that 
 only after the source's rows that came before it, nothing is opened before the closes that came before it, and nothing
 is closed before the copies from it that came before. So what waits waits for what came earlier, and nobody for ever.
 
+Most steps run one envelope of decode rows that found nothing else waiting. Such an envelope is kept whole (`_whole`),
+and leaves whole if the policy wants all of it; whatever else happens first spreads it over queues and lines, as if its
+frames had come one by one. Nobody can tell but by the time it takes.
+
 A close makes the session's waiting rows pointless: they are dropped when it arrives, but for those that others are to
 copy. Its controls stay: what it was to copy, others may be to copy from it.
 """
@@ -30,7 +34,7 @@ import operator
 from stage.policy import Policy
 from stage.queue_types import QueuedFrame, Step
 from wire import bounds
-from wire.frames import Flag
+from wire.frames import CONTROL, Flag
 
 CONTROLS_ONLY = "controls_only"
 # What one step brings leaves as one envelope of each route: its controls with their options, and at most a frame for
@@ -48,6 +52,7 @@ class Batcher:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.queued_rows = self._n_frames = 0
+        self._whole: list[QueuedFrame] = []  # all that waits, or nothing
         self._sessions: dict[tuple[int, int], collections.deque[QueuedFrame]] = {}  # by QueuedFrame.session_key
         self._decode: dict[tuple[int, int], QueuedFrame] = {}  # heads
         self._prefill: dict[tuple[int, int], QueuedFrame] = {}
@@ -56,8 +61,17 @@ class Batcher:
         self._closes: dict[int, int] = {}  # push orders of waiting closes, ascending -> their routes
         self._push_orders, self._line_orders = itertools.count(), itertools.count()
 
+    def push_together(self, frames: list[QueuedFrame]) -> list[QueuedFrame]:
+        """Queue the frames of one envelope in order. Returns those that closes made pointless."""
+        if not self._n_frames and _are_decode_rows(frames):
+            self._whole, self._n_frames = frames, len(frames)
+            self.queued_rows = sum([frame.n_rows for frame in frames])
+            return []
+        return [dropped for frame in frames for dropped in self.push(frame)]
+
     def push(self, frame: QueuedFrame) -> list[QueuedFrame]:
         """Queue one frame. Returns the session's frames that a close made pointless (their credit is free again)."""
+        self._spread()
         dropped: list[QueuedFrame] = []
         if frame.flags & Flag.CLOSE:
             dropped = self._drop_rows(frame.session_key)
@@ -78,6 +92,7 @@ class Batcher:
 
     def drop_route(self, route_id: int) -> list[QueuedFrame]:
         """Forget every waiting frame of a route (its epoch ended). Returns the dropped frames."""
+        self._spread()
         self._copies = {key: orders for key, orders in self._copies.items() if key[0] != route_id}
         self._closes = {order: route for order, route in self._closes.items() if route != route_id}
         mine = [key for key in self._sessions if key[0] == route_id]
@@ -88,6 +103,12 @@ class Batcher:
         if not self._n_frames:  # as nearly always when a step has just ended
             return None
         before = self.queued_rows
+        if self._whole:
+            frames, choice = self._whole, self.policy.choose(self._whole, (), now_ns)
+            if choice.n_decode == len(frames):
+                self._whole, self._n_frames, self.queued_rows = [], 0, 0
+                return Step([], frames, choice.close_reason, now_ns, before, 0)
+            self._spread()
         controls = self._take_controls() if self._controls else []
         decode, prefill = _in_order(self._decode), _in_order(self._prefill)
         if not decode and not prefill:
@@ -102,6 +123,13 @@ class Batcher:
 
     def __len__(self) -> int:
         return self._n_frames
+
+    def _spread(self) -> None:
+        whole, self._whole = self._whole, []
+        if whole:
+            self._n_frames = self.queued_rows = 0
+            for frame in whole:
+                self.push(frame)
 
     def _take_controls(self) -> list[QueuedFrame]:
         """Take those that are due, in the order in which they came."""
@@ -191,6 +219,16 @@ class Batcher:
         self.queued_rows -= sum(frame.n_rows for frame in queue)
         self._n_frames -= len(queue)
         return list(queue)
+
+
+def _are_decode_rows(frames: list[QueuedFrame]) -> bool:
+    """Return whether these are nothing but decode rows, of as many sessions as there are frames."""
+    flags = 0
+    for frame in frames:
+        flags |= frame.flags
+    if flags & (CONTROL | Flag.PREFILL):
+        return False
+    return len({frame.session_key for frame in frames}) == len(frames)
 
 
 def _in_order(heads: dict[tuple[int, int], QueuedFrame]) -> list[QueuedFrame]:

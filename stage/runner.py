@@ -5,8 +5,9 @@ under one lock: the loop pushes frames and wakes the thread if it sleeps, the th
 last one is done, without a round trip through the loop. So frames that arrive during a native step form the next batch,
 and the event loop never waits for a decode.
 
-The thread sleeps on a lock that whoever wakes it releases (`_Bell`). A condition variable does the same in so much
-Python that a thread whose core has been idle, its caches cold, takes tens of microseconds longer to get to work.
+The thread sleeps on a pipe (`_Bell`): whoever writes to it holds neither the lock nor, while the system call wakes the
+sleeper, the GIL. A thread that is woken by one who still holds what it needs goes back to sleep for each of them; on a
+core that both share, as stages of one machine have it, that is three switches to and fro before it gets to work.
 
 `OUTBOX_STEPS_MAX` bounds the results that the loop has not yet carried away: when the downstream link has no credit
 the thread stops taking steps, the queue holds its frames, and upstream runs out of credit in turn.
@@ -15,6 +16,7 @@ the thread stops taking steps, the queue holds its frames, and upstream runs out
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -71,14 +73,11 @@ class Runner:
 
     def push(self, frames: list[QueuedFrame]) -> list[QueuedFrame]:
         """Queue frames in order and wake the thread. Returns waiting frames that a close made pointless."""
-        dropped: list[QueuedFrame] = []
-        with self._bell.lock:
+        with self._bell:
             for frame in frames:
                 if frame.flags & Flag.CLOSE:
                     self._executor.sessions.cancelled.add(frame.session_key)
-                dropped += self._batcher.push(frame)
-            self._bell.ring()
-        return dropped
+            return self._batcher.push_together(frames)
 
     def drop_route(self, route_id: int) -> list[QueuedFrame]:
         """Forget the waiting frames of a route."""
@@ -89,24 +88,23 @@ class Runner:
         """Say that one step's result has left the process (or never will)."""
         with self._bell.lock:
             self._outbox_steps -= 1
-            if self._outbox_steps == OUTBOX_STEPS_MAX - 1:  # the thread waits for nothing else that this could change
-                self._bell.ring()
+            matters = self._outbox_steps == OUTBOX_STEPS_MAX - 1  # the thread waits for nothing else that this changes
+        if matters:
+            self._bell.ring()
 
     async def call(self, function: Callable[[], Any]) -> Any:
         """Run a function in the decode thread between two steps and return its result."""
         future: asyncio.Future[Any] = self._loop.create_future()
-        with self._bell.lock:
+        with self._bell:
             if self._stopping:
                 raise InternalError("the decode thread has stopped")
             self._calls.append((function, future))
-            self._bell.ring()
         return await future
 
     async def stop(self, timeout_s: float | None = None) -> None:
         """Let the current step end, then end the thread. After `timeout_s` a step that hangs is left behind."""
-        with self._bell.lock:
+        with self._bell:
             self._stopping = True
-            self._bell.ring()
         await asyncio.to_thread(self._thread.join, timeout_s)
 
     def _run(self) -> None:
@@ -118,6 +116,7 @@ class Runner:
             raise
         finally:
             self._refuse_calls()
+            self._bell.close()
 
     def _refuse_calls(self) -> None:
         """Answer whoever still waits for `call`; nobody may wait for a thread that has ended."""
@@ -177,28 +176,43 @@ class Runner:
 
 
 class _Bell:
-    """What one thread sleeps on and others wake it by. All but waiting happens under `lock`."""
+    """What one thread sleeps on and others wake it by.
+
+    `with bell:` changes under the lock what the sleeper waits for, and rings once the lock is free again.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._asleep = False
-        self._rung = threading.Lock()  # held but for the moment between a ring and its sleeper's waking
-        self._rung.acquire()
+        self._asleep = False  # under the lock; whoever sets it back owes the sleeper one byte
+        self._reads, self._writes = os.pipe()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        wakes, self._asleep = self._asleep, False
+        self.lock.release()
+        if wakes:
+            os.write(self._writes, b"\0")
 
     def ring(self) -> None:
-        """Wake the sleeper, if it sleeps; the caller holds the lock."""
-        if self._asleep:
-            self._asleep = False
-            self._rung.release()
+        """Wake the sleeper, if it sleeps; the caller does not hold the lock."""
+        with self:
+            pass
 
     def wait(self) -> None:
         """Give the lock up until the bell is rung, then hold it again. Every ring after `wait` began wakes."""
         self._asleep = True
         self.lock.release()
         try:
-            self._rung.acquire()
+            os.read(self._reads, 1)
         finally:
             self.lock.acquire()
+
+    def close(self) -> None:
+        """Give the pipe back; for the thread that slept on it, at its end: nobody rings who does not sleep."""
+        os.close(self._reads)
+        os.close(self._writes)
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import AsyncIterator
 
@@ -9,7 +10,7 @@ import pytest
 
 from stage.batcher import Batcher
 from stage.policy import DrainPolicy
-from stage.runner import OUTBOX_STEPS_MAX, Runner
+from stage.runner import OUTBOX_STEPS_MAX, Runner, _Bell
 from stage.step import StepExecutor
 from stage.step_types import StepResult
 from tests.fakes import MAX_ROWS, ROUTE, BlockedDecode, FakeEngine, control, new_executor, rows_frame
@@ -183,6 +184,49 @@ async def test_stop_ends_a_thread_that_has_work_waiting() -> None:
         assert len(h.engine.steps) == 1
         with pytest.raises(InternalError, match="stopped"):
             await h.runner.call(lambda: None)
+
+
+async def test_a_stopped_runner_closes_its_pipe_and_whoever_rings_then_disturbs_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[int] = []
+    close = os.close
+    monkeypatch.setattr("stage.runner.os.close", lambda end: (closed.append(end), close(end)))
+    async with harness() as h:
+        await h.open(0)
+        ends = {h.runner._bell._reads, h.runner._bell._writes}
+        await h.runner.stop()
+        assert ends <= set(closed)
+        h.runner.push([rows_frame(0, 0)])
+        h.runner.sent()
+        await h.runner.stop()
+
+
+def test_every_ring_wakes_who_sleeps_and_none_is_left_over() -> None:
+    bell, n_rounds = _Bell(), 500
+    waiting, seen = threading.Semaphore(0), []
+    value = 0
+
+    def sleeper() -> None:
+        with bell.lock:
+            for _ in range(n_rounds):
+                before = value
+                waiting.release()
+                while value == before:
+                    bell.wait()
+                seen.append(value)
+
+    thread = threading.Thread(target=sleeper, daemon=True)
+    thread.start()
+    for _ in range(n_rounds):
+        assert waiting.acquire(timeout=20)
+        with bell:
+            value += 1
+        bell.ring()  # once more than needed: a sleeper may wake for nothing, but never misses what it waits for
+    thread.join(20)
+    assert not thread.is_alive()
+    assert seen == list(range(1, n_rounds + 1))
+    bell.close()
 
 
 async def test_stop_ends_a_thread_whose_outbox_is_full() -> None:

@@ -41,21 +41,22 @@ class StageStats:
 
     def step_done(self, result: StepResult) -> None:
         """Count one step. One of controls alone, or whose frames were all refused, is no native step."""
-        self.recent_wait_ns.extend(result.waits_ns)
-        for wait_ns in result.waits_ns:
+        waits_ns = result.waits_ns
+        self.recent_wait_ns.extend(waits_ns)
+        for wait_ns in waits_ns:
             self.waits_by_bucket[bisect.bisect_left(WAIT_BUCKETS_NS, wait_ns)] += 1
-        self.wait_sum_ns += sum(result.waits_ns)
+        self.wait_sum_ns += sum(waits_ns)
         if not result.number:
             return
         self.steps_by_rows[result.n_rows] += 1
-        self.steps_by_sessions[len(result.waits_ns)] += 1
+        self.steps_by_sessions[len(waits_ns)] += 1
         self.close_reasons[result.close_reason] += 1
         self.recent_steps_ns.append((result.started_ns, result.started_ns + result.decode_ns))
         self.n_steps += 1
         self.n_rows += result.n_rows
         self.n_padded_rows += result.padded_rows
         self.n_micro_batches += result.n_micro_batches
-        self.n_frames += len(result.waits_ns)
+        self.n_frames += len(waits_ns)
         self.busy_ns += result.decode_ns
         self.encode_ns += result.encode_ns
         arrived_ns = [frame.arrived_ns for frame in result.members if not frame.is_prefill]

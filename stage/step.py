@@ -8,8 +8,8 @@ session; the others of the step go on.
 from __future__ import annotations
 
 import dataclasses
-import struct
 import time
+from array import array
 from collections.abc import Callable
 
 import numpy as np
@@ -32,6 +32,7 @@ from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.rows import RowEncoder, decode_f16
 
 GUESSES = Flag.DRAFTED | Flag.GUESSED
+_TOKENS, _HALF = np.dtype(np.int32), np.dtype(np.float16)
 
 
 class StepExecutor:
@@ -55,6 +56,9 @@ class StepExecutor:
         self.mark: Callable[[list[QueuedFrame]], bytes] = lambda members: trace_context.NONE
         self._n_decodes = 0
         self._embeddings, self._close_engine, self._padding = embeddings, close, padding
+        # By memoryview: with cold caches numpy takes several times as long to take a single number.
+        self._positions, self._seq_ids = engine.positions.data, engine.seq_ids.data
+        self._wants = engine.wants.data
         self._encoder = RowEncoder(engine.max_rows, engine.n_embd)
 
     def execute(self, step: Step) -> StepResult:
@@ -69,13 +73,10 @@ class StepExecutor:
             if self._is_current(frame) and not (frame.flags & GUESSES and self._is_pointless(outputs, frame))
         ]
         placed = self._place_all(outputs, due)
-        result = StepResult(
-            step=step,
-            outputs=[],
-            waits_ns=[step.taken_ns - frame.arrived_ns for frame in due],
-            members=[item.frame for item in placed],
-            closed=[frame for frame in controls if frame.flags & Flag.CLOSE],
-        )
+        members = due if len(placed) == len(due) else [item.frame for item in placed]
+        result = StepResult(step, [], due, members)
+        if controls:
+            result.closed = [frame for frame in controls if frame.flags & Flag.CLOSE]
         if placed and not self._decode(outputs, placed, result):
             placed = []
         for item in placed:
@@ -181,17 +182,16 @@ class StepExecutor:
 
     def _place_all(self, outputs: dict[int, RouteOutput], frames: list[QueuedFrame]) -> list[Placed]:
         """Put the rows of all frames that can run into the batch arrays; the others become faults, changing nothing."""
-        place, is_last = self.lanes.place, self.engine.is_last
         rows_max, wanted_max = self.engine.max_rows, self.engine.max_wanted
+        place, count = self.lanes.place, count_wanted if self.engine.is_last else _none_wanted
         while True:
             placed: list[Placed] = []
             n_rows = n_wanted = 0
             for frame in frames:
                 try:
                     lane, drop_from = place(frame.session_id, frame.route_id, frame.position, frame.n_rows)
-                    wanted = count_wanted(frame) if is_last else 0
-                    fits = n_rows + frame.n_rows <= rows_max and n_wanted + wanted <= wanted_max
-                    if frame.payload is None or not fits:
+                    rows_after, wanted_after = n_rows + frame.n_rows, n_wanted + count(frame)
+                    if frame.payload is None or rows_after > rows_max or wanted_after > wanted_max:
                         raise ProtocolError(f"{frame.n_rows} rows do not fit a step of {rows_max}")
                     if drop_from is not None:
                         self.engine.check_rewind(lane.index, drop_from)
@@ -199,12 +199,12 @@ class StepExecutor:
                     self._fault(outputs, frame, error)
                     continue
                 placed.append(Placed(frame, n_rows, lane, drop_from))
-                n_rows, n_wanted = n_rows + frame.n_rows, n_wanted + wanted
+                self._describe(frame, n_rows, lane.index)
+                n_rows, n_wanted = rows_after, wanted_after
             unreadable = self._fill_all(outputs, placed)
             if not unreadable:
                 break
             frames = [item.frame for item in placed if item.frame not in unreadable]
-        self._describe_rows(placed, n_rows)
         for item in placed:
             if self.sessions.broken:
                 self.sessions.broken.discard(item.frame.session_key)
@@ -213,23 +213,16 @@ class StepExecutor:
                 item.lane.next_position = item.drop_from
         return placed
 
-    def _describe_rows(self, placed: list[Placed], n_rows: int) -> None:
-        """Fill positions, lanes and wanted rows of the batch, in one go each."""
-        if n_rows == len(placed):  # nearly always, and quicker in one go
-            positions = [item.frame.position for item in placed]
-            lanes = [item.lane.index for item in placed]
-            wants = [1 if item.frame.flags & Flag.WANTS_SAMPLE else 0 for item in placed]
-        else:
-            positions, lanes, wants = [], [], []
-            for item in placed:
-                frame, count = item.frame, item.frame.n_rows
-                positions += range(frame.position, frame.position + count)
-                lanes += [item.lane.index] * count
-                wants += wanted_rows(frame)
-        # Not by numpy: with cold caches it takes several times as long to turn a list of a few numbers into an array.
-        struct.pack_into(f"{n_rows}i", self.engine.positions.data, 0, *positions)
-        struct.pack_into(f"{n_rows}i", self.engine.seq_ids.data, 0, *lanes)
-        struct.pack_into(f"{n_rows}b", self.engine.wants.data, 0, *wants)
+    def _describe(self, frame: QueuedFrame, row: int, lane: int) -> None:
+        """Fill positions, lanes and wanted rows of the batch for a frame whose rows begin at `row`."""
+        count = frame.n_rows
+        if count == 1:  # nearly always
+            self._positions[row], self._seq_ids[row] = frame.position, lane
+            self._wants[row] = 1 if frame.flags & Flag.WANTS_SAMPLE else 0
+            return
+        self._positions[row : row + count] = array("i", range(frame.position, frame.position + count))
+        self._seq_ids[row : row + count] = array("i", (lane,)) * count
+        self._wants[row : row + count] = array("b", wanted_rows(frame))
 
     def _fill_all(self, outputs: dict[int, RouteOutput], placed: list[Placed]) -> list[QueuedFrame]:
         """Fill the input rows, one call for frames that stand together in one message. Returns frames that cannot be.
@@ -261,10 +254,10 @@ class StepExecutor:
         exponents = first.frame.exponents[begin:end] if first.frame.exponents is not None else None
         out = self.engine.input_rows[first.row : first.row + end - begin]
         if self._embeddings is not None:
-            if rows.dtype != np.int32:
+            if rows.dtype != _TOKENS:
                 raise ProtocolError("stage 0 takes token ids, but hidden rows came")
             self._embeddings.lookup(rows[:, 0], out)
-        elif rows.dtype == np.float16:
+        elif rows.dtype == _HALF:
             decode_f16(rows, exponents, out)
         else:
             np.copyto(out, rows)
@@ -323,8 +316,9 @@ class StepExecutor:
             pool = self.routes[route_id].pool
             if pool is None:
                 continue
-            mine = [item for item in placed if item.frame.route_id == route_id]
-            heads = [frame for frame in controls if frame.route_id == route_id]
+            is_only = len(self.routes) == 1  # nearly always
+            mine = placed if is_only else [item for item in placed if item.frame.route_id == route_id]
+            heads = controls if is_only else [frame for frame in controls if frame.route_id == route_id]
             if not self._encode_route(outputs, pool, route_id, heads, mine, context):
                 finite = self._finite(outputs, mine)
                 self._encode_route(outputs, pool, route_id, heads, finite, context)
@@ -343,7 +337,7 @@ class StepExecutor:
         if not forwarded:
             return True
         rows = self._rows_of(placed)
-        buffer = pool.lease(len(forwarded), rows.shape[0])
+        buffer = pool.lease(len(forwarded), len(rows))
         encoded = self._encoder.encode(rows, buffer.payload)
         if not encoded.all_finite:
             pool.give_back(buffer)
@@ -353,7 +347,7 @@ class StepExecutor:
         output = self._output(outputs, route_id)
         output.sent_ns = time.monotonic_ns()
         buffer.seal(wiring.epoch, wiring.sequence, output.sent_ns, context, heads_of(forwarded))
-        options = [frame.options or pb.SessionOptions() for frame in forwarded if frame.flags & Flag.OPEN]
+        options = [frame.options or pb.SessionOptions() for frame in controls if frame.flags & Flag.OPEN]
         drafts = drafts_of(forwarded)
         output.buffer, output.message = buffer, with_extras(buffer, encoded.exponents, options, drafts)
         return True
@@ -378,3 +372,8 @@ class StepExecutor:
                 problem = NumericError(f"stage {self.stage_index} computed NaN or infinity for this session")
                 self._fault(outputs, item.frame, problem)
         return good
+
+
+def _none_wanted(frame: QueuedFrame) -> int:
+    """Stand in for `count_wanted` where there is no head."""
+    return 0

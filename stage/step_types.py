@@ -65,7 +65,7 @@ class StepResult:
 
     step: Step
     outputs: list[RouteOutput]
-    waits_ns: list[int]  # of its frames but for wrong guesses: from arrival to the moment the step was taken
+    due: list[QueuedFrame]  # its frames but for wrong guesses and those whose epoch has ended
     members: list[QueuedFrame]  # frames of the native decode; what does not fit its lane, or was guessed wrong, is none
     n_rows: int = 0  # of the members
     closed: list[QueuedFrame] = dataclasses.field(default_factory=list)  # closes that were applied
@@ -78,6 +78,11 @@ class StepResult:
     encode_ns: int = 0  # sampling or encoding
     error: str = ""  # label of the error with which the native decode failed
     context: bytes = trace_context.NONE  # 25 bytes, of the batch's span; zeros when none is recorded
+
+    @property
+    def waits_ns(self) -> list[int]:
+        """From arrival to the moment the step was taken, of the frames that were due."""
+        return [self.step.taken_ns - frame.arrived_ns for frame in self.due]
 
     @property
     def consumed(self) -> list[QueuedFrame]:

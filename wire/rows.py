@@ -24,6 +24,7 @@ from wire.errors import ProtocolError
 F16_MAX = 65_504.0
 EXPONENT_MAX = _rows.EXPONENT_MAX  # exponents of rows that travel are 0..EXPONENT_MAX
 
+_FULL = np.dtype(np.float32)
 Rows32 = npt.NDArray[np.float32]
 Rows16 = npt.NDArray[np.float16]
 Exponents = npt.NDArray[np.int8]
@@ -50,7 +51,7 @@ class RowEncoder:
 
     def encode(self, rows: Rows32, out: npt.NDArray[Any]) -> Encoded:
         """Write rows, f32 (n_rows, width), into out, f16 or f32 of the same shape, in one pass over them."""
-        if out.dtype == np.float32:
+        if out.dtype == _FULL:
             np.copyto(out, rows, casting="no")
             return Encoded(None, bool(np.isfinite(self.measure(rows)).all()))
         exponents = self._exponents[: rows.shape[0]]

@@ -96,10 +96,14 @@ class NoEmbeddings:
 
 
 class Recorder:
-    """Stamps the points of a stage process by wrapping the functions that a step passes. One step at a time."""
+    """Stamps the points of a stage process by wrapping the functions that a step passes. One step at a time.
+
+    What a step waits for is a few plain numbers kept, no more: the stamps are made of them at the end.
+    """
 
     def __init__(self, engine: StampingEngine) -> None:
-        self.steps: list[Stamps] = []
+        self._steps: list[tuple[int, ...]] = []  # columns of Stamps in order, but for send_ns
+        self._sent_ns: list[int] = []  # of the steps that sent rows, in order
         self._engine = engine
         self._parsed_ns = self._pushed_ns = 0
 
@@ -120,23 +124,34 @@ class Recorder:
             result = execute(step)
             assert not result.padded_rows, "a padded step is another one than was asked for"
             if step.frames:
-                sealed_ns = time.monotonic_ns()
-                engine, n_rows = recorder._engine, sum(frame.n_rows for frame in step.frames)
-                message_bytes = sum(len(output.message) for output in result.outputs)
-                stamps = Stamps(n_rows, recorder._parsed_ns, recorder._pushed_ns, step.taken_ns, engine.begin_ns)
-                stamps.ready_ns, stamps.sealed_ns, stamps.message_bytes = engine.ready_ns, sealed_ns, message_bytes
-                recorder.steps.append(stamps)
+                sealed_ns, engine, parsed_ns, pushed_ns = (
+                    time.monotonic_ns(), recorder._engine, recorder._parsed_ns, recorder._pushed_ns,
+                )  # fmt: skip
+                message_bytes = len(result.outputs[0].message)
+                recorder._steps.append((
+                    result.n_rows, parsed_ns, pushed_ns, step.taken_ns, engine.begin_ns, engine.ready_ns, sealed_ns,
+                    message_bytes,
+                ))  # fmt: skip
             return result
 
         async def stamped_send(link: RelayLink, buffer: Buffer, message: bytes) -> None:
-            if recorder.steps and buffer.payload_bytes:
-                recorder.steps[-1].send_ns = time.monotonic_ns()
+            if buffer.payload_bytes:
+                recorder._sent_ns.append(time.monotonic_ns())
             await send(link, buffer, message)
 
         inbound.parse = stamped_parse  # type: ignore[assignment, attr-defined]
         Runner.push = stamped_push  # type: ignore[assignment, method-assign]
         executor.execute = stamped_execute  # type: ignore[method-assign]
         RelayLink.send = stamped_send  # type: ignore[assignment, method-assign]
+
+    def stamps(self) -> list[Stamps]:
+        """Return what was recorded of every step that ran frames."""
+        sent_ns = self._sent_ns or [0] * len(self._steps)
+        assert len(sent_ns) == len(self._steps), "a step's rows left in several envelopes"
+        return [
+            Stamps(*moments, send_ns=send_ns, message_bytes=message_bytes)
+            for (*moments, message_bytes), send_ns in zip(self._steps, sent_ns, strict=True)
+        ]
 
 
 def _artifact(index: int, width: int) -> StageArtifact:
@@ -178,7 +193,7 @@ def stage_main(index: int, width: int, out: Path) -> None:
             await stopping.wait()
 
     run(main)
-    out.write_text(json.dumps([dataclasses.astuple(step) for step in recorder.steps]))
+    out.write_text(json.dumps([dataclasses.astuple(step) for step in recorder.stamps()]))
 
 
 if __name__ == "__main__":

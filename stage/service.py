@@ -19,6 +19,7 @@ from stage.stats import StageStats
 from stage.step import StepExecutor
 from stage.step_types import RouteOutput, RouteWiring, StepResult
 from wire import bounds, rpc
+from wire.eager import Begun
 from wire.envelope import EnvelopeView
 from wire.errors import (
     HandshakeError,
@@ -36,6 +37,7 @@ from wire.relay_link import RelayLink
 from wire.telemetry import Telemetry
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_Send: TypeAlias = "tuple[Route, RouteOutput, Begun[int] | None]"
 
 # Waiting frames past which no link is read: controls carry no rows, so credits alone would not bound them.
 QUEUED_FRAMES_MAX = 4 * bounds.FRAMES_PER_ENVELOPE_MAX
@@ -57,7 +59,8 @@ class StageService:
         self._configuring = asyncio.Lock()
         self._is_closing = False
         # Bounded by runner.OUTBOX_STEPS_MAX: the decode thread takes no step while that many are unsent.
-        self._sends: asyncio.Queue[list[tuple[Route, RouteOutput]]] = asyncio.Queue()
+        self._sends: asyncio.Queue[list[_Send]] = asyncio.Queue()
+        self._n_unsent = 0  # steps whose envelopes have not all left
         self._stepped = asyncio.Event()  # set by every step
         self._started_ns = time.monotonic_ns()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -87,7 +90,7 @@ class StageService:
 
     def deliver(self, result: StepResult) -> None:
         """Carry one step's results away; called on the event loop in step order."""
-        sends: list[tuple[Route, RouteOutput]] = []
+        sends: list[_Send] = []
         for output in result.outputs:
             route = self._routes.get(output.route_id)
             if route is None or route.epoch != output.epoch:
@@ -95,9 +98,13 @@ class StageService:
             for fault in output.faults:
                 self._stats.faults_by_label[fault.label] += 1
             route.report(output)
-            if output.buffer is not None:
-                sends.append((route, output))
+            if output.buffer is not None and route.link is not None:
+                sends.append((route, output, None))
         if sends:
+            if not self._n_unsent:  # the next stage waits for this: not a turn of the loop is lost
+                route, output, _ = sends[0]
+                sends[0] = (route, output, Begun(_sending(route, output)))
+            self._n_unsent += 1
             self._sends.put_nowait(sends)
         else:
             self.runner.sent()
@@ -120,21 +127,16 @@ class StageService:
     async def send_forever(self) -> None:
         """Send every step's envelopes, one step after the other: gRPC allows one write at a time per stream."""
         while True:
-            for route, output in await self._sends.get():
-                await self._send(route, output)
+            for route, output, begun in await self._sends.get():
+                try:
+                    payload_bytes = await (begun or _sending(route, output))
+                except RelaylineError as error:
+                    self._link_lost(route, error)
+                    continue
+                self._stats.envelopes_out += 1
+                self._stats.payload_bytes_out += payload_bytes
+            self._n_unsent -= 1
             self.runner.sent()
-
-    async def _send(self, route: Route, output: RouteOutput) -> None:
-        if route.link is None or output.buffer is None:
-            return
-        payload_bytes = output.buffer.payload_bytes
-        try:
-            await route.link.send(output.buffer, output.message)
-        except RelaylineError as error:
-            self._link_lost(route, error)
-            return
-        self._stats.envelopes_out += 1
-        self._stats.payload_bytes_out += payload_bytes
 
     def _link_lost(self, route: Route, error: RelaylineError) -> None:
         if self._routes.get(route.route_id) is route and not route.ended.is_set():
@@ -308,6 +310,7 @@ class StageService:
             if view is None or inbound.route.ended.is_set():
                 return
             self._take(inbound, view)
+            await asyncio.sleep(0)  # what a step has brought meanwhile leaves first
             while self.runner.queued_frames > QUEUED_FRAMES_MAX:
                 self._stepped.clear()
                 await self._stepped.wait()
@@ -376,3 +379,13 @@ class StageService:
                 await self._end_route(route)
             self._left.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _sending(route: Route, output: RouteOutput) -> int:
+    """Send a step's envelope of one route; returns its payload bytes. Raises the loss of its link."""
+    link, buffer = route.link, output.buffer
+    assert link is not None
+    assert buffer is not None
+    payload_bytes = buffer.payload_bytes
+    await link.send(buffer, output.message)
+    return payload_bytes

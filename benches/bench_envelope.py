@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from wire import _rows
-from wire.envelope import DTYPE_F16, BufferPool, checksum, parse, with_extras
+from wire.buffers import BufferPool, with_extras
+from wire.envelope import DTYPE_F16, checksum, parse
 from wire.frames import set_traces
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.rows import RowEncoder, decode_f16

@@ -22,7 +22,8 @@ from coordinator.split import split_model
 from coordinator.tokenizer import Tokenizer
 from stage.embedding import EmbeddingTable
 from stage.native import EngineConfig, NativeEngine
-from wire.envelope import DTYPE_F16, DTYPE_F32, Buffer
+from wire.buffers import Buffer
+from wire.envelope import DTYPE_F16, DTYPE_F32
 from wire.rows import RowEncoder, decode_f16
 
 DEMO = Path(__file__).parents[1] / "deploy" / "demo"

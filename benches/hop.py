@@ -38,7 +38,8 @@ from coordinator.connection import Connection
 from coordinator.pipeline_file import ArtifactFile, PipelineFile, Source, StageFile
 from deploy.cores import shares, write_cores
 from deploy.load import percentile
-from wire.envelope import DTYPE_F16, with_extras
+from wire.buffers import with_extras
+from wire.envelope import DTYPE_F16
 from wire.errors import RelaylineError
 from wire.frames import Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb

@@ -24,8 +24,9 @@ from stage.queue_types import QueuedFrame, Step
 from stage.runner import Runner
 from stage.step import StepExecutor
 from stage.step_types import StepResult
+from wire.buffers import Buffer
 from wire.curve import LADDER
-from wire.envelope import Buffer, EnvelopeView, parse
+from wire.envelope import EnvelopeView, parse
 from wire.process import run
 from wire.relay_link import RelayLink
 

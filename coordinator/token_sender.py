@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from coordinator.session import OutFrame
 from wire import bounds
-from wire.envelope import with_extras
+from wire.buffers import with_extras
 from wire.errors import InternalError, RelaylineError
 from wire.frames import Flag, set_traces
 from wire.pb.relayline.v1 import relayline_pb2 as pb

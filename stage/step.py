@@ -25,7 +25,7 @@ from stage.queue_types import QueuedFrame, Step
 from stage.sessions import Sessions
 from stage.step_types import Embeddings, Engine, RouteOutput, RouteWiring, StepResult
 from wire import bounds, trace_context
-from wire.envelope import BufferPool, with_extras
+from wire.buffers import BufferPool, with_extras
 from wire.errors import NumericError, PositionGapError, ProtocolError, RelaylineError, SessionError
 from wire.frames import Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb

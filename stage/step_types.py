@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from stage.queue_types import QueuedFrame, Step
 from wire import trace_context
-from wire.envelope import Buffer, BufferPool
+from wire.buffers import Buffer, BufferPool
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 
 

@@ -21,7 +21,8 @@ from stage.lanes import LaneTable
 from stage.queue_types import QueuedFrame, Step
 from stage.step import StepExecutor
 from stage.step_types import RouteWiring
-from wire.envelope import DTYPE_F32, BufferPool
+from wire.buffers import BufferPool
+from wire.envelope import DTYPE_F32
 from wire.errors import InternalError, PositionGapError
 from wire.frames import TRACE_BYTES, Flag
 from wire.pb.relayline.v1 import relayline_pb2 as pb

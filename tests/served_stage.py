@@ -23,7 +23,8 @@ from stage.stats import StageStats
 from stage.step import StepExecutor
 from tests.fakes import CTX, EPOCH, MAX_ROWS, ROUTE, WIDTH, FakeEmbeddings, FakeEngine, new_facts
 from wire import bounds, rpc
-from wire.envelope import DTYPE_F32, DTYPE_TOKENS, Buffer, with_extras
+from wire.buffers import Buffer, with_extras
+from wire.envelope import DTYPE_F32, DTYPE_TOKENS
 from wire.errors import RelaylineError
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.relay_link import HANDSHAKE_TRIES

@@ -17,18 +17,8 @@ import numpy as np
 import pytest
 
 from tests.wire_examples import TRACE
-from wire.envelope import (
-    DTYPE_F16,
-    DTYPE_F32,
-    DTYPE_TOKENS,
-    HEADER_BYTES,
-    Buffer,
-    BufferPool,
-    _writable,
-    checksum,
-    parse,
-    with_extras,
-)
+from wire.buffers import Buffer, BufferPool, _writable, with_extras
+from wire.envelope import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS, HEADER_BYTES, checksum, parse
 from wire.errors import InternalError
 from wire.frames import TRACE_BYTES, set_traces
 from wire.pb.relayline.v1 import relayline_pb2 as pb

@@ -17,16 +17,8 @@ from hypothesis import given
 
 from tests.wire_examples import ENCODINGS, EXAMPLES, canonical, envelope, frame, library, varint
 from wire import bounds
-from wire.envelope import (
-    DTYPE_F16,
-    DTYPE_F32,
-    DTYPE_TOKENS,
-    NUMPY_DTYPE,
-    Buffer,
-    EnvelopeView,
-    parse,
-    with_extras,
-)
+from wire.buffers import Buffer, with_extras
+from wire.envelope import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS, NUMPY_DTYPE, EnvelopeView, parse
 from wire.errors import ChecksumError, InternalError, ProtocolError
 from wire.frames import FRAME_BYTES, Flag, Head, set_traces
 from wire.pb.relayline.v1 import relayline_pb2 as pb

@@ -18,7 +18,8 @@ from stage.inbound import Inbound
 from stage.routes import Route
 from tests.wire_examples import ENCODINGS, EXAMPLES, canonical, envelope, frame, library, varint
 from wire import bounds
-from wire.envelope import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS, Buffer, EnvelopeView, parse, with_extras
+from wire.buffers import Buffer, with_extras
+from wire.envelope import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS, EnvelopeView, parse
 from wire.errors import ProtocolError
 from wire.frames import Flag, Head
 from wire.pb.relayline.v1 import relayline_pb2 as pb

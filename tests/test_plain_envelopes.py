@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 
 from wire import _frames, bounds, envelope
-from wire.envelope import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS, HEADER_BYTES, NUMPY_DTYPE, Buffer, checksum, with_extras
+from wire.buffers import Buffer, with_extras
+from wire.envelope import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS, HEADER_BYTES, NUMPY_DTYPE, checksum
 from wire.errors import InternalError, ProtocolError
 from wire.frames import FRAME_BYTES, TRACE_BYTES, Flag, Head, read_heads
 

@@ -35,7 +35,7 @@ from tests.fakes import (
 )
 from tests.served_stage import Coordinator, StageUnderTest
 from tests.tiny_slices import TinyShape, write_pipeline
-from wire import envelope, rpc
+from wire import buffers, envelope, rpc
 from wire.errors import NativeError, StartError, UsageError
 from wire.frames import Flag
 
@@ -94,7 +94,7 @@ async def test_a_step_that_hangs_as_the_stage_stops_does_not_hold_it_up(monkeypa
 def test_forty_sessions_run_in_one_native_step(tmp_path: Path) -> None:
     artifacts = write_pipeline(tmp_path, TinyShape(), [2])
     _, executor = load_stage(config(artifacts[0], n_lanes=N_SESSIONS))
-    pool = envelope.BufferPool(envelope.DTYPE_F16, TinyShape().n_embd)
+    pool = buffers.BufferPool(envelope.DTYPE_F16, TinyShape().n_embd)
     executor.reset_route(ROUTE, RouteWiring(EPOCH, pool))
     opens = [control(session_id, Flag.OPEN) for session_id in range(N_SESSIONS)]
     rows = [tokens_frame(session_id, 0, [session_id]) for session_id in range(N_SESSIONS)]

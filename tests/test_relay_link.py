@@ -19,7 +19,8 @@ import pytest
 
 from tests.test_buffers import cached_hash
 from wire import bounds, rpc
-from wire.envelope import DTYPE_F16, DTYPE_TOKENS, Buffer, BufferPool, parse, with_extras
+from wire.buffers import Buffer, BufferPool, with_extras
+from wire.envelope import DTYPE_F16, DTYPE_TOKENS, parse
 from wire.errors import (
     HandshakeError,
     NotReadyError,

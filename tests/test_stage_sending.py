@@ -11,7 +11,8 @@ from stage.routes import Route
 from stage.step_types import RouteOutput, StepResult
 from tests.fakes import EPOCH, ROUTE, step_of
 from tests.served_stage import served
-from wire.envelope import DTYPE_F32, Buffer
+from wire.buffers import Buffer
+from wire.envelope import DTYPE_F32
 from wire.errors import StageLostError
 from wire.relay_link import RelayLink
 

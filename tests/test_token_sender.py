@@ -12,7 +12,8 @@ import pytest
 from coordinator.generation import GenerationRequest, SamplingParams
 from coordinator.session import Session
 from coordinator.token_sender import TokenSender
-from wire.envelope import DTYPE_TOKENS, BufferPool
+from wire.buffers import BufferPool
+from wire.envelope import DTYPE_TOKENS
 from wire.errors import InternalError, RelaylineError
 
 

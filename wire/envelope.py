@@ -1,34 +1,17 @@
-"""Envelopes: all frames that one native step decoded, as one message in a buffer that is used again.
+"""Envelopes: all frames that one native step decoded, as one message; their layout, and how they are read.
 
-Encoding. A message of a given shape (frames, rows) always has the same length and the same tags, so a `Buffer` is
-made once per shape and then only overwritten: header fields, frame records, payload rows and row exponents are
-written straight into it. gRPC's Python binding insists on `bytes` for a message and copies them into its own slices
-while `write` starts, so a Buffer is a `bytes` object filled in place through the C API's pointer to its storage.
-
-Why that is safe, and what keeps it so (CPython only):
-* `bytes(n)` makes an object of its own for n > 1; only the empty and the one-byte objects are shared by everybody.
-  A Buffer is never shorter than its header.
-* CPython interns and constant-folds bytes only when it compiles them. Ours appear at run time.
-* A bytes object remembers its hash. Nobody hashes, compares or keeps `message`: it goes to `write` and nowhere else,
-  and a test looks at the cached hash after a whole trip through gRPC.
-* The views keep the bytes object alive, so a view that outlives its Buffer never points at freed memory.
-* One send holds a Buffer at a time; it goes back to the pool only after `write` has returned.
-
-Decoding. A message in the canonical layout is read by views without copying, and most at once (`_frames.c`). Anything
-else goes through the protobuf library into the same `EnvelopeView`: other languages may write the fields as they like.
+A message of a given shape (frames, rows) always has the same length and the same tags: the canonical layout, which
+`wire/buffers.py` writes. It is read by views without copying, and most at once (`_frames.c`). Anything else goes
+through the protobuf library into the same `EnvelopeView`: other languages may write the fields as they like.
 
 Bytes from the network either become an `EnvelopeView` whose every count, size and checksum holds, or ProtocolError.
 """
 
 from __future__ import annotations
 
-import collections
-import ctypes
 import dataclasses
 import functools
 import struct
-import threading
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +20,7 @@ import xxhash
 from google.protobuf.message import DecodeError
 
 from wire import _frames, bounds, frames, trace_context
-from wire.errors import ChecksumError, InternalError, ProtocolError
+from wire.errors import ChecksumError, ProtocolError
 from wire.frames import FRAME_DTYPE, Head
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 from wire.rows import EXPONENT_MAX
@@ -52,11 +35,11 @@ DTYPE_BY_NAME = {"f16": DTYPE_F16, "f32": DTYPE_F32}
 
 # Protobuf tag and value in turn: epoch, sequence, dtype, n_rows, width, sent_ns, n_frames; then batch_trace with its
 # tag and length. Its field number is higher than the frames', but here it stands at the same place in every envelope.
-_HEADER = struct.Struct(f"<BI BQ BI BI BI BQ BI BB{frames.TRACE_BYTES}s")
-_HEADER_TAGS = (0x0D, 0x11, 0x1D, 0x25, 0x2D, 0x31, 0x3D, 0x62)
-HEADER_BYTES = _HEADER.size
-_PAYLOAD_TAG = 0x4A  # field 9, length-delimited
-_EXPONENTS_TAG = 0x52  # field 10, length-delimited
+HEADER = struct.Struct(f"<BI BQ BI BI BI BQ BI BB{frames.TRACE_BYTES}s")
+HEADER_TAGS = (0x0D, 0x11, 0x1D, 0x25, 0x2D, 0x31, 0x3D, 0x62)
+HEADER_BYTES = HEADER.size
+PAYLOAD_TAG = 0x4A  # field 9, length-delimited
+EXPONENTS_TAG = 0x52  # field 10, length-delimited
 _OPTIONS_TAG = 0x5A  # field 11, length-delimited
 _DRAFTS_TAG = 0x6A  # field 13, length-delimited
 _OPEN, _DRAFTED = frames.Flag.OPEN, frames.Flag.DRAFTED
@@ -69,10 +52,6 @@ _CONTROL, _ALL_FLAGS = frames.CONTROL, frames.CONTROL | frames.Flag.PREFILL | _D
 assert bounds.FRAMES_PER_ENVELOPE_MAX * frames.FRAME_BYTES + HEADER_BYTES + 6 * bounds.ROWS_PER_ENVELOPE_MAX <= (
     bounds.FRAMES_PER_ENVELOPE_MAX * 256
 )
-
-_bytes_storage = ctypes.pythonapi.PyBytes_AsString
-_bytes_storage.argtypes = [ctypes.py_object]
-_bytes_storage.restype = ctypes.c_void_p
 
 
 def checksum(payload: Any) -> int:
@@ -90,155 +69,9 @@ def _varint(value: int) -> bytes:
 
 
 @functools.lru_cache(maxsize=256)
-def _lead(tag: int, size_bytes: int) -> bytes:
+def lead_of(tag: int, size_bytes: int) -> bytes:
     """Return what stands before a length-delimited field of one-byte tag."""
     return bytes([tag]) + _varint(size_bytes)
-
-
-class Buffer:
-    """One reusable message of a fixed shape (n_frames, n_rows); after leasing, its content is old and to overwrite.
-
-    frames: records (n_frames,), every column but `checksum` is the caller's. payload: (n_rows, width) of
-    NUMPY_DTYPE[dtype]. exponents: i8 (n_rows,), present for f16; `with_extras` fills them.
-    """
-
-    __slots__ = (
-        "_bytes", "_constants", "_no_exponents", "_payload_at",
-        "exponents", "frames", "message", "payload", "payload_bytes", "shape",
-    )  # fmt: skip
-
-    def __init__(self, dtype: int, width: int, n_frames: int, n_rows: int) -> None:
-        element = NUMPY_DTYPE[dtype]
-        self.shape = (n_frames, n_rows)
-        self._constants = (dtype, n_rows, width, n_frames)
-        self.payload_bytes = payload_bytes = n_rows * width * element.itemsize  # what counts against a link's credit
-        lead = _lead(_PAYLOAD_TAG, payload_bytes)
-        # An f16 message always carries its exponents: a few bytes, and rows that need them cost no copy.
-        tail = _lead(_EXPONENTS_TAG, n_rows) if dtype == DTYPE_F16 and n_rows else b""
-        lead_at = HEADER_BYTES + n_frames * frames.FRAME_BYTES
-        self._payload_at = payload_at = lead_at + len(lead)
-        tail_at = payload_at + payload_bytes
-        exponents_at = tail_at + len(tail)
-        self.message = bytes(exponents_at + (n_rows if tail else 0))
-        self._bytes = _writable(self.message)
-        self._bytes[lead_at:payload_at] = lead
-        self._bytes[tail_at:exponents_at] = tail
-        raw = np.frombuffer(self._bytes, dtype=np.uint8)
-        self.frames: frames.Records = raw[HEADER_BYTES:lead_at].view(frames.FRAME_DTYPE)
-        self.payload: npt.NDArray[Any] = raw[payload_at:tail_at].view(element).reshape(n_rows, width)
-        self.exponents = raw[exponents_at:].view(np.int8)
-        self._no_exponents = (slice(exponents_at, len(self.message)), bytes(len(self.message) - exponents_at))
-        frames.stamp_tags(self.frames)
-
-    def scale_nothing(self) -> None:
-        """Say that no row is scaled."""
-        at, zeros = self._no_exponents
-        self._bytes[at] = zeros  # numpy takes several times as long for as few bytes
-
-    def seal(
-        self,
-        epoch: int,
-        sequence: int,
-        sent_ns: int,
-        batch_trace: bytes = trace_context.NONE,
-        heads: list[Head] | None = None,
-    ) -> None:
-        """Fill the header and every data frame's checksum; the last step before sending.
-
-        batch_trace: 25 bytes, the context of the batch that computed these rows. heads: the frames, one for each of the
-        buffer's, for a sender that has not filled `frames`; their checksums are ignored. Raises InternalError when the
-        frames are not as many, or their n_rows do not add up to the buffer's rows.
-        """
-        dtype, n_rows, width, n_frames = self._constants
-        t1, t2, t3, t4, t5, t6, t7, t8 = _HEADER_TAGS
-        head = (t1, epoch, t2, sequence, t3, dtype, t4, n_rows, t5, width, t6, sent_ns, t7, n_frames)
-        _HEADER.pack_into(self._bytes, 0, *head, t8, frames.TRACE_BYTES, batch_trace)
-        if heads is None:
-            heads = frames.read_heads(self.frames)
-        counts = [head[3] for head in heads]
-        if len(counts) != n_frames:
-            raise InternalError(f"{len(counts)} frames for an envelope of {n_frames}")
-        if sum(counts) != n_rows:
-            raise InternalError(f"frames announce {sum(counts)} rows, their envelope holds {n_rows}")
-        _frames.write(self._bytes, heads, self._payload_at, width * self.payload.itemsize, checksum)
-
-
-def _writable(message: bytes) -> memoryview:
-    """Return a writable view of a bytes object's storage, see the module's docstring. The view keeps it alive."""
-    if len(message) < HEADER_BYTES:
-        raise InternalError("only a whole envelope may be written in place")
-    storage: Any = (ctypes.c_uint8 * len(message)).from_address(_bytes_storage(message) or 0)
-    storage.message = message
-    return memoryview(storage).cast("B")
-
-
-class BufferPool:
-    """Hands out Buffers of one link by shape and takes them back. Any thread.
-
-    What lies unused is bounded by bytes; the shape that was used longest ago goes first. `n_created` counts
-    allocations: in steady decode it stands still.
-    """
-
-    def __init__(self, dtype: int, width: int, keep_bytes: int = bounds.BYTES_IN_FLIGHT_DEFAULT) -> None:
-        self.dtype, self.width = dtype, width
-        self.n_created = 0
-        self._keep_bytes, self._kept_bytes = keep_bytes, 0
-        # No list is empty; the shape used last stands last.
-        self._free: collections.OrderedDict[tuple[int, int], list[Buffer]] = collections.OrderedDict()
-        # A stage leases in its decode thread and gives back on its event loop.
-        self._lock = threading.Lock()
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the Buffers that lie unused."""
-        return self._kept_bytes
-
-    def lease(self, n_frames: int, n_rows: int) -> Buffer:
-        """Return a Buffer of this shape whose frames and payload hold old values to overwrite."""
-        shape = (n_frames, n_rows)
-        with self._lock:
-            free = self._free.get(shape)
-            if free:
-                buffer = free.pop()
-                if not free:
-                    del self._free[shape]
-                self._kept_bytes -= len(buffer.message)
-                return buffer
-            self.n_created += 1
-        return Buffer(self.dtype, self.width, n_frames, n_rows)
-
-    def give_back(self, buffer: Buffer) -> None:
-        """Return a Buffer whose send has completed."""
-        with self._lock:
-            self._free.setdefault(buffer.shape, []).append(buffer)
-            self._free.move_to_end(buffer.shape)
-            self._kept_bytes += len(buffer.message)
-            while self._kept_bytes > self._keep_bytes:
-                shape, free = next(iter(self._free.items()))
-                self._kept_bytes -= len(free.pop().message)
-                if not free:
-                    del self._free[shape]
-
-
-def with_extras(
-    buffer: Buffer,
-    exponents: npt.NDArray[np.int8] | None,
-    options: list[pb.SessionOptions],
-    draft_tokens: Sequence[int] = (),
-) -> bytes:
-    """Complete a sealed buffer and return the message to send: its own bytes, or a copy when something is appended.
-
-    exponents: i8 (n_rows,) of f16 rows, None when all are zero. options: one per OPEN frame, in order. draft_tokens:
-    one per row of the DRAFTED frames, in order.
-    """
-    if exponents is None:
-        buffer.scale_nothing()
-    else:
-        buffer.exponents[:] = exponents
-    if not options and not draft_tokens:
-        return buffer.message
-    extras = pb.Envelope(options=options, draft_tokens=draft_tokens)
-    return b"".join((buffer.message, extras.SerializeToString()))
 
 
 @dataclasses.dataclass(slots=True)
@@ -304,8 +137,8 @@ def _parse_canonical(message: bytes) -> tuple[EnvelopeView, memoryview] | None:
     """Read the layout that Buffer writes by views; None for any other layout. Also returns the payload's bytes."""
     if len(message) < HEADER_BYTES:
         return None
-    header = _HEADER.unpack_from(message)
-    if header[:15:2] != _HEADER_TAGS or header[15] != frames.TRACE_BYTES:
+    header = HEADER.unpack_from(message)
+    if header[:15:2] != HEADER_TAGS or header[15] != frames.TRACE_BYTES:
         return None
     epoch, sequence, dtype, n_rows, width, sent_ns, n_frames = header[1:14:2]
     element = NUMPY_DTYPE.get(dtype)
@@ -313,7 +146,7 @@ def _parse_canonical(message: bytes) -> tuple[EnvelopeView, memoryview] | None:
         return None
     _check_shape(n_rows, width)
     payload_bytes = n_rows * width * element.itemsize
-    lead = _lead(_PAYLOAD_TAG, payload_bytes)
+    lead = lead_of(PAYLOAD_TAG, payload_bytes)
     lead_at = HEADER_BYTES + n_frames * frames.FRAME_BYTES
     payload_at = lead_at + len(lead)
     payload_end = payload_at + payload_bytes
@@ -346,7 +179,7 @@ def _parse_extras(message: bytes, at: int) -> tuple[bytes, list[pb.SessionOption
     exponents, options, drafts = b"", [], b""
     while at < len(message):
         tag, size_bytes, shift = message[at], 0, 0
-        if tag not in (_EXPONENTS_TAG, _OPTIONS_TAG, _DRAFTS_TAG):
+        if tag not in (EXPONENTS_TAG, _OPTIONS_TAG, _DRAFTS_TAG):
             return None
         while True:
             at += 1

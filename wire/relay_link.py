@@ -17,7 +17,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from wire import bounds, rpc
-from wire.envelope import Buffer, BufferPool
+from wire.buffers import Buffer, BufferPool
 from wire.errors import ProtocolError, RelaylineError, StageLostError
 from wire.link_trouble import explained
 from wire.pb.relayline.v1 import relayline_pb2 as pb

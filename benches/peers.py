@@ -63,6 +63,7 @@ class Kernels(enum.Enum):
         "add_products.h",
         "repack_q4_k.cpp",
         "stored_rows.h",
+        "stored_products.cpp",
         "stored_k_quants.cpp",
         "stored_q8_0.cpp",
         "attend_own_cells.cpp",

@@ -205,7 +205,13 @@ def test_products_of_four_bits_and_attention_are_ours_where_the_processor_has_wh
     assert renamed.pop(REPACKED) == (defined if is_ours else set())
     assert not any(renamed.values())
     assert ("sched-pressure" in ours) == is_ours
-    for name in ("repack_q4_k.cpp", "stored_k_quants.cpp", "stored_q8_0.cpp", "attend_own_cells.cpp"):
+    for name in (
+        "repack_q4_k.cpp",
+        "stored_products.cpp",
+        "stored_k_quants.cpp",
+        "stored_q8_0.cpp",
+        "attend_own_cells.cpp",
+    ):
         assert any(source.endswith(name) for source in commands) == is_ours
     copies = {path.name: path for path in tmp_path.glob("build/**/relayline/*.c*")}
     assert set(copies) == ({Path(name).name for name in OTHERS} if is_ours else set())

@@ -52,9 +52,9 @@ bool relayline_attend(const ggml_compute_params * params, const ggml_tensor * ds
     relayline_edit("${SOURCES}" ops.cpp "${DECLARED}" CHOICE ASK_FIRST)
 endfunction()
 
-# stored_k_quants.cpp takes what it multiplies, ahead of tiles, of sgemm and of single rows. (What it is called by is declared without
-# headers, since the file asks for things of the system before it includes any.)
-function(relayline_stored_k_quants SOURCES)
+# stored_products.cpp takes what it multiplies, ahead of tiles, of sgemm and of single rows. (What it is called by is
+# declared without headers, since the file asks for things of the system before it includes any.)
+function(relayline_stored_products SOURCES)
     set(DECLARED "struct ggml_tensor;
 _Bool relayline_multiplies(const struct ggml_tensor * dst);
 void relayline_multiply(const struct ggml_tensor * dst, const void * rows, long first_column, long end_column,
@@ -107,10 +107,10 @@ function(relayline_compile)
         endforeach()
         list(APPEND OWN_PRODUCTS "${OWN}/repack_4_bit.cpp")
         relayline_rest_at_once("${SOURCES}")
-        target_sources(ggml-cpu PRIVATE "${OWN}/repack_q4_k.cpp" "${OWN}/stored_k_quants.cpp" "${OWN}/stored_q8_0.cpp"
-            "${OWN}/attend_own_cells.cpp")
+        target_sources(ggml-cpu PRIVATE "${OWN}/repack_q4_k.cpp" "${OWN}/stored_products.cpp"
+            "${OWN}/stored_k_quants.cpp" "${OWN}/stored_q8_0.cpp" "${OWN}/attend_own_cells.cpp")
         relayline_own_cells("${SOURCES}")
-        relayline_stored_k_quants("${SOURCES}")
+        relayline_stored_products("${SOURCES}")
     endif()
     # Zen 4, which computes 512 bits in two halves, has better kernels for few rows; the file says more. (Zen 5, with
     # halves or without, has AVX-VNNI beside AVX-512; it was not measured, and neither were Intel's processors.)

@@ -186,58 +186,16 @@ template <typename type> void multiply_all(const all_t & all) {
     }
 }
 
-int rows_max(ggml_type type) {
+} // namespace
+
+int relayline_k_quants_rows_max(ggml_type type) {
     switch (type) {
         case GGML_TYPE_Q6_K: return q6_K::ROWS_MAX;
         case GGML_TYPE_Q5_K: return q5_K::ROWS_MAX;
-        case GGML_TYPE_Q8_0: return relayline_q8_0_rows_max;
         default: return 0;
     }
 }
 
-} // namespace
-
-/* Whether the products that dst stands for are computed here. */
-extern "C" bool relayline_multiplies(const ggml_tensor * dst);
-
-bool relayline_multiplies(const ggml_tensor * dst) {
-    const ggml_tensor * weights = dst->src[0];
-    const ggml_tensor * rows = dst->src[1];
-    const int first = weights->type == GGML_TYPE_Q8_0 ? 2 : 1; // llama.cpp takes a single row as quickly
-    return first <= rows->ne[1] && rows->ne[1] <= rows_max(weights->type) && rows->type == GGML_TYPE_F32 &&
-           ggml_n_dims(weights) <= 2 && ggml_n_dims(rows) <= 2;
-}
-
-template <typename row_block>
-static product_of_all<row_block> product_of(const ggml_tensor * dst, const void * rows, int64_t first_column,
-                                            int64_t end_column, int64_t first_row, int64_t end_row) {
-    const ggml_tensor * weights = dst->src[0];
-    const int64_t n_blocks = weights->ne[0] / ggml_blck_size(weights->type);
-    const size_t weights_bytes = weights->nb[1], out_floats = dst->nb[1] / sizeof(float);
-    return {
-        (int) n_blocks,
-        (int) (end_row - first_row),
-        (int) (end_column - first_column),
-        (const row_block *) rows + first_row * n_blocks,
-        (const char *) weights->data + first_column * weights_bytes,
-        weights_bytes,
-        (float *) dst->data + first_row * out_floats + first_column,
-        out_floats,
-    };
-}
-
-/* Some rows of dst, made of those that lie at `rows` as Q8_K (Q8_0 for weights of that type), and some columns, each made
- * of a row of weights. */
-extern "C" void relayline_multiply(const ggml_tensor * dst, const void * rows, int64_t first_column, int64_t end_column,
-                                   int64_t first_row, int64_t end_row);
-
-void relayline_multiply(const ggml_tensor * dst, const void * rows, int64_t first_column, int64_t end_column,
-                        int64_t first_row, int64_t end_row) {
-    const ggml_type type = dst->src[0]->type;
-    if (type == GGML_TYPE_Q8_0) {
-        relayline_multiply_q8_0(product_of<block_q8_0>(dst, rows, first_column, end_column, first_row, end_row));
-        return;
-    }
-    const all_t all = product_of<block_q8_K>(dst, rows, first_column, end_column, first_row, end_row);
+void relayline_multiply_k_quants(ggml_type type, const product_of_all<block_q8_K> & all) {
     type == GGML_TYPE_Q6_K ? multiply_all<q6_K>(all) : multiply_all<q5_K>(all);
 }

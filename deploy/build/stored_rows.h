@@ -1,4 +1,4 @@
-/* What products of rows by weights as they are stored have in common (stored_k_quants.cpp, stored_q8_0.cpp). */
+/* What products of rows by weights as they are stored have in common (stored_products.cpp and the files it names). */
 #pragma once
 
 #define GGML_COMMON_DECL_CPP
@@ -32,6 +32,10 @@ template <typename row_block> struct product_of_all {
     float *           out;
     size_t            out_floats;
 };
+
+/* stored_k_quants.cpp: of how many rows at most its products are the quicker ones, 0 for none; and these. */
+int relayline_k_quants_rows_max(ggml_type type);
+void relayline_multiply_k_quants(ggml_type type, const product_of_all<block_q8_K> & all);
 
 /* stored_q8_0.cpp: of how many rows at most its products are the quicker ones, 0 for none; and these. */
 extern const int relayline_q8_0_rows_max;

@@ -2,6 +2,8 @@
 
 Two stage processes and a coordinator over loopback, everything real but the engine: `stage.process.serve` with its
 gRPC server, decode thread, batcher, executor and envelopes; the engine computes nothing and takes the time instead.
+Then the same with an engine that reads as much memory in each step as fills the caches: whatever runs behind a real
+step finds them cold, which costs every part two to four times as much.
 CLOCK_MONOTONIC is the same in all processes of a host, so stamps of both ends subtract.
 
 The parts, which add up to the hop:
@@ -48,6 +50,7 @@ PARTS = ("encode", "send", "wire", "receive", "queue", "assembly")
 ROWS = (1, 8, 32)
 WIDTH = 4_096
 GOAL_ROWS, GOAL_P50_US = 8, 250.0
+SWEPT_BYTES = 32 << 20  # more than a core's caches hold
 WARM_STEPS = 30  # connections, caches and buffers settle
 ROUTE, EPOCH = 1, 1
 
@@ -124,11 +127,11 @@ class Driver:
 
 
 @asynccontextmanager
-async def _stage(index: int, width: int, out: Path) -> AsyncIterator[str]:
+async def _stage(index: int, width: int, out: Path, swept_bytes: int) -> AsyncIterator[str]:
     """Run one stage process, on its share of the cores where `relayline up` would give it one; yields its address."""
     cores = (shares([1, 1]) or [(), ()])[index]
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benches.hop_stage", str(index), str(width), str(out),
+        sys.executable, "-m", "benches.hop_stage", str(index), str(width), str(out), str(swept_bytes),
         *([write_cores(cores)] if cores else []),
         stdout=asyncio.subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
@@ -144,11 +147,17 @@ async def _stage(index: int, width: int, out: Path) -> AsyncIterator[str]:
         await child.wait()
 
 
-async def measure(width: int, rows: tuple[int, ...], n_steps: int) -> list[dict[str, Any]]:
-    """Return one entry per number of rows: bytes, and p50/p99 in microseconds of every part and of the whole."""
+async def measure(width: int, rows: tuple[int, ...], n_steps: int, swept_bytes: int = 0) -> list[dict[str, Any]]:
+    """Return one entry per number of rows: bytes, and p50/p99 in microseconds of every part and of the whole.
+
+    `swept_bytes` go through the caches in every step, as weights do in a real one.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         outs = [Path(scratch) / f"{index}.json" for index in range(2)]
-        async with _stage(0, width, outs[0]) as first, _stage(1, width, outs[1]) as second:
+        async with (
+            _stage(0, width, outs[0], swept_bytes) as first,
+            _stage(1, width, outs[1], swept_bytes) as second,
+        ):
             driver = Driver()
             driver.connection = await Connection.open(
                 [first, second],
@@ -205,10 +214,10 @@ def _figures(n_rows: int, pairs: list[tuple[Stamps, Stamps]], width: int) -> dic
     }
 
 
-def show(found: list[dict[str, Any]]) -> None:
+def show(found: list[dict[str, Any]], title: str) -> None:
     """Print one line per number of rows."""
     console = Console(width=None if sys.stdout.isatty() else 160)
-    table = Table(title="one hop, microseconds p50 / p99", title_justify="left")
+    table = Table(title=title, title_justify="left")
     for heading in ("rows x width", "bytes", *PARTS, "whole"):
         table.add_column(heading, justify="right")
     for entry in found:
@@ -216,19 +225,22 @@ def show(found: list[dict[str, Any]]) -> None:
         whole = f"{entry['total_p50_us']:.0f} / {entry['total_p99_us']:.0f}"
         table.add_row(f"{entry['rows']} x {entry['width']}", str(entry["message_bytes"]), *cells, whole)
     console.print(table)
-    console.print(f"goal: p50 of the whole at {GOAL_ROWS} rows x {WIDTH} at most {GOAL_P50_US:.0f} us")
 
 
 async def _report(width: int, n_steps: int, out: Path) -> int:
     facts = machine.facts()
     found = await measure(width, ROWS, n_steps)
+    cold = await measure(width, ROWS, max(50, n_steps // 10), SWEPT_BYTES)
     bare_us = await one_way_us([entry["message_bytes"] for entry in found], max(50, n_steps // 5))
     floor = {"grpc_one_way_us": bare_us, "wake_us": wake_us(max(50, n_steps // 5))}
     results = {
         "machine": facts, "goal": {"rows": GOAL_ROWS, "total_p50_us": GOAL_P50_US}, "figures": found, "floor": floor,
+        "swept_bytes": SWEPT_BYTES, "figures_cold": cold,
     }  # fmt: skip
     machine.write_json(out / "hop.json", results)
-    show(found)
+    show(found, "one hop, microseconds p50 / p99")
+    print(f"goal: p50 of the whole at {GOAL_ROWS} rows x {WIDTH} at most {GOAL_P50_US:.0f} us")
+    show(cold, f"behind steps that read {SWEPT_BYTES >> 20} MiB, as weights go through the caches of real ones")
     print("\n".join(floor_lines(found, bare_us)))
     print(f"waking a thread: {floor['wake_us']:.0f} us")
     return 0

@@ -57,7 +57,10 @@ class Stamps:
 class StampingEngine:
     """Satisfies stage.step_types.Engine: gives rows of noise at once."""
 
-    def __init__(self, width: int, *, is_last: bool) -> None:
+    def __init__(self, width: int, *, is_last: bool, swept_bytes: int = 0) -> None:
+        """`swept_bytes`: what a step reads in place of weights, with the GIL given away; 0: it takes no time."""
+        self._swept = np.zeros(swept_bytes, np.uint8)
+        self._sweeps_into = np.ones_like(self._swept)
         self.n_embd, self.max_rows, self.is_last = width, N_LANES, is_last
         self.max_wanted = N_LANES
         self.n_vocab = N_VOCAB if is_last else 0
@@ -73,6 +76,8 @@ class StampingEngine:
     def decode(self, n_rows: int) -> None:
         """Take the time; the output rows are what they always are."""
         self.begin_ns = time.monotonic_ns()
+        if self._swept.size:
+            np.copyto(self._sweeps_into, self._swept)
         self.ready_ns = time.monotonic_ns()
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
@@ -150,7 +155,7 @@ class Recorder:
         sent_ns = self._sent_ns or [0] * len(self._steps)
         assert len(sent_ns) == len(self._steps), "a step's rows left in several envelopes"
         return [
-            Stamps(*moments, send_ns=send_ns, message_bytes=message_bytes)
+            Stamps(*moments, send_ns, message_bytes)
             for (*moments, message_bytes), send_ns in zip(self._steps, sent_ns, strict=True)
         ]
 
@@ -172,9 +177,9 @@ def _artifact(index: int, width: int) -> StageArtifact:
     )
 
 
-def stage_main(index: int, width: int, out: Path) -> None:
+def stage_main(index: int, width: int, out: Path, swept_bytes: int = 0) -> None:
     """Serve one stage until SIGTERM; then write the stamps of every step."""
-    engine = StampingEngine(width, is_last=index == 1)
+    engine = StampingEngine(width, is_last=index == 1, swept_bytes=swept_bytes)
     config = StageConfig(
         Path("hop.gguf"), ctx_tokens=CTX_TOKENS, n_lanes=N_LANES, max_rows=N_LANES, calibrate=False, verify=False
     )
@@ -198,6 +203,6 @@ def stage_main(index: int, width: int, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 4:
-        keep_to(read_cores(sys.argv[4]))
-    stage_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    if len(sys.argv) > 5:
+        keep_to(read_cores(sys.argv[5]))
+    stage_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))

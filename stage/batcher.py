@@ -75,6 +75,12 @@ class Batcher:
         dropped: list[QueuedFrame] = []
         if frame.flags & Flag.CLOSE:
             dropped = self._drop_rows(frame.session_key)
+        self.queued_rows += frame.n_rows
+        self._n_frames += 1
+        self._queue(frame)
+        return dropped
+
+    def _queue(self, frame: QueuedFrame) -> None:
         frame.push_order = next(self._push_orders)
         if frame.flags & Flag.COPY_PREFIX:
             self._copies.setdefault((frame.route_id, frame.argument), []).append(frame.push_order)
@@ -84,11 +90,8 @@ class Batcher:
         if queue is None:
             queue = self._sessions[frame.session_key] = collections.deque()
         queue.append(frame)
-        self.queued_rows += frame.n_rows
-        self._n_frames += 1
         if len(queue) == 1:
             self._stand_in_line(frame)
-        return dropped
 
     def drop_route(self, route_id: int) -> list[QueuedFrame]:
         """Forget every waiting frame of a route (its epoch ended). Returns the dropped frames."""
@@ -126,10 +129,8 @@ class Batcher:
 
     def _spread(self) -> None:
         whole, self._whole = self._whole, []
-        if whole:
-            self._n_frames = self.queued_rows = 0
-            for frame in whole:
-                self.push(frame)
+        for frame in whole:  # which are counted already
+            self._queue(frame)
 
     def _take_controls(self) -> list[QueuedFrame]:
         """Take those that are due, in the order in which they came."""

@@ -1,7 +1,7 @@
 """How many of the waiting frames the next step takes. Pure: a view of the queue in, a choice out.
 
-The native step is the collection window: a policy is asked once when the engine is free and something waits. It holds
-no timer. The default drains: decode rows first, then as much prefill as fits beside them.
+The native step is the collection window: a policy is asked when the engine is free and something waits. It holds no
+timer. The default drains: decode rows first, then as much prefill as fits beside them.
 """
 
 from __future__ import annotations

@@ -603,8 +603,9 @@ def test_quick_benches_run_and_leave_their_results(tmp_path: Path, arguments: tu
     results = json.loads((tmp_path / written).read_text())
     assert results["machine"]["cores"] >= 1
     if written == "hop.json":
-        assert [entry["rows"] for entry in results["figures"]] == [1, 8, 32]
-        for entry in results["figures"]:
+        for figures in (results["figures"], results["figures_cold"]):
+            assert [entry["rows"] for entry in figures] == [1, 8, 32]
+        for entry in (*results["figures"], *results["figures_cold"]):
             assert all(entry["p50_us"][part] >= 0 for part in PARTS)
             assert entry["message_bytes"] > entry["payload_bytes"] == 2 * 64 * entry["rows"]
     if written == "chats.json":

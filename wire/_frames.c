@@ -36,7 +36,7 @@ static const struct {
     {0, 0x42}, {1, FRAME_BYTES - 2}, {2, 0x09}, {11, 0x15}, {16, 0x1D}, {21, 0x25},
     {26, 0x2D}, {31, 0x31}, {40, 0x39}, {49, 0x41}, {58, 0x4A}, {59, TRACE_BYTES},
 };
-/* As envelope._HEADER. */
+/* As envelope.HEADER. */
 static const struct {
     uint8_t at, tag;
 } HEADER_TAGS[] = {

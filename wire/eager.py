@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 class Begun(Generic[Result]):
     """Runs a coroutine up to where it first waits; whoever awaits it runs the rest, once, and gets its result or error.
 
-    Until then no task is the coroutine's own, so what it does first must not ask for the current task.
+    Until then no task is the coroutine's own: what it does first finds no current task, and must not be cancelled.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Result]) -> None:

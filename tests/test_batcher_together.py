@@ -54,7 +54,9 @@ def told(step: Step | None) -> tuple[Any, ...] | None:
     return step and (seen(step.controls), seen(step.frames), dataclasses.replace(step, controls=[], frames=[]))
 
 
-@pytest.mark.parametrize("policy", [DrainPolicy(8, 4), SinglePolicy(8), GroupPolicy(8, CURVE)], ids=repr)
+@pytest.mark.parametrize(
+    "policy", [DrainPolicy(8, 4), SinglePolicy(8), GroupPolicy(8, CURVE)], ids=lambda p: type(p).__name__
+)
 @settings(max_examples=200, deadline=None)
 @given(EVENTS)
 def test_frames_pushed_together_run_as_those_pushed_one_by_one(policy: Policy, events: list[Any]) -> None:

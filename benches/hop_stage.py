@@ -16,7 +16,7 @@ from deploy.cores import keep_to, read_cores
 from stage import inbound, process
 from stage.artifact import StageArtifact
 from stage.config import StageConfig
-from stage.curves import Curves
+from stage.curves import Curves, StepShape
 from stage.facts import StageFacts
 from stage.lanes import LaneTable
 from stage.padding import Padding
@@ -92,6 +92,13 @@ class StampingEngine:
 
     def clear(self, lane: int) -> None:
         """Nothing is kept, so nothing is cleared."""
+
+
+class FixedCurves(Curves):
+    """Curves that nothing refines: steps that all take the same, whatever their rows, would teach to pad them."""
+
+    def observe(self, shape: StepShape, ns: int) -> None:
+        """Learn nothing."""
 
 
 class NoEmbeddings:
@@ -183,7 +190,7 @@ def stage_main(index: int, width: int, out: Path, swept_bytes: int = 0) -> None:
     config = StageConfig(
         Path("hop.gguf"), ctx_tokens=CTX_TOKENS, n_lanes=N_LANES, max_rows=N_LANES, calibrate=False, verify=False
     )
-    curves = Curves.of_stage(has_head=engine.is_last, decode=COSTS, prefill=COSTS)
+    curves = FixedCurves.of_stage(has_head=engine.is_last, decode=COSTS, prefill=COSTS)
     executor = StepExecutor(
         engine, LaneTable(N_LANES - 1, CTX_TOKENS), index, NoEmbeddings() if index == 0 else None,
         padding=Padding(curves, spare_lane=N_LANES - 1, wanted_max=N_LANES),

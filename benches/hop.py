@@ -3,7 +3,7 @@
 Two stage processes and a coordinator over loopback, everything real but the engine: `stage.process.serve` with its
 gRPC server, decode thread, batcher, executor and envelopes; the engine computes nothing and takes the time instead.
 Then the same with an engine that reads as much memory in each step as fills the caches: whatever runs behind a real
-step finds them cold, which costs every part two to four times as much.
+step finds them cold, and every part takes longer.
 CLOCK_MONOTONIC is the same in all processes of a host, so stamps of both ends subtract.
 
 The parts, which add up to the hop:

@@ -137,13 +137,10 @@ class Recorder:
             result = execute(step)
             assert not result.padded_rows, "a padded step is another one than was asked for"
             if step.frames:
-                sealed_ns, engine, parsed_ns, pushed_ns = (
-                    time.monotonic_ns(), recorder._engine, recorder._parsed_ns, recorder._pushed_ns,
-                )  # fmt: skip
-                message_bytes = len(result.outputs[0].message)
+                sealed_ns, engine = time.monotonic_ns(), recorder._engine
                 recorder._steps.append((
-                    result.n_rows, parsed_ns, pushed_ns, step.taken_ns, engine.begin_ns, engine.ready_ns, sealed_ns,
-                    message_bytes,
+                    result.n_rows, recorder._parsed_ns, recorder._pushed_ns, step.taken_ns, engine.begin_ns,
+                    engine.ready_ns, sealed_ns, len(result.outputs[0].message),
                 ))  # fmt: skip
             return result
 

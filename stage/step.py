@@ -183,14 +183,15 @@ class StepExecutor:
     def _place_all(self, outputs: dict[int, RouteOutput], frames: list[QueuedFrame]) -> list[Placed]:
         """Put the rows of all frames that can run into the batch arrays; the others become faults, changing nothing."""
         rows_max, wanted_max = self.engine.max_rows, self.engine.max_wanted
-        place, count = self.lanes.place, count_wanted if self.engine.is_last else _none_wanted
+        place, is_last = self.lanes.place, self.engine.is_last
         while True:
             placed: list[Placed] = []
             n_rows = n_wanted = 0
             for frame in frames:
                 try:
                     lane, drop_from = place(frame.session_id, frame.route_id, frame.position, frame.n_rows)
-                    rows_after, wanted_after = n_rows + frame.n_rows, n_wanted + count(frame)
+                    rows_after = n_rows + frame.n_rows
+                    wanted_after = n_wanted + (count_wanted(frame) if is_last else 0)
                     if frame.payload is None or rows_after > rows_max or wanted_after > wanted_max:
                         raise ProtocolError(f"{frame.n_rows} rows do not fit a step of {rows_max}")
                     if drop_from is not None:
@@ -372,8 +373,3 @@ class StepExecutor:
                 problem = NumericError(f"stage {self.stage_index} computed NaN or infinity for this session")
                 self._fault(outputs, item.frame, problem)
         return good
-
-
-def _none_wanted(frame: QueuedFrame) -> int:
-    """Stand in for `count_wanted` where there is no head."""
-    return 0

@@ -252,7 +252,7 @@ class SimStage:
     def _parts_cost_ns(self, frames: list[QueuedFrame], shape: StepShape) -> float:
         """Return the cost where every part of neighbouring lanes is a native step of its own."""
         lanes = [
-            self.lanes.place(frame.session_id, ROUTE, frame.position, 0).lane.index
+            self.lanes.place(frame.session_id, ROUTE, frame.position, 0)[0].index
             for frame in frames
             for _ in range(frame.n_rows)
         ]

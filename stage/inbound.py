@@ -65,20 +65,22 @@ class Inbound:
         if not isinstance(message, bytes):
             return None
         view = parse(message, max_rows=self._max_rows)
-        epoch = self.route.epoch
-        if view.epoch != epoch or any(head[1] != epoch for head in view.heads):
-            raise StaleEpochError(f"envelope or frame of another epoch on a link of epoch {epoch}")
+        if view.epoch != self.route.epoch:
+            raise _stale(self.route.epoch)
         if view.dtype != self._dtype or view.width != self._width:
             raise ProtocolError(f"envelope of dtype {view.dtype} and width {view.width} does not fit the handshake")
         return view
 
     def frames(self, view: EnvelopeView) -> list[QueuedFrame]:
-        """Turn an envelope into frames for the batcher; rows stay in the received message."""
+        """Turn an envelope into frames for the batcher; rows stay in the received message. Raises StaleEpochError."""
         now_ns, sent_ns, envelope = time.monotonic_ns(), view.sent_ns, next(_ENVELOPE_NUMBERS)
-        route_id, consumed, options = self.route.route_id, self._consumed, iter(view.options)
+        route_id, link_epoch, consumed = self.route.route_id, self.route.epoch, self._consumed
+        options = iter(view.options)
         frames: list[QueuedFrame] = []
         row = n_drafted = 0
         for session_id, epoch, position, n_rows, flags, argument, _, enqueued_ns, trace in view.heads:
+            if epoch != link_epoch:
+                raise _stale(link_epoch)
             # By position: with this many fields, names would cost as much again as the frame itself.
             frame = QueuedFrame(
                 route_id, session_id, epoch, position, n_rows, flags, argument,
@@ -116,6 +118,10 @@ class Inbound:
         self._closed = True
         if self._replying is not None:
             self._replying.cancel()
+
+
+def _stale(epoch: int) -> StaleEpochError:
+    return StaleEpochError(f"envelope or frame of another epoch on a link of epoch {epoch}")
 
 
 def hello_of(request: pb.ConfigureRequest, artifact: StageArtifact) -> pb.LinkOpen:

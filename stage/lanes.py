@@ -14,7 +14,7 @@ Pure: no clock, no llama.cpp. House rules:
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import TypeAlias
 
 from wire.errors import InternalError, LaneLimitError, PositionGapError, SessionError
 
@@ -36,11 +36,8 @@ class Lane:
         return self.is_kept or self.is_left
 
 
-class Placement(NamedTuple):
-    """Where a frame's rows go."""
-
-    lane: Lane
-    drop_from: int | None  # forget KV at and above this position first; None when there is nothing to forget
+# Where a frame's rows go, and from which position on the lane must forget its KV first; None: it forgets nothing.
+Placement: TypeAlias = tuple[Lane, int | None]
 
 
 class LaneTable:
@@ -104,14 +101,16 @@ class LaneTable:
 
     def place(self, session_id: int, route_id: int, position: int, n_rows: int) -> Placement:
         """Decide where rows starting at `position` go. Raises SessionError, PositionGapError, LaneLimitError."""
-        lane = self._owned(session_id, route_id)
+        lane = self._by_session.get((route_id, session_id))  # as `_owned` does, without its call for every frame
+        if lane is None or lane.is_left:
+            raise _not_open(session_id)
         if position > lane.next_position:
             raise PositionGapError(
                 f"session {session_id:x} continues at position {position}, but this stage holds {lane.next_position}"
             )
         if position + n_rows > self.ctx_tokens:
             raise LaneLimitError(f"position {position + n_rows} is beyond the {self.ctx_tokens} tokens of a lane")
-        return Placement(lane, position if position < lane.next_position else None)
+        return lane, position if position < lane.next_position else None
 
     def trim(self, session_id: int, route_id: int, length: int) -> Placement:
         """Decide how to shorten the session to `length` positions. Raises SessionError, PositionGapError.
@@ -123,7 +122,7 @@ class LaneTable:
             raise PositionGapError(
                 f"session {session_id:x} cannot be trimmed to {length}, it holds {lane.next_position}"
             )
-        return Placement(lane, length if length < lane.next_position else None)
+        return lane, length if length < lane.next_position else None
 
     def prefix(self, source_id: int, target_id: int, route_id: int, length: int) -> tuple[Lane, Lane]:
         """Return (source, target) for copying `length` positions. The target must be empty. Raises as `trim`.
@@ -147,6 +146,11 @@ class LaneTable:
 
     def _owned(self, session_id: int, route_id: int) -> Lane:
         lane = self._by_session.get((route_id, session_id))
-        if lane is None or lane.is_left:  # what an epoch has left is not open before the next one opens it
-            raise SessionError(f"session {session_id:x} is not open on this stage")
+        if lane is None or lane.is_left:
+            raise _not_open(session_id)
         return lane
+
+
+def _not_open(session_id: int) -> SessionError:
+    """What an epoch has left is not open either, before the next one opens it."""
+    return SessionError(f"session {session_id:x} is not open on this stage")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from stage.queue_types import QueuedFrame
 from wire.bounds import ROWS_PER_ENVELOPE_MAX
@@ -22,8 +22,7 @@ ROW_CAP: Final = "row_cap"
 PREFILL_BUDGET: Final = "prefill_budget"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The first `n_decode` decode heads and the first `n_prefill` prefill heads run next."""
 
     n_decode: int
@@ -112,6 +111,8 @@ class GroupPolicy:
         is_prefill_first = bool(prefill) and (not decode or prefill[0].line_order < decode[0].line_order)
         envelope = (prefill if is_prefill_first else decode)[0].envelope
         n_decode, rows = _of_envelope(decode, envelope, 0, min(self.max_rows, self.wanted_rows))
+        if not prefill and n_decode == len(decode):  # nearly always
+            return Choice(n_decode, 0, GROUP)
         n_prefill, _ = _of_envelope(prefill, envelope, rows, self.max_rows)
         while n_decode + n_prefill > 1 and rows + sum(map(_wants, prefill[:n_prefill])) > self.wanted_rows:
             n_prefill -= 1

@@ -41,13 +41,19 @@ class QueuedFrame:
 
     # Derived, and looked at several times for each frame:
     session_key: tuple[int, int] = dataclasses.field(init=False)  # (route_id, session_id), unique in this process
-    is_control: bool = dataclasses.field(init=False)  # carries no rows
-    is_prefill: bool = dataclasses.field(init=False)  # rows belong to a prompt
 
     def __post_init__(self) -> None:
         self.session_key = (self.route_id, self.session_id)
-        self.is_control = self.flags & CONTROL != 0
-        self.is_prefill = self.flags & Flag.PREFILL != 0
+
+    @property
+    def is_control(self) -> bool:
+        """Whether it carries no rows."""
+        return self.flags & CONTROL != 0
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether its rows belong to a prompt."""
+        return self.flags & Flag.PREFILL != 0
 
     @property
     def rows_bytes(self) -> int:

@@ -64,13 +64,13 @@ class StepExecutor:
     def execute(self, step: Step) -> StepResult:
         """Run the step. Session errors become faults in the result; nothing is raised for them."""
         outputs: dict[int, RouteOutput] = {}
-        controls = [frame for frame in step.controls if self._apply_control(outputs, frame)]
+        controls = [frame for frame in self._current(step.controls) if self._apply_control(outputs, frame)]
         # Rows of one route stand together, so that each route's output is one slice of the native result.
         frames = sorted(step.frames, key=lambda frame: frame.route_id) if len(self.routes) > 1 else step.frames
         due = [
             frame
-            for frame in frames
-            if self._is_current(frame) and not (frame.flags & GUESSES and self._is_pointless(outputs, frame))
+            for frame in self._current(frames)
+            if not (frame.flags & GUESSES and self._is_pointless(outputs, frame))
         ]
         placed = self._place_all(outputs, due)
         members = due if len(placed) == len(due) else [item.frame for item in placed]
@@ -96,7 +96,7 @@ class StepExecutor:
         self._n_decodes += 1
         result.number = self._n_decodes
         result.context = self.mark(members)
-        result.n_rows = n_rows = sum(frame.n_rows for frame in members)
+        result.n_rows = n_rows = sum([frame.n_rows for frame in members])
         if padding is not None:
             result.padded_rows = padding.pad(self.engine, members, n_rows)
             n_rows += result.padded_rows
@@ -152,15 +152,13 @@ class StepExecutor:
 
     # --- controls and placement ---------------------------------------------------------------------------------------
 
-    def _is_current(self, frame: QueuedFrame) -> bool:
-        """Return false when the frame's epoch ended while it waited: nobody is left to tell."""
-        wiring = self.routes.get(frame.route_id)
-        return wiring is not None and wiring.epoch == frame.epoch
+    def _current(self, frames: list[QueuedFrame]) -> list[QueuedFrame]:
+        """Leave out frames whose epoch ended while they waited: nobody is left to tell."""
+        routes = self.routes
+        return [f for f in frames if (wiring := routes.get(f.route_id)) is not None and wiring.epoch == f.epoch]
 
     def _apply_control(self, outputs: dict[int, RouteOutput], frame: QueuedFrame) -> bool:
         """Apply a control; returns whether it goes on downstream."""
-        if not self._is_current(frame):
-            return False
         try:
             self.sessions.control(frame)
         except RelaylineError as error:
@@ -313,11 +311,11 @@ class StepExecutor:
     def _encode(
         self, outputs: dict[int, RouteOutput], controls: list[QueuedFrame], placed: list[Placed], context: bytes
     ) -> None:
-        for route_id in {frame.route_id for frame in controls} | {item.frame.route_id for item in placed}:
+        is_only = len(self.routes) == 1  # nearly always
+        for route_id in self.routes if is_only else {f.route_id for f in (*controls, *(item.frame for item in placed))}:
             pool = self.routes[route_id].pool
             if pool is None:
                 continue
-            is_only = len(self.routes) == 1  # nearly always
             mine = placed if is_only else [item for item in placed if item.frame.route_id == route_id]
             heads = controls if is_only else [frame for frame in controls if frame.route_id == route_id]
             if not self._encode_route(outputs, pool, route_id, heads, mine, context):
@@ -359,7 +357,7 @@ class StepExecutor:
             return self.engine.output_rows[:0]
         first, last = placed[0], placed[-1]
         end = last.row + last.frame.n_rows
-        if end - first.row == sum(item.frame.n_rows for item in placed):
+        if end - first.row == sum([item.frame.n_rows for item in placed]):
             return self.engine.output_rows[first.row : end]
         return np.concatenate([self.engine.output_rows[i.row : i.row + i.frame.n_rows] for i in placed])
 

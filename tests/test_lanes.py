@@ -31,9 +31,9 @@ def state_of(table: LaneTable) -> object:
     ids=["next", "next to the end", "retry of the last", "from the start", "whole lane again", "rejected speculation"],
 )
 def test_place_decides_what_to_forget(position: int, n_rows: int, drop_from: int | None) -> None:
-    placement = table_with(5).place(0, 1, position, n_rows)
-    assert placement.drop_from == drop_from
-    assert placement.lane.next_position == 5  # moved by the executor, once the rows are decoded
+    lane, forgets_from = table_with(5).place(0, 1, position, n_rows)
+    assert forgets_from == drop_from
+    assert lane.next_position == 5  # moved by the executor, once the rows are decoded
 
 
 REFUSALS = {
@@ -84,16 +84,16 @@ def test_routes_with_the_same_session_id_never_meet() -> None:
     first, second = table.open(3, 1), table.open(3, 2)
     assert first.index != second.index
     second.next_position = 4
-    assert table.place(3, 1, 0, 1).drop_from is None
+    assert table.place(3, 1, 0, 1)[1] is None
     assert table.close(3, 1) is first
     assert [lane.session_id for lane in table.of_route(2)] == [3]
-    assert table.place(3, 2, 4, 1).lane is second
+    assert table.place(3, 2, 4, 1)[0] is second
 
 
 def test_the_executor_moves_the_next_position_when_it_has_trimmed_or_copied() -> None:
     table = table_with(5, 0)
-    assert table.trim(0, 1, 5).drop_from is None
-    assert table.trim(0, 1, 2).drop_from == 2
+    assert table.trim(0, 1, 5)[1] is None
+    assert table.trim(0, 1, 2)[1] == 2
     source, target = table.prefix(0, 1, 1, 2)
     assert (source.next_position, target.next_position) == (5, 0)
 
@@ -156,18 +156,18 @@ class LaneMachine(RuleBasedStateMachine):
         length = self.lengths.get(key)
         fits = length is not None and position <= length and position + n_rows <= CTX
         try:
-            placement = self.table.place(key[1], key[0], position, n_rows)
+            lane, drop_from = self.table.place(key[1], key[0], position, n_rows)
         except RelaylineError:
             assert not fits
             return
         assert fits
-        assert placement.drop_from == (position if position != length else None)
-        placement.lane.next_position = self.lengths[key] = position + n_rows
+        assert drop_from == (position if position != length else None)
+        lane.next_position = self.lengths[key] = position + n_rows
 
     @rule(key=sessions, length=st.integers(0, CTX))
     def trim(self, key: tuple[int, int], length: int) -> None:
         try:
-            self.table.trim(key[1], key[0], length).lane.next_position = length
+            self.table.trim(key[1], key[0], length)[0].next_position = length
         except RelaylineError:
             assert length > self.lengths.get(key, -1)
         else:

@@ -10,7 +10,7 @@ from benches.simulate_scenarios import burst
 from benches.simulate_world import MS, StageModel, equal_stages
 from coordinator.stage_cost import StageCost
 from deploy.load import Request
-from tests.test_benches import run_of
+from tests.test_benches_report import run_of
 from wire.curve import CostCurve
 from wire.pb.relayline.v1 import relayline_pb2 as pb
 

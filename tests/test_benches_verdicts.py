@@ -12,7 +12,7 @@ from benches.compare import Bench, Run
 from benches.peers import LIBRARIES, Kernels, Peers
 from benches.reference import Answer, Prompt
 from deploy.load import Request, Summary
-from tests.test_benches import plan_of_tiny
+from tests.test_benches_report import plan_of_tiny
 
 OURS, THEIRS = (0, 1, 2, 3), (4, 5, 6, 7)
 

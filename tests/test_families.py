@@ -19,7 +19,8 @@ from stage.artifact import open_artifact
 from stage.native import EngineConfig, NativeEngine
 from tests.chain import Chain
 from tests.reference import ReferenceModel
-from tests.tiny_models import N_EMBD, RECIPES, UNCERTIFIED, Value, make_tiny
+from tests.tiny_families import N_EMBD, RECIPES, UNCERTIFIED, Value
+from tests.tiny_models import make_tiny
 from wire.errors import CutError, ModelFileError, UnsupportedArchitectureError
 
 PREFILL, DECODE = 20, 5

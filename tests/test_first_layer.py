@@ -11,7 +11,8 @@ from coordinator.gguf_file import open_model
 from coordinator.inspection import inspect_model
 from coordinator.split import split_model
 from tests.test_families import check
-from tests.tiny_models import HEAD, RECIPES, Value, make_tiny
+from tests.tiny_families import HEAD, RECIPES, Value
+from tests.tiny_models import make_tiny
 from wire.errors import CutError, UnsupportedArchitectureError
 
 

@@ -16,7 +16,8 @@ from coordinator.planner.instance import Load
 from coordinator.planner.memory import compute_bytes, kv_cells
 from deploy.cli_model import inspect_command, split_command
 from deploy.planning import shape_of
-from tests.tiny_models import INDEX_KEY, KV_RANK, ROPE, make_tiny
+from tests.tiny_families import INDEX_KEY, KV_RANK, ROPE
+from tests.tiny_models import make_tiny
 from wire.errors import CutError, ModelFileError, UnsupportedArchitectureError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,8 +1,8 @@
 """relayline against itself and against llama.cpp over HTTP: `python -m benches.compare [--quick]`.
 
 One GGUF, the same cores for everyone, all servers up at once and idle except the one being asked; points are measured
-in turns (every system at one number of streams, then the next number, then the whole again), so that a drifting
-machine meets all alike. What is compared are ratios of medians over the repeats.
+in turns (every system at one number of streams, where they are few several times, then the next number, then the
+whole again), so that a drifting machine meets all alike. What is compared are ratios of medians over these runs.
 
 llama.cpp's programs are measured as they ship. `--systems` can name them once more as `rpc+kernels` and
 `unsplit+kernels`: built with the kernels of relayline's own stages, so that what is left is splitting and batching.
@@ -31,7 +31,7 @@ import aiohttp
 from benches import interrupt, machine, parts, plot, report, stages
 from benches.arguments import number, numbers, some_of
 from benches.models import MIXES, SHAPES, Shape, model
-from benches.pace import Pace
+from benches.pace import Pace, turns_of
 from benches.peers import Kernels, Peers, PeersUnavailableError, build_peers, find_peers
 from benches.reference import Answer, Prompt, expected_answers, judge, near_tie, prompts_for, score
 from benches.servers import Setup, llama_rpc, llama_server, relayline_up, up_has_flag
@@ -242,9 +242,10 @@ async def by_streams(bench: Bench) -> None:
             for point, n_streams in enumerate(plan.streams):
                 if not pace.has_time(n_streams, repeat, now_ns := time.monotonic_ns()):
                     continue
-                first = (repeat + point) % len(targets)  # nobody is always asked first, or behind the same one
-                in_turn = [*targets.items()][first:] + [*targets.items()][:first]
-                await _at_one_point(bench, session, in_turn, n_streams, repeat)
+                for turn in range(turns_of(n_streams)):
+                    first = (repeat + point + turn) % len(targets)  # nobody is always first, or behind the same one
+                    in_turn = [*targets.items()][first:] + [*targets.items()][:first]
+                    await _at_one_point(bench, session, in_turn, n_streams, repeat)
                 pace.took(n_streams, time.monotonic_ns() - now_ns)
         if pace.left_out:
             few = ", ".join(f"{n_streams} streams (#{repeat})" for n_streams, repeat in pace.left_out)

@@ -1,6 +1,13 @@
-"""Repeats as far as time allows: whether a point that was measured once can be measured again. Pure."""
+"""Repeats as far as time allows, and more of what is over in a moment. Pure."""
 
 from __future__ import annotations
+
+TURNS = 4  # of one stream in one repeat
+
+
+def turns_of(n_streams: int) -> int:
+    """Return how often one repeat asks everybody: what few streams take a second for is left to chance."""
+    return max(1, TURNS // n_streams)
 
 
 class Pace:

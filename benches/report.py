@@ -32,7 +32,8 @@ TTFT_GOALS: tuple[tuple[str, str, str, str, dict[int, float]], ...] = (
 OVERLAP = "overlap while all streams decode"
 OVERLAP_GOAL = 0.85  # from OVERLAP_STREAMS on: while so many run, on stages that are equal, which they are for decode
 OVERLAP_STREAMS = 8
-PROFILE = (  # of that time, see benches.stages.work and benches.stages.idle
+PROFILE = (  # of that time, see benches.stages: evenness, work, idle
+    ("overlap at most, as equal as stages were", "step_evenness"),
     ("decode then, of what its curves allow", "decode_reached"),
     ("time in steps then, of the least by its curves", "step_work"),
     ("a stage's idle time then: steps elsewhere", "idle_elsewhere"),
@@ -161,12 +162,12 @@ def goals_of(
     for point in points:
         if point["part"] == "prefill" and point["median"]:
             goal = PREFILL_GOAL if point["system"] == "auto" else None
-            for share, wanted in (("p99", goal), ("p50", None)):
+            for part, most in (("p99", goal), ("p50", None)):
                 what, ratio = (
-                    f"ITL {share} beside a long prompt, {point['system']}",
-                    point["median"][f"itl_{share}_ratio"],
+                    f"ITL {part} beside a long prompt, {point['system']}",
+                    point["median"][f"itl_{part}_ratio"],
                 )
-                add(what, point["streams"], ratio, wanted, at_most=True)
+                add(what, point["streams"], ratio, most, at_most=True)
     return found
 
 

@@ -110,15 +110,30 @@ def work(
     n_tokens = sum(1 for at_ns in tokens_ns if from_ns < at_ns <= to_ns)
     if not n_tokens or not stages:
         return {}
-    clipped = (sum(max(0, min(end, to_ns) - max(start, from_ns)) for start, end in steps) for steps in stages)
     return {
         "decode_reached": n_tokens / (to_ns - from_ns) * 1e9 / most,
-        "step_work": max(clipped) / 1e9 / n_tokens * most,
+        "step_work": max(_in_steps_ns(stages, window)) / 1e9 / n_tokens * most,
     }
 
 
+def evenness(stages: Sequence[Sequence[Interval]], window: Interval) -> dict[str, float]:
+    """Return `step_evenness`: the least busy stage's time in steps of the busiest one's, in a window. Pure.
+
+    Two stages cannot compute at once for longer than the less busy one does, nor any for less long than the busier one:
+    no schedule's overlap is more than this. Empty without steps.
+    """
+    in_steps_ns = _in_steps_ns(stages, window)
+    return {"step_evenness": min(in_steps_ns) / max(in_steps_ns)} if any(in_steps_ns) else {}
+
+
+def _in_steps_ns(stages: Sequence[Sequence[Interval]], window: Interval) -> list[int]:
+    from_ns, to_ns = window
+    return [sum(max(0, min(end, to_ns) - max(start, from_ns)) for start, end in steps) for steps in stages]
+
+
 def figures(said: Sequence[pb.StatusResponse], requests: Sequence[Request], n_prompt: int) -> dict[str, float]:
-    """Return `allowed_tok_s`, `allowed_decode_tok_s`, `overlap_decode` and what `idle` and `work` say of streams.
+    """Return `allowed_tok_s`, `allowed_decode_tok_s`, `overlap_decode` and what `evenness`, `idle` and `work`
+    say of streams.
 
     Pure, of streams that asked once. All but the first two are of the time from the moment every stream had its first
     token until one of them had its last: before and after fewer run. (Of streams that ask again none of them holds:
@@ -135,7 +150,7 @@ def figures(said: Sequence[pb.StatusResponse], requests: Sequence[Request], n_pr
         firsts = [*(request.token_ns[0] for request in requests), *(known[0][0] for known in steps if known)]
         window = (max(firsts), min(request.token_ns[-1] for request in requests))
         if shares := overlap_between(steps, *window):
-            found |= {"overlap_decode": shares["2+"], **idle(steps, *window)}
+            found |= {"overlap_decode": shares["2+"], **evenness(steps, window), **idle(steps, *window)}
             if most_tok_s := found.get("allowed_decode_tok_s"):
                 tokens_ns = [at_ns for request in requests for at_ns in request.token_ns]
                 found |= work(steps, tokens_ns, window, most_tok_s)

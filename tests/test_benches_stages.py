@@ -8,6 +8,7 @@ from benches import report, stages
 from benches.simulate_run import AUTO, Simulation
 from benches.simulate_scenarios import burst
 from benches.simulate_world import MS, StageModel, equal_stages
+from coordinator.overlap import overlap_between
 from coordinator.stage_cost import StageCost
 from deploy.load import Request
 from tests.test_benches_report import run_of
@@ -71,6 +72,7 @@ def test_overlap_counts_while_every_stream_decodes() -> None:
     requests = [answered(20, 60, 80), answered(40, 60, 100)]
     found = stages.figures(said, requests, 4)
     assert found["overlap_decode"] == pytest.approx(35 / 40)
+    assert found["step_evenness"] == pytest.approx(35 / 40)
     assert found["allowed_tok_s"] > 0
     assert found["decode_reached"] * found["step_work"] == pytest.approx(1.0), "the first stage computes all the time"
     forgotten = [asked([(60, 80), (80, 100)]), said[1]]
@@ -89,6 +91,14 @@ def test_pauses_are_for_steps_elsewhere_or_for_all_else() -> None:
     assert half == pytest.approx({"idle_elsewhere": 6 / 16, "idle_way": 4 / 16})
     assert stages.idle([[(0, 10), (15, 30)]], 0, 20) == {"idle_elsewhere": 0, "idle_way": 0.25}
     assert stages.idle([[(0, 10)], []], 0, 20) == {}
+
+
+def test_no_overlap_is_more_than_stages_are_even() -> None:
+    steps = [[(-5, 40), (50, 110)], [(0, 20), (30, 50)]]  # of 100: 90 and 40
+    assert stages.evenness(steps, (0, 100)) == {"step_evenness": pytest.approx(40 / 90)}
+    assert overlap_between(steps, 0, 100)["2+"] <= 40 / 90
+    assert stages.evenness([*steps, []], (0, 100)) == {"step_evenness": 0}
+    assert stages.evenness(steps, (200, 300)) == {}
 
 
 def test_what_decode_misses_is_waiting_or_dearer_steps() -> None:

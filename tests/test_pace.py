@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benches.pace import Pace
+from benches.pace import TURNS, Pace, turns_of
 
 
 def test_every_point_is_measured_once_whatever_the_time() -> None:
@@ -27,3 +27,7 @@ def test_without_a_time_all_repeats_are_made() -> None:
     pace = Pace(end_ns=None)
     pace.took(1, 10**15)
     assert pace.has_time(1, 9, now_ns=10**18)
+
+
+def test_short_runs_are_made_more_often() -> None:
+    assert [turns_of(n_streams) for n_streams in (1, 2, 4, 32)] == [TURNS, TURNS // 2, 1, 1]

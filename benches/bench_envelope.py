@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -137,6 +138,11 @@ def time_us(work: Callable[[], object], n_calls: int) -> float:
     return (time.perf_counter_ns() - started_ns) / n_calls / 1e3
 
 
+def _alone(work: Callable[[list[Any]], object]) -> None:
+    """Run it once, and keep nothing."""
+    work([])
+
+
 def count_new(work: Callable[[list[Any]], object], at_least_bytes: int) -> int:
     """Objects of at least this size that one warm call makes."""
     work([])
@@ -161,14 +167,14 @@ def measure(width: int, n_rows: int, n_runs: int, run_us: float) -> dict[str, An
     result: dict[str, Any] = {"width": width, "rows": n_rows, "payload_bytes": payload_bytes}
     for phase in ("encode", "decode"):
         works: list[Callable[[list[Any]], object]] = [
-            way.encode if phase == "encode" else lambda keep, way=way, message=message: way.decode(message, keep)
+            way.encode if phase == "encode" else functools.partial(way.decode, message)
             for way, message in zip(ways, messages, strict=True)
         ]
-        calls = [max(1, int(run_us / time_us(lambda work=work: work([]), 1))) for work in works]
+        calls = [max(1, int(run_us / time_us(functools.partial(_alone, work), 1))) for work in works]
         samples: list[list[float]] = [[], []]
         for _ in range(n_runs):
             for index, work in enumerate(works):
-                samples[index].append(time_us(lambda work=work: work([]), calls[index]))
+                samples[index].append(time_us(functools.partial(_alone, work), calls[index]))
         for index, way in enumerate(ways):
             result[f"{phase}_{way.name}_us"] = statistics.median(samples[index])
             result[f"{phase}_{way.name}_new"] = count_new(works[index], payload_bytes)

@@ -30,7 +30,7 @@ from stage.native import EngineConfig, NativeEngine
 COPIED_TOKENS = 16  # cells that are computed and then copied
 MAX_ROWS = 256  # of one step
 REPEATS = 3
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "unified": {"kv_layout": "unified", "spare_lanes": 1},
     "per-lane, flash": {"kv_layout": "per-lane", "flash_attn": "on"},
     "per-lane": {"kv_layout": "per-lane"},

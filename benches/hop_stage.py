@@ -84,6 +84,9 @@ class StampingEngine:
         """Return the same logits for every row."""
         return self._logits
 
+    def check_rewind(self, lane: int, position: int) -> None:
+        """Nothing is kept, so it can go back to anywhere."""
+
     def drop_from(self, lane: int, position: int) -> None:
         """Nothing is kept, so nothing is dropped."""
 
@@ -158,10 +161,7 @@ class Recorder:
         """Return what was recorded of every step that ran frames."""
         sent_ns = self._sent_ns or [0] * len(self._steps)
         assert len(sent_ns) == len(self._steps), "a step's rows left in several envelopes"
-        return [
-            Stamps(*moments, send_ns, message_bytes)
-            for (*moments, message_bytes), send_ns in zip(self._steps, sent_ns, strict=True)
-        ]
+        return [Stamps(*(*step[:-1], send_ns, step[-1])) for step, send_ns in zip(self._steps, sent_ns, strict=True)]
 
 
 def _artifact(index: int, width: int) -> StageArtifact:

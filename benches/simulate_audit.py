@@ -27,7 +27,6 @@ The audit keeps books of its own and trusts none of the code under test. Its inv
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -149,8 +148,9 @@ class Audit(Trace):
         """A sample came back, behind any row of a frame."""
         oldest = self._under_way.get(session_id, ())
         # Of a frame with a wrong guess they come after what says that it has passed.
-        of_it = (*itertools.islice(oldest, 1), *filter(None, [self._latest.get(session_id)]))
-        is_last = bool(oldest) and oldest[0].end == position
+        first = next(iter(oldest), None)
+        of_it = filter(None, (first, self._latest.get(session_id)))
+        is_last = first is not None and first.end == position
         if is_last or not any(sent.position < position < sent.end for sent in of_it):
             self._settle(session_id, position)
 

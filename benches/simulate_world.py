@@ -199,7 +199,7 @@ def stage_rates(stages: Sequence[StageModel], n_streams: int, overhead_ns: float
 
     def dual(price: float, stage_costs: Sequence[float]) -> float:
         scarce = max(rows * (1 - price * way) / cost for rows, way, cost in zip(sizes, ways, stage_costs, strict=True))
-        return price * n_streams + max(0.0, scarce)
+        return price * n_streams + max(0.0, float(scarce))
 
     rates: dict[tuple[float, ...], float] = {}
     for stage_costs in {tuple(each) for each in costs}:

@@ -97,7 +97,7 @@ def sink() -> None:
     """Serve an OTLP collector that takes everything and keeps nothing, until stdin closes; prints its address."""
     handler = grpc.unary_unary_rpc_method_handler(lambda _request, _context: b"")  # bytes in, an empty message out
 
-    class Collector(grpc.GenericRpcHandler):
+    class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
         def service(self, details: Any) -> Any:
             return handler if details.method == EXPORT else None
 

@@ -8,6 +8,10 @@ of attention where two such steps fit the time.
 Programs that have the cores meanwhile would bend the curve: where single rows seem to cost twice what they do, no batch
 seems worth its wait, and what is never run is never corrected. So a step that did not get its cores counts with the
 processor time it had. How fast the machine is with all that runs on it, real steps tell soon enough.
+
+What slows a core down from outside, as another user of a virtual machine's host does, no process can count. A curve of
+such a moment has the wrong shape for good where plans leave out what seems dear, and it would be remembered. So a stage
+that finds a remembered curve first runs a few steps, and measures anew where they are clearly quicker than it says.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -59,6 +64,9 @@ CPU_TICK_NS = 10_000_000
 CONTEXT_PART = 1 / 6_000  # of a row is what a token of its context costs
 FURTHER_PART = 1 / 3  # and of that, what it costs every further row of a frame (seen: a fifth to a half)
 CACHE_VERSION = 9
+CHECK_ROWS, CHECK_S = (1, 4, 8), 0.5  # a remembered curve is held against; the first step may also read the weights
+CHECK_MIN_NS = 2_000_000  # of a remembered step: what noise makes of shorter ones says nothing
+BAD_MOMENT = 1.25  # times as long as now most of these steps took: then it was measured in one
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -209,7 +217,13 @@ def _has_two_prices(engine: NativeEngine) -> bool:
 
 
 def _measure(
-    engine: NativeEngine, times: StepTimes, ladder: Sequence[int], deadline_s: float, *, in_one_lane: bool
+    engine: NativeEngine,
+    times: StepTimes,
+    ladder: Sequence[int],
+    deadline_s: float,
+    *,
+    in_one_lane: bool,
+    passes: int = PASSES,
 ) -> list[tuple[int, int]]:
     """Walk the ladder again and again until the time is spent; the fastest run of each row count stands.
 
@@ -218,7 +232,7 @@ def _measure(
     is left out.
     """
     fastest_ns: dict[int, int] = {}
-    for _ in range(PASSES):
+    for _ in range(passes):
         for n_rows in ladder:
             if not _fits(engine, n_rows, in_one_lane):
                 continue
@@ -274,7 +288,9 @@ def _run(
 
 
 def cached_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Load | None = None) -> Curves:
-    """Return the curves from the cache, or measure and remember them. Raises LoadStoppedError.
+    """Return the curves from the cache if steps are not clearly quicker now, or measure and remember them.
+
+    Raises LoadStoppedError.
 
     The key covers what changes them: artifact, threads, devices where layers are put on one, KV type, lanes, context,
     machine and llama.cpp's build.
@@ -284,7 +300,18 @@ def cached_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Loa
     except (OSError, msgspec.MsgspecError):
         return fresh_curves(engine, cache_dir, load)  # not measured yet, or a file nobody can use
     is_per_lane = engine.config.kv_layout == "per-lane"
-    return Curves.of_stage(has_head=engine.is_last, is_per_lane=is_per_lane, **msgspec.structs.asdict(stored))
+    curves = Curves.of_stage(has_head=engine.is_last, is_per_lane=is_per_lane, **msgspec.structs.asdict(stored))
+    return fresh_curves(engine, cache_dir, load) if _is_outrun(engine, curves, load) else curves
+
+
+def _is_outrun(engine: NativeEngine, curves: Curves, load: Load | None) -> bool:
+    """Run a few steps; return whether they are clearly quicker than a curve says that was measured some time ago."""
+    times = step_times(engine)
+    if load is not None:
+        times.before_each = lambda: load.at(MEASURING, 0.0)
+    ladder = [rows for rows in CHECK_ROWS if curves.decode.cost_ns(rows) >= CHECK_MIN_NS]
+    found = _measure(engine, times, ladder, time.monotonic() + CHECK_S, in_one_lane=False, passes=1)
+    return bool(found) and statistics.median(curves.decode.cost_ns(rows) / ns for rows, ns in found) > BAD_MOMENT
 
 
 def fresh_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Load | None = None) -> Curves:

@@ -313,6 +313,37 @@ def test_curves_are_remembered_by_what_changes_them(engine: NativeEngine, tmp_pa
     assert len(list((tmp_path / "curves").iterdir())) == 1
 
 
+@pytest.mark.parametrize(
+    ("then_ms", "now_ms", "is_kept"),
+    [
+        ((10, 10, 10), (10, 10, 10), True),
+        ((10, 10, 10), (20, 14, 12), True),  # the moment is bad now, and was not then
+        ((10, 10, 10), (90, 7, 6), False),  # the first step has read the weights as well
+        ((10, 10, 10), (9, 9, 9), True),
+        ((1, 1, 1), (0.1, 0.1, 0.1), True),  # so short ones say nothing
+    ],
+    ids=str,
+)
+def test_a_curve_of_a_bad_moment_is_measured_anew(
+    then_ms: tuple[float, ...], now_ms: tuple[float, ...], is_kept: bool, engine: NativeEngine, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def taking(*each_ms: float) -> None:
+        by_rows = dict(zip(calibration.CHECK_ROWS, each_ms, strict=True))
+        monkeypatch.setattr(
+            calibration,
+            "_time_step",
+            lambda _, times, n_rows, in_one_lane: round(MS * by_rows.get(n_rows, each_ms[-1])),
+        )
+
+    taking(*then_ms)
+    assert cached_curves(engine, tmp_path).decode.cost_ns(8) == then_ms[-1] * MS
+    taking(*now_ms)
+    assert cached_curves(engine, tmp_path).decode.cost_ns(8) == (then_ms if is_kept else now_ms)[-1] * MS
+    taking(*then_ms)
+    assert cached_curves(engine, tmp_path).decode.cost_ns(8) == (then_ms if is_kept else now_ms)[-1] * MS, "remembered"
+
+
 def test_what_a_small_stage_measured_does_not_stand_for_a_roomier_one_or_another_build(
     artifacts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,8 @@ class StageConfig:
     """auto: keep the coordinator's groups and pad to cheaper row counts; drain: take what is queued; single: one
     frame a step, no batching."""
     calibrate: bool = True
-    """Measure the cost curve at start (cached); without it the curve is learned from real steps."""
+    """Measure the cost curve at start (remembered, and then held against a few steps); without it the curve is learned
+    from real steps."""
     verify: bool = True
     """Check the artifact's sha256 against pipeline.json (remembered, so the second start is quick)."""
     security: LinkSecurity = PLAINTEXT

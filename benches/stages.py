@@ -120,7 +120,7 @@ def evenness(stages: Sequence[Sequence[Interval]], window: Interval) -> dict[str
     """Return `step_evenness`: the least busy stage's time in steps of the busiest one's, in a window. Pure.
 
     Two stages cannot compute at once for longer than the less busy one does, nor any for less long than the busier one:
-    no schedule's overlap is more than this. Empty without steps.
+    of two stages no schedule's overlap is more than this. Empty without steps.
     """
     in_steps_ns = _in_steps_ns(stages, window)
     return {"step_evenness": min(in_steps_ns) / max(in_steps_ns)} if any(in_steps_ns) else {}

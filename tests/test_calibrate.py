@@ -14,6 +14,7 @@ from stage import calibrate as calibration
 from stage import ggml
 from stage.calibrate import StepTimes, cached_curves, calibrate, fresh_curves
 from stage.curves import shape_of
+from stage.loading import Load, LoadStoppedError
 from stage.native import EngineConfig, NativeEngine
 from tests.fakes import rows_frame
 from tests.processes import relayline
@@ -342,6 +343,17 @@ def test_a_curve_of_a_bad_moment_is_measured_anew(
     assert cached_curves(engine, tmp_path).decode.cost_ns(8) == (then_ms if is_kept else now_ms)[-1] * MS
     taking(*then_ms)
     assert cached_curves(engine, tmp_path).decode.cost_ns(8) == (then_ms if is_kept else now_ms)[-1] * MS, "remembered"
+
+
+def test_a_remembered_curve_is_held_against_no_further_steps_once_loading_is_stopped(
+    engine: NativeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached_curves(engine, tmp_path)
+    monkeypatch.setattr(calibration, "CHECK_MIN_NS", 0)
+    load = Load()
+    load.stop()
+    with pytest.raises(LoadStoppedError):
+        cached_curves(engine, tmp_path, load)
 
 
 def test_what_a_small_stage_measured_does_not_stand_for_a_roomier_one_or_another_build(

@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+# The folders as a type checker sees them: links below the package that they are installed as.
+TYPED := build/typed/relayline
+ROOMS := wire stage coordinator deploy
 # llama.cpp is built with what relayline uses: no multimodal library, no `common`, no tools. CMAKE_ARGS of the caller
 # (-DGGML_CUDA=on, -DGGML_VULKAN=on, -DGGML_METAL=on ...) come on top.
 LLAMA_CMAKE := -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/deploy/build/llama_minimal.cmake
@@ -33,7 +36,7 @@ help: ## list the targets
 
 setup: $(STAMP) ## create .venv and install relayline with its development tools
 
-$(STAMP): pyproject.toml stage/_capture.c $(wildcard wire/_*.c deploy/build/*.cmake deploy/build/*.cpp deploy/build/*.h $(BUILT_WITH)) $(REBUILD)
+$(STAMP): pyproject.toml stage/engine/_capture.c $(wildcard wire/envelopes/_*.c deploy/build/*.cmake deploy/build/*.cpp deploy/build/*.h $(BUILT_WITH)) $(REBUILD)
 	@echo "[1/3] environment in $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("relayline needs Python 3.11 or newer; name one with PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -48,12 +51,13 @@ $(STAMP): pyproject.toml stage/_capture.c $(wildcard wire/_*.c deploy/build/*.cm
 	@printf '%s\n' "$$LLAMA_ARGS" > $(BUILT_WITH)
 	@echo "[3/3] relayline and its other dependencies"
 	@$(PYTHON) deploy/build/with_progress.py $(BIN)/python -m pip install --editable '.[dev]'
+	@mkdir -p $(TYPED) && for room in $(ROOMS); do ln -sfn ../../../$$room $(TYPED)/$$room; done
 	@touch $(STAMP)
 
 rebuild: setup ## compile llama.cpp anew and drop pip's cached wheel of it; with the last CMAKE_ARGS if none are given
 
 demo: setup ## three stages, six live streams, batch histograms; KEEP=1 keeps serving
-	@$(BIN)/python -m deploy.demo_run $(if $(KEEP),--keep)
+	@$(BIN)/python -m relayline.deploy.launch.demo_run $(if $(KEEP),--keep)
 
 test: setup ## the whole test suite
 	@$(PYTEST)
@@ -77,4 +81,4 @@ bench: setup ## every benchmark at real size, 8 to 15 minutes; QUICK=1 for a smo
 	@$(BIN)/python -m benches $(if $(QUICK),--quick,$(if $(FULL),--full))
 
 clean: ## remove the environment and build products
-	rm -rf $(VENV) build *.egg-info stage/*.so wire/*.so
+	rm -rf $(VENV) build *.egg-info stage/engine/*.so wire/envelopes/*.so

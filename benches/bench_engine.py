@@ -23,8 +23,8 @@ import numpy as np
 from llama_cpp import llama_cpp as llama
 
 from benches.arguments import number
-from stage.native import EngineConfig, NativeEngine
-from tests.tiny_slices import TinyShape, write_stage
+from relayline.deploy.testing.tiny_slices import TinyShape, write_stage
+from relayline.stage.engine.native import EngineConfig, NativeEngine
 
 ROW_COUNTS = (1, 4, 8, 32)
 GOAL_RATIO = 1.03

@@ -26,12 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from wire import _rows
-from wire.buffers import BufferPool, with_extras
-from wire.envelope import DTYPE_F16, checksum, parse
-from wire.frames import set_traces
-from wire.pb.relayline.v1 import relayline_pb2 as pb
-from wire.rows import RowEncoder, decode_f16
+from relayline.wire.envelopes import _rows
+from relayline.wire.envelopes.buffers import BufferPool, with_extras
+from relayline.wire.envelopes.envelope import DTYPE_F16, checksum, parse
+from relayline.wire.envelopes.frames import set_traces
+from relayline.wire.envelopes.rows import RowEncoder, decode_f16
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 WIDTHS = (1024, 4096, 8192)
 ROW_COUNTS = (1, 8, 32)
@@ -39,7 +39,7 @@ TRACE = bytes(range(25))
 
 
 class Reusable:
-    """relayline's way; see stage/step.py and stage/inbound.py."""
+    """relayline's way; see stage/steps/step.py and stage/inbound.py."""
 
     name, encode_copies, decode_copies = "reusable", 1, 1
 

@@ -25,10 +25,10 @@ from benches.arguments import number
 from benches.models import MIXES, SHAPES, model
 from benches.reference import Prompt, prompts_for
 from benches.verdicts import wrong_answers
-from deploy import load
-from deploy.load import Request, Target
-from deploy.local import LocalConfig, running, threads_per_stage
-from deploy.splits import split_for
+from relayline.deploy.cli import load
+from relayline.deploy.cli.load import Request, Target
+from relayline.deploy.launch.local import LocalConfig, running, threads_per_stage
+from relayline.deploy.launch.splits import split_for
 
 N_STAGES = 2
 

@@ -35,9 +35,9 @@ from benches.pace import Pace, turns_of
 from benches.peers import Kernels, Peers, PeersUnavailableError, build_peers, find_peers
 from benches.reference import Answer, Prompt, expected_answers, judge, near_tie, prompts_for, score
 from benches.servers import Setup, llama_rpc, llama_server, relayline_up, up_has_flag
-from deploy import load
-from deploy.load import Request, Target, client
-from wire.kv_layout import KV_LAYOUTS
+from relayline.deploy.cli import load
+from relayline.deploy.cli.load import Request, Target, client
+from relayline.wire.common.kv_layout import KV_LAYOUTS
 
 POLICIES = ("auto", "single", "drain")
 RIVALS: dict[str, Kernels] = {

@@ -24,8 +24,8 @@ from benches import machine
 from benches.arguments import number, numbers
 from benches.models import model
 from benches.quantisation import slice_shape
-from deploy.splits import split_for
-from stage.native import EngineConfig, NativeEngine
+from relayline.deploy.launch.splits import split_for
+from relayline.stage.engine.native import EngineConfig, NativeEngine
 
 COPIED_TOKENS = 16  # cells that are computed and then copied
 MAX_ROWS = 256  # of one step

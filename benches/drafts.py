@@ -33,10 +33,10 @@ from benches.arguments import number, numbers
 from benches.models import MIXES, SHAPES, model
 from benches.reference import Answer, Prompt, prompts_for
 from benches.verdicts import wrong_answers
-from deploy import load
-from deploy.load import Request, Target, summarise
-from deploy.local import LocalConfig, running, threads_per_stage
-from deploy.splits import split_for
+from relayline.deploy.cli import load
+from relayline.deploy.cli.load import Request, Target, summarise
+from relayline.deploy.launch.local import LocalConfig, running, threads_per_stage
+from relayline.deploy.launch.splits import split_for
 
 DRAFTS = ("off", "auto")
 

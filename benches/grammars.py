@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benches import models
-from coordinator.http.structure import Shape, grammar_of
-from coordinator.tokenizer import Tokenizer
-from deploy.load import percentile
-from stage.constraint import read_vocabulary
-from stage.sampler import SamplingOptions, SessionSampler
+from relayline.coordinator.http.structure import Shape, grammar_of
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.cli.load import percentile
+from relayline.stage.sampling.constraint import read_vocabulary
+from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
 
 N_VOCAB, N_VOCAB_QUICK = 128_256, 4_096
 PICKS, PICKS_QUICK = 400, 40

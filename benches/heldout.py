@@ -1,8 +1,8 @@
 """Held-out loss of the demo model, unsplit and through four stages, with f16 and f32 between them.
 
-The stages run in one process and hand their rows on through the very codec of the wire (wire.envelope buffers and
-wire.rows): what is measured is what the split and the number format cost in quality. `relayline certify` does the same
-comparison over real processes.
+The stages run in one process and hand their rows on through the very codec of the wire (wire.envelopes.envelope buffers
+and wire.envelopes.rows): what is measured is what the split and the number format cost in quality. `relayline certify`
+does the same comparison over real processes.
 
     python -m benches.heldout [--model FILE] [--text FILE] [--stages 4] [--quick]
 """
@@ -18,15 +18,15 @@ from pathlib import Path
 import numpy as np
 
 from benches.arguments import number
-from coordinator.split import split_model
-from coordinator.tokenizer import Tokenizer
-from stage.embedding import EmbeddingTable
-from stage.native import EngineConfig, NativeEngine
-from wire.buffers import Buffer
-from wire.envelope import DTYPE_F16, DTYPE_F32
-from wire.rows import RowEncoder, decode_f16
+from relayline.coordinator.model.split import split_model
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing.paths import DEMO
+from relayline.stage.engine.embedding import EmbeddingTable
+from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.wire.envelopes.buffers import Buffer
+from relayline.wire.envelopes.envelope import DTYPE_F16, DTYPE_F32
+from relayline.wire.envelopes.rows import RowEncoder, decode_f16
 
-DEMO = Path(__file__).parents[1] / "deploy" / "demo"
 ROW_TOKENS = 511  # scored per row; each row begins with the model's begin-of-text token
 
 

@@ -36,15 +36,15 @@ from benches import interrupt, machine
 from benches.arguments import number
 from benches.hop_floor import one_way_us, wake_us
 from benches.hop_stage import N_VOCAB, PIPELINE_ID, SOURCE_SHA256, Stamps
-from coordinator.connection import Connection
-from coordinator.pipeline_file import ArtifactFile, PipelineFile, Source, StageFile
-from deploy.cores import shares, write_cores
-from deploy.load import percentile
-from wire.buffers import with_extras
-from wire.envelope import DTYPE_F16
-from wire.errors import RelaylineError
-from wire.frames import Flag
-from wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.coordinator.engine.connection import Connection
+from relayline.coordinator.model.pipeline_file import ArtifactFile, PipelineFile, Source, StageFile
+from relayline.deploy.cli.load import percentile
+from relayline.deploy.machine.cores import shares, write_cores
+from relayline.wire.common.errors import RelaylineError
+from relayline.wire.envelopes.buffers import with_extras
+from relayline.wire.envelopes.envelope import DTYPE_F16
+from relayline.wire.envelopes.frames import Flag
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 PARTS = ("encode", "send", "wire", "receive", "queue", "assembly")
 ROWS = (1, 8, 32)

@@ -19,8 +19,8 @@ import grpc
 import grpc.aio
 import uvloop
 
-from deploy.load import percentile
-from wire import rpc
+from relayline.deploy.cli.load import percentile
+from relayline.wire.links import rpc
 
 WARM_ROUNDS = 30
 STAMP_BYTES = 8

@@ -12,23 +12,23 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from deploy.cores import keep_to, read_cores
-from stage import inbound, process
-from stage.artifact import StageArtifact
-from stage.config import StageConfig
-from stage.curves import Curves, StepShape
-from stage.facts import StageFacts
-from stage.lanes import LaneTable
-from stage.padding import Padding
-from stage.queue_types import QueuedFrame, Step
-from stage.runner import Runner
-from stage.step import StepExecutor
-from stage.step_types import StepResult
-from wire.buffers import Buffer
-from wire.curve import LADDER
-from wire.envelope import EnvelopeView, parse
-from wire.process import run
-from wire.relay_link import RelayLink
+from relayline.deploy.machine.cores import keep_to, read_cores
+from relayline.stage import inbound, process
+from relayline.stage.config import StageConfig
+from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.facts import StageFacts
+from relayline.stage.queue_types import QueuedFrame, Step
+from relayline.stage.speed.curves import Curves, StepShape
+from relayline.stage.steps.lanes import LaneTable
+from relayline.stage.steps.padding import Padding
+from relayline.stage.steps.runner import Runner
+from relayline.stage.steps.step import StepExecutor
+from relayline.stage.steps.step_types import StepResult
+from relayline.wire.common.curve import LADDER
+from relayline.wire.common.process import run
+from relayline.wire.envelopes.buffers import Buffer
+from relayline.wire.envelopes.envelope import EnvelopeView, parse
+from relayline.wire.links.relay_link import RelayLink
 
 N_VOCAB = 32
 N_LANES = 33  # those of as many streams as the widest step has, and the spare one for scratch rows
@@ -55,7 +55,7 @@ class Stamps:
 
 
 class StampingEngine:
-    """Satisfies stage.step_types.Engine: gives rows of noise at once."""
+    """Satisfies stage.steps.step_types.Engine: gives rows of noise at once."""
 
     def __init__(self, width: int, *, is_last: bool, swept_bytes: int = 0) -> None:
         """`swept_bytes`: what a step reads in place of weights, with the GIL given away; 0: it takes no time."""
@@ -105,7 +105,7 @@ class FixedCurves(Curves):
 
 
 class NoEmbeddings:
-    """Satisfies stage.step_types.Embeddings: the engine does not look at its input."""
+    """Satisfies stage.steps.step_types.Embeddings: the engine does not look at its input."""
 
     def lookup(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
         """Leave `out` as it is."""

@@ -9,7 +9,7 @@ import platform
 import subprocess
 from pathlib import Path
 
-from deploy.load import json_ready
+from relayline.deploy.cli.load import json_ready
 
 PACKAGES = ("relayline", "llama_cpp_python", "grpcio", "numpy", "uvloop")
 

@@ -14,10 +14,10 @@ from benches import report
 from benches.peers import Kernels
 from benches.reference import prompts_for
 from benches.servers import llama_rpc, relayline_linked, relayline_up, up_has_flag
-from coordinator.pipeline_file import load_pipeline
-from deploy import load
-from deploy.load import Request, Target, client
-from deploy.splits import split_for
+from relayline.coordinator.model.pipeline_file import load_pipeline
+from relayline.deploy.cli import load
+from relayline.deploy.cli.load import Request, Target, client
+from relayline.deploy.launch.splits import split_for
 
 if TYPE_CHECKING:
     from benches.compare import Bench

@@ -32,12 +32,12 @@ from benches.models import MIXES, SHAPES, model
 from benches.reference import Prompt, prompts_for
 from benches.servers import Setup, relayline_linked
 from benches.verdicts import wrong_answers
-from coordinator.pipeline_file import load_pipeline
-from deploy import load
-from deploy.load import Request, Target
-from deploy.local import LocalConfig, running, threads_per_stage
-from deploy.splits import split_for
-from wire.process import first_of
+from relayline.coordinator.model.pipeline_file import load_pipeline
+from relayline.deploy.cli import load
+from relayline.deploy.cli.load import Request, Target
+from relayline.deploy.launch.local import LocalConfig, running, threads_per_stage
+from relayline.deploy.launch.splits import split_for
+from relayline.wire.common.process import first_of
 
 N_STAGES = 2
 POLICIES = ("auto", "drain", "single")

@@ -26,7 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benches.arguments import number
-from deploy.local import cache_dir
+from relayline.deploy.machine.directories import cache_dir
+from relayline.deploy.testing.paths import DEPLOY
 
 TARGETS = ("llama-server", "llama-batched-bench", "ggml-rpc-server")
 BUILD_MINUTES = 10  # on 2 cores, for the message only
@@ -47,7 +48,7 @@ PROGRAM_OPTIONS = (
 SHARED_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON")
 LIBRARIES = "LLAMA_CPP_LIB_PATH"  # where llama-cpp-python looks for libllama first
 CMAKE_OPTIONS = (*SHARED_OPTIONS, "-DGGML_RPC=ON", *PROGRAM_OPTIONS)
-BUILD = Path(__file__).parents[1] / "deploy" / "build"
+BUILD = DEPLOY / "build"
 
 
 class Kernels(enum.Enum):

@@ -27,12 +27,12 @@ from benches.arguments import number, numbers
 from benches.models import MIXES, SHAPES, model
 from benches.reference import prompts_for
 from benches.servers import Setup, relayline
-from coordinator.planner.predict import PROMPT_TOKENS, STREAMS_SHOWN
-from deploy import load
-from deploy.cli_plan import make_plan
-from deploy.load import Target, client
-from deploy.manifest import parse_manifest
-from deploy.plan_report import Plan
+from relayline.coordinator.planner.predict import PROMPT_TOKENS, STREAMS_SHOWN
+from relayline.deploy.cli import load
+from relayline.deploy.cli.load import Target, client
+from relayline.deploy.cli.plan import make_plan
+from relayline.deploy.manifest import parse_manifest
+from relayline.deploy.planning.report import Plan
 
 GOAL = 0.25  # largest part by which tokens per second may miss the prediction
 N_PROMPT = 16

@@ -25,9 +25,9 @@ from rich.table import Table
 from benches import machine, plot
 from benches.arguments import number, some_of
 from benches.models import MIXES, SHAPES, Shape, matrices, model
-from deploy.splits import split_for
-from stage.native import EngineConfig, NativeEngine
-from wire.errors import RelaylineError
+from relayline.deploy.launch.splits import split_for
+from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.wire.common.errors import RelaylineError
 
 TYPES = ("q4_0", "q8_0", "f16", "q4_k", "iq2_xxs", "mxfp4", "nvfp4")
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)

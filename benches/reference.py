@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benches.peers import LIBRARIES
-from deploy.local import cache_dir
+from relayline.deploy.machine.directories import cache_dir
 
 # Deviations of the logits. Products with quantised weights round activations to 8 bits, which turns differences in the
 # last bit into visible ones: llama.cpp's own two kernels for Q4_0 (repacked, which a local model uses, and plain, which
@@ -132,7 +132,7 @@ async def _ask(model: Path, request: dict[str, object], libraries: Path | None) 
 
 def greedy_batch(model: Path, prompts: Sequence[Prompt], n_tokens: int, n_threads: int) -> list[list[int]]:
     """Return greedy answers, BATCH_SEQUENCES prompts at a time."""
-    from tests.reference import ReferenceModel
+    from relayline.deploy.testing.reference import ReferenceModel
 
     longest = max(map(len, prompts))
     answers: list[list[int]] = []
@@ -159,7 +159,7 @@ def greedy_batch(model: Path, prompts: Sequence[Prompt], n_tokens: int, n_thread
 
 def gaps_of(model: Path, pairs: Sequence[tuple[Prompt, Answer]], n_threads: int) -> list[list[float]]:
     """Feed each prompt with its answer and return the answer tokens' distances below the best."""
-    from tests.reference import UNTILED_ROWS, ReferenceModel
+    from relayline.deploy.testing.reference import UNTILED_ROWS, ReferenceModel
 
     max_rows = max(UNTILED_ROWS, *(len(prompt) for prompt, _ in pairs))
     n_ctx = max(len(prompt) + len(answer) for prompt, answer in pairs)
@@ -177,7 +177,7 @@ def gaps_of(model: Path, pairs: Sequence[tuple[Prompt, Answer]], n_threads: int)
 
 def describe_model(path: Path, n_prompts: int = 8, n_tokens: int = 32, n_threads: int = 1) -> str:
     """Say how a model answers: different tokens, repeats, and the distance of the second best token."""
-    from tests.reference import ReferenceModel
+    from relayline.deploy.testing.reference import ReferenceModel
 
     with ReferenceModel(path, 256, 1, n_threads=n_threads) as reference:
         margins: list[float] = []

@@ -23,12 +23,12 @@ import aiohttp
 
 from benches.peers import Peers
 from benches.proxy import DelayProxy, delayed
-from deploy.load import Target
+from relayline.deploy.cli.load import Target
 
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 45.0  # relayline drains running requests first
 POLL_S = 0.05
-RELAYLINE = (sys.executable, "-m", "deploy.cli")
+RELAYLINE = (sys.executable, "-m", "relayline.deploy.cli")
 
 
 class ServerError(Exception):

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from benches.simulate_run import AUTO, DRAIN, SINGLE, Simulation
-from benches.simulate_scenarios import (
+from relayline.deploy.testing.simulation.run import AUTO, DRAIN, SINGLE, Simulation
+from relayline.deploy.testing.simulation.scenarios import (
     best_of_sweep,
     burst,
     churn,
@@ -30,7 +30,16 @@ from benches.simulate_scenarios import (
     steady_figures,
     steady_part,
 )
-from benches.simulate_world import CURVES, MS, StageModel, World, best_rate, equal_stages, one_slower, streams
+from relayline.deploy.testing.simulation.world import (
+    CURVES,
+    MS,
+    StageModel,
+    World,
+    best_rate,
+    equal_stages,
+    one_slower,
+    streams,
+)
 
 STREAMS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64)
 STREAMS_QUICK = (1, 4, 8, 32)

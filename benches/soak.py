@@ -34,13 +34,13 @@ from benches.arguments import number
 from benches.reference import Prompt
 from benches.servers import Setup, relayline_linked
 from benches.verdicts import CANCELLED, wrong_answers
-from coordinator.pipeline_file import load_pipeline
-from deploy import load
-from deploy.demo_run import MODEL
-from deploy.load import Request, Target
-from deploy.local import RESTARTS_MAX, LocalConfig, LocalPipeline, running
-from deploy.splits import split_for
-from wire.process import first_of
+from relayline.coordinator.model.pipeline_file import load_pipeline
+from relayline.deploy.cli import load
+from relayline.deploy.cli.load import Request, Target
+from relayline.deploy.launch.demo_run import MODEL
+from relayline.deploy.launch.local import RESTARTS_MAX, LocalConfig, LocalPipeline, running
+from relayline.deploy.launch.splits import split_for
+from relayline.wire.common.process import first_of
 
 N_STAGES, N_LANES, N_STREAMS = 3, 10, 16  # some always wait for a lane
 CTX_TOKENS, TOKENS_MAX = 256, 80

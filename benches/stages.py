@@ -11,15 +11,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from benches.simulate_world import StageModel, best_rate, stage_rates
-from coordinator.connection import stage_cost
-from coordinator.groups import CHUNK_LADDER
-from coordinator.overlap import Interval, overlap_between
-from coordinator.stage_client import StageClient
-from coordinator.stage_cost import StageCost
-from deploy.load import Request
-from wire.curve import CostCurve
-from wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.coordinator.engine.connection import stage_cost
+from relayline.coordinator.engine.stage_client import StageClient
+from relayline.coordinator.observe.overlap import Interval, overlap_between
+from relayline.coordinator.schedule.groups import CHUNK_LADDER
+from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.deploy.cli.load import Request
+from relayline.deploy.testing.simulation.world import StageModel, best_rate, stage_rates
+from relayline.wire.common.curve import CostCurve
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 ROWS_MAX = 512  # of one native step, unless a stage was started otherwise
 

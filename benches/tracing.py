@@ -41,14 +41,14 @@ from benches import interrupt, machine
 from benches.arguments import number, some_of
 from benches.models import SHAPES, model
 from benches.servers import Setup, relayline
-from coordinator.pipeline_file import load_pipeline
-from deploy import load
-from deploy.load import Target, client
-from deploy.splits import split_for
-from wire import telemetry_names as names
-from wire.telemetry_config import LEVEL_NAMES
+from relayline.coordinator.model.pipeline_file import load_pipeline
+from relayline.deploy.cli import load
+from relayline.deploy.cli.load import Target, client
+from relayline.deploy.launch.splits import split_for
+from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
+from relayline.wire.telemetry import names
+from relayline.wire.telemetry.config import LEVEL_NAMES
 
-DEMO = Path(__file__).parent.parent / "deploy" / "demo" / "relayline-demo.gguf"
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 SUMMARY_COST_MAX = 0.02  # of the tokens per second at 16 streams: the goal
 METRIC_CPU = "process_cpu_seconds"  # user and system time of a process, as Prometheus' clients name it

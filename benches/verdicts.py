@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benches.reference import Answer, Prompt, expected_answers, judge, near_tie, score
-from deploy.load import Request
+from relayline.deploy.cli.load import Request
 
 CANCELLED = "cancelled"  # error of a request whose client left in the middle of its answer
 N_THREADS = 2  # of the unsplit model

@@ -24,9 +24,9 @@ from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from benches import interrupt
-from tests.otlp_receiver import SERVER, StoredSpan, receiving, spans_of
-from tests.trace_rebuild import Batch, Rebuilt, Session, rebuild
-from wire import telemetry_names as names
+from relayline.deploy.testing.otlp_receiver import SERVER, StoredSpan, receiving, spans_of
+from relayline.deploy.testing.trace_rebuild import Batch, Rebuilt, Session, rebuild
+from relayline.wire.telemetry import names
 
 N_TOKENS = 48
 ZOOM_TOKENS = 6  # of the lower picture, from the middle of the answer
@@ -208,7 +208,7 @@ def draw(spans: Sequence[StoredSpan], out: Path, request_id: str = "") -> str:
 
 async def record() -> list[ExportTraceServiceRequest]:
     """Run the demo model over three stages with a few streams, traced; returns what was exported."""
-    from tests.traced_pipeline import PROMPTS, ask_all, traced_pipeline
+    from relayline.deploy.testing.traced_pipeline import PROMPTS, ask_all, traced_pipeline
 
     with tempfile.TemporaryDirectory(prefix="relayline-waterfall-") as directory, receiving() as receiver:
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.grpc_endpoint}

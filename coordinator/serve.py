@@ -11,23 +11,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from coordinator.chat import ChatTemplate, read_template
-from coordinator.http.api_keys import protect_http
-from coordinator.http.app import make_app
-from coordinator.http.limits import HttpLimits
-from coordinator.http.server import start_http
-from coordinator.join_config import JoinConfig
-from coordinator.join_service import make_roster, serve_joining
-from coordinator.membership import Place
-from coordinator.pipeline import Pipeline, PipelineConfig
-from coordinator.pipeline_file import PipelineFile, check_artifact, load_pipeline
-from coordinator.telemetry_control import TelemetryControl
-from coordinator.telemetry_start import observed
-from coordinator.tokenizer import Tokenizer
-from wire.errors import UsageError
-from wire.process import run
-from wire.security import address_of, check_connects
-from wire.telemetry_config import TelemetryConfig
+from relayline.coordinator.engine.membership import Place
+from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
+from relayline.coordinator.engine.telemetry_control import TelemetryControl
+from relayline.coordinator.http.api_keys import protect_http
+from relayline.coordinator.http.app import make_app
+from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.server import start_http
+from relayline.coordinator.joining.config import JoinConfig
+from relayline.coordinator.joining.service import make_roster, serve_joining
+from relayline.coordinator.model.pipeline_file import PipelineFile, check_artifact, load_pipeline
+from relayline.coordinator.observe.telemetry_start import observed
+from relayline.coordinator.text.chat import ChatTemplate, read_template
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.wire.common.errors import UsageError
+from relayline.wire.common.process import run
+from relayline.wire.links.security import address_of, check_connects
+from relayline.wire.telemetry.config import TelemetryConfig
 
 log = logging.getLogger("relayline.coordinator")
 

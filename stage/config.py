@@ -6,11 +6,11 @@ import dataclasses
 import os
 from pathlib import Path
 
-from wire import bounds
-from wire.errors import UsageError
-from wire.kv_layout import KV_LAYOUTS, choose_layout
-from wire.security import PLAINTEXT, LinkSecurity, check_listen
-from wire.telemetry_config import TelemetryConfig
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import UsageError
+from relayline.wire.common.kv_layout import KV_LAYOUTS, choose_layout
+from relayline.wire.links.security import PLAINTEXT, LinkSecurity, check_listen
+from relayline.wire.telemetry.config import TelemetryConfig
 
 POLICIES = ("auto", "drain", "single")
 LANES_MAX = 255  # llama.cpp is compiled for 256 sequences, and one is kept for padding rows
@@ -44,7 +44,7 @@ class StageConfig:
     kv_layout: str = "auto"
     """unified: all lanes share the KV cells, and a step is one micro-batch; per-lane: each lane has cells of its own,
     so that attention never walks those of the others, which on a CPU it does at great cost; auto: see
-    wire.kv_layout."""
+    wire.common.kv_layout."""
     policy: str = "auto"
     """auto: keep the coordinator's groups and pad to cheaper row counts; drain: take what is queued; single: one
     frame a step, no batching."""

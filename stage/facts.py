@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import uuid
 
-from stage.artifact import StageArtifact
-from stage.config import StageConfig
-from stage.curves import Curves
-from wire import bounds
-from wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.stage.config import StageConfig
+from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.speed.curves import Curves
+from relayline.wire.common import bounds
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from stage.artifact import StageArtifact
-from stage.queue_types import QueuedFrame
-from stage.routes import Route
-from wire import bounds
-from wire.envelope import NUMPY_DTYPE, EnvelopeView, parse
-from wire.errors import HandshakeError, ProtocolError, StaleEpochError
-from wire.frames import Flag
-from wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.queue_types import QueuedFrame
+from relayline.stage.routes import Route
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import HandshakeError, ProtocolError, StaleEpochError
+from relayline.wire.envelopes.envelope import NUMPY_DTYPE, EnvelopeView, parse
+from relayline.wire.envelopes.frames import Flag
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CREDIT_REPLY_BYTES = bounds.BYTES_IN_FLIGHT_DEFAULT // bounds.CREDIT_HELD_DIVISOR
 

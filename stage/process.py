@@ -16,34 +16,34 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as grpc_health_aio
 from llama_cpp import llama_cpp as llama
 
-from stage.artifact import open_artifact, verify_artifact
-from stage.batcher import Batcher
-from stage.calibrate import cached_curves
-from stage.config import StageConfig
-from stage.constraint import read_vocabulary
-from stage.curves import Curves
-from stage.embedding import EmbeddingTable
-from stage.facts import StageFacts
-from stage.lanes import LaneTable
-from stage.loading import Load, LoadStoppedError
-from stage.metrics import StageCollector, serve_metrics
-from stage.native import EngineConfig, NativeEngine
-from stage.padding import Padding
-from stage.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
-from stage.runner import Runner
-from stage.service import StageService
-from stage.stats import StageStats
-from stage.step import StepExecutor
-from stage.watchdog import StepWatch, watch_steps
-from wire import rpc
-from wire import telemetry_names as names
-from wire.bounds import DRAFTED_ROWS_MAX
-from wire.curve import PAD_SEARCH_ROWS, CostCurve
-from wire.errors import UsageError
-from wire.listening import Listener
-from wire.process import first_of, run
-from wire.security import address_of
-from wire.telemetry import Role, Telemetry
+from relayline.stage.config import StageConfig
+from relayline.stage.engine.artifact import open_artifact, verify_artifact
+from relayline.stage.engine.embedding import EmbeddingTable
+from relayline.stage.engine.loading import Load, LoadStoppedError
+from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.facts import StageFacts
+from relayline.stage.observe.metrics import StageCollector, serve_metrics
+from relayline.stage.observe.stats import StageStats
+from relayline.stage.sampling.constraint import read_vocabulary
+from relayline.stage.service import StageService
+from relayline.stage.speed.calibrate import cached_curves
+from relayline.stage.speed.curves import Curves
+from relayline.stage.steps.batcher import Batcher
+from relayline.stage.steps.lanes import LaneTable
+from relayline.stage.steps.padding import Padding
+from relayline.stage.steps.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
+from relayline.stage.steps.runner import Runner
+from relayline.stage.steps.step import StepExecutor
+from relayline.stage.steps.watchdog import StepWatch, watch_steps
+from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
+from relayline.wire.common.curve import PAD_SEARCH_ROWS, CostCurve
+from relayline.wire.common.errors import UsageError
+from relayline.wire.common.process import first_of, run
+from relayline.wire.links import rpc
+from relayline.wire.links.listening import Listener
+from relayline.wire.links.security import address_of
+from relayline.wire.telemetry import names
+from relayline.wire.telemetry.telemetry import Role, Telemetry
 
 log = logging.getLogger("relayline.stage")
 

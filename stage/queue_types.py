@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wire import trace_context
-from wire.frames import CONTROL, Flag
-from wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.wire.envelopes import trace_context
+from relayline.wire.envelopes.frames import CONTROL, Flag
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -28,7 +28,7 @@ class QueuedFrame:
     payload: npt.NDArray[Any] | None  # the message's rows (any, width): i32 tokens, f16 or f32; None for controls
     exponents: npt.NDArray[np.int8] | None  # (any,), of the same rows; None when none of them was scaled
     options: pb.SessionOptions | None  # with Flag.OPEN
-    trace: bytes  # 25 bytes, see wire.frames
+    trace: bytes  # 25 bytes, see wire.envelopes.frames
     arrived_ns: int  # this process's monotonic clock
     upstream_wait_ns: int  # how long the frame had waited at the sender
     on_consumed: Callable[[int], None] | None = None  # gives payload bytes back to the link as credit
@@ -72,7 +72,7 @@ class Step:
 
     controls: list[QueuedFrame]  # applied first, in order
     frames: list[QueuedFrame]  # one per session
-    close_reason: str  # why the batch took no more, see stage.policy
+    close_reason: str  # why the batch took no more, see stage.steps.policy
     taken_ns: int
     queued_rows_before: int
     queued_rows_after: int

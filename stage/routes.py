@@ -1,6 +1,6 @@
 """Routes of a stage: one coordinator's use of it, with its epoch, its downstream link and its listeners.
 
-Event loop only. The decode thread sees a route as `stage.step_types.RouteWiring`.
+Event loop only. The decode thread sees a route as `stage.steps.step_types.RouteWiring`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 
-from stage.step_types import RouteOutput
-from wire import bounds
-from wire.errors import RelaylineError, StageLostError, StaleEpochError
-from wire.pb.relayline.v1 import relayline_pb2 as pb
-from wire.relay_link import RelayLink
+from relayline.stage.steps.step_types import RouteOutput
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import RelaylineError, StageLostError, StaleEpochError
+from relayline.wire.links.relay_link import RelayLink
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 RETURN_QUEUE_MAX = 1_024  # unread return messages of a coordinator; one that lags further is cut off
 LEFT_S = 120.0  # what an epoch leaves is kept for the next for so long; coordinators wait as long by default

@@ -9,19 +9,17 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
-from stage.facts import StageFacts
-from stage.inbound import Inbound, check_fit, hello_of
-from stage.metrics import Gauges
-from stage.observer import StageObserver
-from stage.routes import ROUTES_MAX, UNUSED_S, LeftRoutes, Route
-from stage.runner import Runner
-from stage.stats import StageStats
-from stage.step import StepExecutor
-from stage.step_types import RouteOutput, RouteWiring, StepResult
-from wire import bounds, rpc
-from wire.eager import Begun
-from wire.envelope import EnvelopeView
-from wire.errors import (
+from relayline.stage.facts import StageFacts
+from relayline.stage.inbound import Inbound, check_fit, hello_of
+from relayline.stage.observe.metrics import Gauges
+from relayline.stage.observe.observer import StageObserver
+from relayline.stage.observe.stats import StageStats
+from relayline.stage.routes import ROUTES_MAX, UNUSED_S, LeftRoutes, Route
+from relayline.stage.steps.runner import Runner
+from relayline.stage.steps.step import StepExecutor
+from relayline.stage.steps.step_types import RouteOutput, RouteWiring, StepResult
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import (
     HandshakeError,
     LaneLimitError,
     NotReadyError,
@@ -31,10 +29,13 @@ from wire.errors import (
     StaleEpochError,
     UnauthenticatedError,
 )
-from wire.link_trouble import retold
-from wire.pb.relayline.v1 import relayline_pb2 as pb
-from wire.relay_link import RelayLink
-from wire.telemetry import Telemetry
+from relayline.wire.envelopes.envelope import EnvelopeView
+from relayline.wire.links import rpc
+from relayline.wire.links.eager import Begun
+from relayline.wire.links.relay_link import RelayLink
+from relayline.wire.links.trouble import retold
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.wire.telemetry.telemetry import Telemetry
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Send: TypeAlias = "tuple[Route, RouteOutput, Begun[int] | None]"

@@ -27,9 +27,9 @@ from benches.gpu import steps
 from benches.gpu.build import BACKENDS, build
 from benches.models import MIXES, SHAPES, model
 from benches.peers import LIBRARIES, Kernels, Peers, PeersUnavailableError, find_peers
-from deploy.splits import split_for
-from stage import ggml
-from wire.errors import RelaylineError
+from relayline.deploy.launch.splits import split_for
+from relayline.stage.engine import ggml
+from relayline.wire.common.errors import RelaylineError
 
 STREAMS = (1, 2, 4, 8, 16, 32, 64)
 QUICK_ROWS, QUICK_STREAMS = (1, 4), (1, 2)

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from benches.peers import Peers
-from stage.kv_cache import count_cells
-from stage.native import EngineConfig, NativeEngine
-from wire.errors import RelaylineError
+from relayline.stage.engine.kv_cache import count_cells
+from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.wire.common.errors import RelaylineError
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PROMPT_TOKENS, N_STEPS = 16, 32

@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any, Protocol
 
-from coordinator.answers.syntax import NamedBody, ObjectBody
+from relayline.coordinator.answers.syntax import NamedBody, ObjectBody
 
 NAME_CHARS_MAX = 256  # of a name, and of blanks around it
 HEAD_CHARS_MAX = 2 * NAME_CHARS_MAX  # of what may stand before arguments that are handed on as they come

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from coordinator.answers.syntax import NamedBody, ObjectBody, Syntax, TaggedBody, Thinking
+from relayline.coordinator.answers.syntax import NamedBody, ObjectBody, Syntax, TaggedBody, Thinking
 
 CALLS_MAX = 16  # of one answer that a grammar leads; a small model may go on calling for ever
 REFS_MAX = 8  # of schemas that say nothing but where another one stands

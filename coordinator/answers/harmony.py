@@ -15,11 +15,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from coordinator.answers.calls import NAME_CHARS_MAX, NamedCall, NotACallError
-from coordinator.answers.grammar import ANYTHING, Rules, Wanted, with_answer
-from coordinator.answers.reader import CallPart, CallReading, Parts
-from coordinator.answers.syntax import NamedBody, Syntax, Thinking
-from coordinator.detokenize import overlap
+from relayline.coordinator.answers.calls import NAME_CHARS_MAX, NamedCall, NotACallError
+from relayline.coordinator.answers.grammar import ANYTHING, Rules, Wanted, with_answer
+from relayline.coordinator.answers.reader import CallPart, CallReading, Parts
+from relayline.coordinator.answers.syntax import NamedBody, Syntax, Thinking
+from relayline.coordinator.text.detokenize import overlap
 
 HARMONY = Syntax(
     label="harmony",

@@ -6,8 +6,8 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from coordinator.answers.syntax import Syntax, Thinking
-from coordinator.tokenizer import Tokenizer
+from relayline.coordinator.answers.syntax import Syntax, Thinking
+from relayline.coordinator.text.tokenizer import Tokenizer
 
 _MARK = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 

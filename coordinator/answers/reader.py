@@ -13,10 +13,10 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
-from coordinator.answers.calls import CallReader, NamedCall, NotACallError, ObjectCall
-from coordinator.answers.syntax import NamedBody, ObjectBody, Syntax, Thinking
-from coordinator.answers.tagged_calls import TaggedCall, Types
-from coordinator.detokenize import overlap
+from relayline.coordinator.answers.calls import CallReader, NamedCall, NotACallError, ObjectCall
+from relayline.coordinator.answers.syntax import NamedBody, ObjectBody, Syntax, Thinking
+from relayline.coordinator.answers.tagged_calls import TaggedCall, Types
+from relayline.coordinator.text.detokenize import overlap
 
 CALL_ID_CHARS = 9  # what templates of Mistral's models demand; others take any
 _SEPARATORS = " \r\n\t,;[]"  # between calls, by all syntaxes together

@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from coordinator.answers.calls import NAME_CHARS_MAX, NotACallError, to_json
-from coordinator.answers.syntax import TaggedBody
-from coordinator.detokenize import overlap
+from relayline.coordinator.answers.calls import NAME_CHARS_MAX, NotACallError, to_json
+from relayline.coordinator.answers.syntax import TaggedBody
+from relayline.coordinator.text.detokenize import overlap
 
 Types = Mapping[str, frozenset[str]]  # JSON types that each argument of a tool may have; none: any
 # Among the types of an argument that is a string although its schema does not say so itself: grammars have such

@@ -13,13 +13,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coordinator.answers.harmony import HARMONY, HARMONY_EFFORTS, THOUGHT, is_harmony, with_thoughts
-from coordinator.answers.marks import control_marks
-from coordinator.answers.reader import AnswerReader, CallReading
-from coordinator.answers.syntax import HERMES, SYNTAXES, THINKING, Syntax, Thinking, write_calls
-from coordinator.chat import USUAL_FORM, CallForm, ChatTemplate, Message, content_text, object_arguments
-from coordinator.tokenizer import Tokenizer
-from wire.errors import InvalidRequestError
+from relayline.coordinator.answers.harmony import HARMONY, HARMONY_EFFORTS, THOUGHT, is_harmony, with_thoughts
+from relayline.coordinator.answers.marks import control_marks
+from relayline.coordinator.answers.reader import AnswerReader, CallReading
+from relayline.coordinator.answers.syntax import HERMES, SYNTAXES, THINKING, Syntax, Thinking, write_calls
+from relayline.coordinator.text.chat import USUAL_FORM, CallForm, ChatTemplate, Message, content_text, object_arguments
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.wire.common.errors import InvalidRequestError
 
 Tool = Mapping[str, Any]  # as clients send it: {"type": "function", "function": {"name": ..., ...}}
 

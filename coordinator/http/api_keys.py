@@ -13,10 +13,10 @@ from pathlib import Path
 
 from aiohttp import web
 
-from coordinator.http import shapes
-from coordinator.http.errors import plain_body
-from wire.errors import UsageError
-from wire.security import is_loopback
+from relayline.coordinator.http import shapes
+from relayline.coordinator.http.errors import plain_body
+from relayline.wire.common.errors import UsageError
+from relayline.wire.links.security import is_loopback
 
 log = logging.getLogger("relayline.http")
 

@@ -6,19 +6,19 @@ from importlib import metadata
 
 from aiohttp import web
 
-from coordinator.answers.template import Conversation
-from coordinator.chat import ChatTemplate
-from coordinator.generation import Generator
-from coordinator.http.choice import Speller
-from coordinator.http.handlers import Handlers
-from coordinator.http.limits import HttpLimits
-from coordinator.http.middleware import add_request_id, errors_as_json, request_id
-from coordinator.http.observe import note_status, observing
-from coordinator.http.service import Service
-from coordinator.http.telemetry_handlers import TelemetryHandlers
-from coordinator.observer import Observer
-from coordinator.telemetry_control import TelemetryControl
-from coordinator.tokenizer import Tokenizer
+from relayline.coordinator.answers.template import Conversation
+from relayline.coordinator.engine.telemetry_control import TelemetryControl
+from relayline.coordinator.http.choice import Speller
+from relayline.coordinator.http.handlers import Handlers
+from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.middleware import add_request_id, errors_as_json, request_id
+from relayline.coordinator.http.observe import note_status, observing
+from relayline.coordinator.http.service import Service
+from relayline.coordinator.http.telemetry_handlers import TelemetryHandlers
+from relayline.coordinator.observe.observer import Observer
+from relayline.coordinator.sessions.generation import Generator
+from relayline.coordinator.text.chat import ChatTemplate
+from relayline.coordinator.text.tokenizer import Tokenizer
 
 
 def make_app(

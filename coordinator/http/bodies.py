@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from wire.bounds import BIAS_MAX, LOGIT_BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX
-from wire.errors import InvalidRequestError
+from relayline.wire.common.bounds import BIAS_MAX, LOGIT_BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX
+from relayline.wire.common.errors import InvalidRequestError
 
 Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from coordinator.answers.grammar import Schema, Wanted, after_thoughts, calls_grammar, lean
-from coordinator.answers.harmony import HarmonyReader, harmony_answer_grammar, harmony_calls_grammar
-from coordinator.answers.reader import AnswerReader, CallReading, Reader
-from coordinator.answers.syntax import Thinking
-from coordinator.answers.template import Conversation
-from coordinator.http.structure import check_size, fault_of, grammar_of, in_a_line
-from coordinator.http.tools import Offered
-from coordinator.http.validation import Plan
-from wire.bounds import GRAMMAR_BYTES_MAX
-from wire.errors import InvalidRequestError
+from relayline.coordinator.answers.grammar import Schema, Wanted, after_thoughts, calls_grammar, lean
+from relayline.coordinator.answers.harmony import HarmonyReader, harmony_answer_grammar, harmony_calls_grammar
+from relayline.coordinator.answers.reader import AnswerReader, CallReading, Reader
+from relayline.coordinator.answers.syntax import Thinking
+from relayline.coordinator.answers.template import Conversation
+from relayline.coordinator.http.structure import check_size, fault_of, grammar_of, in_a_line
+from relayline.coordinator.http.tools import Offered
+from relayline.coordinator.http.validation import Plan
+from relayline.wire.common.bounds import GRAMMAR_BYTES_MAX
+from relayline.wire.common.errors import InvalidRequestError
 
 _ANY_ARGUMENTS: Schema = {"type": "object"}
 

@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from coordinator.answers.reader import CallPart, Parts, Reader
-from coordinator.detokenize import TextAssembler
-from coordinator.generation import TokenEvent
-from coordinator.tokenizer import Tokenizer
+from relayline.coordinator.answers.reader import CallPart, Parts, Reader
+from relayline.coordinator.sessions.generation import TokenEvent
+from relayline.coordinator.text.detokenize import TextAssembler
+from relayline.coordinator.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

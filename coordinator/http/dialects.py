@@ -8,10 +8,10 @@ from typing import Protocol
 
 from msgspec import UNSET, UnsetType
 
-from coordinator.answers.reader import CallPart
-from coordinator.http import shapes
-from coordinator.http.choice import FinishReason, Growth, Scored, Speller
-from coordinator.http.shapes import Usage
+from relayline.coordinator.answers.reader import CallPart
+from relayline.coordinator.http import shapes
+from relayline.coordinator.http.choice import FinishReason, Growth, Scored, Speller
+from relayline.coordinator.http.shapes import Usage
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

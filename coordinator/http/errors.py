@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from wire.errors import (
+from relayline.wire.common.errors import (
     Fault,
     InvalidRequestError,
     LaneLimitError,

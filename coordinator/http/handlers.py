@@ -9,17 +9,17 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from coordinator import metrics
-from coordinator.http import shapes, validation
-from coordinator.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode_body
-from coordinator.http.chat_form import form_of
-from coordinator.http.dialects import ChatDialect, CompletionDialect, Header
-from coordinator.http.middleware import json_response
-from coordinator.http.observe import RECORD, note_input, note_plan, note_prompts, wants_content
-from coordinator.http.reply import run
-from coordinator.http.service import Prompt, Service, make_job, random_seed
-from coordinator.tokenizer import Tokenizer
-from wire.errors import InvalidRequestError
+from relayline.coordinator.http import shapes, validation
+from relayline.coordinator.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode_body
+from relayline.coordinator.http.chat_form import form_of
+from relayline.coordinator.http.dialects import ChatDialect, CompletionDialect, Header
+from relayline.coordinator.http.middleware import json_response
+from relayline.coordinator.http.observe import RECORD, note_input, note_plan, note_prompts, wants_content
+from relayline.coordinator.http.reply import run
+from relayline.coordinator.http.service import Prompt, Service, make_job, random_seed
+from relayline.coordinator.observe import metrics
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.wire.common.errors import InvalidRequestError
 
 TOKENS_PER_PART = 4_096  # of a long answer to /tokenize; about a millisecond of JSON
 

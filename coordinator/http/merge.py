@@ -12,8 +12,8 @@ import logging
 from collections.abc import Sequence
 from types import TracebackType
 
-from coordinator.generation import TokenEvent, TokenStream
-from wire.errors import InternalError, RelaylineError
+from relayline.coordinator.sessions.generation import TokenEvent, TokenStream
+from relayline.wire.common.errors import InternalError, RelaylineError
 
 log = logging.getLogger("relayline.http")
 

@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from coordinator.http import shapes
-from coordinator.http.errors import ErrorBody, error_body, plain_body, retry_headers
-from coordinator.http.observe import CLIENT_GONE, note_failure
-from coordinator.http.sse import ClientGoneError
-from wire.errors import InternalError, RelaylineError, http_status
+from relayline.coordinator.http import shapes
+from relayline.coordinator.http.errors import ErrorBody, error_body, plain_body, retry_headers
+from relayline.coordinator.http.observe import CLIENT_GONE, note_failure
+from relayline.coordinator.http.sse import ClientGoneError
+from relayline.wire.common.errors import InternalError, RelaylineError, http_status
 
 log = logging.getLogger("relayline.http")
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from coordinator.http.choice import Growth
-from coordinator.http.validation import Plan
-from coordinator.observer import Observer
-from coordinator.request_log import RequestRecord
-from wire import telemetry_names as names
+from relayline.coordinator.http.choice import Growth
+from relayline.coordinator.http.validation import Plan
+from relayline.coordinator.observe.observer import Observer
+from relayline.coordinator.sessions.request_log import RequestRecord
+from relayline.wire.telemetry import names
 
 if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue

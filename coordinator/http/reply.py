@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from coordinator.http import shapes
-from coordinator.http.choice import ChoiceState, Growth, Scored
-from coordinator.http.dialects import Dialect
-from coordinator.http.errors import error_body
-from coordinator.http.merge import Arrival, Merge
-from coordinator.http.middleware import json_response, request_id
-from coordinator.http.observe import note_failure, note_output, note_whole, wants_content
-from coordinator.http.service import Job, Service, open_streams
-from coordinator.http.shapes import CompletionTokensDetails, PromptTokensDetails, Usage
-from coordinator.http.sse import DONE, EventWriter
-from wire.errors import InternalError, RelaylineError
+from relayline.coordinator.http import shapes
+from relayline.coordinator.http.choice import ChoiceState, Growth, Scored
+from relayline.coordinator.http.dialects import Dialect
+from relayline.coordinator.http.errors import error_body
+from relayline.coordinator.http.merge import Arrival, Merge
+from relayline.coordinator.http.middleware import json_response, request_id
+from relayline.coordinator.http.observe import note_failure, note_output, note_whole, wants_content
+from relayline.coordinator.http.service import Job, Service, open_streams
+from relayline.coordinator.http.shapes import CompletionTokensDetails, PromptTokensDetails, Usage
+from relayline.coordinator.http.sse import DONE, EventWriter
+from relayline.wire.common.errors import InternalError, RelaylineError
 
 log = logging.getLogger("relayline.http")
 

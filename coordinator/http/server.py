@@ -6,8 +6,8 @@ import errno
 
 from aiohttp import web
 
-from wire.errors import StartError
-from wire.security import address_of
+from relayline.wire.common.errors import StartError
+from relayline.wire.links.security import address_of
 
 
 async def start_http(

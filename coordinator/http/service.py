@@ -8,18 +8,18 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from coordinator.answers.template import Conversation
-from coordinator.generation import GenerationRequest, Generator, TokenStream
-from coordinator.http.chat_form import ChatForm, chat_grammar
-from coordinator.http.choice import ChoiceState, Speller
-from coordinator.http.dialects import Header
-from coordinator.http.limits import HttpLimits
-from coordinator.http.structure import grammar_of
-from coordinator.http.validation import Plan, check_tokens, fit_tokens
-from coordinator.observer import Observer
-from coordinator.request_log import RequestRecord
-from coordinator.tokenizer import Tokenizer
-from wire.errors import InvalidRequestError
+from relayline.coordinator.answers.template import Conversation
+from relayline.coordinator.http.chat_form import ChatForm, chat_grammar
+from relayline.coordinator.http.choice import ChoiceState, Speller
+from relayline.coordinator.http.dialects import Header
+from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.structure import grammar_of
+from relayline.coordinator.http.validation import Plan, check_tokens, fit_tokens
+from relayline.coordinator.observe.observer import Observer
+from relayline.coordinator.sessions.generation import GenerationRequest, Generator, TokenStream
+from relayline.coordinator.sessions.request_log import RequestRecord
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.wire.common.errors import InvalidRequestError
 
 T = TypeVar("T")
 

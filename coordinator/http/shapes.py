@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from coordinator.http.choice import FinishReason
+from relayline.coordinator.http.choice import FinishReason
 
 encode = msgspec.json.Encoder().encode
 

@@ -1,7 +1,8 @@
 """The shape that an answer must have: from the ways in which clients ask for it to one grammar.
 
 OpenAI's `response_format`, vLLM's `structured_outputs` and the `guided_*` before it, llama-server's `json_schema` and
-`grammar`. Stages follow the grammar token by token (`stage/constraint.py`); here it is made and checked, by llguidance.
+`grammar`. Stages follow the grammar token by token (`stage/sampling/constraint.py`); here it is made and checked, by
+llguidance.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Literal
 
 from llguidance import LLMatcher
 
-from coordinator.answers.grammar import JSON_BLANKS
-from coordinator.grammar_check import checker
-from coordinator.http.bodies import GenerationBody, Json
-from wire.bounds import GRAMMAR_BYTES_MAX
-from wire.errors import InvalidRequestError
+from relayline.coordinator.answers.grammar import JSON_BLANKS
+from relayline.coordinator.http.bodies import GenerationBody, Json
+from relayline.coordinator.text.grammar_check import checker
+from relayline.wire.common.bounds import GRAMMAR_BYTES_MAX
+from relayline.wire.common.errors import InvalidRequestError
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 

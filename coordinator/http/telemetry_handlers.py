@@ -7,10 +7,10 @@ import time
 import msgspec
 from aiohttp import web
 
-from coordinator.http.bodies import TelemetryBody, decode_body
-from coordinator.http.errors import plain_body
-from coordinator.http.middleware import json_response
-from coordinator.telemetry_control import TelemetryControl
+from relayline.coordinator.engine.telemetry_control import TelemetryControl
+from relayline.coordinator.http.bodies import TelemetryBody, decode_body
+from relayline.coordinator.http.errors import plain_body
+from relayline.coordinator.http.middleware import json_response
 
 LAST = "last"  # stands for the request that ended last
 

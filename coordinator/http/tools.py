@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from coordinator.answers.grammar import REFS_MAX, Schema, resolved
-from coordinator.answers.tagged_calls import QUOTED, Types, type_of
-from coordinator.http.bodies import ChatBody, MessageBody
-from wire.errors import InvalidRequestError
+from relayline.coordinator.answers.grammar import REFS_MAX, Schema, resolved
+from relayline.coordinator.answers.tagged_calls import QUOTED, Types, type_of
+from relayline.coordinator.http.bodies import ChatBody, MessageBody
+from relayline.wire.common.errors import InvalidRequestError
 
 TOOLS_MAX = 256  # of one request; OpenAI allows 128
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")  # OpenAI's, and what servers of other protocols put in front of them

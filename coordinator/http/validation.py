@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coordinator.generation import SamplingParams
-from coordinator.http.bodies import ChatBody, CompletionBody, GenerationBody
-from coordinator.http.limits import HttpLimits
-from coordinator.http.structure import Shape, shape_of
-from coordinator.http.tools import Offered, check_calls, offered_by
-from wire.bounds import GRAMMAR_TOKENS_MAX
-from wire.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from relayline.coordinator.http.bodies import ChatBody, CompletionBody, GenerationBody
+from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.structure import Shape, shape_of
+from relayline.coordinator.http.tools import Offered, check_calls, offered_by
+from relayline.coordinator.sessions.generation import SamplingParams
+from relayline.wire.common.bounds import GRAMMAR_TOKENS_MAX
+from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 
 COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat goes on to the end of the context
 _U64 = 1 << 64

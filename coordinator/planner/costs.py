@@ -1,9 +1,9 @@
 """Predicted times of a split: what a stage's step takes, and what rate a way of grouping reaches. Pure.
 
-The rate follows coordinator.groups: with N streams in G flights of r rows, a cycle lasts as long as the busiest part
-works on all flights, or as one flight needs for its way, whichever is longer. Beyond the stages themselves two more
-things can be the busiest part: a link, and a machine whose stages have more threads than it has cores: its cores then
-work on all stages' steps one after the other.
+The rate follows coordinator.schedule.groups: with N streams in G flights of r rows, a cycle lasts as long as the
+busiest part works on all flights, or as one flight needs for its way, whichever is longer. Beyond the stages themselves
+two more things can be the busiest part: a link, and a machine whose stages have more threads than it has cores: its
+cores then work on all stages' steps one after the other.
 
 Times are whole nanoseconds, so that sums do not depend on the order in which they were added up.
 """
@@ -14,12 +14,12 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from coordinator.connection import HOST_STEP_NS
-from coordinator.groups import GROUPS_MAX_PER_STAGE, ROWS_ONE_BY_ONE, SHARPNESS
-from coordinator.planner.instance import Instance, Machine
-from coordinator.planner.speed import GIB, ROWS
-from coordinator.stage_cost import StageCost
-from wire.curve import PAD_SEARCH_ROWS, CostCurve
+from relayline.coordinator.planner.instance import Instance, Machine
+from relayline.coordinator.planner.speed import GIB, ROWS
+from relayline.coordinator.schedule.groups import GROUPS_MAX_PER_STAGE, ROWS_ONE_BY_ONE, SHARPNESS
+from relayline.coordinator.schedule.overhead import HOST_STEP_NS
+from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.wire.common.curve import PAD_SEARCH_ROWS, CostCurve
 
 # What the coordinator's process computes for a flight (scheduling, sending, receiving) and for a token of a stream
 # (text, HTTP): processor time seen on a Zen 4 core, rounded. It matters where native steps are as short.

@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from coordinator.planner.speed import Speed
-from wire.envelope import HEADER_BYTES
-from wire.frames import FRAME_BYTES
+from relayline.coordinator.planner.speed import Speed
+from relayline.wire.envelopes.envelope import HEADER_BYTES
+from relayline.wire.envelopes.frames import FRAME_BYTES
 
 ELEMENT_BYTES = {"f16": 2, "f32": 4}  # of activations on the wire
 # Bytes of one KV value by cache type; llama.cpp's quantised types store blocks of 32 values.

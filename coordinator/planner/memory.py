@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from coordinator.planner.instance import KV_VALUE_BYTES, Instance, Load, Machine, ModelShape
-from wire.bounds import DRAFTED_ROWS_MAX
-from wire.curve import PAD_SEARCH_ROWS
-from wire.kv_layout import has_scores
+from relayline.coordinator.planner.instance import KV_VALUE_BYTES, Instance, Load, Machine, ModelShape
+from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
+from relayline.wire.common.curve import PAD_SEARCH_ROWS
+from relayline.wire.common.kv_layout import has_scores
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from coordinator.groups import GroupPlanner
-from coordinator.planner.costs import COORDINATOR_FLIGHT_NS, COORDINATOR_TOKEN_NS, Costs, Cycle, crowd_ns
-from coordinator.planner.instance import Instance, Machine
-from coordinator.planner.memory import StageMemory, machine_usable_bytes, stage_memory, usable_bytes
-from coordinator.planner.search import Edges
+from relayline.coordinator.planner.costs import COORDINATOR_FLIGHT_NS, COORDINATOR_TOKEN_NS, Costs, Cycle, crowd_ns
+from relayline.coordinator.planner.instance import Instance, Machine
+from relayline.coordinator.planner.memory import StageMemory, machine_usable_bytes, stage_memory, usable_bytes
+from relayline.coordinator.planner.search import Edges
+from relayline.coordinator.schedule.groups import GroupPlanner
 
 ROWS_SHOWN = (1, 8, 32)
 STREAMS_SHOWN = (1, 8, 32)

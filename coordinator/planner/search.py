@@ -14,11 +14,11 @@ import bisect
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from coordinator.cuts import ranges
-from coordinator.planner.costs import Costs, Cycle, best_rate, candidates, crowd_ns
-from coordinator.planner.frontier import Effort, Label, TooLargeError, frontier
-from coordinator.planner.instance import Instance, Machine
-from coordinator.planner.memory import machine_usable_bytes, stage_memory, usable_bytes
+from relayline.coordinator.model.cuts import ranges
+from relayline.coordinator.planner.costs import Costs, Cycle, best_rate, candidates, crowd_ns
+from relayline.coordinator.planner.frontier import Effort, Label, TooLargeError, frontier
+from relayline.coordinator.planner.instance import Instance, Machine
+from relayline.coordinator.planner.memory import machine_usable_bytes, stage_memory, usable_bytes
 
 Edges = tuple[tuple[int, int], ...]
 BEAM_WIDTH = 3  # labels that a first, quick search goes on with

@@ -1,9 +1,9 @@
 """How fast a host is, as curves that scale to any range of layers. Pure.
 
 A native step over a range takes a fixed time, plus a time per byte of layers, plus on the last stage a time per byte of
-the head; the latter two depend on the number of rows (see wire.curve: a staircase). Layers of one model are of one
-kind, so their bytes measure their work. Heads are measured apart: they are quantised otherwise, and rows of a prompt
-do not need them.
+the head; the latter two depend on the number of rows (see wire.common.curve: a staircase). Layers of one model are of
+one kind, so their bytes measure their work. Heads are measured apart: they are quantised otherwise, and rows of a
+prompt do not need them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 
-from wire.curve import LADDER, CostCurve
+from relayline.wire.common.curve import LADDER, CostCurve
 
 GIB = 1 << 30
 PREFILL_ROWS = (192, 256, 384, 512)

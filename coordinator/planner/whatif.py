@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coordinator.cuts import ranges
-from coordinator.planner.frontier import Label, frontier
-from coordinator.planner.instance import Host, Instance, Machine
-from coordinator.planner.memory import GIB, HEADROOM, usable_bytes
-from coordinator.planner.search import Best, Room, best_split
+from relayline.coordinator.model.cuts import ranges
+from relayline.coordinator.planner.frontier import Label, frontier
+from relayline.coordinator.planner.instance import Host, Instance, Machine
+from relayline.coordinator.planner.memory import GIB, HEADROOM, usable_bytes
+from relayline.coordinator.planner.search import Best, Room, best_split
 
 MEMORY_STEP_BYTES = GIB // 2  # in which a further machine's memory is told
 ROWS_STEP = 64  # in which smaller steps are proposed

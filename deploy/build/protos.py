@@ -21,7 +21,9 @@ def generate(target: Path) -> None:
         sys.exit("protoc failed")
     for stub in target.rglob("*_pb2.py*"):
         # protoc imports by proto path, and the stubs live inside a package of ours.
-        stub.write_text(re.sub(r"^from relayline\.", "from wire.pb.relayline.", stub.read_text(), flags=re.MULTILINE))
+        stub.write_text(
+            re.sub(r"^from relayline\.", "from relayline.wire.pb.relayline.", stub.read_text(), flags=re.MULTILINE)
+        )
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from deploy.doctor.files import look_keys, look_model, look_security, look_split, names_here
-from deploy.doctor.host import (
+from relayline.deploy.doctor.files import look_keys, look_model, look_security, look_split, names_here
+from relayline.deploy.doctor.host import (
     judge_memory,
     look_clock,
     look_compiler,
@@ -13,8 +13,8 @@ from deploy.doctor.host import (
     look_files,
     look_python,
 )
-from deploy.doctor.native import PROBE_TIMEOUT_S, look_native
-from deploy.doctor.network import (
+from relayline.deploy.doctor.native import PROBE_TIMEOUT_S, look_native
+from relayline.deploy.doctor.network import (
     hosts_of,
     look_coordinator,
     look_coordinator_host,
@@ -23,16 +23,16 @@ from deploy.doctor.network import (
     look_ports,
     look_stage,
 )
-from deploy.doctor.plan import needed_memory_bytes, split_of, writes_bytes
-from deploy.doctor.report import Finding, Probe, examine, failure
-from deploy.launch.control import Launched
-from deploy.launch.own_tls import directory_name
-from deploy.launch.state import StateDir, state_root
-from deploy.local import cache_dir
-from deploy.machine import available_memory_bytes
-from deploy.manifest import Manifest
-from wire.errors import RelaylineError
-from wire.security import LinkSecurity
+from relayline.deploy.doctor.plan import needed_memory_bytes, split_of, writes_bytes
+from relayline.deploy.doctor.report import Finding, Probe, examine, failure
+from relayline.deploy.launch.control import Launched
+from relayline.deploy.machine.directories import cache_dir
+from relayline.deploy.launch.own_tls import directory_name
+from relayline.deploy.launch.state import StateDir, state_root
+from relayline.deploy.manifest import Manifest
+from relayline.deploy.planning.this_machine import available_memory_bytes
+from relayline.wire.common.errors import RelaylineError
+from relayline.wire.links.security import LinkSecurity
 
 
 def machine_probes(timeout_s: float) -> list[Probe]:

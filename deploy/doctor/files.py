@@ -7,8 +7,8 @@ import hashlib
 import stat
 from pathlib import Path
 
-from coordinator.inspection import inspect_model
-from coordinator.pipeline_file import (
+from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.model.pipeline_file import (
     HASH_CHUNK_BYTES,
     PIPELINE_NAME,
     ArtifactFile,
@@ -17,11 +17,11 @@ from coordinator.pipeline_file import (
     check_artifact,
     load_pipeline,
 )
-from deploy.doctor.report import Finding, failure, ok, warning
-from deploy.manifest import Manifest, is_local
-from wire.errors import ArtifactError, RelaylineError
-from wire.security import CERT_FILE, TOKEN_FILE, LinkSecurity, load_security
-from wire.tls_material import RENEW_DAYS, canonical_name, names_of, read_certificate
+from relayline.deploy.doctor.report import Finding, failure, ok, warning
+from relayline.deploy.manifest import Manifest, is_local
+from relayline.wire.common.errors import ArtifactError, RelaylineError
+from relayline.wire.links.security import CERT_FILE, TOKEN_FILE, LinkSecurity, load_security
+from relayline.wire.links.tls_material import RENEW_DAYS, canonical_name, names_of, read_certificate
 
 MIB = 1 << 20
 

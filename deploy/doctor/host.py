@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from deploy.doctor.report import Finding, failure, ok, warning
+from relayline.deploy.doctor.report import Finding, failure, ok, warning
 
 PYTHON_MIN = (3, 11)
 COMPILER_TIMEOUT_S = 5.0

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deploy.doctor.report import Finding, failure, ok, warning
+from relayline.deploy.doctor.report import Finding, failure, ok, warning
 
 LLAMA_VERSION = "0.3.36"  # stage/ relies on this version's struct layout and tensor names
 LOAD_TIMEOUT_S = 30.0
@@ -50,7 +50,7 @@ _LOADED = "llama.cpp was loaded"
 _PROGRAM = f"""
 import ctypes, json, importlib, importlib.metadata, os, sys
 found = {{}}
-for name in ("stage._capture", "wire._rows"):
+for name in ("relayline.stage.engine._capture", "relayline.wire.envelopes._rows"):
     try:
         importlib.import_module(name)
         found[name] = ""
@@ -141,12 +141,16 @@ def judge_llama(facts: dict[str, Any], cpu_flags: set[str], *, wants_gpu: bool) 
 
 def judge_extensions(facts: dict[str, Any]) -> Finding:
     """Judge relayline's own C extensions."""
-    broken = [f"{name} ({facts[name]})" for name in ("stage._capture", "wire._rows") if facts.get(name)]
+    broken = [
+        f"{name} ({facts[name]})"
+        for name in ("relayline.stage.engine._capture", "relayline.wire.envelopes._rows")
+        if facts.get(name)
+    ]
     if broken:
         return failure(
             "extensions", f"cannot be loaded: {', '.join(broken)}", "build them: pip install -e . in the source tree"
         )
-    return ok("extensions", "stage._capture and wire._rows load")
+    return ok("extensions", "relayline.stage.engine._capture and relayline.wire.envelopes._rows load")
 
 
 def _cpu_flags(cpuinfo: Path) -> set[str]:

@@ -11,13 +11,13 @@ import urllib.parse
 
 import aiohttp
 
-from coordinator.stage_client import StageClient
-from deploy.doctor.report import Finding, failure, in_daemon, ok, warning
-from deploy.launch.ports import port_problem, wanted_ports
-from deploy.manifest import Manifest, is_local
-from wire.errors import RelaylineError
-from wire.pb.relayline.v1 import relayline_pb2 as pb
-from wire.security import LinkSecurity, address_of
+from relayline.coordinator.engine.stage_client import StageClient
+from relayline.deploy.doctor.report import Finding, failure, in_daemon, ok, warning
+from relayline.deploy.launch.ports import port_problem, wanted_ports
+from relayline.deploy.manifest import Manifest, is_local
+from relayline.wire.common.errors import RelaylineError
+from relayline.wire.links.security import LinkSecurity, address_of
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CONNECT_TIMEOUT_S = 5.0
 DESCRIBE_TIMEOUT_S = 10.0

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coordinator.cuts import ranges
-from coordinator.inspection import inspect_model
-from coordinator.pipeline_file import PIPELINE_NAME
-from coordinator.planner.memory import COORDINATOR_BYTES, stage_memory
-from deploy.launch.prepare import choose_cuts
-from deploy.manifest import Manifest, is_local
-from deploy.planning import load_of, shape_of
-from deploy.splits import split_place
-from wire.errors import RelaylineError
+from relayline.coordinator.model.cuts import ranges
+from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.model.pipeline_file import PIPELINE_NAME
+from relayline.coordinator.planner.memory import COORDINATOR_BYTES, stage_memory
+from relayline.deploy.launch.prepare import choose_cuts
+from relayline.deploy.launch.splits import split_place
+from relayline.deploy.manifest import Manifest, is_local
+from relayline.deploy.planning.inputs import load_of, shape_of
+from relayline.wire.common.errors import RelaylineError
 
 
 def needed_memory_bytes(manifest: Manifest) -> int | None:

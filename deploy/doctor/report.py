@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from wire.errors import RelaylineError
+from relayline.wire.common.errors import RelaylineError
 
 Result = TypeVar("Result")
 

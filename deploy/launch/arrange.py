@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploy.launch.own_tls import directory_name
-from deploy.launch.plan import LaunchPlan, LocalStage, RemoteStage
-from deploy.launch.ports import LOCALHOST, join_host, stage_host
-from deploy.manifest import Manifest, Stage
+from relayline.deploy.launch.own_tls import directory_name
+from relayline.deploy.launch.plan import LaunchPlan, LocalStage, RemoteStage
+from relayline.deploy.launch.ports import LOCALHOST, join_host, stage_host
+from relayline.deploy.manifest import Manifest, Stage
 
 
 def arrange(manifest: Manifest, source: Path, settled: Path, log_flags: tuple[str, ...] = ()) -> LaunchPlan:

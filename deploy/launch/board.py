@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from deploy.launch.process_id import ProcessId
-from deploy.launch.state import STATE_VERSION, LaunchState, Phase, ProcessRecord, StateDir
+from relayline.deploy.launch.process_id import ProcessId
+from relayline.deploy.launch.state import STATE_VERSION, LaunchState, Phase, ProcessRecord, StateDir
 
 log = logging.getLogger("relayline.up")
 

@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import msgspec
 
-from deploy.launch.leftovers import end_leftovers
-from deploy.launch.process_id import age_s, is_running, send_signal, wait_ended
-from deploy.launch.state import LaunchState, StateDir, find_running, state_root
-from wire.errors import RelaylineError, StartError, UsageError
+from relayline.deploy.launch.leftovers import end_leftovers
+from relayline.deploy.launch.process_id import age_s, is_running, send_signal, wait_ended
+from relayline.deploy.launch.state import LaunchState, StateDir, find_running, state_root
+from relayline.wire.common.errors import RelaylineError, StartError, UsageError
 
 ANSWER_TIMEOUT_S = 2.0  # of the coordinator, for what runs now
 ANSWER_BYTES_MAX = 4 << 20
@@ -58,7 +58,7 @@ def name_of(given: str) -> str:
     """Return the pipeline that a command line means: a name, or a manifest file, whose name it takes."""
     path = Path(given)
     if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
-        from deploy.manifest import load_manifest  # not loaded where a name is enough
+        from relayline.deploy.manifest import load_manifest  # not loaded where a name is enough
 
         return load_manifest(path).name
     return given
@@ -142,7 +142,7 @@ def _credentials(state: LaunchState) -> dict[str, str]:
     """Return the header with an API key: RELAYLINE_API_KEY, or one of the manifest's file if this user may read it."""
     if own := os.environ.get("RELAYLINE_API_KEY"):
         return {"Authorization": f"Bearer {own}"}
-    from deploy.manifest import load_manifest
+    from relayline.deploy.manifest import load_manifest
 
     try:
         manifest = load_manifest(Path(state.manifest))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import time
 
-from deploy.launch.process_id import send_signal, wait_ended
-from deploy.launch.state import LaunchState
+from relayline.deploy.launch.process_id import send_signal, wait_ended
+from relayline.deploy.launch.state import LaunchState
 
 LEFTOVER_STOP_S = 10.0  # for processes of a supervisor that ended without ending them; then they are killed
 

@@ -10,10 +10,10 @@ import datetime
 import secrets
 from pathlib import Path
 
-from deploy.certificates import CA_KEY_FILE, TOKEN_BYTES, init_authority, issue, write_file
-from deploy.manifest import Manifest
-from wire.security import CA_FILE, CERT_FILE, TOKEN_FILE
-from wire.tls_material import RENEW_DAYS, canonical_name, names_of, read_certificate
+from relayline.deploy.launch.certificates import CA_KEY_FILE, TOKEN_BYTES, init_authority, issue, write_file
+from relayline.deploy.manifest import Manifest
+from relayline.wire.links.security import CA_FILE, CERT_FILE, TOKEN_FILE
+from relayline.wire.links.tls_material import RENEW_DAYS, canonical_name, names_of, read_certificate
 
 DAYS_VALID = 365
 NAME_CHARS_MAX = 60  # of a CA's name

@@ -6,10 +6,10 @@ import errno
 import socket
 from typing import TYPE_CHECKING
 
-from wire.security import address_of
+from relayline.wire.links.security import address_of
 
 if TYPE_CHECKING:
-    from deploy.manifest import Manifest
+    from relayline.deploy.manifest import Manifest
 
 LOCALHOST = "127.0.0.1"
 

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from coordinator.inspection import inspect_model
-from coordinator.pipeline_file import PipelineFile, load_pipeline
-from deploy.cores import shares, write_cores
-from deploy.launch.own_tls import make_own_tls, make_own_token, needs_own_tls, needs_own_token
-from deploy.manifest import Manifest, Stage
-from deploy.model_source import resolve_model
-from deploy.planning import cuts_for
-from deploy.splits import split_for
-from wire.errors import UsageError
-from wire.security import TOKEN_FILE
+from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.model.pipeline_file import PipelineFile, load_pipeline
+from relayline.deploy.launch.model_source import resolve_model
+from relayline.deploy.launch.own_tls import make_own_tls, make_own_token, needs_own_tls, needs_own_token
+from relayline.deploy.launch.splits import split_for
+from relayline.deploy.machine.cores import shares, write_cores
+from relayline.deploy.manifest import Manifest, Stage
+from relayline.deploy.planning.inputs import cuts_for
+from relayline.wire.common.errors import UsageError
+from relayline.wire.links.security import TOKEN_FILE
 
 Split = Callable[[Path, tuple[int, ...]], Path]
 ChooseCuts = Callable[[Manifest, Path], tuple[int, ...]]

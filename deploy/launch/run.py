@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from deploy.launch.arrange import arrange
-from deploy.launch.backoff import RestartPolicy
-from deploy.launch.leftovers import end_leftovers
-from deploy.launch.log_files import LOG_BYTES_MAX, LOG_OLD_FILES, RotatedFile
-from deploy.launch.ports import port_problem, wanted_ports
-from deploy.launch.prepare import Prepared, planned_cuts, prepare
-from deploy.launch.state import StateDir
-from deploy.launch.supervisor import COORDINATOR, Emit, Supervisor
-from deploy.manifest import Manifest, is_local
-from wire.errors import StartError, UsageError
-from wire.process import first_of
-from wire.security import LinkSecurity, load_security
+from relayline.deploy.launch.arrange import arrange
+from relayline.deploy.launch.backoff import RestartPolicy
+from relayline.deploy.launch.leftovers import end_leftovers
+from relayline.deploy.launch.log_files import LOG_BYTES_MAX, LOG_OLD_FILES, RotatedFile
+from relayline.deploy.launch.ports import port_problem, wanted_ports
+from relayline.deploy.launch.prepare import Prepared, planned_cuts, prepare
+from relayline.deploy.launch.state import StateDir
+from relayline.deploy.launch.supervisor import COORDINATOR, Emit, Supervisor
+from relayline.deploy.manifest import Manifest, is_local
+from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.process import first_of
+from relayline.wire.links.security import LinkSecurity, load_security
 
 log = logging.getLogger("relayline.up")
 
@@ -97,7 +97,7 @@ def launch(
 
     Raises UsageError and StartError before anything is started, StartError when a process cannot be kept alive.
     """
-    from wire.process import run
+    from relayline.wire.common.process import run
 
     with directory.locked(manifest.name), log_file(directory.log(SUPERVISOR)) as file:
         before = directory.load()

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deploy.launch.ports import join_host
-from wire.errors import UsageError
+from relayline.deploy.launch.ports import join_host
+from relayline.wire.common.errors import UsageError
 
 if TYPE_CHECKING:
-    from coordinator.join_config import JoinConfig
-    from deploy.manifest import Manifest
+    from relayline.coordinator.joining.config import JoinConfig
+    from relayline.deploy.manifest import Manifest
 
 
 def read_manifest(ctx: click.Context, _: click.Parameter, path: Path | None) -> Manifest | None:
     """Read the manifest before any other flag, and let it speak where they are silent. Raises UsageError."""
     if path is None:
         return None
-    from deploy.manifest import load_manifest  # a stage process shares this module and never needs it
+    from relayline.deploy.manifest import load_manifest  # a stage process shares this module and never needs it
 
     manifest = load_manifest(path)
     ctx.default_map = flag_defaults(manifest) | dict(ctx.default_map or {})
@@ -86,7 +86,7 @@ def for_each_stage(join: JoinConfig | None, manifest: Manifest | None) -> JoinCo
 
     What each might choose differently but all must have in common is settled.
     """
-    from coordinator.join_config import TelemetryDefaults
+    from relayline.coordinator.joining.config import TelemetryDefaults
 
     if join is None:
         return None
@@ -113,7 +113,7 @@ def served_directory(directory: Path | None, manifest: Manifest | None) -> Path:
 
     Raises UsageError where neither is given, and as `prepare`.
     """
-    from deploy.launch.prepare import prepare
+    from relayline.deploy.launch.prepare import prepare
 
     if directory is not None:
         return directory

@@ -22,8 +22,8 @@ from typing import Literal
 import click
 import msgspec
 
-from deploy.launch.process_id import ProcessId, age_s, is_running
-from wire.errors import StartError, UsageError
+from relayline.deploy.launch.process_id import ProcessId, age_s, is_running
+from relayline.wire.common.errors import StartError, UsageError
 
 STATE_VERSION = 1
 

@@ -15,17 +15,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from deploy.child import Child
-from deploy.launch.backoff import RestartHistory, RestartPolicy
-from deploy.launch.board import Board
-from deploy.launch.log_files import LogWriter
-from deploy.launch.plan import LaunchPlan, LocalStage
-from deploy.launch.process_id import identify
-from deploy.launch.state import ProcessRecord, ProcessState, StateDir
-from wire import bounds
-from wire.errors import StartError
-from wire.process import first_of
-from wire.security import address_of
+from relayline.deploy.launch.backoff import RestartHistory, RestartPolicy
+from relayline.deploy.launch.board import Board
+from relayline.deploy.launch.child import Child
+from relayline.deploy.launch.log_files import LogWriter
+from relayline.deploy.launch.plan import LaunchPlan, LocalStage
+from relayline.deploy.launch.process_id import identify
+from relayline.deploy.launch.state import ProcessRecord, ProcessState, StateDir
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import StartError
+from relayline.wire.common.process import first_of
+from relayline.wire.links.security import address_of
 
 log = logging.getLogger("relayline.up")
 

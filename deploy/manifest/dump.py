@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from deploy.manifest.model import Manifest
-from deploy.manifest.text import is_string
+from relayline.deploy.manifest.model import Manifest
+from relayline.deploy.manifest.text import is_string
 
 
 class BlockDumper(yaml.SafeDumper):

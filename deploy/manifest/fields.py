@@ -6,8 +6,8 @@ import functools
 import typing
 from collections.abc import Iterator
 
-from deploy.manifest.model import Manifest
-from deploy.manifest.scalars import Part
+from relayline.deploy.manifest.model import Manifest
+from relayline.deploy.manifest.scalars import Part
 
 
 def child_type(path: tuple[str | int, ...]) -> type[Part] | None:

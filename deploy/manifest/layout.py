@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from deploy.manifest.stage import Stage
+from relayline.deploy.manifest.stage import Stage
 
 
 class StageError(ValueError):

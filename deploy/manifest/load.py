@@ -10,11 +10,11 @@ from typing import Any
 import pydantic
 from pydantic_core import ErrorDetails
 
-from deploy.manifest.fields import child_type, field_names, places_of
-from deploy.manifest.layout import StageError
-from deploy.manifest.model import API_VERSION, KIND, Manifest
-from deploy.manifest.text import TEXT_BYTES_MAX, Complaint, Document, TextError, read_document
-from wire.errors import UsageError
+from relayline.deploy.manifest.fields import child_type, field_names, places_of
+from relayline.deploy.manifest.layout import StageError
+from relayline.deploy.manifest.model import API_VERSION, KIND, Manifest
+from relayline.deploy.manifest.text import TEXT_BYTES_MAX, Complaint, Document, TextError, read_document
+from relayline.wire.common.errors import UsageError
 
 COMPLAINTS_MAX = 20  # of one file that are shown; the rest is counted
 VALUE_CHARS_MAX = 60  # of a wrong value that is shown

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 
-from deploy.manifest.layout import check_layers, check_stages, fixed_cuts, place_on_host
-from deploy.manifest.scalars import DnsLabel, FilePath, Host, Labels, Part, Port, Sha256, Text, is_local
-from deploy.manifest.stage import LayerRange, Link, Speed, Stage
-from stage.config import LANES_MAX
-from wire import bounds
+from relayline.deploy.manifest.layout import check_layers, check_stages, fixed_cuts, place_on_host
+from relayline.deploy.manifest.scalars import DnsLabel, FilePath, Host, Labels, Part, Port, Sha256, Text, is_local
+from relayline.deploy.manifest.stage import LayerRange, Link, Speed, Stage
+from relayline.stage.config import LANES_MAX
+from relayline.wire.common import bounds
 
 API_VERSION = "relayline.dev/v1alpha1"
 KIND = "Pipeline"

@@ -8,8 +8,8 @@ import pydantic
 from pydantic import ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from deploy.cores import LIST
-from wire.security import is_loopback
+from relayline.deploy.machine.cores import LIST
+from relayline.wire.links.security import is_loopback
 
 # Patterns stay within what ECMA 262 and Rust's regular expressions share: the JSON Schema publishes them.
 DNS_LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"

@@ -1,11 +1,11 @@
-"""The published JSON Schema of manifests. `python -m deploy.manifest.schema` writes schema.json anew."""
+"""The published JSON Schema of manifests. `python -m relayline.deploy.manifest.schema` writes schema.json anew."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from deploy.manifest.model import Manifest
+from relayline.deploy.manifest.model import Manifest
 
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

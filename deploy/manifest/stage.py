@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
-from deploy.cores import read_cores, write_cores
-from deploy.manifest.scalars import CoreList, DnsLabel, FilePath, Host, Labels, Part, Port, is_local
+from relayline.deploy.machine.cores import read_cores, write_cores
+from relayline.deploy.manifest.scalars import CoreList, DnsLabel, FilePath, Host, Labels, Part, Port, is_local
 
 LAYERS_MAX = 100_000  # also the ceiling of --gpu-layers
 

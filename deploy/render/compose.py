@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Manifest
-from deploy.manifest.stage import Stage
-from deploy.render import inside, observability
-from deploy.render.document import Mapping, without_none, yaml_file
-from deploy.render.inside import Inside, check_names
-from wire.errors import UsageError
+from relayline.deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Manifest
+from relayline.deploy.manifest.stage import Stage
+from relayline.deploy.render import inside, observability
+from relayline.deploy.render.document import Mapping, without_none, yaml_file
+from relayline.deploy.render.inside import Inside, check_names
+from relayline.wire.common.errors import UsageError
 
 TARGET = "compose"
 COORDINATOR = "coordinator"

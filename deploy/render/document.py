@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from deploy.manifest.dump import dump_yaml
+from relayline.deploy.manifest.dump import dump_yaml
 
 Mapping = dict[str, Any]
 

@@ -11,10 +11,10 @@ import importlib.metadata
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
-from deploy.manifest.dump import dump_manifest
-from deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Deployment, Manifest
-from deploy.manifest.stage import Speed, Stage
-from wire.errors import UsageError
+from relayline.deploy.manifest.dump import dump_manifest
+from relayline.deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Deployment, Manifest
+from relayline.deploy.manifest.stage import Speed, Stage
+from relayline.wire.common.errors import UsageError
 
 HTTP_PORT = 8_080
 USER_ID = 10_001  # as in deploy/Containerfile

@@ -10,12 +10,12 @@ import hashlib
 import importlib.metadata
 import re
 
-from deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Manifest
-from deploy.manifest.stage import Stage
-from deploy.render import inside, pods
-from deploy.render.document import Mapping, without_none, yaml_file
-from deploy.render.inside import Inside, check_names
-from wire.errors import UsageError
+from relayline.deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Manifest
+from relayline.deploy.manifest.stage import Stage
+from relayline.deploy.render import inside, pods
+from relayline.deploy.render.document import Mapping, without_none, yaml_file
+from relayline.deploy.render.inside import Inside, check_names
+from relayline.wire.common.errors import UsageError
 
 TARGET = "kubernetes"
 # A StatefulSet's name plus a hash of 11 characters is a label value of its pods.

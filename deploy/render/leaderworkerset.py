@@ -7,12 +7,12 @@ recreated for it.
 
 from __future__ import annotations
 
-from deploy.manifest.model import Manifest
-from deploy.manifest.stage import Stage
-from deploy.render import kubernetes, pods
-from deploy.render.document import Mapping, without_none, yaml_file
-from deploy.render.inside import Inside
-from wire.errors import UsageError
+from relayline.deploy.manifest.model import Manifest
+from relayline.deploy.manifest.stage import Stage
+from relayline.deploy.render import kubernetes, pods
+from relayline.deploy.render.document import Mapping, without_none, yaml_file
+from relayline.deploy.render.inside import Inside
+from relayline.wire.common.errors import UsageError
 
 TARGET = "leaderworkerset"
 _LEADER = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from deploy.manifest.dump import dump_yaml
+from relayline.deploy.manifest.dump import dump_yaml
 
 PROFILE = "observability"
 JAEGER_IMAGE = "cr.jaegertracing.io/jaegertracing/jaeger:2.20.0"

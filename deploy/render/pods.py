@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT
-from deploy.render import inside
-from deploy.render.document import Mapping, without_none
-from deploy.render.inside import Inside
+from relayline.deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT
+from relayline.deploy.render import inside
+from relayline.deploy.render.document import Mapping, without_none
+from relayline.deploy.render.inside import Inside
 
 COORDINATOR = "coordinator"
 STAGE = "stage"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from deploy.manifest.model import Manifest
-from deploy.render import compose, kubernetes, leaderworkerset
+from relayline.deploy.manifest.model import Manifest
+from relayline.deploy.render import compose, kubernetes, leaderworkerset
 
 TARGETS: Final = (compose.TARGET, kubernetes.TARGET, leaderworkerset.TARGET)
 

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from wire.errors import UsageError
+from relayline.wire.common.errors import UsageError
 
 RECORD_FILE = ".relayline-render"
 RECORD_BYTES_MAX = 1 << 20

@@ -1,4 +1,4 @@
-from wire.pb.relayline.v1 import relayline_pb2 as _relayline_pb2
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as _relayline_pb2
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message

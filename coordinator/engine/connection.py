@@ -1,0 +1,254 @@
+"""One epoch of a pipeline: every stage checked and configured, the streams open. Made anew after any loss."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence, Sized
+
+from relayline.coordinator.engine.stage_client import StageClient
+from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.coordinator.schedule.overhead import HOST_STEP_NS, Held
+from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.wire.common import bounds
+from relayline.wire.common.curve import CostCurve
+from relayline.wire.common.errors import HandshakeError, RelaylineError
+from relayline.wire.links.relay_link import RelayLink
+from relayline.wire.links.security import PLAINTEXT, LinkSecurity
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+log = logging.getLogger("relayline.coordinator")
+
+CURVE_REFRESH_S = 1.0  # between looks at what the stages have learned; batches never wait for it
+
+
+class Connection:
+    """All streams of one epoch. Make it with `Connection.open`."""
+
+    def __init__(
+        self,
+        epoch: int,
+        stages: Sequence[StageClient],
+        facts: Sequence[pb.DescribeResponse],
+        held: Sequence[Mapping[int, int]],
+    ) -> None:
+        """`held` is what sessions of the epoch before hold at each stage: {session id: tokens of its history}."""
+        self.epoch = epoch
+        self.stages, self.facts = stages, facts
+        sessions = {session_id for at_stage in held for session_id in at_stage}
+        # Of every session that any stage knows, how many tokens all of them hold.
+        self.held = {session_id: min(at_stage.get(session_id, 0) for at_stage in held) for session_id in sessions}
+        self.link: RelayLink
+        self._refresher: asyncio.Task[None] | None = None
+
+    @property
+    def n_lanes(self) -> int:
+        """Sessions that every stage can hold."""
+        return min(facts.n_lanes for facts in self.facts)
+
+    @property
+    def ctx_tokens(self) -> int:
+        """Tokens of one session that every stage can hold."""
+        return min(facts.ctx_tokens for facts in self.facts)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of one frame that every stage accepts."""
+        return min(facts.max_rows for facts in self.facts)
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether every stage can forget what was guessed wrong."""
+        return all(facts.rewinds for facts in self.facts)
+
+    def stage_costs(self) -> list[StageCost]:
+        """Return what each stage measured of its own speed."""
+        share = share_host([stage.address for stage in self.stages])
+        return [
+            stage_cost(facts, facts.max_rows, is_per_lane=facts.kv_per_lane, shares_host=shares)
+            for facts, shares in zip(self.facts, share, strict=True)
+        ]
+
+    @classmethod
+    async def open(
+        cls,
+        addresses: Sequence[str],
+        pipeline: PipelineFile,
+        *,
+        route_id: int,
+        epoch: int,
+        wire_dtype: int,
+        security: LinkSecurity = PLAINTEXT,
+        on_return: Callable[[pb.ReturnEnvelope], None],
+        on_lost: Callable[[RelaylineError], None],
+    ) -> Connection:
+        """Check, configure (downstream first) and connect every stage.
+
+        Raises HandshakeError when stages do not fit the pipeline or each other, StageLostError when one cannot be
+        reached, UnauthenticatedError when one refuses us or we it, NotReadyError when one stops or was started anew
+        meanwhile; then nothing stays open.
+        """
+        stages = [StageClient(address, security) for address in addresses]
+        try:
+            facts = await _describe_all(stages)
+            check_stages(addresses, facts, pipeline)
+            held: list[dict[int, int]] = []
+            for index in reversed(range(len(stages))):
+                request = pb.ConfigureRequest(
+                    protocol_version=bounds.PROTOCOL_VERSION,
+                    route_id=route_id,
+                    epoch=epoch,
+                    pipeline_id=pipeline.pipeline_id,
+                    stage_index=index,
+                    next_address=addresses[index + 1] if index + 1 < len(addresses) else "",
+                    wire_dtype=pb.Dtype.Name(wire_dtype),
+                    instance_id=facts[index].instance_id,
+                )
+                held.append(await stages[index].configure(request))
+            connection = cls(epoch, stages, facts, held)
+            subscription = pb.ReturnRequest(route_id=route_id, epoch=epoch)
+            await asyncio.gather(*(stage.listen(subscription, on_return, on_lost) for stage in stages))
+            hello = pb.LinkOpen(
+                protocol_version=bounds.PROTOCOL_VERSION,
+                route_id=route_id,
+                epoch=epoch,
+                pipeline_id=pipeline.pipeline_id,
+                source_sha256=pipeline.source.sha256,
+                next_layer=0,
+                n_embd=pipeline.n_embd,
+                dtype=pb.DTYPE_TOKENS,
+            )
+            connection.link = await RelayLink.open(addresses[0], hello, on_lost, security)
+        except BaseException:
+            await asyncio.gather(*(stage.close() for stage in stages), return_exceptions=True)
+            raise
+        return connection
+
+    def keep_costs(self, audiences: Sized, update: Callable[[list[StageCost], list[Held]], None]) -> None:
+        """Let `refresh_costs` run for as long as this connection stands."""
+        self._refresher = asyncio.create_task(refresh_costs(self, audiences, update))
+
+    async def close(self) -> None:
+        """Close every stream of this epoch; what sessions hold stays at the stages for a while."""
+        if self._refresher is not None:
+            self._refresher.cancel()
+            await asyncio.gather(self._refresher, return_exceptions=True)
+        await self.link.close()
+        await asyncio.gather(*(stage.close() for stage in self.stages), return_exceptions=True)
+
+
+async def _describe_all(stages: Sequence[StageClient]) -> list[pb.DescribeResponse]:
+    """Ask every stage, and hear them all out before the first failure is raised: each may have its own to tell."""
+    answers = await asyncio.gather(*(stage.describe() for stage in stages), return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+async def refresh_costs(
+    connection: Connection, audiences: Sized, update: Callable[[list[StageCost], list[Held]], None]
+) -> None:
+    """Plan with what the stages have learned of their speed since; for as long as the connection is used.
+
+    Only while there are audiences. `update` gets every stage's cost and, if all of them answered, how long they have
+    held frames. Ends only by being cancelled: what goes wrong is logged, and the next look may be better.
+    """
+    is_failing = False
+    while True:
+        await asyncio.sleep(CURVE_REFRESH_S)
+        if not audiences:
+            continue  # an idle pipeline learns nothing
+        try:
+            update(*await _costs_now(connection))
+        except Exception:  # a bug of ours; streams go on with the plans of before
+            if not is_failing:  # each second would fill the log
+                log.exception("reading what the stages have learned of their speed failed; trying again")
+            is_failing = True
+        else:
+            is_failing = False
+
+
+async def _costs_now(connection: Connection) -> tuple[list[StageCost], list[Held]]:
+    """Ask every stage for its speed; one that does not answer is taken at what it said when it connected."""
+    statuses = await asyncio.gather(*(stage.status(with_recent=False) for stage in connection.stages))
+    costs = connection.stage_costs()
+    held: list[Held] = []
+    for index, status in enumerate(statuses):
+        if status is not None:
+            known = costs[index]
+            stays = {"is_per_lane": known.is_per_lane, "shares_host": known.shares_host}
+            costs[index] = stage_cost(status, known.rows_max, **stays)
+            n_frames = status.n_decode_frames
+            held.append(Held(n_frames, status.decode_held_ns + n_frames * HOST_STEP_NS))
+    return costs, held if len(held) == len(statuses) else []
+
+
+def stage_cost(
+    said: pb.DescribeResponse | pb.StatusResponse,
+    rows_max: int,
+    host_ns: int = HOST_STEP_NS,
+    *,
+    is_per_lane: bool = False,
+    shares_host: bool = False,
+) -> StageCost:
+    """Read what a stage says of its speed, and add what a step costs beside the native decode."""
+    return StageCost(
+        CostCurve((point.n_rows, point.cost_ns + host_ns) for point in said.decode_curve),
+        CostCurve((point.n_rows, point.cost_ns + host_ns) for point in said.prefill_curve),
+        rows_max,
+        _price_ns(said.context_ns),
+        _price_ns(said.context_tiled_ns),
+        is_per_lane=is_per_lane,
+        shares_host=shares_host,
+    )
+
+
+def share_host(addresses: Sequence[str]) -> list[bool]:
+    """Return of each address whether another is of the same host, by its name."""
+    hosts = [address.rpartition(":")[0] for address in addresses]
+    return [hosts.count(host) > 1 for host in hosts]
+
+
+def _price_ns(said_ns: float) -> float:
+    """Return a price that plans can be made with: 0.0, which is not known, for what is none."""
+    return max(0.0, said_ns) if math.isfinite(said_ns) else 0.0
+
+
+def check_stages(addresses: Sequence[str], facts: Sequence[pb.DescribeResponse], pipeline: PipelineFile) -> None:
+    """Hold what the stages say of themselves against the pipeline, in order. Raises HandshakeError."""
+    if len(addresses) != len(pipeline.stages):
+        raise HandshakeError(
+            f"the pipeline has {len(pipeline.stages)} stages, but {len(addresses)} addresses were given"
+        )
+    for index, (address, fact) in enumerate(zip(addresses, facts, strict=True)):
+        if fact.pipeline_id != pipeline.pipeline_id:
+            what = "another model" if fact.source_sha256 != pipeline.source.sha256 else "another split of this model"
+            raise HandshakeError(f"{address} holds {what}; start it with an artifact of this pipeline")
+        if fact.stage_index != index:
+            raise HandshakeError(
+                f"stages are in the wrong order: {address} is stage {fact.stage_index} "
+                f"(layers {fact.layer_start}-{fact.layer_end - 1}), but stands at place {index}"
+            )
+        if fact.n_embd != pipeline.n_embd:
+            raise HandshakeError(f"{address} has rows of {fact.n_embd} values, the pipeline {pipeline.n_embd}")
+        if fact.kv_per_lane != facts[0].kv_per_lane:  # see wire.common.kv_layout
+            raise HandshakeError(
+                f"{address} and {addresses[0]} lay out their KV cells differently; start all stages with the same "
+                "--kv-layout, per-lane or unified"
+            )
+        _check_rope(addresses[0], facts[0], address, fact)
+
+
+def _check_rope(first_address: str, first: pb.DescribeResponse, address: str, fact: pb.DescribeResponse) -> None:
+    """Hold which set of rope factors a stage takes against the first stage's (see wire.common.rope_factors)."""
+    if fact.rope_original_tokens != first.rope_original_tokens:
+        text = "choose rope factors differently; start both from one version"
+        raise HandshakeError(f"{address} and {first_address} {text}")
+    limit = fact.rope_original_tokens
+    if limit and (fact.ctx_tokens > limit) != (first.ctx_tokens > limit):
+        raise HandshakeError(
+            f"{address} has lanes of {fact.ctx_tokens} tokens and {first_address} of {first.ctx_tokens}; this model "
+            f"turns lanes of more than {limit} tokens by other rope factors, so start all stages with the same --ctx"
+        )

@@ -1,0 +1,184 @@
+"""Who belongs to the pipeline: which places are taken, how far each member is, where it serves. Pure.
+
+A member holds a place from the moment it is let in until its membership ends. The place of a member that is still
+there is not given to another process, so that a typing error on a second host cannot push a running stage out; the
+same process may always take its own place again, because its older membership is then known to be dead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import HandshakeError, PlaceTakenError, UsageError
+
+
+class MemberState(enum.Enum):
+    """How far a place is on its way to serving."""
+
+    MISSING = "missing"
+    JOINED = "joined"
+    FETCHING = "fetching"
+    LOADING = "loading"
+    SERVING = "serving"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a stage says of itself when it joins. `host` is its address as the coordinator sees it."""
+
+    name: str
+    process_id: str
+    protocol_version: int
+    software_version: str
+    host: str
+    hostname: str = ""
+    system: str = ""
+    n_cores: int = 0
+    memory_bytes: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Place:
+    """One place of the pipeline and, while `member` is set, who holds it."""
+
+    index: int
+    name: str
+    state: MemberState = MemberState.MISSING
+    since_ns: int = 0  # of the state
+    ticket: int = 0  # of the membership that holds the place, or held it last
+    member: Introduction | None = None
+    done_bytes: int = 0
+    total_bytes: int = 0
+    address: str = ""
+    instance_id: str = ""
+    failure: str = ""  # why the last member left, when it said so
+
+
+class Membership:
+    """The places of one pipeline. Times are monotonic nanoseconds of the caller."""
+
+    def __init__(self, names: Sequence[str], software_version: str, now_ns: int) -> None:
+        self.places = [Place(index, name, since_ns=now_ns) for index, name in enumerate(names)]
+        self._software_version = software_version
+        self._tickets = 0
+
+    def check(self, who: Introduction) -> Place:
+        """Return the place that this stage may take.
+
+        Raises UsageError for an unknown name, HandshakeError for another version, and PlaceTakenError while another
+        process holds the place.
+        """
+        place = next((place for place in self.places if place.name == who.name), None)
+        if place is None:
+            known = ", ".join(place.name for place in self.places)
+            raise UsageError(f"this pipeline has no stage {who.name!r}; its stages are {known}")
+        if who.protocol_version != bounds.PROTOCOL_VERSION:
+            raise HandshakeError(
+                f"stage {who.name} speaks protocol {who.protocol_version}, this coordinator {bounds.PROTOCOL_VERSION}; "
+                f"run the same relayline version on both"
+            )
+        if release(who.software_version) != release(self._software_version):
+            raise HandshakeError(
+                f"stage {who.name} runs relayline {who.software_version}, this coordinator {self._software_version}; "
+                f"run the same version on both"
+            )
+        holder = place.member
+        if holder is not None and holder.process_id != who.process_id:
+            raise PlaceTakenError(
+                f"stage {who.name} is already here, from {holder.host} ({holder.hostname}); "
+                f"end that one first, or join under another name"
+            )
+        return place
+
+    def join(self, who: Introduction, now_ns: int) -> int:
+        """Give a stage its place and return the ticket of this membership. Raises as `check`."""
+        place = self.check(who)
+        self._tickets += 1
+        place.ticket, place.member = self._tickets, who
+        place.address = place.instance_id = place.failure = ""
+        place.done_bytes = place.total_bytes = 0
+        self._enter(place, MemberState.JOINED, now_ns)
+        return place.ticket
+
+    def place_of(self, ticket: int) -> Place | None:
+        """Return the place that a membership holds, None when it has ended or was replaced."""
+        return next((place for place in self.places if place.member is not None and place.ticket == ticket), None)
+
+    def progress(self, ticket: int, state: MemberState, done_bytes: int, total_bytes: int, now_ns: int) -> None:
+        """Note how far a member is. A membership that has ended changes nothing."""
+        place = self.place_of(ticket)
+        if place is not None:
+            place.done_bytes, place.total_bytes = done_bytes, total_bytes
+            place.address = place.instance_id = ""
+            self._enter(place, state, now_ns)
+
+    def serving(self, ticket: int, address: str, instance_id: str, now_ns: int) -> None:
+        """Note where a member serves (host:port). A membership that has ended changes nothing."""
+        place = self.place_of(ticket)
+        if place is not None:
+            place.address, place.instance_id = address, instance_id
+            self._enter(place, MemberState.SERVING, now_ns)
+
+    def failed(self, ticket: int, reason: str) -> None:
+        """Note what a member says of its own failure; it leaves after that."""
+        place = self.place_of(ticket)
+        if place is not None:
+            place.failure = reason
+
+    def leave(self, ticket: int, now_ns: int) -> Place | None:
+        """End a membership; returns the place that it freed, None when it held none any more."""
+        place = self.place_of(ticket)
+        if place is not None:
+            place.member, place.address, place.instance_id = None, "", ""
+            self._enter(place, MemberState.MISSING, now_ns)
+        return place
+
+    def missing(self) -> list[str]:
+        """Return the names of the places that do not serve yet, in layer order."""
+        return [place.name for place in self.places if place.state is not MemberState.SERVING]
+
+    def addresses(self) -> tuple[str, ...] | None:
+        """Return where every stage serves, in layer order; None while one is missing."""
+        if self.missing():
+            return None
+        return tuple(place.address for place in self.places)
+
+    def describe(self, now_ns: int) -> list[dict[str, object]]:
+        """Return one JSON-ready entry per place, in layer order."""
+        return [_describe(place, now_ns) for place in self.places]
+
+    def _enter(self, place: Place, state: MemberState, now_ns: int) -> None:
+        if place.state is not state:
+            place.state, place.since_ns = state, now_ns
+
+
+def release(version: str) -> tuple[str, ...]:
+    """Return the part of a version that must be equal on both ends: everything before the patch number."""
+    return tuple(version.split(".")[:2])
+
+
+def _describe(place: Place, now_ns: int) -> dict[str, object]:
+    entry: dict[str, object] = {
+        "name": place.name,
+        "state": place.state.value,
+        "state_s": (now_ns - place.since_ns) / 1e9,
+    }
+    if place.state is MemberState.FETCHING:
+        entry["fetched_bytes"], entry["fetch_total_bytes"] = place.done_bytes, place.total_bytes
+    elif place.state is MemberState.LOADING:
+        entry["loaded_bytes"], entry["load_total_bytes"] = place.done_bytes, place.total_bytes
+    if place.member is not None:
+        entry["host"] = {
+            "address": place.member.host,
+            "hostname": place.member.hostname,
+            "system": place.member.system,
+            "cores": place.member.n_cores,
+            "memory_bytes": place.member.memory_bytes,
+            "version": place.member.software_version,
+        }
+    elif place.failure:
+        entry["failure"] = place.failure
+    return entry

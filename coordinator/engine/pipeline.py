@@ -1,0 +1,399 @@
+"""The coordinator's engine room: admits requests, drives sessions through the stages, survives the loss of one.
+
+Decisions live in `session` (one request) and `admission` (who runs); this module carries their frames out and the
+stages' answers in. Everything here runs on the event loop.
+
+Losing a link or a stage ends an epoch, not a request: running sessions pause, a new connection is made at the next
+epoch, and each starts again from its history, with what came meanwhile. After `recovery_timeout_s` they are failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from relayline.coordinator.engine.connection import Connection
+from relayline.coordinator.engine.pipeline_config import Phase as Phase
+from relayline.coordinator.engine.pipeline_config import PipelineConfig as PipelineConfig
+from relayline.coordinator.engine.reconnect import Reconnector
+from relayline.coordinator.engine.roster import Roster, StaticRoster
+from relayline.coordinator.engine.stage_client import StageClient
+from relayline.coordinator.engine.telemetry_control import greet
+from relayline.coordinator.engine.token_sender import TokenSender
+from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.coordinator.observe.description import describe_pipeline, describe_stages, overlap_since
+from relayline.coordinator.observe.observer import Observer
+from relayline.coordinator.schedule.groups import GroupPlanner
+from relayline.coordinator.schedule.scheduler import Scheduler
+from relayline.coordinator.sessions.admission import Admission
+from relayline.coordinator.sessions.drafts import Acceptance
+from relayline.coordinator.sessions.generation import GenerationRequest
+from relayline.coordinator.sessions.prefixes import Prefixes
+from relayline.coordinator.sessions.request_log import StreamRecord
+from relayline.coordinator.sessions.session import OutFrame, Session, State
+from relayline.coordinator.sessions.streams import AUDIENCE_MAX, Audience, SessionStream, sharing_key
+from relayline.coordinator.sessions.suspects import Suspects, given_up
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import (
+    InternalError,
+    LaneLimitError,
+    NotReadyError,
+    ProtocolError,
+    RelaylineError,
+    StageLostError,
+    from_wire,
+)
+from relayline.wire.common.process import first_of
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+log = logging.getLogger("relayline.coordinator")
+
+
+class Pipeline:
+    """One served pipeline; implements coordinator.sessions.generation.Generator."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        file: PipelineFile,
+        is_end: Callable[[int], bool],
+        roster: Roster | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.config, self.file, self._is_end = config, file, is_end
+        self._roster = roster or StaticRoster(config.addresses)
+        self._observer = observer or Observer()
+        self._roster.watch(self._on_lost)
+        self._reconnector = Reconnector(config, self._roster, self._open, lambda: bool(self._audiences), self._fail_all)
+        self.phase, self.ready, self.epoch = Phase.LOADING, asyncio.Event(), 0
+        self._route_id = secrets.randbits(63)
+        self._session_ids = itertools.count(secrets.randbits(31) << 32)
+        self._audiences: dict[int, Audience] = {}  # by session id
+        self._shared: dict[Hashable, Audience] = {}
+        self.n_shared = 0  # requests that joined another's session
+        admission = self._admission = Admission(1, 0, config.waiting_max, lambda new: self._prefixes.lanes_before(new))
+        self._prefixes = Prefixes(config.prefix_lanes, self._session_ids, admission.free_lanes, admission.running)
+        self._connection: Connection | None = None
+        self._sender: TokenSender | None = None
+        self._suspects, self._scheduler = Suspects(), Scheduler(config.schedule, GroupPlanner(()))
+        self._dispatching, self._lost_at_ns, self._idle = False, 0, asyncio.Event()
+        self._acceptance = Acceptance() if config.schedule.draft and config.schedule.mode != "drain" else None
+        self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
+        self._idle.set()
+
+    # --- what the HTTP side sees --------------------------------------------------------------------------------------
+
+    @property
+    def ctx_tokens(self) -> int:
+        """Tokens that one stream may hold; 0 until the stages have been connected."""
+        return self._admission.ctx_tokens
+
+    @property
+    def n_lanes(self) -> int:
+        """Streams that may run at once."""
+        return self._admission.n_lanes
+
+    def is_ready(self) -> bool:
+        """Return whether a request would start now."""
+        return self.phase is Phase.READY
+
+    def check_ready(self) -> None:
+        """Raise NotReadyError unless a request would be admitted now: also while a lost stage is waited for."""
+        lost_s = (time.monotonic_ns() - self._lost_at_ns) / 1e9
+        is_awaited = self.phase is Phase.RECOVERING and lost_s < self.config.recovery_timeout_s
+        if not (self.is_ready() or is_awaited):
+            raise NotReadyError(f"the pipeline is {self.phase.value}; try again shortly")
+
+    def open(self, request: GenerationRequest) -> SessionStream:
+        """Admit and start a request; see Generator.open."""
+        self.check_ready()
+        key = sharing_key(request) if self.config.share else request.request_id
+        if (audience := self._shared.get(key)) is None or len(audience.streams) >= AUDIENCE_MAX:
+            audience = self._admit(request, key)
+            record = audience.opener
+        else:
+            self.n_shared += 1
+            record = self._observer.joined(audience.session.record, request, time.monotonic_ns())
+        stream = SessionStream(functools.partial(self._leave, audience, record))
+        audience.join(stream)
+        return stream
+
+    def _admit(self, request: GenerationRequest, key: Hashable) -> Audience:
+        acceptance = None if request.wants_logits else self._acceptance
+        session = Session(next(self._session_ids), request, self._is_end, acceptance=acceptance)
+        has_lane = self._admission.admit(session)
+        opener = self._observer.admitted(session.record, session.session_id, request, time.monotonic_ns())
+        audience = self._audiences[session.session_id] = self._shared[key] = Audience(session, key, opener)
+        self._idle.clear()
+        if has_lane:
+            self._start_all([session])
+        return audience
+
+    def _leave(self, audience: Audience, record: StreamRecord, stream: SessionStream) -> None:
+        if stream in audience.streams:
+            audience.streams.remove(stream)
+            self._observer.left(record, time.monotonic_ns())
+        if not audience.streams and audience.session.session_id in self._audiences:
+            self._finish(audience.session, [*self._prefixes.keep(audience.session), *audience.session.cancel()])
+
+    @property
+    def stages(self) -> Sequence[StageClient]:
+        """The stages that are connected now, in layer order."""
+        return self._connection.stages if self._connection else ()
+
+    async def describe(self, since_ns: int | None = None) -> dict[str, object]:
+        """Return topology and live counters; see Generator.describe."""
+        statuses = await asyncio.gather(*(stage.status(with_recent=True) for stage in self.stages))
+        now_ns = time.monotonic_ns()
+        live = {
+            "now_ns": now_ns,
+            **self._observer.figures(),
+            "phase": self.phase.value,
+            "epoch": self.epoch,
+            **self._admission.figures(),
+            "shared_requests": self.n_shared,
+            "prefixes": self._prefixes.figures(),
+            "plan": self._scheduler.describe(),
+            "link": self._connection.link.figures() if self._connection else {},
+            "missing": self._roster.missing(),
+        }
+        stages = describe_stages(self.file, self._roster.addresses(), statuses, self._roster.describe())
+        return describe_pipeline(self.file, live, stages, statuses) | overlap_since(statuses, since_ns, now_ns)
+
+    # --- life of the connection ---------------------------------------------------------------------------------------
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Connect, serve and recover until `stopping` is set; then drain.
+
+        Raises StartError or HandshakeError if the pipeline never became ready.
+        """
+        stop = asyncio.ensure_future(stopping.wait())
+        try:
+            while not stop.done():
+                connected = asyncio.ensure_future(self._connect())
+                try:
+                    await first_of(stop, connected)
+                finally:
+                    if not connected.done():
+                        connected.cancel()
+                        await asyncio.gather(connected, return_exceptions=True)
+                if connected.cancelled():
+                    break
+                connected.result()
+                await first_of(stop, self._lost)
+                if self._lost.done():
+                    await self._disconnect(self._lost.result())
+            await self._drain()
+        finally:
+            stop.cancel()
+            await self._teardown()
+
+    async def _connect(self) -> None:
+        self._connection = await self._reconnector.connect(is_first=self.phase is Phase.LOADING)
+        await greet(self._connection.stages, self._observer.pushed_level)
+        self._resume(self._connection)
+
+    async def _open(self, addresses: tuple[str, ...]) -> Connection:
+        """Begin the next epoch: one attempt to connect."""
+        self.epoch += 1
+        self._lost = asyncio.get_running_loop().create_future()
+        return await Connection.open(
+            addresses,
+            self.file,
+            route_id=self._route_id,
+            epoch=self.epoch,
+            wire_dtype=self.config.wire_dtype,
+            security=self.config.security,
+            on_return=self._on_return,
+            on_lost=self._on_lost,
+        )
+
+    def _resume(self, connection: Connection) -> None:
+        planner = GroupPlanner(connection.stage_costs(), self.config.schedule.itl_stretch)
+        self._prefixes.renew(connection.n_lanes, is_per_lane=planner.is_per_lane, there=connection.held)
+        for session in self._admission.running.values():
+            session.give_way()  # without a word: nothing of it is open in this epoch
+        self._admission.resize(connection.n_lanes, connection.ctx_tokens)
+        for session in self._admission.unfit():
+            self._fail(session, self._admission.too_long(session))
+        self._sender = TokenSender(connection.link, self.epoch, self._on_lost)
+        self._scheduler = Scheduler(self.config.schedule, planner, may_draft=connection.rewinds)
+        connection.keep_costs(self._audiences, self._scheduler.refresh)
+        self._observer.connected(len(self.file.stages))
+        self.phase = Phase.READY
+        self.ready.set()
+        starting = self._suspects.starting(self._admission.running.values())
+        self._scheduler.control(self._prefixes.left_behind(self._suspects.trusted(starting)))
+        self._start_all(starting)
+        self._dispatch()  # what is left behind is closed whether anybody starts or not
+        fields = {"epoch": self.epoch, "stages": len(self.file.stages), "resumed": len(self._admission.running)}
+        log.info("pipeline ready", extra={"fields": fields})
+
+    async def _disconnect(self, error: RelaylineError) -> None:
+        self.phase, self._lost_at_ns = Phase.RECOVERING, time.monotonic_ns()
+        self.ready.clear()
+        fields = {"epoch": self.epoch, "reason": error.message, "paused": len(self._admission.running)}
+        log.warning("pipeline lost, recovering", extra={"fields": fields})
+        self._observer.lost(error.message, time.monotonic_ns())
+        self._give_up_guilty(error)
+        await self._teardown()
+
+    def _give_up_guilty(self, error: RelaylineError) -> None:
+        """End the requests that have brought the pipeline down too often, see coordinator.sessions.suspects."""
+        for session in self._suspects.lost(self._admission.running.values()):
+            self._fail(session, given_up(error))
+
+    async def _teardown(self) -> None:
+        if self._sender is not None:
+            await self._sender.close()
+            self._sender = None
+        if self._connection is not None:
+            await self._connection.close()
+            self._connection = None
+
+    async def _drain(self) -> None:
+        """Let running requests end, bounded by DRAIN_TIMEOUT_S, then end the rest."""
+        self.phase = Phase.DRAINING
+        self.ready.clear()
+        if self._sender is not None:  # else nobody is left to end them
+            idle = asyncio.ensure_future(self._idle.wait())
+            await asyncio.wait((idle, self._lost), timeout=bounds.DRAIN_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            idle.cancel()
+        self._fail_all(NotReadyError("the server is shutting down"))
+        if self._sender is not None and not self._lost.done():
+            await self._sender.flush(bounds.HANDSHAKE_TIMEOUT_S)
+
+    # --- frames out, answers in ---------------------------------------------------------------------------------------
+
+    def _start_all(self, sessions: Iterable[Session]) -> None:
+        if self.phase is not Phase.RECOVERING:  # else the next epoch starts whoever has a lane
+            for session in sessions:
+                self._start(session)
+
+    def _start(self, session: Session) -> None:
+        self._observer.started(session.record, time.monotonic_ns())
+        self._scheduler.control(self._prefixes.start(session))
+        self._scheduler.prompt(session)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Send what the scheduler lets go, once for everything that this turn of the loop brings."""
+        if not self._dispatching:
+            self._dispatching = True
+            asyncio.get_running_loop().call_soon(self._dispatch_now)
+
+    def _dispatch_now(self) -> None:
+        self._dispatching = False
+        if self._sender is None:
+            return
+        now_ns = time.monotonic_ns()
+        try:
+            self._start_all(self._scheduler.orphans())
+            for envelope in self._scheduler.take(now_ns):
+                self._observer.sent(envelope, now_ns)
+                self._sender.push(envelope)
+        except Exception as error:  # a bug of ours: the next epoch begins with a new scheduler
+            log.exception("deciding what leaves failed")
+            self._on_lost(InternalError(f"deciding what leaves failed: {error}"))
+
+    def _on_lost(self, error: RelaylineError) -> None:
+        if not self._lost.done():
+            self._lost.set_result(error)
+
+    def _on_return(self, message: pb.ReturnEnvelope) -> None:
+        if message.epoch != self.epoch:
+            return
+        now_ns = time.monotonic_ns()
+        for passed in message.progress:
+            self._scheduler.passed(passed.session_id, passed.position, now_ns)
+            self._observer.progressed(passed.session_id, passed.position, now_ns)
+            audience = self._audiences.get(passed.session_id)
+            if audience is not None and audience.session.state is State.PREFILL:
+                self._start_all(self._suspects.passed(passed.session_id, passed.position))
+        tellings: list[Callable[[], None]] = []
+        try:
+            for sample in message.samples:
+                self._on_sample(sample, now_ns, tellings)
+            self._dispatch_now()  # what the stages wait for leaves before audiences are told and write their answers
+        finally:
+            for tell in tellings:
+                tell()
+        self._observer.summarised(message.summaries)
+        for fault in message.faults:
+            self._on_fault(fault)
+            self._dispatch()
+
+    def _on_sample(self, sample: pb.Sampled, now_ns: int, tellings: list[Callable[[], None]]) -> None:
+        self._scheduler.answered(sample.session_id, sample.position, now_ns)
+        if (audience := self._audiences.get(sample.session_id)) is None:
+            return
+        if sample.token >= self.file.n_vocab:
+            self._on_lost(ProtocolError(f"the last stage sampled token {sample.token} of {self.file.n_vocab}"))
+            return
+        session = audience.session
+        logprob = sample.logprob if session.request.sampling.n_logprobs >= 0 else None
+        top = tuple((entry.token, entry.logprob) for entry in sample.top)
+        event, frames = session.sampled(sample.position, sample.token, logprob, top, sample.logits)
+        if event is not None:
+            tellings.append(functools.partial(audience.put, event))
+            reason, is_drafted = event.finish_reason, event.is_drafted
+            self._observer.token(session.record, sample.position, reason, now_ns, is_drafted=is_drafted)
+            self._start_all(self._suspects.cleared(session))
+        if session.state is State.DONE:
+            self._finish(session, [*self._prefixes.keep(session), *frames])
+        else:
+            for frame in frames:
+                self._scheduler.decode(frame)
+
+    def _on_fault(self, fault: pb.SessionFault) -> None:
+        error = from_wire(fault.label, f"stage {fault.stage_index}: {fault.message}")
+        if fault.session_id == 0:  # of the whole route
+            self._on_lost(error)
+        audience = self._audiences.get(fault.session_id)
+        bad = (fault.session_id, audience.session.copied_from if audience else 0)
+        self._scheduler.control(self._prefixes.refused(bad, is_full=isinstance(error, LaneLimitError)))
+        if audience is None or audience.session.state is State.WAITING:  # a session that has sent nothing has no fault
+            return
+        session = audience.session
+        # Another coordinator had the lane that its open was to get: the end of another session brings the next chance.
+        waits = isinstance(error, LaneLimitError) and not fault.position and self._admission.put_back(session)
+        if waits or session.may_replay(error, is_retryable=fault.retryable):
+            log.info("session replayed", extra={"fields": {"request": session.request.request_id, "why": str(error)}})
+            self._observer.replayed(session.record, error.message, time.monotonic_ns())
+            self._scheduler.forget(session.session_id, time.monotonic_ns())
+            if waits:
+                self._scheduler.control(session.give_way())
+                self._start_all(self._suspects.gave_way(session))
+            else:
+                session.count_replay()
+                self._start(session)
+            return
+        self._fail(session, error)
+
+    def _fail(self, session: Session, error: RelaylineError) -> None:
+        session.record.error = error.label
+        self._audiences[session.session_id].put(error)
+        self._finish(session, session.cancel())
+
+    def _finish(self, session: Session, frames: Sequence[OutFrame]) -> None:
+        """Send the session's last frames, give its lane to the next in line."""
+        if (audience := self._audiences.pop(session.session_id, None)) and self._shared.get(audience.key) is audience:
+            del self._shared[audience.key]
+        self._observer.ended(session.record, now_ns := time.monotonic_ns())
+        self._scheduler.forget(session.session_id, now_ns)
+        self._scheduler.control(frames)
+        self._dispatch()
+        for following in self._admission.leave(session):
+            self._start_all(self._suspects.joining(following))
+        self._start_all(self._suspects.cleared(session))
+        if not self._audiences:
+            self._idle.set()
+
+    def _fail_all(self, error: RelaylineError) -> None:
+        for audience in list(self._audiences.values()):
+            self._fail(audience.session, error if error.retryable else StageLostError(error.message))

@@ -1,0 +1,43 @@
+"""How the coordinator drives a pipeline, and what phase it is in."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from relayline.coordinator.schedule.scheduler import ScheduleConfig
+from relayline.wire.links.security import PLAINTEXT, LinkSecurity
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PipelineConfig:
+    """How the coordinator drives one pipeline."""
+
+    addresses: tuple[str, ...]
+    """host:port of every stage, in layer order; empty when a roster of joining stages tells them."""
+    wire_dtype: int
+    """Dtype of activations between stages (wire.envelopes.envelope.DTYPE_F16 or DTYPE_F32)."""
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    """How decode rows are grouped and prompts cut into chunks."""
+    share: bool = True
+    """Whether identical deterministic requests in flight share one session."""
+    prefix_lanes: int | None = 0
+    """Spare lanes that keep what ended sessions computed, for prompts that begin alike; None: see Prefixes.renew.
+    With 0 nothing is copied from running sessions either."""
+    waiting_max: int = 256
+    """Requests that may wait for a lane; one more is refused with 429."""
+    start_timeout_s: float = 60.0
+    """How long the stages may take to become reachable at the start."""
+    recovery_timeout_s: float = 120.0
+    """How long requests, running and new ones, wait for a lost stage to come back."""
+    security: LinkSecurity = PLAINTEXT
+    """Certificates and join token of the links to the stages."""
+
+
+class Phase(enum.Enum):
+    """What the pipeline can do now."""
+
+    LOADING = "loading"
+    READY = "ready"
+    RECOVERING = "recovering"
+    DRAINING = "draining"

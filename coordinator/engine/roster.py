@@ -1,0 +1,189 @@
+"""Where the stages of a pipeline are: given once, or told by the stages that join.
+
+The pipeline asks before every epoch, and is told when an epoch cannot go on because a member left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from relayline.coordinator.engine.membership import Introduction, Membership, MemberState, Place
+from relayline.wire.common.errors import RelaylineError, StageLostError
+from relayline.wire.links.security import host_of, is_loopback
+
+log = logging.getLogger("relayline.coordinator")
+
+OnLost = Callable[[RelaylineError], None]
+
+
+class Roster(Protocol):
+    """What the pipeline needs to know of its stages. Event loop only."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether stages come by themselves, so that none being here yet is no failure."""
+
+    async def present(self) -> tuple[str, ...]:
+        """Wait until every stage is known to serve; return their addresses (host:port) in layer order."""
+
+    def watch(self, on_lost: OnLost) -> None:
+        """Have `on_lost` called whenever a stage that was among `present()` no longer is."""
+
+    def addresses(self) -> Sequence[str]:
+        """Return what is known of the addresses now, in layer order; empty strings for unknown ones."""
+
+    def missing(self) -> list[str]:
+        """Return the names of the stages that are waited for."""
+
+    def describe(self) -> list[dict[str, object]]:
+        """Return JSON-ready facts of each stage in layer order."""
+
+
+class StaticRoster:
+    """Addresses that were given at the start."""
+
+    joins = False
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = tuple(addresses)
+
+    async def present(self) -> tuple[str, ...]:
+        """Return the addresses; whether somebody is there shows when they are called."""
+        return self._addresses
+
+    def watch(self, on_lost: OnLost) -> None:
+        """Nothing is ever told."""
+
+    def addresses(self) -> Sequence[str]:
+        """Return the addresses."""
+        return self._addresses
+
+    def missing(self) -> list[str]:
+        """Return nothing: nobody is waited for."""
+        return []
+
+    def describe(self) -> list[dict[str, object]]:
+        """Return nothing beyond the addresses."""
+        return [{} for _ in self._addresses]
+
+
+class JoinedRoster:
+    """The members of the moment. `coordinator.joining.service` carries the stages' reports here."""
+
+    joins = True
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._complete = asyncio.Event()
+        self._on_lost: OnLost = lambda error: None
+        self.on_change: Callable[[Place], None] = lambda place: None
+        """Called with a place whose state has changed."""
+
+    # --- what the pipeline asks ---------------------------------------------------------------------------------------
+
+    async def present(self) -> tuple[str, ...]:
+        """Wait until every place is taken by a stage that serves."""
+        while (addresses := self._membership.addresses()) is None:
+            self._complete.clear()
+            await self._complete.wait()
+        return addresses
+
+    def watch(self, on_lost: OnLost) -> None:
+        """Have `on_lost` called when a serving member leaves or serves anew."""
+        self._on_lost = on_lost
+
+    def addresses(self) -> Sequence[str]:
+        """Return the addresses known now."""
+        return [place.address for place in self._membership.places]
+
+    def missing(self) -> list[str]:
+        """Return the names of the places that do not serve."""
+        return self._membership.missing()
+
+    def describe(self) -> list[dict[str, object]]:
+        """Return the state of every place."""
+        return self._membership.describe(time.monotonic_ns())
+
+    # --- what the stages report ---------------------------------------------------------------------------------------
+
+    def join(self, who: Introduction) -> int:
+        """Give a stage its place; returns its ticket. Raises as Membership.check."""
+        place = self._membership.check(who)
+        self._lose_if_serving(place, f"stage {who.name} joined anew")
+        ticket = self._membership.join(who, time.monotonic_ns())
+        fields = {"stage": who.name, "index": place.index, "from": who.host, "hostname": who.hostname}
+        log.info("stage joined", extra={"fields": fields})
+        self.on_change(place)
+        return ticket
+
+    def place_of(self, ticket: int) -> Place | None:
+        """Return the place that a membership holds, None when it has ended."""
+        return self._membership.place_of(ticket)
+
+    def progress(self, ticket: int, state: MemberState, done_bytes: int, total_bytes: int) -> None:
+        """Note how far a member is. One that served until now no longer does."""
+        place = self._membership.place_of(ticket)
+        if place is None:
+            return
+        self._lose_if_serving(place, f"stage {place.name} is loading again")
+        changed = place.state is not state
+        if changed:
+            log.info("stage is %s", state.value, extra={"fields": {"stage": place.name, "bytes": total_bytes}})
+        self._membership.progress(ticket, state, done_bytes, total_bytes, time.monotonic_ns())
+        if changed:
+            self.on_change(place)
+
+    def serving(self, ticket: int, address: str, instance_id: str) -> None:
+        """Note that a member serves at an address; the last one missing makes the pipeline whole."""
+        place = self._membership.place_of(ticket)
+        if place is None or (place.address, place.instance_id) == (address, instance_id):
+            return
+        self._lose_if_serving(place, f"stage {place.name} serves elsewhere now")
+        self._membership.serving(ticket, address, instance_id, time.monotonic_ns())
+        missing = self._membership.missing()
+        fields = {"stage": place.name, "address": address, "waiting_for": ",".join(missing) or "nobody"}
+        log.info("stage serves", extra={"fields": fields})
+        self.on_change(place)
+        if not missing:
+            for text in loopback_gaps(self._membership.places):
+                log.warning("%s", text)
+            self._complete.set()
+
+    def failed(self, ticket: int, reason: str) -> None:
+        """Note why a member is about to leave."""
+        place = self._membership.place_of(ticket)
+        if place is not None:
+            log.warning("stage failed", extra={"fields": {"stage": place.name, "reason": reason}})
+            self._membership.failed(ticket, reason)
+
+    def leave(self, ticket: int, reason: str) -> None:
+        """End a membership."""
+        place = self._membership.place_of(ticket)
+        if place is None:
+            return
+        self._lose_if_serving(place, f"stage {place.name} left: {reason}")
+        self._membership.leave(ticket, time.monotonic_ns())
+        fields = {"stage": place.name, "reason": reason, "waiting_for": ",".join(self._membership.missing())}
+        log.warning("stage left", extra={"fields": fields})
+        self.on_change(place)
+
+    def _lose_if_serving(self, place: Place, reason: str) -> None:
+        if place.state is MemberState.SERVING:
+            self._on_lost(StageLostError(reason))
+
+
+def loopback_gaps(places: Sequence[Place]) -> list[str]:
+    """Return a line for every stage that its upstream neighbour cannot reach: loopback means another host there."""
+    lines = []
+    for upstream, place in itertools.pairwise(places):
+        if is_loopback(host_of(place.address)) and not is_loopback(host_of(upstream.address)):
+            lines.append(
+                f"stage {place.name} is at {place.address}, which {upstream.name} at {upstream.address} cannot reach; "
+                f"let {place.name} join by this host's outward address, or give it --advertise"
+            )
+    return lines

@@ -1,0 +1,182 @@
+"""The coordinator's side of one stage: describe, configure, status, and its return stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import HandshakeError, InternalError, ProtocolError, RelaylineError, StageLostError
+from relayline.wire.links import rpc
+from relayline.wire.links.security import PLAINTEXT, LinkSecurity
+from relayline.wire.links.trouble import explained
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+log = logging.getLogger("relayline.coordinator")
+
+_U64 = 1 << 64
+STATUS_TIMEOUT_S = 2.0  # a status that takes longer is left out of the picture
+
+
+def clock_offset_ns(sent_ns: int, received_ns: int, theirs_ns: int) -> int:
+    """Return what turns a peer's monotonic times into ours: it said `theirs_ns` between sent_ns and received_ns.
+
+    A time that fits in between is from the clock of this very machine, which all its processes share: then 0 is exact,
+    where the middle would be wrong by half of what the call took. Pure.
+    """
+    return 0 if sent_ns <= theirs_ns <= received_ns else (sent_ns + received_ns) // 2 - theirs_ns
+
+
+class StageClient:
+    """One stage as seen from the coordinator. Event loop only."""
+
+    def __init__(self, address: str, security: LinkSecurity = PLAINTEXT) -> None:
+        """Raises UsageError when `security` does not allow a link to `address`."""
+        self.address, self._security = address, security
+        self._channel = rpc.open_channel(address, security)
+        self._reader: asyncio.Task[None] | None = None
+
+    async def describe(self) -> pb.DescribeResponse:
+        """Ask what the stage holds. Raises StageLostError, HandshakeError, UnauthenticatedError."""
+        request = pb.DescribeRequest(protocol_version=bounds.PROTOCOL_VERSION)
+        try:
+            facts: pb.DescribeResponse = await rpc.call(
+                self._channel, "Describe", request, pb.DescribeResponse, self.address, bounds.HANDSHAKE_TIMEOUT_S
+            )
+        except StageLostError as error:
+            raise await explained(error, self.address, self._security) from error
+        if facts.protocol_version != bounds.PROTOCOL_VERSION:
+            raise HandshakeError(
+                f"{self.address} speaks protocol {facts.protocol_version}, this coordinator "
+                f"{bounds.PROTOCOL_VERSION}; run the same relayline version on both"
+            )
+        return facts
+
+    async def configure(self, request: pb.ConfigureRequest) -> dict[int, int]:
+        """Begin a new epoch at the stage; returns what sessions hold there: {session id: tokens of its history}.
+
+        Raises the stage's typed refusal.
+        """
+        timeout_s = 2 * bounds.HANDSHAKE_TIMEOUT_S  # the stage itself shakes hands with its neighbour meanwhile
+        answer: pb.ConfigureResponse = await rpc.call(
+            self._channel, "Configure", request, pb.ConfigureResponse, self.address, timeout_s
+        )
+        if len(answer.held) > bounds.SESSIONS_PER_LINK_MAX:
+            raise ProtocolError(f"{self.address} says that it holds {len(answer.held)} sessions")
+        return {held.session_id: held.n_tokens for held in answer.held}
+
+    async def status(self, *, with_recent: bool) -> pb.StatusResponse | None:
+        """Return live counters (with_recent: also waits and step intervals), None if there is no answer in time.
+
+        Step times are moved to this process's clock, see clock_offset_ns; steps from before that clock began are left
+        out, since it has no time for them.
+        """
+        sent_ns = time.monotonic_ns()
+        try:
+            status: pb.StatusResponse = await rpc.call(
+                self._channel,
+                "Status",
+                pb.StatusRequest(with_recent=with_recent),
+                pb.StatusResponse,
+                self.address,
+                STATUS_TIMEOUT_S,
+            )
+        except RelaylineError:
+            return None
+        offset_ns = clock_offset_ns(sent_ns, time.monotonic_ns(), status.now_ns)
+        steps = zip(status.step_start_ns, status.step_end_ns, strict=False)
+        moved = [(start_ns + offset_ns, end_ns + offset_ns) for start_ns, end_ns in steps]
+        known = [(start_ns, end_ns) for start_ns, end_ns in moved if 0 <= start_ns <= end_ns < _U64]
+        status.step_start_ns[:] = [start_ns for start_ns, _ in known]
+        status.step_end_ns[:] = [end_ns for _, end_ns in known]
+        return status
+
+    async def batches(self, session_ids: Sequence[int]) -> pb.BatchesResponse | None:
+        """Return the remembered batches that held any of the sessions, None if there is no answer in time.
+
+        Start times are moved to this process's clock, see clock_offset_ns.
+        """
+        sent_ns = time.monotonic_ns()
+        request = pb.BatchesRequest(session_ids=session_ids)
+        try:
+            found: pb.BatchesResponse = await rpc.call(
+                self._channel, "Batches", request, pb.BatchesResponse, self.address, STATUS_TIMEOUT_S
+            )
+        except RelaylineError:
+            return None
+        offset_ns = clock_offset_ns(sent_ns, time.monotonic_ns(), found.now_ns)
+        for batch in found.batches:
+            batch.start_ns = max(0, batch.start_ns + offset_ns)
+        return found
+
+    async def set_telemetry(self, wanted: pb.TelemetrySettings) -> pb.TelemetrySettings | None:
+        """Set how much the stage traces (UNSPECIFIED leaves it) and return what holds now, None without an answer."""
+        try:
+            settings: pb.TelemetrySettings = await rpc.call(
+                self._channel, "SetTelemetry", wanted, pb.TelemetrySettings, self.address, STATUS_TIMEOUT_S
+            )
+        except RelaylineError:
+            return None
+        return settings
+
+    async def listen(
+        self,
+        request: pb.ReturnRequest,
+        on_message: Callable[[pb.ReturnEnvelope], None],
+        on_lost: Callable[[RelaylineError], None],
+    ) -> None:
+        """Subscribe to samples and faults; returns once nothing can be missed any more."""
+        stream = self._channel.unary_stream(
+            rpc.method("Return"),
+            request_serializer=rpc.serialize,
+            response_deserializer=None,  # grpc.aio ends a stream in silence where a deserializer fails
+        )
+        call = stream(request)
+        try:
+            async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
+                first = await call.read()
+        except grpc.aio.AioRpcError as error:
+            raise rpc.typed(error, self.address) from error
+        except TimeoutError as error:
+            raise StageLostError(f"{self.address} did not open its return stream") from error
+        if not isinstance(first, bytes) or not self._parse(first).subscribed:
+            raise ProtocolError(f"{self.address} opened its return stream with something else")
+        self._reader = asyncio.create_task(self._read(call, on_message, on_lost))
+
+    async def _read(
+        self,
+        call: grpc.aio.UnaryStreamCall[pb.ReturnRequest, bytes],
+        on_message: Callable[[pb.ReturnEnvelope], None],
+        on_lost: Callable[[RelaylineError], None],
+    ) -> None:
+        error: RelaylineError = StageLostError(f"stage at {self.address} closed its return stream")
+        try:
+            while isinstance(message := await call.read(), bytes):
+                on_message(self._parse(message))
+        except grpc.aio.AioRpcError as failure:
+            error = rpc.typed(failure, f"stage at {self.address}")
+        except ProtocolError as failure:
+            error = failure
+        except Exception as failure:  # a bug of ours: without a word, every stream would wait for ever
+            log.exception("taking an answer of %s failed", self.address)
+            error = InternalError(f"taking an answer of {self.address} failed: {failure}")
+        on_lost(error)
+
+    def _parse(self, message: bytes) -> pb.ReturnEnvelope:
+        try:
+            return pb.ReturnEnvelope.FromString(message)
+        except DecodeError as error:
+            raise ProtocolError(f"{self.address} sent a return message that cannot be read") from error
+
+    async def close(self) -> None:
+        """Close everything towards this stage."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        await self._channel.close()

@@ -1,0 +1,133 @@
+"""What a coordinator tells the stages that join it: how many there are, their names, and what each engine is to be."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from relayline.wire.common.errors import UsageError
+from relayline.wire.common.kv_layout import choose_pipeline_layout
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+from relayline.wire.telemetry.config import Level
+
+STAGES_MAX = 256  # members of one pipeline, hence memberships that are kept
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")  # a DNS label, because names become host and file names
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineOrder:
+    """The engine of one stage. Ranges are the stage's to check; see the flags of `relayline stage`."""
+
+    ctx_tokens: int = 2_048
+    """Tokens that one session may hold."""
+    n_lanes: int = 32
+    """Sessions that may be open at once."""
+    n_threads: int = 0
+    """Threads of a native decode; 0 takes every core of the stage's host."""
+    gpu_layers: int = 0
+    """Layers to put on a GPU; -1 means all."""
+    max_rows: int = 512
+    """Rows of one native step."""
+    prefill_rows: int = 128
+    """Prefill rows that may run beside waiting decoders in one step."""
+    kv_type: str = "f16"
+    """Element type of the KV cache."""
+    kv_layout: str = "auto"
+    """How lanes hold their KV cells; a key of wire.common.kv_layout.KV_LAYOUTS."""
+    policy: str = "auto"
+    """Batching policy: auto, drain or single."""
+    calibrate: bool = True
+    """Measure the cost curve at start."""
+
+    def message(self) -> pb.EngineSettings:
+        """Return the wire form. Raises UsageError for a number that no engine could take."""
+        try:
+            return pb.EngineSettings(**dataclasses.asdict(self))
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"an engine setting is out of range: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TelemetryDefaults:
+    """What a joining stage records unless its own flags say otherwise."""
+
+    level: str = ""
+    """off, summary, batches or frames; empty leaves it to the stage."""
+    otlp_endpoint: str = ""
+    """Where spans go; empty leaves it to the stage's environment."""
+    sampler_ratio: float = 1.0
+    """Share of requests that are sampled, 0 to 1."""
+    metrics_port: int = 0
+    """Port of the stage's own metrics endpoint; 0 for none."""
+
+    def message(self) -> pb.TelemetryOrder:
+        """Return the wire form. Raises UsageError for an unknown level or a port out of range."""
+        if not 0 <= self.metrics_port <= 65_535:
+            raise UsageError(f"metrics port {self.metrics_port} is outside 0..65535")
+        return pb.TelemetryOrder(
+            level=Level.named(self.level).settings().level if self.level else None,
+            otlp_endpoint=self.otlp_endpoint,
+            sampler_ratio=self.sampler_ratio,
+            metrics_port=self.metrics_port,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JoiningStage:
+    """One place in the pipeline, to be taken by the stage of that name."""
+
+    name: str
+    """A DNS label, unique in the pipeline."""
+    engine: EngineOrder = dataclasses.field(default_factory=EngineOrder)
+    """What its engine is to be."""
+    telemetry: TelemetryDefaults = dataclasses.field(default_factory=TelemetryDefaults)
+    """What it records."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JoinConfig:
+    """How stages find their way into a pipeline on their own."""
+
+    stages: tuple[JoiningStage, ...]
+    """The places, in layer order."""
+    host: str = "127.0.0.1"
+    """Address that stages join at."""
+    port: int = 0
+    """Port that stages join at; 0 lets the system choose, and `Joinable` tells."""
+    fetches_max: int = 8
+    """Artifacts that are sent at once; further stages wait their turn."""
+    offer_path: bool = True
+    """Tell stages where the artifact lies here, so that those who see the same files need not fetch it."""
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for names that cannot be told apart or values out of range."""
+        check_names([stage.name for stage in self.stages])
+        for flag, value, low, high in (
+            ("the port to join at", self.port, 0, 65_535),
+            ("the number of fetches at once", self.fetches_max, 1, STAGES_MAX),
+        ):
+            if not low <= value <= high:
+                raise UsageError(f"{flag}, {value}, is outside {low}..{high}")
+
+    def with_one_layout(self) -> JoinConfig:
+        """Return the same with one layout of KV cells for all stages, where each might choose another."""
+        gpu_layers = [place.engine.gpu_layers for place in self.stages]
+
+        def settled(engine: EngineOrder) -> EngineOrder:
+            layout = choose_pipeline_layout(engine.kv_layout, ctx_tokens=engine.ctx_tokens, gpu_layers=gpu_layers)
+            return dataclasses.replace(engine, kv_layout=layout)
+
+        stages = tuple(dataclasses.replace(place, engine=settled(place.engine)) for place in self.stages)
+        return dataclasses.replace(self, stages=stages)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise UsageError unless the names are DNS labels, unique, and not too many."""
+    if not 1 <= len(names) <= STAGES_MAX:
+        raise UsageError(f"a pipeline has 1 to {STAGES_MAX} stages, not {len(names)}")
+    for index, name in enumerate(names):
+        if not NAME.fullmatch(name):
+            raise UsageError(f"stage name {name!r} is not a DNS label; use lower-case letters, digits and hyphens")
+        if name in names[:index]:
+            raise UsageError(f"stage name {name!r} is given twice")

@@ -1,0 +1,261 @@
+"""The gRPC face of joining: carries stages' reports to the roster, and hands each stage its order and its artifact."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.metadata
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from relayline.coordinator.engine.membership import Introduction, Membership, MemberState
+from relayline.coordinator.engine.roster import JoinedRoster
+from relayline.coordinator.joining.artifact_reader import read_chunks
+from relayline.coordinator.joining.config import JoinConfig
+from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, PipelineFile
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import (
+    ArtifactError,
+    NotReadyError,
+    ProtocolError,
+    RelaylineError,
+    StaleEpochError,
+)
+from relayline.wire.common.process import first_of
+from relayline.wire.links import rpc
+from relayline.wire.links.listening import Listener
+from relayline.wire.links.refusals import peer_of
+from relayline.wire.links.security import LinkSecurity, address_of
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+
+log = logging.getLogger("relayline.coordinator")
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+SERVICE = "relayline.v1.PipelineService"
+TICKET_BYTES = 16
+SHUTDOWN_GRACE_S = 2.0
+_STATES = {
+    pb.ARTIFACT_PHASE_FETCHING: MemberState.FETCHING,
+    pb.ARTIFACT_PHASE_LOADING: MemberState.LOADING,
+}
+
+
+@dataclasses.dataclass(slots=True)
+class _Membership:
+    """One open Join call. `replaced` ends it when the same stage comes back on another call."""
+
+    ticket: int
+    index: int
+    secret: bytes
+    replaced: asyncio.Event
+    fetching: bool = False
+
+
+class JoinService:
+    """All calls of relayline.v1.PipelineService."""
+
+    def __init__(self, config: JoinConfig, directory: Path, file: PipelineFile, roster: JoinedRoster) -> None:
+        self._config, self._directory, self._file, self._roster = config, directory, file, roster
+        self._pipeline_json = (directory / PIPELINE_NAME).read_bytes()
+        self._members: dict[int, _Membership] = {}  # by place, hence at most one per stage
+        self._fetches = asyncio.Semaphore(config.fetches_max)
+        self._closing = asyncio.Event()
+        # A setting that cannot be said is the operator's mistake, to be told now and not to the first stage that asks.
+        for index in range(len(config.stages)):
+            self._order(index, b"")
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """Return the generic handler to register with a server."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Join": grpc.stream_stream_rpc_method_handler(self.join, None, rpc.serialize),
+                "Fetch": grpc.unary_stream_rpc_method_handler(self.fetch, rpc.parser(pb.FetchRequest), rpc.serialize),
+            },
+        )
+
+    def close(self) -> None:
+        """End every membership, telling the stages that the coordinator stops."""
+        self._closing.set()
+
+    # --- membership ---------------------------------------------------------------------------------------------------
+
+    async def join(self, requests: Any, context: Context) -> None:
+        """Let one stage in, give it its order, and keep its place until the call ends."""
+        try:
+            member = self._admit(await _hello(context), peer_of(context.peer())[0])
+        except RelaylineError as error:
+            log.warning("stage refused", extra={"fields": {"from": context.peer(), "reason": error.message}})
+            await rpc.abort(context, error)
+        reason: RelaylineError = ProtocolError("it said goodbye")
+        replaced, closing = asyncio.create_task(member.replaced.wait()), asyncio.create_task(self._closing.wait())
+        reading: asyncio.Task[None] | None = None
+        try:
+            await context.write(self._order(member.index, member.secret))
+            reading = asyncio.create_task(self._read(context, member.ticket))
+            await first_of(reading, replaced, closing)
+            if reading.done():
+                await reading
+                return
+            reason = (
+                NotReadyError("the coordinator is shutting down")
+                if closing.done()
+                else StaleEpochError("the same stage has joined anew")
+            )
+            await rpc.abort(context, reason)
+        except ProtocolError as error:
+            reason = error
+            await rpc.abort(context, error)
+        except asyncio.CancelledError:
+            reason = ProtocolError("the connection to the stage was lost")
+            raise
+        finally:
+            for task in (replaced, closing, reading):
+                if task is not None:
+                    task.cancel()
+            self._release(member, reason.message)
+
+    def _admit(self, hello: pb.StageHello, host: str) -> _Membership:
+        if self._closing.is_set():
+            raise NotReadyError("the coordinator is shutting down")
+        facts = hello.host
+        who = Introduction(
+            hello.name,
+            hello.process_id,
+            hello.protocol_version,
+            hello.software_version,
+            host,
+            facts.hostname,
+            facts.system,
+            facts.n_cores,
+            facts.memory_bytes,
+        )
+        ticket = self._roster.join(who)
+        place = self._roster.place_of(ticket)
+        assert place is not None
+        earlier = self._members.get(place.index)
+        if earlier is not None:
+            earlier.replaced.set()
+        member = _Membership(ticket, place.index, secrets.token_bytes(TICKET_BYTES), asyncio.Event())
+        self._members[place.index] = member
+        return member
+
+    def _release(self, member: _Membership, reason: str) -> None:
+        self._roster.leave(member.ticket, reason)
+        if self._members.get(member.index) is member:
+            del self._members[member.index]
+
+    def _order(self, index: int, secret: bytes) -> pb.StageOrder:
+        stage, settings = self._file.stages[index], self._config.stages[index]
+        path = str((self._directory / stage.file).resolve()) if self._config.offer_path else ""
+        return pb.StageOrder(
+            stage_index=index,
+            stage_count=len(self._file.stages),
+            pipeline_id=self._file.pipeline_id,
+            artifact=pb.ArtifactFile(file=stage.file, size_bytes=stage.size_bytes, sha256=stage.sha256, path=path),
+            pipeline_json=self._pipeline_json,
+            engine=settings.engine.message(),
+            telemetry=settings.telemetry.message(),
+            ticket=secret,
+        )
+
+    async def _read(self, context: Context, ticket: int) -> None:
+        while (report := _parse(await context.read())) is not None:
+            kind = report.WhichOneof("report")
+            if kind == "progress" and report.progress.phase in _STATES:
+                state, progress = _STATES[report.progress.phase], report.progress
+                self._roster.progress(ticket, state, progress.done_bytes, progress.total_bytes)
+            elif kind == "serving" and 0 < report.serving.port <= 65_535:
+                host = report.serving.host or peer_of(context.peer())[0]
+                self._roster.serving(ticket, address_of(host, report.serving.port), report.serving.instance_id)
+            elif kind == "failure":
+                self._roster.failed(ticket, report.failure.message[: bounds.ERROR_TEXT_BYTES_MAX])
+            else:
+                raise ProtocolError(f"a stage reported {kind or 'nothing'} where that makes no sense")
+
+    # --- artifacts ----------------------------------------------------------------------------------------------------
+
+    async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
+        """Send the caller's own artifact from an offset on."""
+        try:
+            member = self._member(request)
+            stage = self._file.stages[member.index]
+            member.fetching = True
+            try:
+                chunks = read_chunks(self._directory / stage.file, request.offset, stage.size_bytes)
+                async with self._fetches, contextlib.aclosing(chunks):
+                    async for offset, data in chunks:
+                        if self._members.get(member.index) is not member or self._closing.is_set():
+                            raise NotReadyError("this membership has ended")
+                        await context.write(pb.FetchChunk(offset=offset, data=data))
+            finally:
+                member.fetching = False
+        except RelaylineError as error:
+            await rpc.abort(context, error)
+
+    def _member(self, request: pb.FetchRequest) -> _Membership:
+        """Return whose ticket this is. Nothing in the request names a file, so nothing else can be had."""
+        for member in self._members.values():
+            if secrets.compare_digest(member.secret, request.ticket):
+                size_bytes = self._file.stages[member.index].size_bytes
+                if request.offset > size_bytes:
+                    raise ArtifactError(f"offset {request.offset} is beyond the artifact's {size_bytes} bytes")
+                if member.fetching:
+                    raise NotReadyError("this stage's artifact is already being sent")
+                return member
+        raise StaleEpochError("the ticket belongs to no member of this pipeline; join first")
+
+
+async def _hello(context: Context) -> pb.StageHello:
+    try:
+        async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
+            report = _parse(await context.read())
+    except TimeoutError as error:
+        raise ProtocolError("no introduction came on this membership") from error
+    if report is None or report.WhichOneof("report") != "hello":
+        raise ProtocolError("a membership begins with an introduction")
+    return report.hello
+
+
+def _parse(message: Any) -> pb.StageReport | None:
+    """Read one report; None at the end of the stream. Raises ProtocolError."""
+    if not isinstance(message, bytes):
+        return None
+    try:
+        return pb.StageReport.FromString(message)
+    except DecodeError as error:
+        raise ProtocolError("a stage's report cannot be read") from error
+
+
+@contextlib.asynccontextmanager
+async def serve_joining(
+    config: JoinConfig, directory: Path, file: PipelineFile, roster: JoinedRoster, security: LinkSecurity
+) -> AsyncIterator[str]:
+    """Let stages join for the length of a with block; yields the address (host:port). Raises StartError, UsageError."""
+    service = JoinService(config, directory, file, roster)
+    listener = Listener(security, "the coordinator")
+    listener.server.add_generic_rpc_handlers((service.handlers(),))
+    try:
+        port = listener.add_port(config.host, config.port)
+        await listener.server.start()
+        yield address_of(config.host, port)
+    finally:
+        service.close()
+        await listener.server.stop(SHUTDOWN_GRACE_S)
+        listener.close()
+
+
+def make_roster(config: JoinConfig) -> JoinedRoster:
+    """Return the places that stages may take, all of them free."""
+    names = [stage.name for stage in config.stages]
+    return JoinedRoster(Membership(names, importlib.metadata.version("relayline"), time.monotonic_ns()))

@@ -1,0 +1,264 @@
+"""Derives from a model's header what planning, splitting and a curious user need to know. Reads no tensor data.
+
+The one exception is `content_key`, which reads the first 4 KiB of every tensor.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import os
+import re
+from contextlib import ExitStack
+from pathlib import Path
+
+from relayline.coordinator.model import families
+from relayline.coordinator.model.cuts import legal_cuts
+from relayline.coordinator.model.first_layer import first_layer_refusal
+from relayline.coordinator.model.gguf_file import GgufModel, Tensor, Value, open_model, read_entries
+from relayline.wire.common.bounds import N_EMBD_MAX
+from relayline.wire.common.errors import ModelFileError, UnsupportedArchitectureError
+from relayline.wire.common.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_CONTEXT, LongRope
+
+BLOCK_NAME = re.compile(r"^blk\.(?P<layer>\d+)\.(?P<rest>.+)$")
+LAYERS_MAX = 4_096
+EMBEDDING = "token_embd.weight"
+HEAD = "output.weight"
+# Tensors outside the blocks that are known to be used before the first or after the last block, or by every block.
+GLOBAL_TENSORS = frozenset({
+    EMBEDDING, HEAD, "output.bias", "output.scale", "output.input_scale", "output_norm.weight", "output_norm.bias",
+    "rope_freqs.weight", LONG_FACTORS, "rope_factors_short.weight",
+})  # fmt: skip
+SAMPLE_BYTES = 4_096
+KV_VALUE_BYTES = 2  # f16, the default cache type
+INDEXER_KEYS = "attention.indexer.key_length"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QuantShare:
+    """How much of a model is stored in one tensor type."""
+
+    type_name: str
+    n_tensors: int
+    size_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of a model from its header. Per-layer tuples have n_layers items, one per decoded layer."""
+
+    path: Path
+    n_files: int
+    file_bytes: int
+    architecture: str
+    model_name: str
+    n_layers: int
+    n_prediction_layers: int  # multi-token prediction blocks at the end, which are left out of every stage
+    n_embd: int
+    n_heads: tuple[int, ...]
+    n_kv_heads: tuple[int, ...]
+    n_vocab: int
+    n_experts: int
+    ctx_train: int
+    quantization: tuple[QuantShare, ...]  # largest share first
+    layer_bytes: tuple[int, ...]
+    embedding_bytes: int  # the token embedding table, needed by stage 0
+    head_bytes: int  # the matrix the last stage multiplies with; equals embedding_bytes when tied
+    tied_embeddings: bool
+    kv_bytes_per_token: tuple[int, ...]  # per layer, with an f16 cache
+    supported: bool  # certified and nothing in this very model forbids it
+    refusal: str | None  # why not, when it is not
+    may_be_tried: bool  # whether that is only because nobody has certified it; else it is known to come out wrong
+    cut_period: int
+    forbidden_lengths: frozenset[int]  # numbers of layers that no slice may have
+    indexers: families.Indexers  # which layers choose what is attended to; empty where none does
+    long_rope: LongRope | None  # if it has two sets of rope factors
+    windows: families.Windows  # which layers have a sliding window; empty unless some have and some have not
+
+    @property
+    def legal_cuts(self) -> tuple[int, ...]:
+        """Return every layer at which a later stage may begin."""
+        return legal_cuts(self)
+
+
+def inspect_model(path: Path) -> ModelFacts:
+    """Read a model's header and return its facts.
+
+    Raises ModelFileError for what is not a complete GGUF language model.
+    """
+    return facts_of(open_model(path))
+
+
+def facts_of(model: GgufModel) -> ModelFacts:
+    """Return the facts of an opened model. Raises ModelFileError when it is not a complete language model."""
+    architecture = model.text("general.architecture")
+    if not architecture:
+        raise ModelFileError(f"{model.path}: has no general.architecture; it is not a language model")
+    n_blocks = model.integer(f"{architecture}.block_count")
+    n_prediction = model.integer(f"{architecture}.nextn_predict_layers", 0)
+    n_layers = n_blocks - n_prediction
+    if not (0 < n_layers <= n_blocks <= LAYERS_MAX):
+        raise ModelFileError(
+            f"{model.path}: {n_blocks} layers of which {n_prediction} are for prediction make no model"
+        )
+    embedding = _tensor(model, EMBEDDING)
+    n_embd = model.integer(f"{architecture}.embedding_length")
+    if len(embedding.dims) != 2 or embedding.dims[0] != n_embd or not 0 < n_embd <= N_EMBD_MAX:
+        raise ModelFileError(f"{model.path}: {EMBEDDING} has shape {list(embedding.dims)}, but the width is {n_embd}")
+    head = model.tensors.get(HEAD, embedding)
+    refusal, may_be_tried, family, facts = _support(model, architecture, n_layers, embedding.dims[1])
+    n_heads = _per_layer(model, "attention.head_count", n_layers, 0)
+    n_kv_heads = _per_layer(model, "attention.head_count_kv", n_layers, None) or n_heads
+    return ModelFacts(
+        path=model.path,
+        n_files=len(model.files),
+        file_bytes=sum(file.size_bytes for file in model.files),
+        architecture=architecture,
+        model_name=model.text("general.name", model.path.stem),
+        n_layers=n_layers,
+        n_prediction_layers=n_prediction,
+        n_embd=n_embd,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        n_vocab=embedding.dims[1],
+        n_experts=model.integer(f"{architecture}.expert_count", 0),
+        ctx_train=model.integer(f"{architecture}.context_length", 0),
+        quantization=_quantization(model),
+        layer_bytes=_layer_bytes(model, n_layers, n_blocks),
+        embedding_bytes=embedding.size_bytes,
+        head_bytes=head.size_bytes,
+        tied_embeddings=head is embedding,
+        kv_bytes_per_token=_kv_bytes(model, architecture, n_embd, n_heads, n_kv_heads, family.indexers(facts)),
+        supported=refusal is None,
+        refusal=refusal,
+        may_be_tried=may_be_tried,
+        cut_period=family.cut_period,
+        forbidden_lengths=family.forbidden_lengths(facts),
+        windows=family.windows(facts),
+        indexers=family.indexers(facts),
+        long_rope=_long_rope(model, architecture),
+    )
+
+
+def _long_rope(model: GgufModel, architecture: str) -> LongRope | None:
+    if LONG_FACTORS not in model.tensors:
+        return None
+    known = f"{architecture}.{ORIGINAL_CONTEXT}" in model.entries
+    return LongRope(architecture, model.integer(f"{architecture}.{ORIGINAL_CONTEXT if known else CONTEXT}", 0))
+
+
+def _tensor(model: GgufModel, name: str) -> Tensor:
+    if name not in model.tensors:
+        raise ModelFileError(f"{model.path}: tensor {name} is missing; the file is not a complete language model")
+    return model.tensors[name]
+
+
+def check_support(facts: ModelFacts, *, experimental: bool) -> None:
+    """Raise UnsupportedArchitectureError for a model that cannot be split; `experimental` takes what may be tried."""
+    if facts.refusal is None or (experimental and facts.may_be_tried):
+        return
+    advice = "; --experimental tries it anyway" if facts.may_be_tried else ""
+    raise UnsupportedArchitectureError(
+        f"{facts.path}: this {facts.architecture} model cannot be split: {facts.refusal}{advice}"
+    )
+
+
+def _support(
+    model: GgufModel, architecture: str, n_layers: int, n_vocab: int
+) -> tuple[str | None, bool, families.Family, families.Metadata]:
+    """Return why the model is refused, whether it may be tried all the same, its family and what rules look at."""
+    facts = families.metadata_of(model, n_layers, n_vocab)
+    family = families.family_of(architecture)
+    known = family.refusal(facts) or first_layer_refusal(
+        facts, family.windows(facts), rotates_by_layer=family.rotates_by_layer
+    )
+    if known is not None:
+        return known, False, family, facts
+    names = ", ".join(families.supported_architectures())
+    doubt = _odd_tensors(model) if family.certified else f"its architecture has not been certified; supported: {names}"
+    return doubt, doubt is not None, family, facts
+
+
+def _odd_tensors(model: GgufModel) -> str | None:
+    odd = [name for name in model.tensors if name not in GLOBAL_TENSORS and not BLOCK_NAME.match(name)]
+    return f"it holds {odd[0]}, which belongs to no stage" if odd else None
+
+
+def _per_layer(model: GgufModel, key: str, n_layers: int, default: int | None) -> tuple[int, ...]:
+    """Read a value that is one number for all layers or an array with one per block."""
+    full_key = f"{model.text('general.architecture')}.{key}"
+    found: Value | None = model.value(full_key)
+    if isinstance(found, int):
+        return (int(found),) * n_layers
+    if isinstance(found, tuple) and len(found) >= n_layers and all(isinstance(item, int) for item in found):
+        return tuple(int(item) for item in found[:n_layers])
+    if full_key in model.entries:
+        raise ModelFileError(f"{model.path}: metadata key {full_key} is neither a number nor one per layer")
+    return () if default is None else (default,) * n_layers
+
+
+def _quantization(model: GgufModel) -> tuple[QuantShare, ...]:
+    counts: collections.Counter[str] = collections.Counter()
+    sizes: collections.Counter[str] = collections.Counter()
+    for tensor in model.tensors.values():
+        counts[tensor.type_name] += 1
+        sizes[tensor.type_name] += tensor.size_bytes
+    return tuple(QuantShare(name, counts[name], size) for name, size in sizes.most_common())
+
+
+def _layer_bytes(model: GgufModel, n_layers: int, n_blocks: int) -> tuple[int, ...]:
+    sizes = [0] * n_blocks
+    for tensor in model.tensors.values():
+        block = BLOCK_NAME.match(tensor.name)
+        if block is None:
+            continue
+        if int(block["layer"]) >= n_blocks:
+            raise ModelFileError(f"{model.path}: holds {tensor.name}, but only {n_blocks} layers")
+        sizes[int(block["layer"])] += tensor.size_bytes
+    if 0 in sizes[:n_layers]:
+        raise ModelFileError(f"{model.path}: layer {sizes.index(0)} has no tensors; the file is not complete")
+    return tuple(sizes[:n_layers])
+
+
+def _kv_bytes(
+    model: GgufModel,
+    architecture: str,
+    n_embd: int,
+    n_heads: tuple[int, ...],
+    n_kv_heads: tuple[int, ...],
+    indexers: families.Indexers,
+) -> tuple[int, ...]:
+    default_width = n_embd // n_heads[0] if n_heads and n_heads[0] else 0
+    key_width = model.integer(f"{architecture}.attention.key_length", default_width)
+    value_width = model.integer(f"{architecture}.attention.value_length", default_width)
+    if model.integer(f"{architecture}.attention.key_length_mla", 0):
+        value_width = 0  # with latent attention the values are a view of the cached keys
+    index_width = model.integer(f"{architecture}.{INDEXER_KEYS}", 0)  # of one key more, where a layer has an indexer
+    return tuple(
+        (n_kv * (key_width + value_width) + index_width * has_indexer) * KV_VALUE_BYTES
+        for n_kv, has_indexer in zip(n_kv_heads, indexers or (False,) * len(n_kv_heads), strict=True)
+    )
+
+
+def content_key(path: Path) -> str:
+    """Return the sha256 that identifies a model's content, in hex, after reading a few KiB per tensor.
+
+    It covers all metadata, every tensor's name, shape and type and its first 4 KiB, so it is the same however the
+    model is sharded and differs between two fine-tunes of one base. Raises ModelFileError.
+    """
+    return model_key(open_model(path))
+
+
+def model_key(model: GgufModel) -> str:
+    """Return the content key of an opened model."""
+    digest = hashlib.sha256()
+    for entry in read_entries(model, [key for key in model.entries if not key.startswith("split.")]):
+        digest.update(len(entry).to_bytes(8, "little") + entry)
+    with ExitStack() as stack:
+        files = [stack.enter_context(file.path.open("rb")) for file in model.files]
+        for tensor in model.tensors.values():
+            digest.update(f"{tensor.name} {tensor.dims} {tensor.type_id} {tensor.size_bytes}\n".encode())
+            size_bytes = min(SAMPLE_BYTES, tensor.size_bytes)
+            digest.update(os.pread(files[tensor.file_index].fileno(), size_bytes, tensor.offset))
+    return digest.hexdigest()

@@ -1,0 +1,272 @@
+"""Plans the content of every artifact of a split: which metadata, which tensors, which source bytes go where.
+
+Pure but for reading the source's metadata bytes. `split.py` turns the plans into files.
+
+Why slices look as they do: every stage is fed hidden rows, so no stage ever looks a token up in its own token_embd.
+All but the last stage get a vocabulary of DUMMY_TOKENS, so that head and logits cost them nothing. The last stage
+needs the head only: it is stored in the place that the family's loader takes it from. Stage 0's embedding table
+follows after the GGUF's own data, where llama.cpp does not look, because it would refuse a tensor it does not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+from relayline.coordinator.model.cuts import ranges
+from relayline.coordinator.model.families import (
+    INDEXER_TYPES,
+    WINDOW_PATTERN,
+    Family,
+    Metadata,
+    Overrides,
+    metadata_of,
+    output_scale_of,
+    scale_of,
+    slice_overrides,
+)
+from relayline.coordinator.model.first_layer import stated_widths
+from relayline.coordinator.model.gguf_file import (
+    ARRAY_TYPE,
+    STRING_TYPE,
+    TENSOR_TYPES,
+    GgufModel,
+    KeyValue,
+    Tensor,
+    Value,
+    read_entries,
+)
+from relayline.coordinator.model.gguf_write import (
+    BOOL,
+    F32,
+    U32,
+    U64,
+    TensorSlot,
+    aligned,
+    encode_array,
+    encode_entry,
+    encode_header,
+)
+from relayline.coordinator.model.inspection import BLOCK_NAME, EMBEDDING, HEAD, ModelFacts
+from relayline.wire.common.errors import ModelFileError
+
+# What a stage has to know: of version 2 that windows lose cells, and that an output may have to be scaled. Builds that
+# do not would compute something else, and say instead that they read version 1 only.
+ARTIFACT_VERSION, WINDOWED_VERSION = 1, 2
+DUMMY_TOKENS = 32
+TOKENIZER_NAME = "tokenizer.gguf"
+DROPPED_KEYS = ("split.", "general.alignment", "relayline.")
+# Arrays in the family's namespace with a length of their own, which may happen to equal the number of layers.
+FIXED_ARRAYS = frozenset({"rope.dimension_sections", "classifier.output_labels"})
+BARE_PREFIXES = ("xielu.",)  # of values per layer that llama.cpp reads without the family's namespace (apertus)
+F32_ID, F16_ID = 0, 1
+# Types for a matrix that must be there but is never read, smallest first.
+PLACEHOLDER_TYPES = (41, 2, F16_ID)  # Q1_0, Q4_0, F16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """One tensor of an artifact: a source tensor's bytes, or zeros when `source` is None."""
+
+    slot: TensorSlot
+    source: Tensor | None
+    factor: float = 1.0  # of every value, which are F32 then
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedArtifact:
+    """One file of the split: its header, its tensors in order and, for stage 0, the table that follows them."""
+
+    file: str
+    header: bytes
+    tensors: tuple[PlannedTensor, ...]
+    trailer: Tensor | None
+    size_bytes: int
+    layers: tuple[int, int] | None  # first layer, last layer + 1; None for the tokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """All artifacts of one split; the tokenizer comes first."""
+
+    pipeline_id: str
+    source_key: str
+    cuts: tuple[int, ...]
+    artifacts: tuple[PlannedArtifact, ...]
+
+
+def plan_split(model: GgufModel, facts: ModelFacts, family: Family, source_key: str, cuts: Sequence[int]) -> SplitPlan:
+    """Plan every artifact. The cuts must have been checked. Raises ModelFileError for metadata it cannot slice."""
+    identity = f"relayline {ARTIFACT_VERSION} {source_key} {','.join(map(str, cuts))}"
+    pipeline_id = hashlib.sha256(identity.encode()).hexdigest()[:32]
+    rules = metadata_of(model, facts.n_layers, facts.n_vocab)
+    planner = _Planner(model, facts, family, rules, source_key, pipeline_id, len(cuts) + 1)
+    stages = tuple(planner.stage(index, *edges) for index, edges in enumerate(ranges(facts.n_layers, cuts)))
+    return SplitPlan(pipeline_id, source_key, tuple(cuts), (planner.tokenizer(), *stages))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Planner:
+    model: GgufModel
+    facts: ModelFacts
+    family: Family
+    rules: Metadata
+    source_key: str
+    pipeline_id: str
+    n_stages: int
+
+    def identity(self) -> list[bytes]:
+        """Return the entries that every artifact carries."""
+        is_plain = not self.facts.windows and not self.family.scales_rows
+        return [
+            encode_entry("relayline.version", U32, ARTIFACT_VERSION if is_plain else WINDOWED_VERSION),
+            encode_entry("relayline.source_sha256", STRING_TYPE, self.source_key),
+            encode_entry("relayline.pipeline_id", STRING_TYPE, self.pipeline_id),
+            encode_entry("relayline.stage_count", U32, self.n_stages),
+            encode_entry("relayline.source_layers", U32, self.facts.n_layers),
+            encode_entry("relayline.n_embd", U32, self.facts.n_embd),
+            encode_entry("relayline.n_vocab", U32, self.facts.n_vocab),
+        ]
+
+    def tokenizer(self) -> PlannedArtifact:
+        keys = [key for key in self.model.entries if not key.startswith(DROPPED_KEYS)]
+        header = encode_header([*read_entries(self.model, keys), *self.identity()], ())
+        return PlannedArtifact(TOKENIZER_NAME, header, (), None, len(header), None)
+
+    def stage(self, index: int, start: int, end: int) -> PlannedArtifact:
+        is_last = end == self.facts.n_layers
+        tensors = (*self.global_tensors(is_last), *self.blocks(start, end))
+        entries = [
+            *self.entries(start, end, is_last),
+            *self.identity(),
+            encode_entry("relayline.stage_index", U32, index),
+            encode_entry("relayline.layer_start", U32, start),
+            encode_entry("relayline.layer_end", U32, end),
+        ]
+        if not is_last and (scale := output_scale_of(self.family, self.rules)) != 1.0:
+            entries.append(encode_entry("relayline.output.scale", F32, scale))
+        slots = [planned.slot for planned in tensors]
+        data_bytes = sum(aligned(slot.size_bytes) for slot in slots)
+        trailer = self.model.tensors[EMBEDDING] if index == 0 else None
+        if trailer is None:
+            header = encode_header(entries, slots)
+        else:
+            # The offset stands in the header whose length it depends on; its own length is fixed, so measure first.
+            size_bytes = len(encode_header([*entries, *self.embedding_entries(trailer, 0)], slots))
+            header = encode_header([*entries, *self.embedding_entries(trailer, size_bytes + data_bytes)], slots)
+        total_bytes = len(header) + data_bytes + (0 if trailer is None else trailer.size_bytes)
+        return PlannedArtifact(f"stage-{index}.gguf", header, tensors, trailer, total_bytes, (start, end))
+
+    def embedding_entries(self, table: Tensor, offset_bytes: int) -> list[bytes]:
+        entries = [
+            encode_entry("relayline.embedding.offset_bytes", U64, offset_bytes),
+            encode_entry("relayline.embedding.type", U32, table.type_id),
+            encode_entry("relayline.embedding.rows", U64, table.dims[1]),
+        ]
+        scale = scale_of(self.family, self.rules)
+        if scale != 1.0:
+            entries.append(encode_entry("relayline.embedding.scale", F32, scale))
+        return entries
+
+    def entries(self, start: int, end: int, is_last: bool) -> list[bytes]:
+        """Return the source's metadata for a slice, with what depends on the layers adapted."""
+        prefix = self.facts.architecture + "."
+        changed = dict(self.changed(start, end, is_last))
+        kept = []
+        encoded = {prefix + key: _encoded(prefix + key, type_id, value) for key, (type_id, value) in changed.items()}
+        for key, entry in self.model.entries.items():
+            if key.startswith(DROPPED_KEYS) or key in encoded or (not is_last and key.startswith("tokenizer.")):
+                continue
+            if self.is_per_layer(entry):
+                encoded[key] = self.sliced(entry, start, end)
+            else:
+                kept.append(key)
+        if not is_last:
+            encoded["tokenizer.ggml.model"] = encode_entry("tokenizer.ggml.model", STRING_TYPE, "none")
+        return [*read_entries(self.model, kept), *encoded.values()]
+
+    def changed(self, start: int, end: int, is_last: bool) -> Overrides:
+        """Return the family's keys that differ from the source's in a slice."""
+        lead, windows = self.rules.integer("leading_dense_block_count"), self.facts.windows[start:end]
+        indexers = tuple(int(flag) for flag in self.facts.indexers[start:end])
+        return {
+            **stated_widths(self.rules),
+            **slice_overrides(self.family, self.rules),
+            "block_count": (U32, end - start),
+            **({} if lead is None else {"leading_dense_block_count": (U32, min(max(0, lead - start), end - start))}),
+            **({WINDOW_PATTERN: (BOOL, windows)} if windows else {}),
+            **({} if all(self.facts.indexers) else {INDEXER_TYPES: (U32, indexers)}),
+            **({"nextn_predict_layers": (U32, 0)} if self.facts.n_prediction_layers else {}),
+            **({} if is_last else {"vocab_size": (U32, DUMMY_TOKENS)}),
+        }
+
+    def is_per_layer(self, entry: KeyValue) -> bool:
+        prefix = self.facts.architecture + "."
+        if entry.type_id != ARRAY_TYPE or entry.key.removeprefix(prefix) in FIXED_ARRAYS:
+            return False
+        if not entry.key.startswith((prefix, *BARE_PREFIXES)):
+            return False
+        return entry.length in (self.facts.n_layers, self.facts.n_layers + self.facts.n_prediction_layers)
+
+    def sliced(self, entry: KeyValue, start: int, end: int) -> bytes:
+        if not isinstance(entry.value, tuple):
+            raise ModelFileError(f"{self.model.path}: {entry.key} has text per layer, which cannot be sliced")
+        return encode_array(entry.key, entry.item_type, entry.value[start:end])
+
+    def blocks(self, start: int, end: int) -> list[PlannedTensor]:
+        factors = {} if end - start == self.facts.n_layers else self.family.factors(self.rules)
+        planned = []
+        for tensor in self.model.tensors.values():
+            block = BLOCK_NAME.match(tensor.name)
+            if block is not None and start <= int(block["layer"]) < end:
+                kept = _kept(tensor, f"blk.{int(block['layer']) - start}.{block['rest']}")
+                planned.append(dataclasses.replace(kept, factor=factors.get(block["rest"], 1.0)))
+        if any(tensor.factor != 1.0 and tensor.slot.type_id != F32_ID for tensor in planned):
+            raise ModelFileError(f"{self.model.path}: {', '.join(factors)} of its blocks are not F32")
+        return planned
+
+    def global_tensors(self, is_last: bool) -> list[PlannedTensor]:
+        """Return the tensors outside the blocks: the source's on the last stage, cheap stand-ins elsewhere.
+
+        A stand-in mirrors a tensor of the source, so whatever the loader accepted there it accepts here.
+        """
+        planned = []
+        head = self.model.tensors.get(HEAD)
+        moves_head = head is not None and not self.family.head_required and "output.scale" not in self.model.tensors
+        for tensor in self.model.tensors.values():
+            if BLOCK_NAME.match(tensor.name):
+                continue
+            if not is_last and tensor.name in (EMBEDDING, HEAD):
+                planned.append(_zeros(tensor.name, F16_ID, (self.facts.n_embd, DUMMY_TOKENS)))
+            elif not is_last and tensor.name == "output.bias":
+                planned.append(_zeros(tensor.name, F32_ID, (DUMMY_TOKENS,)))
+            elif is_last and tensor.name == HEAD and moves_head:
+                continue
+            elif is_last and tensor.name == EMBEDDING and head is not None:
+                planned.append(_kept(head, EMBEDDING) if moves_head else _placeholder(tensor))
+            else:
+                planned.append(_kept(tensor, tensor.name))
+        return planned
+
+
+def _encoded(key: str, type_id: int, value: Value) -> bytes:
+    return encode_array(key, type_id, value) if isinstance(value, tuple) else encode_entry(key, type_id, value)
+
+
+def _kept(tensor: Tensor, name: str) -> PlannedTensor:
+    return PlannedTensor(TensorSlot(name, tensor.dims, tensor.type_id, tensor.size_bytes), tensor)
+
+
+def _zeros(name: str, type_id: int, dims: tuple[int, ...]) -> PlannedTensor:
+    _, block, block_bytes = TENSOR_TYPES[type_id]
+    n_values = 1
+    for dim in dims:
+        n_values *= dim
+    return PlannedTensor(TensorSlot(name, dims, type_id, n_values // block * block_bytes), None)
+
+
+def _placeholder(tensor: Tensor) -> PlannedTensor:
+    """Return the smallest matrix of the tensor's shape."""
+    type_id = next(kind for kind in PLACEHOLDER_TYPES if tensor.dims[0] % TENSOR_TYPES[kind][1] == 0)
+    return _zeros(tensor.name, type_id, tensor.dims)

@@ -1,0 +1,328 @@
+"""Cuts a GGUF model into one artifact per stage, so that a finished-looking result is always a finished one.
+
+Every file is written under a dotted partial name, synced, and renamed only when all are complete; pipeline.json
+comes last. Tensors are copied in chunks, never decoded, so memory does not depend on the model; only small vectors
+that slices of a family carry multiplied (`Family.factors`) are read as numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from relayline.coordinator.model import families
+from relayline.coordinator.model.cuts import balanced_cuts, check_cuts
+from relayline.coordinator.model.gguf_file import GgufModel, Tensor, open_model
+from relayline.coordinator.model.gguf_write import ALIGNMENT
+from relayline.coordinator.model.inspection import ModelFacts, check_support, facts_of, model_key
+from relayline.coordinator.model.pipeline_file import (
+    PIPELINE_NAME,
+    PIPELINE_VERSION,
+    ArtifactFile,
+    PipelineFile,
+    Source,
+    SourceFile,
+    StageFile,
+    load_pipeline,
+    store_pipeline,
+)
+from relayline.coordinator.model.slices import PlannedArtifact, SplitPlan, plan_split
+from relayline.wire.common.errors import ArtifactError, ModelFileError, UnsupportedArchitectureError, UsageError
+
+CHUNK_BYTES = 8 * 1024 * 1024
+DISK_MARGIN_BYTES = 16 * 1024 * 1024  # directories, pipeline.json and whatever else the disk serves meanwhile
+PARTIAL = ".partial"
+ARTIFACT_NAME = re.compile(r"^(stage-\d+|tokenizer)\.gguf$")
+
+Progress = Callable[[int, int], None]  # (bytes written so far, bytes in all)
+Probe = Callable[[Path], str | None]  # a stage artifact -> why llama.cpp cannot run it, or None
+
+
+def split_model(
+    source: Path,
+    out_dir: Path,
+    *,
+    n_stages: int | None = None,
+    cuts: tuple[int, ...] | None = None,
+    experimental: bool = False,
+    progress: Progress | None = None,
+    probe: Probe | None = None,
+) -> PipelineFile:
+    """Split a model into `out_dir` and return its description; do nothing if that was done already.
+
+    Give either the number of stages or the cuts. `probe` is asked about every finished artifact of an experimental
+    split before anything looks finished. An earlier split in the directory stays valid until the new one is complete.
+
+    Raises ModelFileError, UnsupportedArchitectureError, CutError, UsageError or ArtifactError (nothing written).
+    """
+    if (n_stages is None) == (cuts is None):
+        raise UsageError("give either the number of stages or the cuts")
+    model = open_model(source)
+    facts = facts_of(model)
+    if "relayline.stage_index" in model.entries:
+        raise ModelFileError(f"{source}: is one stage of a split already; give the model it was cut from")
+    check_support(facts, experimental=experimental)
+    family = families.family_of(facts.architecture)
+    if cuts is None:
+        assert n_stages is not None
+        cuts = balanced_cuts(facts, n_stages)
+    else:
+        check_cuts(facts, cuts)
+    with _directory_lock(out_dir):
+        done = _finished(out_dir, model, cuts)
+        if done is not None:
+            return done
+        _refuse_foreign(out_dir)
+        plan = plan_split(model, facts, family, model_key(model), cuts)
+        try:
+            return _Writer(model, facts, out_dir, progress, None if facts.supported else probe).write(plan)
+        except OSError as error:
+            raise ArtifactError(f"{out_dir}: cannot write the split: {error.strerror or error}") from error
+
+
+def write_stages(source: Path, out_dir: Path, cuts: tuple[int, ...], indexes: Sequence[int]) -> tuple[Path, ...]:
+    """Write some stages of a split as files of their own, without a pipeline.json: for measuring them.
+
+    Raises ModelFileError, UnsupportedArchitectureError, CutError or ArtifactError.
+    """
+    model = open_model(source)
+    facts = facts_of(model)
+    family = families.family_of(facts.architecture)
+    check_cuts(facts, cuts)
+    stages = plan_split(model, facts, family, model_key(model), cuts).artifacts[1:]
+    writer = _Writer(model, facts, out_dir, None, None)
+    paths = []
+    try:
+        for index in indexes:
+            writer.write_artifact(stages[index])
+            paths.append(_partial(out_dir / stages[index].file).replace(out_dir / stages[index].file))
+    except OSError as error:
+        raise ArtifactError(f"{out_dir}: cannot write a stage: {error.strerror or error}") from error
+    return tuple(paths)
+
+
+@contextmanager
+def _directory_lock(out_dir: Path) -> Iterator[None]:
+    """Hold the output directory, so that a second split of the same model waits and then finds it done."""
+    existed = out_dir.exists()
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        handle = os.open(out_dir, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ArtifactError(f"{out_dir}: cannot be used as output directory: {error.strerror}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    except BaseException:
+        if not existed:
+            with suppress(OSError):  # not empty: then somebody else uses it
+                out_dir.rmdir()
+        raise
+    finally:
+        os.close(handle)
+
+
+def _identity(model: GgufModel) -> tuple[SourceFile, ...]:
+    return tuple(SourceFile(_as_text(file.path.name), file.size_bytes, file.mtime_ns) for file in model.files)
+
+
+def _as_text(name: str) -> str:
+    r"""Return a file's name as JSON can hold it: bytes that are no UTF-8 as \xNN."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def _finished(out_dir: Path, model: GgufModel, cuts: tuple[int, ...]) -> PipelineFile | None:
+    """Return the description of an earlier split of the same files at the same cuts, if it is complete."""
+    try:
+        found = load_pipeline(out_dir)
+    except ArtifactError:
+        return None
+    return found if found.cuts == cuts and found.source.files == _identity(model) else None
+
+
+def _refuse_foreign(out_dir: Path) -> None:
+    """Raise UsageError if a file that a split would replace or remove is from no split: perhaps the model itself."""
+    try:
+        found = load_pipeline(out_dir, stages_here=False)
+    except ArtifactError:  # there is none, or one that was cut off: then its files say themselves where they are from
+        ours = set[str]()
+    else:
+        ours = {found.tokenizer.file, *(stage.file for stage in found.stages)}
+    for path in sorted(out_dir.iterdir()):
+        if ARTIFACT_NAME.match(path.name) and path.name not in ours and not _is_artifact(path):
+            raise UsageError(f"{path}: is from no split, and would be lost; move it away or give another --out")
+
+
+def _is_artifact(path: Path) -> bool:
+    try:
+        return "relayline.pipeline_id" in open_model(path).entries
+    except ModelFileError:
+        return False
+
+
+@dataclasses.dataclass(slots=True)
+class _Writer:
+    model: GgufModel
+    facts: ModelFacts
+    out_dir: Path
+    progress: Progress | None
+    probe: Probe | None
+    written_bytes: int = 0
+    total_bytes: int = 0
+
+    def write(self, plan: SplitPlan) -> PipelineFile:
+        """Write every artifact, then publish them together."""
+        _remove_partials(self.out_dir)
+        self.total_bytes = sum(artifact.size_bytes for artifact in plan.artifacts)
+        self._check_space()
+        try:
+            hashes = [self.write_artifact(artifact) for artifact in plan.artifacts]
+            if self.probe is not None:
+                self._probe(plan)
+            return self._publish(plan, hashes)
+        except BaseException:
+            _remove_partials(self.out_dir)
+            raise
+
+    def _check_space(self) -> None:
+        free_bytes = shutil.disk_usage(self.out_dir).free
+        if free_bytes < self.total_bytes + DISK_MARGIN_BYTES:
+            raise ArtifactError(
+                f"{self.out_dir}: the split needs {self.total_bytes:,} bytes, but only {free_bytes:,} are free there"
+            )
+
+    def write_artifact(self, artifact: PlannedArtifact) -> str:
+        """Write one file under its partial name and return its sha256."""
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        digest = hashlib.sha256()
+        with ExitStack() as stack:
+            sources = [stack.enter_context(file.path.open("rb", buffering=0)) for file in self.model.files]
+            out = stack.enter_context(_partial(self.out_dir / artifact.file).open("wb", buffering=0))
+
+            def put(piece: bytes | memoryview) -> None:
+                view = memoryview(piece)
+                digest.update(view)
+                while view:
+                    view = view[out.write(view) :]
+                self.written_bytes += len(piece)
+                if self.progress is not None:
+                    self.progress(self.written_bytes, self.total_bytes)
+
+            put(artifact.header)
+            for planned in artifact.tensors:
+                if planned.source is None:
+                    _put_zeros(planned.slot.size_bytes, put)
+                elif planned.factor != 1.0:
+                    put(_multiplied(sources[planned.source.file_index], planned.source, planned.factor))
+                else:
+                    _put_tensor(sources[planned.source.file_index], planned.source, buffer, put)
+                put(bytes(-planned.slot.size_bytes % ALIGNMENT))
+            if artifact.trailer is not None:
+                _put_tensor(sources[artifact.trailer.file_index], artifact.trailer, buffer, put)
+            os.fsync(out.fileno())
+        return digest.hexdigest()
+
+    def _probe(self, plan: SplitPlan) -> None:
+        assert self.probe is not None
+        for artifact in plan.artifacts:
+            problem = None if artifact.layers is None else self.probe(_partial(self.out_dir / artifact.file))
+            if problem is not None and artifact.layers is not None:
+                start, end = artifact.layers
+                raise UnsupportedArchitectureError(
+                    f"architecture {self.facts.architecture!r} cannot be split here: layers {start} to {end - 1} "
+                    f"do not run as a stage: {problem}"
+                )
+
+    def _publish(self, plan: SplitPlan, hashes: list[str]) -> PipelineFile:
+        for file in self.model.files:
+            status = file.path.stat()
+            if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+                raise ModelFileError(f"{file.path}: changed while it was being split; run the split again")
+        pipeline = _described(plan, hashes, self.model, self.facts)
+        (self.out_dir / PIPELINE_NAME).unlink(missing_ok=True)
+        for artifact in plan.artifacts:
+            _partial(self.out_dir / artifact.file).replace(self.out_dir / artifact.file)
+        current = {artifact.file for artifact in plan.artifacts}
+        for path in self.out_dir.iterdir():
+            if ARTIFACT_NAME.match(path.name) and path.name not in current:
+                path.unlink()
+        _sync_directory(self.out_dir)
+        store_pipeline(self.out_dir, pipeline)
+        _sync_directory(self.out_dir)
+        return pipeline
+
+
+def _described(plan: SplitPlan, hashes: list[str], model: GgufModel, facts: ModelFacts) -> PipelineFile:
+    tokenizer, *stages = zip(plan.artifacts, hashes, strict=True)
+    return PipelineFile(
+        version=PIPELINE_VERSION,
+        pipeline_id=plan.pipeline_id,
+        source=Source(_identity(model), plan.source_key),
+        architecture=facts.architecture,
+        model_name=facts.model_name,
+        n_layers=facts.n_layers,
+        n_embd=facts.n_embd,
+        n_vocab=facts.n_vocab,
+        ctx_train=facts.ctx_train,
+        cuts=plan.cuts,
+        tokenizer=ArtifactFile(tokenizer[0].file, tokenizer[0].size_bytes, tokenizer[1]),
+        stages=tuple(
+            StageFile(index, artifact.file, artifact.size_bytes, sha256, *(artifact.layers or (0, 0)))
+            for index, (artifact, sha256) in enumerate(stages)
+        ),
+    )
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}{PARTIAL}")
+
+
+def _remove_partials(directory: Path) -> None:
+    for path in directory.glob(f".*{PARTIAL}"):
+        path.unlink(missing_ok=True)
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _put_zeros(size_bytes: int, put: Callable[[bytes | memoryview], None]) -> None:
+    zeros = bytes(min(size_bytes, CHUNK_BYTES))
+    while size_bytes > 0:
+        put(memoryview(zeros)[:size_bytes])
+        size_bytes -= len(zeros)
+
+
+def _put_tensor(
+    source: BinaryIO, tensor: Tensor, buffer: memoryview, put: Callable[[bytes | memoryview], None]
+) -> None:
+    done = 0
+    while done < tensor.size_bytes:
+        piece = buffer[: min(len(buffer), tensor.size_bytes - done)]
+        n_read = os.preadv(source.fileno(), [piece], tensor.offset + done)
+        if n_read == 0:
+            raise ModelFileError(f"{source.name}: ended inside tensor {tensor.name} while it was being split")
+        put(piece[:n_read])
+        done += n_read
+
+
+def _multiplied(source: BinaryIO, tensor: Tensor, factor: float) -> bytes:
+    """Return a small F32 tensor with every value multiplied."""
+    found = os.pread(source.fileno(), tensor.size_bytes, tensor.offset)
+    if len(found) != tensor.size_bytes:
+        raise ModelFileError(f"{source.name}: ended inside tensor {tensor.name} while it was being split")
+    layout = f"<{len(found) // 4}f"
+    return struct.pack(layout, *(value * factor for value in struct.unpack(layout, found)))

@@ -1,0 +1,141 @@
+"""GET /metrics: the live description of the pipeline in Prometheus form. Pure: a description in, text out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from relayline.wire.telemetry import names
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class _Description:
+    """A collector over one description."""
+
+    def __init__(self, described: dict[str, Any]) -> None:
+        self._described = described
+
+    def collect(self) -> list[Metric]:
+        return [*_pipeline(self._described), *_stages(self._described["stages"])]
+
+
+def render(described: dict[str, Any]) -> bytes:
+    """Return the exposition text of one `Generator.describe()`."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Description(described))
+    text: bytes = generate_latest(registry)
+    return text
+
+
+def _pipeline(described: dict[str, Any]) -> list[Metric]:
+    label = {names.LABEL_MODEL: described["model"]}
+    overlap = GaugeMetricFamily(
+        names.METRIC_OVERLAP,
+        "Share of recent busy time with so many stages computing at once",
+        labels=[names.LABEL_STAGES],
+    )
+    for stages, share in described["overlap"].items():
+        overlap.add_metric([stages], share)
+    capacity = described["lanes"] * described.get("ctx_tokens", 0)
+    kv_usage = described.get("kv_tokens", 0) / capacity if capacity else 0.0
+    return [
+        _gauge(names.METRIC_KV_USAGE, "Share of the KV cache that running streams fill", label, kv_usage),
+        *_link(described.get("link", {})),
+        *_telemetry(described.get("telemetry", {}), label),
+        _gauge(names.METRIC_RUNNING, "Requests that have a lane", label, described["running"]),
+        _gauge(names.METRIC_WAITING, "Requests that wait for a lane", label, described["waiting"]),
+        _gauge(names.METRIC_LANES, "Requests that may run at once", label, described["lanes"]),
+        _gauge(names.METRIC_EPOCH, "Times that the stages have been connected", label, described["epoch"]),
+        _gauge(names.METRIC_GROUP_FLIGHTS, "Decode groups under way, as planned", label, described["plan"]["n_groups"]),
+        _gauge(names.METRIC_GROUP_ROWS, "Rows of one decode group, as planned", label, described["plan"]["group_rows"]),
+        _counter(names.METRIC_SHARED, "Requests that joined another's session", label,
+                 described["shared_requests"]),
+        overlap,
+    ]  # fmt: skip
+
+
+def _telemetry(telemetry: dict[str, int], label: dict[str, str]) -> list[Metric]:
+    """Return the figures of the coordinator's own telemetry, under the names that stages use too."""
+    if not telemetry:
+        return []
+    return [
+        _counter(names.METRIC_SPANS_EXPORTED, "Spans that a collector took", label, telemetry["exported_spans"]),
+        _counter(names.METRIC_SPANS_DROPPED, "Spans that were lost", label, telemetry["dropped_spans"]),
+        _gauge(names.METRIC_TELEMETRY_LEVEL, "0 off, 1 summary, 2 batches, 3 frames", label, telemetry["level"]),
+    ]
+
+
+def _link(link: dict[str, int]) -> list[Metric]:
+    """Return the figures of the link to stage 0, as stages give theirs; none while it does not stand."""
+    if not link:
+        return []
+    own = {names.LABEL_STAGE: names.STAGE_COORDINATOR}
+    out = own | {names.LABEL_DIRECTION: "out"}
+    return [
+        _counter(names.METRIC_LINK_ENVELOPES, "Envelopes sent in this epoch", out, link["envelopes_sent"]),
+        _counter(names.METRIC_LINK_BYTES, "Payload sent in this epoch", out, link["payload_bytes_sent"]),
+        _gauge(names.METRIC_LINK_IN_FLIGHT, "Payload sent, credit not yet given back", own, link["in_flight_bytes"]),
+        _gauge(names.METRIC_LINK_WINDOW, "Payload that may be in flight", own, link["window_bytes"]),
+    ]
+
+
+def _gauge(name: str, text: str, labels: dict[str, str], value: float) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _counter(name: str, text: str, labels: dict[str, str], value: float) -> Metric:
+    family = CounterMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+_STAGE_COUNTERS = {
+    "steps": (names.METRIC_STAGE_STEPS, "Native steps", 1),
+    "rows": (names.METRIC_STAGE_ROWS, "Rows decoded", 1),
+    "frames": (names.METRIC_STAGE_FRAMES, "Frames decoded", 1),
+    "padded_rows": (names.METRIC_STAGE_PADDED_ROWS, "Scratch rows decoded beside them", 1),
+    "micro_batches": (names.METRIC_STAGE_MICRO_BATCHES, "Parts in which llama.cpp ran the steps", 1),
+    "busy_ns": (names.METRIC_STAGE_BUSY, "Time inside native decode", 1e-9),
+    "envelopes_in": (names.METRIC_STAGE_ENVELOPES_IN, "Envelopes received", 1),
+    "envelopes_out": (names.METRIC_STAGE_ENVELOPES_OUT, "Envelopes sent", 1),
+    "payload_bytes_in": (names.METRIC_STAGE_BYTES_IN, "Payload received", 1),
+    "payload_bytes_out": (names.METRIC_STAGE_BYTES_OUT, "Payload sent", 1),
+}
+# Counts by a second label.
+_STAGE_COUNTS = {
+    "close_reasons": (names.METRIC_STAGE_CLOSED, "Native steps by what closed them", names.LABEL_CLOSE_REASON),
+    "faults": (names.METRIC_STAGE_FAULTS, "Sessions that failed at the stage", names.LABEL_ERROR),
+}
+_STAGE_GAUGES = {
+    "lanes_used": (names.METRIC_STAGE_LANES_USED, "Lanes in use", 1),
+    "lanes_kept": (names.METRIC_STAGE_LANES_KEPT, "Lanes that keep what ended streams computed", 1),
+    "queued_rows": (names.METRIC_STAGE_QUEUED_ROWS, "Rows waiting for a step", 1),
+    "wait_p50_ns": (names.METRIC_STAGE_WAIT_P50, "Median wait of recent frames", 1e-9),
+    "wait_p95_ns": (names.METRIC_STAGE_WAIT_P95, "95th percentile of recent frames' waits", 1e-9),
+}
+
+
+def _stages(stages: list[dict[str, Any]]) -> list[Metric]:
+    up = GaugeMetricFamily(names.METRIC_STAGE_UP, "Whether the stage answers", labels=[names.LABEL_STAGE])
+    families: list[Metric] = [up]
+    for stage in stages:
+        up.add_metric([str(stage["index"])], float(stage["up"]))
+    for kind, table in ((CounterMetricFamily, _STAGE_COUNTERS), (GaugeMetricFamily, _STAGE_GAUGES)):
+        for key, (name, text, factor) in table.items():
+            family = kind(name, text, labels=[names.LABEL_STAGE])
+            for stage in stages:
+                if key in stage:
+                    family.add_metric([str(stage["index"])], stage[key] * factor)
+            families.append(family)
+    for key, (name, text, label) in _STAGE_COUNTS.items():
+        counts = CounterMetricFamily(name, text, labels=[names.LABEL_STAGE, label])
+        for stage in stages:
+            for what, n_times in stage.get(key, {}).items():
+                counts.add_metric([str(stage["index"]), what], n_times)
+        families.append(counts)
+    return families

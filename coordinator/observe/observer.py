@@ -1,0 +1,285 @@
+"""What the pipeline and the HTTP side tell about requests, brought to spans, figures and the ring.
+
+The one seam of telemetry in the coordinator: whoever serves calls a method here at each turn of a request's life, with
+the time. Nothing here decides anything about serving or raises into it. A token costs one cached observation and a few
+attribute writes, whatever the level; the rest happens once per request.
+
+A session's spans stay open for at most SUMMARY_WAIT_S after its end, until every stage has summed it up.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from relayline.coordinator.observe.request_metrics import RequestMetrics
+from relayline.coordinator.observe.tracing import Tracing
+from relayline.coordinator.sessions.generation import GenerationRequest
+from relayline.coordinator.sessions.request_log import (
+    BATCHES_MAX,
+    RequestLog,
+    RequestRecord,
+    SessionRecord,
+    StreamRecord,
+)
+from relayline.coordinator.sessions.session import OutFrame
+from relayline.wire.envelopes.frames import Flag
+from relayline.wire.envelopes.trace_context import IDS_BYTES
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.wire.telemetry import names
+from relayline.wire.telemetry.telemetry import Level, Telemetry
+
+SUMMARY_WAIT_S = 1.0  # for the stages' summaries of an ended session
+AWAITED_MAX = 4_096  # ended sessions that wait for summaries; the next one does not wait
+
+Later = Callable[[float, Callable[[], None]], object]
+"""Calls a function after so many seconds, unless the process ends before: loop.call_later."""
+
+
+class Observer:
+    """Sees every request of one pipeline. Event loop only."""
+
+    def __init__(
+        self,
+        telemetry: Telemetry | None = None,
+        *,
+        model_name: str = "",
+        sampler_ratio: float = 1.0,
+        later: Later | None = None,
+        pushed_level: Level | None = None,
+    ) -> None:
+        """Without `later` nobody waits for the stages' summaries.
+
+        `pushed_level` is what stages are set to when they connect; None leaves them at their own.
+        """
+        self.telemetry = telemetry or Telemetry()
+        self.tracing = Tracing(self.telemetry, sampler_ratio)
+        self.metrics = RequestMetrics(model_name)
+        self.log = RequestLog()
+        self.pushed_level = pushed_level
+        self._later = later
+        self._sessions: dict[int, SessionRecord] = {}  # running ones and those that wait for summaries
+        self._awaited: set[int] = set()
+        self._unfinished: set[Iterator[None]] = set()
+        self._n_stages = 0
+        self.n_connections = 0
+        self.n_tokens = 0  # generated since the start
+        self.n_drafted = self.n_accepted = 0  # guesses that left, and those of them that were right
+        self.n_prompt_tokens = self.n_copied_tokens = 0  # of prompts that have brought their first token
+
+    # --- the HTTP side ------------------------------------------------------------------------------------------------
+
+    def received(self, record: RequestRecord, carrier: Mapping[str, str]) -> None:
+        """A request that will generate has come in; `carrier` holds its headers, in lower case."""
+        if self.telemetry.level > Level.OFF:
+            self.log.add(record)
+        self.tracing.received(record, carrier)
+
+    def answered(self, record: RequestRecord, now_ns: int) -> None:
+        """The last byte of its answer has been handed over, or nobody wants it any more."""
+        record.ended_ns = now_ns
+        self.tracing.answered(record)
+
+    # --- the pipeline side: life of a session -------------------------------------------------------------------------
+
+    def admitted(
+        self, session: SessionRecord, session_id: int, request: GenerationRequest, now_ns: int
+    ) -> StreamRecord:
+        """A request was admitted as a session of its own; it may still wait for a lane."""
+        session.session_id, session.request_id = session_id, request.request_id
+        session.n_prompt = len(request.prompt_tokens)
+        session.looks_for_prefix = request.cache_prompt
+        session.admitted_ns = now_ns
+        session.origin = self._stream(session, request, now_ns)
+        self._sessions[session_id] = session
+        return session.origin
+
+    def joined(self, session: SessionRecord, request: GenerationRequest, now_ns: int) -> StreamRecord:
+        """A request was admitted as one more reader of a session that another opened."""
+        stream = self._stream(session, request, now_ns)
+        stream.is_shared = True
+        self.tracing.joined(stream)
+        return stream
+
+    @staticmethod
+    def _stream(session: SessionRecord, request: GenerationRequest, now_ns: int) -> StreamRecord:
+        stream = StreamRecord(request.request_id, session, now_ns, request=request.record)
+        if request.record is not None:
+            request.record.streams.append(stream)
+        return stream
+
+    def started(self, session: SessionRecord, now_ns: int) -> None:
+        """The session has a lane and sends its first rows. Starting again ends a pause and changes nothing else."""
+        if not session.started_ns:
+            session.started_ns = now_ns
+            self.tracing.started(session)
+        elif session.is_paused:
+            session.event(names.EVENT_RESUMED, now_ns)
+        session.is_paused = False
+
+    def sent(self, frames: Iterable[OutFrame], now_ns: int) -> None:
+        """An envelope leaves for stage 0."""
+        for frame in frames:
+            if frame.flags & Flag.PREFILL:
+                frame.session.record.chunk(frame.position, len(frame.tokens), now_ns)
+            elif frame.flags & Flag.DRAFTED:
+                self._drafted(frame.session.record, frame.n_drafted)
+
+    def _drafted(self, session: SessionRecord, n_tokens: int) -> None:
+        session.n_drafted += n_tokens
+        self.n_drafted += n_tokens
+        self.metrics.drafted(n_tokens)
+
+    def progressed(self, session_id: int, position: int, now_ns: int) -> None:
+        """Prompt rows up to `position` have passed the last stage."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.answered(position, now_ns)
+
+    def token(
+        self,
+        session: SessionRecord,
+        position: int,
+        finish_reason: str | None,
+        now_ns: int,
+        *,
+        is_drafted: bool = False,
+    ) -> None:
+        """The token for `position` has arrived, as it was guessed or not; the last one brings a finish reason."""
+        if finish_reason is not None:
+            session.finish_reason = finish_reason
+        self.n_tokens += 1
+        if is_drafted:
+            session.n_accepted += 1
+            self.n_accepted += 1
+            self.metrics.accepted.inc()
+        gap_ns = session.token(position, now_ns)
+        self.metrics.token(gap_ns)
+        if gap_ns is None:
+            self.n_prompt_tokens += session.n_prompt
+            self.n_copied_tokens += session.n_copied
+            self.metrics.read(session.n_prompt if session.looks_for_prefix else 0, session.n_copied)
+            self.tracing.first_token(session)
+
+    def figures(self) -> dict[str, int]:
+        """Return the tokens since the start, for GET /v1/pipeline.
+
+        `copied_tokens` are of the prompts' tokens, `accepted_tokens` those of the drafted ones that were right.
+        """
+        return {
+            "generated_tokens": self.n_tokens,
+            "prompt_tokens": self.n_prompt_tokens,
+            "copied_tokens": self.n_copied_tokens,
+            "drafted_tokens": self.n_drafted,
+            "accepted_tokens": self.n_accepted,
+        }
+
+    def replayed(self, session: SessionRecord, why: str, now_ns: int) -> None:
+        """The session starts again after a fault of its own."""
+        session.event(names.EVENT_REPLAYED, now_ns, why)
+        self.metrics.replays.inc()
+
+    def ended(self, session: SessionRecord, now_ns: int) -> None:
+        """The session is over, however; the stages will sum it up once they have applied its close."""
+        if session.ended_ns:
+            return
+        session.end(now_ns)
+        self.metrics.session_ended(session)
+        waits = (
+            self._later is not None
+            and self._n_stages
+            and session.started_ns
+            and self.telemetry.level > Level.OFF
+            and len(self._awaited) < AWAITED_MAX
+        )
+        if not waits or self._later is None:
+            self._finalize(session)
+            return
+        self._awaited.add(session.session_id)
+        self._later(SUMMARY_WAIT_S, lambda: self._finalize(session))
+
+    def left(self, stream: StreamRecord, now_ns: int) -> None:
+        """A reader is done with its session, whether the session is over or not."""
+        stream.ended_ns = now_ns
+        stream.n_tokens = stream.n_tokens or stream.session.n_tokens
+        self.metrics.stream_ended(stream)
+        if stream.is_shared:
+            self.tracing.left(stream)
+
+    def summarised(self, summaries: Iterable[pb.SessionSummary]) -> None:
+        """A stage has applied the close of sessions."""
+        for summary in summaries:
+            session = self._sessions.get(summary.session_id)
+            if session is None:
+                continue
+            _add_summary(session, summary)
+            if session.ended_ns:
+                session.stages_after_end.add(summary.stage_index)
+                if len(session.stages_after_end) >= self._n_stages:
+                    self._finalize(session)
+
+    def _finalize(self, session: SessionRecord) -> None:
+        if session.is_final:
+            return
+        session.is_final = True
+        self._sessions.pop(session.session_id, None)
+        self._awaited.discard(session.session_id)
+        self._go_on(self._last_words(session))
+
+    def _last_words(self, session: SessionRecord) -> Iterator[None]:
+        yield from self.tracing.final(session, self._n_stages)
+        for stage in session.stages.values():
+            stage.batches.clear()  # the ring keeps the sums; batches are asked of the stages
+
+    def _go_on(self, work: Iterator[None]) -> None:
+        """Do work piece by piece, with the event loop's other work in between."""
+        self._unfinished.add(work)
+        for _ in work:
+            if self._later is not None:
+                self._later(0.0, lambda: self._go_on(work))
+                return
+        self._unfinished.discard(work)
+
+    # --- the pipeline side: life of the connection --------------------------------------------------------------------
+
+    def connected(self, n_stages: int) -> None:
+        """All stages stand at a new epoch. Paused sessions start again from their history, each when its turn comes."""
+        self._n_stages = n_stages
+        self.n_connections += 1
+        if self.n_connections > 1:
+            self.metrics.recoveries.inc()
+
+    def lost(self, why: str, now_ns: int) -> None:
+        """The connection is gone; running sessions pause, and no stage will sum anything up."""
+        for session in self._sessions.values():
+            if session.started_ns and not session.ended_ns and not session.is_paused:
+                session.is_paused = True
+                session.event(names.EVENT_PAUSED, now_ns, why)
+        self.close()
+
+    def close(self) -> None:
+        """End what only waits for summaries."""
+        for session_id in list(self._awaited):
+            self._finalize(self._sessions[session_id])
+        for work in list(self._unfinished):
+            collections.deque(work, maxlen=0)
+        self._unfinished.clear()
+
+
+def _add_summary(session: SessionRecord, summary: pb.SessionSummary) -> None:
+    stage = session.stage(summary.stage_index)
+    stage.n_prefill_steps += summary.n_prefill_steps
+    stage.n_decode_steps += summary.n_decode_steps
+    stage.prefill_wait_ns += summary.prefill_wait_ns
+    stage.decode_wait_ns += summary.decode_wait_ns
+    stage.wait_max_ns = max(stage.wait_max_ns, summary.wait_max_ns)
+    stage.batch_rows_sum += summary.batch_rows_sum
+    stage.batch_rows_max = max(stage.batch_rows_max, summary.batch_rows_max)
+    stage.decode_ns += summary.decode_ns
+    room = max(0, BATCHES_MAX - len(stage.batches))
+    batches = [
+        (step, summary.batches[at * IDS_BYTES : (at + 1) * IDS_BYTES])
+        for at, step in enumerate(summary.batch_steps[: len(summary.batches) // IDS_BYTES])
+    ]
+    stage.batches += batches[:room]
+    stage.n_batches_dropped += summary.n_batches_dropped + max(0, len(batches) - room)

@@ -1,0 +1,39 @@
+"""Telemetry of a coordinator process: made at its start, flushed with a bound at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import platform
+from collections.abc import AsyncIterator
+
+from relayline.coordinator.observe.observer import Observer
+from relayline.wire.telemetry.config import Level, TelemetryConfig
+from relayline.wire.telemetry.telemetry import Role, Telemetry
+
+
+@contextlib.asynccontextmanager
+async def observed(
+    config: TelemetryConfig, model_name: str, pushed_level: Level | None = None
+) -> AsyncIterator[Observer]:
+    """Yield the observer of this process; at the end, what waits is ended and flushed, within telemetry's own bound.
+
+    `pushed_level` is what stages are set to when they connect; None leaves them at their own. Raises UsageError for
+    settings that cannot be used.
+    """
+    # The share of requests is drawn by the observer, where it can be changed while the process runs.
+    whole = dataclasses.replace(config, sampler_ratio=1.0)
+    telemetry = Telemetry.start(Role.COORDINATOR, f"coordinator@{platform.node() or 'localhost'}", whole)
+    observer = Observer(
+        telemetry,
+        model_name=model_name,
+        sampler_ratio=config.sampler_ratio,
+        later=asyncio.get_running_loop().call_later,
+        pushed_level=pushed_level,
+    )
+    try:
+        yield observer
+    finally:
+        observer.close()
+        await asyncio.to_thread(telemetry.shutdown)

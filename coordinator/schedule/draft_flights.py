@@ -1,0 +1,85 @@
+"""The drafts of the streams that decode: which go along with their rows, which follow in flights of their own. Pure.
+
+The scheduler asks, in two places: as a decode flight is about to leave, and when nothing else does and stages would
+stand idle. While prompts are read nothing is drafted: their rows are what fills the stages then.
+
+What follows in a flight of its own is one stream's, and only where every stream has flights of its own: of a group of
+several those whose guesses are right would part from the others, and flights of fewer streams leave instead of full
+ones. It must cost nobody anything, so it has to fit into the time in which the stages have nothing to do, see `fits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from relayline.coordinator.schedule.draft_plan import FOLLOWING_CHANCE_MIN, Offers, Traffic, best_counts
+from relayline.coordinator.schedule.groups import GroupPlanner
+from relayline.coordinator.sessions.session import OutFrame, Session
+from relayline.wire.common.bounds import DRAFT_TOKENS_MAX, DRAFTED_ROWS_MAX
+
+DRAFT_AUTO = -1
+SHARE_MAX = 4  # times its share of a flight's guesses that one stream may have: more are not worth looking at
+
+
+class DraftFlights:
+    """Of one epoch."""
+
+    def __init__(self, n_tokens: int) -> None:
+        """`n_tokens` as ScheduleConfig.draft."""
+        self._n_tokens = n_tokens
+        self._offers = Offers()
+        self._followed: dict[int, tuple[Session, int]] = {}  # session id -> whose next guesses may follow, and how many
+
+    def forget(self, session_id: int) -> None:
+        """Nothing of the session's is under way any more, or what is was guessed wrong."""
+        self._followed.pop(session_id, None)
+
+    def ended(self, session_id: int) -> None:
+        """The session ended, however."""
+        self.forget(session_id)
+        self._offers.put(session_id, ())
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether there are streams whose guesses may follow in flights of their own."""
+        return bool(self._followed)
+
+    def are_of(self, frames: Sequence[OutFrame]) -> bool:
+        """Return whether any of these frames may take guesses along."""
+        return self._n_tokens != 0 and any(frame.session.acceptance is not None for frame in frames)
+
+    def extend(self, frames: Sequence[OutFrame], planner: GroupPlanner, traffic: Traffic) -> None:
+        """Let guesses go along with the rows of a decode flight."""
+        if self._n_tokens != DRAFT_AUTO:
+            room = min(DRAFTED_ROWS_MAX, planner.rows_max - len(frames))
+            for frame in frames:
+                frame.session.extend(frame, max(0, min(self._n_tokens, room)))
+                room -= len(frame.tokens) - 1
+            return
+        if not planner.is_known:
+            return
+        n_asked = min(DRAFT_TOKENS_MAX, SHARE_MAX * DRAFTED_ROWS_MAX // len(frames))
+        chances = [frame.session.chances(n_asked + 1) for frame in frames]
+        for frame in frames:
+            self._offers.put(frame.session.session_id, ())
+        if not any(chances):
+            return
+        counts = best_counts(planner, chances, traffic, self._offers)
+        for frame, count, each in zip(frames, counts, chances, strict=True):
+            if count:
+                frame.session.extend(frame, count)
+            self._offers.put(frame.session.session_id, each[:-1])
+            self._followed[frame.session.session_id] = (frame.session, 1 + count)
+
+    def following(self, fits: Callable[[int], bool]) -> OutFrame | None:
+        """Return the likeliest next guesses, for stages that would stand idle; None if there are none.
+
+        fits: whether the stages have time for a flight of so many rows.
+        """
+        best: Session | None = None
+        chance_min, n_best = FOLLOWING_CHANCE_MIN, 0
+        for session, n_tokens in self._followed.values():
+            chances = session.chances(1) if fits(n_tokens) else []
+            if chances and chances[0] >= chance_min and (best is None or chances[0] > chance_min):
+                best, chance_min, n_best = session, chances[0], n_tokens
+        return best.guess(n_best) if best is not None else None

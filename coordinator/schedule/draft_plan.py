@@ -1,0 +1,143 @@
+"""How many guessed rows a flight takes along: as many as the stages' cost curves make worth it. Pure.
+
+A guess pays where a row more costs less than the chance that it is right. That differs from stage to stage and from
+row to row: on a staircase the rest of a tile is free, on a GPU a few dozen rows are, and on a CPU that is bound by
+arithmetic hardly any is. So the choice is made for each flight, from the same curves and the same cycle as the groups
+(`coordinator.schedule.groups`): tokens that all streams are expected to get in a cycle, over
+
+    cycle = max( the busiest stage's work on all flights,  the longest flight's way through all stages + overhead )
+
+A flight that takes guesses along is longer than those without, and no flight overtakes another: the others soon queue
+behind it and have its pace. So what one flight gains is weighed against what all lose, unless these draft as well,
+which makes the same long way worth more. Were each flight to look at what the others carry just now, none would begin.
+So each supposes that the others take along what it takes itself: guesses that are as likely, as far as their streams
+had any when they were asked last. All decide alike then, and what was supposed comes true.
+
+Flights that differ in rows are never as well spread over the stages as equal ones, see UNEVEN; and flights that take
+guesses along differ from each other.
+
+Where stages would stand idle, guesses may also follow as a flight of their own, right behind the rows that they depend
+on, and be computed by one stage while the next computes those. Where they are right, a single stream keeps several
+stages at work. For a stream that is alone such a flight is counted here by its chance to be right as a whole: then the
+next token takes one stage's step instead of the whole way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from relayline.coordinator.schedule.groups import GroupPlanner
+from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
+
+DRAFT_GAIN = 0.03  # less than this is noise of the curves, and not worth the energy
+SHARED_GAIN = 0.2  # and less than this, where there are other flights, is lost on the way from plain ones to others
+STRETCH_MAX = 4.0  # times that a cycle may become longer: not all streams may have guesses
+UNEVEN = 3  # exponent that joins the two terms of a cycle of flights that differ; equal terms make it 26 % longer
+FOLLOWING_CHANCE_MIN = 0.4  # of the first row of a flight of guesses: below, it is work for nothing more often than not
+CHANCE_STEPS = 20  # by which chances of other streams' guesses are told apart
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traffic:
+    """What else is on its way."""
+
+    n_flights: int
+    """Decode flights under way, the one that is asked about included."""
+    n_rows_beside: int
+    """Streams in the others."""
+    n_idle: int
+    """Flights more that the stages would have time for."""
+
+
+class Offers:
+    """The guesses that streams had when they were asked last, by their chance to be right."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[float]] = {}  # session id -> chances
+        self._n = [0] * (CHANCE_STEPS + 1)  # guesses of each step of chance
+        self._n_right = [0.0] * (CHANCE_STEPS + 1)  # of these are expected to be right
+
+    def put(self, session_id: int, chances: Sequence[float]) -> None:
+        """Take note of what a stream has now; of none once it has ended."""
+        for sign, each in ((-1, self._of.pop(session_id, ())), (1, chances)):
+            for chance in each:
+                self._n[int(chance * CHANCE_STEPS)] += sign
+                self._n_right[int(chance * CHANCE_STEPS)] += sign * chance
+        if chances:
+            self._of[session_id] = list(chances)
+
+    def likely(self, chance: float, n_max: int) -> tuple[int, float]:
+        """Return how many are about so likely or more, at most n_max, and how many of them are expected to be right."""
+        step = int(chance * CHANCE_STEPS)
+        n, n_right = sum(self._n[step:]), sum(self._n_right[step:])
+        return (n, n_right) if n <= max(0, n_max) else (max(0, n_max), n_right * max(0, n_max) / n)
+
+
+def best_counts(
+    planner: GroupPlanner, chances: Sequence[Sequence[float]], traffic: Traffic, others: Offers
+) -> list[int]:
+    """Return how many guesses each frame of a flight takes along.
+
+    chances: per frame, of each of its guesses to be right together with those before it, and of one guess more for what
+    would follow in a flight of its own; from where on they are too unlikely there are none. others: what streams that
+    are not in it have.
+    """
+    offers = sorted(
+        ((chance, -ahead, frame) for frame, each in enumerate(chances) for ahead, chance in enumerate(each[:-1])),
+        reverse=True,
+    )
+    counts, n_frames = [0] * len(chances), len(chances)
+    # Rows of lanes that differ in number are computed in parts where lanes have cells of their own.
+    if not offers or (planner.is_per_lane and n_frames > 1):
+        return counts
+    cycle = _Cycle(planner, n_frames, traffic)
+    n_drafted, n_right, gain = 0, 0.0, SHARED_GAIN if traffic.n_rows_beside else DRAFT_GAIN
+    follows = sum(each[0] for each in chances if each)  # chances that the flight of guesses behind it is right, summed
+    best, chosen = (1 + gain) * cycle.rate(follows / n_frames), list(counts)
+    for chance, _, frame in offers[: min(DRAFTED_ROWS_MAX, planner.rows_max - n_frames)]:
+        counts[frame] += 1
+        follows += chances[frame][counts[frame]] - chance
+        n_drafted, n_right = n_drafted + 1, n_right + chance
+        alike = others.likely(chance, n_drafted * traffic.n_rows_beside // n_frames)
+        rate = cycle.rate(follows / n_frames, (n_drafted, n_right), alike)
+        if rate > best:
+            best, chosen = rate, list(counts)
+    return chosen
+
+
+class _Cycle:
+    """In which every flight goes round once: this one and all others."""
+
+    def __init__(self, planner: GroupPlanner, n_frames: int, traffic: Traffic) -> None:
+        self._planner, self._n_frames, self._traffic = planner, n_frames, traffic
+        self._n_others = traffic.n_flights - 1
+        work_ns, way_ns = self._terms_ns(0, 0)
+        self._plain_ns = max(work_ns, way_ns)
+
+    def rate(self, follows: float, mine: tuple[int, float] = (0, 0.0), others: tuple[int, float] = (0, 0.0)) -> float:
+        """Predict the tokens per nanosecond of all streams; mine, others: guesses, and how many of them are right."""
+        cycle_ns = self._cycle_ns(follows, mine[0], others[0])
+        n_streams = self._n_frames + self._traffic.n_rows_beside
+        if not cycle_ns or (n_streams > 1 and cycle_ns > STRETCH_MAX * self._plain_ns):
+            return 0.0
+        return (n_streams + mine[1] + others[1]) / cycle_ns
+
+    def _cycle_ns(self, follows: float, n_mine: int, n_others: int) -> float:
+        work_ns, way_ns = self._terms_ns(n_mine, n_others)
+        longer_ns, shorter_ns = max(work_ns, way_ns), min(work_ns, way_ns)
+        if not self._n_others:
+            if self._traffic.n_idle and follows >= FOLLOWING_CHANCE_MIN:
+                return follows * work_ns + (1 - follows) * longer_ns
+            return longer_ns
+        if not n_mine or not longer_ns:
+            return longer_ns
+        return float(longer_ns * (1 + (shorter_ns / longer_ns) ** UNEVEN) ** (1 / UNEVEN))
+
+    def _terms_ns(self, n_mine: int, n_others: int) -> tuple[float, float]:
+        planner, rows = self._planner, self._n_frames + n_mine
+        work_ns = planner.step_ns(rows)
+        if self._n_others:
+            n_mean = max(1, round((self._traffic.n_rows_beside + n_others) / self._n_others))
+            work_ns, rows = work_ns + self._n_others * planner.step_ns(n_mean), max(rows, n_mean)
+        return work_ns, planner.way_ns(rows) + planner.overhead_ns

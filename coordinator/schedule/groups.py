@@ -1,0 +1,391 @@
+"""How many groups circulate, and how many rows each step takes: chosen from the stages' cost curves. Pure.
+
+With P stages, N running streams and G flights of r rows, one *cycle* in which every flight goes round once takes
+
+    cycle = max( the busiest stage's work on all flights,  one flight's way through all stages + overhead )
+
+and yields min(N, G r) tokens. The first term is what a saturated stage needs, the second what a flight needs when
+nothing is in its way. One flight is lock-step: one stage works, the others wait. Too many flights pay the cost of small
+steps. G r may be less than N: then the flights are full, and the streams take turns in them; where the cost of a step
+is a staircase that beats both a dear row count and one more, poorly filled flight. G r may be more than N: then the
+last flight is smaller. Where the best lies depends on the staircase of each stage, so candidates are simply evaluated.
+
+When both terms are equal every delay anywhere shows, so nearness costs something too, see SHARPNESS.
+
+Prompts travel in two ways, whichever brings more of them through: as rows that *ride* in the decode flights (a step
+that has room in its tile, or whose fixed cost is high, takes them at little extra cost), and as flights of their own.
+Both are sized so that running streams' inter-token latency stays within `itl_stretch` of what it is without them. When
+more streams wait for their first token than run, that bound grows in proportion: a second of delay weighs the same
+whoever waits it. While prompts wait there may be one decode flight more than is best without them, or fewer, where that
+gives their rows more room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from relayline.coordinator.schedule.stage_cost import StageCost
+
+GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
+ITL_STRETCH = 2.0  # running streams' inter-token latency beside prefill, against none, unless somebody sets it
+PREDICTED_PART = 0.92  # of that bound is what plans may predict; the rest is for what they do not foresee
+MET_PART = 0.92  # and of that, where flights meet to make room: more streams feel whatever such a step does not foresee
+PRESSURE_MAX = 64  # prompts per running stream beyond which more of them change nothing
+BUSY = 0.9  # a stage that works this part of the time has none for another flight
+NEAR_BEST = 1.08  # of prefill choices whose rates are this close the one with the shorter latency is taken
+CHUNK_LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+FALLBACK_CHUNK_ROWS = 64  # while nothing has been measured
+TRAIN_ROWS = 512  # prompt rows that a train is made for when nobody says how many there are
+TRAIN_ROWS_MAX = 4_096  # beyond that the best chunk hardly changes
+EQUAL = 1.02  # plans whose predicted rates are this close count as equally fast
+SHARPNESS = 32  # exponent that joins the two terms of a cycle; equal terms make it 2 % longer than either
+ROWS_ONE_BY_ONE = 32  # candidates: every row count up to here, whole tiles beyond
+CACHE_MAX = 4_096  # plans kept
+CONTEXT_STEPS = 8  # contexts are told apart by so many steps between a power of two and the next
+CONTEXT_STEP_MIN = 32  # tokens; below, a step of context would make plans anew for nothing
+VIEWS_MAX = 64  # pairs of contexts for which a planner is kept
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """What may be in flight at once."""
+
+    n_groups: int  # decode flights
+    group_rows: int  # streams of the largest decode flight
+    period_ns: float  # predicted time per token of every stream, without prefill; 0 when nothing is known
+    prefill_flights: int  # flights of prompt rows alone
+    chunk_rows: int  # rows of one of them
+    ride_rows: int = 0  # prompt rows that a full decode flight takes along; a smaller one takes more in shared cells
+    latency_max_ns: float = 0.0  # of a decode flight with rows riding, what it waits for others included; 0 unbounded
+    hold_max_ns: float = 0.0
+    """How long a row may be held for a flight to land: for as long as a token of its stream is predicted to take,
+    prompts beside it included. By then it would have its token, had it left at once. 0.0: no curve is known.
+    """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Beside:
+    """One way to prefill beside decode."""
+
+    n_groups: int
+    rows: int
+    rate: float  # prompt rows per nanosecond
+    latency_ns: float  # of a decode flight, from one round to the next
+    flights: int
+    chunk: int
+    ride: int
+
+
+class GroupPlanner:
+    """Plans from curves; results are cached until the curves or the overhead move."""
+
+    def __init__(self, stages: Sequence[StageCost], itl_stretch: float = ITL_STRETCH) -> None:
+        self.itl_stretch = itl_stretch
+        self._know(stages)
+        self.overhead_ns = 0.0  # of one round trip beyond the steps, see coordinator.schedule.overhead
+        self._cache: dict[tuple[int, int, int, tuple[int, int] | None], GroupPlan] = {}
+        self._costs_ns: dict[int, tuple[float, ...]] = {}  # rows -> each stage's decode step
+        self._views: dict[tuple[int, int], GroupPlanner] = {}  # by context of decode rows and of prompt rows
+
+    def _know(self, stages: Sequence[StageCost]) -> None:
+        """Take the stages, and what of them is asked for at every token."""
+        stages = self.stages = tuple(stages)
+        self.rows_max = min((stage.rows_max for stage in stages), default=1)
+        """Rows that every stage takes in one step."""
+        self.is_per_lane = any(stage.is_per_lane for stage in stages)
+        """Whether any stage computes rows of neighbouring lanes alone at once."""
+        self.shares_longest = any(stage.shares_longest for stage in stages)
+        """Whether the context of a flight's decode rows is that of the longest of them."""
+        self.shares_host = any(stage.shares_host for stage in stages)
+        """Whether stages compute on one host."""
+        self._has_context = any(stage.context_ns for stage in stages)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are stages and every one has measured both of its curves."""
+        return bool(self.stages) and all(s.decode.is_known and s.prefill.is_known for s in self.stages)
+
+    def update(self, stages: Sequence[StageCost]) -> None:
+        """Take refreshed curves."""
+        self._know(stages)
+        self._costs_ns.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Plan anew: curves or overhead have changed."""
+        self._cache.clear()
+        self._views.clear()
+
+    def at(self, decode_tokens: float, prompt_tokens: float) -> GroupPlanner:
+        """Return the planner for rows of such contexts: of decode rows (as in StageCost), and of the next prompt rows.
+
+        It is good until the next `update` or `forget`.
+        """
+        if not self._has_context:
+            return self
+        key = (_context_step(decode_tokens), _context_step(prompt_tokens))
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= VIEWS_MAX:
+                self._views.clear()
+            stages = [dataclasses.replace(s, decode_tokens=key[0], prompt_tokens=key[1]) for s in self.stages]
+            view = self._views[key] = GroupPlanner(stages, self.itl_stretch)
+            view.overhead_ns = self.overhead_ns
+        return view
+
+    def plan(
+        self,
+        n_streams: int,
+        *,
+        n_prompts: int,
+        n_prompt_rows: int = TRAIN_ROWS,
+        pressure_min: int = 0,
+        by_hand: tuple[int, int] | None = None,
+    ) -> GroupPlan:
+        """Return the plan for this many running streams, with this many prompts waiting beside them.
+
+        n_prompt_rows: of these prompts together. It matters while no stream runs: the fewer, the smaller the chunks in
+        which they keep all stages at work. Taken in powers of two. pressure_min: as many prompts per running stream
+        count at least. by_hand: decode flights, and rows of the largest, that somebody chose: only what goes beside
+        them is planned.
+        """
+        train_rows = 0 if n_streams else min(TRAIN_ROWS_MAX, 1 << max(0, n_prompt_rows - 1).bit_length())
+        key = (n_streams, max(pressure_of(n_streams, n_prompts), pressure_min), train_rows, by_hand)
+        if key not in self._cache:
+            if len(self._cache) >= CACHE_MAX:
+                self._cache.clear()
+            self._cache[key] = self._plan(*key)
+        return self._cache[key]
+
+    def step_ns(self, rows: int) -> float:
+        """Predict the busiest stage's step of `rows` decode rows."""
+        return max(self._costs(rows), default=0.0)
+
+    def way_ns(self, rows: int) -> float:
+        """Predict all native steps of a decode flight on its way through idle stages."""
+        return sum(self._costs(rows))
+
+    def chunk_ns(self, rows: int) -> float:
+        """Predict the busiest stage's step of `rows` prefill rows."""
+        return max((stage.prefill_ns(rows) for stage in self.stages), default=0.0)
+
+    def mixed_ns(self, rows: int, prompt_rows: int) -> float:
+        """Predict the busiest stage's step of decode rows with prompt rows beside them."""
+        return max(self._mixed(rows, prompt_rows), default=0.0)
+
+    def ride_within(self, rows: int, ride_rows: int, way_max_ns: float) -> int:
+        """Return how many of `ride_rows` may ride with `rows` decode rows so that their way takes at most so long."""
+        if not ride_rows or sum(self._mixed(rows, ride_rows)) + self.overhead_ns <= way_max_ns:
+            return ride_rows
+        smaller = (ride for ride in self._rides(rows) if ride < ride_rows)
+        fitting = (ride for ride in smaller if sum(self._mixed(rows, ride)) + self.overhead_ns <= way_max_ns)
+        return max(fitting, default=0)
+
+    def _rides(self, rows: int) -> list[int]:
+        """Return how many prompt rows may ride with so many decode rows: what fills tiles, ascending."""
+        beside = 0 if self.is_per_lane else rows
+        return [total - beside for total in CHUNK_LADDER if beside < total <= self.rows_max - rows + beside]
+
+    def rate(self, n_streams: int, n_groups: int, rows: int) -> float:
+        """Predict the tokens per nanosecond of n_groups flights of at most `rows` rows among n_streams streams."""
+        return min(n_streams, n_groups * rows) / self._cycle_ns(n_streams, n_groups, rows)
+
+    def saturating(self, rows: int) -> int:
+        """Return how many flights of so many rows the stages have work for at once; 0 while nothing is known."""
+        step_ns = self.step_ns(rows)
+        return round((self.way_ns(rows) + self.overhead_ns) / step_ns) if step_ns else 0
+
+    def _costs(self, rows: int) -> tuple[float, ...]:
+        costs = self._costs_ns.get(rows)
+        if costs is None:
+            costs = tuple(stage.decode_ns(rows) for stage in self.stages)
+            self._costs_ns[rows] = costs
+        return costs
+
+    def _mixed(self, rows: int, prompt_rows: int) -> tuple[float, ...]:
+        if not prompt_rows:
+            return self._costs(rows)
+        return tuple(stage.mixed_ns(rows, prompt_rows) for stage in self.stages)
+
+    def _cycle_ns(self, n_streams: int, n_groups: int, rows: int) -> float:
+        n_full = min(n_groups, n_streams // rows)
+        rest = min(n_streams - n_full * rows, rows) if n_full < n_groups else 0
+        largest = self._costs(rows if n_full else rest)
+        if rest:
+            work_ns = max(n_full * full + left for full, left in zip(largest, self._costs(rest), strict=True))
+        else:
+            work_ns = n_full * max(largest)
+        if not n_full:
+            work_ns = max(largest)
+        return _joined(work_ns, sum(largest) + self.overhead_ns)
+
+    def _plan(
+        self, n_streams: int, pressure: int, train_rows: int, by_hand: tuple[int, int] | None = None
+    ) -> GroupPlan:
+        n_stages = len(self.stages)
+        if not self.is_known:
+            n_groups = max(1, min(n_stages, n_streams))
+            rows = min(self.rows_max, math.ceil(n_streams / n_groups))
+            return GroupPlan(n_groups, max(1, rows), 0.0, max(1, n_stages), min(FALLBACK_CHUNK_ROWS, self.rows_max))
+        n_groups, rows = (by_hand or self._best_groups(n_streams)) if n_streams else (1, 1)
+        period_ns = n_streams / self.rate(n_streams, n_groups, rows) if n_streams else 0.0
+        if pressure and n_streams:
+            quiet_ns, turns = self._cycle_ns(n_streams, n_groups, rows), _turns(n_streams, n_groups, rows)
+            token_max_ns = pressure * PREDICTED_PART * self.itl_stretch * quiet_ns * turns
+            choice = self._beside(n_streams, (n_groups, rows), pressure, token_max_ns, may_change=by_hand is None)
+            if choice is None:
+                return GroupPlan(n_groups, rows, period_ns, 1, 1, 0, token_max_ns / turns, token_max_ns)
+            beside, turns = (choice.flights, choice.chunk, choice.ride), _turns(n_streams, choice.n_groups, choice.rows)
+            hold_max_ns = max(period_ns, choice.latency_ns * turns)
+            return GroupPlan(choice.n_groups, choice.rows, period_ns, *beside, token_max_ns / turns, hold_max_ns)
+        chunk = self._train(train_rows or TRAIN_ROWS)
+        return GroupPlan(n_groups, rows, period_ns, 2 * n_stages, chunk, hold_max_ns=period_ns)
+
+    def _best_groups(self, n_streams: int) -> tuple[int, int]:
+        """Return flights and rows of the fastest plan.
+
+        Of equally fast ones, that with about one flight per stage: it keeps all of them at work, at no more steps than
+        that takes.
+        """
+        rates = {key: self.rate(n_streams, *key) for key in self._candidates(n_streams)}
+        best = max(rates.values())
+        good = (key for key, rate in rates.items() if rate * EQUAL >= best)
+        n_stages = len(self.stages)
+        return min(good, key=lambda key: (abs(key[0] - n_stages), -rates[key], key[1]))
+
+    def _candidates(self, n_streams: int) -> Iterator[tuple[int, int]]:
+        rows_max, groups_max = min(n_streams, self.rows_max), self._groups_max(n_streams)
+        sizes = {*range(1, min(rows_max, ROWS_ONE_BY_ONE) + 1), *range(ROWS_ONE_BY_ONE, rows_max, 16), rows_max}
+        sizes |= {math.ceil(n_streams / n_groups) for n_groups in range(1, groups_max + 1)}
+        for rows in sizes:
+            if rows > rows_max:
+                continue
+            slowest_ns = self.step_ns(rows)
+            saturating = math.ceil((self.way_ns(rows) + self.overhead_ns) / slowest_ns)
+            all_full, all_in = n_streams // rows, math.ceil(n_streams / rows)
+            for n_groups in {saturating - 1, saturating, saturating + 1, all_full, all_in}:
+                if 1 <= n_groups <= min(all_in, groups_max):
+                    yield n_groups, rows
+
+    def _groups_max(self, n_streams: int) -> int:
+        few = min(n_streams, GROUPS_MAX_PER_STAGE * len(self.stages))
+        return max(math.ceil(n_streams / self.rows_max), few)
+
+    def _beside(
+        self, n_streams: int, best: tuple[int, int], pressure: int, token_max_ns: float, *, may_change: bool = True
+    ) -> _Beside | None:
+        """Return the most prefill beside decode that keeps the bound on a stream's latency; None where nothing does.
+
+        Decode flights are those that are best without prompts; or, where they may change, one more if these leave the
+        busiest stage idle at times (where steps cost much however few their rows, one flight of all streams may be
+        best, but prompt rows riding in it would find all stages idle but one); or fewer, since a wider step may have
+        room where one row costs half of a tile.
+
+        The bound is held for flights that have spread over the stages, which they do as soon as each has gone round
+        once. The first ones after a quiet time queue behind each other; those take fewer rows along, see `ride_within`.
+        """
+        found: list[_Beside] = []
+        for plan in (best, *(self._one_more(n_streams, *best) if may_change else ())):
+            found.extend(self._within(plan, pressure, token_max_ns / _turns(n_streams, *plan)))
+        for plan in self._fewer(n_streams, best[0]) if may_change else ():
+            found.extend(self._within(plan, pressure, MET_PART * token_max_ns / _turns(n_streams, *plan)))
+        best_rate = max((choice.rate for choice in found), default=0.0)
+        good = [choice for choice in found if choice.rate * NEAR_BEST >= best_rate]
+
+        def rank(choice: _Beside) -> tuple[float, int, int]:
+            turns = _turns(n_streams, choice.n_groups, choice.rows)
+            return choice.latency_ns * turns, choice.flights, choice.n_groups
+
+        return min(good, key=rank, default=None)
+
+    def _within(self, groups: tuple[int, int], pressure: int, latency_max_ns: float) -> Iterator[_Beside]:
+        """Yield the choices of riding rows and of flights of prompt rows, beside these decode flights, in the bound."""
+        n_groups, rows = groups
+        for ride in (0, *self._rides(rows)):
+            decode = self._mixed(rows, ride)
+            if max(n_groups * max(decode), sum(decode) + self.overhead_ns) > latency_max_ns:
+                continue  # more rows may take less time, as they do once attention goes in tiles
+            if ride:
+                cycle_ns = _joined(n_groups * max(decode), sum(decode) + self.overhead_ns)
+                yield _Beside(n_groups, rows, n_groups * ride / cycle_ns, cycle_ns, 0, 1, ride)
+            if not ride or pressure > 1:  # both at once fill every gap, and then flights wait for each other
+                yield from self._beside_flights(groups, decode, ride, latency_max_ns)
+
+    def _one_more(self, n_streams: int, n_groups: int, rows: int) -> Iterator[tuple[int, int]]:
+        """Yield one flight more, and its rows, where the busiest stage has time for it.
+
+        Never more at once: flights that split because a prompt came queue behind each other until they have spread.
+        """
+        is_idle = n_groups * self.step_ns(rows) < BUSY * (self.way_ns(rows) + self.overhead_ns)
+        if n_groups < self._groups_max(n_streams) and is_idle:
+            yield n_groups + 1, math.ceil(n_streams / (n_groups + 1))
+
+    def _fewer(self, n_streams: int, n_groups: int) -> Iterator[tuple[int, int]]:
+        """Yield some smaller numbers of flights that leave each stage one, and their rows."""
+        n_stages = len(self.stages)
+        for fewer in sorted({n_stages, math.ceil(n_groups / 2), math.ceil(n_groups * 3 / 4)}):
+            rows = math.ceil(n_streams / fewer)
+            if n_stages <= fewer < n_groups and rows <= self.rows_max:
+                yield fewer, rows
+
+    def _beside_flights(
+        self, groups: tuple[int, int], decode: Sequence[float], ride: int, latency_max_ns: float
+    ) -> Iterator[_Beside]:
+        """Yield the choices of flights of prompt rows, beside decode flights with this ride, that keep the bound."""
+        n_groups, way_ns = groups[0], sum(decode) + self.overhead_ns
+        for chunk in CHUNK_LADDER:
+            if chunk > self.rows_max:
+                break
+            costs = [stage.prefill_ns(chunk) for stage in self.stages]
+            for flights in range(1, len(self.stages) + 1):
+                work_ns = max(n_groups * ours + flights * theirs for ours, theirs in zip(decode, costs, strict=True))
+                # Nobody overtakes, so that decode flights go round no more often than the prompt rows among them do.
+                cycle_ns = max(work_ns, sum(costs) + self.overhead_ns)
+                latency_ns = max(cycle_ns, way_ns + flights * max(costs))
+                if latency_ns > latency_max_ns:
+                    break
+                rate = flights * chunk / cycle_ns + n_groups * ride / max(cycle_ns, way_ns)
+                yield _Beside(*groups, rate, latency_ns, flights, chunk, ride)
+
+    def _train(self, n_rows: int) -> int:
+        """Return the chunk that brings so many prompt rows through idle stages soonest, at their average context."""
+        n_stages = len(self.stages)
+
+        def time_ns(chunk: int) -> float:
+            n_chunks = math.ceil(n_rows / chunk)
+            ways_ns = (n_chunks + n_stages - 1) * self.overhead_ns / (n_stages + 1)
+            return train_ns([stage.prefill_ns(chunk) for stage in self.stages], n_chunks) + ways_ns
+
+        return min((chunk for chunk in CHUNK_LADDER if chunk <= self.rows_max), key=time_ns)
+
+
+def train_ns(costs: Sequence[float], n_chunks: int) -> float:
+    """Return how long chunks that follow each other take through idle stages, where one takes `costs` in each.
+
+    The slowest stage reads one chunk after the other, each other stage one before or one behind those.
+    """
+    return (n_chunks - 1) * max(costs) + sum(costs)
+
+
+def _context_step(tokens: float) -> int:
+    """Return the context among those told apart that is nearest."""
+    step = max(CONTEXT_STEP_MIN, (1 << int(tokens).bit_length()) // (2 * CONTEXT_STEPS))
+    return step * round(tokens / step)
+
+
+def pressure_of(n_streams: int, n_prompts: int) -> int:
+    """Return how many prompts wait per running stream, at least 1 if any does."""
+    return min(PRESSURE_MAX, math.ceil(n_prompts / n_streams)) if n_streams else min(1, n_prompts)
+
+
+def _turns(n_streams: int, n_groups: int, rows: int) -> float:
+    """Return in how many rounds of the flights each stream has a token: more than one where they take turns."""
+    return max(1.0, n_streams / (n_groups * rows))
+
+
+def _joined(work_ns: float, way_ns: float) -> float:
+    """Return the larger of the two, a little more when they are close."""
+    larger, smaller = max(work_ns, way_ns), min(work_ns, way_ns)
+    return float(larger * (1 + (smaller / larger) ** SHARPNESS) ** (1 / SHARPNESS))

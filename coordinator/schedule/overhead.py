@@ -1,0 +1,88 @@
+"""What a round trip takes beyond the steps as plans count them: on links, and in what host work they do not know. Pure.
+
+Plans need it: the longer a flight is on its way with no stage working on it, the more flights keep the stages busy. It
+cannot be read off a flight that has waited in line, so there are two ways to it.
+
+*Measured.* Stages say for how long decode frames have waited there and been computed. What an average flight took
+beyond that was overhead, whatever queued, beside prompts too. It is taken once there are WINDOWS_MIN windows of it. (A
+stage counts the frames of all coordinators that it serves; and where steps do not take flights whole, rows that wait
+for the others of their flight count as overhead.)
+
+*Bounded,* until then. It is at most what a flight took beyond its own steps as predicted, and at least what it took
+beyond the work on those that left before it as well: behind that work it is hidden. Within these bounds, which are one
+where nothing queues, it stays what it was. So an overhead that was large for a while, as on a link with a bad minute,
+would stay for as long as the load: it makes the plan send many small flights, behind which the truth is hidden.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import statistics
+from collections.abc import Sequence
+
+# Placing, encoding, sending and receiving of one step: what `python -m benches.hop` measures at a few rows, rounded up.
+# It matters where native steps are as short: without it the plan for a tiny model would be many tiny steps.
+HOST_STEP_NS = 500_000
+ROUND_TRIPS_KEPT = 64  # recent decode flights from which bounds are taken
+ROUND_TRIPS_MIN = 8  # before the first estimate, and in a window
+ROUND_TRIPS_STRIDE = 4  # landings between estimates
+WINDOWS_KEPT, WINDOWS_MIN = 5, 3  # the median of so many counts: a hitch of a process spoils one of them
+OVERHEAD_STEP_NS = 200_000  # and a fifth: smaller moves of the overhead are noise
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """What a stage has counted since it started."""
+
+    n_frames: int
+    """Decode frames that it has computed."""
+    held_ns: int
+    """While they waited and were computed, with what plans add to a native step for host work, summed."""
+
+
+class Overhead:
+    """The estimate of one epoch."""
+
+    def __init__(self) -> None:
+        self._bounds_ns: collections.deque[tuple[float, float]] = collections.deque(maxlen=ROUND_TRIPS_KEPT)
+        self._n_landed = 0
+        self._windows_ns: collections.deque[float] = collections.deque(maxlen=WINDOWS_KEPT)
+        self._since: tuple[Held, ...] = ()  # what the stages said when the window began
+        self._n_flights = self._n_rows = self._took_ns = 0  # of flights that landed in it; took: summed over rows
+
+    def landed(self, n_rows: int, took_ns: int) -> None:
+        """A decode flight of so many rows came back whole."""
+        self._n_flights += 1
+        self._n_rows += n_rows
+        self._took_ns += n_rows * took_ns
+
+    def bounded(self, took_ns: int, way_ns: float, ahead_ns: float) -> None:
+        """It had no prompts beside it, so its predicted steps and the work ahead of it bound the overhead."""
+        self._bounds_ns.append((took_ns - max(way_ns, ahead_ns), took_ns - way_ns))
+        self._n_landed += 1
+
+    def stages_held(self, said: Sequence[Held]) -> None:
+        """Hear what every stage has counted; a window ends when enough flights have landed in it."""
+        now = tuple(said)
+        if self._since and self._n_flights < ROUND_TRIPS_MIN:
+            return
+        n_frames = [late.n_frames - early.n_frames for late, early in zip(now, self._since, strict=False)]
+        if n_frames and min(n_frames) > 0:
+            pairs = zip(now, self._since, n_frames, strict=True)
+            held_ns = sum((late.held_ns - early.held_ns) / count for late, early, count in pairs)
+            self._windows_ns.append(self._took_ns / self._n_rows - held_ns)
+        self._since = now
+        self._n_flights = self._n_rows = self._took_ns = 0
+
+    def revised_ns(self, known_ns: float) -> float:
+        """Return the overhead to plan with from now on, given the one known; the same unless it has clearly moved."""
+        if len(self._windows_ns) >= WINDOWS_MIN:
+            overhead_ns = max(0.0, statistics.median(self._windows_ns))
+        elif len(self._bounds_ns) >= ROUND_TRIPS_MIN and self._n_landed % ROUND_TRIPS_STRIDE == 0:
+            least_ns, most_ns = (max(0.0, sorted(each)[len(each) // 4]) for each in zip(*self._bounds_ns, strict=True))
+            overhead_ns = min(max(known_ns, least_ns), most_ns)
+        else:
+            return known_ns
+        has_moved = abs(overhead_ns - known_ns) > 0.2 * known_ns + OVERHEAD_STEP_NS
+        return overhead_ns if has_moved else known_ns

@@ -1,0 +1,88 @@
+"""What one stage's steps cost, as plans see them: its curves, what context adds, padding. Pure.
+
+The stage decides the same for its real steps (`stage.speed.curves`, `stage.steps.padding`); a plan predicts what it
+will decide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from relayline.wire.common.curve import ATTENTION_TILE_ROWS, CostCurve, mixed_cost_ns, price_per_lane
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageCost:
+    """One stage as the planner sees it."""
+
+    decode: CostCurve  # every row wants what the stage computes for decode
+    prefill: CostCurve  # rows of a prompt: the last stage computes no head for them
+    rows_max: int  # rows of one native step
+    context_ns: float = 0.0  # what a row costs for every token before it in its lane
+    context_tiled_ns: float = 0.0  # and in steps of tiles, for every token of its tile's lanes; 0: not known. Per lane:
+    # what every further row of a prompt's chunk costs for every token before it
+    decode_tokens: int = 0  # context of an average decode row, or of the longest where all of a flight pay for that
+    prompt_tokens: int = 0  # and of a prompt row
+    is_per_lane: bool = False  # lanes have KV cells of their own: decode rows and prompt rows are computed apart
+    shares_host: bool = False  # another stage of the pipeline computes on the same host, and reads the same memory
+
+    @property
+    def shares_longest(self) -> bool:
+        """Whether decode rows computed together all pay for the longest of their lanes, see stage.speed.curves."""
+        return self.is_per_lane and self.context_tiled_ns > 0
+
+    def decode_ns(self, rows: int) -> float:
+        """Predict a step of decode rows, padding included."""
+        return self._padded_ns(self._padded_rows(rows, 0), rows, 0)
+
+    def prefill_ns(self, rows: int) -> float:
+        """Predict a step of prompt rows."""
+        return self.prefill.cost_ns(rows) + self._context_ns(rows, 0, rows)
+
+    def mixed_ns(self, rows: int, prompt_rows: int) -> float:
+        """Predict a step of both, padding included; prompt rows take the place of scratch rows."""
+        if not prompt_rows:
+            return self.decode_ns(rows)
+        if self.is_per_lane:
+            return self.decode_ns(rows) + self.prefill_ns(prompt_rows)
+        return self._padded_ns(self._padded_rows(rows, prompt_rows), rows, prompt_rows)
+
+    def _padded_ns(self, padded_rows: int, rows: int, prompt_rows: int) -> float:
+        """Predict a step that is padded to so many rows."""
+        if not prompt_rows:
+            return self.decode.cost_ns(padded_rows) + self._context_ns(padded_rows, rows, 0)
+        # Of the scratch rows so many want the head as fill its tile, see stage.steps.padding.
+        heads = self.decode.padded_rows(rows, padded_rows - prompt_rows)
+        rows_ns = mixed_cost_ns(self.decode, self.prefill, heads, padded_rows - heads)
+        return rows_ns + self._context_ns(padded_rows, rows, prompt_rows)
+
+    def _padded_rows(self, rows: int, prompt_rows: int) -> int:
+        """Return the rows that such a step is padded to, see stage.speed.curves."""
+        n_rows = rows + prompt_rows
+        if self.is_per_lane:
+            return n_rows
+        most = self.decode.padded_rows(n_rows, self.rows_max)
+        may_be = [most]
+        if n_rows < ATTENTION_TILE_ROWS <= most:
+            may_be.insert(0, self.decode.padded_rows(n_rows, ATTENTION_TILE_ROWS - 1))
+        if prompt_rows and most > n_rows and self.prefill.is_known:
+            may_be.insert(0, n_rows)
+        if len(may_be) == 1:
+            return most
+        return min(may_be, key=lambda padded_rows: self._padded_ns(padded_rows, rows, prompt_rows))
+
+    def _context_ns(self, padded_rows: int, rows: int, prompt_rows: int) -> float:
+        """Predict what context adds to a step of so many rows, of which these are decode rows and rows of one prompt.
+
+        Of tiles every one pays for whose rows are in it: a prompt in each of its tiles, a decode row in one.
+        """
+        if self.shares_longest:
+            decode_tokens = rows * self.decode_tokens
+            row_tokens = decode_tokens + prompt_rows * self.prompt_tokens
+            lane_tokens = decode_tokens + (self.prompt_tokens if prompt_rows else 0)
+            return price_per_lane(self.context_ns, self.context_tiled_ns, row_tokens, lane_tokens)
+        if padded_rows < ATTENTION_TILE_ROWS or not self.context_tiled_ns:
+            return self.context_ns * (rows * self.decode_tokens + prompt_rows * self.prompt_tokens)
+        n_tiles = -(-(rows + prompt_rows) // ATTENTION_TILE_ROWS) - rows // ATTENTION_TILE_ROWS if prompt_rows else 0
+        tile_tokens = rows * self.decode_tokens + n_tiles * self.prompt_tokens
+        return self.context_tiled_ns * ATTENTION_TILE_ROWS * tile_tokens

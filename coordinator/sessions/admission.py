@@ -1,0 +1,132 @@
+"""Who may run now, who waits, who is told to come back. Pure.
+
+Lanes are counted here exactly as the stages count them: a lane is free again once its close has been sent, because
+closes travel in order with the next open on the same stream.
+
+Who came first runs first. A session that loses its lane, because the stages came back with fewer or share them with
+another coordinator, goes back into the line; as it is older than all that never had one, that is its front.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Sequence
+
+from relayline.coordinator.sessions.session import Session
+from relayline.wire.common.errors import ContextLengthError, OverloadedError
+
+
+class Admission:
+    """Lanes of the pipeline and the bounded line before them."""
+
+    def __init__(
+        self, n_lanes: int, ctx_tokens: int, waiting_max: int, kept: Callable[[Session], Sequence[int]] = lambda _: ()
+    ) -> None:
+        """`kept` names the lanes that this session had better leave alone, the one to take first of all in front."""
+        self._kept = kept
+        self.n_lanes, self.ctx_tokens, self.waiting_max = n_lanes, ctx_tokens, waiting_max
+        self.running: dict[int, Session] = {}
+        self.waiting: collections.deque[Session] = collections.deque()
+
+    def admit(self, session: Session) -> bool:
+        """Take the session in; True when it has a lane, False when it waits for one.
+
+        Raises ContextLengthError (it can never fit) or OverloadedError (no room in the line).
+        """
+        if not self._fits(session):
+            raise self.too_long(session)
+        if not self.waiting and len(self.running) < self.n_lanes:
+            self._run(session)
+            return True
+        if len(self.waiting) >= self.waiting_max:
+            raise OverloadedError(
+                f"all {self.n_lanes} lanes are taken and {len(self.waiting)} requests already wait; try again shortly"
+            )
+        self.waiting.append(session)
+        return False
+
+    def _run(self, session: Session) -> None:
+        """Give the session the lowest lane that is free: streams that travel together then have neighbouring ones."""
+        free, kept = self.free_lanes(), self._kept(session)
+        session.lane = next(lane for lane in (*(lane for lane in free if lane not in kept), *kept) if lane in free)
+        self.running[session.session_id] = session
+
+    def free_lanes(self) -> list[int]:
+        """Return the lanes that no running session has, ascending."""
+        taken = {session.lane for session in self.running.values()}
+        return [lane for lane in range(self.n_lanes) if lane not in taken]
+
+    def _fits(self, session: Session) -> bool:
+        return len(session.request.prompt_tokens) + session.request.max_tokens <= self.ctx_tokens
+
+    def too_long(self, session: Session) -> ContextLengthError:
+        """Return what to tell a request that cannot fit."""
+        n_prompt, max_tokens = len(session.request.prompt_tokens), session.request.max_tokens
+        return ContextLengthError(
+            f"This model's maximum context length is {self.ctx_tokens} tokens, but {n_prompt + max_tokens} "
+            f"were requested ({n_prompt} in the prompt, {max_tokens} for the completion)"
+        )
+
+    def unfit(self) -> list[Session]:
+        """Return whom a context that has become smaller, see `resize`, cannot hold."""
+        return [session for session in (*self.running.values(), *self.waiting) if not self._fits(session)]
+
+    def figures(self) -> dict[str, int]:
+        """Return who runs and who waits, for GET /v1/pipeline; `kv_tokens` is what the running ones hold."""
+        return {
+            "ctx_tokens": self.ctx_tokens,
+            "lanes": self.n_lanes,
+            "running": len(self.running),
+            "waiting": len(self.waiting),
+            "kv_tokens": sum(len(session.history) for session in self.running.values()),
+        }
+
+    def leave(self, session: Session) -> list[Session]:
+        """Take the session out, wherever it stands. Returns the waiting sessions that get lanes by that."""
+        if self.running.pop(session.session_id, None) is None:
+            if session in self.waiting:
+                self.waiting.remove(session)
+            return []
+        return self._fill_lanes()
+
+    def resize(self, n_lanes: int, ctx_tokens: int) -> list[Session]:
+        """The stages stand anew, with so many lanes. Returns the running sessions that have to wait for one again.
+
+        Such are never refused, however long the line. Where there are more lanes, those who wait get them.
+        """
+        self.n_lanes, self.ctx_tokens = n_lanes, ctx_tokens
+        surplus = sorted(self.running.values(), key=_age)[n_lanes:]
+        self._put_back(surplus)
+        for session in [session for session in self.running.values() if session.lane >= n_lanes]:
+            self._run(session)
+        self._fill_lanes()
+        return surplus
+
+    def put_back(self, session: Session) -> bool:
+        """The stages had no lane for a running session. Returns whether it waits now: for the end of another one's run.
+
+        When it alone runs nothing changes, for nobody's end would bring it a lane.
+        """
+        if len(self.running) < 2:
+            return False
+        self._put_back([session])
+        return True
+
+    def _put_back(self, sessions: Iterable[Session]) -> None:
+        for session in sessions:
+            del self.running[session.session_id]
+            self.waiting.append(session)
+        self.waiting = collections.deque(sorted(self.waiting, key=_age))
+
+    def _fill_lanes(self) -> list[Session]:
+        following: list[Session] = []
+        while self.waiting and len(self.running) < self.n_lanes:
+            session = self.waiting.popleft()
+            self._run(session)
+            following.append(session)
+        return following
+
+
+def _age(session: Session) -> int:
+    """Return a number that is smaller for a session that was admitted earlier."""
+    return session.session_id

@@ -1,0 +1,196 @@
+"""What a stream may say next, guessed from what it has said and read, and how likely such drafts are right. Pure.
+
+A draft is what followed the last time the stream's latest tokens stood somewhere: in its prompt, its answer so far, or
+what its client expects of the answer (prompt lookup decoding: Saxena, 2023; overlapping its own end, as LZ77 has it).
+Texts that repeat themselves, such as code that is edited, quotations and JSON, are guessed well that way, others not.
+
+How often guesses are right is known without sending any: at every token it is looked at whether the draft went on with
+it. The longer the match that a guess comes from, the likelier it is right, so rates are kept by that length: of each
+stream, and of all streams together for who has just begun. `coordinator.schedule.draft_plan` decides what is worth a
+row.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+from collections.abc import Sequence
+
+MATCHES = (4, 2)  # tokens that must stand alike, the best first
+LENGTH_MAX = 8  # a longer match says no more
+LOOKBACK_TOKENS = 32_768  # latest tokens that are searched: 80 us for a search that finds nothing
+AHEAD_TOKENS = 4_096  # of a prediction, behind where the answer has come in it
+LOOKALIKES_MAX = 64  # places where bytes are alike and tokens are not, after which a search is given up
+CHANCE_MIN = 0.02  # guesses that are less likely right are not worth looking at
+SKIPPED_MAX = 16  # tokens of a prediction that an answer may leave out and still be followed at once
+TRUSTED = 4.0  # guesses of its own that a stream needs to outweigh what all streams say
+FORGETTING = 0.97  # of what was seen of a stream, at each of its guesses
+FORGETTING_SHARED = 0.998  # and of all streams
+# Before anything is known: of guesses behind matches of so many tokens, how many are right, and how many that counts.
+PRIOR_RATES = (0.0, 0.2, 0.35, 0.45, 0.55, 0.65, 0.7, 0.75, 0.8)
+PRIOR_WEIGHT = 16.0
+_TOKEN_BYTES = 4
+
+
+class Rates:
+    """How often guesses were right, by the length of the match that they came from."""
+
+    def __init__(self, forgetting: float) -> None:
+        self._forgetting = forgetting
+        self._right = [0.0] * (LENGTH_MAX + 1)
+        self._all = [0.0] * (LENGTH_MAX + 1)
+
+    def note(self, length: int, *, is_right: bool) -> None:
+        """Take note of one guess."""
+        self._right[length] = self._right[length] * self._forgetting + is_right
+        self._all[length] = self._all[length] * self._forgetting + 1.0
+
+    def rate(self, length: int, expected: float, weight: float) -> float:
+        """Return the share of right guesses, where `expected` counts as much as `weight` guesses."""
+        return (self._right[length] + expected * weight) / (self._all[length] + weight)
+
+
+class Acceptance(Rates):
+    """What all streams of a pipeline have seen."""
+
+    def __init__(self) -> None:
+        super().__init__(FORGETTING_SHARED)
+
+    def expected(self, length: int) -> float:
+        """Return the share of right guesses behind matches of this length."""
+        return self.rate(length, PRIOR_RATES[length], PRIOR_WEIGHT)
+
+
+class Drafter:
+    """The drafts of one stream."""
+
+    def __init__(self, history: Sequence[int], prediction: Sequence[int], shared: Acceptance) -> None:
+        """`history` is what the stream holds so far; `prediction` what its client expects it to go on like."""
+        history = history[-LOOKBACK_TOKENS:]
+        self._text = bytearray(array.array("i", [*history, *prediction]).tobytes())
+        self._latest = collections.deque(history[-LENGTH_MAX:], maxlen=LENGTH_MAX)
+        self._shared, self._own = shared, Rates(FORGETTING)
+        end = len(history) + len(prediction)
+        self._predicted = range(len(history), end)  # where the prediction stands in the text
+        self._predicted_at = len(history)  # how far the answer has come in it
+        self._cursor = -1  # where the text goes on like the stream's latest tokens; -1: nowhere
+        self._length = 0  # tokens that stand alike there and here, at most LENGTH_MAX
+        if prediction:
+            self._cursor, self._length = self._predicted_at, LENGTH_MAX
+        elif history:
+            self._search()
+
+    def said(self, token: int) -> bool:
+        """Take the stream's next token. Returns whether its client's prediction went on with it."""
+        is_predicted, asked_at = False, self._cursor
+        if self._cursor >= 0:
+            is_right = self._token(self._cursor) == token
+            self._own.note(self._length, is_right=is_right)
+            self._shared.note(self._length, is_right=is_right)
+            is_predicted = is_right and self._cursor in self._predicted
+            self._cursor = self._cursor + 1 if is_right else -1
+            self._length = min(self._length + 1, LENGTH_MAX)
+            if is_predicted:
+                self._predicted_at = self._cursor
+        self._text += token.to_bytes(_TOKEN_BYTES, "little")
+        self._latest.append(token)
+        if self._cursor == self._predicted.stop and self._predicted:
+            self._cursor = -1  # behind the prediction stands the answer, which does not follow from it
+        if self._cursor < 0:
+            self._search()
+        if self._cursor < 0 and asked_at in self._predicted and not is_predicted:
+            self._skip(asked_at, token)
+        return is_predicted
+
+    def tokens(self, first: int, n_tokens: int) -> list[int]:
+        """Return the guesses for the next tokens, n_tokens at most, but for the `first` ones; [] where there are none.
+
+        Of a stream that goes on repeating its own end there are as many as anybody asks for.
+        """
+        found: list[int] = []
+        n_known, at = len(self._text) // _TOKEN_BYTES, self._cursor
+        if at < 0:
+            return found
+        n_all = first + n_tokens
+        if self._predicted and at in self._predicted:
+            n_all = min(n_all, self._predicted.stop - at)
+        for index in range(at, at + n_all):
+            found.append(self._token(index) if index < n_known else found[index - n_known])
+        return found[first:]
+
+    def chances(self, first: int, n_tokens: int) -> list[float]:
+        """Return how likely each of the guesses of `tokens` is right, which takes all before it to be.
+
+        Fewer where those that are left are less likely than CHANCE_MIN.
+        """
+        chances: list[float] = []
+        chance = 1.0
+        for ahead in range(first + n_tokens):
+            length = min(self._length + ahead, LENGTH_MAX)
+            chance *= self._own.rate(length, self._shared.expected(length), TRUSTED)
+            if chance < CHANCE_MIN:
+                break
+            chances.append(chance)
+        return chances[first:]
+
+    def _token(self, index: int) -> int:
+        return int.from_bytes(self._text[index * _TOKEN_BYTES : (index + 1) * _TOKEN_BYTES], "little")
+
+    def _search(self) -> None:
+        """Find where the latest tokens stood last, the prediction first: behind where the answer has come in it."""
+        latest = list(self._latest)
+        for n_alike in MATCHES:
+            if len(latest) < n_alike:
+                continue
+            wanted = array.array("i", latest[-n_alike:]).tobytes()
+            ahead = min(self._predicted_at + AHEAD_TOKENS, self._predicted.stop)
+            found = self._find(wanted, self._predicted_at, ahead) if self._predicted else -1
+            if found < 0:
+                found = self._latest_place(wanted, n_alike)
+            if found >= 0:
+                self._cursor = found + n_alike
+                self._length = self._count_alike(self._cursor, latest)
+                return
+        self._cursor, self._length = -1, 0
+
+    def _latest_place(self, wanted: bytes, n_alike: int) -> int:
+        n_tokens = len(self._text) // _TOKEN_BYTES
+        first, end = max(0, n_tokens - LOOKBACK_TOKENS), n_tokens - 1  # not where they stand now
+        # Behind the prompt stands the prediction, and behind that the answer: neither followed.
+        seams = (self._predicted.start, self._predicted.stop) if self._predicted else ()
+        while (found := self._rfind(wanted, first, end)) >= 0 and found + n_alike in seams:
+            end = found + n_alike - 1
+        return found
+
+    def _skip(self, at: int, token: int) -> None:
+        """Go on in the prediction behind a token that it does not have here: left out soon after, or in its place."""
+        ahead = range(at + 1, min(at + 1 + SKIPPED_MAX, self._predicted.stop))
+        behind = next((index + 1 for index in ahead if self._token(index) == token), at + 1)
+        if behind < self._predicted.stop:
+            self._cursor, self._length = behind, 1
+
+    def _count_alike(self, end: int, latest: list[int]) -> int:
+        n_alike = 0
+        while n_alike < min(len(latest), end) and self._token(end - 1 - n_alike) == latest[-1 - n_alike]:
+            n_alike += 1
+        return n_alike
+
+    def _find(self, wanted: bytes, begin: int, end: int) -> int:
+        """Return the first place of the tokens between two places of the text with one behind them; -1: none."""
+        at, stop = begin * _TOKEN_BYTES, (end - 1) * _TOKEN_BYTES
+        for _ in range(LOOKALIKES_MAX):
+            at = self._text.find(wanted, at, stop)
+            if at < 0 or at % _TOKEN_BYTES == 0:
+                return at // _TOKEN_BYTES
+            at += 1
+        return -1
+
+    def _rfind(self, wanted: bytes, begin: int, end: int) -> int:
+        """Return the last such place."""
+        low, at = begin * _TOKEN_BYTES, end * _TOKEN_BYTES
+        for _ in range(LOOKALIKES_MAX):
+            at = self._text.rfind(wanted, low, at)
+            if at < 0 or at % _TOKEN_BYTES == 0:
+                return at // _TOKEN_BYTES
+            at += len(wanted) - 1
+        return -1

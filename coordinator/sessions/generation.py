@@ -1,0 +1,122 @@
+"""The seam between the HTTP side and the pipeline side of the coordinator: what is asked for, what comes back.
+
+This module knows neither HTTP nor gRPC. The HTTP side turns a request body into a `GenerationRequest` (validated:
+past this point nothing re-checks) and reads `TokenEvent`s; the pipeline side turns it into frames.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from relayline.coordinator.sessions.request_log import RequestRecord
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the last stage picks tokens of one session: penalties, grammar, top-k, top-p, min-p, temperature, draw."""
+
+    temperature: float = 1.0  # 0 picks the largest logit and ignores the filters and the seed
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0  # 1.0 keeps all
+    min_p: float = 0.0  # 0.0 keeps all
+    seed: int = 0  # u64; the draw for a position depends on (seed, position) only
+    n_logprobs: int = -1  # -1: no logprobs; 0: the chosen token's; k: also the k largest (bounds.LOGPROBS_MAX)
+    frequency_penalty: float = 0.0  # taken off a token's logit for each time it was generated (PENALTY_TOKENS_MAX)
+    presence_penalty: float = 0.0  # taken off once if it was
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    grammar: str = ""  # of llguidance, checked: only what fits it is picked; empty: everything
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether tokens are penalised for having been picked before."""
+        return self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a pick depends on what was picked before."""
+        return self.is_penalised or bool(self.grammar)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One admitted-or-refused unit of work: a prompt and how far to continue it."""
+
+    request_id: str  # shown to the client and in logs; unique per request
+    prompt_tokens: tuple[int, ...]  # at least one, each inside the vocabulary
+    max_tokens: int  # >= 1; len(prompt_tokens) + max_tokens <= tokens per stream
+    sampling: SamplingParams
+    ignore_eos: bool = False  # go on past an end-of-generation token
+    record: RequestRecord | None = None  # of the HTTP request that it is a part of
+    wants_logits: bool = False  # certification: whole rows of logits with every token
+    cache_prompt: bool = True  # may begin with what others computed, and leave to others what it computes
+    prediction: tuple[int, ...] = ()  # what the client expects the answer to be like: drafts are looked up there too
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One generated token. The last event of a stream carries `finish_reason`; exactly one event does.
+
+    When a session ends at an end-of-generation token, that token's event carries finish_reason "stop" and
+    `is_end_token` is true: it counts as a completion token but contributes no text.
+    """
+
+    token: int
+    logprob: float | None  # natural log of the raw softmax (before biases, penalties, filters); None unless asked for
+    top_logprobs: tuple[tuple[int, float], ...]  # (token, logprob), largest first; empty unless asked for
+    finish_reason: FinishReason | None = None
+    is_end_token: bool = False
+    logits: bytes = b""  # f32 per vocabulary entry; empty unless asked for
+    n_cached: int = 0  # of a stream's first event: prompt tokens that others had computed
+    is_predicted: bool = False  # the client's prediction goes on with this token where the answer stood
+    is_drafted: bool = False  # its row was under way before it was known
+
+
+class TokenStream(Protocol):
+    """The tokens of one admitted session, in order. One reader; iterate it once, then close it, always.
+
+    `__anext__` raises a RelaylineError at most once, in place of an event, after which the stream has ended. A reader
+    that is cancelled inside `__anext__` loses no lane: `aclose` still cancels the session.
+    """
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        """Return the iterator over this stream's events."""
+
+    async def aclose(self) -> None:
+        """Cancel the session if it still runs and give its lane back. Idempotent; raises nothing deliberate."""
+
+
+class Generator(Protocol):
+    """What the HTTP side needs of the pipeline side."""
+
+    @property
+    def ctx_tokens(self) -> int:
+        """Tokens that one stream may hold, prompt and completion together; 0 until the stages have been connected."""
+
+    def is_ready(self) -> bool:
+        """Return whether a request would start now (all stages connected, not draining)."""
+
+    def check_ready(self) -> None:
+        """Raise NotReadyError, which says why, unless a request would be admitted now.
+
+        That is when `is_ready`, and while a lost stage is waited for: then the request waits too.
+        """
+
+    async def describe(self, since_ns: int | None = None) -> dict[str, object]:
+        """Return the JSON-ready topology and live counters shown by GET /v1/pipeline.
+
+        `since_ns`, monotonic nanoseconds of this process as in the answer's `now_ns`, restricts `overlap` to what came
+        after it; `overlap_since_ns` then says from when on it is known. None: of the steps that stages remember.
+        """
+
+    def open(self, request: GenerationRequest) -> TokenStream:
+        """Admit the request and start it, or refuse it now, without waiting.
+
+        A refusal leaves nothing behind: OverloadedError, LaneLimitError, NotReadyError or ContextLengthError. It is
+        synchronous so that the HTTP side can still answer with a real status before it sends a byte, and can open
+        several choices as all or nothing. What goes wrong later comes out of the stream.
+        """

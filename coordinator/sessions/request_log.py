@@ -1,0 +1,266 @@
+"""What a request went through, as plain records, and a bounded ring of the latest of them. Pure.
+
+Three records, from the outside in: one HTTP request (`RequestRecord`) has one `StreamRecord` per choice, and each
+stream reads one session (`SessionRecord`); identical deterministic requests may read the same session. Times are this
+process's monotonic nanoseconds; 0 means not yet.
+
+Nothing here holds a prompt or an answer. Spans hang on the records only as handles: who makes and ends them is
+`coordinator.observe.tracing`.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from relayline.wire.envelopes.frames import TRACE_BYTES
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+RING_REQUESTS_MAX = 512  # requests that the ring remembers; with their chunks and events some 2 MB
+CHUNKS_MAX = 256  # prefill chunks of one session that are remembered; later ones are only counted
+EVENTS_MAX = 64  # pauses, resumptions and replays of one session that are remembered
+BATCHES_MAX = 4_096  # recorded batches of one session that its span links to, over all stages; as many per stage here
+NO_TRACE = bytes(TRACE_BYTES)
+
+
+@dataclasses.dataclass(slots=True)
+class ChunkRecord:
+    """One prefill chunk of a session."""
+
+    position: int  # of its first row
+    n_rows: int
+    sent_ns: int
+    answered_ns: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class EventRecord:
+    """Something that happened to a running session from outside: paused, resumed, replayed."""
+
+    name: str
+    at_ns: int
+    detail: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class StageRecord:
+    """What one stage says that it did for a session; sums where a replay made it say so more than once."""
+
+    n_prefill_steps: int = 0
+    n_decode_steps: int = 0
+    prefill_wait_ns: int = 0
+    decode_wait_ns: int = 0
+    wait_max_ns: int = 0
+    batch_rows_sum: int = 0
+    batch_rows_max: int = 0
+    decode_ns: int = 0
+    n_batches_dropped: int = 0
+    batches: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)  # (step, 24-byte context of its span)
+
+    @property
+    def batch_rows_mean(self) -> float:
+        """Rows of its decode steps, batch mates included, on average."""
+        return self.batch_rows_sum / self.n_decode_steps if self.n_decode_steps else 0.0
+
+
+@dataclasses.dataclass(slots=True)
+class Gaps:
+    """Times between tokens, condensed."""
+
+    n: int = 0
+    mean_ns: int = 0
+    p50_ns: int = 0
+    p95_ns: int = 0
+    max_ns: int = 0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class SessionRecord:
+    """One generation on the stages."""
+
+    session_id: int = 0
+    request_id: str = ""  # of the stream that opened it
+    n_prompt: int = 0
+    n_copied: int = 0  # tokens of it that were copied from a kept lane
+    looks_for_prefix: bool = True  # whether any of it may be copied
+    n_tokens: int = 0
+    n_drafted: int = 0  # guesses that were sent
+    n_accepted: int = 0  # and those of them that were right
+    admitted_ns: int = 0
+    started_ns: int = 0  # got its lane
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    ended_ns: int = 0
+    finish_reason: str = ""
+    error: str = ""  # label of the error that ended it
+    n_chunks_dropped: int = 0
+    chunks: list[ChunkRecord] = dataclasses.field(default_factory=list)
+    events: list[EventRecord] = dataclasses.field(default_factory=list)
+    stages: dict[int, StageRecord] = dataclasses.field(default_factory=dict)
+    stages_after_end: set[int] = dataclasses.field(default_factory=set)  # that have summed up since it ended
+    trace: bytes = NO_TRACE
+    """What its frames carry: the context of the span that describes it now. Made once per phase, not per token."""
+    gaps_ns: array.array[int] = dataclasses.field(default_factory=lambda: array.array("q"))
+    """Times between its tokens while it runs, at most max_tokens; condensed and emptied at the end."""
+    gaps: Gaps = dataclasses.field(default_factory=Gaps)
+    is_final: bool = False  # nothing will be added
+    is_paused: bool = False  # the epoch in which it ran was lost, and it has not started again
+    origin: StreamRecord | None = None  # the stream that opened it
+    prefill_span: Span | None = None
+    decode_span: Span | None = None
+
+    def token(self, position: int, now_ns: int) -> int | None:
+        """Note the token for `position`; returns the time since the one before it, None for the first."""
+        self.n_tokens += 1
+        if self.chunks and not self.chunks[-1].answered_ns:
+            self.answered(position, now_ns)
+        gap_ns = None
+        if self.last_token_ns:
+            gap_ns = now_ns - self.last_token_ns  # 0 for one that came together with the one before it
+            self.gaps_ns.append(gap_ns)
+        else:
+            self.first_token_ns = now_ns
+        self.last_token_ns = now_ns
+        return gap_ns
+
+    def chunk(self, position: int, n_rows: int, now_ns: int) -> None:
+        """Note that rows of the prompt left."""
+        if len(self.chunks) < CHUNKS_MAX:
+            self.chunks.append(ChunkRecord(position, n_rows, now_ns))
+        else:
+            self.n_chunks_dropped += 1
+
+    def answered(self, position: int, now_ns: int) -> None:
+        """Note that the rows up to `position` have passed the last stage. An echo changes nothing."""
+        for chunk in reversed(self.chunks):
+            if chunk.position + chunk.n_rows == position and not chunk.answered_ns:
+                chunk.answered_ns = now_ns
+                return
+
+    def event(self, name: str, now_ns: int, detail: str = "") -> None:
+        """Note an event; beyond EVENTS_MAX they are forgotten."""
+        if len(self.events) < EVENTS_MAX:
+            self.events.append(EventRecord(name, now_ns, detail))
+
+    def end(self, now_ns: int) -> None:
+        """Note the end and condense the times between tokens."""
+        self.ended_ns = now_ns
+        self.gaps = condense(self.gaps_ns)
+        self.gaps_ns = array.array("q")
+
+    def stage(self, index: int) -> StageRecord:
+        """Return the record of one stage, made when it is first asked for."""
+        return self.stages.setdefault(index, StageRecord())
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class StreamRecord:
+    """One choice of a request, or one request that came by another way than HTTP."""
+
+    request_id: str
+    session: SessionRecord
+    opened_ns: int
+    is_shared: bool = False  # reads a session that another request opened
+    ended_ns: int = 0
+    finish_reason: str = ""
+    error: str = ""
+    n_tokens: int = 0  # as the client counts: up to a stop string
+    n_thought: int = 0  # of those
+    first_token_ns: int = 0
+    request: RequestRecord | None = None
+    span: Span | None = None  # of a joiner; who opened the session has the session's spans
+
+    def outcome(self) -> tuple[str, str]:
+        """Return (finish reason, label of the error); both empty while it runs."""
+        if self.finish_reason:
+            return self.finish_reason, ""
+        if self.error or self.session.error:
+            return "error", self.error or self.session.error
+        if self.session.finish_reason and self.ended_ns:
+            return self.session.finish_reason, ""
+        return ("abort", "cancelled") if self.ended_ns else ("", "")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class RequestRecord:
+    """One HTTP request that generates."""
+
+    request_id: str  # x-request-id
+    method: str
+    route: str
+    received_ns: int
+    unix_offset_ns: int = 0  # what turns monotonic times of this request into unix times
+    completion_id: str = ""  # `id` in the reply's body
+    model: str = ""
+    status: int = 0
+    error: str = ""
+    is_whole: bool = False  # all of a streamed answer has been handed over; closing the connection loses nothing now
+    n_prompt: int = 0
+    tokenize_start_ns: int = 0
+    tokenize_end_ns: int = 0
+    ended_ns: int = 0
+    trace_id: str = ""  # 32 hexadecimal digits; empty when it is not traced
+    streams: list[StreamRecord] = dataclasses.field(default_factory=list)
+    span: Span | None = None
+
+    def stream(self, request_id: str) -> StreamRecord | None:
+        """Return the choice with this id, if it was opened."""
+        return next((stream for stream in self.streams if stream.request_id == request_id), None)
+
+
+class RequestLog:
+    """The latest requests, found by any of their ids."""
+
+    def __init__(self, requests_max: int = RING_REQUESTS_MAX) -> None:
+        self._requests_max = requests_max
+        self._records: collections.deque[RequestRecord] = collections.deque()
+        self.n_forgotten = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[RequestRecord]:
+        return iter(self._records)
+
+    def add(self, record: RequestRecord) -> None:
+        """Remember a request; the oldest is forgotten when the ring is full."""
+        if len(self._records) >= self._requests_max:
+            self._records.popleft()
+            self.n_forgotten += 1
+        self._records.append(record)
+
+    def find(self, wanted: str) -> RequestRecord | None:
+        """Return the latest request with this x-request-id, completion id, or id of one of its choices."""
+        for record in reversed(self._records):
+            if wanted in (record.request_id, record.completion_id) or record.stream(wanted) is not None:
+                return record
+        return None
+
+    def last(self) -> RequestRecord | None:
+        """Return the request that ended last; while none has, the one that came last."""
+        ended = [record for record in self._records if record.ended_ns]
+        if ended:
+            return max(ended, key=lambda record: record.ended_ns)
+        return self._records[-1] if self._records else None
+
+    def owners(self) -> dict[int, str]:
+        """Return the id of the stream that opened each remembered session, by session id."""
+        return {
+            stream.session.session_id: stream.session.request_id
+            for record in self._records
+            for stream in record.streams
+        }
+
+
+def condense(gaps_ns: array.array[int]) -> Gaps:
+    """Return count, mean, median and 95th percentile (nearest rank) and maximum."""
+    if not gaps_ns:
+        return Gaps()
+    ordered = sorted(gaps_ns)
+    p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    return Gaps(len(ordered), sum(ordered) // len(ordered), ordered[len(ordered) // 2], p95, ordered[-1])

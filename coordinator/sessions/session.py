@@ -1,0 +1,294 @@
+"""One request's life at the coordinator: which frames it sends, what a sampled token means. Pure.
+
+The coordinator owns the truth, `history`: prompt and generated tokens. Stages hold only caches of it. So recovery is
+nothing special: at a new epoch `start` opens the session again and replays the history as prefill, from where on not
+all stages hold it; and the token at position `len(history)` is the only one that is ever accepted, whoever sends it and
+however often.
+
+    WAITING --start--> PREFILL --first sample--> DECODE --last sample--> DONE
+       |  ^               |  ^------ start (new epoch) -----|               ^
+       |  +-- give_way ---+------------ give_way -----------+               |
+       +---- cancel ------+------------- cancel ------------+---------------+
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import itertools
+from collections.abc import Callable
+
+from relayline.coordinator.sessions.drafts import Acceptance, Drafter
+from relayline.coordinator.sessions.generation import FinishReason, GenerationRequest, TokenEvent
+from relayline.coordinator.sessions.request_log import SessionRecord
+from relayline.wire.common.errors import RelaylineError, StaleEpochError
+from relayline.wire.envelopes.frames import Flag
+
+REPLAYS_MAX = 3  # times one session is replayed after a fault of its own before it is given up
+
+
+class State(enum.Enum):
+    """See the module's diagram."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    DONE = "done"
+
+
+@dataclasses.dataclass(slots=True)
+class OutFrame:
+    """One frame for stage 0."""
+
+    session: Session
+    position: int
+    tokens: tuple[int, ...]  # empty for controls
+    flags: int
+    argument: int = 0  # of an open: the lane that it is best given, plus one
+
+    @property
+    def n_drafted(self) -> int:
+        """How many of its tokens are guesses."""
+        return sum(self.position + row >= len(self.session.history) for row in range(len(self.tokens)))
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Session:
+    """One generation."""
+
+    session_id: int
+    request: GenerationRequest
+    is_end: Callable[[int], bool]
+    """Whether a token ends generation (the vocabulary's end-of-generation set)."""
+    state: State = State.WAITING
+    history: list[int] = dataclasses.field(default_factory=list)
+    replays: int = 0
+    n_opened: int = 0  # tokens of the history when it was opened last
+    n_sent: int = 0  # rows of the history sent in this epoch, or copied, while in PREFILL; then it stays
+    n_there: int = 0  # of these, rows that all stages held from the epoch before
+    n_copied: int = 0  # of these, rows that another session had computed
+    copied_from: int = 0  # that session; 0: none
+    leader: Session | None = None  # that session, while these rows have not all left for stage 0 as its own
+    is_kept: bool = False  # no client's: it only keeps what others may copy, and stages may take its lane
+    lane: int = -1  # given by admission; stages take the same number where it is free
+    acceptance: Acceptance | None = None  # what all streams know of their drafts; None: this one is not drafted
+    ahead: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
+    """Guesses under way: tokens that would follow the history."""
+    is_restarted: bool = False  # within this epoch: answers of before it may come, and be ahead of its rows
+    _drafter: Drafter | None = None
+    record: SessionRecord = dataclasses.field(default_factory=SessionRecord)
+    """What telemetry notes about it; its frames carry `record.trace`."""
+
+    def __post_init__(self) -> None:
+        """Begin with the prompt."""
+        self.history.extend(self.request.prompt_tokens)
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.history) - len(self.request.prompt_tokens)
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether it was lost with others: its prefill is of a history that its client has read a part of already."""
+        return self.state is State.PREFILL and self.n_generated > 0 and not self.replays
+
+    @property
+    def prefill_left(self) -> int:
+        """Rows of the history that have not been sent in this epoch."""
+        return len(self.history) - self.n_sent if self.state is State.PREFILL else 0
+
+    @property
+    def n_left(self) -> int:
+        """Rows of the history that have left for certain, once a token has come."""
+        n_rows = len(self.history) - 1  # the row of the last token may wait in the scheduler's pool
+        return min(n_rows, self.n_sent) if self.is_restarted else n_rows
+
+    @property
+    def n_held(self) -> int:
+        """Rows of the history that have left for stage 0: who is sent later may copy them."""
+        if self.state is State.DECODE:
+            return self.n_left
+        return self.n_sent if self.state is State.PREFILL and self.leader is None else 0
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the leader ended, or waits for a lane again, before it had read what this session is to copy."""
+        return self.leader is not None and self.leader.state in (State.WAITING, State.DONE)
+
+    @property
+    def reader(self) -> Session:
+        """Who reads what it waits for: itself, or the leader at the end of all leaders."""
+        found = self
+        while found.leader is not None:
+            found = found.leader
+        return found
+
+    @property
+    def waits_in_vain(self) -> bool:
+        """Whether it, or a leader that it waits for, is an orphan."""
+        waiting: Session | None = self
+        while waiting is not None and not waiting.is_orphan:
+            waiting = waiting.leader
+        return waiting is not None
+
+    def waits_for(self, other: Session) -> bool:
+        """Return whether it is the other session, or cannot go on without it."""
+        waiting: Session | None = self
+        while waiting is not None and waiting is not other:
+            waiting = waiting.leader
+        return waiting is other
+
+    def may_replay(self, error: RelaylineError, *, is_retryable: bool) -> bool:
+        """Return whether it is to be started again after a fault of its own."""
+        # What it copied, or went on from, may be what was wrong; next time it reads everything itself.
+        is_retryable |= self.n_copied > 0 or self.n_there > 0
+        return is_retryable and not isinstance(error, StaleEpochError) and self.replays < REPLAYS_MAX
+
+    def count_replay(self) -> None:
+        """Count a fault of its own; none is one with what stages had held, since they may have to yield that."""
+        self.replays += not self.n_there
+
+    def start(self, n_there: int = 0) -> list[OutFrame]:
+        """Open the session at every stage; its history is then prefilled chunk by chunk. A new epoch resumes it so.
+
+        Its first n_there tokens are not sent: all stages hold them from the epoch before, and perhaps more.
+        """
+        if self.state is State.DONE:
+            return []
+        self.ahead.clear()
+        # Who waited for a leader has sent nothing yet that an answer could come for.
+        self.is_restarted = self.state is not State.WAITING and (self.leader is None or self.is_restarted)
+        # Where one stage had to give away what all held, others may still hold it, and would not copy over that.
+        is_there = self.n_there > 0 and self.state is not State.WAITING
+        self.state, self.leader = State.PREFILL, None
+        self.n_opened = len(self.history)
+        self.n_copied = self.copied_from = self.record.n_copied = 0
+        # The last row is computed again: what it brought may be lost.
+        self.n_sent = self.n_there = min(n_there, len(self.history) - 1)
+        opening = OutFrame(self, 0, (), Flag.OPEN, self.lane + 1)
+        return [opening, OutFrame(self, self.n_sent, (), Flag.TRIM)] if self.n_sent or is_there else [opening]
+
+    def continue_from(self, source: Session, n_tokens: int) -> list[OutFrame]:
+        """Copy the first n_tokens that another session holds, which begins alike, and read on from there.
+
+        To be called right after `start`; n_tokens is less than the history that is to be read.
+        """
+        self.n_sent = self.n_copied = self.record.n_copied = n_tokens
+        self.copied_from = source.session_id
+        return [OutFrame(self, n_tokens, (), Flag.COPY_PREFIX, source.session_id)]
+
+    def follow(self, leader: Session, n_tokens: int) -> None:
+        """Wait until another session, which begins alike, has sent its first n_tokens: see `catch_up`.
+
+        To be called right after `start`; n_tokens is less than the history that is to be read.
+        """
+        self.continue_from(leader, n_tokens)
+        self.leader = leader
+
+    def catch_up(self) -> list[OutFrame]:
+        """Copy what the leader has sent and read on from there, if it has sent enough; else there are no frames yet."""
+        if self.leader is None or self.leader.n_held < self.n_copied:
+            return []
+        leader, self.leader = self.leader, None
+        return self.continue_from(leader, self.n_copied)
+
+    def next_chunk(self, rows_max: int) -> OutFrame | None:
+        """Return the next rows of the history to prefill, None when all have been sent."""
+        if self.prefill_left == 0:
+            return None
+        at = self.n_sent
+        tokens = tuple(self.history[at : at + rows_max])
+        self.n_sent += len(tokens)
+        is_last = self.n_sent == len(self.history)
+        return OutFrame(self, at, tokens, Flag.PREFILL | Flag.WANTS_SAMPLE if is_last else Flag.PREFILL)
+
+    def sampled(
+        self,
+        position: int,
+        token: int,
+        logprob: float | None = None,
+        top: tuple[tuple[int, float], ...] = (),
+        logits: bytes = b"",
+    ) -> tuple[TokenEvent | None, list[OutFrame]]:
+        """Take a sampled token. Returns the event for the client and the frames that follow from it.
+
+        A token for any other position than the next is an echo of a retry: nothing happens. One whose row was guessed
+        right is under way already: no frame follows.
+        """
+        if self.state not in (State.PREFILL, State.DECODE) or position != len(self.history):
+            return None, []
+        is_replaying = self.prefill_left > 0  # an answer from before the replay: true, but the stages lack rows
+        if is_replaying and self.request.sampling.looks_back:
+            return None, []  # the last stage was told what had been said without it, and will pick it again
+        if self._drafter is None and (self.acceptance is not None or self.request.prediction):
+            self._drafter = Drafter(self.history, self.request.prediction, self.acceptance or Acceptance())
+        self.history.append(token)
+        is_end = not self.request.ignore_eos and self.is_end(token)
+        is_full = self.n_generated >= self.request.max_tokens
+        reason: FinishReason | None = "stop" if is_end else "length" if is_full else None
+        n_cached = self.n_copied if self.n_generated == 1 else 0
+        is_drafted = bool(self.ahead) and self.ahead.popleft() == token
+        is_predicted = self._drafter is not None and self._drafter.said(token)
+        event = TokenEvent(token, logprob, top, reason, is_end, logits, n_cached, is_predicted, is_drafted)
+        if event.finish_reason is not None:
+            return event, self.cancel()
+        if is_replaying:
+            return event, []  # the rest of the replay now ends with this token
+        self.state = State.DECODE
+        if is_drafted:
+            return event, []
+        self.ahead.clear()
+        return event, [OutFrame(self, position, (token,), Flag.WANTS_SAMPLE)]
+
+    def chances(self, n_tokens: int) -> list[float]:
+        """Return how likely each of the next guesses behind those under way is right with all before it: see `guess`.
+
+        None is of a token that ends the answer, or beyond its last one.
+        """
+        guesses = self._guesses(n_tokens)
+        return self._drafter.chances(len(self.ahead), len(guesses)) if self._drafter and guesses else []
+
+    def _guesses(self, n_tokens: int) -> list[int]:
+        n_left = self.request.max_tokens - self.n_generated - 1 - len(self.ahead)
+        if self._drafter is None or self.acceptance is None or self.is_restarted:
+            return []
+        if self.state is not State.DECODE or n_left <= 0:
+            return []
+        guesses = self._drafter.tokens(len(self.ahead), min(n_tokens, n_left))
+        if self.request.ignore_eos:
+            return guesses
+        return list(itertools.takewhile(lambda token: not self.is_end(token), guesses))
+
+    def extend(self, frame: OutFrame, n_tokens: int) -> None:
+        """Let the next guesses travel behind the row of a frame that has not left.
+
+        Not where its token's successor is known already, as from an answer of before a replay: that follows by itself.
+        """
+        guesses = self._guesses(n_tokens) if frame.position == len(self.history) - 1 else []
+        if guesses:
+            frame.tokens, frame.flags = (*frame.tokens, *guesses), frame.flags | Flag.DRAFTED
+            self.ahead.extend(guesses)
+
+    def guess(self, n_tokens: int) -> OutFrame | None:
+        """Return the next guesses, behind all that is under way, as a frame of their own; None where there are none."""
+        position, guesses = len(self.history) + len(self.ahead), self._guesses(n_tokens)
+        if not guesses:
+            return None
+        self.ahead.extend(guesses)
+        return OutFrame(self, position, tuple(guesses), Flag.WANTS_SAMPLE | Flag.DRAFTED | Flag.GUESSED)
+
+    def give_way(self) -> list[OutFrame]:
+        """Wait for a lane again, with nothing lost; the frames say so to stages at which it is open."""
+        if self.state not in (State.PREFILL, State.DECODE):
+            return []
+        self.ahead.clear()
+        self.state = State.WAITING
+        return [OutFrame(self, 0, (), Flag.CLOSE)]
+
+    def cancel(self) -> list[OutFrame]:
+        """End the session wherever it is; stages give its lane back."""
+        frames = self.give_way()
+        self.state = State.DONE
+        return frames

@@ -1,0 +1,185 @@
+"""Chat messages to one prompt text, by the model's own Jinja template.
+
+Templates come with the model, hence from strangers: they run in Jinja's immutable sandbox, and whatever they raise is
+the request's error, not ours. This module knows message dictionaries and text; it knows no HTTP and no token ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from relayline.wire.common.errors import InvalidRequestError, UsageError
+
+Message = Mapping[str, Any]
+_NO_VARIABLES: Mapping[str, Any] = {}
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's own words for training tools. Here it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Replace the block by the nodes inside it."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+    # Jinja's own filter escapes HTML, which would put &lt; into prompts.
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.datetime.now().strftime(layout)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallForm:
+    """In which form a template takes turns that call tools. Templates differ; the usual form comes first."""
+
+    arguments_as_text: bool = False  # as JSON text, not as an object
+    content_is_none: bool = False  # beside calls, where nothing is said; not an empty text
+
+
+USUAL_FORM = CallForm()
+
+
+class ChatTemplate:
+    """One model's chat template, compiled once."""
+
+    def __init__(
+        self,
+        source: str | None,
+        *,
+        bos_text: str = "",
+        eos_text: str = "",
+        for_tools: ChatTemplate | None = None,
+    ) -> None:
+        """`source` None means that the model has no template; rendering then always refuses.
+
+        A template that does not compile is kept as its error and refuses likewise: completions still work.
+        `for_tools` is the one that the model has for chats with tools, where that is another.
+        """
+        self.source, self.for_tools = source, for_tools or self
+        self._specials = {"bos_token": bos_text, "eos_token": eos_text}
+        self._knows_developer = source is not None and "developer" in source
+        self._template: jinja2.Template | None = None
+        self._refusal = "this model has no chat template; use /v1/completions"
+        if source is not None:
+            try:
+                self._template = _environment().from_string(source)
+            except jinja2.TemplateError as error:
+                self._refusal = f"this model's chat template does not compile ({error}); use /v1/completions"
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] = _NO_VARIABLES,
+        form: CallForm = USUAL_FORM,
+    ) -> str:
+        """Return the prompt text, ending where the assistant is to speak.
+
+        `messages` have a `role` and a `content` (text, text parts, or None beside tool calls); other keys pass
+        through. `variables` reach the template by name, but for its messages and special tokens. Turns
+        that call tools have the `form` that it takes. Raises InvalidRequestError (param `messages`) without a template,
+        for a part that is not text, and when the template itself refuses.
+        """
+        if self._template is None:
+            raise InvalidRequestError(self._refusal, param="messages")
+        plain = [self._plain(message, index, form) for index, message in enumerate(messages)]
+        try:
+            # Without any, `tools` stays undefined: templates made for tools iterate over it, and None would stop them.
+            known = {"add_generation_prompt": True, **variables, **self._specials, "messages": plain}
+            return self._template.render(known)
+        except Exception as error:
+            # A template written for other message shapes fails in any way at all; the shapes came from the client.
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            text = f"the model's chat template refuses this chat: {reason[0]}"
+            raise InvalidRequestError(text, param="messages") from error
+
+    def _plain(self, message: Message, index: int, form: CallForm) -> dict[str, Any]:
+        """Return the message as templates expect it: content as one text, tool arguments as objects."""
+        plain = dict(message)
+        if plain.get("role") == "developer" and not self._knows_developer:
+            plain["role"] = "system"
+        plain["content"] = content_text(plain.get("content"), f"messages[{index}].content")
+        if not plain.get("tool_calls"):
+            plain.pop("tool_calls", None)  # templates ask whether there is such a field
+        else:
+            if form.content_is_none and not plain["content"]:
+                plain["content"] = None
+            if not form.arguments_as_text:
+                plain["tool_calls"] = [_with_object_arguments(call) for call in plain["tool_calls"]]
+        return plain
+
+
+def read_template(path: Path) -> str:
+    """Return a template's text from a file. Raises UsageError where that cannot be read, or does not compile."""
+    try:
+        source = path.read_text(encoding="utf-8")
+        _environment().from_string(source)
+    except OSError as error:
+        raise UsageError(f"chat template {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"chat template {path}: not UTF-8 at byte {error.start}") from error
+    except jinja2.TemplateError as error:
+        raise UsageError(f"chat template {path}: does not compile ({error})") from error
+    return source
+
+
+def content_text(content: Any, param: str) -> str:
+    """Return a message's content as one text. Raises InvalidRequestError for a part that is none."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for at, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequestError(f"{param}[{at}]: only text parts are supported", f"{param}[{at}]")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _with_object_arguments(call: Any) -> Any:
+    """Return the tool call with `function.arguments` parsed: the API carries JSON text, templates want the object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    return {**call, "function": {**function, "arguments": object_arguments(function)}}
+
+
+def object_arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of an earlier call as an object; a model may have written what is none, or was cut."""
+    sent = function.get("arguments") or {}
+    try:
+        arguments = json.loads(sent) if isinstance(sent, str) else sent
+    except (ValueError, RecursionError):
+        arguments = sent
+    return arguments if isinstance(arguments, Mapping) else {"arguments": arguments}

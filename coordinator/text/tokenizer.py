@@ -1,0 +1,178 @@
+"""Text to token ids and back, with the vocabulary of the model's own GGUF. The coordinator's only llama.cpp module.
+
+The file is loaded for its vocabulary alone (no weights are read), so a `tokenizer.gguf` of metadata without tensors is
+enough. Nothing here decodes a model. Everything is safe to call from several threads once loaded: llama.cpp keeps the
+state of a tokenisation on the stack of its caller, and the caches here only ever gain equal entries.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+
+from relayline.wire.common.errors import InvalidRequestError, ModelFileError
+
+_VOCAB_TYPE_NONE = 0  # LLAMA_VOCAB_TYPE_NONE: `tokenizer.ggml.model` is "none"
+_LOG_LEVEL_ERROR = 4
+_META_TEXT_BYTES_MAX = 4096
+
+
+class _LogSink:
+    """Swallows llama.cpp's log, which would otherwise go to stderr, and keeps each thread's first error line.
+
+    The log callback is global to the process, so the newest caller of `install` owns it; whoever else sets one (a
+    stage in the same test process, say) only takes the error lines away from here.
+    """
+
+    def __init__(self) -> None:
+        self._lines = threading.local()
+        self._callback = llama_cpp.llama_log_callback(self._on_line)  # kept alive: llama.cpp holds a bare pointer
+
+    def _on_line(self, level: int, text: bytes, _user_data: object) -> None:
+        if level == _LOG_LEVEL_ERROR and not getattr(self._lines, "first", ""):
+            self._lines.first = text.decode("utf-8", errors="replace").strip()
+
+    def install(self) -> None:
+        """Take the log over and forget this thread's errors."""
+        self._lines.first = ""
+        llama_cpp.llama_log_set(self._callback, None)
+
+    def first_error(self) -> str:
+        """Return the first error line (the cause; the rest are consequences) on this thread since `install`, or ""."""
+        return getattr(self._lines, "first", "")
+
+
+_LOG = _LogSink()
+
+
+class Tokenizer:
+    """The vocabulary of one model. Make it with `load`."""
+
+    def __init__(self, model: Any) -> None:
+        """`model` is a llama_model pointer whose ownership passes to this object."""
+        vocab = llama_cpp.llama_model_get_vocab(model)
+        self._vocab = vocab
+        self._release = weakref.finalize(self, llama_cpp.llama_model_free, model)
+        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(vocab))
+        self.has_text = int(llama_cpp.llama_vocab_type(vocab)) != _VOCAB_TYPE_NONE
+        self.bos = _token_or_none(llama_cpp.llama_vocab_bos(vocab))
+        self.eos = _token_or_none(llama_cpp.llama_vocab_eos(vocab))
+        self.adds_bos = self.bos is not None and bool(llama_cpp.llama_vocab_get_add_bos(vocab))
+        self.name = _meta_text(model, b"general.name")
+        self.chat_template = self._template(model, None)
+        # For chats with tools, where the file has one of its own for these (Hermes 2, Command R).
+        self.tool_template = self._template(model, b"tool_use")
+        self._pieces: dict[tuple[int, bool], bytes] = {}  # bounded by two entries per token of the vocabulary
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """Load the vocabulary of a GGUF file, with or without tensors.
+
+        Raises ModelFileError when there is no such file or llama.cpp does not understand it.
+        """
+        if not path.is_file():
+            raise ModelFileError(f"{path}: no such tokenizer file")
+        _LOG.install()
+        params = llama_cpp.llama_model_default_params()
+        params.vocab_only = True
+        model = llama_cpp.llama_model_load_from_file(bytes(path), params)
+        if not model:
+            reason = _LOG.first_error() or "llama.cpp gave no reason"
+            raise ModelFileError(f"{path}: cannot load its tokenizer: {reason}")
+        return cls(model)
+
+    @property
+    def bos_text(self) -> str:
+        """The text of the begin-of-sequence token, as chat templates write it; empty if there is none."""
+        return self._special_text(self.bos)
+
+    @property
+    def eos_text(self) -> str:
+        """The text of the end-of-sequence token; empty if there is none."""
+        return self._special_text(self.eos)
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Return the token ids of `text`.
+
+        `add_special` adds what the vocabulary itself asks for around a prompt (usually a begin token, often nothing);
+        `parse_special` reads the text of special tokens as those tokens. Raises InvalidRequestError when the model has
+        no tokenizer.
+        """
+        if not self.has_text:
+            raise InvalidRequestError("this model has no tokenizer; send token ids", param="prompt")
+        raw = text.encode("utf-8", errors="replace")  # a lone surrogate is not text any vocabulary knows
+        room = len(raw) + 8
+        while True:
+            ids = (ctypes.c_int32 * room)()
+            n_tokens = int(llama_cpp.llama_tokenize(self._vocab, raw, len(raw), ids, room, add_special, parse_special))
+            if n_tokens >= 0:
+                return ids[:n_tokens]
+            room = -n_tokens
+
+    def encode_chat(self, rendered: str) -> list[int]:
+        """Return the token ids of a rendered chat template.
+
+        Templates write their special tokens out, often the begin token too. It is added only when the vocabulary wants
+        one and the template did not write it, so there is never a second.
+        """
+        ids = self.encode(rendered, add_special=False)
+        if self.adds_bos and self.bos is not None and ids[:1] != [self.bos]:
+            ids.insert(0, self.bos)
+        return ids
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """Return the bytes that a token contributes to the text, not always whole characters.
+
+        Control tokens contribute nothing unless `special` asks for their names. A token outside the vocabulary, and
+        any token of a model without a tokenizer, is empty.
+        """
+        key = (token, special)
+        found = self._pieces.get(key)
+        if found is None:
+            if not self.has_text or not 0 <= token < self.n_vocab:
+                return b""  # llama.cpp would throw through C, which ends the process
+            found = self._pieces[key] = self._read_piece(token, special)
+        return found
+
+    def is_end(self, token: int) -> bool:
+        """Return whether the model ends its turn with this token."""
+        return 0 <= token < self.n_vocab and bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+
+    def decode(self, tokens: list[int] | tuple[int, ...], *, special: bool = True) -> str:
+        """Return the text of a token sequence; bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(self.piece(token, special=special) for token in tokens).decode("utf-8", errors="replace")
+
+    def close(self) -> None:
+        """Free the native vocabulary. The object must not be used afterwards."""
+        self._release()
+
+    def _template(self, model: Any, name: bytes | None) -> str | None:
+        template = llama_cpp.llama_model_chat_template(model, name) if self.has_text else None
+        return template.decode("utf-8", errors="replace") if template else None
+
+    def _read_piece(self, token: int, special: bool) -> bytes:
+        room = 64
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            size_bytes = int(llama_cpp.llama_token_to_piece(self._vocab, token, buffer, room, 0, special))
+            if size_bytes >= 0:
+                return buffer.raw[:size_bytes]
+            room = -size_bytes
+
+    def _special_text(self, token: int | None) -> str:
+        return "" if token is None else self.piece(token, special=True).decode("utf-8", errors="replace")
+
+
+def _token_or_none(token: int) -> int | None:
+    return int(token) if token >= 0 else None
+
+
+def _meta_text(model: Any, key: bytes) -> str:
+    buffer = ctypes.create_string_buffer(_META_TEXT_BYTES_MAX)
+    size_bytes = int(llama_cpp.llama_model_meta_val_str(model, key, buffer, _META_TEXT_BYTES_MAX))
+    return buffer.value.decode("utf-8", errors="replace") if size_bytes >= 0 else ""

@@ -1,0 +1,152 @@
+"""`relayline bench`: load a running server with streams of greedy completions and show what they got."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+import random
+from typing import Any
+
+import aiohttp
+import click
+from rich.console import Console
+from rich.table import Table
+
+from relayline.deploy.cli import load
+from relayline.deploy.cli.console_http import KEY_STATUSES, base_url, key_headers, key_option, parsed, refusal
+from relayline.deploy.cli.options import is_given
+from relayline.wire.common.bounds import CTX_TOKENS_MAX
+from relayline.wire.common.errors import StartError, UsageError
+
+FIRST_TOKEN = 100  # below it vocabularies keep their control tokens
+LAST_TOKEN = 1_900  # inside the smallest vocabulary that anybody serves
+STREAMS_MAX = 10_000  # connections that one process may have open
+REQUESTS_MAX = 1_000_000
+
+
+def _counts(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise click.BadParameter(f"{text!r} is not a list of stream counts such as 1,4,16")
+    if max(counts) > STREAMS_MAX:
+        raise click.BadParameter(f"{max(counts)} streams are more than the {STREAMS_MAX} that one load can have")
+    return counts
+
+
+def _rate(_: click.Context, __: click.Parameter, per_s: float | None) -> float | None:
+    if per_s is not None and not 0 < per_s < math.inf:
+        raise click.BadParameter(f"{per_s:g} is not a number of requests per second above 0")
+    return per_s
+
+
+@click.command("bench", short_help="Load a running server and time its answers.")
+@click.argument("url")
+@click.option("--streams", callback=_counts, default="1,2,4,8", show_default=True, help="Streams at once, in turn.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1, REQUESTS_MAX),
+    default=1,
+    show_default=True,
+    help="Requests of each stream: more of them weigh its start and end less.",
+)
+@click.option(
+    "--tokens", type=click.IntRange(2, CTX_TOKENS_MAX), default=64, show_default=True, help="Tokens of each answer."
+)
+@click.option(
+    "--prompt-tokens", type=click.IntRange(1, CTX_TOKENS_MAX), default=32, show_default=True,
+    help="Tokens of each prompt.",
+)  # fmt: skip
+@click.option(
+    "--rate", type=float, callback=_rate, default=None, help="Requests per second at random times, instead of streams."
+)
+@click.option(
+    "--requests", type=click.IntRange(1, REQUESTS_MAX), default=32, show_default=True, help="Requests with --rate."
+)
+@click.option("--seed", type=int, default=1, show_default=True, help="Of prompts and arrivals.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+@key_option
+def bench_command(url: str, as_json: bool, **given: Any) -> None:
+    """Load the server at URL (http://HOST:PORT) with greedy completions of random token ids.
+
+    Every prompt is different, so nothing is shared; answers run to their full length. Exit code 1 if one did not.
+    """
+    if given["rate"] and (given["rounds"] > 1 or is_given("streams")):
+        raise UsageError("--streams and --rounds are of the load without --rate; with it say how many --requests")
+    if not given["rate"] and is_given("requests"):
+        raise UsageError("--requests needs --rate; without it say how many --rounds")
+    summaries = asyncio.run(_measure(base_url(url), given))
+    if as_json:
+        for name, summary in summaries:
+            click.echo(json.dumps(load.json_ready({"load": name} | dataclasses.asdict(summary))))
+    else:
+        Console().print(_table(summaries))
+    failed = next(
+        (summary.error or "an answer was too short" for _, summary in summaries if not _is_whole(summary)), ""
+    )
+    if failed:
+        raise StartError(f"not every request was answered in full: {failed}")
+
+
+def _is_whole(summary: load.Summary) -> bool:
+    return summary.n_complete == summary.n_requests
+
+
+async def _measure(url: str, given: dict[str, Any]) -> list[tuple[str, load.Summary]]:
+    draw = random.Random(given["seed"])
+
+    def prompts(n_prompts: int) -> list[list[int]]:
+        return [
+            [draw.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(given["prompt_tokens"])] for _ in range(n_prompts)
+        ]
+
+    found: list[tuple[str, load.Summary]] = []
+    async with load.client(key_headers(given["api_key"])) as session:
+        target = load.Target(url, "openai", await _model(session, url))
+        if given["rate"]:
+            requests = await load.open_loop(
+                session, target, prompts(given["requests"]), rate_per_s=given["rate"], n_tokens=given["tokens"],
+                seed=given["seed"],
+            )  # fmt: skip
+            return [(f"{given['rate']:g}/s", load.summarise(requests))]
+        for n_streams in given["streams"]:
+            requests = await load.closed_loop(
+                session, target, prompts(n_streams * given["rounds"]), n_streams=n_streams, n_tokens=given["tokens"],
+                requests_per_stream=given["rounds"],
+            )  # fmt: skip
+            found.append((str(n_streams), load.summarise(requests)))
+    return found
+
+
+async def _model(session: aiohttp.ClientSession, url: str) -> str:
+    try:
+        async with session.get(f"{url}/v1/models") as response:
+            if response.status in KEY_STATUSES:
+                raise StartError(refusal(f"{url}/v1/models", response.status, parsed(await response.read())))
+            response.raise_for_status()
+            return str((await response.json())["data"][0]["id"])
+    except (aiohttp.ClientError, TimeoutError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise StartError(f"{url} does not answer as an OpenAI-compatible server ({error})") from error
+
+
+def _table(summaries: list[tuple[str, load.Summary]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("streams", "tok/s", "decode tok/s", "TTFT ms p50", "p95", "ITL ms p50", "p95", "p99", "answered"):
+        table.add_column(heading, justify="right")
+    for name, summary in summaries:
+        ttft, itl = summary.ttft_ms, summary.itl_ms
+        table.add_row(
+            name,
+            f"{summary.tok_s:.1f}",
+            f"{summary.decode_tok_s:.1f}",
+            *(
+                "-" if math.isnan(value) else f"{value:.1f}"
+                for value in (ttft["p50"], ttft["p95"], itl["p50"], itl["p95"], itl["p99"])
+            ),
+            f"{summary.n_complete}/{summary.n_requests}",
+        )
+    return table

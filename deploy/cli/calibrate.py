@@ -1,0 +1,108 @@
+"""`relayline calibrate`: measure one stage artifact's cost curves and show them as a table with bars."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from relayline.deploy.cli.options import slice_options
+from relayline.wire.common.curve import ATTENTION_TILE_ROWS, PAD_SEARCH_ROWS
+from relayline.wire.common.kv_layout import choose_layout
+
+if TYPE_CHECKING:
+    from relayline.wire.common.curve import CostCurve
+
+BAR_COLUMNS = 24
+
+
+@click.command("calibrate", short_help="Measure a stage's cost curve.")
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--threads", type=click.IntRange(0), default=0, help="Threads of a native step [default: all cores].")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@slice_options
+def calibrate_command(artifact: Path, threads: int, as_json: bool, **given: Any) -> None:
+    """Measure how long native steps of ARTIFACT take, by rows and context.
+
+    A stage that starts here with the same threads, lanes, context, rows and types takes over what was measured.
+    """
+    from relayline.stage.engine.native import EngineConfig, NativeEngine
+    from relayline.stage.speed.calibrate import fresh_curves
+
+    lanes, max_rows = given["lanes"], given["max_rows"]
+    layout = choose_layout(given["kv_layout"], ctx_tokens=given["ctx"], gpu_layers=given["gpu_layers"])
+    config = EngineConfig(
+        artifact_path=artifact,
+        n_lanes=lanes,
+        ctx_tokens=given["ctx"],
+        max_rows=max_rows,
+        n_threads=threads or len(os.sched_getaffinity(0)),
+        gpu_layers=given["gpu_layers"],
+        kv_type=given["kv_type"],
+        kv_layout=layout,
+        spare_lanes=1 if layout == "unified" else 0,
+        max_wanted=min(lanes + PAD_SEARCH_ROWS, max_rows),
+    )
+    with NativeEngine(config) as engine:
+        curves = fresh_curves(engine)
+    if as_json:
+        found = {"artifact": sizes_of(artifact), "threads": config.n_threads, "kv_layout": layout}
+        found |= {"decode": _rows(curves.decode, max_rows), "prefill": _rows(curves.prefill, max_rows)}
+        found |= {"context_ns": curves.context_ns, "context_tiled_ns": curves.context_tiled_ns}
+        click.echo(json.dumps(found))
+        return
+    console = Console()
+    _show(console, "decode rows, each in a lane of its own", curves.decode, max_rows)
+    _show(console, "prefill rows of one prompt", curves.prefill, max_rows)
+    console.print(f"context: a row takes {curves.context_ns / 1e3:.3f} ms longer for every 1,000 tokens before it")
+    if curves.context_tiled_ns:
+        tiled_ms = curves.context_tiled_ns / 1e3
+        together = f"in steps of {ATTENTION_TILE_ROWS} rows or more, which read it together"
+        console.print(f"  {tiled_ms:.3f} ms {'after the first row of a chunk' if curves.is_per_lane else together}")
+    console.print(f"KV cells: {layout}")
+
+
+def sizes_of(artifact: Path) -> dict[str, int]:
+    """Return the bytes of an artifact's layers and of its head (0 where it has none): what its steps read."""
+    from relayline.coordinator.model.gguf_file import open_model
+    from relayline.coordinator.model.inspection import BLOCK_NAME, EMBEDDING, HEAD
+
+    model = open_model(artifact)
+    layers = sum(tensor.size_bytes for tensor in model.tensors.values() if BLOCK_NAME.match(tensor.name))
+    is_last = model.integer("relayline.stage_index") == model.integer("relayline.stage_count") - 1
+    head = model.tensors.get(HEAD) or model.tensors.get(EMBEDDING)
+    return {"layer_bytes": layers, "head_bytes": head.size_bytes if is_last and head is not None else 0}
+
+
+def _rows(curve: CostCurve, rows_max: int) -> list[dict[str, float]]:
+    return [
+        {"rows": rows, "step_ms": ns / 1e6, "row_ms": ns / 1e6 / rows, "runs_as": curve.padded_rows(rows, rows_max)}
+        for rows, ns in curve.points()
+    ]
+
+
+def _show(console: Console, title: str, curve: CostCurve, rows_max: int) -> None:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in ("rows", "ms per step", "ms per row", "rows/s", "runs as"):
+        table.add_column(heading, justify="right")
+    table.add_column("ms per row, as a bar")
+    lines = _rows(curve, rows_max)
+    most = max((line["row_ms"] for line in lines), default=1.0)
+    for line in lines:
+        rows, padded = int(line["rows"]), int(line["runs_as"])
+        bar = "█" * max(1, round(BAR_COLUMNS * line["row_ms"] / most))
+        table.add_row(
+            str(rows),
+            f"{line['step_ms']:.2f}",
+            f"{line['row_ms']:.3f}",
+            f"{1e3 / line['row_ms']:.0f}",
+            f"{padded} rows" if padded != rows else "",
+            bar,
+        )
+    console.print(table)
+    console.print()

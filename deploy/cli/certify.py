@@ -1,0 +1,152 @@
+"""`relayline certify`: may this split of this model be trusted?"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from relayline.deploy.cli.model import MODEL, parse_cuts
+from relayline.deploy.cli.options import WIRE_NAMES, kv_layout_option, log_options
+from relayline.wire.common import logs
+
+if TYPE_CHECKING:
+    from relayline.coordinator.model.inspection import ModelFacts
+    from relayline.deploy.certify.run import CertifyConfig, Report
+    from relayline.deploy.certify.run import Progress as ProgressCallback
+
+
+def _parse_cuts_or_all(context: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...] | None:
+    return None if text == "all" else parse_cuts(context, parameter, text)
+
+
+def _parse_seeds(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts) or len(parts) > 16:
+        raise click.BadParameter(f"{text!r} is not a list of at most 16 numbers such as 1,2,3")
+    return tuple(int(part) for part in parts)
+
+
+@click.command("certify", short_help="Hold a split against its unsplit model.")
+@MODEL
+@click.option(
+    "--cuts",
+    callback=_parse_cuts_or_all,
+    default="all",
+    show_default=True,
+    help="Every legal cut in turn, or one pipeline with the cuts given, e.g. 8,16.",
+)
+@click.option("--stages", "n_stages", type=click.IntRange(2, 64), default=None, help="One pipeline, balanced cuts.")
+@click.option("--wire", type=click.Choice(WIRE_NAMES), default="f32", show_default=True, help="Rows on the wire.")
+@click.option(
+    "--seeds",
+    callback=_parse_seeds,
+    default="1",
+    show_default=True,
+    help="Of the prompts; each adds a session alone and a mixed batch.",
+)
+@click.option("--steps", type=click.IntRange(16, 256), default=24, show_default=True, help="Decode steps per session.")
+@click.option("--ctx", type=int, default=2048, show_default=True, help="Tokens per stream, prompt and answer.")
+@click.option("--threads", type=int, default=0, help="Threads per stage [default: cores / stages].")
+@click.option("--gpu-layers", type=int, default=0, show_default=True, help="Layers on the GPU; -1 for all.")
+@click.option("--kv-type", default="f16", show_default=True, help="Element type of the KV cache.")
+@kv_layout_option
+@click.option("--keep", type=click.Path(path_type=Path), default=None, help="Keep the artifacts in this directory.")
+@click.option("--experimental", is_flag=True, help="Try a model that nobody has certified.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@log_options
+def certify_command(**given: Any) -> None:
+    """Run MODEL (a GGUF file, or the first of its shards) split and unsplit, and compare what they compute.
+
+    The split runs as real stage processes over the real wire: a prompt of several prefill chunks, decode steps, and a
+    batch of concurrent sessions of different lengths, all of token ids drawn from the vocabulary. The unsplit model is
+    then given the same tokens. Exit code 0 means that every cut may be trusted: with --wire f32 its logits are the
+    unsplit model's up to float noise (which is measured on the unsplit model itself), with f16 it prefers another token
+    only where the unsplit model was undecided. Exit code 1 names the cuts that may not.
+
+    Artifacts of one cut at a time, about as large as the model, are written to the temporary directory (TMPDIR) and
+    removed; with --keep those of all cuts stay.
+    """  # fmt: skip
+    from relayline.deploy.certify.report import as_json, print_report
+    from relayline.deploy.certify.run import CertifyConfig, check_model
+    from relayline.wire.common.process import run
+
+    logs.setup("certify", as_json=given["log_json"], verbose=given["verbose"])
+    if not given["verbose"]:
+        logging.getLogger("relayline").setLevel(logging.ERROR)  # what matters of a lost stage is in the report
+    config = CertifyConfig(
+        model=given["model"],
+        cuts=given["cuts"],
+        n_stages=given["n_stages"],
+        wire=given["wire"],
+        seeds=given["seeds"],
+        n_steps=given["steps"],
+        ctx_tokens=given["ctx"],
+        n_threads=given["threads"],
+        gpu_layers=given["gpu_layers"],
+        kv_type=given["kv_type"],
+        kv_layout=given["kv_layout"],
+        experimental=given["experimental"],
+        keep=given["keep"],
+        verbose=given["verbose"],
+    )
+    facts = check_model(config.model, experimental=config.experimental)
+
+    async def main(stopping: asyncio.Event) -> Report:
+        return await _until_stopped(config, facts, stopping)
+
+    report = run(main)
+    if given["as_json"]:
+        click.echo(as_json(report))
+    else:
+        print_report(report, Console())
+    if not report.passed:
+        sys.exit(1)  # click's own Exit would be swallowed outside its standalone mode
+
+
+async def _until_stopped(config: CertifyConfig, facts: ModelFacts, stopping: asyncio.Event) -> Report:
+    """Certify; on SIGINT or SIGTERM end processes and remove temporary files first, then raise click's Abort."""
+    from relayline.deploy.certify.run import certify
+    from relayline.deploy.launch.local import print_prefixed
+
+    def unheard(name: str, text: str) -> None:
+        """Take a stage's line; the last of them explain its death, if it dies."""
+
+    with _progress_bar(config, facts) as progress:
+        work = asyncio.ensure_future(certify(config, facts, progress, print_prefixed if config.verbose else unheard))
+        stop = asyncio.ensure_future(stopping.wait())
+        try:
+            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise click.Abort
+            return work.result()
+        finally:
+            for task in (work, stop):
+                task.cancel()
+            await asyncio.gather(work, stop, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _progress_bar(config: CertifyConfig, facts: ModelFacts) -> Iterator[ProgressCallback]:
+    """Yield a callback that draws a bar if stderr is a terminal; say there, too, what goes to disk."""
+    from relayline.deploy.certify.run import disk_needed
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        if console.is_terminal:
+            console.print(disk_needed(config, facts), soft_wrap=True, markup=False, highlight=False)
+        task = bar.add_task("starting", total=1.0)
+
+        def update(share: float, text: str) -> None:
+            bar.update(task, completed=share, description=text)
+
+        yield update

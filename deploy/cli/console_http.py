@@ -1,0 +1,112 @@
+"""What the commands that look at a running coordinator share: its address, and one JSON answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Collection
+from typing import Any
+
+import aiohttp
+import click
+
+from relayline.wire.common.errors import StartError, UsageError
+
+TIMEOUT_S = 15.0
+KEY_VARIABLE = "RELAYLINE_API_KEY"
+KEY_STATUSES = (401, 403)  # no key, a wrong one, or one that may not do this
+
+url_option = click.option(
+    "--url", default="http://127.0.0.1:8080", show_default=True, envvar="RELAYLINE_URL", help="The coordinator."
+)
+key_option = click.option(
+    "--api-key", default="", envvar=KEY_VARIABLE, show_envvar=True, help="Key, where the server demands one."
+)
+
+
+def base_url(url: str) -> str:
+    """Return the coordinator's address without a path. Raises UsageError."""
+    url = url.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"{url!r} is not a URL such as http://127.0.0.1:8080")
+    return url
+
+
+def key_headers(api_key: str) -> dict[str, str]:
+    """Return the headers that carry a key, none without one. Raises UsageError for what can be no key."""
+    api_key = api_key.strip()
+    if not all("!" <= char <= "~" for char in api_key):
+        raise UsageError("the API key has characters other than printable ASCII; no server has such a key")
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def parsed(body: bytes) -> Any:
+    """Return the JSON of an answer, None for what is no JSON."""
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None
+
+
+def refusal(url: str, status: int, found: Any) -> str:
+    """Return in one line what the JSON of an answer of 400 or above says, and what to do where it takes another key."""
+    detail = found.get("error") if isinstance(found, dict) else None
+    text = detail.get("message") if isinstance(detail, dict) else None
+    if status in KEY_STATUSES:
+        said = f" ({text})" if text else ""
+        return f"{url} answered {status}{said}; give it an API key in {KEY_VARIABLE}"
+    return str(text or f"{url} answered {status}")
+
+
+class Coordinator:
+    """GETs from one coordinator. An async context manager."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        self.url = base_url(url)
+        self._headers = key_headers(api_key)
+        self._session: aiohttp.ClientSession
+
+    async def __aenter__(self) -> Coordinator:
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def get(self, path: str, wanted: Collection[str] = ()) -> dict[str, Any]:
+        """Return the JSON object at `path`.
+
+        Raises StartError with one line when nothing answers there, or answers with an error or with something else:
+        no JSON, no object, or one that lacks a key of `wanted`.
+        """
+        try:
+            async with self._session.get(f"{self.url}{path}") as response:
+                body = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            # What the system says is clearer than aiohttp's sentence about it.
+            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else None
+            reason = os.strerror(cause.errno) if cause and cause.errno else str(error) or type(error).__name__
+            raise StartError(f"{self.url} does not answer ({reason}); give the coordinator's with --url") from error
+        found = parsed(body)
+        if response.status in KEY_STATUSES or (response.status >= 400 and found is not None):
+            raise StartError(refusal(f"{self.url}{path}", response.status, found))
+        if not isinstance(found, dict) or not found.keys() >= set(wanted):
+            raise StartError(f"{self.url}{path} is not a relayline coordinator's")
+        return found
+
+
+def fetch(url: str, path: str, api_key: str = "", wanted: Collection[str] = ()) -> dict[str, Any]:
+    """Return the JSON object at one path of a coordinator. Raises like Coordinator.get."""
+
+    async def once() -> dict[str, Any]:
+        async with Coordinator(url, api_key) as coordinator:
+            return await coordinator.get(path, wanted)
+
+    return asyncio.run(once())
+
+
+def width_of_terminal() -> int | None:
+    """Return a width for output that goes to no terminal; None leaves it to rich."""
+    return None if os.isatty(1) else int(os.environ.get("COLUMNS") or 120)

@@ -1,0 +1,162 @@
+"""`relayline status`, `down` and `logs`: pipelines that `relayline up MANIFEST` launched on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from relayline.deploy.cli.options import FloatRange
+from relayline.wire.common.errors import UsageError
+
+if TYPE_CHECKING:
+    from relayline.deploy.launch.control import Launched
+
+DOWN_TIMEOUT_S = 60.0  # a drain, and the stages' end after it
+
+state_dir_option = click.option(
+    "--state-dir",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="State directory of the pipeline [default: $XDG_STATE_HOME/relayline/NAME].",
+)
+
+
+@click.command("status", short_help="Show pipelines that run on this machine.")
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of a table.")
+@state_dir_option
+@click.pass_context
+def status_command(ctx: click.Context, name: str | None, as_json: bool, state_dir: Path | None) -> None:
+    """Show what `relayline up` launched here: processes, uptime, restarts, addresses, running requests.
+
+    NAME is a pipeline's name or its manifest; without it all that run. Exit code 1 if the named one does not run.
+    """
+    from relayline.deploy.launch.control import describe, find, launched
+
+    if name is None and state_dir is None:
+        found: list[Launched] = [pipeline for pipeline in launched(None) if pipeline.is_running]
+    else:
+        one = find(name, state_dir) if name is not None else next(iter(launched(state_dir)), None)
+        found = [one] if one is not None else []
+    described = [describe(pipeline) for pipeline in found]
+    if as_json:
+        click.echo(json.dumps(described, indent=2))
+    else:
+        click.echo("\n\n".join(map(_status_text, described)) or "nothing runs here")
+    if (name is not None or state_dir is not None) and not any(pipeline.is_running for pipeline in found):
+        ctx.exit(1)
+
+
+def _status_text(facts: dict[str, Any]) -> str:
+    head = f"{facts['name']}: {facts['phase']}"
+    if facts["phase"] == "dead":
+        head += " (its supervisor ended without a word; `relayline up` starts it again)"
+    if facts["uptime_s"] is not None:
+        head += f" for {_duration(facts['uptime_s'])}, pid {facts['pid']}, {facts['url']}/v1"
+    lines = [head]
+    if facts["reason"]:
+        lines.append(f"  {facts['reason']}")
+    if facts["requests"] is not None:
+        lines.append(f"  requests: {facts['requests']['running']} running, {facts['requests']['waiting']} waiting")
+    elif facts["problem"]:
+        lines.append(f"  requests: {facts['problem']}")
+    rows = [("process", "state", "pid", "up", "restarts", "address", "")]
+    for entry in facts["processes"]:
+        up = "" if entry["uptime_s"] is None else _duration(entry["uptime_s"])
+        pid = str(entry["pid"] or ("-" if entry["host"] == "localhost" else entry["host"]))
+        rows.append(
+            (entry["name"], entry["state"], pid, up, str(entry["n_restarts"]), entry["address"], entry["detail"])
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines += [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    for entry in facts["processes"]:
+        if entry["command"] and entry["state"] in ("waiting", "lost"):
+            lines += [f"  on {entry['host']}, run:", f"    {entry['command']}"]
+    return "\n".join(lines)
+
+
+def _duration(seconds: float) -> str:
+    whole = int(seconds)
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if whole >= size:
+            rest = whole % size // {86_400: 3_600, 3_600: 60, 60: 1}[size]
+            return f"{whole // size} {unit} {rest} { {'d': 'h', 'h': 'min', 'min': 's'}[unit] }"
+    return f"{whole} s"
+
+
+@click.command("down", short_help="End a pipeline that runs on this machine.")
+@click.argument("name", required=False)
+@click.option("--timeout", type=FloatRange(0), default=DOWN_TIMEOUT_S, show_default=True, help="Seconds to wait.")
+@click.option("--force", is_flag=True, help="Kill what has not ended by then.")
+@state_dir_option
+def down_command(name: str | None, timeout: float, force: bool, state_dir: Path | None) -> None:
+    """End a pipeline in order: the coordinator lets running requests finish, then the stages end.
+
+    NAME is a pipeline's name or its manifest; without it the one that runs. Nothing to end is a success.
+    """
+    from relayline.deploy.launch.control import end, find, launched
+
+    pipeline = find(name, state_dir) if name is not None or state_dir is None else next(iter(launched(state_dir)), None)
+    if pipeline is None:
+        click.echo("nothing runs here")
+        return
+    was_running = pipeline.is_running
+    end(pipeline, timeout, force=force)
+    click.echo(f"{pipeline.state.name} {'has ended' if was_running else 'was not running'}")
+
+
+@click.command("logs", short_help="Show what the processes of a pipeline logged.")
+@click.argument("name", required=False)
+@click.argument("process", required=False)
+@click.option("--lines", "n_lines", type=click.IntRange(0, 100_000), default=50, show_default=True, help="Last lines.")
+@click.option("--follow", is_flag=True, help="Go on with new lines until Ctrl-C.")
+@state_dir_option
+def logs_command(name: str | None, process: str | None, n_lines: int, follow: bool, state_dir: Path | None) -> None:
+    """Show the last lines that each process of a pipeline logged, running or not.
+
+    PROCESS is coordinator, a stage's name, or up for the supervisor; without it all of them, each line with its name.
+    """
+    from relayline.deploy.launch.control import find, launched
+
+    pipeline = find(name, state_dir) if name is not None or state_dir is None else next(iter(launched(state_dir)), None)
+    if pipeline is None:
+        raise UsageError("nothing runs here; name a pipeline to see what it logged")
+    local = [record.name for record in pipeline.state.processes if record.host == "localhost"]
+    names = ["up", *local]
+    if process is not None:
+        if process not in names:
+            raise UsageError(f"{pipeline.state.name} has no process {process!r} here; it has {', '.join(names)}")
+        names = [process]
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_show(pipeline, names, n_lines, follow=follow))
+
+
+async def _show(pipeline: Launched, names: list[str], n_lines: int, *, follow: bool) -> None:
+    from relayline.deploy.launch.log_files import LogReader
+
+    def show(name: str, line: str) -> None:
+        sys.stdout.write(f"[{name}] {line}\n" if len(names) > 1 else f"{line}\n")
+        sys.stdout.flush()
+
+    async def go_on(name: str, reader: LogReader) -> None:
+        async for line in reader.follow():
+            show(name, line)
+
+    readers = {name: LogReader(pipeline.directory.log(name)) for name in names}
+    try:
+        for name, reader in readers.items():
+            for line in reader.last_lines(n_lines):
+                show(name, line)
+        if follow:
+            await asyncio.gather(*(go_on(name, reader) for name, reader in readers.items()))
+    finally:
+        for reader in readers.values():
+            reader.close()

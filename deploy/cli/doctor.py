@@ -1,0 +1,66 @@
+"""`relayline doctor`: each thing that a pipeline needs, ok or not, and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from relayline.deploy.cli.options import FloatRange
+
+if TYPE_CHECKING:
+    from relayline.deploy.doctor.report import Finding
+
+COLORS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
+
+
+@click.command("doctor", short_help="Say what this machine or a manifest lacks.")
+@click.argument("manifest", type=click.Path(path_type=Path), required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of lines.")
+@click.option("--timeout", type=FloatRange(0.1, 3_600), default=30.0, show_default=True, help="Seconds for each check.")
+@click.pass_context
+def doctor_command(ctx: click.Context, /, manifest: Path | None, as_json: bool, timeout: float) -> None:
+    """Examine this machine and, with MANIFEST, everything that it names: each line ok, warning or failure.
+
+    Exit code 1 if there is any failure. Nothing is changed, and nothing is contacted that the manifest does not name.
+    """
+    from relayline.deploy.doctor.examine import examine_machine, examine_manifest
+    from relayline.deploy.launch.control import launched
+    from relayline.deploy.manifest import load_manifest
+
+    if manifest is None:
+        findings = asyncio.run(examine_machine(timeout))
+    else:
+        loaded = load_manifest(manifest)
+        same = next((one for one in launched(None) if one.state.name == loaded.name), None)
+        findings = asyncio.run(examine_manifest(loaded, same, timeout))
+    if as_json:
+        click.echo(
+            json.dumps([dataclasses.asdict(found) | {"outcome": found.outcome.value} for found in findings], indent=2)
+        )
+    else:
+        _print(findings)
+    if any(found.outcome.value == "failure" for found in findings):
+        ctx.exit(1)
+
+
+def _print(findings: list[Finding]) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    width = max(len(found.check) for found in findings)
+    for found in findings:
+        outcome = found.outcome.value
+        console.print(Text.assemble((f"{outcome:<8}", COLORS[outcome]), f" {found.check:<{width}}  {found.found}"))
+        if found.remedy:
+            console.print(Text(f"{'':<8} {'':<{width}}  -> {found.remedy}"))
+    counts = {name: sum(found.outcome.value == name for found in findings) for name in COLORS}
+    plural = {True: "", False: "s"}
+    console.print(
+        f"{counts['ok']} ok, {counts['warning']} warning{plural[counts['warning'] == 1]}, "
+        f"{counts['failure']} failure{plural[counts['failure'] == 1]}"
+    )

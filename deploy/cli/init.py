@@ -1,0 +1,81 @@
+"""`relayline init`: a commented manifest for this machine."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import click
+
+from relayline.deploy.manifest import parse_manifest
+from relayline.deploy.manifest.schema import SCHEMA_FILE
+from relayline.deploy.manifest.starter import MachineFacts, ModelChoice, starter_text
+from relayline.wire.common.errors import StartError, UsageError
+
+GIB = 1 << 30
+
+
+@click.command("init", short_help="Write a commented manifest for this machine.")
+@click.option("--model", type=click.Path(path_type=Path), default=None, help="GGUF file, or first of its shards.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), default=Path("pipeline.yaml"), show_default=True,
+    help="File to write; - for stdout.",
+)  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace the file if there is one.")
+def init_command(model: Path | None, output: Path, force: bool) -> None:
+    """Write a manifest with two stages on this machine, ready for `relayline plan` and `relayline up`."""
+    is_stdout = str(output) == "-"
+    text = starter_text(machine_facts(), _choice(model, Path() if is_stdout else output.parent), str(SCHEMA_FILE))
+    # A file name that is no text at all (surrogates) is refused by the reader like any other wrong value.
+    parse_manifest(text.encode("utf-8", "surrogateescape"), str(output))
+    if is_stdout:
+        click.echo(text, nl=False)
+        return
+    try:
+        with output.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UsageError(f"{output} is there already; give --force to replace it, or another --output") from None
+    except OSError as error:
+        if error.errno == errno.ENOSPC and not force:
+            output.unlink(missing_ok=True)  # half of it
+        raise StartError(f"{output}: {error.strerror}") from error
+    click.echo(f"wrote {output}; next: relayline plan {output}")
+
+
+def machine_facts() -> MachineFacts:
+    """Look at this machine: cores this process may use, memory, and what llama.cpp was built for."""
+    import llama_cpp
+
+    return MachineFacts(
+        n_cores=len(os.sched_getaffinity(0)),
+        memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
+        has_gpu_build=bool(llama_cpp.llama_supports_gpu_offload()),
+    )
+
+
+def _choice(model: Path | None, directory: Path) -> ModelChoice:
+    """Name the model relative to the manifest where it lies below it. Raises UsageError, ModelFileError."""
+    if model is None:
+        return ModelChoice("model.gguf", "Put your GGUF file's path here; for a sharded model, its first file.")
+    if not model.is_file():
+        raise UsageError(f"--model {model} is not a file")
+    from relayline.coordinator.model.inspection import inspect_model
+
+    facts = inspect_model(model)
+    about = f"{facts.architecture}, {facts.n_layers} layers, {_size(facts.file_bytes)}"
+    absolute, base = model.resolve(), directory.resolve()
+    path = absolute.relative_to(base) if absolute.is_relative_to(base) else absolute
+    if not facts.supported:
+        about += f"; not supported: {facts.refusal}"
+    return ModelChoice(str(path), _printable(about))
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= GIB else f"{n_bytes / (1 << 20):.1f} MiB"
+
+
+def _printable(text: str) -> str:
+    """Keep text from a model's file on one line of a comment."""
+    return "".join(char if char.isprintable() else " " for char in text)

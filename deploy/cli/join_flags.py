@@ -1,0 +1,173 @@
+"""Flags of joining, on both sides: `relayline serve --join-listen` and `relayline stage --join`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from relayline.deploy.cli.options import Address, AddressList, telemetry_config
+from relayline.wire.common.errors import UsageError
+from relayline.wire.links.security import LinkSecurity, address_of
+from relayline.wire.telemetry.config import Level, TelemetryConfig
+
+if TYPE_CHECKING:
+    from relayline.coordinator.engine.membership import Place
+    from relayline.coordinator.joining.config import JoinConfig
+    from relayline.coordinator.serve import Joinable
+    from relayline.stage.config import StageConfig
+    from relayline.stage.joining.config import JoinConfig as StageJoinConfig
+    from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+
+Command = Callable[..., Any]
+ENGINE_FLAGS = ("ctx", "lanes", "gpu_layers", "max_rows", "prefill_rows", "no_calibrate", "kv_type", "kv_layout")
+TOLD_BY_ORDER = (*ENGINE_FLAGS, "policy", "no_verify")
+
+
+def serve_join_options(command: Command) -> Command:
+    """Add the coordinator's flags: given addresses, or stages that join. The engine flags apply to the latter."""
+    for option in (
+        click.option(
+            "--names", default="", help="Names of the stages that join, in layer order [default: stage-0,...]."
+        ),
+        click.option("--join-listen", type=Address(), help="Let stages join here instead of giving --stages."),
+        click.option("--stages", type=AddressList(), help="Stage addresses in layer order."),
+    ):
+        command = option(command)
+    return command
+
+
+def stage_join_options(command: Command) -> Command:
+    """Add the stage's flags: its own artifact, or a pipeline to join."""
+    for option in (
+        click.option("--always-fetch", is_flag=True, help="Fetch even where the coordinator's own file can be seen."),
+        click.option(
+            "--advertise", default="", help="Host that neighbours connect to [default: as the coordinator sees]."
+        ),
+        click.option(
+            "--cache", type=click.Path(path_type=Path, file_okay=False), help="Where fetched artifacts are kept."
+        ),
+        click.option("--token", default="", help="With --join: the join token; others can see it in the process list."),
+        click.option("--name", default="", help="With --join: which of the pipeline's stages this is."),
+        click.option("--join", "coordinator", type=Address(), help="Get order and artifact from this coordinator."),
+        click.option("--artifact", type=click.Path(path_type=Path), help="This stage's GGUF from `split`."),
+    ):
+        command = option(command)
+    return command
+
+
+def _explicit(given: dict[str, Any], names: tuple[str, ...]) -> list[str]:
+    """Return the flags among `names` that the user wrote, as they are written."""
+    context = click.get_current_context()
+    by_user = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+    written = {p.name: p.opts[0] for p in context.command.params}
+    return [written[name] for name in names if name in given and context.get_parameter_source(name) in by_user]
+
+
+def coordinator_join(given: dict[str, Any], n_stages: int) -> JoinConfig | None:
+    """Return how stages join, None where their addresses are given. Raises UsageError for both, or neither."""
+    from relayline.coordinator.joining.config import EngineOrder, JoinConfig, JoiningStage
+
+    if (given["join_listen"] is None) == (given["stages"] is None):
+        raise UsageError("give --stages with every address, or --join-listen to let stages join; one of them")
+    if given["join_listen"] is None:
+        engine_flags = _explicit(given, ENGINE_FLAGS)
+        if engine_flags or given["names"]:
+            raise UsageError(f"{(engine_flags or ['--names'])[0]} tells stages that join; it needs --join-listen")
+        return None
+    engine = EngineOrder(
+        ctx_tokens=given["ctx"],
+        n_lanes=given["lanes"],
+        gpu_layers=given["gpu_layers"],
+        max_rows=given["max_rows"],
+        prefill_rows=given["prefill_rows"],
+        kv_type=given["kv_type"],
+        kv_layout=given["kv_layout"],
+        policy=given["policy"],
+        calibrate=not given["no_calibrate"],
+    )
+    names = [name.strip() for name in given["names"].split(",")] if given["names"] else _default_names(n_stages)
+    host, port = given["join_listen"]
+    return JoinConfig(tuple(JoiningStage(name, engine) for name in names), host, port)
+
+
+def _default_names(n_stages: int) -> list[str]:
+    return [f"stage-{index}" for index in range(n_stages)]
+
+
+def joinable_event(joinable: Joinable) -> dict[str, Any]:
+    """Return the line that a supervisor reads once stages may join."""
+    return {
+        "event": "joinable",
+        "role": "coordinator",
+        "join": joinable.join_address,
+        "url": joinable.url,
+        "stages": list(joinable.names),
+    }
+
+
+def member_event(place: Place) -> dict[str, Any]:
+    """Return the line that a supervisor reads when a stage's membership has changed."""
+    host = place.member.host if place.member is not None else ""
+    return {
+        "event": "stage",
+        "name": place.name,
+        "index": place.index,
+        "state": place.state.value,
+        "address": place.address,
+        "host": host,
+    }
+
+
+def stage_join(given: dict[str, Any], security: LinkSecurity) -> StageJoinConfig | None:
+    """Return what to join, None with an artifact of one's own. Raises UsageError for both, neither or a stray flag."""
+    from relayline.stage.joining.config import JoinConfig
+
+    if (given["coordinator"] is None) == (given["artifact"] is None):
+        raise UsageError("give --artifact FILE, or --join HOST:PORT --name NAME to be given one; one of them")
+    if given["coordinator"] is None:
+        for flag in _explicit(given, ("name", "cache", "advertise", "always_fetch")):
+            raise UsageError(f"{flag} belongs to --join")
+        return None
+    for flag in _explicit(given, TOLD_BY_ORDER):
+        raise UsageError(f"{flag} is the coordinator's to say when a stage joins; give it to `relayline serve`")
+    host, port = given["listen"] if _explicit(given, ("listen",)) else ("", 0)
+    return JoinConfig(
+        coordinator=address_of(*given["coordinator"]),
+        name=given["name"],
+        cache=given["cache"] or default_cache(),
+        host=host,
+        port=port,
+        advertise=given["advertise"],
+        n_threads=given["threads"],
+        always_fetch=given["always_fetch"],
+        security=security,
+    )
+
+
+def default_cache() -> Path:
+    """Return where fetched artifacts are kept: $XDG_CACHE_HOME/relayline/artifacts, ~/.cache without it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relayline" / "artifacts"
+
+
+def stage_telemetry(given: dict[str, Any]) -> Callable[[StageConfig, pb.StageOrder], StageConfig]:
+    """Return how a joining stage records: as its own flags say, and where they say nothing, as the order does."""
+    explicit = set(_explicit(given, ("trace_level", "otlp_endpoint", "trace_sample")))
+    mine, metrics = telemetry_config(given), given["metrics"]
+
+    def adapt(config: StageConfig, order: pb.StageOrder) -> StageConfig:
+        theirs = order.telemetry
+        telemetry = TelemetryConfig(
+            level=mine.level if "--trace-level" in explicit else Level.from_wire(theirs.level) or mine.level,
+            otlp_endpoint=mine.otlp_endpoint if "--otlp-endpoint" in explicit else theirs.otlp_endpoint,
+            sampler_ratio=mine.sampler_ratio if "--trace-sample" in explicit else theirs.sampler_ratio,
+        )
+        ordered = (config.host, theirs.metrics_port) if theirs.metrics_port else None
+        return dataclasses.replace(config, telemetry=telemetry, metrics=metrics or ordered)
+
+    return adapt

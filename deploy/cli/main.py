@@ -1,0 +1,100 @@
+"""The `relayline` command. Each subcommand lives beside what it starts and is imported only when it is called.
+
+Exit codes: 0 success, 1 failure, 2 usage. A user's mistake prints one line, never a traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import io
+import os
+import sys
+
+import click
+
+from relayline.deploy.machine.huge_pages import start_anew
+from relayline.wire.common.errors import RelaylineError, UsageError
+
+# name -> (module, attribute), in the order that --help lists them: a pipeline from a manifest, models, the single
+# processes, and looking at what runs.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "init": ("relayline.deploy.cli.init", "init_command"),
+    "plan": ("relayline.deploy.cli.plan", "plan_command"),
+    "up": ("relayline.deploy.cli.up", "up_command"),
+    "status": ("relayline.deploy.cli.control", "status_command"),
+    "logs": ("relayline.deploy.cli.control", "logs_command"),
+    "down": ("relayline.deploy.cli.control", "down_command"),
+    "doctor": ("relayline.deploy.cli.doctor", "doctor_command"),
+    "render": ("relayline.deploy.cli.render", "render_command"),
+    "certs": ("relayline.deploy.cli.certs", "certs_command"),
+    "inspect": ("relayline.deploy.cli.model", "inspect_command"),
+    "split": ("relayline.deploy.cli.model", "split_command"),
+    "calibrate": ("relayline.deploy.cli.calibrate", "calibrate_command"),
+    "certify": ("relayline.deploy.cli.certify", "certify_command"),
+    "stage": ("relayline.deploy.cli.processes", "stage_command"),
+    "serve": ("relayline.deploy.cli.processes", "serve_command"),
+    "cache": ("relayline.deploy.cli.cache", "cache_command"),
+    "trace": ("relayline.deploy.cli.trace", "trace_command"),
+    "top": ("relayline.deploy.cli.top", "top_command"),
+    "bench": ("relayline.deploy.cli.bench", "bench_command"),
+}
+
+
+class _LazyGroup(click.Group):
+    """Imports a subcommand's module when it is used, so that `relayline --help` loads no llama.cpp."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[cmd_name]
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(importlib.metadata.version("relayline"), prog_name="relayline")
+def relayline() -> None:
+    """Span one large language model over several machines, with batched decode and an OpenAI-compatible API."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    start_anew(sys.argv[1:])
+    for stream in (sys.stdout, sys.stderr):  # a terminal that has no bars and arrows shows question marks
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")
+    try:
+        code = relayline.main(prog_name="relayline", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)  # click hands ctx.exit's code back here
+    except click.exceptions.Abort:
+        _end(1, "interrupted")
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(2)
+    except click.UsageError as error:
+        if error.ctx is not None:
+            click.echo(error.ctx.get_usage(), err=True)
+        _end(2, error.format_message())
+    except click.ClickException as error:
+        _end(error.exit_code, error.format_message())
+    except UsageError as error:
+        _end(2, *error.message.splitlines())  # a manifest may have several mistakes
+    except RelaylineError as error:
+        _end(1, error.message)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; nothing to report
+        sys.exit(1)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _end(1, f"{where}{error.strerror or error}")
+
+
+def _end(code: int, *messages: str) -> None:
+    for message in messages:
+        click.echo(f"relayline: error: {' '.join(message.split())}", err=True)
+    sys.exit(code)

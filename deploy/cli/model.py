@@ -1,0 +1,224 @@
+"""`relayline inspect` and `relayline split`: looking into a model file and cutting it into stage artifacts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from relayline.coordinator.model.inspection import ModelFacts, inspect_model
+from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.coordinator.model.split import split_model
+from relayline.deploy.launch.progress import progress_bar
+
+PROBE_TIMEOUT_S = 600.0  # loading one stage of a very large model from a cold disk
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def parse_cuts(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    """Turn 8,16 into layer numbers."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise click.BadParameter(f"{text!r} is not a list of layer numbers such as 8,16")
+    return tuple(int(part) for part in parts)
+
+
+MODEL = click.argument("model", type=click.Path(path_type=Path))
+
+
+@click.command("inspect", short_help="Show what a model is made of and where it may be cut.")
+@MODEL
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+def inspect_command(model: Path, as_json: bool) -> None:
+    """Show what MODEL (a GGUF file, or the first of its shards) is made of and where it may be cut."""
+    facts = inspect_model(model)
+    if as_json:
+        click.echo(json.dumps(facts_as_json(facts), indent=2))
+    else:
+        _print_facts(facts, Console())
+
+
+def facts_as_json(facts: ModelFacts) -> dict[str, object]:
+    """Return the facts as `inspect --json` prints them. Sizes in bytes; per-layer lists have one item per layer."""
+    return {
+        "path": str(facts.path),
+        "files": facts.n_files,
+        "file_bytes": facts.file_bytes,
+        "architecture": facts.architecture,
+        "model_name": facts.model_name,
+        "layers": facts.n_layers,
+        "prediction_layers": facts.n_prediction_layers,
+        "width": facts.n_embd,
+        "heads": list(facts.n_heads),
+        "kv_heads": list(facts.n_kv_heads),
+        "experts": facts.n_experts,
+        "vocabulary": facts.n_vocab,
+        "context": facts.ctx_train,
+        "quantization": [
+            {"type": share.type_name, "tensors": share.n_tensors, "bytes": share.size_bytes}
+            for share in facts.quantization
+        ],
+        "layer_bytes": list(facts.layer_bytes),
+        "embedding_bytes": facts.embedding_bytes,
+        "head_bytes": facts.head_bytes,
+        "tied_embeddings": facts.tied_embeddings,
+        "kv_bytes_per_token": list(facts.kv_bytes_per_token),
+        "kv_bytes_per_token_total": sum(facts.kv_bytes_per_token),
+        "supported": facts.supported,
+        "refusal": facts.refusal,
+        "may_be_tried": facts.may_be_tried,
+        "legal_cuts": list(facts.legal_cuts) if facts.supported else [],
+    }
+
+
+def _print_facts(facts: ModelFacts, console: Console) -> None:
+    rows = {
+        "model": facts.model_name,
+        "architecture": facts.architecture + ("" if facts.supported else " (not supported)"),
+        "layers": str(facts.n_layers)
+        + (f" and {facts.n_prediction_layers} for prediction, left out" if facts.n_prediction_layers else ""),
+        "width": str(facts.n_embd),
+        "heads": f"{_runs(facts.n_heads)}, key/value heads {_runs(facts.n_kv_heads)}",
+        "experts": str(facts.n_experts) if facts.n_experts else "none",
+        "vocabulary": str(facts.n_vocab),
+        "context": f"{facts.ctx_train} tokens",
+        "size": f"{_size(facts.file_bytes)} in {facts.n_files} file" + ("s" if facts.n_files > 1 else ""),
+        "types": ", ".join(f"{share.type_name} {_size(share.size_bytes)}" for share in facts.quantization),
+        "each layer": _runs(facts.layer_bytes, _size),
+        "embedding": _size(facts.embedding_bytes) + (", also the head" if facts.tied_embeddings else ""),
+        "head": _size(facts.head_bytes),
+        "KV per token": f"{_size(sum(facts.kv_bytes_per_token))} (f16); each layer "
+        + _runs(facts.kv_bytes_per_token, _size),
+        "legal cuts": _runs_of_cuts(facts.legal_cuts) if facts.supported else "none",
+    }
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows.items():
+        table.add_row(name, _plain(text))
+    console.print(table)
+    if facts.refusal is not None:
+        advice = "; `relayline split --experimental` tries it anyway" if facts.may_be_tried else ""
+        console.print(_plain(f"cannot be split: {facts.refusal}{advice}"), soft_wrap=True)
+
+
+def _plain(text: str) -> str:
+    """Protect text that came out of a file from being read as markup."""
+    return text.replace("[", "\\[")
+
+
+def _runs(values: tuple[int, ...], form: Callable[[int], str] = str) -> str:
+    """Write per-layer values shortly: one value, or `layers 0-2: 7, 3-31: 9`."""
+    if len(set(values)) <= 1:
+        return str(form(values[0])) if values else "unknown"
+    parts, start = [], 0
+    for index in range(1, len(values) + 1):
+        if index == len(values) or values[index] != values[start]:
+            span = f"{start}-{index - 1}" if index - 1 > start else str(start)
+            parts.append(f"{span}: {form(values[start])}")
+            start = index
+    if len(parts) > 8:
+        return f"{form(min(values))} to {form(max(values))}"
+    return "layers " + ", ".join(parts)
+
+
+def _runs_of_cuts(cuts: tuple[int, ...]) -> str:
+    if len(cuts) > 2 and cuts[-1] - cuts[0] == len(cuts) - 1:
+        return f"{cuts[0]} to {cuts[-1]}"
+    return ", ".join(map(str, cuts)) or "none"
+
+
+def _size(size_bytes: int) -> str:
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+@click.command("split", short_help="Cut a model into one artifact per stage.")
+@MODEL
+@click.option("--stages", type=int, help="Number of stages; the cuts are chosen to balance them.")
+@click.option("--cuts", callback=parse_cuts, help="First layer of each later stage, e.g. 8,16.")
+@click.option("--out", "out_dir", type=click.Path(path_type=Path), required=True, help="Directory for the artifacts.")
+@click.option("--experimental", is_flag=True, help="Try a model that nobody has certified.")
+@click.option("--json", "as_json", is_flag=True, help="Print pipeline.json instead of a table.")
+def split_command(
+    model: Path, stages: int | None, cuts: tuple[int, ...] | None, out_dir: Path, experimental: bool, as_json: bool
+) -> None:
+    """Cut MODEL (a GGUF file, or the first of its shards) into one artifact per stage."""
+    if (stages is None) == (cuts is None):
+        raise click.UsageError("give either --stages N or --cuts A,B,...")
+    with progress_bar() as (progress, was_used):
+        pipeline = split_model(
+            model,
+            out_dir,
+            n_stages=stages,
+            cuts=cuts,
+            experimental=experimental,
+            progress=progress,
+            probe=probe_artifact,
+        )
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(pipeline), indent=2))
+    else:
+        _print_pipeline(pipeline, out_dir, unchanged=not was_used)
+    if experimental and not inspect_model(model).supported:
+        cut_list = ",".join(map(str, pipeline.cuts))
+        click.echo(
+            f"this {pipeline.architecture} model has not been certified: every stage runs, but whether they compute"
+            f" what the whole model does is open. Find out with: relayline certify {model} --cuts {cut_list}",
+            err=True,
+        )
+
+
+def _print_pipeline(pipeline: PipelineFile, out_dir: Path, *, unchanged: bool) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("stage", "layers", "size", "file"):
+        table.add_column(heading, justify="left" if heading == "file" else "right", no_wrap=True)
+    for stage in pipeline.stages:
+        layers = f"{stage.layer_start}-{stage.layer_end - 1}"
+        table.add_row(str(stage.index), layers, _size(stage.size_bytes), stage.file)
+    console = Console()
+    console.print(table)
+    state = "already there, nothing written" if unchanged else "written"
+    console.print(_plain(f"{out_dir}: {len(pipeline.stages)} stages {state}"), soft_wrap=True)
+
+
+def probe_artifact(path: Path) -> str | None:
+    """Run one artifact in a child process. Return None if it runs, else the reason as one line."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # Without this ggml starts a debugger on itself to print where it aborted.
+    environment = {**os.environ, "GGML_NO_BACKTRACE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "relayline.stage.engine.probe", str(path)]
+    try:
+        ended = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"it did not answer within {PROBE_TIMEOUT_S:.0f} s"
+    if ended.returncode == 0:
+        return None
+    lines = [line.strip() for line in ended.stderr.decode(errors="replace").splitlines() if line.strip()]
+    asserted = [line[line.index("GGML_ASSERT") :] for line in lines if "GGML_ASSERT" in line]
+    if asserted:
+        return f"llama.cpp aborted: {asserted[-1]}"
+    if ended.returncode < 0:
+        return f"llama.cpp ended with signal {-ended.returncode}: {lines[-1] if lines else 'it said nothing'}"
+    return lines[-1] if lines else f"the probe ended with exit code {ended.returncode}"

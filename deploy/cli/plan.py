@@ -1,0 +1,219 @@
+"""`relayline plan`: who gets which layers, what that needs and what it will give, before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from relayline.deploy.cli.options import FloatRange
+from relayline.wire.common.errors import UsageError
+from relayline.wire.links.security import address_of
+
+if TYPE_CHECKING:
+    from relayline.coordinator.model.inspection import ModelFacts
+    from relayline.coordinator.planner.instance import Instance
+    from relayline.coordinator.planner.predict import Prediction
+    from relayline.coordinator.planner.search import Best
+    from relayline.deploy.manifest import Manifest
+    from relayline.deploy.planning.report import Plan, Variant
+
+ORDER_SIZE_MAX = 400  # stages x layers up to which another order is looked for: each takes a search of its own
+ORDER_GAIN_MIN = 1.05
+COMPARED = ("running", "generated_tokens", "stages")  # of GET /v1/pipeline
+
+
+@click.command("plan", short_help="Show which stage gets which layers, and what that will give.")
+@click.argument("manifest", type=click.Path(path_type=Path))
+@click.option("--streams", type=click.IntRange(0), default=0, help="Streams to optimise for [default: all lanes].")
+@click.option("--measure", is_flag=True, help="First measure this machine on slices of the model (cached).")
+@click.option("--compare", "is_compare", is_flag=True, help="Hold the plan against the running pipeline.")
+@click.option("--url", default="", help="Of the running coordinator [default: the manifest's].")
+@click.option(
+    "--seconds",
+    type=FloatRange(0, 600),
+    default=2.0,
+    show_default=True,
+    help="With --compare: how long to watch for tokens per second; the same streams have to run throughout.",
+)
+@click.option(
+    "--bench",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="With --compare: file with the output of `relayline bench URL --json`.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def plan_command(manifest: Path, streams: int, measure: bool, is_compare: bool, url: str, seconds: float,
+                 bench: Path | None, as_json: bool) -> None:  # fmt: skip
+    """Plan MANIFEST: the split with the most predicted tokens per second that fits every host's memory.
+
+    Speeds are measured (--measure, or a calibration file of the host), declared in the manifest, or estimated: the
+    table says which. The order of the stages is the manifest's; ranges it gives are kept. Exit code 2 if nothing fits.
+    """
+    from relayline.deploy.manifest import load_manifest
+    from relayline.deploy.planning import compare as plan_compare
+    from relayline.deploy.planning import report as plan_report
+
+    if (url or bench) and not is_compare:
+        raise UsageError("--url and --bench belong to --compare")
+    loaded = load_manifest(manifest)
+    plan = make_plan(loaded, n_streams=streams, measure=measure, is_running=is_compare, quiet=as_json)
+    console = Console()
+    if not is_compare:
+        if as_json:
+            click.echo(json.dumps(plan_report.as_json(plan)))
+        else:
+            plan_report.show(plan, console)
+        return
+    lines = [] if bench is None else plan_compare.read_bench(bench)
+    before, after, wall_s = asyncio.run(_looks(url or _url_of(loaded), seconds))
+    figures = plan_compare.compare(plan, before, after, wall_s, lines)
+    if as_json:
+        click.echo(json.dumps({"plan": plan_report.as_json(plan), "compare": plan_compare.as_json(figures)}))
+    else:
+        plan_compare.show(figures, console)
+    why = plan_compare.why_no_rate(plan, before, after, wall_s)
+    has_rate = any(figure.unit == "tok/s" for figure in figures)
+    if why and (seconds or not has_rate):
+        advice = "; repeat it while the same streams run, or give --bench the output of `relayline bench URL --json`"
+        click.echo(f"no tok/s from these looks: {why}{'' if has_rate else advice}", err=as_json)
+
+
+def make_plan(
+    manifest: Manifest, *, n_streams: int = 0, measure: bool = False, is_running: bool = False, quiet: bool = False
+) -> Plan:
+    """Plan a manifest. Raises UsageError where nothing fits, ModelFileError for a model that cannot be read."""
+    from relayline.coordinator.model.inspection import inspect_model
+    from relayline.coordinator.planner.predict import predict
+    from relayline.deploy.launch.prepare import find_model
+    from relayline.deploy.planning.inputs import best_for, instance_of
+    from relayline.deploy.planning.report import Plan
+
+    model = find_model(manifest)
+    facts = inspect_model(model)
+    if facts.refusal is not None:
+        raise UsageError(f"{model}: cannot be split: {facts.refusal}")
+    if measure:
+        _measure(manifest, model, quiet=quiet)
+    instance = instance_of(manifest, facts, n_streams=n_streams, is_running=is_running)
+    best = best_for(instance)
+    prediction = predict(instance, best.edges)
+    return Plan(
+        name=manifest.name,
+        model=facts.model_name,
+        instance=instance,
+        best=best,
+        prediction=prediction,
+        variants=_variants(instance, best, prediction),
+        notes=(*_notes(manifest, instance, facts), *_order_note(instance, best)),
+    )
+
+
+def _measure(manifest: Manifest, model: Path, *, quiet: bool) -> None:
+    from relayline.deploy.planning.inputs import n_at_once, threads_of
+    from relayline.deploy.planning.measure import measure_speed
+
+    local = [
+        (stage, n_threads)
+        for stage, n_threads in zip(manifest.stages, threads_of(manifest), strict=True)
+        if stage.is_local
+    ]
+    if not local:
+        raise UsageError("--measure measures this machine, but the manifest has no stage on localhost")
+    for n_threads, gpu_layers in sorted({(n_threads, stage.gpu_layers_used) for stage, n_threads in local}):
+        measure_speed(
+            model,
+            n_threads=n_threads,
+            gpu_layers=gpu_layers,
+            kv_type=manifest.spec.context.kv_type,
+            n_at_once=n_at_once(manifest, n_threads),
+            tell=lambda line: None if quiet else click.echo(line, err=True),
+        )
+
+
+def _variants(instance: Instance, best: Best, prediction: Prediction) -> tuple[Variant, ...]:
+    """Plan again with a copy of the host that limits, and with one of the fastest host if that is another."""
+    from relayline.coordinator.planner.whatif import one_more
+    from relayline.deploy.planning.report import Variant
+
+    hosts = instance.hosts
+    rows = 1
+    steps = [stage.step_ns[rows] for stage in prediction.stages]
+    limiting = max(range(len(hosts)), key=steps.__getitem__)
+    fastest = min(range(len(hosts)), key=lambda at: hosts[at].speed.layer_ns(rows))
+    chosen = {limiting: "the slowest stage"}
+    if hosts[fastest].speed != hosts[limiting].speed:
+        chosen[fastest] = "the fastest host"
+    found = []
+    for stage, why in chosen.items():
+        more = one_more(instance, stage)
+        if more is not None:
+            cuts = tuple(start for start, _ in more.best.edges[1:])
+            gain = more.best.rate / best.rate - 1
+            found.append(Variant(more.like, more.after, why, more.best.rate * 1e9, gain, cuts))
+    return tuple(found)
+
+
+def _notes(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple[str, ...]:
+    notes = []
+    sources = {host.speed.source for host in instance.hosts}
+    if "estimated" in sources:
+        names = ", ".join(host.name for host in instance.hosts if host.speed.source == "estimated")
+        notes.append(
+            f"the speed of {names} is only estimated; `relayline plan --measure` measures this machine, "
+            "and speed.calibration takes the output of `relayline calibrate ARTIFACT --json` from another"
+        )
+    unknown = [stage.name for stage in manifest.stages if not stage.is_local and stage.memory_gib is None]
+    if unknown:
+        notes.append(f"nothing is known of the memory of {', '.join(unknown)}; give memoryGib to have it checked")
+    if facts.ctx_train and manifest.spec.context.tokens > facts.ctx_train:
+        notes.append(f"the model was trained for {facts.ctx_train} tokens, the context has more")
+    threads = {host.machine: 0 for host in instance.hosts}
+    for host in instance.hosts:
+        threads[host.machine] += host.threads
+    crowded = [machine.name for machine, n_threads in threads.items() if n_threads > machine.cores]
+    if crowded:
+        names = ", ".join(crowded)
+        notes.append(f"the stages on {names} have more threads than it has cores and take turns")
+    return tuple(notes)
+
+
+def _order_note(instance: Instance, best: Best) -> tuple[str, ...]:
+    """Say if another order of the stages would be clearly better: the last one has the head to compute as well."""
+    from relayline.coordinator.planner.whatif import other_last
+
+    if len(instance.hosts) * instance.model.n_layers > ORDER_SIZE_MAX:
+        return ()
+    other = other_last(instance)
+    if other is None or other.best.rate < ORDER_GAIN_MIN * best.rate:
+        return ()
+    return (
+        f"with {other.last} as the last stage, which computes the head, {other.best.rate * 1e9:.1f} tok/s would be "
+        f"possible at {instance.load.streams} streams ({other.best.rate / best.rate - 1:+.0%})",
+    )
+
+
+def _url_of(manifest: Manifest) -> str:
+    http = manifest.spec.coordinator.http
+    host = "127.0.0.1" if http.host in ("0.0.0.0", "::") else http.host
+    if not http.port:
+        raise UsageError("the manifest leaves the port to the system; say where the coordinator is with --url")
+    return f"http://{address_of(host, http.port)}"
+
+
+async def _looks(url: str, seconds: float) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Look at GET /v1/pipeline twice; returns both answers and the seconds between them."""
+    from relayline.deploy.cli.console_http import KEY_VARIABLE, Coordinator
+
+    async with Coordinator(url, os.environ.get(KEY_VARIABLE, "")) as coordinator:
+        before, began_s = await coordinator.get("/v1/pipeline", COMPARED), time.monotonic()
+        if not seconds:
+            return {}, before, 0.0
+        await asyncio.sleep(seconds)
+        return before, await coordinator.get("/v1/pipeline", COMPARED), time.monotonic() - began_s

@@ -1,0 +1,251 @@
+"""`relayline stage` and `relayline serve`: one process each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from relayline.deploy.cli.join_flags import (
+    coordinator_join,
+    joinable_event,
+    member_event,
+    serve_join_options,
+    stage_join,
+    stage_join_options,
+    stage_telemetry,
+)
+from relayline.deploy.cli.options import (
+    Address,
+    CoreList,
+    chat_template_option,
+    check_draft,
+    check_engine,
+    content_option,
+    engine_options,
+    http_security_options,
+    is_given,
+    log_options,
+    pipeline_options,
+    policy_option,
+    security_from,
+    security_options,
+    supervised_option,
+    telemetry_config,
+    telemetry_options,
+)
+from relayline.deploy.launch.serving import for_each_stage, manifest_option, served_directory
+from relayline.deploy.machine.cores import keep_to
+from relayline.wire.common import logs
+from relayline.wire.envelopes.envelope import DTYPE_BY_NAME
+
+if TYPE_CHECKING:
+    from relayline.coordinator.engine.membership import Place
+    from relayline.coordinator.schedule.scheduler import ScheduleConfig
+    from relayline.stage.facts import StageFacts
+
+
+def announce(event: dict[str, Any], text: str, *, as_json: bool) -> None:
+    """Print the ready line on stdout."""
+    print(json.dumps(event) if as_json else text, flush=True)
+
+
+def _watch_stdin() -> None:
+    """End this process, gracefully, when the supervisor's end of stdin closes."""
+
+    def wait() -> None:
+        # os.read, not sys.stdin: a thread inside a buffered read would hold its lock at interpreter shutdown.
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="supervisor", daemon=True).start()
+
+
+@click.command("stage", short_help="Run one stage process.")
+@stage_join_options
+@click.option("--listen", type=Address(), default="127.0.0.1:0", show_default=True, help="Where neighbours connect.")
+@click.option("--threads", type=int, default=0, help="Threads of a native step [default: all cores].")
+@click.option("--cores", type=CoreList(), default=None, help="Cores that it keeps to, as 0-3,8 [default: any].")
+@click.option("--no-verify", is_flag=True, help="Do not check the artifact's sha256.")
+@click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
+@click.option("--metrics", type=Address(), default=None, help="Where to serve Prometheus metrics [default: nowhere].")
+@telemetry_options
+@policy_option
+@engine_options
+@security_options
+@log_options
+@supervised_option
+def stage_command(**given: Any) -> None:
+    """Load one stage artifact and serve it to its neighbours until SIGINT or SIGTERM.
+
+    The artifact is given with --artifact, or told and sent by the coordinator with --join.
+    """
+    from relayline.stage.config import StageConfig
+    from relayline.stage.joining.join import run_joined
+    from relayline.stage.process import run_stage
+
+    logs.setup("stage", as_json=given["log_json"], verbose=given["verbose"])
+    if given["cores"]:
+        keep_to(given["cores"])
+    security = security_from(given)
+    joining = stage_join(given, security)
+    if given["exit_with_stdin"]:
+        _watch_stdin()
+    if joining is not None:
+        run_joined(joining, _on_stage_ready(given), stage_telemetry(given))
+        return
+    host, port = given["listen"]
+    config = StageConfig(
+        artifact=given["artifact"],
+        host=host,
+        port=port,
+        ctx_tokens=given["ctx"],
+        n_lanes=given["lanes"],
+        n_threads=given["threads"],
+        gpu_layers=given["gpu_layers"],
+        max_rows=given["max_rows"],
+        prefill_rows=given["prefill_rows"],
+        kv_type=given["kv_type"],
+        kv_layout=given["kv_layout"],
+        policy=given["policy"],
+        calibrate=not given["no_calibrate"],
+        verify=not given["no_verify"],
+        telemetry=telemetry_config(given),
+        metrics=given["metrics"],
+        security=security,
+    )
+    run_stage(config, _on_stage_ready(given))
+
+
+def _on_stage_ready(given: dict[str, Any]) -> Callable[[str, StageFacts], None]:
+    def on_ready(address: str, facts: StageFacts) -> None:
+        artifact = facts.artifact
+        announce(
+            {
+                "event": "ready",
+                "role": "stage",
+                "name": given["name"],
+                "address": address,
+                "stage": artifact.stage_index,
+                "layers": [artifact.layer_start, artifact.layer_end],
+                "metrics": facts.metrics_address,
+            },
+            f"stage {artifact.stage_index} of {artifact.stage_count} "
+            f"(layers {artifact.layer_start}-{artifact.layer_end - 1}) ready on {address}"
+            + (f", metrics on http://{facts.metrics_address}/metrics" if facts.metrics_address else ""),
+            as_json=given["as_json"],
+        )
+
+    return on_ready
+
+
+def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
+    """Turn flags into the coordinator's side of the batching policy."""
+    from relayline.coordinator.schedule.scheduler import ScheduleConfig
+
+    by_hand = given["groups"] or given["group_rows"]
+    mode = "fixed" if by_hand else "auto" if given["policy"] == "auto" else "drain"
+    check_draft(given)
+    return ScheduleConfig(
+        mode,
+        n_groups=given["groups"],
+        group_rows=given["group_rows"],
+        chunk_rows=given["prefill_chunk"],
+        draft=given["draft"],
+        itl_stretch=given["itl_stretch"],
+    )
+
+
+@click.command(
+    "serve", short_help="Run the coordinator and its HTTP API.", context_settings={"auto_envvar_prefix": "RELAYLINE"}
+)
+@manifest_option
+@click.option("--pipeline", "directory", type=click.Path(path_type=Path), default=None, help="Directory of `split`.")
+@serve_join_options
+@click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
+@click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
+@policy_option
+@engine_options
+@pipeline_options
+@security_options
+@http_security_options
+@chat_template_option
+@telemetry_options
+@content_option
+@log_options
+@supervised_option
+def serve_command(**given: Any) -> None:
+    """Connect the stages of a pipeline and serve it over HTTP until SIGINT or SIGTERM.
+
+    Stages are at given addresses (--stages), or join by themselves (--join-listen) and are sent their artifacts; what
+    their engines shall be (--ctx, --lanes, --kv-type, ...) is then said here.
+
+    With --manifest the model is found, split and served to the stages that the manifest names. Flags win over
+    RELAYLINE_* variables (RELAYLINE_HTTP for --http), and these over the manifest.
+    """
+    from relayline.coordinator.engine.pipeline import PipelineConfig
+    from relayline.coordinator.model.pipeline_file import load_pipeline
+    from relayline.coordinator.serve import Joinable, Ready, ServeConfig, run_coordinator
+
+    logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
+    check_engine(given)
+    host, port = given["http"]
+    directory = served_directory(given["directory"], given["manifest"])
+    config = ServeConfig(
+        pipeline_dir=directory,
+        pipeline=PipelineConfig(
+            addresses=given["stages"] or (),
+            wire_dtype=DTYPE_BY_NAME[given["wire"]],
+            schedule=schedule_config(given),
+            share=not given["no_share"],
+            prefix_lanes=given["prefix_lanes"],
+            waiting_max=given["queue"],
+            security=security_from(given),
+        ),
+        host=host,
+        port=port,
+        model_id=given["model_id"],
+        join=for_each_stage(
+            coordinator_join(given, len(load_pipeline(directory, stages_here=False).stages)), given["manifest"]
+        ),
+        api_keys_file=given["api_keys"],
+        protect_metrics=given["protect_metrics"],
+        chat_template_file=given["chat_template"],
+        telemetry=telemetry_config(given, content=given["trace_content"]),
+        push_level=is_given("trace_level"),
+    )
+    if given["exit_with_stdin"]:
+        _watch_stdin()
+
+    def on_ready(ready: Ready) -> None:
+        announce(
+            {
+                "event": "ready",
+                "role": "coordinator",
+                "url": ready.url,
+                "model": ready.model_id,
+                "stages": ready.n_stages,
+                "lanes": ready.n_lanes,
+                "ctx": ready.ctx_tokens,
+            },
+            f"{ready.model_id} on {ready.n_stages} stages: {ready.url}/v1",
+            as_json=given["as_json"],
+        )
+
+    def on_joinable(joinable: Joinable) -> None:
+        event = joinable_event(joinable)
+        text = f"stages may join at {joinable.join_address}; waiting for {', '.join(joinable.names)}"
+        announce(event, text, as_json=given["as_json"])
+
+    def on_member(place: Place) -> None:
+        if given["as_json"]:  # people read the same in the log
+            announce(member_event(place), "", as_json=True)
+
+    run_coordinator(config, on_ready, on_joinable, on_member)

@@ -1,0 +1,59 @@
+"""`relayline render`: a manifest as Compose, Kubernetes or LeaderWorkerSet files."""
+
+from __future__ import annotations
+
+import os
+from importlib import resources
+from pathlib import Path
+
+import click
+
+from relayline.deploy.manifest import Manifest, load_manifest
+from relayline.deploy.render.inside import notes
+from relayline.deploy.render.observability import DASHBOARDS_DIR
+from relayline.deploy.render.targets import TARGETS, render
+from relayline.deploy.render.write import write_files
+
+
+@click.command("render", short_help="Write a manifest as Compose or Kubernetes files.")
+@click.argument("manifest", type=click.Path(path_type=Path))
+@click.option("--target", type=click.Choice(TARGETS), required=True, help="What to render for.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), default=None, help="Directory to write into [default: stdout]."
+)
+@click.option("--force", is_flag=True, help="Replace files in that directory that were not rendered or were edited.")
+def render_command(manifest: Path, target: str, output: Path | None, force: bool) -> None:
+    """Write the pipeline of MANIFEST as files for another engine; they hold no secret, only the names of some."""
+    loaded = load_manifest(manifest)
+    files = render(loaded, target, models_dir(loaded, output or loaded.directory))
+    for note in notes(loaded, in_kubernetes=target != "compose"):
+        click.echo(f"relayline: note: {note}", err=True)
+    if output is None:
+        click.echo("---\n".join(files.values()), nl=False)
+        return
+    if target == "compose":
+        files |= dashboards()
+    for path in write_files(output, files, force=force):
+        click.echo(f"wrote {path}", err=True)
+
+
+def models_dir(manifest: Manifest, compose_dir: Path) -> str:
+    """Return the model's directory relative to the directory of compose.yaml; absolute if the manifest says so."""
+    if manifest.model_path is None or manifest.spec.model.path is None:
+        return "."
+    parent = manifest.model_path.parent
+    if Path(manifest.spec.model.path).expanduser().is_absolute():
+        return str(parent)
+    relative = os.path.relpath(parent, compose_dir)
+    return relative if relative.startswith(".") else f"./{relative}"
+
+
+def dashboards() -> dict[str, str]:
+    """Return Grafana's boards as installed, by their path beside compose.yaml."""
+    folder = resources.files("relayline.deploy").joinpath("observability", "grafana", "dashboards")
+    if not folder.is_dir():
+        return {}
+    boards = sorted(folder.iterdir(), key=lambda entry: entry.name)
+    return {
+        f"{DASHBOARDS_DIR}/{board.name}": board.read_text("utf-8") for board in boards if board.name.endswith(".json")
+    }

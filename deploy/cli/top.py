@@ -1,0 +1,193 @@
+"""`relayline top`: a live view of a pipeline in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from typing import Any
+
+import click
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from relayline.deploy.cli.console_http import Coordinator, key_option, url_option, width_of_terminal
+from relayline.deploy.cli.options import FloatRange
+from relayline.wire.common.errors import RelaylineError
+
+BAR_CELLS = 16
+NAME_CELLS = 24
+WIDE_CELLS = 112  # below this width close reasons have lines of their own, and names are shorter
+NAME_CELLS_NARROW = 17
+COLUMNS = ("layers", "steps/s", "rows/step", "pad", "busy", "wait p50", "p95", "queued", "lanes")
+# Of GET /v1/pipeline: what else answers there has none of them.
+SHOWN = ("model", "now_ns", "generated_tokens", "lanes", "plan", "stages")
+SMALL_CELLS = 92  # below this width layers are left out too, and bars are shorter
+
+
+@click.command("top", short_help="Watch a pipeline live.")
+@click.option("--interval", type=FloatRange(0.2, 60), default=1.0, show_default=True, help="Seconds per frame.")
+@click.option("--once", is_flag=True, help="Print one frame, measured over one interval, and end.")
+@click.option("--json", "as_json", is_flag=True, help="With --once: print the figures as JSON.")
+@url_option
+@key_option
+def top_command(interval: float, once: bool, as_json: bool, url: str, api_key: str) -> None:
+    """Watch stages, rows per step, waits, overlap, tokens per second, lanes and KV use; leave with Ctrl-C."""
+    if as_json and not once:
+        raise click.UsageError("--json needs --once")
+    if not once and not os.isatty(1):
+        raise click.UsageError("the live view needs a terminal; print one frame with --once")
+    asyncio.run(_watch(url, api_key, interval, once=once, as_json=as_json))
+
+
+async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_json: bool) -> None:
+    console = Console(width=width_of_terminal(), highlight=False)
+    async with Coordinator(url, api_key) as coordinator:
+        before = await coordinator.get("/v1/pipeline", SHOWN)
+        stopping = _until_interrupted()
+        if once:
+            await _pause(stopping, interval_s)
+            after = await coordinator.get("/v1/pipeline", SHOWN)
+            figures = rates(before, after)
+            picture = frame(coordinator.url, after, figures, console.width)
+            click.echo(json.dumps(figures)) if as_json else console.print(picture)
+            return
+        first = frame(coordinator.url, before, rates(before, before), console.width)
+        with Live(first, console=console, screen=True) as live:
+            while not stopping.is_set():
+                await _pause(stopping, interval_s)
+                try:
+                    after = await coordinator.get("/v1/pipeline", SHOWN)
+                except RelaylineError as error:
+                    live.update(Text(error.message, style="red"))
+                    continue
+                live.update(frame(coordinator.url, after, rates(before, after), console.width))
+                before = after
+
+
+def _until_interrupted() -> asyncio.Event:
+    stopping = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    return stopping
+
+
+async def _pause(stopping: asyncio.Event, interval_s: float) -> None:
+    try:
+        async with asyncio.timeout(interval_s):
+            await stopping.wait()
+    except TimeoutError:
+        pass
+
+
+def rates(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Return what happened between two answers of /v1/pipeline; figures of a restarted stage begin anew. Pure."""
+    if after["now_ns"] < before["now_ns"]:  # another machine answers, or this one has started anew
+        before = after
+    elapsed_s = max(1e-9, (after["now_ns"] - before["now_ns"]) * 1e-9)
+    stages = []
+    for stage in after["stages"]:
+        if not stage["up"]:
+            stages.append({"stage": stage["index"], "up": False})
+            continue
+        old: dict[str, Any] = next((other for other in before["stages"] if _is_same(other, stage)), {})
+        n_steps = stage["steps"] - old.get("steps", 0)
+        n_rows = stage["rows"] - old.get("rows", 0)
+        n_padded = stage["padded_rows"] - old.get("padded_rows", 0)
+        stages.append(
+            {
+                "stage": stage["index"],
+                "up": True,
+                "steps_per_s": round(n_steps / elapsed_s, 1),
+                "rows_per_step": round(n_rows / n_steps, 2) if n_steps else None,
+                "padding_share": round(n_padded / (n_rows + n_padded), 3) if n_rows + n_padded else 0.0,
+                "busy_share": round(min(1.0, (stage["busy_ns"] - old.get("busy_ns", 0)) * 1e-9 / elapsed_s), 3),
+                "wait_p50_ms": round(stage["wait_p50_ns"] * 1e-6, 3),
+                "wait_p95_ms": round(stage["wait_p95_ns"] * 1e-6, 3),
+                "queued_rows": stage["queued_rows"],
+                "close_reasons": _difference(stage["close_reasons"], old.get("close_reasons", {})),
+            }
+        )
+    generated = after["generated_tokens"] - before["generated_tokens"]
+    capacity = after["lanes"] * after["ctx_tokens"]
+    return {
+        "tokens_per_s": round(max(0, generated) / elapsed_s, 1),
+        "running": after["running"],
+        "waiting": after["waiting"],
+        "lanes": after["lanes"],
+        "kv_share": round(after["kv_tokens"] / capacity, 4) if capacity else 0.0,
+        "overlap": after["overlap"],
+        "stages": stages,
+    }
+
+
+def _is_same(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    return bool(old["up"]) and old["index"] == new["index"] and old["instance_id"] == new["instance_id"]
+
+
+def _difference(new: dict[str, int], old: dict[str, int]) -> dict[str, int]:
+    found = {name: count - old.get(name, 0) for name, count in new.items()}
+    return {name: count for name, count in found.items() if count}
+
+
+def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: int = WIDE_CELLS) -> Group:
+    """Return one picture of the pipeline for a terminal of so many columns; from 80 on no figure is cut."""
+    is_wide, is_small = width >= WIDE_CELLS, width < SMALL_CELLS
+    plan = described["plan"]
+    two = figures["overlap"].get("2+")
+    overlap = f"{two:.0%} of busy time with two or more stages at work" if two is not None else "not yet known"
+    cells = BAR_CELLS // 2 if is_small else BAR_CELLS
+    head = Text.from_markup(
+        f"[bold]{escape(described['model'])}[/bold]  {escape(url)}  {described['phase']}, epoch {described['epoch']}\n"
+        f"[bold]{figures['tokens_per_s']:g} tok/s[/bold]  {figures['running']} running, {figures['waiting']} waiting, "
+        f"lanes {_bar(figures['running'], figures['lanes'], cells)} {figures['running']}/{figures['lanes']}  "
+        f"KV {_bar(figures['kv_share'], 1, cells)} {figures['kv_share']:.1%}\n"
+        f"overlap: {overlap}\n"
+        f"plan: {plan['n_groups']} decode group{'s' * (plan['n_groups'] != 1)} of {plan['group_rows']} rows\n"
+    )
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    names = NAME_CELLS if is_wide else NAME_CELLS_NARROW
+    table.add_column("stage", no_wrap=True, max_width=names, overflow="ellipsis")
+    for name in COLUMNS[is_small:]:
+        table.add_column(name, justify="right", no_wrap=True)
+    if is_wide:
+        table.add_column("closed by", overflow="fold")
+    below = Text()
+    for stage, row in zip(described["stages"], figures["stages"], strict=True):
+        name, layers, *middle, reasons = _row(stage, row)
+        table.add_row(name, *(() if is_small else (layers,)), *middle, *((reasons,) if is_wide else ()))
+        if not is_wide and reasons:
+            below.append(f"\nstage {stage['index']} closed by: {reasons}")
+    return Group(head, table, below) if below else Group(head, table)
+
+
+def _row(stage: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    """Return the cells of a stage: name and layers first, why its batches closed last."""
+    name = escape(f"{stage['index']} {stage.get('name') or stage['address']}")
+    layers = f"{stage['layers'][0]}-{stage['layers'][1] - 1}"
+    if not row["up"]:
+        return [name, layers, "[red]no answer[/red]", *[""] * 7, ""]
+    reasons = sorted(row["close_reasons"].items(), key=lambda item: -item[1])
+    rows_per_step = row["rows_per_step"]
+    return [
+        name,
+        layers,
+        f"{row['steps_per_s']:.0f}",
+        f"{rows_per_step:.1f}" if rows_per_step is not None else "",
+        f"{row['padding_share']:.0%}",
+        f"{row['busy_share']:.0%}",
+        f"{row['wait_p50_ms']:.2f} ms",
+        f"{row['wait_p95_ms']:.2f} ms",
+        str(row["queued_rows"]),
+        f"{stage['lanes_used']}/{stage['lanes_total']}",
+        ", ".join(f"{reason} {count}" for reason, count in reasons[:3]),
+    ]
+
+
+def _bar(value: float, total: float, cells: int) -> str:
+    filled = round(cells * min(1.0, value / total)) if total else 0
+    return "█" * filled + "░" * (cells - filled)

@@ -1,0 +1,178 @@
+"""`relayline trace`: the life of one request, stage by stage, from what the coordinator and the stages remember."""
+
+from __future__ import annotations
+
+import json
+import urllib.parse
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from relayline.deploy.cli.console_http import fetch, key_option, url_option, width_of_terminal
+from relayline.wire.common.errors import UsageError
+from relayline.wire.telemetry.names import EVENT_RESUMED
+
+ROWS_MAX = 24  # batches shown per stage unless --all: the first and the last of them
+MATES_SHOWN = 8
+NARROW_CELLS = 98  # below this width the columns of NARROW_WITHOUT are left out
+COLUMNS = ("at", "phase", "pos", "rows", "pad", "frames", "wait", "step", "predicted")
+NARROW_WITHOUT = frozenset({"phase", "frames"})
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@click.command("trace", short_help="Show one request's life, stage by stage.")
+@click.argument("request_id", required=False)
+@click.option("--last", is_flag=True, help="The request that ended last.")
+@click.option("--all", "show_all", is_flag=True, help=f"Every batch, not the first and last {ROWS_MAX // 2}.")
+@click.option("--json", "as_json", is_flag=True, help="Print what the coordinator answers.")
+@url_option
+@key_option
+def trace_command(request_id: str | None, last: bool, show_all: bool, as_json: bool, url: str, api_key: str) -> None:
+    """Show the life of REQUEST_ID: the answer's id, or its x-request-id header.
+
+    For every stage: in which batches it was, with whom, how long its frames waited, why each batch closed, and what
+    the step cost against the prediction. Needs no tracing backend; the processes remember recent requests themselves.
+    """
+    if (request_id is None) == (not last):
+        raise UsageError("give either a REQUEST_ID or --last")
+    wanted = "last" if request_id is None else urllib.parse.quote(request_id.encode(errors="surrogateescape"), safe="")
+    found = fetch(url, f"/v1/traces/{wanted}", api_key, ("request_id", "streams"))
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    console = Console(width=width_of_terminal(), highlight=False)
+    show(console, found, rows_max=None if show_all else ROWS_MAX)
+
+
+def show(console: Console, found: dict[str, Any], rows_max: int | None) -> None:
+    """Print a trace as GET /v1/traces/{id} gives it; at most `rows_max` batches per stage."""
+    state = "running" if found["is_running"] else str(found["status"] or "no answer")
+    error = f"  [red]{escape(found['error'])}[/red]" if found["error"] else ""
+    console.print(
+        f"[bold]{escape(found['id'] or found['request_id'])}[/bold]  {escape(found['route'])}  {state}{error}"
+    )
+    console.print(
+        f"x-request-id {escape(found['request_id'])}  model {escape(found['model'])}  "
+        f"{found['prompt_tokens']} prompt tokens  took {_ms(found['duration_ms'])}"
+        + (f"  trace {found['trace_id']}" if found["trace_id"] else "")
+    )
+    for stream in found["streams"]:
+        _show_stream(console, stream, found, rows_max)
+
+
+def _show_stream(console: Console, stream: dict[str, Any], found: dict[str, Any], rows_max: int | None) -> None:
+    how = stream["finish_reason"] or "running"
+    error = f" ({escape(stream['error'])})" if stream["error"] else ""
+    console.print(f"\n[bold]{escape(stream['id'])}[/bold]  {stream['tokens']} tokens, {how}{error}")
+    if stream["shared_with"]:
+        console.print(f"  shares the session of {escape(stream['shared_with'])}: the same request, computed once")
+    phases = [("tokenise", found["tokenize_ms"]), ("queue", stream["queue_ms"]), ("prefill", stream["prefill_ms"]),
+              ("decode", stream["decode_ms"])]  # fmt: skip
+    console.print("  " + "  ".join(f"{name} {_ms(value)}" for name, value in phases if value is not None))
+    gaps = stream["itl_ms"]
+    if stream["ttft_ms"] is not None:
+        between = (
+            f"  between tokens mean {_ms(gaps['mean'])}, p95 {_ms(gaps['p95'])}, max {_ms(gaps['max'])}" if gaps else ""
+        )
+        console.print(f"  first token after {_ms(stream['ttft_ms'])}{between}")
+    if stream["chunks"]:
+        n_rows = sum(chunk["rows"] for chunk in stream["chunks"])
+        n_chunks = len(stream["chunks"])
+        console.print(f"  prompt sent in {n_chunks} chunk{'s' * (n_chunks != 1)}, {n_rows} rows")
+    if stream.get("drafted_tokens"):  # a server of before drafts does not say
+        console.print(f"  {stream['drafted_tokens']} tokens drafted, {stream['accepted_tokens']} of them right")
+    for event in stream["events"]:
+        detail = f": {escape(event['detail'])}" if event["detail"] else ""
+        console.print(f"  [yellow]{event['name']} at {_ms(event['at_ms'])}{detail}[/yellow]")
+    if any(event["name"] == EVENT_RESUMED for event in stream["events"]):
+        console.print("  sums count from the last resumption on; a stage that was started anew forgot earlier batches")
+    names: dict[str, str] = {}
+    for stage in stream["stages"]:
+        _show_stage(console, stage, names, rows_max)
+    if names:
+        console.print("  [bold]batch mates[/bold]")
+    for mate, name in names.items():
+        console.print(f"    {name}  {escape(mate)}", no_wrap=True, overflow="ignore", crop=False)
+
+
+def _show_stage(console: Console, stage: dict[str, Any], names: dict[str, str], rows_max: int | None) -> None:
+    if not stage["up"]:
+        console.print(f"  [red]stage {stage['stage']} does not answer[/red]")
+        return
+    batches = stage["batches"]
+    console.print(f"  [bold]stage {stage['stage']}[/bold]  {_summary(stage, len(batches))}")
+    if not batches:
+        return
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("    batch", no_wrap=True)
+    left_out = NARROW_WITHOUT if console.width < NARROW_CELLS else frozenset()
+    columns = [name for name in COLUMNS if name not in left_out]
+    for name in columns:
+        table.add_column(name, justify="left" if name == "phase" else "right", no_wrap=True)
+    table.add_column("closed by", no_wrap=True)
+    table.add_column("with", overflow="fold")
+    for batch in _ends(batches, rows_max):
+        table.add_row(*_row(batch, names, columns)) if batch is not None else table.add_row("    ...")
+    console.print(table)
+
+
+def _summary(stage: dict[str, Any], n_batches: int) -> str:
+    total = stage.get("summary")
+    if total is None:
+        return f"{n_batches} batches remembered" + (", none of them" if not n_batches else "")
+    n_steps = total["prefill_steps"] + total["decode_steps"]
+    missing = f", {n_steps - n_batches} of its batches forgotten" if n_steps > n_batches else ""
+    return (
+        f"{total['prefill_steps']} prefill and {total['decode_steps']} decode steps of "
+        f"{total['batch_rows_mean']:g} rows (max {total['batch_rows_max']}), "
+        f"waited {_ms(total['prefill_wait_ms'] + total['decode_wait_ms'])} "
+        f"(max {_ms(total['wait_max_ms'])}), computed {_ms(total['decode_ms'])}{missing}"
+    )
+
+
+def _ends(batches: list[dict[str, Any]], rows_max: int | None) -> list[dict[str, Any] | None]:
+    if rows_max is None or len(batches) <= rows_max:
+        return list(batches)
+    return [*batches[: rows_max // 2], None, *batches[-rows_max // 2 :]]
+
+
+def _row(batch: dict[str, Any], names: dict[str, str], columns: list[str]) -> list[str]:
+    mates = [names.setdefault(mate, _letters(len(names))) for mate in batch["mates"][:MATES_SHOWN]]
+    more = len(batch["mates"]) - len(mates)
+    cells = {
+        "at": _ms(batch["at_ms"]),
+        "phase": batch["phase"],
+        "pos": str(batch["position"]),
+        "rows": str(batch["rows"]),
+        "pad": str(batch["padded_rows"] or ""),
+        "frames": str(batch["frames"]),
+        "wait": _ms(batch["wait_ms"]),
+        "step": _ms(batch["decode_ms"]),
+        "predicted": _ms(batch["predicted_ms"]) if batch["predicted_ms"] is not None else "",
+    }
+    return [
+        f"    {batch['id']}",
+        *(cells[name] for name in columns),
+        batch["close_reason"],
+        " ".join(mates) + (f" and {more} more" if more else ""),
+    ]
+
+
+def _letters(number: int) -> str:
+    """Return a short name for the batch mate with this number: A to Z, then AA, AB and so on."""
+    name = ""
+    while number >= 0:
+        number, letter = divmod(number, len(LETTERS))
+        name = LETTERS[letter] + name
+        number -= 1
+    return name
+
+
+def _ms(value: float) -> str:
+    """Return a duration for a person: three figures, seconds from 10,000 ms on."""
+    if abs(value) >= 10_000:
+        return f"{value / 1000:.1f} s"
+    return f"{value:.0f} ms" if abs(value) >= 100 else f"{value:.1f} ms" if abs(value) >= 1 else f"{value:.2f} ms"

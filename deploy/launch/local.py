@@ -1,0 +1,207 @@
+"""A whole pipeline on this machine: split if needed, start stages and coordinator, watch them, end them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from relayline.coordinator.model.pipeline_file import PipelineFile, load_pipeline
+from relayline.deploy.launch.child import Child
+from relayline.deploy.machine.cores import Cores, shares, write_cores
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import StartError
+from relayline.wire.links.security import address_of
+
+log = logging.getLogger("relayline.up")
+
+RESTARTS_MAX = 5  # of one stage within RESTART_WINDOW_S; a stage that keeps dying ends the whole
+RESTART_WINDOW_S = 60.0
+RESTART_DELAY_S = 0.5
+STAGE_STOP_TIMEOUT_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalConfig:
+    """What `relayline up` starts."""
+
+    pipeline_dir: Path
+    """A finished split."""
+    http: tuple[str, int]
+    """Host and port of the API; port 0 lets the system choose."""
+    n_threads: int = 0
+    """Threads per stage; 0 divides this process's cores among the stages."""
+    stage_arguments: tuple[str, ...] = ()
+    """Passed on to every `relayline stage`."""
+    serve_arguments: tuple[str, ...] = ()
+    """Passed on to `relayline serve`."""
+    pin: bool = True
+    """Whether each stage keeps to its share of the cores, where they are as many as all threads."""
+
+
+def threads_per_stage(n_stages: int) -> int:
+    """Return this process's cores divided by the stages on it: two stages that spin on all cores ruin each other."""
+    return max(1, len(os.sched_getaffinity(0)) // n_stages)
+
+
+def print_prefixed(name: str, text: str) -> None:
+    """Show a child's line on stderr."""
+    print(f"[{name}] {text}", file=sys.stderr, flush=True)
+
+
+def stage_child(
+    index: int,
+    artifact: Path,
+    arguments: Sequence[str],
+    on_line: Callable[[str, str], None],
+    *,
+    n_threads: int,
+    listen: str = "127.0.0.1:0",
+    cores: Cores = (),
+) -> Child:
+    """Return one stage of this machine as a child that has not been started; `arguments` are passed on.
+
+    `cores`: those that it keeps to; none: it may run on any.
+    """
+    kept = ("--cores", write_cores(cores)) if cores else ()
+    return Child(
+        f"stage-{index}",
+        ("stage", "--artifact", str(artifact), "--listen", listen, "--threads", str(n_threads),
+         *kept, "--json", "--exit-with-stdin", *arguments),
+        on_line,
+    )  # fmt: skip
+
+
+class LocalPipeline:
+    """Running children of one `up`. Use `running`, which also ends them."""
+
+    def __init__(self, config: LocalConfig, on_line: Callable[[str, str], None]) -> None:
+        self.config = config
+        self.file: PipelineFile = load_pipeline(config.pipeline_dir)
+        self.stages: list[Child] = []
+        self.coordinator: Child | None = None
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_line = on_line
+        self._cores: list[Cores] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._stopping = asyncio.Event()
+
+    async def start(self) -> dict[str, Any]:
+        """Start everything; returns the coordinator's ready event. Raises StartError."""
+        n_stages = len(self.file.stages)
+        n_threads = self.config.n_threads or threads_per_stage(n_stages)
+        self._cores = (shares([n_threads] * n_stages) if self.config.pin else None) or [()] * n_stages
+        self.stages = [self._stage(index, n_threads, "127.0.0.1:0") for index in range(n_stages)]
+        fields = {
+            "stages": n_stages,
+            "threads": n_threads,
+            "cores": " ".join(write_cores(cores) or "any" for cores in self._cores),
+        }
+        log.info("loading %s", self.file.model_name, extra={"fields": fields})
+        await asyncio.gather(*(stage.start() for stage in self.stages))
+        addresses = await asyncio.gather(*map(self._address, self.stages))
+        self.coordinator = Child(
+            "coordinator",
+            ("serve", "--pipeline", str(self.config.pipeline_dir), "--stages", ",".join(addresses),
+             "--http", address_of(*self.config.http), "--json", "--exit-with-stdin", *self.config.serve_arguments),
+            self._on_line,
+        )  # fmt: skip
+        await self.coordinator.start()
+        ready = await self.coordinator.ready
+        for index, address in enumerate(addresses):
+            # A restarted stage comes back where its neighbours look for it.
+            self.stages[index].arguments = self._stage(index, n_threads, address).arguments
+            self._watch(self.stages[index].name, self._keep_alive(self.stages[index]))
+        self._watch(self.coordinator.name, self._watch_coordinator(self.coordinator))
+        return ready
+
+    async def _address(self, stage: Child) -> str:
+        event = await stage.ready
+        first, end = event["layers"]
+        fields = {"layers": f"{first}-{end - 1}", "address": event["address"]}
+        log.info("%s ready", stage.name, extra={"fields": fields})
+        return str(event["address"])
+
+    def _stage(self, index: int, n_threads: int, listen: str) -> Child:
+        artifact = self.config.pipeline_dir / self.file.stages[index].file
+        arguments = self.config.stage_arguments
+        cores = self._cores[index]
+        return stage_child(index, artifact, arguments, self._on_line, n_threads=n_threads, listen=listen, cores=cores)
+
+    def _watch(self, name: str, watching: Coroutine[Any, Any, None]) -> None:
+        watcher = asyncio.create_task(watching)
+        watcher.add_done_callback(functools.partial(self._on_watcher_end, name))
+        self._watchers.append(watcher)
+
+    def _on_watcher_end(self, name: str, watcher: asyncio.Task[None]) -> None:
+        """End the whole where a child is watched no more: it would not come back, and nobody would be told."""
+        error = None if watcher.cancelled() else watcher.exception()
+        if error is not None:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else error
+            self._fail(f"{name} cannot be started again: {why}")
+
+    async def _keep_alive(self, stage: Child) -> None:
+        starts_s: list[float] = []
+        while True:
+            await stage.exited.wait()
+            if self._stopping.is_set():
+                return
+            now_s = time.monotonic()
+            starts_s = [at_s for at_s in starts_s if now_s - at_s < RESTART_WINDOW_S]
+            if len(starts_s) >= RESTARTS_MAX:
+                self._fail(f"{stage.cause_of_death()}; it died {RESTARTS_MAX} times in {RESTART_WINDOW_S:.0f} s")
+                return
+            starts_s.append(now_s)
+            log.warning("%s; starting it again", stage.cause_of_death())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RESTART_DELAY_S * len(starts_s)):
+                    await self._stopping.wait()
+            if self._stopping.is_set():
+                return
+            await stage.start()
+
+    async def _watch_coordinator(self, coordinator: Child) -> None:
+        await coordinator.exited.wait()
+        if not self._stopping.is_set():
+            self._fail(coordinator.cause_of_death())
+
+    def _fail(self, reason: str) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(StartError(reason))
+
+    async def stop(self) -> None:
+        """Drain the coordinator, then end the stages; no process is left behind."""
+        self._stopping.set()
+        if self.coordinator is not None:
+            await self.coordinator.stop(bounds.DRAIN_TIMEOUT_S + STAGE_STOP_TIMEOUT_S)
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*(stage.stop(STAGE_STOP_TIMEOUT_S) for stage in self.stages))
+        if self.failed.done():
+            self.failed.exception()
+
+
+@contextlib.asynccontextmanager
+async def running(
+    config: LocalConfig, on_line: Callable[[str, str], None] = print_prefixed
+) -> AsyncIterator[tuple[LocalPipeline, dict[str, Any]]]:
+    """Run a pipeline on this machine; yields it and the ready event. Raises StartError."""
+    pipeline = LocalPipeline(config, on_line)
+    try:
+        yield pipeline, await pipeline.start()
+    finally:
+        await pipeline.stop()
+
+
+def forwarded(pairs: Sequence[tuple[str, object]]) -> tuple[str, ...]:
+    """Return flags with their values as command-line arguments."""
+    return tuple(part for flag, value in pairs for part in (flag, str(value)))

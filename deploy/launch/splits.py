@@ -1,0 +1,39 @@
+"""Splits in the cache: one directory for each model, by its content, and way of cutting it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from relayline.coordinator.model.inspection import content_key
+from relayline.coordinator.model.split import split_model
+from relayline.deploy.launch.progress import progress_bar
+from relayline.deploy.machine.directories import cache_dir
+from relayline.wire.common.errors import UsageError
+
+log = logging.getLogger("relayline.up")
+
+
+def split_place(model: Path, n_stages: int | None, cuts: tuple[int, ...] | None) -> Path:
+    """Return where the cache keeps a model's split. Raises ModelFileError."""
+    shape = "cuts-" + "-".join(map(str, cuts)) if cuts else f"{n_stages}-stages"
+    return cache_dir() / "splits" / f"{content_key(model)[:24]}-{shape}"
+
+
+def split_for(model: Path, n_stages: int | None, cuts: tuple[int, ...] | None, split_dir: Path | None) -> Path:
+    """Split the model beside its content key in the cache (or into split_dir); does nothing when that is done."""
+    if cuts is not None and n_stages is not None:
+        raise UsageError("give either --stages or --cuts, not both")
+    if cuts is None:
+        n_stages = n_stages or 2
+    if split_dir is None:
+        split_dir = split_place(model, n_stages, cuts)
+    with progress_bar() as (update, was_used):
+
+        def tell(done_bytes: int, total_bytes: int) -> None:
+            if not was_used:
+                log.info("splitting %s", model.name, extra={"fields": {"bytes": total_bytes, "into": split_dir}})
+            update(done_bytes, total_bytes)
+
+        split_model(model, split_dir, n_stages=n_stages, cuts=cuts, progress=tell)
+    return split_dir

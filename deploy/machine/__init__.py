@@ -1,0 +1,1 @@
+"""This machine as the launcher and the planner see it: cores, memory, directories."""

@@ -1,0 +1,104 @@
+"""Which cores a stage keeps to: those of one machine's stages are divided among them, each with a share to itself.
+
+A stage that may run anywhere has its threads woken on cores of its neighbours, which takes an interrupt where a switch
+on its own core would do, and a native step is moved about with them. Kept to its share, a hop between two stages takes
+0.7 of the time, and streams make about 3 % more tokens (benches/RESULTS.md, "Stages that keep to their cores").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from relayline.wire.common.errors import UsageError
+
+Cores = tuple[int, ...]
+
+CORE_MAX = 8_191  # the largest number of a core that Linux is built for
+LIST = r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*"  # as Linux, Docker and taskset write cores: 0-3,8
+SYSTEM = Path("/sys/devices/system")
+
+
+def read_cores(text: str) -> Cores:
+    """Return the cores of a list such as 0-3,8, in order. Raises ValueError."""
+    if re.fullmatch(LIST, text) is None:
+        raise ValueError(f"{text!r} is no list of cores such as 0-3,8")
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if int(last or first) > CORE_MAX or int(last or first) < int(first):
+            raise ValueError(f"{part} in {text!r} is no range of cores up to {CORE_MAX}")
+        found |= {*range(int(first), int(last or first) + 1)}
+    return tuple(sorted(found))
+
+
+def write_cores(cores: Iterable[int]) -> str:
+    """Return cores as `read_cores` reads them."""
+    parts: list[list[int]] = []
+    for core in sorted(cores):
+        if parts and core == parts[-1][1] + 1:
+            parts[-1][1] = core
+        else:
+            parts.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def keep_to(cores: Cores) -> None:
+    """Keep this process to these cores, with the threads that libraries have started already. Raises UsageError."""
+    allowed = os.sched_getaffinity(0)
+    if missing := set(cores) - allowed:
+        raise UsageError(f"--cores {write_cores(missing)}: this process may run on {write_cores(allowed)}")
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread), cores)
+
+
+def shares(n_threads: Sequence[int]) -> list[Cores] | None:
+    """Return the cores of each of this machine's stages, which have so many threads; None: they run on any.
+
+    They do where there are fewer cores than threads, and where the system does not say where its cores are.
+    """
+    places = _places(sorted(os.sched_getaffinity(0)))
+    return None if places is None else divided(in_order(places), n_threads)
+
+
+def in_order(places: dict[int, tuple[int, int]]) -> list[int]:
+    """Return cores by what is best kept together; `places`: their memory node, and which of its core's threads each is.
+
+    Nodes first, since weights lie in the memory of one. Within a node the second threads of cores come after all first
+    ones: a stage that computes alone has whole cores then, and one beside others shares them, as it would anyway.
+    """
+    return sorted(places, key=lambda core: (*places[core], core))
+
+
+def divided(cores: Sequence[int], n_threads: Sequence[int]) -> list[Cores] | None:
+    """Divide cores in proportion to threads, at least as many each as it has threads; None where they are too few.
+
+    Pure. What is left over goes to those whose part of it comes first to a whole core.
+    """
+    total = sum(n_threads)
+    if not 0 < total <= len(cores) or min(n_threads) < 1:
+        return None
+    ends = [sum(n_threads[: index + 1]) * len(cores) // total for index in range(len(n_threads))]
+    return [tuple(cores[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _places(cores: Iterable[int]) -> dict[int, tuple[int, int]] | None:
+    """Return of each core its memory node and its place among the threads of its physical core."""
+    try:
+        nodes = {
+            core: int(path.parent.name.removeprefix("node"))
+            for path in SYSTEM.glob("node/node[0-9]*/cpulist")
+            if (listed := path.read_text().strip())  # a node may have memory alone
+            for core in read_cores(listed)
+        }
+        found = {}
+        for core in cores:
+            siblings = SYSTEM / "cpu" / f"cpu{core}" / "topology" / "thread_siblings_list"
+            found[core] = (nodes.get(core, 0), read_cores(siblings.read_text().strip()).index(core))
+    except (OSError, ValueError):
+        return None
+    return found

@@ -1,0 +1,145 @@
+"""Prediction beside measurement: what GET /v1/pipeline of a running coordinator says, held against a plan.
+
+Every stage's steps say how long steps of so many rows really took on average (`busy_ns` over all of them), and bytes
+per token follow from the payloads. Tokens per second come from the tokens generated between two looks some seconds
+apart, where as many streams ran at both, or from a file with the output of `relayline bench --json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from relayline.coordinator.planner.costs import Costs
+from relayline.coordinator.schedule.overhead import HOST_STEP_NS
+from relayline.deploy.planning.report import Plan
+from relayline.wire.common.errors import StartError, UsageError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Comparison:
+    """One figure, predicted and measured."""
+
+    what: str
+    unit: str
+    predicted: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """Measured against predicted."""
+        return self.measured / self.predicted if self.predicted else float("nan")
+
+
+def compare(
+    plan: Plan, before: dict[str, Any], after: dict[str, Any], wall_s: float, bench: list[dict[str, Any]]
+) -> list[Comparison]:
+    """Hold what happened between two looks at GET /v1/pipeline, or since the start, against the plan.
+
+    Raises StartError when the running pipeline is cut otherwise than the plan, or has not decoded anything yet.
+    """
+    found = after.get("stages", [])
+    cut = tuple(tuple(stage["layers"]) for stage in found)
+    if cut != plan.best.edges:
+        raise StartError(f"the running pipeline has the layers {_told(cut)}, this plan {_told(plan.best.edges)}")
+    if not all(stage.get("steps") for stage in found):
+        raise StartError("the running pipeline has not decoded anything yet; send it some requests first")
+    figures = [figure for index, stage in enumerate(found) for figure in _of_stage(plan, index, stage)]
+    known = plan.prediction.rate(after["running"])
+    if known is not None and not why_no_rate(plan, before, after, wall_s):
+        measured = _generated(before, after) / wall_s
+        figures.append(Comparison(f"{known.n_streams} streams", "tok/s", known.tokens_per_s, measured))
+    return [*figures, *_of_bench(plan, bench)]
+
+
+def why_no_rate(plan: Plan, before: dict[str, Any], after: dict[str, Any], wall_s: float) -> str:
+    """Return in one line why two looks at GET /v1/pipeline give no tokens per second; "" where they do."""
+    if wall_s <= 0 or not before:
+        return "there was only one look"
+    first, last = before["running"], after["running"]
+    if first != last:
+        return f"the streams changed: {first} ran at the first look, {last} at the last"
+    n_tokens = _generated(before, after)
+    if n_tokens < 0:
+        return "the coordinator was started anew between the looks"
+    if not last or not n_tokens:
+        return f"no stream decoded during the {wall_s:.1f} s from start to end"
+    if plan.prediction.rate(last) is None:
+        return f"this plan predicts nothing for {last} streams (--streams {last} does)"
+    return ""
+
+
+def _generated(before: dict[str, Any], after: dict[str, Any]) -> int:
+    """Tokens of answers between two looks. Rows of a stage would count prompts as well."""
+    return int(after["generated_tokens"]) - int(before["generated_tokens"])
+
+
+def _told(cut: tuple[tuple[int, ...], ...]) -> str:
+    return ", ".join(f"{edge[0]}-{edge[1] - 1}" for edge in cut) or "nothing"
+
+
+def _of_stage(plan: Plan, index: int, stage: dict[str, Any]) -> list[Comparison]:
+    """Compare the mean native step over all row counts that occurred, weighted as they occurred."""
+    costs, edge, name = Costs(plan.instance), plan.best.edges[index], plan.prediction.stages[index].name
+    counts = {int(rows): int(n) for rows, n in stage["steps_by_rows"].items()}
+    n_steps = sum(counts.values())
+    # Prompt rows of a last stage need no head; which steps were prompts nobody counts, so long ones are taken for such.
+    predicted_ns = sum(n * _native_ns(costs, index, edge, rows) for rows, n in counts.items()) / n_steps
+    mean_rows = sum(rows * n for rows, n in counts.items()) / n_steps
+    what = f"{name}: mean step of {n_steps} ({mean_rows:.1f} rows)"
+    return [Comparison(what, "ms", predicted_ns / 1e6, stage["busy_ns"] / n_steps / 1e6)]
+
+
+def _native_ns(costs: Costs, index: int, edge: tuple[int, int], rows: int) -> int:
+    n_lanes = costs.instance.load.n_lanes
+    head_rows = rows if rows <= n_lanes else 1
+    return costs.raw_ns(index, *edge, rows, head_rows) - HOST_STEP_NS
+
+
+def _of_bench(plan: Plan, lines: list[dict[str, Any]]) -> list[Comparison]:
+    found = []
+    for line in lines:
+        known = plan.prediction.rate(int(line["load"])) if str(line["load"]).isdigit() else None
+        if known is not None:
+            measured = float(line["decode_tok_s"])
+            found.append(Comparison(f"{line['load']} streams", "tok/s", known.tokens_per_s, measured))
+    return found
+
+
+def read_bench(path: Path) -> list[dict[str, Any]]:
+    """Read the output of `relayline bench --json`. Raises UsageError."""
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        if not all("load" in line and "decode_tok_s" in line for line in lines):
+            raise ValueError
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{path}: not the output of `relayline bench URL --json`") from error
+    return lines
+
+
+def as_json(figures: list[Comparison]) -> list[dict[str, Any]]:
+    """Return the comparison as JSON values: what, unit, predicted, measured, ratio (measured / predicted)."""
+    return [dataclasses.asdict(figure) | {"ratio": round(figure.ratio, 4)} for figure in figures]
+
+
+def show(figures: list[Comparison], console: Console) -> None:
+    """Print the comparison as a table."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for heading in ("predicted", "measured", "measured/predicted"):
+        table.add_column(heading, justify="right")
+    for figure in figures:
+        table.add_row(
+            figure.what,
+            f"{figure.predicted:.2f} {figure.unit}",
+            f"{figure.measured:.2f} {figure.unit}",
+            f"{figure.ratio:.2f}",
+        )
+    console.print(table)

@@ -1,0 +1,213 @@
+"""A plan as JSON-ready values and as tables. Pure: nothing is measured or asked here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from relayline.coordinator.planner.instance import Instance
+from relayline.coordinator.planner.memory import GIB, kv_cells
+from relayline.coordinator.planner.predict import PROMPT_TOKENS, ROWS_SHOWN, Prediction, RatePlan, StagePlan
+from relayline.coordinator.planner.search import Best
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variant:
+    """The plan with one more machine."""
+
+    like: str
+    """Stage whose host was copied."""
+    after: str
+    """Stage behind which the new one would stand."""
+    why: str
+    """limiting or fastest."""
+    tokens_per_s: float
+    gain: float
+    """tokens_per_s against the plan's, minus 1."""
+    cuts: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that `relayline plan` shows."""
+
+    name: str
+    model: str
+    instance: Instance
+    best: Best
+    prediction: Prediction
+    variants: tuple[Variant, ...]
+    notes: tuple[str, ...]
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan as stable JSON values: bytes, milliseconds, tokens per second.
+
+    Keys: name, model, cuts, exact, streams, reachable_tok_s (at `streams`, with the best way to group), stages (index,
+    name, host, layers [start, end), threads, weights_bytes, kv_bytes, kv_tokens, compute_bytes, process_bytes,
+    memory_bytes, memory_limit_bytes or null, step_ms by rows, speed_source), rates (streams, tok_s, groups, group_rows,
+    limit), ttft_ms and ttft_prompt_tokens, links (from, to, bytes_per_token, one_way_ms), one_more (like, after, why,
+    tok_s, gain, cuts), notes.
+    """
+    instance, prediction = plan.instance, plan.prediction
+    return {
+        "name": plan.name,
+        "model": plan.model,
+        "cuts": [start for start, _ in plan.best.edges[1:]],
+        "exact": plan.best.is_exact,
+        "streams": instance.load.streams,
+        "reachable_tok_s": round(plan.best.rate * 1e9, 3),
+        "stages": [_stage_json(plan, index, stage) for index, stage in enumerate(prediction.stages)],
+        "rates": [_rate_json(rate) for rate in prediction.rates],
+        "ttft_ms": round(prediction.ttft_ns / 1e6, 3),
+        "ttft_prompt_tokens": min(PROMPT_TOKENS, instance.load.ctx_tokens - 1),
+        "links": links_json(plan),
+        "one_more": [
+            {
+                "like": variant.like,
+                "after": variant.after,
+                "why": variant.why,
+                "tok_s": round(variant.tokens_per_s, 3),
+                "gain": round(variant.gain, 4),
+                "cuts": list(variant.cuts),
+            }
+            for variant in plan.variants
+        ],
+        "notes": list(plan.notes),
+    }
+
+
+def _stage_json(plan: Plan, index: int, stage: StagePlan) -> dict[str, Any]:
+    memory = stage.memory
+    return {
+        "index": index,
+        "name": stage.name,
+        "host": stage.machine,
+        "layers": list(stage.layers),
+        "threads": stage.threads,
+        "weights_bytes": memory.weights_bytes,
+        "kv_bytes": memory.kv_bytes,
+        "kv_tokens": kv_cells(plan.instance.load),
+        "compute_bytes": memory.compute_bytes,
+        "process_bytes": memory.process_bytes,
+        "memory_bytes": memory.total_bytes,
+        "memory_limit_bytes": stage.limit_bytes,
+        "step_ms": {str(rows): round(ns / 1e6, 3) for rows, ns in stage.step_ns.items()},
+        "speed_source": stage.source,
+    }
+
+
+def _rate_json(rate: RatePlan) -> dict[str, Any]:
+    return {
+        "streams": rate.n_streams,
+        "tok_s": round(rate.tokens_per_s, 3),
+        "groups": rate.n_groups,
+        "group_rows": rate.group_rows,
+        "limit": rate.limit,
+    }
+
+
+def links_json(plan: Plan) -> list[dict[str, Any]]:
+    """Return the links from the coordinator through all stages and back."""
+    names = ["coordinator", *(stage.name for stage in plan.prediction.stages), "coordinator"]
+    sizes, links = plan.prediction.link_bytes_per_token, plan.instance.links
+    return [
+        {
+            "from": names[at],
+            "to": names[at + 1],
+            "bytes_per_token": size,
+            "one_way_ms": round(link.one_way_ns(size) / 1e6, 4),
+        }
+        for at, (size, link) in enumerate(zip(sizes, links, strict=True))
+    ]
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print the plan as tables."""
+    load = plan.instance.load
+    console.print(
+        f"{plan.name}: {plan.model}, {plan.instance.model.n_layers} layers over {len(plan.best.edges)} stages; "
+        f"{load.n_lanes} lanes of {load.ctx_tokens} tokens, {load.kv_type} cache, {load.kv_layout}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(_memory_table(plan.prediction.stages))
+    console.print()
+    console.print(_step_table(plan.prediction.stages))
+    console.print()
+    console.print(_rate_table(plan))
+    console.print()
+    for line in _lines(plan):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _memory_table(stages: Sequence[StagePlan]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("stage", "host"):
+        table.add_column(heading)
+    for heading in ("layers", "weights", "KV cache", "buffers", "GiB in all", "of"):
+        table.add_column(heading, justify="right")
+    for stage in stages:
+        memory = stage.memory
+        table.add_row(
+            stage.name,
+            stage.machine,
+            f"{stage.layers[0]}-{stage.layers[1] - 1}",
+            f"{memory.weights_bytes / GIB:.2f}",
+            f"{memory.kv_bytes / GIB:.2f}",
+            f"{(memory.compute_bytes + memory.process_bytes) / GIB:.2f}",
+            f"{memory.total_bytes / GIB:.2f}",
+            "unknown" if stage.limit_bytes is None else f"{stage.limit_bytes / GIB:.2f}",
+        )
+    return table
+
+
+def _step_table(stages: Sequence[StagePlan]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("stage")
+    for heading in ("threads", "ms per step of 1 row", "8 rows", "32 rows"):
+        table.add_column(heading, justify="right")
+    table.add_column("speed is")
+    for stage in stages:
+        steps = (f"{stage.step_ns[rows] / 1e6:.1f}" if rows in stage.step_ns else "" for rows in ROWS_SHOWN)
+        table.add_row(stage.name, str(stage.threads), *steps, stage.source)
+    return table
+
+
+def _rate_table(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("streams", "tok/s", "tok/s each", "groups"):
+        table.add_column(heading, justify="right")
+    table.add_column("limited by")
+    for rate in plan.prediction.rates:
+        table.add_row(
+            str(rate.n_streams),
+            f"{rate.tokens_per_s:.1f}",
+            f"{rate.tokens_per_s / rate.n_streams:.1f}",
+            f"{rate.n_groups} x {rate.group_rows}",
+            rate.limit,
+        )
+    return table
+
+
+def _lines(plan: Plan) -> list[str]:
+    prediction, load = plan.prediction, plan.instance.load
+    links = ", ".join(f"{link['from']} → {link['to']} {link['bytes_per_token']:,}" for link in links_json(plan))
+    tokens = min(PROMPT_TOKENS, load.ctx_tokens - 1)
+    lines = [
+        f"room: {load.n_lanes} streams of {load.ctx_tokens:,} tokens, {kv_cells(load):,} cells in every stage's cache",
+        f"first token of a prompt of {tokens} tokens: {prediction.ttft_ns / 1e9:.2f} s when nothing else runs",
+        f"bytes per token: {links}",
+    ]
+    for variant in plan.variants:
+        lines.append(
+            f"one more machine like that of {variant.like} ({variant.why}), after {variant.after}: "
+            f"{variant.tokens_per_s:.1f} tok/s at {load.streams} streams ({round(variant.gain, 2) + 0.0:+.0%})"
+        )
+    if not plan.best.is_exact:
+        lines.append("note: too many ways to cut for an exact search; this is the best split that a wide one found")
+    return [*lines, *(f"note: {note}" for note in plan.notes)]

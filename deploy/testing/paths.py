@@ -1,0 +1,10 @@
+"""Where things stand in a source checkout, for tests and benches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+DEPLOY = Path(__file__).resolve().parents[1]
+ROOT = DEPLOY.parent
+DEMO = DEPLOY / "demo"
+DEMO_MODEL = DEMO / "relayline-demo.gguf"

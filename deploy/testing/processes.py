@@ -1,0 +1,119 @@
+"""Real relayline processes for tests: started, awaited by their ready line, ended and checked for leftovers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+TIMEOUT_S = 60.0
+COMMAND = (sys.executable, "-m", "relayline.deploy.cli")
+
+
+def relayline(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+    """Run one command to its end."""
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+class Running:
+    """One long-running command. `event` is its ready line; `stderr` what it logged until now."""
+
+    def __init__(self, arguments: Sequence[str | Path], prefix: Sequence[str] = ()) -> None:
+        """`prefix` is a command that runs another one, such as `ip netns exec`."""
+        self.process = subprocess.Popen(
+            [*prefix, *COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.lines: list[str] = []
+        self._new_line = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait(TIMEOUT_S)
+            self._reader.join(TIMEOUT_S)
+            self.process.stdout.close()
+            self.process.stderr.close()
+            raise AssertionError(f"not ready, exit code {self.process.returncode}: {self.stderr}")
+        self.event = json.loads(line)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._new_line:
+                self.lines.append(line)
+                self._new_line.notify_all()
+
+    @property
+    def stderr(self) -> str:
+        """Return all that the process wrote to stderr so far."""
+        return "".join(self.lines)
+
+    def wait_for_log(self, text: str, count: int = 1) -> None:
+        """Block until `text` was logged `count` times."""
+        with self._new_line:
+            found = self._new_line.wait_for(lambda: sum(text in line for line in self.lines) >= count, TIMEOUT_S)
+        assert found, f"{text!r} was not logged {count} times:\n{self.stderr}"
+
+    def next_event(self, kind: str) -> dict[str, object]:
+        """Block until the next event of this kind on stdout; others before it are passed over."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            event: dict[str, object] = json.loads(line)
+            if event["event"] == kind:
+                return event
+        raise AssertionError(f"ended before {kind!r}: {self.stderr}")
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Signal the process and return its exit code."""
+        self.process.send_signal(number)
+        code = self.process.wait(TIMEOUT_S)
+        self._reader.join(TIMEOUT_S)
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+        return code
+
+
+@contextlib.contextmanager
+def running(*arguments: str | Path) -> Iterator[Running]:
+    """Run a command for the length of a with block."""
+    started = Running(arguments)
+    try:
+        yield started
+    finally:
+        if started.process.poll() is None:
+            started.stop()
+
+
+def children(pid: int) -> list[int]:
+    """Return the direct children of a process."""
+    return [int(part) for part in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def child_running(pid: int, argument: str) -> int:
+    """Return the child of `pid` whose command line mentions `argument`."""
+    return next(child for child in children(pid) if argument.encode() in Path(f"/proc/{child}/cmdline").read_bytes())
+
+
+def wait_gone(pids: Sequence[int]) -> None:
+    """Block until every process has ended; fails after TIMEOUT_S."""
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            assert select.select([handle], [], [], TIMEOUT_S)[0], f"process {pid} is still there"
+        finally:
+            os.close(handle)

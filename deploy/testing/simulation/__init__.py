@@ -1,0 +1,1 @@
+"""The serving code on virtual time: real batchers, scheduler and policies over modelled stages."""

@@ -1,0 +1,240 @@
+"""What a simulation is given: stages with their true costs, links, requests; and the best that any schedule could do.
+
+Knows neither batcher nor scheduler. Times are integer nanoseconds of virtual time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from relayline.wire.common.curve import LADDER, CostCurve
+
+MS = 1_000_000
+PREFILL_LADDER = (4, 8, 16, 32, 64, 128, 256, 512)
+
+# FIELD.md: 8 layers and the head of a 1B-shape llama, Q4_0, one thread. Beyond 32 rows each tile costs what it did.
+STAIRCASE_MS = (
+    (1, 14.7), (2, 28.3), (3, 43.2), (4, 26.5), (5, 40.7), (6, 54.0), (7, 75.4), (8, 50.7), (12, 77.0), (16, 90.0),
+    (24, 141.0), (32, 165.0), (64, 330.0), (128, 660.0), (256, 1320.0), (512, 2640.0),
+)  # fmt: skip
+
+# benches/RESULTS.md: 10 of 16 layers of a 1B-shape llama, Q4_0, one thread of a processor without AVX-512.
+ARITHMETIC_MS = (
+    (1, 26.7), (2, 51.0), (3, 78.3), (4, 86.1), (5, 113.2), (8, 162.8), (12, 248.3), (16, 273.3), (24, 435.9),
+    (32, 545.8), (64, 1091.0), (128, 2182.0), (256, 4364.0), (512, 8728.0),
+)  # fmt: skip
+
+# benches/RESULTS.md: the same on a processor with AMX, where two to eight rows cost about as much as two.
+MATRIX_MS = (
+    (1, 23.3), (2, 47.5), (3, 49.6), (4, 50.8), (5, 53.2), (8, 59.9), (12, 91.2), (16, 107.0), (24, 153.5),
+    (32, 163.1), (64, 326.2), (128, 652.4), (256, 1304.8), (512, 2609.6),
+)  # fmt: skip
+
+
+def smooth(factor: float = 1.0) -> CostCurve:
+    """Return a GPU-like cost: bound by reading the weights up to 64 rows, by arithmetic beyond, no steps."""
+    ladder = (*LADDER, 256, 512)
+    return CostCurve((rows, factor * MS * (8.0 + 0.02 * rows + 0.10 * max(0, rows - 64))) for rows in ladder)
+
+
+def measured(costs_ms: Sequence[tuple[int, float]], factor: float = 1.0) -> CostCurve:
+    """Return a cost as a CPU stage had it."""
+    return CostCurve((rows, factor * ms * MS) for rows, ms in costs_ms)
+
+
+staircase = functools.partial(measured, STAIRCASE_MS)  # tiles of four rows, what is left over runs row by row
+arithmetic = functools.partial(measured, ARITHMETIC_MS)  # bound by arithmetic from the second row on
+matrix = functools.partial(measured, MATRIX_MS)  # matrix units serve every step of more than one row
+
+CURVES: dict[str, Callable[..., CostCurve]] = {  # of a factor
+    "staircase": staircase,
+    "smooth": smooth,
+    "arithmetic": arithmetic,
+    "matrix": matrix,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageModel:
+    """One stage as it really is; what it knows of itself is measured from this."""
+
+    decode: CostCurve
+    prefill: CostCurve
+    rows_max: int = 512
+    host_ns: int = 0
+    """Work of the stage's process around each native step; the stage is not free meanwhile."""
+    context_ns: float = 0.0
+    """What a row costs for every token before it in its lane."""
+    context_tiled_ns: float = 0.0
+    """And in a step of ATTENTION_TILE_ROWS rows or more, for every token before the frames in its tile; 0.0: the same
+    as in a smaller one, and for its own lane alone."""
+    is_per_lane: bool = False
+    """Lanes have KV cells of their own: a step is run in the parts that `stage.engine.micro_batches` says, without
+    padding. context_tiled_ns is then what each row of a frame after its first costs for every token before it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One client's wish."""
+
+    arrives_ns: int
+    n_prompt: int
+    max_tokens: int
+    cancel_ns: int | None = None
+    """When the client gives up, if it does."""
+    n_before: int = 0
+    """Tokens of its answer that it had before the simulation begins, as after a loss: they are read once more."""
+    predicted: float | None = None
+    """Share of right tokens in what its client predicts the answer to be; None: nothing, and nothing is drafted."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Disturbance:
+    """From `at_ns` on a stage takes `factor` times as long; with `stall_ns` it does nothing at all meanwhile."""
+
+    at_ns: int
+    stage: int
+    factor: float = 1.0
+    stall_ns: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlowLinks:
+    """From `at_ns` on every link takes so much longer."""
+
+    at_ns: int
+    extra_ns: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class World:
+    """Everything a simulation needs besides the policy under test."""
+
+    stages: tuple[StageModel, ...]
+    requests: tuple[Request, ...]
+    link_ns: int = 0
+    """One way, between neighbours and between the coordinator and both ends."""
+    links_ns: tuple[int, ...] = ()
+    """The same of each link, in the order of travel: coordinator to first stage, ..., last stage to coordinator. Empty:
+    all of them take `link_ns`."""
+    jitter: float = 0.0
+    """Largest relative deviation of a step from its curve."""
+    disturbances: tuple[Disturbance, ...] = ()
+    slow_links: tuple[SlowLinks, ...] = ()
+    n_lanes: int = 4_096
+    waiting_max: int = 100_000
+    refresh_ns: int = 0
+    """How often the coordinator asks for the curves that stages have learned; 0 never."""
+    seed: int = 0
+    crowding: float = 1.0
+    """How many times longer a step takes that begins while another stage computes. Above 1 stages share a host, which
+    the coordinator knows."""
+
+    @property
+    def overhead_ns(self) -> int:
+        """A round trip beyond native steps when nothing is in the way."""
+        return sum(map(self.way_ns, range(len(self.stages) + 1))) + sum(stage.host_ns for stage in self.stages)
+
+    def way_ns(self, link: int) -> int:
+        """Return what the link to this stage takes; the one after the last stage's leads to the coordinator."""
+        return self.links_ns[link] if self.links_ns else self.link_ns
+
+
+def equal_stages(
+    n_stages: int,
+    curve: str = "staircase",
+    *,
+    host_ns: int = 0,
+    context_ns: float = 0.0,
+    context_tiled_ns: float = 0.0,
+) -> tuple[StageModel, ...]:
+    """Return n_stages stages of one kind."""
+    return tuple(
+        StageModel(
+            CURVES[curve](), CURVES[curve](), host_ns=host_ns, context_ns=context_ns, context_tiled_ns=context_tiled_ns
+        )
+        for _ in range(n_stages)
+    )
+
+
+def one_slower(n_stages: int, factor: float, curve: str = "staircase") -> tuple[StageModel, ...]:
+    """Return stages of which the middle one takes `factor` times as long."""
+    stages = list(equal_stages(n_stages, curve))
+    stages[n_stages // 2] = StageModel(CURVES[curve](factor), CURVES[curve](factor))
+    return tuple(stages)
+
+
+def streams(
+    n_streams: int, max_tokens: int, *, n_prompt: int = 4, predicted: float | None = None
+) -> tuple[Request, ...]:
+    """Return n_streams equal requests that arrive together."""
+    return tuple(Request(0, n_prompt, max_tokens, predicted=predicted) for _ in range(n_streams))
+
+
+def best_rate(stages: Sequence[StageModel], n_streams: int, overhead_ns: float) -> float:
+    """Return tokens a second that no schedule of batches which stay together can exceed.
+
+    The least of `stage_rates` and `_crowded_rate`. Drafts may: with guesses under way a stream is at several stages at
+    once.
+    """
+    return min(*stage_rates(stages, n_streams, overhead_ns), _crowded_rate(stages, n_streams))
+
+
+def stage_rates(stages: Sequence[StageModel], n_streams: int, overhead_ns: float) -> list[float]:
+    """Return for each stage the tokens a second that it alone cannot exceed while n_streams decode at most.
+
+    A schedule starts x(r) batches of r rows a
+    second. Stage s is busy sum x(r) c_s(r) <= 1 of the time, and by Little's law the streams under way are
+    sum r x(r) way(r) <= n_streams. Maximising sum r x(r) for one stage at a time is a linear program with two
+    constraints; its dual is the least, over the price p of a stream, of
+    p n_streams + max over r of r (1 - p way(r)) / c_s(r), which is convex in p.
+    """
+    sizes, costs = _step_costs(stages, n_streams)
+    hosts_ns = sum(stage.host_ns for stage in stages)
+    ways = [sum(column) - hosts_ns + overhead_ns for column in zip(*costs, strict=True)]
+
+    def dual(price: float, stage_costs: Sequence[float]) -> float:
+        scarce = max(rows * (1 - price * way) / cost for rows, way, cost in zip(sizes, ways, stage_costs, strict=True))
+        return price * n_streams + max(0.0, float(scarce))
+
+    rates: dict[tuple[float, ...], float] = {}
+    for stage_costs in {tuple(each) for each in costs}:
+        low, high = 0.0, 1.0 / min(ways)
+        for _ in range(80):
+            third = (high - low) / 3
+            if dual(low + third, stage_costs) < dual(high - third, stage_costs):
+                high -= third
+            else:
+                low += third
+        rates[stage_costs] = dual((low + high) / 2, stage_costs) * 1e9
+    return [rates[tuple(each)] for each in costs]
+
+
+def _step_costs(stages: Sequence[StageModel], n_streams: int) -> tuple[list[int], list[list[float]]]:
+    """Return numbers of rows that a step may have, and for each stage what steps of so many cost."""
+    rows_max = min(n_streams, *(stage.rows_max for stage in stages))
+    sizes = sorted({*range(1, min(rows_max, 128) + 1), *range(128, rows_max + 1, 8), rows_max} - {0})
+    sizes = [rows for rows in sizes if rows <= rows_max]
+    return sizes, [[s.decode.padded_cost_ns(rows, s.rows_max) + s.host_ns for rows in sizes] for s in stages]
+
+
+def _crowded_rate(stages: Sequence[StageModel], n_streams: int) -> float:
+    """Return tokens a second at most, given that no stream is at two stages at once.
+
+    While stage s runs a batch of r rows it makes r / c_s(r) of a token's way a nanosecond, and all batches that run at
+    one moment hold n_streams rows at most. In the long run every stage makes as many as any other, so what all make on
+    average is no more than at the best of moments. That binds where large batches are cheap by the row and there are
+    streams for one of them, but not for one at each stage.
+    """
+    sizes, costs = _step_costs(stages, n_streams)
+    best = np.zeros(n_streams + 1)  # sum over the stages so far, by the rows that they hold
+    for stage_costs in costs:
+        with_stage = best.copy()
+        for rows, cost in zip(sizes, stage_costs, strict=True):
+            np.maximum(with_stage[rows:], best[: best.size - rows] + rows / cost, out=with_stage[rows:])
+        best = with_stage
+    return float(best[-1]) / len(costs) * 1e9

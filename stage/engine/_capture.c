@@ -1,0 +1,90 @@
+/* The native half of a stage's output: copies the last layer's rows out of llama.cpp's graph, then stops the graph.
+ *
+ * llama.cpp calls relayline_capture_eval for every node of the graph, on the thread that decodes and without the
+ * GIL. A Python callback would take the GIL about a thousand times a step; this one costs a string comparison.
+ *
+ * The functions of ggml that it needs arrive as pointers, resolved by stage/engine/capture.py in the very libraries that
+ * llama_cpp has loaded. So no ggml header or import library is needed to build it, and `struct ggml_tensor` stays
+ * opaque. The layout of struct relayline_capture is mirrored in stage/engine/capture.py; `size_bytes` lets that side see a
+ * stale build.
+ *
+ * As a Python module it holds nothing: it exists so that pip builds and installs the library.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+struct ggml_tensor;
+
+enum relayline_capture_error {
+    CAPTURE_OK = 0,
+    CAPTURE_NOT_F32 = 1,        /* elements are not four bytes wide, or the tensor is not one contiguous block */
+    CAPTURE_NOT_WHOLE_ROWS = 2, /* the tensor's size is not a multiple of one row */
+    CAPTURE_OVERFLOW = 3,       /* more rows than the destination holds; nothing was copied */
+};
+
+struct relayline_capture {
+    const char * target;      /* name of the wanted tensor, NUL-terminated */
+    float *      destination; /* capacity floats; filled from the start by each decode */
+    uint64_t     capacity;
+    uint64_t     row_floats; /* floats of one row (n_embd) */
+    uint64_t     written;    /* floats copied since the caller last set it to 0; micro-batches append */
+    uint64_t     n_calls;    /* micro-batches that delivered rows since the caller last set it to 0 */
+    int32_t      error;      /* enum relayline_capture_error; the caller resets it */
+    int32_t      stop;       /* non-zero: nothing behind the wanted tensor is computed */
+    const char * (*get_name)(const struct ggml_tensor *);
+    size_t (*nbytes)(const struct ggml_tensor *);
+    size_t (*element_size)(const struct ggml_tensor *);
+    bool (*is_contiguous)(const struct ggml_tensor *);
+    void (*tensor_get)(const struct ggml_tensor *, void *, size_t offset, size_t size);
+};
+
+EXPORT const uint64_t relayline_capture_size_bytes = sizeof(struct relayline_capture);
+
+static int32_t copy_rows(struct relayline_capture * capture, const struct ggml_tensor * tensor) {
+    if (capture->element_size(tensor) != sizeof(float) || !capture->is_contiguous(tensor)) {
+        return CAPTURE_NOT_F32;
+    }
+    const uint64_t n_floats = (uint64_t) capture->nbytes(tensor) / sizeof(float);
+    if (n_floats == 0 || n_floats % capture->row_floats != 0) {
+        return CAPTURE_NOT_WHOLE_ROWS;
+    }
+    if (n_floats > capture->capacity - capture->written) {
+        return CAPTURE_OVERFLOW;
+    }
+    capture->tensor_get(tensor, capture->destination + capture->written, 0, (size_t) n_floats * sizeof(float));
+    capture->written += n_floats;
+    capture->n_calls += 1;
+    return CAPTURE_OK;
+}
+
+/* A ggml_backend_sched_eval_callback: asked first whether it wants a node, then called again once that is computed. */
+EXPORT bool relayline_capture_eval(struct ggml_tensor * tensor, bool ask, void * user) {
+    struct relayline_capture * capture = user;
+    if (ask) {
+        return strcmp(capture->get_name(tensor), capture->target) == 0;
+    }
+    const int32_t error = copy_rows(capture, tensor);
+    if (error != CAPTURE_OK) {
+        capture->error = error;
+        return false;
+    }
+    return capture->stop == 0;
+}
+
+static struct PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "_capture", .m_doc = "C symbols for stage.capture, reached through ctypes.", .m_size = 0,
+};
+
+PyMODINIT_FUNC PyInit__capture(void) {
+    return PyModuleDef_Init(&module_definition);
+}

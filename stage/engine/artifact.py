@@ -1,0 +1,202 @@
+"""One stage artifact: what it says of itself, and whether it is byte for byte what the splitter wrote.
+
+An artifact is an ordinary GGUF with `relayline.*` metadata. Stage 0 carries the token embedding table behind the last
+tensor, where llama.cpp does not look; `EmbeddingSection` says where. `pipeline.json` beside the artifacts lists size
+and sha256 of each.
+
+This module reads; it never writes into the artifact's directory. Verified hashes are remembered in the user's cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+
+from relayline.stage.engine.ggml import GgufMetadata
+from relayline.stage.engine.loading import CHECKING, Load
+from relayline.wire.common.errors import ArtifactError, ModelFileError
+from relayline.wire.common.file_hash import sha256_of
+from relayline.wire.common.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_CONTEXT, LongRope
+
+ARTIFACT_VERSIONS = (1, 2)  # of relayline.version; a split gives each slice the least one that runs it right
+PIPELINE_VERSION = 1  # of pipeline.json; raised on any incompatible change
+PIPELINE_FILE = "pipeline.json"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EmbeddingSection:
+    """Where stage 0's embedding table lies in the artifact: `rows` rows of `n_embd` values of a ggml type."""
+
+    offset_bytes: int  # from the start of the file; 32-byte aligned
+    type_id: int  # ggml type id
+    rows: int  # tokens in the vocabulary
+    scale: float  # factor that the family applies to looked-up rows; 1.0 for most
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageArtifact:
+    """The facts of one artifact, as its metadata states them."""
+
+    path: Path
+    architecture: str
+    n_embd: int
+    n_vocab: int  # of the source model, whichever stage this is
+    stage_index: int
+    stage_count: int
+    layer_start: int  # first source layer
+    layer_end: int  # one past the last source layer
+    source_layers: int  # layers of the whole source model
+    source_sha256: str  # content key of the source model
+    pipeline_id: str
+    embedding: EmbeddingSection | None  # stage 0 only
+    long_rope: LongRope | None = None  # of models with two sets of rope factors
+    output_scale: float = 1.0  # factor of what leaves the last layer, which the next stage's graph takes back
+
+    @property
+    def is_first(self) -> bool:
+        """Whether token ids enter here."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether logits leave here."""
+        return self.stage_index == self.stage_count - 1
+
+
+class _StageEntry(msgspec.Struct, frozen=True):
+    index: int
+    file: str
+    size_bytes: int
+    sha256: str
+
+
+class _Pipeline(msgspec.Struct, frozen=True):
+    version: int
+    pipeline_id: str
+    stages: list[_StageEntry]
+
+
+class _Reader:
+    """Typed access to one artifact's metadata; every miss is the same kind of ArtifactError."""
+
+    def __init__(self, path: Path, metadata: GgufMetadata) -> None:
+        self._path, self._metadata = path, metadata
+
+    def integer(self, key: str) -> int:
+        value = self._metadata.get(key)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        raise ArtifactError(f"{self._path}: metadata key {key} is missing or not an integer; split the model again")
+
+    def text(self, key: str) -> str:
+        value = self._metadata.get(key)
+        if isinstance(value, str):
+            return value
+        raise ArtifactError(f"{self._path}: metadata key {key} is missing or not a string; split the model again")
+
+    def embedding(self) -> EmbeddingSection:
+        return EmbeddingSection(
+            offset_bytes=self.integer("relayline.embedding.offset_bytes"),
+            type_id=self.integer("relayline.embedding.type"),
+            rows=self.integer("relayline.embedding.rows"),
+            scale=self.factor("relayline.embedding.scale"),
+        )
+
+    def long_rope(self) -> LongRope | None:
+        if not self._metadata.has_tensor(LONG_FACTORS):
+            return None
+        name = self.text("general.architecture")
+        known = self._metadata.get(f"{name}.{ORIGINAL_CONTEXT}") is not None
+        return LongRope(name, self.integer(f"{name}.{ORIGINAL_CONTEXT if known else CONTEXT}"))
+
+    def factor(self, key: str) -> float:
+        found = self._metadata.get(key)
+        return float(found) if isinstance(found, int | float) else 1.0
+
+
+def open_artifact(path: Path) -> StageArtifact:
+    """Read what an artifact says of itself. Content is not verified; `verify_artifact` does that.
+
+    Raises ArtifactError (missing file, no artifact of ours, unknown version) or ModelFileError (not a GGUF).
+    """
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such file")
+    try:
+        metadata = GgufMetadata(str(path))
+    except ValueError as error:
+        raise ModelFileError(f"{path}: cannot be read as GGUF: {error}") from None
+    with metadata:
+        return _describe(path, metadata)
+
+
+def _describe(path: Path, metadata: GgufMetadata) -> StageArtifact:
+    version = metadata.get("relayline.version")
+    if version is None:
+        raise ArtifactError(f"{path}: not a relayline stage artifact (a whole model?); make one with `relayline split`")
+    if version not in ARTIFACT_VERSIONS:
+        known = " and ".join(map(str, ARTIFACT_VERSIONS))
+        text = f"artifact version {version}, this build reads {known}; split again, or update this build"
+        raise ArtifactError(f"{path}: {text}")
+    reader = _Reader(path, metadata)
+    stage_index, stage_count = reader.integer("relayline.stage_index"), reader.integer("relayline.stage_count")
+    layer_start, layer_end = reader.integer("relayline.layer_start"), reader.integer("relayline.layer_end")
+    source_layers = reader.integer("relayline.source_layers")
+    if not (0 <= stage_index < stage_count and 0 <= layer_start < layer_end <= source_layers):
+        raise ArtifactError(
+            f"{path}: metadata contradicts itself: stage {stage_index} of {stage_count}, "
+            f"layers {layer_start} to {layer_end} of {source_layers}; split the model again"
+        )
+    return StageArtifact(
+        path=path,
+        architecture=reader.text("general.architecture"),
+        n_embd=reader.integer("relayline.n_embd"),
+        n_vocab=reader.integer("relayline.n_vocab"),
+        stage_index=stage_index,
+        stage_count=stage_count,
+        layer_start=layer_start,
+        layer_end=layer_end,
+        source_layers=source_layers,
+        source_sha256=reader.text("relayline.source_sha256"),
+        pipeline_id=reader.text("relayline.pipeline_id"),
+        embedding=reader.embedding() if stage_index == 0 else None,
+        long_rope=reader.long_rope(),
+        output_scale=reader.factor("relayline.output.scale"),
+    )
+
+
+def verify_artifact(path: Path, load: Load | None = None) -> StageArtifact:
+    """Check an artifact's size and sha256 against the pipeline.json beside it, and return what it says of itself.
+
+    A file once verified is not hashed again while its size, modification time and inode stay the same.
+    Raises ArtifactError or ModelFileError, each one line, or LoadStoppedError.
+    """
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such file")
+    pipeline = _read_pipeline(path.parent / PIPELINE_FILE)
+    entry = next((entry for entry in pipeline.stages if entry.file == path.name), None)
+    if entry is None:
+        raise ArtifactError(f"{path}: {PIPELINE_FILE} beside it does not list this file")
+    size_bytes = path.stat().st_size
+    if size_bytes != entry.size_bytes:
+        raise ArtifactError(f"{path}: {size_bytes} bytes where {PIPELINE_FILE} says {entry.size_bytes}; copy it again")
+    load = load or Load()
+    if sha256_of(path, lambda share: load.at(CHECKING, share)) != entry.sha256:
+        raise ArtifactError(f"{path}: its sha256 is not the one in {PIPELINE_FILE}; it was altered, copy it again")
+    artifact = open_artifact(path)
+    if artifact.pipeline_id != pipeline.pipeline_id or artifact.stage_index != entry.index:
+        raise ArtifactError(f"{path}: is stage {artifact.stage_index} of another split than {PIPELINE_FILE} beside it")
+    return artifact
+
+
+def _read_pipeline(path: Path) -> _Pipeline:
+    try:
+        pipeline = msgspec.json.decode(path.read_bytes(), type=_Pipeline)
+    except FileNotFoundError:
+        raise ArtifactError(f"{path}: no such file; it belongs beside the stage artifacts") from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ArtifactError(f"{path}: cannot be read: {error}") from None
+    if pipeline.version != PIPELINE_VERSION:
+        raise ArtifactError(f"{path}: version {pipeline.version}, this build reads {PIPELINE_VERSION}; split again")
+    return pipeline

@@ -1,0 +1,59 @@
+"""Reads one artifact's weights into a llama.cpp model, for as long as the load is to go on."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from llama_cpp import llama_cpp as llama
+
+from relayline.stage.engine import ggml
+from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.engine.loading import WEIGHTS, Load, LoadStoppedError
+from relayline.stage.engine.rope_choice import choose_rope
+from relayline.wire.common.errors import ModelFileError, NativeError
+
+
+def load_model(artifact: StageArtifact, gpu_layers: int, ctx_tokens: int, load: Load) -> Any:
+    """Return a llama.cpp model for lanes of `ctx_tokens`, which the caller frees.
+
+    Raises ModelFileError (the file), NativeError (memory or a device) or LoadStoppedError.
+    """
+    llama.llama_backend_init()
+    params = llama.llama_model_default_params()
+    params.n_gpu_layers = gpu_layers
+    rope = choose_rope(params, artifact.long_rope, ctx_tokens)  # held by its name as well
+    params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
+    # Held by its name until the call is over: llama.cpp calls it after each tensor, and gives up where it says False.
+    goes_on = llama.llama_progress_callback(lambda share, _: load.goes_on(WEIGHTS, share))
+    params.progress_callback = goes_on
+    ggml.LOG.watch()
+    model = llama.llama_model_load_from_file(bytes(artifact.path), params)
+    del rope
+    if model:
+        return model
+    if load.is_stopped:
+        raise LoadStoppedError(WEIGHTS)
+    reason = ggml.LOG.reason("llama.cpp gave no reason")
+    text = f"{artifact.path}: cannot be loaded: {reason}"
+    raise NativeError(text) if re.search(r"alloc|memory|CUDA|device", reason) else ModelFileError(text)
+
+
+@contextlib.contextmanager
+def abandonable(context: Any, load: Load) -> Iterator[None]:
+    """Let llama.cpp end what this context computes meanwhile once the load is stopped; raises LoadStoppedError then.
+
+    Costs a call for each node of the graph, and works on the processor alone.
+    """
+    is_stopped = llama.ggml_abort_callback(lambda _: load.is_stopped)
+    llama.llama_set_abort_callback(context, is_stopped, None)
+    try:
+        yield
+    except NativeError:
+        if load.is_stopped:
+            raise LoadStoppedError(WEIGHTS) from None
+        raise
+    finally:
+        llama.llama_set_abort_callback(context, llama.ggml_abort_callback(), None)

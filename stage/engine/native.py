@@ -1,0 +1,399 @@
+"""The native engine of a stage: one llama.cpp context over one layer range, one decode per batch of many lanes.
+
+It knows rows, positions and lanes. It does not know sessions, frames, sampling or clocks. Every method runs on the
+stage's one decode thread: llama.cpp contexts are not thread-safe, and the GIL is released while it computes.
+
+Every stage is fed hidden rows, stage 0 too (embedding.py looks tokens up). The batch arrays are allocated once and
+llama_batch points into them for good, so a step in steady state allocates nothing payload-sized here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp as llama
+
+from relayline.stage.engine import ggml
+from relayline.stage.engine.artifact import StageArtifact, open_artifact
+from relayline.stage.engine.capture import RowCapture, output_name
+from relayline.stage.engine.kv_cache import CTX_STEP_TOKENS, FLASH_ATTN, KV_TYPES, goes_by_tiles, lay_out
+from relayline.stage.engine.kv_state import multiplied
+from relayline.stage.engine.lane_state import HELD_COPIES_MAX, copy_lane, read_lane, require, write_lane
+from relayline.stage.engine.loading import Load
+from relayline.stage.engine.micro_batches import Cut, cut
+from relayline.stage.engine.model_load import abandonable, load_model
+from relayline.wire.common.bounds import CTX_TOKENS_MAX, ROWS_PER_ENVELOPE_MAX
+from relayline.wire.common.errors import InternalError, LaneLimitError, NativeError, UsageError
+from relayline.wire.common.kv_layout import LAYOUTS
+
+LANES_MAX: int = llama.llama_max_parallel_sequences()  # compiled into llama.cpp
+_NO_KV_SLOT = 1  # return code of llama_decode
+_ROPE_TYPES_4D = (llama.LLAMA_ROPE_TYPE_MROPE, llama.LLAMA_ROPE_TYPE_IMROPE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How to load one artifact. KV cells for all lanes are allocated at load."""
+
+    artifact_path: Path  # a stage's GGUF
+    n_lanes: int  # sequences that may be open at once; at most LANES_MAX
+    ctx_tokens: int  # tokens that one lane may hold; the cache has n_lanes times as many cells
+    max_rows: int = 512  # rows of the largest step, hence of every array below
+    n_threads: int = 1  # CPU threads of one decode
+    gpu_layers: int = 0  # layers held on the GPU; -1 for all
+    kv_type: str = "f16"  # element type of the KV cache; a key of KV_TYPES
+    kv_layout: str = "unified"  # unified: lanes share all cells; per-lane: each has cells of its own
+    flash_attn: str = "auto"  # a key of FLASH_ATTN; auto: see stage.engine.kv_cache
+    spare_lanes: int = 0  # further sequences, numbered after the lanes, with a few cells: for rows of no session
+    max_wanted: int = 0  # last stage: rows of one step that may want logits (4 x n_vocab bytes each); 0: max_rows
+
+    @property
+    def n_sequences(self) -> int:
+        """Lanes and spare lanes."""
+        return self.n_lanes + self.spare_lanes
+
+    def check(self) -> None:
+        """Raise UsageError if a value cannot be used."""
+        for name, value, low, high in (
+            ("lanes", self.n_lanes, 1, LANES_MAX - self.spare_lanes),
+            ("ctx", self.ctx_tokens, 1, CTX_TOKENS_MAX),
+            ("max-rows", self.max_rows, 1, ROWS_PER_ENVELOPE_MAX),
+            ("threads", self.n_threads, 1, 4096),
+            ("gpu-layers", self.gpu_layers, -1, 1 << 16),
+            ("max-wanted", self.max_wanted, 0, self.max_rows),
+        ):
+            if not low <= value <= high:
+                raise UsageError(f"--{name} is {value}; it must be between {low} and {high}")
+        if self.n_lanes * self.ctx_tokens > (1 << 31) - CTX_STEP_TOKENS:
+            raise UsageError(f"--lanes {self.n_lanes} x --ctx {self.ctx_tokens} is more cells than llama.cpp counts")
+        if self.kv_type not in KV_TYPES:
+            raise UsageError(f"--kv-type is {self.kv_type!r}; it must be one of {', '.join(KV_TYPES)}")
+        if self.kv_layout not in LAYOUTS:
+            raise UsageError(f"--kv-layout is {self.kv_layout!r}; it must be one of {', '.join(LAYOUTS)}")
+        if self.flash_attn not in FLASH_ATTN:
+            raise UsageError(f"flash attention is {self.flash_attn!r}; it must be one of {', '.join(FLASH_ATTN)}")
+
+
+class NativeEngine:
+    """One loaded slice with its KV cache.
+
+    A caller fills rows [0:n_rows) of `input_rows`, `positions`, `seq_ids` and, on the last stage, `wants`, calls
+    `decode(n_rows)`, and reads `output_rows` or `logits`. Rows of one lane have ascending, consecutive positions that
+    continue what the lane holds; rows of several lanes may be mixed in any order.
+    """
+
+    input_rows: npt.NDArray[np.float32]  # [max_rows, n_embd], C-contiguous; filled by the caller
+    positions: npt.NDArray[np.int32]  # [max_rows]; filled by the caller
+    seq_ids: npt.NDArray[np.int32]  # [max_rows], lane of each row; filled by the caller
+    wants: npt.NDArray[np.int8]  # [max_rows]; last stage: 1 where logits are wanted, by the caller; else all ones
+    output_rows: npt.NDArray[np.float32]  # [max_rows, n_embd]; hidden state after the last layer, not on the last
+    # stage (there it has no rows). Filled by decode, valid until the next one.
+
+    def __init__(self, config: EngineConfig, load: Load | None = None) -> None:
+        """Load the artifact and prove, with a one-row decode, that it delivers what it should.
+
+        Raises UsageError, ArtifactError, ModelFileError (the file), NativeError (everything else) or LoadStoppedError.
+        """
+        load = load or Load()
+        config.check()
+        self.config = config
+        self.artifact: StageArtifact = open_artifact(config.artifact_path)
+        self.max_rows = config.max_rows
+        self.max_wanted = config.max_wanted or config.max_rows
+        self.n_embd = self.artifact.n_embd
+        self.is_last = self.artifact.is_last
+        self.n_vocab = self.artifact.n_vocab if self.is_last else 0
+        self._model: Any = None
+        self._context: Any = None
+        self._capture: RowCapture | None = None
+        self._copies_wait = False  # llama.cpp copies whole lanes when the next step begins
+        self._is_per_lane = config.kv_layout == "per-lane"
+        self._step_cut: Cut | None = None  # of the last step, where lanes have cells of their own
+        try:
+            self._model = load_model(self.artifact, config.gpu_layers, config.ctx_tokens, load)
+            self.window: int = llama.llama_model_n_swa(self._model)  # 0: no layer has a sliding window
+            self._n_positions = 4 if llama.llama_model_rope_type(self._model) in _ROPE_TYPES_4D else 1
+            self._check_model()
+            self._allocate()
+            self._context = self._open_context()
+            self._memory: Any = llama.llama_get_memory(self._context)
+            self._check_itself(load)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    def _check_model(self) -> None:
+        model, name = self._model, self.artifact.architecture
+        if llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model):
+            # Their state cannot be rewound to a position, and llama.cpp regroups their rows by sequence.
+            raise NativeError(f"{name} keeps recurrent state, which this version cannot serve in stages")
+        widths = (llama.llama_model_n_embd(model), llama.llama_model_n_embd_inp(model))
+        if widths != (self.n_embd, self.n_embd):
+            raise NativeError(f"{name} takes rows of {widths[1]} values and gives {widths[0]}, not {self.n_embd}")
+        n_layers = self.artifact.layer_end - self.artifact.layer_start
+        if llama.llama_model_n_layer(model) != n_layers:
+            found = llama.llama_model_n_layer(model)
+            raise NativeError(f"{self.artifact.path}: holds {found} layers where its metadata says {n_layers}")
+        self.vocab: Any = llama.llama_model_get_vocab(model)  # llama.cpp's own, freed by `close`
+        n_vocab = llama.llama_vocab_n_tokens(self.vocab)
+        if self.is_last and n_vocab != self.n_vocab:
+            raise NativeError(f"{self.artifact.path}: vocabulary of {n_vocab} where its metadata says {self.n_vocab}")
+
+    def _allocate(self) -> None:
+        n_rows = self.max_rows
+        self.input_rows = np.zeros((n_rows, self.n_embd), np.float32)
+        self.positions = np.zeros(n_rows, np.int32)
+        self.seq_ids = np.zeros(n_rows, np.int32)
+        self.wants = np.ones(n_rows, np.int8)
+        self.output_rows = np.zeros((0 if self.is_last else n_rows, self.n_embd), np.float32)
+        self._batch_arrays: list[npt.NDArray[Any]] = [self.input_rows, self.positions, self.seq_ids, self.wants]
+        if self._is_per_lane:  # llama.cpp gets copies in the order of lanes
+            self._batch_arrays = [np.zeros_like(array) for array in self._batch_arrays]
+        rows, positions, lanes, wants = self._batch_arrays
+        # Multi-axis rope reads four positions a row, axis by axis: a copy laid out that way is made for each step.
+        self._positions_4d = np.zeros(4 * n_rows, np.int32) if self._n_positions == 4 else positions
+        self._seq_counts = np.ones(n_rows, np.int32)
+        lane_addresses = lanes.ctypes.data + 4 * np.arange(n_rows, dtype=np.uintp)
+        self._seq_pointers = np.ascontiguousarray(lane_addresses)
+        self._lane_first = np.empty(self.config.n_sequences, np.int32)
+        self._logits_type = ctypes.c_float * self.n_vocab
+        self._batch = llama.llama_batch(
+            n_tokens=0,
+            token=None,
+            embd=_pointer(rows, ctypes.c_float),
+            pos=_pointer(self._positions_4d, llama.llama_pos),
+            n_seq_id=_pointer(self._seq_counts, ctypes.c_int32),
+            seq_id=_pointer(self._seq_pointers, ctypes.POINTER(llama.llama_seq_id)),
+            logits=_pointer(wants, ctypes.c_int8),
+        )
+
+    def _open_context(self) -> Any:
+        config = self.config
+        # llama.cpp sizes its graphs for one row of each lane, and aborts where a batch or its outputs could hold fewer.
+        n_rows = max(config.max_rows, config.n_sequences)
+        params = llama.llama_context_default_params()
+        params.n_batch = params.n_ubatch = n_rows
+        lay_out(
+            params,
+            kv_layout=config.kv_layout,
+            kv_type=config.kv_type,
+            flash_attn=config.flash_attn,
+            n_lanes=config.n_lanes,
+            spare_lanes=config.spare_lanes,
+            ctx_tokens=config.ctx_tokens,
+            max_rows=config.max_rows,
+            gpu_layers=config.gpu_layers,
+            n_heads=llama.llama_model_n_head(self._model),
+        )
+        self.has_scores: bool = params.flash_attn_type == FLASH_ATTN["off"]  # of a whole step, without flash attention
+        self.goes_by_tiles = goes_by_tiles(self._model, config.kv_type)
+        params.n_outputs_max = max(self.max_wanted, config.n_sequences) if self.is_last else n_rows
+        params.n_threads = params.n_threads_batch = config.n_threads
+        params.embeddings = False
+        params.no_perf = True
+        if not self.is_last:
+            self._capture = RowCapture(output_name(self.artifact), self.output_rows)
+            self._capture.install(params)
+        ggml.LOG.watch()
+        context = llama.llama_init_from_model(self._model, params)
+        if not context:
+            reason = ggml.LOG.reason("llama.cpp gave no reason") + "; less --ctx or fewer --lanes need less memory"
+            raise NativeError(f"cannot make a context of {params.n_ctx} tokens ({config.kv_type}): {reason}")
+        return context
+
+    def _check_itself(self, load: Load) -> None:
+        """Decode one row and forget it: proves that the output arrives, and touches the weights once."""
+        self.input_rows[0] = 0.01
+        with abandonable(self._context, load):  # weights that are mapped are read from the disk meanwhile
+            self.decode(1)
+        row = self.logits(0) if self.is_last else self.output_rows[0]
+        if not np.isfinite(row).all():
+            raise NativeError(f"{self.artifact.path}: the self-check at load gave values that are not finite")
+        self.clear(0)
+        self.input_rows[0] = 0.0
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def decode(self, n_rows: int) -> None:
+        """Run one llama_decode over rows [0:n_rows).
+
+        Raises LaneLimitError when no KV cells are left and NativeError otherwise. After an error every lane of this
+        batch ends before its first row of the batch, and no other lane has changed.
+        """
+        if not 0 < n_rows <= self.max_rows:
+            raise InternalError(f"a step of {n_rows} rows; the engine was made for 1 to {self.max_rows}")
+        capture = self._capture
+        if capture is not None:
+            self.wants[:n_rows] = 1  # a row that is not wanted would be dropped inside the last layer
+            capture.begin()
+        elif np.count_nonzero(self.wants[:n_rows]) > self.max_wanted:  # llama.cpp would abort the process
+            raise InternalError(f"a step wants more than {self.max_wanted} rows of logits")
+        self._fill_batch(n_rows)
+        code = llama.llama_decode(self._context, self._batch)
+        try:
+            if code != 0:
+                self._raise_for(code, n_rows)
+            if capture is not None:
+                capture.check(n_rows, len(self._step_cut.sizes) if self._step_cut else 1)
+                if self.artifact.output_scale != 1.0:
+                    self.output_rows[:n_rows] *= np.float32(self.artifact.output_scale)
+        except BaseException:
+            self._drop_batch(n_rows)
+            raise
+        self._copies_wait = False
+        if self._step_cut and not self.is_last:
+            rows = self._batch_arrays[0][:n_rows]  # free again
+            np.copyto(rows, self.output_rows[:n_rows])
+            self.output_rows[self._step_cut.computed] = rows
+
+    def _fill_batch(self, n_rows: int) -> None:
+        """Let llama.cpp's batch hold the step's rows, where lanes have cells of their own in the order of lanes."""
+        self._batch.n_tokens = n_rows
+        if self._is_per_lane:
+            self._step_cut = cut(self.seq_ids[:n_rows])
+            given: list[npt.NDArray[Any]] = [self.input_rows, self.positions, self.seq_ids, self.wants]
+            for array, ordered in zip(given, self._batch_arrays, strict=True):
+                np.take(array, self._step_cut.given, axis=0, out=ordered[:n_rows], mode="clip")  # else it buffers
+        if self._n_positions == 4:
+            axes = self._positions_4d[: 4 * n_rows].reshape(4, n_rows)
+            axes[:3] = self._batch_arrays[1][:n_rows]
+            axes[3] = 0
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """Rows of each part in which llama.cpp ran the last step; empty where it runs all at once."""
+        return self._step_cut.sizes if self._step_cut else ()
+
+    def _raise_for(self, code: int, n_rows: int) -> None:
+        reason = ggml.LOG.reason("llama.cpp gave no reason")
+        ggml.LOG.watch()
+        if code == _NO_KV_SLOT:
+            raise LaneLimitError(f"no KV cells are left for a step of {n_rows} rows")
+        raise NativeError(f"llama_decode failed with code {code} on {n_rows} rows: {reason}")
+
+    def _drop_batch(self, n_rows: int) -> None:
+        first = self._lane_first
+        first.fill(np.iinfo(np.int32).max)
+        lanes = self.seq_ids[:n_rows]
+        known = (lanes >= 0) & (lanes < self.config.n_sequences)  # an impossible lane is what may have failed
+        np.minimum.at(first, lanes[known], self.positions[:n_rows][known])
+        for lane in np.unique(lanes[known]):
+            self.drop_from(int(lane), max(0, int(first[lane])))
+
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """Return the logits of a wanted row of the last step: f32 [n_vocab], a view valid until the next decode.
+
+        Raises InternalError if the row was not wanted, or on a stage that is not last.
+        """
+        if not self.is_last:
+            raise InternalError("logits are asked of a stage that has no head")
+        place = int(np.flatnonzero(self._step_cut.given == row)[0]) if self._step_cut else row
+        pointer = llama.llama_get_logits_ith(self._context, place)
+        if not pointer:
+            ggml.LOG.watch()
+            raise InternalError(f"logits of row {row} are asked, but that row was not wanted")
+        memory: Any = self._logits_type.from_address(ctypes.addressof(pointer.contents))
+        view: npt.NDArray[np.float32] = np.frombuffer(memory, np.float32)
+        return view
+
+    # --- lanes --------------------------------------------------------------------------------------------------------
+
+    def check_rewind(self, lane: int, position: int) -> None:
+        """Raise PositionGapError where the lane, rewound to `position`, could not go on from there: see `require`."""
+        self._check_lanes(lane)
+        require(self._context, lane, position, self.window)
+
+    def drop_from(self, lane: int, position: int) -> None:
+        """Forget what the lane holds at `position` and above. Dropping what is not there does nothing."""
+        self._check_lanes(lane)
+        if not llama.llama_memory_seq_rm(self._memory, lane, max(0, position), -1):
+            raise NativeError(f"{self.artifact.architecture}: the cache of lane {lane} cannot be cut at {position}")
+
+    def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
+        """Let the target lane hold exactly the source's first `n_tokens` positions.
+
+        Unified, no cell is copied: both share. Where lanes have cells of their own, those in use are copied at once, or
+        all of them before the next step: whatever is quicker.
+        """
+        self._check_lanes(source_lane, target_lane)
+        if source_lane == target_lane:
+            self.drop_from(target_lane, n_tokens)
+            return
+        self.clear(target_lane)
+        if n_tokens > 0 and self._is_per_lane:
+            if not self._copy_held(source_lane, target_lane):
+                llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, -1, -1)
+                self._copies_wait = True
+            self.drop_from(target_lane, n_tokens)
+        elif n_tokens > 0:
+            llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, 0, n_tokens)
+
+    def _copy_held(self, source_lane: int, target_lane: int) -> bool:
+        n_cells = self.lane_tokens(source_lane) * HELD_COPIES_MAX
+        # What a copy that waits is to bring is not there yet, neither to be read nor to be replaced.
+        if self._copies_wait or self.config.gpu_layers or n_cells > self.config.ctx_tokens:
+            return False
+        # llama_kv_cache::state_write leaves out what lies before the window of the next row.
+        if 0 < self.window < self.lane_tokens(source_lane):
+            return False
+        return copy_lane(self._context, source_lane, target_lane)
+
+    def multiply(self, lane: int, free_lane: int, n_times: int) -> bool:
+        """Let the lane hold what it holds n_times over, at the same positions: a long context that nobody computed.
+
+        Good for timing steps alone. `free_lane` holds nothing before and after. False where llama.cpp cannot copy
+        cells or has no room for them; some copies may have been made then, or the lane be empty.
+        """
+        self._check_lanes(lane, free_lane)
+        state = read_lane(self._context, lane)
+        if state is None:
+            return False
+        if self._is_per_lane:  # a copy into a lane would replace what it holds
+            longer = multiplied(state.tobytes(), n_times)
+            return longer is not None and write_lane(self._context, lane, np.frombuffer(longer, np.uint8))
+        for _ in range(n_times - 1):
+            if not write_lane(self._context, free_lane, state):
+                return False
+            llama.llama_memory_seq_cp(self._memory, free_lane, lane, -1, -1)
+            self.clear(free_lane)
+        return True
+
+    def clear(self, lane: int) -> None:
+        """Forget everything the lane holds and give its cells back."""
+        self.drop_from(lane, 0)
+
+    def lane_tokens(self, lane: int) -> int:
+        """Return how many positions the lane holds, counted from 0."""
+        self._check_lanes(lane)
+        return int(llama.llama_memory_seq_pos_max(self._memory, lane)) + 1
+
+    def _check_lanes(self, *lanes: int) -> None:
+        for lane in lanes:  # llama.cpp aborts the process on a sequence id out of range
+            if not 0 <= lane < self.config.n_sequences:
+                raise InternalError(f"lane {lane} of an engine with {self.config.n_sequences} lanes")
+
+    def close(self) -> None:
+        """Free context and model. Views that `logits` returned must not be read afterwards. May be called twice."""
+        if self._context is not None:
+            llama.llama_free(self._context)
+            self._context = None
+        if self._model is not None:
+            llama.llama_model_free(self._model)
+            self._model = None
+
+    def __enter__(self) -> NativeEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _pointer(array: npt.NDArray[Any], c_type: Any) -> Any:
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(c_type))

@@ -1,0 +1,128 @@
+"""Gets this stage's artifact onto this machine: seen on a shared path, found in the cache, or fetched.
+
+A fetch goes on where the last attempt ended, whatever ended it. What must not go on for ever has a bound: attempts that
+bring no byte, and files that come damaged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from pathlib import Path
+
+from relayline.stage.engine.loading import Load
+from relayline.stage.joining.artifact_store import Slot, Writer, shared_path
+from relayline.stage.joining.client import Member
+from relayline.wire.common.errors import ArtifactError, RelaylineError, StageLostError
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+
+log = logging.getLogger("relayline.stage")
+
+FRUITLESS_ATTEMPTS_MAX = 8  # fetches in a row that brought nothing
+DAMAGED_MAX = 3  # whole artifacts whose sha256 was wrong
+RETRY_FIRST_S, RETRY_MAX_S = 0.2, 5.0
+LOCK_LOOK_S = 0.5  # between looks whether another process has finished with the same artifact
+REPORT_EVERY_S = 0.5  # progress to the coordinator
+LOG_EVERY_S = 5.0  # progress on stderr
+
+
+async def obtain(member: Member, cache: Path, load: Load, *, always_fetch: bool) -> Path:
+    """Return the path of the member's artifact, whole and checked, with pipeline.json beside it.
+
+    Raises ArtifactError when it keeps coming damaged or the coordinator has none, StartError when the disk cannot take
+    it, ProtocolError for an order that names no artifact, the loss of the coordinator while bytes are missing, and
+    LoadStoppedError once the load is stopped while a file is read.
+    """
+    artifact = member.order.artifact
+    slot = Slot(cache, artifact)
+    if not always_fetch:
+        path = await asyncio.to_thread(shared_path, artifact, load)
+        if path is not None:
+            log.info("using the artifact where it lies", extra={"fields": {"path": path}})
+            return path
+    await asyncio.to_thread(slot.prepare, member.order.pipeline_json)
+    if not slot.try_lock():
+        log.info("waiting for another process that fetches the same artifact", extra={"fields": {"path": slot.path}})
+        while not slot.try_lock():  # noqa: ASYNC110 - another process holds it, which no event of ours tells
+            await asyncio.sleep(LOCK_LOOK_S)
+    try:
+        if await asyncio.to_thread(slot.is_complete, load):
+            log.info("artifact found in the cache", extra={"fields": {"path": slot.path}})
+        else:
+            slot.check_space()
+            await _fetch_persistently(member, slot, load)
+    finally:
+        slot.unlock()
+    return slot.path
+
+
+async def _fetch_persistently(member: Member, slot: Slot, load: Load) -> None:
+    fruitless = damaged = 0
+    delay_s = RETRY_FIRST_S
+    while True:
+        before_bytes = slot.partial_bytes()
+        try:
+            await _fetch_once(member, slot, load)
+            return
+        except ArtifactError as error:
+            damaged += 1
+            if slot.partial_bytes() or damaged >= DAMAGED_MAX:
+                raise  # the coordinator has no such file, or none that is whole
+            log.warning("%s; fetching it again", error.message)
+        except RelaylineError as error:
+            fruitless = 0 if slot.partial_bytes() > before_bytes else fruitless + 1
+            if not error.retryable or member.lost.done() or fruitless >= FRUITLESS_ATTEMPTS_MAX:
+                raise
+            delay_s = RETRY_FIRST_S if fruitless == 0 else min(2 * delay_s, RETRY_MAX_S)
+            fields = {"have_bytes": slot.partial_bytes(), "of_bytes": slot.artifact.size_bytes}
+            log.warning("fetch cut, going on from there: %s", error.message, extra={"fields": fields})
+            await asyncio.sleep(delay_s)
+
+
+async def _fetch_once(member: Member, slot: Slot, load: Load) -> None:
+    writer = await asyncio.to_thread(Writer, slot, load)
+    show = _Progress(member, slot, writer.n_bytes)
+    log.info("fetching the artifact", extra={"fields": {"file": slot.artifact.file, "from_byte": writer.n_bytes,
+                                                        "of_bytes": slot.artifact.size_bytes}})  # fmt: skip
+    try:
+        await show.report(writer.n_bytes)
+        async with contextlib.aclosing(member.fetch(writer.n_bytes)) as chunks:
+            async for chunk in chunks:
+                await asyncio.to_thread(writer.append, chunk.offset, chunk.data)
+                await show.at(writer.n_bytes)
+        if writer.n_bytes < slot.artifact.size_bytes:
+            raise StageLostError(f"{member.peer} ended the artifact after {writer.n_bytes} bytes")
+        await asyncio.to_thread(writer.finish)
+        await show.report(writer.n_bytes)
+    finally:
+        writer.close()
+    log.info("artifact fetched", extra={"fields": {"path": slot.path, "took_s": f"{show.took_s():.1f}"}})
+
+
+class _Progress:
+    """Says now and then how far a fetch is: to the coordinator, and in the log."""
+
+    def __init__(self, member: Member, slot: Slot, start_bytes: int) -> None:
+        self._member, self._slot, self._start_bytes = member, slot, start_bytes
+        self._began_s = self._logged_s = time.monotonic()
+        self._reported_s = 0.0
+
+    def took_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    async def at(self, n_bytes: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._reported_s >= REPORT_EVERY_S:
+            self._reported_s = now_s
+            await self.report(n_bytes)
+        if now_s - self._logged_s >= LOG_EVERY_S:
+            self._logged_s = now_s
+            total_bytes = self._slot.artifact.size_bytes
+            rate = (n_bytes - self._start_bytes) / max(self.took_s(), 1e-9)
+            text = f"{n_bytes / 1e9:.2f} of {total_bytes / 1e9:.2f} GB ({100 * n_bytes / total_bytes:.0f} %)"
+            log.info("fetching: %s at %.0f MB/s", text, rate / 1e6)
+
+    async def report(self, n_bytes: int) -> None:
+        await self._member.report_progress(pb.ARTIFACT_PHASE_FETCHING, n_bytes, self._slot.artifact.size_bytes)

@@ -1,0 +1,212 @@
+"""Fetched artifacts on this machine's disk, one directory per content: `CACHE/SHA256/{FILE, pipeline.json}`.
+
+A file stands under its final name only when all its bytes are there and hash to what they should; until then it is
+`FILE.partial`, from which a later attempt goes on. A finished directory can be given to `relayline stage --artifact`.
+Nothing is ever removed by itself, because only its user knows which models come back: `relayline cache --clear` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from relayline.stage.engine.artifact import PIPELINE_FILE
+from relayline.stage.engine.loading import CHECKING, Load
+from relayline.wire.common.errors import ArtifactError, ProtocolError, StartError
+from relayline.wire.common.file_hash import remember_sha256, sha256_of
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+
+DISK_RESERVE_BYTES = 64 * 1024 * 1024  # left free beside an artifact, for logs and whatever else lives on that disk
+READ_BYTES = 1 << 20
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+GIB = 1 << 30
+
+
+class Slot:
+    """The place of one artifact in the cache. Everything here may block; call it in a thread.
+
+    What takes a `Load` reads whole files, tells it how far it is, and raises LoadStoppedError once it is stopped.
+    """
+
+    def __init__(self, cache: Path, artifact: pb.ArtifactFile) -> None:
+        """Raise ProtocolError when the order's names could lead out of the cache."""
+        if not _FILE.fullmatch(artifact.file) or not _SHA256.fullmatch(artifact.sha256):
+            raise ProtocolError(f"the order names an artifact {artifact.file!r}, which is no name of one")
+        self.artifact = artifact
+        self.directory = cache / artifact.sha256
+        self.path = self.directory / artifact.file
+        self.partial = self.directory / f"{artifact.file}.partial"
+        self._lock: int | None = None
+
+    def prepare(self, pipeline_json: bytes) -> None:
+        """Make the directory and put the description of the split into it. Raises StartError."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            scratch = self.directory / f".{PIPELINE_FILE}.{os.getpid()}"
+            scratch.write_bytes(pipeline_json)
+            scratch.replace(self.directory / PIPELINE_FILE)
+        except OSError as error:
+            raise StartError(
+                f"the cache {self.directory.parent} cannot be written: {error.strerror}; give another with --cache"
+            ) from error
+
+    def try_lock(self) -> bool:
+        """Take this artifact for writing; False while another process has it. The lock ends with the process."""
+        handle = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return False
+        self._lock = handle
+        return True
+
+    def unlock(self) -> None:
+        """Give the lock back, if it was taken."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def is_complete(self, load: Load) -> bool:
+        """Return whether the artifact is here, whole and unaltered; an altered one is removed."""
+        if not has_content(self.path, self.artifact, load):
+            self.path.unlink(missing_ok=True)
+            return False
+        return True
+
+    def check_space(self) -> None:
+        """Raise StartError unless what is still missing fits the disk."""
+        missing_bytes = self.artifact.size_bytes - self.partial_bytes()
+        free_bytes = shutil.disk_usage(self.directory).free
+        if missing_bytes + DISK_RESERVE_BYTES > free_bytes:
+            raise StartError(
+                f"{self.directory.parent} has {free_bytes / GIB:.2f} GiB free, and {self.artifact.file} needs "
+                f"{(missing_bytes + DISK_RESERVE_BYTES) / GIB:.2f} GiB more; free space there or give another "
+                f"directory with --cache"
+            )
+
+    def partial_bytes(self) -> int:
+        """Return how much an earlier attempt left."""
+        try:
+            return self.partial.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+
+class Writer:
+    """Appends to a slot's partial file and keeps its hash. Blocks; call it in a thread."""
+
+    def __init__(self, slot: Slot, load: Load) -> None:
+        """Open the partial file and hash what is already there; one that is too long begins anew."""
+        self._slot = slot
+        self._digest = hashlib.sha256()
+        self._file = slot.partial.open("a+b")
+        if slot.partial_bytes() > slot.artifact.size_bytes:
+            self._file.truncate(0)
+        self._file.seek(0)
+        self.n_bytes = 0
+        try:
+            while data := self._file.read(READ_BYTES):
+                self._digest.update(data)
+                self.n_bytes += len(data)
+                load.at(CHECKING, self.n_bytes / slot.artifact.size_bytes)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, offset: int, data: bytes) -> None:
+        """Add the bytes of `offset`. Raises ProtocolError where others come next, StartError for a full disk."""
+        if offset != self.n_bytes or offset + len(data) > self._slot.artifact.size_bytes:
+            raise ProtocolError(f"bytes for offset {offset} came where {self.n_bytes} was next")
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise StartError(f"{self._slot.partial}: {error.strerror}; free space or give --cache") from error
+        self._digest.update(data)
+        self.n_bytes += len(data)
+
+    def finish(self) -> None:
+        """Give the file its final name. Raises ArtifactError, and forgets the bytes, when they are the wrong ones."""
+        slot = self._slot
+        if self._digest.hexdigest() != slot.artifact.sha256:
+            self.close()
+            slot.partial.unlink(missing_ok=True)
+            raise ArtifactError(f"{slot.artifact.file} came damaged: its sha256 is not the one in the order")
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self.close()
+            slot.partial.replace(slot.path)
+        except OSError as error:
+            raise StartError(f"{slot.partial}: {error.strerror}; free space or give --cache") from error
+        remember_sha256(slot.path, slot.path.stat(), slot.artifact.sha256)
+
+    def close(self) -> None:
+        """Close the file; what is in it stays for the next attempt."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise StartError(f"{self._slot.partial}: {error.strerror}; free space or give --cache") from error
+
+
+def has_content(path: Path, artifact: pb.ArtifactFile, load: Load) -> bool:
+    """Return whether a file has an artifact's size and sha256. One that is not there, or cannot be read, has not."""
+    try:
+        if path.stat().st_size != artifact.size_bytes:
+            return False
+        return sha256_of(path, lambda share: load.at(CHECKING, share)) == artifact.sha256
+    except OSError:
+        return False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cached:
+    """One artifact in the cache, whole or partly fetched."""
+
+    directory: Path
+    file: str
+    size_bytes: int
+    is_whole: bool
+    used_s: float  # when a stage last asked for it, seconds since 1970
+
+
+def cached(cache: Path) -> list[Cached]:
+    """Return what the cache holds, the one used longest ago first."""
+    found = []
+    for directory in cache.iterdir() if cache.is_dir() else ():
+        if not _SHA256.fullmatch(directory.name):
+            continue
+        for path in (*directory.glob("*.gguf"), *directory.glob("*.partial")):
+            description = directory / PIPELINE_FILE
+            used_s = (description if description.exists() else path).stat().st_mtime
+            name = path.name.removesuffix(".partial")
+            found.append(Cached(directory, name, path.stat().st_size, path.suffix == ".gguf", used_s))
+    return sorted(found, key=lambda entry: entry.used_s)
+
+
+def remove(entry: Cached) -> bool:
+    """Remove one artifact; False when a process is fetching it just now. A stage that serves it is not disturbed."""
+    slot = Slot(entry.directory.parent, pb.ArtifactFile(file=entry.file, sha256=entry.directory.name))
+    if not slot.try_lock():
+        return False
+    try:
+        shutil.rmtree(entry.directory)
+    finally:
+        slot.unlock()
+    return True
+
+
+def shared_path(artifact: pb.ArtifactFile, load: Load) -> Path | None:
+    """Return the coordinator's own copy if this machine sees the same file, with its pipeline.json, else None."""
+    if not artifact.path:
+        return None
+    path = Path(artifact.path)
+    if path.name != artifact.file or not (path.parent / PIPELINE_FILE).is_file():
+        return None
+    return path if has_content(path, artifact, load) else None

@@ -1,0 +1,154 @@
+"""The stage's side of one membership: introduce, be given the order, report, notice the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import os
+import platform
+import socket
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import HandshakeError, ProtocolError, RelaylineError, StageLostError
+from relayline.wire.links import rpc
+from relayline.wire.links.security import LinkSecurity
+from relayline.wire.links.trouble import explained
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+
+JOIN = "/relayline.v1.PipelineService/Join"
+FETCH = "/relayline.v1.PipelineService/Fetch"
+GOODBYE_TIMEOUT_S = 1.0  # for the coordinator to notice that this stage leaves, so that its log says so
+
+
+class Member:
+    """An open membership with its order. `lost` is set, once, with the reason for its end. Event loop only."""
+
+    def __init__(self, channel: grpc.aio.Channel, call: Any, order: pb.StageOrder, peer: str) -> None:
+        self.order, self.peer = order, peer
+        self.lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
+        self._channel, self._call = channel, call
+        self._writing = asyncio.Lock()
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def join(cls, address: str, security: LinkSecurity, hello: pb.StageHello) -> Member:
+        """Introduce this stage to the coordinator and take its order.
+
+        Raises the coordinator's typed refusal, StageLostError when it cannot be reached, UnauthenticatedError when
+        certificates or the token are not accepted, ProtocolError or
+        HandshakeError when something else answers; then nothing stays open.
+        """
+        peer = f"the coordinator at {address}"
+        channel = rpc.open_channel(address, security)
+        try:
+            async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
+                call, order = await _introduce(channel, hello, peer)
+        except TimeoutError as error:
+            await channel.close()
+            late = StageLostError(f"{peer} did not answer within {bounds.HANDSHAKE_TIMEOUT_S:.0f} s")
+            raise await explained(late, address, security) from error
+        except StageLostError as error:
+            await channel.close()
+            raise await explained(error, address, security) from error
+        except BaseException:
+            await channel.close()
+            raise
+        return cls(channel, call, order, peer)
+
+    async def report(self, **report: Any) -> None:
+        """Send one report (a field of StageReport by name). One that cannot be sent any more is dropped: see `lost`."""
+        async with self._writing:
+            if self.lost.done():
+                return
+            try:
+                await self._call.write(rpc.serialize(pb.StageReport(**report)))
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                pass  # the reader learns why
+
+    async def report_progress(self, phase: pb.ArtifactPhase, done_bytes: int, total_bytes: int) -> None:
+        """Say how far this stage is with its artifact."""
+        await self.report(progress=pb.ArtifactProgress(phase=phase, done_bytes=done_bytes, total_bytes=total_bytes))
+
+    async def fetch(self, offset: int) -> AsyncGenerator[pb.FetchChunk, None]:
+        """Yield the artifact's bytes from an offset on. Raises the typed error of the other side, or its loss."""
+        request = pb.FetchRequest(ticket=self.order.ticket, offset=offset)
+        stream = self._channel.unary_stream(FETCH, request_serializer=rpc.serialize, response_deserializer=None)
+        call = stream(request)
+        try:
+            while isinstance(data := await call.read(), bytes):
+                yield pb.FetchChunk.FromString(data)
+        except grpc.aio.AioRpcError as error:
+            raise rpc.typed(error, self.peer) from error
+        except DecodeError as error:
+            raise ProtocolError(f"{self.peer} sent a piece of the artifact that cannot be read") from error
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """End the membership; the coordinator gives the place up at once."""
+        if not self.lost.done():
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await self._call.done_writing()
+            await asyncio.wait({self._reader}, timeout=GOODBYE_TIMEOUT_S)
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        if not self.lost.done():
+            self.lost.set_result(StageLostError("the membership was closed"))
+        self._call.cancel()
+        await self._channel.close()
+
+    async def _read(self) -> None:
+        error: RelaylineError = StageLostError(f"{self.peer} ended the membership")
+        try:
+            if isinstance(await self._call.read(), bytes):
+                error = ProtocolError(f"{self.peer} sent a second order, which this version does not know")
+        except grpc.aio.AioRpcError as failure:
+            error = rpc.typed(failure, self.peer)
+        if not self.lost.done():
+            self.lost.set_result(error)
+
+
+async def _introduce(channel: grpc.aio.Channel, hello: pb.StageHello, peer: str) -> tuple[Any, pb.StageOrder]:
+    call = channel.stream_stream(JOIN, request_serializer=None, response_deserializer=None)()
+    try:
+        try:
+            await call.write(rpc.serialize(pb.StageReport(hello=hello)))
+        except asyncio.InvalidStateError:
+            pass  # the call has ended already; reading says why
+        data = await call.read()
+        if not isinstance(data, bytes):
+            raise StageLostError(f"{peer} ended the membership")
+        return call, pb.StageOrder.FromString(data)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise HandshakeError(f"{peer} lets no stages join; give the address of its --join-listen") from error
+        raise rpc.typed(error, peer) from error
+    except DecodeError as error:
+        raise ProtocolError(f"{peer} answered with something that is no order") from error
+
+
+def introduction(name: str, process_id: str) -> pb.StageHello:
+    """Return what this process says of itself and its host."""
+    try:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        memory_bytes = 0
+    return pb.StageHello(
+        protocol_version=bounds.PROTOCOL_VERSION,
+        software_version=importlib.metadata.version("relayline"),
+        name=name,
+        process_id=process_id,
+        host=pb.HostFacts(
+            hostname=socket.gethostname(),
+            system=f"{platform.system()} {platform.machine()}",
+            n_cores=len(os.sched_getaffinity(0)),
+            memory_bytes=memory_bytes,
+        ),
+    )

@@ -1,0 +1,263 @@
+"""A stage that joins: takes a place in the pipeline, gets its artifact, serves, and takes its place again after a loss.
+
+The engine outlives the membership: when the coordinator comes back with the same order, nothing is loaded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from relayline.stage.config import StageConfig
+from relayline.stage.engine.loading import WEIGHTS, Load, LoadStoppedError, Tell
+from relayline.stage.facts import StageFacts
+from relayline.stage.joining.artifact_fetch import obtain
+from relayline.stage.joining.client import Member, introduction
+from relayline.stage.joining.config import JoinConfig
+from relayline.stage.process import prepare_environment, serve
+from relayline.wire.common.errors import ArtifactError, PlaceTakenError, RelaylineError, StageLostError, StaleEpochError
+from relayline.wire.common.process import first_of, run
+from relayline.wire.links.security import check_listen
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+
+log = logging.getLogger("relayline.stage")
+
+REJOIN_FIRST_S, REJOIN_MAX_S = 0.2, 5.0
+# How long a place that another process holds is asked for: the coordinator notices the silent loss of a host within
+# two keepalive times, and after that the place is free.
+PLACE_TAKEN_MAX_S = 60.0
+
+OnReady = Callable[[str, StageFacts], None]
+Adapt = Callable[[StageConfig, pb.StageOrder], StageConfig]
+
+
+def run_joined(config: JoinConfig, on_ready: OnReady, adapt: Adapt = lambda config, order: config) -> None:
+    """Join, serve and rejoin until SIGINT or SIGTERM.
+
+    `on_ready(address, facts)` is called for every engine that begins to serve. `adapt` may change the configuration
+    that an order leads to, by what this process was told itself. Raises the coordinator's refusal, and what `run_stage`
+    raises.
+    """
+    prepare_environment()
+
+    async def main(stopping: asyncio.Event) -> None:
+        await JoinedStage(config, on_ready, adapt).run(stopping)
+
+    run(main)
+
+
+class JoinedStage:
+    """One joining stage inside a running event loop."""
+
+    def __init__(
+        self,
+        config: JoinConfig,
+        on_ready: OnReady,
+        adapt: Adapt = lambda config, order: config,
+    ) -> None:
+        self._config, self._on_ready, self._adapt = config, on_ready, adapt
+        self._hello = introduction(config.name, uuid.uuid4().hex)
+        self._member: Member | None = None
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Be a member until `stopping` is set. Raises as `run_joined`."""
+        if self._config.host and not self._config.security.insecure:
+            # Before anything is fetched; where plaintext is wanted, StageConfig warns of it once.
+            check_listen(self._config.host, self._config.security, "this stage")
+        stop = asyncio.ensure_future(stopping.wait())
+        try:
+            await self._rejoin(stop)
+            while self._member is not None:
+                await self._follow(self._member, stop)
+        except RelaylineError as error:
+            if self._member is not None:
+                await self._member.report(failure=pb.StageFailure(label=error.label, message=error.message))
+            raise
+        finally:
+            stop.cancel()
+            await self._leave()
+
+    async def _follow(self, member: Member, stop: asyncio.Future[Any]) -> None:
+        """Do what one order says, until there is another one or this stage stops."""
+        load = Load(_teller(member))
+
+        def give_up(_: asyncio.Future[Any]) -> None:
+            load.stop()
+
+        stop.add_done_callback(give_up)
+        try:
+            path = await self._obtain(member, load, stop)
+            host = await self._listen_host() if path is not None else ""
+            if path is None or not host:
+                await self._rejoin(stop)
+            else:
+                await member.report_progress(pb.ARTIFACT_PHASE_LOADING, 0, member.order.artifact.size_bytes)
+                await self._serve(member, path, host, load, stop)
+        except LoadStoppedError:
+            await self._rejoin(stop)
+        finally:
+            stop.remove_done_callback(give_up)
+
+    async def _listen_host(self) -> str:
+        """Return the address to listen on; empty when the coordinator's name cannot be resolved just now."""
+        try:
+            return await asyncio.to_thread(self._config.listen_host)
+        except StageLostError as error:
+            log.warning("membership ended: %s", error)
+            return ""
+
+    async def _serve(self, member: Member, path: Path, host: str, load: Load, stop: asyncio.Future[Any]) -> None:
+        order = member.order
+        config = self._adapt(self._stage_config(path, host, order.engine), order)
+        async with serve(config, load) as (address, facts, crashed):
+            artifact = facts.artifact
+            if (artifact.pipeline_id, artifact.stage_index) != (order.pipeline_id, order.stage_index):
+                raise ArtifactError(f"{path} is not the artifact that the coordinator's order describes")
+            self._on_ready(address, facts)
+            await self._stay(member, int(address.rpartition(":")[2]), facts.instance_id, stop, crashed)
+
+    async def _obtain(self, member: Member, load: Load, stop: asyncio.Future[Any]) -> Path | None:
+        """Return where the artifact is; None when told to stop, or when the coordinator went away meanwhile."""
+        getting = asyncio.create_task(obtain(member, self._config.cache, load, always_fetch=self._config.always_fetch))
+        try:
+            await first_of(getting, stop, member.lost)
+        finally:
+            if not getting.done():
+                load.stop()  # a thread that reads a file hears of nothing else
+            getting.cancel()  # does nothing to a task that is done
+            await asyncio.gather(getting, return_exceptions=True)
+        if stop.done():
+            return None
+        error = None if getting.cancelled() else getting.exception()
+        if isinstance(error, StaleEpochError) or (member.lost.done() and (getting.cancelled() or error is not None)):
+            # A ticket that means nothing any more is the end of the membership too, heard of on another way.
+            reason = member.lost.result() if member.lost.done() else error
+            log.warning("membership ended: %s", reason)
+            return None
+        return getting.result()
+
+    def _stage_config(self, path: Path, host: str, engine: pb.EngineSettings) -> StageConfig:
+        return StageConfig(
+            artifact=path,
+            host=host,
+            port=self._config.port,
+            ctx_tokens=engine.ctx_tokens,
+            n_lanes=engine.n_lanes,
+            n_threads=self._config.n_threads or engine.n_threads,
+            gpu_layers=engine.gpu_layers,
+            max_rows=engine.max_rows,
+            prefill_rows=engine.prefill_rows,
+            kv_type=engine.kv_type,
+            kv_layout=engine.kv_layout or "unified",
+            policy=engine.policy,
+            calibrate=engine.calibrate,
+            security=self._config.security,
+        )
+
+    async def _stay(
+        self,
+        member: Member,
+        port: int,
+        instance_id: str,
+        stop: asyncio.Future[Any],
+        crashed: asyncio.Future[None],
+    ) -> None:
+        """Serve one engine for as long as the orders stay the same, through any number of memberships."""
+        order = member.order
+        serving = pb.StageServing(host=self._config.told_host(), port=port, instance_id=instance_id)
+        while self._member is not None and same_work(self._member.order, order):
+            await self._member.report(serving=serving)
+            await first_of(stop, crashed, self._member.lost)
+            if crashed.done():
+                await crashed
+            if not stop.done():
+                log.warning("membership ended: %s", self._member.lost.result().message)
+            await self._rejoin(stop, crashed)
+        if crashed.done():
+            await crashed
+        if self._member is not None:
+            log.info("the coordinator's order has changed; loading anew")
+
+    # --- membership ---------------------------------------------------------------------------------------------------
+
+    async def _leave(self) -> None:
+        if self._member is not None:
+            await self._member.close()
+            self._member = None
+
+    async def _rejoin(self, *interrupts: asyncio.Future[Any]) -> None:
+        """End this membership and begin the next one; there is none if an interrupt is done first."""
+        await self._leave()
+        if not any(interrupt.done() for interrupt in interrupts):
+            self._member = await self._join(*interrupts)
+
+    async def _join(self, *interrupts: asyncio.Future[Any]) -> Member | None:
+        """Join, again and again while that may help; None as soon as one of the interrupts is done."""
+        delay_s, taken_since_s, last_problem = REJOIN_FIRST_S, float("inf"), ""
+        while True:
+            attempt = asyncio.create_task(Member.join(self._config.coordinator, self._config.security, self._hello))
+            try:
+                await first_of(attempt, *interrupts)
+            finally:
+                if not attempt.done():
+                    attempt.cancel()
+                    await asyncio.gather(attempt, return_exceptions=True)
+            if any(interrupt.done() for interrupt in interrupts):
+                if not attempt.cancelled() and attempt.exception() is None:
+                    await attempt.result().close()
+                return None
+            try:
+                member = attempt.result()
+            except RelaylineError as error:
+                now_s = time.monotonic()
+                is_taken = isinstance(error, PlaceTakenError)
+                taken_since_s = min(taken_since_s, now_s) if is_taken else float("inf")
+                if not error.retryable or now_s - taken_since_s > PLACE_TAKEN_MAX_S:
+                    raise
+                if error.message != last_problem:
+                    log.warning("cannot join yet: %s", error.message)
+                last_problem = error.message
+            else:
+                index, count = member.order.stage_index, member.order.stage_count
+                fields = {
+                    "name": self._config.name,
+                    "stage": f"{index} of {count}",
+                    "coordinator": self._config.coordinator,
+                }
+                log.info("joined", extra={"fields": fields})
+                return member
+            pause = asyncio.create_task(asyncio.sleep(delay_s * random.uniform(0.5, 1.0)))
+            await first_of(pause, *interrupts)
+            pause.cancel()
+            delay_s = min(2 * delay_s, REJOIN_MAX_S)
+
+
+def _teller(member: Member) -> Tell:
+    """Return what reports a load to the coordinator, from the thread that loads; a report waits for the one before."""
+    loop, total_bytes = asyncio.get_running_loop(), member.order.artifact.size_bytes
+    last: Future[None] | None = None
+
+    def tell(work: str, share: float) -> None:
+        nonlocal last
+        if work == WEIGHTS and (last is None or last.done()):
+            report = member.report_progress(pb.ARTIFACT_PHASE_LOADING, round(share * total_bytes), total_bytes)
+            last = asyncio.run_coroutine_threadsafe(report, loop)
+
+    return tell
+
+
+def same_work(one: pb.StageOrder, other: pb.StageOrder) -> bool:
+    """Return whether two orders lead to the same engine, so that a loaded one can go on."""
+    return (one.pipeline_id, one.stage_index, one.artifact.sha256, one.engine) == (
+        other.pipeline_id,
+        other.stage_index,
+        other.artifact.sha256,
+        other.engine,
+    )

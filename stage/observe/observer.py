@@ -1,0 +1,100 @@
+"""What a stage remembers and tells of its steps: summaries of sessions, the ring of batches, spans. Event loop only.
+
+At level off none of it is kept. Nothing here is on the way of an envelope: the ring and the spans of a step are made
+in a later turn of the loop than its sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from relayline.stage.config import StageConfig
+from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.observe.batch_spans import BatchSpans
+from relayline.stage.observe.ring import BatchRing, Entry
+from relayline.stage.observe.summaries import Summaries
+from relayline.stage.queue_types import QueuedFrame
+from relayline.stage.steps.step_types import StepResult
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.wire.telemetry import names
+from relayline.wire.telemetry.telemetry import Level, Telemetry
+
+if TYPE_CHECKING:
+    from opentelemetry.util.types import AttributeValue
+
+BATCHES_PER_TURN = 16  # of an answer: a millisecond or less of the loop that envelopes wait for
+
+
+class StageObserver:
+    """One per stage process."""
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        artifact: StageArtifact,
+        config: StageConfig,
+        instance_id: str,
+        lanes_used: Callable[[], int],
+    ) -> None:
+        self.telemetry, self.ring = telemetry, BatchRing()
+        self._stage_index, self._instance_id, self._lanes_used = artifact.stage_index, instance_id, lanes_used
+        self._summaries = Summaries(artifact.stage_index)
+        self.spans = BatchSpans(telemetry, artifact.stage_index, _constants(artifact, config))
+
+    def step_done(self, result: StepResult) -> list[tuple[QueuedFrame, pb.SessionSummary]]:
+        """Take note of a step; returns the summaries of the sessions that it closed."""
+        if self.telemetry.level is Level.OFF:
+            return []
+        if result.number:
+            # After the sends of this step, which are the next thing that the loop will come to.
+            asyncio.get_running_loop().call_soon(self._remember, result)
+        return self._summaries.step_done(result)
+
+    def _remember(self, result: StepResult) -> None:
+        self.ring.add(Entry.of(result))
+        self.spans.step_done(result, self._lanes_used())
+
+    def route_ended(self, route_id: int) -> None:
+        """Forget the sessions of a route."""
+        self._summaries.forget(route_id)
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    async def batches(self, request: pb.BatchesRequest, context: Any) -> pb.BatchesResponse:
+        """Answer with recent batches, put together while envelopes go on between them."""
+        began_ns = time.monotonic_ns()
+        response = pb.BatchesResponse(stage_index=self._stage_index, instance_id=self._instance_id)
+        for number, entry in enumerate(self.ring.recent(request.session_ids, request.limit), start=1):
+            response.batches.append(entry.message())
+            if number % BATCHES_PER_TURN == 0:
+                await asyncio.sleep(0)
+        # Whoever asks takes it for the middle between question and answer; thousands of batches take a while.
+        response.now_ns = (began_ns + time.monotonic_ns()) // 2
+        response.n_forgotten = self.ring.n_forgotten
+        return response
+
+    async def set_telemetry(self, request: pb.TelemetrySettings, context: Any) -> pb.TelemetrySettings:
+        """Change the level, or leave it when none is named; answers with what holds."""
+        level = Level.from_wire(request.level)
+        if level is not None:
+            self.telemetry.level = level
+            if level is Level.OFF:
+                self._summaries.forget()
+        return self.telemetry.level.settings()
+
+
+def _constants(artifact: StageArtifact, config: StageConfig) -> dict[str, AttributeValue]:
+    """Return what is the same for every batch of a stage: where it stands, and what its policy was told."""
+    return {
+        names.ATTR_STAGE_INDEX: artifact.stage_index,
+        names.ATTR_STAGE_COUNT: artifact.stage_count,
+        names.ATTR_LAYER_START: artifact.layer_start,
+        names.ATTR_LAYER_END: artifact.layer_end,
+        names.ATTR_PIPELINE_ID: artifact.pipeline_id[:12],
+        names.ATTR_POLICY: config.policy,
+        names.ATTR_POLICY_MAX_ROWS: config.max_rows,
+        names.ATTR_POLICY_PREFILL_ROWS: config.prefill_rows,
+    }

@@ -1,0 +1,93 @@
+"""Live counters of one stage: what batches formed, how long frames waited, how busy the engine was.
+
+Event loop only: steps are counted when their results have been handed over.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+
+from relayline.stage.steps.step_types import StepResult
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+RECENT_WAITS_MAX = 8_192  # frame waits kept for percentiles
+RECENT_STEPS_MAX = 1_024  # step intervals kept for the overlap figure
+# Upper ends of the wait histogram's buckets: from a fifth of a decode step on a fast stage to a long queue.
+WAIT_BUCKETS_NS = tuple(
+    round(seconds * 1e9)
+    for seconds in (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+)  # fmt: skip
+
+
+class StageStats:
+    """Counters since the process started."""
+
+    def __init__(self) -> None:
+        self.steps_by_rows: collections.Counter[int] = collections.Counter()
+        self.steps_by_sessions: collections.Counter[int] = collections.Counter()
+        self.close_reasons: collections.Counter[str] = collections.Counter()
+        self.faults_by_label: collections.Counter[str] = collections.Counter()
+        self.recent_wait_ns: collections.deque[int] = collections.deque(maxlen=RECENT_WAITS_MAX)
+        self.recent_steps_ns: collections.deque[tuple[int, int]] = collections.deque(maxlen=RECENT_STEPS_MAX)
+        self.waits_by_bucket = [0] * (len(WAIT_BUCKETS_NS) + 1)  # the last one has no upper end
+        self.wait_sum_ns = self.encode_ns = 0
+        self.predicted_ns = self.measured_ns = 0  # of the steps for which the cost curves said anything
+        self.n_decode_frames = self.decode_held_ns = 0  # held: waiting and in native steps
+        self.n_epochs = 0  # times that a coordinator connected this stage
+        self.n_steps = self.n_rows = self.n_frames = self.busy_ns = self.n_padded_rows = self.n_micro_batches = 0
+        self.envelopes_in = self.payload_bytes_in = 0
+        self.envelopes_out = self.payload_bytes_out = 0
+
+    def step_done(self, result: StepResult) -> None:
+        """Count one step. One of controls alone, or whose frames were all refused, is no native step."""
+        waits_ns = result.waits_ns
+        self.recent_wait_ns.extend(waits_ns)
+        for wait_ns in waits_ns:
+            self.waits_by_bucket[bisect.bisect_left(WAIT_BUCKETS_NS, wait_ns)] += 1
+        self.wait_sum_ns += sum(waits_ns)
+        if not result.number:
+            return
+        self.steps_by_rows[result.n_rows] += 1
+        self.steps_by_sessions[len(waits_ns)] += 1
+        self.close_reasons[result.close_reason] += 1
+        self.recent_steps_ns.append((result.started_ns, result.started_ns + result.decode_ns))
+        self.n_steps += 1
+        self.n_rows += result.n_rows
+        self.n_padded_rows += result.padded_rows
+        self.n_micro_batches += result.n_micro_batches
+        self.n_frames += len(waits_ns)
+        self.busy_ns += result.decode_ns
+        self.encode_ns += result.encode_ns
+        arrived_ns = [frame.arrived_ns for frame in result.members if not frame.is_prefill]
+        self.n_decode_frames += len(arrived_ns)
+        self.decode_held_ns += len(arrived_ns) * (result.step.taken_ns + result.decode_ns) - sum(arrived_ns)
+        if result.predicted_ns:
+            self.predicted_ns += result.predicted_ns
+            self.measured_ns += result.decode_ns
+
+    def message(self, *, with_recent: bool) -> pb.StatusResponse:
+        """Return the counters in wire form; the caller adds what it knows of lanes and queues."""
+        message = pb.StatusResponse(
+            steps_by_rows=dict(self.steps_by_rows),
+            steps_by_sessions=dict(self.steps_by_sessions),
+            n_steps=self.n_steps,
+            n_rows=self.n_rows,
+            n_frames=self.n_frames,
+            busy_ns=self.busy_ns,
+            envelopes_in=self.envelopes_in,
+            envelopes_out=self.envelopes_out,
+            payload_bytes_in=self.payload_bytes_in,
+            payload_bytes_out=self.payload_bytes_out,
+            faults_by_label=dict(self.faults_by_label),
+            close_reasons=dict(self.close_reasons),
+            n_padded_rows=self.n_padded_rows,
+            n_micro_batches=self.n_micro_batches,
+            n_decode_frames=self.n_decode_frames,
+            decode_held_ns=self.decode_held_ns,
+        )
+        if with_recent:
+            message.recent_wait_ns.extend(self.recent_wait_ns)
+            message.step_start_ns.extend(start_ns for start_ns, _ in self.recent_steps_ns)
+            message.step_end_ns.extend(end_ns for _, end_ns in self.recent_steps_ns)
+        return message

@@ -1,0 +1,104 @@
+"""What this stage did for each open session, told to the coordinator when the session ends. Pure.
+
+Bounded by lanes: only frames of open sessions decode, and a close or the end of the route takes the totals away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from relayline.stage.queue_types import QueuedFrame
+from relayline.stage.steps.step_types import StepResult
+from relayline.wire.envelopes import trace_context
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+BATCHES_PER_SESSION_MAX = 4_096  # recorded batch spans named in one summary, 24 bytes each; later ones are counted
+
+
+@dataclasses.dataclass(slots=True)
+class Totals:
+    """Sums over one session's frames; fields as in pb.SessionSummary."""
+
+    n_prefill_steps: int = 0
+    n_decode_steps: int = 0
+    prefill_wait_ns: int = 0
+    decode_wait_ns: int = 0
+    wait_max_ns: int = 0
+    batch_rows_sum: int = 0
+    batch_rows_max: int = 0
+    decode_ns: int = 0
+    batches: bytearray = dataclasses.field(default_factory=bytearray)
+    batch_steps: list[int] = dataclasses.field(default_factory=list)
+    n_batches_dropped: int = 0
+
+    def link(self, frame: QueuedFrame, result: StepResult) -> None:
+        """Note the span of a step, if this frame's request is traced."""
+        if not trace_context.is_sampled(frame.trace):
+            return
+        if len(self.batches) < BATCHES_PER_SESSION_MAX * trace_context.IDS_BYTES:
+            self.batches += result.context[: trace_context.IDS_BYTES]
+            self.batch_steps.append(result.number)
+        else:
+            self.n_batches_dropped += 1
+
+
+class Summaries:
+    """Totals of every session that has decoded here, by QueuedFrame.session_key."""
+
+    def __init__(self, stage_index: int) -> None:
+        self._stage_index = stage_index
+        self._totals: dict[tuple[int, int], Totals] = {}
+
+    def __len__(self) -> int:
+        return len(self._totals)
+
+    def step_done(self, result: StepResult) -> list[tuple[QueuedFrame, pb.SessionSummary]]:
+        """Count a step; returns its applied closes, each with the summary of the session it ended.
+
+        A step applies its controls first, so a session that it closes and opens again begins anew.
+        """
+        ended = [(close, self._end(close)) for close in result.closed]
+        taken_ns, decode_ns, n_rows = result.step.taken_ns, result.decode_ns, result.n_rows
+        has_span = result.context != trace_context.NONE
+        for frame in result.members:  # the only work per frame and step at level summary, hence no call in it
+            totals = self._totals.get(frame.session_key)
+            if totals is None:
+                totals = self._totals[frame.session_key] = Totals()
+            wait_ns = taken_ns - frame.arrived_ns
+            if frame.is_prefill:
+                totals.n_prefill_steps += 1
+                totals.prefill_wait_ns += wait_ns
+            else:
+                totals.n_decode_steps += 1
+                totals.decode_wait_ns += wait_ns
+                totals.batch_rows_sum += n_rows
+                if n_rows > totals.batch_rows_max:
+                    totals.batch_rows_max = n_rows
+            if wait_ns > totals.wait_max_ns:
+                totals.wait_max_ns = wait_ns
+            totals.decode_ns += decode_ns
+            if has_span:
+                totals.link(frame, result)
+        return ended
+
+    def forget(self, route_id: int | None = None) -> None:
+        """Drop the sessions of a route whose epoch ended, or all: nobody will close them."""
+        self._totals = {} if route_id is None else {k: v for k, v in self._totals.items() if k[0] != route_id}
+
+    def _end(self, close: QueuedFrame) -> pb.SessionSummary:
+        totals = self._totals.pop(close.session_key, None) or Totals()
+        return pb.SessionSummary(
+            session_id=close.session_id,
+            stage_index=self._stage_index,
+            n_prefill_steps=totals.n_prefill_steps,
+            n_decode_steps=totals.n_decode_steps,
+            prefill_wait_ns=totals.prefill_wait_ns,
+            decode_wait_ns=totals.decode_wait_ns,
+            wait_max_ns=totals.wait_max_ns,
+            batch_rows_sum=totals.batch_rows_sum,
+            batch_rows_max=totals.batch_rows_max,
+            decode_ns=totals.decode_ns,
+            batches=bytes(totals.batches),
+            batch_steps=totals.batch_steps,
+            n_batches_dropped=totals.n_batches_dropped,
+        )

@@ -1,0 +1,148 @@
+"""What a session may say next, by its grammar. Decode thread only.
+
+The grammar's text is llguidance's (Lark, or JSON around a JSON schema); the coordinator has made and checked it. Before
+each pick the tokens that do not fit it lose all their chance; afterwards the one picked is noted. At the grammar's end
+only the vocabulary's end tokens fit.
+
+What was said before a session was opened here comes with its open. A position at which something was picked before is
+picked again with what had been said until then: retried equals once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from relayline.wire.common.bounds import GRAMMAR_BYTES_MAX, GRAMMAR_ITEMS_MAX, GRAMMAR_TOKENS_MAX
+from relayline.wire.common.errors import InternalError, InvalidRequestError, ProtocolError
+
+# Beside its own limits of time and memory; and errors without a dump of its state.
+_LIMITS = LLParserLimits(max_items_in_row=GRAMMAR_ITEMS_MAX, verbose_errors=False)
+_NOTHING = np.float32(-np.inf)
+# Around every grammar. llguidance would spell out all text that leaves no choice, at each token, and tokenise it: half
+# a second and hundreds of megabytes for a kilobyte of grammar. And with vocabularies that put a blank before every text
+# nothing would fit.
+_START = '%llguidance {"no_forcing": true}\nstart: @grammar'
+
+
+def read_vocabulary(vocab: Any, n_vocab: int) -> LLTokenizer | None:
+    """Return a llama.cpp vocabulary (its `llama_vocab *`) as grammars need it: 0.5 s for 128,000 tokens.
+
+    It must not be used once the model is freed. None where the vocabulary has no text, or no token that ends one.
+    """
+    if llama_cpp.llama_vocab_type(vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
+        return None
+    ends = [token for token in range(n_vocab) if llama_cpp.llama_vocab_is_eog(vocab, token)]
+    return LLTokenizer(TokenizerWrapper(_Pieces(vocab, n_vocab, ends[0])), n_vocab, ends) if ends else None
+
+
+class _Pieces:
+    """What llguidance asks of a vocabulary."""
+
+    def __init__(self, vocab: Any, n_vocab: int, end: int) -> None:
+        self._vocab = vocab
+        self.eos_token_id, self.bos_token_id = end, None
+        self.tokens = [_piece(vocab, token) for token in range(n_vocab)]
+        no_text = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+        self.special_token_ids = [
+            token for token in range(n_vocab) if llama_cpp.llama_vocab_get_attr(vocab, token) & no_text
+        ]
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Return the tokens of a text."""
+        room = len(text) + 8
+        ids = (ctypes.c_int32 * room)()
+        return ids[: max(0, llama_cpp.llama_tokenize(self._vocab, text, len(text), ids, room, False, False))]
+
+
+def _piece(vocab: Any, token: int) -> bytes:
+    """Return the bytes of a token, of a special one its name."""
+    room = 64
+    while True:
+        buffer = ctypes.create_string_buffer(room)
+        size_bytes = int(llama_cpp.llama_token_to_piece(vocab, token, buffer, room, 0, True))
+        if size_bytes >= 0:
+            return buffer.raw[:size_bytes]
+        room = -size_bytes
+
+
+class Constraint:
+    """The grammar of one session and how far it has come in it."""
+
+    def __init__(self, vocabulary: LLTokenizer | None, grammar: str, said: Sequence[int]) -> None:
+        """`said` are all tokens that the session has been given already.
+
+        Raises ProtocolError for what no coordinator sends, InvalidRequestError for a grammar that cannot be used.
+        """
+        if len(grammar.encode()) > GRAMMAR_BYTES_MAX or len(said) > GRAMMAR_TOKENS_MAX:
+            raise ProtocolError(f"a grammar of {len(grammar)} characters after {len(said)} tokens is too long")
+        if vocabulary is None:
+            raise InvalidRequestError("this model's vocabulary has no text, or no end: it cannot follow a grammar")
+        if max(said, default=0) >= vocabulary.vocab_size:
+            raise ProtocolError(f"a token said before is none of the vocabulary's {vocabulary.vocab_size}")
+        self._vocabulary, self._grammar = vocabulary, _without_forcing(grammar)
+        self._said = list(said)
+        self._first: int | None = None  # position of the first token of these; the first pick tells
+        self._matcher = self._restarted()
+
+    def apply(self, position: int, logits: npt.NDArray[np.float32]) -> None:
+        """Take all chance from tokens that do not fit at `position`: their `logits` (f32 [n_vocab]) become -inf.
+
+        Raises InvalidRequestError where the grammar is too complex, InternalError for a position behind the next.
+        """
+        self._go_to(position)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        _check(self._matcher)
+        fits = np.unpackbits(bits, count=logits.size, bitorder="little").view(np.bool_)
+        np.copyto(logits, _NOTHING, where=~fits)
+
+    def said(self, token: int) -> None:
+        """Note what was picked from what `apply` has left."""
+        self._matcher.consume_token(token)
+        _check(self._matcher)
+        self._said.append(token)
+
+    def _go_to(self, position: int) -> None:
+        if self._first is None:
+            self._first = position - len(self._said)
+        n_said = position - self._first
+        if not 0 <= n_said <= len(self._said):
+            raise InternalError(
+                f"position {position} is sampled, but {len(self._said)} tokens were from {self._first} on"
+            )
+        if n_said < len(self._said):
+            del self._said[n_said:]
+            self._matcher = self._restarted()
+
+    def _restarted(self) -> LLMatcher:
+        """Return a matcher that has read what was said. (Its `rollback` goes one token too far behind an end token.)"""
+        matcher = LLMatcher(self._vocabulary, self._grammar, log_level=0, limits=_LIMITS)
+        matcher.consume_tokens(self._said)
+        _check(matcher)
+        return matcher
+
+
+def _without_forcing(grammar: str) -> str:
+    """Return the grammar inside one that spells nothing out. Raises InvalidRequestError for JSON that is none."""
+    parts = [{"lark_grammar": grammar}]
+    if grammar.lstrip().startswith("{"):
+        try:
+            first, *others = json.loads(grammar)["grammars"]
+            parts = [{**first}, *others]
+        except (ValueError, RecursionError, LookupError, TypeError) as error:
+            raise InvalidRequestError(f"the grammar cannot be followed: {type(error).__name__}") from error
+    parts[0]["name"] = "grammar"
+    return json.dumps({"grammars": [{"lark_grammar": _START}, *parts]}, ensure_ascii=False)
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        reason = matcher.get_error().strip().split("\n", 1)[0]
+        raise InvalidRequestError(f"the grammar cannot be followed: {reason}")

@@ -1,0 +1,72 @@
+"""What a session adds to its logits before it picks: biases, and penalties for what it has said already. Pure.
+
+Penalties as OpenAI defines them, over the tokens that were generated, not those of the prompt: a token's logit loses
+`presence_penalty` if it is among the latest PENALTY_TOKENS_MAX, and `frequency_penalty` for each time it is.
+
+What was said before a session was opened here comes with its open; what is picked here is noted. A position at which
+something was picked before is picked again with what had been said until then: retried equals once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from relayline.wire.common.bounds import LOGIT_BIAS_MAX, PENALTY_TOKENS_MAX
+from relayline.wire.common.errors import InternalError, ProtocolError
+
+
+def biases_of(tokens: Sequence[int], biases: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    """Return (token, bias) pairs as a coordinator sent them. Raises ProtocolError where they are no pairs."""
+    if len(tokens) != len(biases):
+        raise ProtocolError(f"{len(biases)} logit biases came for {len(tokens)} tokens")
+    return tuple(zip(tokens, biases, strict=True))
+
+
+class Penalties:
+    """Biases and penalties of one session."""
+
+    def __init__(
+        self, frequency: float, presence: float, biases: Sequence[tuple[int, float]], said: Sequence[int], n_vocab: int
+    ) -> None:
+        """Raise ProtocolError for tokens outside the vocabulary, or too many."""
+        tokens = [token for token, _ in biases]
+        if len(tokens) > LOGIT_BIAS_MAX or len(said) > PENALTY_TOKENS_MAX:
+            raise ProtocolError(f"{len(tokens)} logit biases and {len(said)} tokens said before are too many")
+        if max((*tokens, *said), default=0) >= n_vocab:
+            raise ProtocolError(f"a logit bias, or a token said before, is for none of the vocabulary's {n_vocab}")
+        self._frequency, self._presence = frequency, presence
+        self._bias_tokens = np.array(tokens, np.int64)
+        self._biases = np.array([bias for _, bias in biases], np.float32)
+        self._said = list(said)
+        self._position: int | None = None  # of the next token; the first pick tells
+
+    def apply(self, logits: npt.NDArray[np.float32], position: int, out: npt.NDArray[np.float32]) -> None:
+        """Write into `out` what the token at `position` is to be picked from (both f32 [n_vocab]).
+
+        Raises InternalError for a position behind the next: what was said before it is not known here.
+        """
+        self._go_to(position)
+        np.copyto(out, logits)
+        np.add.at(out, self._bias_tokens, self._biases)
+        if self._frequency or self._presence:
+            tokens, counts = np.unique(np.array(self._said[-PENALTY_TOKENS_MAX:], np.int64), return_counts=True)
+            out[tokens] -= (self._frequency * counts + self._presence).astype(np.float32)
+
+    def said(self, token: int) -> None:
+        """Note what was picked from what `apply` has written."""
+        self._said.append(token)
+        if len(self._said) > 2 * PENALTY_TOKENS_MAX:  # more than is looked at, for positions that come again
+            del self._said[:PENALTY_TOKENS_MAX]
+        if self._position is not None:
+            self._position += 1
+
+    def _go_to(self, position: int) -> None:
+        n_again = 0 if self._position is None else self._position - position
+        if n_again < 0:
+            raise InternalError(f"position {position} is sampled, but {-n_again} tokens before it were not")
+        if n_again:
+            del self._said[-n_again:]
+        self._position = position

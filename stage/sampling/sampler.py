@@ -1,0 +1,255 @@
+"""Picks one session's next token from its logits, with llama.cpp's filters.
+
+A draw depends on nothing but the logits, the session's options, the token's position and, with penalties or a grammar,
+what the session has said: its random number is a hash of (seed, position), and the filters keep no state. So a session
+that was rebuilt elsewhere goes on exactly where it was, and sessions cannot influence one another.
+
+Order: biases and penalties (`stage.sampling.penalties`), what the grammar allows (`stage.sampling.constraint`), top-k,
+top-p, min-p, temperature, draw. The filters are llama.cpp's sampler chain. Temperature and draw are numpy's here:
+llama.cpp's own draw keeps a generator per session, and over a whole vocabulary it takes four times as long. Greedy
+(temperature 0) and unfiltered sampling never enter llama.cpp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp as llama
+from llguidance import LLTokenizer
+
+from relayline.stage.sampling.constraint import Constraint
+from relayline.stage.sampling.penalties import Penalties
+from relayline.wire.common.bounds import BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX, PENALTY_TOKENS_MAX
+from relayline.wire.common.errors import NativeError, NumericError, ProtocolError
+
+_U64 = (1 << 64) - 1
+_BLOCK_TOKENS = 512  # of the draw's first, coarse search
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How to pick tokens of one session."""
+
+    temperature: float = 1.0  # 0 picks the largest logit and ignores the filters and the seed
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0  # 1.0 keeps all
+    min_p: float = 0.0  # 0.0 keeps all
+    seed: int = 0  # u64; the draw for a position depends on (seed, position) only
+    n_logprobs: int = -1  # -1: no logprobs; 0: the chosen token's; k: also the k largest (at most LOGPROBS_MAX)
+    frequency_penalty: float = 0.0  # taken off a token's logit for each time that it was said
+    presence_penalty: float = 0.0  # taken off once if it was
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    grammar: str = ""  # only what fits it is picked, see stage.sampling.constraint; empty: everything
+
+    def __post_init__(self) -> None:
+        """Raise ProtocolError for values that the coordinator should never have sent."""
+        for name, value, low, high in (
+            ("temperature", self.temperature, 0.0, math.inf),
+            ("top_k", self.top_k, 0, (1 << 31) - 1),
+            ("top_p", self.top_p, 0.0, 1.0),
+            ("min_p", self.min_p, 0.0, 1.0),
+            ("seed", self.seed, 0, _U64),
+            ("n_logprobs", self.n_logprobs, -1, LOGPROBS_MAX),
+            ("frequency_penalty", self.frequency_penalty, -PENALTY_MAX, PENALTY_MAX),
+            ("presence_penalty", self.presence_penalty, -PENALTY_MAX, PENALTY_MAX),
+            *(("logit_bias", bias, -BIAS_MAX, BIAS_MAX) for _, bias in self.logit_bias),
+        ):
+            if not low <= value <= high:
+                raise ProtocolError(f"sampling option {name} is {value}; it must be between {low} and {high}")
+
+
+class Sampled(NamedTuple):
+    """One picked token. Logprobs are natural logs of the softmax over the raw logits, before anything else."""
+
+    token: int
+    logprob: float | None  # None unless n_logprobs >= 0
+    top: list[tuple[int, float]]  # (token, logprob), largest first, ties by token id; empty unless n_logprobs > 0
+
+
+class _Scratch:
+    """Arrays over one vocabulary that every draw of a thread reuses."""
+
+    def __init__(self, n_vocab: int) -> None:
+        self._ids = np.arange(n_vocab, dtype=np.int32)
+        self._rows = np.zeros(n_vocab, _CANDIDATE)
+        self._data = ctypes.cast(self._rows.ctypes.data, llama.llama_token_data_p)
+        self._array = llama.llama_token_data_array()
+        self._reference = ctypes.byref(self._array)
+        self._weights = np.empty(n_vocab, np.float32)
+        self.changed = np.empty(n_vocab, np.float32)  # logits with biases and penalties, and what the grammar allows
+        self._starts = np.arange(0, n_vocab, _BLOCK_TOKENS)
+
+    def filter(self, chain: Any, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.void]:
+        """Pass all tokens through `chain`; return those that stay as `_CANDIDATE` rows, valid until the next call."""
+        rows, array = self._rows, self._array
+        rows["id"] = self._ids  # filters reorder them
+        rows["logit"] = logits
+        array.data, array.size, array.selected, array.sorted = self._data, rows.size, -1, False
+        llama.llama_sampler_apply(chain, self._reference)
+        if not 0 < array.size <= rows.size or ctypes.addressof(array.data.contents) != rows.ctypes.data:
+            raise NativeError(f"the sampling filters left {array.size} of {rows.size} tokens")
+        return rows[: array.size]
+
+    def draw(self, logits: npt.NDArray[np.float32], largest: float, temperature: float, uniform: float) -> int:
+        """Return the index whose share of softmax(logits / temperature) covers `uniform` (in [0, 1))."""
+        weights = self._weights[: logits.size]
+        np.subtract(logits, np.float32(largest), out=weights)
+        np.divide(weights, np.float32(temperature), out=weights)
+        np.exp(weights, out=weights)
+        # A running sum over the whole vocabulary costs more than the exponentials; so find the block, then the token.
+        blocks = np.add.reduceat(weights, self._starts[: -(-logits.size // _BLOCK_TOKENS)], dtype=np.float64).cumsum()
+        target = uniform * blocks[-1]
+        block = int(blocks.searchsorted(target, side="right"))  # "right" passes over what has no weight
+        start = block * _BLOCK_TOKENS
+        within = weights[start : start + _BLOCK_TOKENS].cumsum(dtype=np.float64)
+        index = int(within.searchsorted(target - (blocks[block - 1] if block else 0.0), side="right"))
+        if index == within.size:  # the two sums of this block differ in their last bit
+            index = int(within.argmax())
+        return start + index
+
+
+_local = threading.local()
+
+
+def _scratch(n_vocab: int) -> _Scratch:
+    """Return this thread's scratch: 24 bytes a token, so one for all sessions of an engine and not one for each."""
+    found: dict[int, _Scratch] = _local.__dict__.setdefault("by_n_vocab", {})
+    if n_vocab not in found:
+        found.clear()  # an engine has one vocabulary; only tests meet a second
+        found[n_vocab] = _Scratch(n_vocab)
+    return found[n_vocab]
+
+
+class SessionSampler:
+    """The sampler of one session. Not thread-safe; holds native memory until `close`."""
+
+    def __init__(
+        self, options: SamplingOptions, n_vocab: int, said: Sequence[int] = (), vocabulary: LLTokenizer | None = None
+    ) -> None:
+        """`said` are the tokens that the session has been given already, of which without a grammar the latest do.
+
+        Raises ProtocolError, or InvalidRequestError for a grammar that cannot be used with this vocabulary.
+        """
+        self.options = options
+        self._constraint: Constraint | None = None
+        if options.grammar:
+            self._constraint = Constraint(vocabulary, options.grammar, said)
+            said = said[-PENALTY_TOKENS_MAX:]
+        self._penalties: Penalties | None = None
+        if options.frequency_penalty or options.presence_penalty or options.logit_bias:
+            self._penalties = Penalties(
+                options.frequency_penalty, options.presence_penalty, options.logit_bias, said, n_vocab
+            )
+        self._n_vocab = n_vocab
+        self.last: tuple[int, int] | None = None  # position of the token picked last, and that token
+        self._filters: Any = _build_filters(options)
+        self._is_open = True
+
+    def sample(self, logits: npt.NDArray[np.float32], position: int) -> Sampled:
+        """Pick the token for absolute `position` from `logits` (f32 [n_vocab], left unchanged).
+
+        Raises NumericError if the largest logit is not a finite number, InvalidRequestError where its grammar cannot be
+        followed any further.
+        """
+        best = int(logits.argmax())  # the first NaN, if there is one
+        largest = float(logits[best])
+        if not math.isfinite(largest):
+            raise NumericError(f"the logits for position {position} are not finite")
+        token = self._pick(logits, best, position)
+        self.last = (position, token)
+        if self.options.n_logprobs < 0:
+            return Sampled(token, None, [])
+        return _with_logprobs(token, logits, largest, self.options.n_logprobs)
+
+    def _pick(self, logits: npt.NDArray[np.float32], best: int, position: int) -> int:
+        penalties, constraint = self._penalties, self._constraint
+        if penalties is not None or constraint is not None:
+            changed = _scratch(self._n_vocab).changed
+            if penalties is not None:
+                penalties.apply(logits, position, changed)
+            else:
+                np.copyto(changed, logits)
+            if constraint is not None:
+                constraint.apply(position, changed)
+            logits, best = changed, int(changed.argmax())
+            if not math.isfinite(logits[best]):
+                raise NumericError(f"no token that may be said at position {position} has any chance")
+        token = best if self.options.temperature == 0 else self._draw(logits, float(logits[best]), position)
+        if penalties is not None:
+            penalties.said(token)
+        if constraint is not None:
+            constraint.said(token)
+        return token
+
+    def _draw(self, logits: npt.NDArray[np.float32], largest: float, position: int) -> int:
+        if not self._is_open:
+            raise NativeError("the session's sampler is closed")
+        scratch, uniform = _scratch(self._n_vocab), uniform_for(self.options.seed, position)
+        if self._filters is None:
+            return scratch.draw(logits, largest, self.options.temperature, uniform)
+        kept = scratch.filter(self._filters, logits)
+        return int(kept["id"][scratch.draw(kept["logit"], largest, self.options.temperature, uniform)])
+
+    def close(self) -> None:
+        """Free native memory. May be called twice."""
+        self._is_open = False
+        if self._filters is not None:
+            llama.llama_sampler_free(self._filters)
+            self._filters = None
+
+
+def _build_filters(options: SamplingOptions) -> Any:
+    """Return a llama_sampler chain of the filters that do something, or None if none does."""
+    filters: list[Any] = []
+    if options.temperature == 0:
+        return None
+    if options.top_k > 0:
+        filters.append(llama.llama_sampler_init_top_k(options.top_k))
+    if options.top_p < 1.0:
+        filters.append(llama.llama_sampler_init_top_p(options.top_p, 1))
+    if options.min_p > 0.0:
+        filters.append(llama.llama_sampler_init_min_p(options.min_p, 1))
+    if not filters:
+        return None
+    params = llama.llama_sampler_chain_default_params()
+    params.no_perf = True
+    chain = llama.llama_sampler_chain_init(params)
+    for each in filters:
+        llama.llama_sampler_chain_add(chain, each)  # the chain owns it from here on
+    return chain
+
+
+def uniform_for(seed: int, position: int) -> float:
+    """Return the uniform number in [0, 1) for the draw at a position: two rounds of splitmix64's finaliser.
+
+    52 bits, not 53: the largest value times any total then stays below that total after rounding.
+    """
+    mixed = seed & _U64
+    for word in (0x9E3779B97F4A7C15, position & _U64):
+        mixed = (mixed + word) & _U64
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _U64
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _U64
+        mixed ^= mixed >> 31
+    return (mixed >> 12) * 2.0**-52
+
+
+def _with_logprobs(token: int, logits: npt.NDArray[np.float32], largest: float, n_top: int) -> Sampled:
+    shifted = logits - np.float32(largest)
+    log_total = math.log(float(np.exp(shifted).sum(dtype=np.float64)))
+    top: list[tuple[int, float]] = []
+    if n_top > 0:
+        n_top = min(n_top, logits.size)
+        # Everything at or above the n-th largest value, so that ties are cut by token id and not by chance.
+        threshold = np.partition(logits, logits.size - n_top)[logits.size - n_top]
+        leaders = np.flatnonzero(logits >= threshold)
+        order = leaders[np.argsort(-logits[leaders], kind="stable")][:n_top]
+        top = [(int(leader), float(shifted[leader]) - log_total) for leader in order]
+    return Sampled(token, float(shifted[token]) - log_total, top)

@@ -1,0 +1,353 @@
+"""Measures a slice's cost curves at start: how long a native step takes by rows. Cached, since it takes seconds.
+
+Decode rows stand in lanes of their own and all want the stage's output; prefill rows stand in one lane and want none
+of the head. Both have short contexts. What a longer one costs is measured beside a lane whose few cells were copied
+many times, since computing a thousand tokens would take minutes on a slow machine; for rows one by one, and for a tile
+of attention where two such steps fit the time.
+
+Programs that have the cores meanwhile would bend the curve: where single rows seem to cost twice what they do, no batch
+seems worth its wait, and what is never run is never corrected. So a step that did not get its cores counts with the
+processor time it had. How fast the machine is with all that runs on it, real steps tell soon enough.
+
+What slows a core down from outside, as another user of a virtual machine's host does, no process can count. A curve of
+such a moment has the wrong shape for good where plans leave out what seems dear, and it would be remembered. So a stage
+that finds a remembered curve first runs a few steps, and measures anew where they are clearly quicker than it says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import llama_cpp
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from relayline.stage.engine import ggml
+from relayline.stage.engine.loading import MEASURING, Load
+from relayline.stage.engine.native import NativeEngine
+from relayline.stage.speed.curves import Curves
+from relayline.stage.speed.machine_key import machine_facts
+from relayline.wire.common.curve import ATTENTION_TILE_ROWS as TILE
+from relayline.wire.common.curve import LADDER
+
+BUDGET_S = 8.0  # of one calibration; a ladder stops where its part is spent, and the last slope goes on
+DECODE_UNTIL, PREFILL_UNTIL, CONTEXT_UNTIL = 0.35, 0.45, 0.5  # of the budget
+TILE_PART = 0.6  # of it may go into steps of a tile of attention, after the others; else there are none
+PASSES = 3
+# Few rows tell what the head costs as many decode rows beside a prompt (wire.common.curve.mixed_cost_ns), where a line
+# through tiles of four is wrong by what a leftover costs. In the order of what they are worth: time may run out. (One
+# before three: below its first point a curve goes on with the slope of the first two, which from three to four may
+# fall.)
+PREFILL_LADDER = (4, 8, 16, 32, 1, 3, 2, 64, 128, 5, 6, 7, 12, 256)
+CONTEXT_TOKENS = 1_024  # of the lane beside which the price of context is measured; a lane's own cells: with its rows
+CONTEXT_COMPUTED_TOKENS = 16  # of them; the others are copies
+CONTEXT_ROWS = 2
+# Of what context costs rows one by one, what it costs a row of a tile at least. (A quarter was seen.) Noise may hide it
+# all, but 0.0 says that nobody knows, and with a price near it context would never seem to be enough of a step's cost
+# for real steps to refine it.
+TILED_PART_MIN = 0.125
+UNDISTURBED = 0.85  # part of its processor time below which a step did not have its cores for itself
+DISTURBED_MIN_NS = 2_000_000  # of a step; shorter ones are over before anything disturbs them
+# Linux counts the processor time of threads that run meanwhile on other cores when the timer ticks there, at 100 Hz at
+# the slowest. Of two threads' steps of 5 ms it said 0.74 to 1.29 of what they had; taken at its word, the fastest of a
+# few such steps came out at three quarters of any step that ever was.
+CPU_TICK_NS = 10_000_000
+# Where no long lane can be made of lanes with cells of their own, steps correct this guess: of rows of 60 million
+# weights a layer (llama-1b), scores and values of a token are some 4,000 multiplications a layer, in kernels half as
+# quick.
+CONTEXT_PART = 1 / 6_000  # of a row is what a token of its context costs
+FURTHER_PART = 1 / 3  # and of that, what it costs every further row of a frame (seen: a fifth to a half)
+CACHE_VERSION = 9
+CHECK_ROWS, CHECK_S = (1, 4, 8), 0.5  # a remembered curve is held against; the first step may also read the weights
+CHECK_MIN_NS = 2_000_000  # of a remembered step: what noise makes of shorter ones says nothing
+BAD_MOMENT = 1.25  # times as long as now most of these steps took: then it was measured in one
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    decode: list[tuple[int, int]]
+    prefill: list[tuple[int, int]]
+    context_ns: float
+    context_tiled_ns: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Context:
+    """What was measured beside a long lane, in nanoseconds."""
+
+    row_ns: float = 0.0
+    """What each of few rows costs for every token before it, or the first row of a frame; 0.0 not measured."""
+    tiled_ns: float = 0.0
+    """And each row of a tile of attention, or each further row of a frame."""
+    tile_step_ns: int = 0
+    """A step of such a tile without context."""
+
+
+@dataclasses.dataclass(slots=True)
+class StepTimes:
+    """Tells what steps would have taken, had they had their cores for themselves."""
+
+    n_threads: int
+    """Threads that compute a step; 0 where other devices do, whose time nobody here counts."""
+    cores_share: float = 0.0
+    """Largest part of `n_threads` cores that a step had. A single thread has all of one, or is disturbed."""
+    before_each: Callable[[], None] = lambda: None
+    """Called before each step. What it raises ends the measurement."""
+
+    @property
+    def are_doubtful(self) -> bool:
+        """Whether several threads never had their cores together: then nobody knows what that would have given."""
+        return self.n_threads > 1 and 0 < self.cores_share < UNDISTURBED
+
+    def undisturbed_ns(self, wall_ns: int, cpu_ns: int) -> int:
+        """Return the step's time from what the clock and the process's processor time say, in nanoseconds."""
+        if not self.n_threads or wall_ns < self._told_from_ns():
+            return wall_ns
+        share = min(1.0, cpu_ns / (wall_ns * self.n_threads))
+        self.cores_share = 1.0 if self.n_threads == 1 else max(self.cores_share, share)
+        return wall_ns if share >= UNDISTURBED * self.cores_share else round(wall_ns * share / self.cores_share)
+
+    def _told_from_ns(self) -> int:
+        """Return from which time on a step's processor time says whether it was disturbed."""
+        return DISTURBED_MIN_NS if self.n_threads == 1 else round(CPU_TICK_NS / (1 - UNDISTURBED))
+
+
+def step_times(engine: NativeEngine) -> StepTimes:
+    """Return what tells how long this engine's steps take."""
+    return StepTimes(0 if _is_offloaded(engine) else engine.config.n_threads)
+
+
+def _is_offloaded(engine: NativeEngine) -> bool:
+    return bool(engine.config.gpu_layers) and bool(llama_cpp.llama_supports_gpu_offload())
+
+
+def calibrate(engine: NativeEngine, budget_s: float = BUDGET_S, times: StepTimes | None = None) -> Curves:
+    """Measure curves and context. The engine must be idle; its lanes are empty again afterwards."""
+    now_s, times = time.monotonic(), times or step_times(engine)
+    decode = _measure(engine, times, LADDER, now_s + DECODE_UNTIL * budget_s, in_one_lane=False)
+    # Without a head prefill rows cost what decode rows do; only the upper end is missing.
+    top = 0 if engine.is_last else max(decode, default=(0, 0))[0]
+    ladder = [rows for rows in PREFILL_LADDER if rows > top]
+    prefill = _measure(engine, times, ladder, now_s + PREFILL_UNTIL * budget_s, in_one_lane=True)
+    curves = Curves.of_stage(has_head=engine.is_last, decode=decode, prefill=prefill)
+    context = _measure_context(engine, times, curves, now_s + CONTEXT_UNTIL * budget_s, TILE_PART * budget_s)
+    if context.tile_step_ns and TILE not in dict(curves.prefill.points()):
+        prefill.append((TILE, context.tile_step_ns))  # no ladder had the time to come so far
+    return Curves.of_stage(
+        has_head=engine.is_last,
+        decode=decode,
+        prefill=prefill,
+        context_ns=context.row_ns,
+        context_tiled_ns=context.tiled_ns,
+        is_per_lane=engine.config.kv_layout == "per-lane",
+    )
+
+
+def _measure_context(
+    engine: NativeEngine, times: StepTimes, curves: Curves, deadline_s: float, tile_s: float
+) -> _Context:
+    """Return what context costs, beside one long lane for both prices.
+
+    Where no such lane can be made: 0.0 in one cache, a guess in lanes with cells of their own.
+    """
+    n_computed, config = CONTEXT_COMPUTED_TOKENS, engine.config
+    long_lane, free_lane = 0, config.n_sequences - 1
+    is_per_lane, n_rows = config.kv_layout == "per-lane", CONTEXT_ROWS
+    most = min(CONTEXT_TOKENS, config.n_lanes * config.ctx_tokens // 2)
+    if is_per_lane:  # the first row of a frame reads a lane for all of them, so it is measured alone
+        n_rows, most = 1, min(CONTEXT_TOKENS - TILE, config.ctx_tokens // 2)
+    n_times = most // n_computed
+    rows_max = min(engine.max_rows, config.ctx_tokens - n_computed)  # of a step that the long lane takes
+    unknown = _guess(engine, CONTEXT_PART * curves.prefill.cost_ns(1)) if is_per_lane else _Context()
+    if config.n_sequences < 2 or n_times < 2 or rows_max < n_rows or engine.max_rows < n_computed:
+        return unknown
+    n_tokens, found = n_computed * n_times, unknown
+    _run_lane(engine, times, long_lane, 0, n_computed)
+    if engine.multiply(long_lane, free_lane, n_times):
+        short_ns, long_ns = _beside_context(engine, times, n_rows, deadline_s)
+        row_ns = max(0, long_ns - short_ns) / (n_rows * n_tokens)
+        if row_ns:  # else noise has hidden it
+            found = _guess(engine, row_ns) if is_per_lane else _Context(row_ns)
+        tile_ns = 2 * curves.prefill.cost_ns(TILE) + found.row_ns * TILE * n_tokens  # no tile would be dearer than that
+        fits = tile_ns <= tile_s * 1e9
+        if fits and found.row_ns and _has_two_prices(engine) and min(rows_max, n_tokens) >= TILE:
+            short_ns, long_ns = _beside_context(engine, times, TILE, time.monotonic() + tile_s, tile_ns)
+            tiled_ns = (long_ns - short_ns) / (TILE * n_tokens)
+            if is_per_lane:
+                tiled_ns = min(found.row_ns, (TILE * tiled_ns - found.row_ns) / (TILE - 1))
+            found = _Context(found.row_ns, max(TILED_PART_MIN * found.row_ns, tiled_ns), short_ns)
+    engine.clear(long_lane)
+    engine.clear(free_lane)
+    return found
+
+
+def _guess(engine: NativeEngine, row_ns: float) -> _Context:
+    """Return what context costs in lanes with cells of their own, while only a first row's price is known."""
+    return _Context(row_ns, FURTHER_PART * row_ns if engine.has_scores else 0.0)
+
+
+def _beside_context(
+    engine: NativeEngine, times: StepTimes, n_rows: int, deadline_s: float, pass_ns: float = 0.0
+) -> tuple[int, int]:
+    """Return the fastest steps of so many rows of an empty lane and of the long one, whose passes take pass_ns."""
+    long_lane, free_lane = 0, engine.config.n_sequences - 1
+    found: list[tuple[int, int]] = []
+    while not found or (len(found) < PASSES and time.monotonic() + pass_ns / 1e9 <= deadline_s):
+        short_ns = _run_lane(engine, times, free_lane, 0, n_rows)
+        engine.clear(free_lane)
+        found.append((short_ns, _run_lane(engine, times, long_lane, CONTEXT_COMPUTED_TOKENS, n_rows)))
+        engine.drop_from(long_lane, CONTEXT_COMPUTED_TOKENS)
+    return min(short for short, _ in found), min(long for _, long in found)
+
+
+def _has_two_prices(engine: NativeEngine) -> bool:
+    """Whether context costs many rows another price than few, which a step of a tile's rows tells.
+
+    In one cache: whether attention runs on the processor and goes by tiles. In a lane's own: whether all scores are
+    computed at once. Flash attention may be tiled there too, but from 64 rows on alone.
+    """
+    if engine.config.kv_layout == "per-lane":
+        return engine.has_scores
+    return not _is_offloaded(engine) and engine.goes_by_tiles
+
+
+def _measure(
+    engine: NativeEngine,
+    times: StepTimes,
+    ladder: Sequence[int],
+    deadline_s: float,
+    *,
+    in_one_lane: bool,
+    passes: int = PASSES,
+) -> list[tuple[int, int]]:
+    """Walk the ladder again and again until the time is spent; the fastest run of each row count stands.
+
+    Whole passes rather than repeats of one rung: interference then falls on all alike, and the ladder is climbed even
+    on a slow machine, where time runs out within the first pass and the last slope goes on. A rung that does not fit
+    is left out.
+    """
+    fastest_ns: dict[int, int] = {}
+    for _ in range(passes):
+        for n_rows in ladder:
+            if not _fits(engine, n_rows, in_one_lane):
+                continue
+            if fastest_ns and time.monotonic() > deadline_s:
+                break
+            duration_ns = _time_step(engine, times, n_rows, in_one_lane=in_one_lane)
+            fastest_ns[n_rows] = min(duration_ns, fastest_ns.get(n_rows, duration_ns))
+    return sorted(fastest_ns.items())
+
+
+def _fits(engine: NativeEngine, n_rows: int, in_one_lane: bool) -> bool:
+    if n_rows > engine.max_rows or (engine.is_last and not in_one_lane and n_rows > engine.max_wanted):
+        return False
+    if engine.config.kv_layout == "per-lane" and not in_one_lane and n_rows > engine.config.n_lanes:
+        return False  # several rows of a lane would not be computed as those of several lanes are
+    lane_rows = n_rows if in_one_lane else -(-n_rows // engine.config.n_lanes)
+    return lane_rows <= engine.config.ctx_tokens
+
+
+def _time_step(engine: NativeEngine, times: StepTimes, n_rows: int, *, in_one_lane: bool) -> int:
+    n_lanes = 1 if in_one_lane else engine.config.n_lanes
+    rows = np.arange(n_rows)
+    duration_ns = _run(engine, times, rows % n_lanes, rows // n_lanes, wants_all=not in_one_lane)
+    for lane in range(min(n_rows, n_lanes)):
+        engine.clear(lane)
+    return duration_ns
+
+
+def _run_lane(engine: NativeEngine, times: StepTimes, lane: int, position: int, n_rows: int) -> int:
+    positions = np.arange(position, position + n_rows)
+    return _run(engine, times, np.full(n_rows, lane), positions, wants_all=False)
+
+
+def _run(
+    engine: NativeEngine,
+    times: StepTimes,
+    lanes: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    *,
+    wants_all: bool,
+) -> int:
+    """Run one step; returns its nanoseconds. Of rows that do not all want the head, the last one does."""
+    times.before_each()
+    n_rows = len(lanes)
+    engine.seq_ids[:n_rows] = lanes
+    engine.positions[:n_rows] = positions
+    engine.wants[:n_rows] = wants_all
+    engine.wants[n_rows - 1] = 1
+    engine.input_rows[:n_rows] = 0.01
+    started_ns, started_cpu_ns = time.monotonic_ns(), time.process_time_ns()
+    engine.decode(n_rows)
+    return times.undisturbed_ns(time.monotonic_ns() - started_ns, time.process_time_ns() - started_cpu_ns)
+
+
+def cached_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Load | None = None) -> Curves:
+    """Return the curves from the cache if steps are not clearly quicker now, or measure and remember them.
+
+    Raises LoadStoppedError.
+
+    The key covers what changes them: artifact, threads, devices where layers are put on one, KV type, lanes, context,
+    machine and llama.cpp's build.
+    """
+    try:
+        stored = msgspec.json.decode(_path(engine, cache_dir).read_bytes(), type=_Stored)
+    except (OSError, msgspec.MsgspecError):
+        return fresh_curves(engine, cache_dir, load)  # not measured yet, or a file nobody can use
+    is_per_lane = engine.config.kv_layout == "per-lane"
+    curves = Curves.of_stage(has_head=engine.is_last, is_per_lane=is_per_lane, **msgspec.structs.asdict(stored))
+    return fresh_curves(engine, cache_dir, load) if _is_outrun(engine, curves, load) else curves
+
+
+def _is_outrun(engine: NativeEngine, curves: Curves, load: Load | None) -> bool:
+    """Run a few steps; return whether they are clearly quicker than a curve says that was measured some time ago."""
+    times = step_times(engine)
+    if load is not None:
+        times.before_each = lambda: load.at(MEASURING, 0.0)
+    ladder = [rows for rows in CHECK_ROWS if curves.decode.cost_ns(rows) >= CHECK_MIN_NS]
+    found = _measure(engine, times, ladder, time.monotonic() + CHECK_S, in_one_lane=False, passes=1)
+    return bool(found) and statistics.median(curves.decode.cost_ns(rows) / ns for rows, ns in found) > BAD_MOMENT
+
+
+def fresh_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Load | None = None) -> Curves:
+    """Measure, remember what is no doubtful measurement, return. Raises LoadStoppedError."""
+    times, began_s = step_times(engine), time.monotonic()
+    if load is not None:
+        times.before_each = lambda: load.at(MEASURING, min(1.0, (time.monotonic() - began_s) / BUDGET_S))
+    curves = calibrate(engine, times=times)
+    if times.are_doubtful:
+        return curves  # real steps correct them while this process lives; the next one measures again
+    path = _path(engine, cache_dir)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}")
+        prices = (curves.context_ns, curves.context_tiled_ns)
+        stored = _Stored(curves.decode.points(), curves.prefill.points(), *prices)
+        scratch.write_bytes(msgspec.json.encode(stored))
+        scratch.replace(path)
+    except OSError:
+        pass  # measured again at the next start
+    return curves
+
+
+def _path(engine: NativeEngine, cache_dir: Path | None) -> Path:
+    return (cache_dir or _cache_dir()) / "curves" / f"{_key(engine)}.json"
+
+
+def _cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relayline"
+
+
+def _key(engine: NativeEngine) -> str:
+    config, artifact = engine.config, engine.artifact
+    # Lanes, context and rows as far as the ladders go: a curve that ended early must not stand for a roomier stage.
+    parts = (CACHE_VERSION, artifact.pipeline_id, artifact.stage_index, config.n_threads, config.gpu_layers,
+             config.kv_type, config.kv_layout, min(config.n_lanes, LADDER[-1]), min(config.ctx_tokens, CONTEXT_TOKENS),
+             config.max_rows, machine_facts(), ggml.devices() if config.gpu_layers else ())  # fmt: skip
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

@@ -1,0 +1,220 @@
+"""What a stage knows of its own speed: what a step costs by its decode rows, its prompt rows and their context. Pure.
+
+A step takes
+
+    all rows through the layers + the head for rows of running streams + attention to what stands before their frames
+
+With flash attention a row reads its own lane's keys and values and nobody else's, which takes context_ns for each of
+these tokens. On CPUs steps of at least ATTENTION_TILE_ROWS rows are another matter where the build or the model lets
+llama.cpp go by tiles (stage.engine.kv_cache.goes_by_tiles): a tile's lanes are read once for all of its rows, and every
+row pays for all of them, also those that are missing where the tile is not full
+(ggml_compute_forward_flash_attn_ext_tiled in ggml-cpu/ops.cpp). So a token of context costs a row of a long prompt a
+quarter, and rows of many lanes in one tile many times what they would cost one by one. What rows of one frame read of
+each other is part of the prefill curve.
+
+Where lanes have KV cells of their own a frame reads its lane once, and each of its rows multiplies with that. There too
+context_ns is what the only row of a frame pays, context_tiled_ns what every further one does. Rows that are computed
+together all go through as many cells as the longest of their lanes has (llama_kv_cache::get_n_kv): those of decode
+frames, which travel with their neighbours, where each prompt is computed apart. All that is so without flash attention;
+with it context_tiled_ns is 0.0, and a row pays for its own lane alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from relayline.stage.queue_types import QueuedFrame
+from relayline.wire.common.curve import (
+    ATTENTION_TILE_ROWS,
+    OUTLIER,
+    SMOOTHING_SHARED,
+    CostCurve,
+    mixed_cost_ns,
+    price_per_lane,
+)
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+CONTEXT_DOUBT = 4  # so many times less certain than the curves, which many more steps have refined, is its price
+CONTEXT_SMOOTHING = 0.1  # weight of a new observation for the price of context
+CONTEXT_CHANGE_MAX = 0.05  # of the price, by one observation
+CONTEXT_PART_MIN = 0.1  # of what the rows cost: steps of less context say nothing of its price
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepShape:
+    """What the cost of a step depends on."""
+
+    decode_rows: int
+    prefill_rows: int
+    context: int = 0
+    """Sum over all rows of the tokens in a row's lane before its frame."""
+    tile_tokens: int = 0
+    """Sum over tiles of attention of the tokens that the lanes of a tile hold before their frames; what counts in steps
+    of enough rows for tiles. Scratch rows add none: they come last, and their lane is empty."""
+    lane_context: int = 0
+    """As `context`, where lanes have cells of their own: decode rows count as if all were in the longest lane."""
+    lane_tokens: int = 0
+    """And the sum over frames instead of rows."""
+    scratch_rows: int = 0
+    """Rows of no session; they have no context."""
+    micro_batches: tuple[int, ...] = ()
+    """Rows of each part in which llama.cpp ran the step, see stage.engine.micro_batches; empty: all rows at once."""
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the native step."""
+        return self.decode_rows + self.prefill_rows + self.scratch_rows
+
+    def padded(self, scratch_rows: int) -> StepShape:
+        """Return the shape of the same step with so many scratch rows behind its own."""
+        return dataclasses.replace(self, scratch_rows=scratch_rows)
+
+
+def shape_of(frames: Iterable[QueuedFrame]) -> StepShape:
+    """Return the shape of a step of these frames, one of a session, in the order of their rows."""
+    n_rows = prefill = context = tile_tokens = longest = prompt_context = prompt_tokens = n_decode = 0
+    for frame in frames:
+        first_tile = n_rows // ATTENTION_TILE_ROWS
+        n_rows += frame.n_rows
+        context += frame.n_rows * frame.position
+        tile_tokens += frame.position * (-(-n_rows // ATTENTION_TILE_ROWS) - first_tile)
+        if frame.is_prefill:
+            prefill += frame.n_rows
+            prompt_context += frame.n_rows * frame.position
+            prompt_tokens += frame.position
+        else:
+            longest = max(longest, frame.position)
+            n_decode += 1
+    decode = n_rows - prefill  # one row a frame, and drafted ones
+    lane_context, lane_tokens = decode * longest + prompt_context, n_decode * longest + prompt_tokens
+    return StepShape(decode, prefill, context, tile_tokens, lane_context, lane_tokens)
+
+
+@dataclasses.dataclass(slots=True)
+class Curves:
+    """What one stage knows of its own speed."""
+
+    decode: CostCurve = dataclasses.field(default_factory=CostCurve)
+    prefill: CostCurve = dataclasses.field(default_factory=CostCurve)
+    context_ns: float = 0.0
+    """What a row costs for every token in its lane before it; 0.0 where that was not measured. Then it is not learned
+    either, but taken for what rows cost."""
+    context_tiled_ns: float = 0.0
+    """What a row of a tile costs for every token that the tile's lanes hold before their frames; 0.0 where that was not
+    measured, or there are no such tiles. Then steps of many rows cost what those of few do, and teach that price."""
+    is_per_lane: bool = False
+    """Lanes have KV cells of their own. Then context_tiled_ns is what each row of a frame after its first costs for
+    every token before it, however many they are; 0.0 where attention goes row by row."""
+
+    @classmethod
+    def of_stage(
+        cls,
+        *,
+        has_head: bool,
+        decode: Iterable[tuple[int, float]] = (),
+        prefill: Iterable[tuple[int, float]] = (),
+        context_ns: float = 0.0,
+        context_tiled_ns: float = 0.0,
+        is_per_lane: bool = False,
+    ) -> Curves:
+        """Return the curves of a stage from (rows, ns) points.
+
+        Without a head a row of a prompt costs what a decode row does: both are one curve then. So steps of prompts also
+        teach what numbers of decode rows cost that no plan has tried.
+        """
+        if has_head:
+            return cls(CostCurve(decode), CostCurve(prefill), context_ns, context_tiled_ns, is_per_lane)
+        rows = CostCurve((*decode, *prefill))
+        return cls(rows, rows, context_ns, context_tiled_ns, is_per_lane)
+
+    def predict_ns(self, shape: StepShape) -> float:
+        """Predict a native step; 0.0 while nothing is known of such steps."""
+        rows_ns = self._rows_ns(shape)
+        return rows_ns + self._context_ns(shape) if rows_ns else 0.0
+
+    def padded_rows(self, shape: StepShape, rows_max: int) -> int:
+        """Return the rows, those of a step without scratch rows or up to `rows_max`, that are predicted to be cheapest.
+
+        Scratch rows that make a step tiled change what all others pay for their context, and must be worth that too.
+        Prompt rows do not cost what decode rows do, so beside them scratch rows must pay by what such a step costs.
+        """
+        most = self.decode.padded_rows(shape.n_rows, rows_max)
+        may_be = [most]
+        if shape.n_rows < ATTENTION_TILE_ROWS <= most:
+            may_be.insert(0, self.decode.padded_rows(shape.n_rows, ATTENTION_TILE_ROWS - 1))
+        if shape.prefill_rows and most > shape.n_rows and self.prefill.is_known:
+            may_be.insert(0, shape.n_rows)
+        if len(may_be) == 1:
+            return most
+        return min(may_be, key=lambda rows: self.predict_ns(shape.padded(rows - shape.n_rows)))
+
+    def tell(self, message: pb.DescribeResponse | pb.StatusResponse) -> None:
+        """Write all of it into a message."""
+        for points, curve in ((message.decode_curve, self.decode), (message.prefill_curve, self.prefill)):
+            points.extend(pb.CostPoint(n_rows=n_rows, cost_ns=cost_ns) for n_rows, cost_ns in curve.points())
+        message.context_ns, message.context_tiled_ns = self.context_ns, self.context_tiled_ns
+
+    def observe(self, shape: StepShape, ns: int) -> None:
+        """Refine from a real step.
+
+        A wrong prediction is blamed on the price of context (that of many rows, where it was most of it) and on the
+        curve, each as far as it is uncertain and part of the cost. Of steps of both kinds nobody can say which rows
+        were dearer, so these refine the price of context alone: where they took the blame to the speed of the machine,
+        and steps of one kind took it back again for their own number of rows, all numbers of rows that were not tried
+        meanwhile seemed dearer and dearer.
+        """
+        rows_ns, context_ns = self._rows_ns(shape), self._context_ns(shape)
+        ratio = ns / (rows_ns + context_ns) if rows_ns else 1.0
+        share = 0.0
+        if context_ns > CONTEXT_PART_MIN * rows_ns and rows_ns and ratio <= OUTLIER:
+            doubtful_ns = CONTEXT_DOUBT * context_ns
+            share = doubtful_ns**2 / (doubtful_ns**2 + rows_ns**2)
+            change = CONTEXT_SMOOTHING * share * (ns - rows_ns - context_ns) / context_ns
+            change = max(-CONTEXT_CHANGE_MAX, min(change, CONTEXT_CHANGE_MAX))
+            if self._teaches_tiled(shape):
+                self.context_tiled_ns *= 1 + change
+            else:
+                self.context_ns *= 1 + change
+        if shape.prefill_rows and shape.decode_rows:
+            return
+        n_rows = max(shape.micro_batches, default=shape.n_rows)
+        if n_rows < shape.n_rows:  # of several parts nobody knows which was dearer: the largest stands for all
+            if not rows_ns:
+                return
+            rows_ns = (self.prefill if shape.prefill_rows else self.decode).cost_ns(n_rows)
+        speed = 1 + (1 - share) * (ratio - 1)
+        curve = self.prefill if shape.prefill_rows else self.decode
+        curve.observe(n_rows, round(speed * rows_ns) or ns)
+        if rows_ns and ratio <= OUTLIER:
+            slower = max(1 / OUTLIER, speed) ** SMOOTHING_SHARED  # a slower machine is slower at everything
+            self.context_ns *= slower
+            self.context_tiled_ns *= slower
+
+    def _teaches_tiled(self, shape: StepShape) -> bool:
+        if self.is_per_lane:
+            further_ns = self.context_tiled_ns * (shape.lane_context - shape.lane_tokens)
+            return further_ns > self.context_ns * shape.lane_tokens
+        return self._is_tiled(shape)
+
+    def _is_tiled(self, shape: StepShape) -> bool:
+        return self.context_tiled_ns > 0 and shape.n_rows >= ATTENTION_TILE_ROWS
+
+    def _context_ns(self, shape: StepShape) -> float:
+        """Predict what a step's context adds to its rows."""
+        if self.is_per_lane and self.context_tiled_ns:
+            return price_per_lane(self.context_ns, self.context_tiled_ns, shape.lane_context, shape.lane_tokens)
+        if self._is_tiled(shape):
+            return self.context_tiled_ns * ATTENTION_TILE_ROWS * shape.tile_tokens
+        return self.context_ns * shape.context
+
+    def _rows_ns(self, shape: StepShape) -> float:
+        """Predict a step without its context."""
+        if len(shape.micro_batches) > 1 and self.prefill.is_known:
+            head_ns = self.decode.cost_ns(shape.decode_rows) - self.prefill.cost_ns(shape.decode_rows)
+            return sum(map(self.prefill.cost_ns, shape.micro_batches)) + max(0.0, head_ns)
+        if shape.prefill_rows == 0:
+            return self.decode.cost_ns(shape.n_rows)
+        if shape.decode_rows == 0:
+            return self.prefill.cost_ns(shape.n_rows)
+        return mixed_cost_ns(self.decode, self.prefill, shape.decode_rows, shape.n_rows - shape.decode_rows)

@@ -1,0 +1,156 @@
+"""Lanes: which session owns which native sequence, and the next position each one expects.
+
+Pure: no clock, no llama.cpp. House rules:
+* A position is absolute. At `next_position`: decode. Below: forget from there, then decode (a retry, a trim, a
+  rejected speculation). Above: a gap, refused, nothing changes.
+* Every refusal leaves the table as it was.
+* Opening an open session of the same route again and closing a closed one change nothing, so that a control
+  repeated by a retry is a control done once.
+* A session belongs to its route. Two coordinators may choose the same session id; they never meet.
+* A session that is only kept, or whose epoch has ended, loses its lane to any other, of whatever route, that would
+  find none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeAlias
+
+from relayline.wire.common.errors import InternalError, LaneLimitError, PositionGapError, SessionError
+
+
+@dataclasses.dataclass(slots=True)
+class Lane:
+    """One native sequence and the session that owns it."""
+
+    index: int  # llama_seq_id
+    session_id: int
+    route_id: int
+    next_position: int = 0  # positions 0..next_position-1 are in the KV cache
+    is_kept: bool = False  # nobody waits for the session: see SessionOptions.kept
+    is_left: bool = False  # its epoch has ended; the next one may go on from what it holds
+
+    @property
+    def yields(self) -> bool:
+        """Whether another session may take the lane."""
+        return self.is_kept or self.is_left
+
+
+# Where a frame's rows go, and from which position on the lane must forget its KV first; None: it forgets nothing.
+Placement: TypeAlias = tuple[Lane, int | None]
+
+
+class LaneTable:
+    """All lanes of a stage."""
+
+    def __init__(self, n_lanes: int, ctx_tokens: int) -> None:
+        self.n_lanes, self.ctx_tokens = n_lanes, ctx_tokens
+        self._by_session: dict[tuple[int, int], Lane] = {}  # by (route_id, session_id)
+        self._free = list(range(n_lanes - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._by_session)
+
+    @property
+    def n_kept(self) -> int:
+        """Lanes of sessions that are only kept, or whose epoch has ended."""
+        return sum(lane.yields for lane in list(self._by_session.values()))  # the event loop asks as well
+
+    @property
+    def n_used(self) -> int:
+        """Lanes of all others."""
+        return len(self) - self.n_kept
+
+    def in_the_way(self, session_id: int, route_id: int) -> Lane | None:
+        """Return whose lane has to be taken back before the session can be opened: the one kept for longest.
+
+        What an epoch has left comes after all that: somebody waits to go on from there.
+        """
+        if self._free or (route_id, session_id) in self._by_session:
+            return None
+        yielding = (lane for lane in self._by_session.values() if lane.yields)
+        return min(yielding, key=lambda lane: lane.is_left, default=None)
+
+    def open(self, session_id: int, route_id: int, wanted: int = -1, *, is_kept: bool = False) -> Lane:
+        """Give the session a lane, the wanted one if it is free. Raises LaneLimitError when none is."""
+        lane = self._by_session.get((route_id, session_id))
+        if lane is not None:
+            lane.is_left = False
+            return lane
+        if not self._free:
+            raise LaneLimitError(f"all {self.n_lanes} lanes of this stage are taken")
+        if wanted in self._free:
+            self._free.remove(wanted)
+            index = wanted
+        else:
+            index = self._free.pop()
+        lane = Lane(index, session_id, route_id, is_kept=is_kept)
+        self._by_session[route_id, session_id] = lane
+        return lane
+
+    def close(self, session_id: int, route_id: int) -> Lane | None:
+        """Take the session's lane back; returns it so that the caller clears its KV, None if it was not open."""
+        lane = self._by_session.pop((route_id, session_id), None)
+        if lane is not None:
+            self._free.append(lane.index)
+        return lane
+
+    def of_route(self, route_id: int) -> list[Lane]:
+        """Return the lanes of one route's sessions."""
+        return [lane for lane in self._by_session.values() if lane.route_id == route_id]
+
+    def place(self, session_id: int, route_id: int, position: int, n_rows: int) -> Placement:
+        """Decide where rows starting at `position` go. Raises SessionError, PositionGapError, LaneLimitError."""
+        lane = self._by_session.get((route_id, session_id))  # as `_owned` does, without its call for every frame
+        if lane is None or lane.is_left:
+            raise _not_open(session_id)
+        if position > lane.next_position:
+            raise PositionGapError(
+                f"session {session_id:x} continues at position {position}, but this stage holds {lane.next_position}"
+            )
+        if position + n_rows > self.ctx_tokens:
+            raise LaneLimitError(f"position {position + n_rows} is beyond the {self.ctx_tokens} tokens of a lane")
+        return lane, position if position < lane.next_position else None
+
+    def trim(self, session_id: int, route_id: int, length: int) -> Placement:
+        """Decide how to shorten the session to `length` positions. Raises SessionError, PositionGapError.
+
+        Who shortens it moves the lane's next position then.
+        """
+        lane = self._owned(session_id, route_id)
+        if length > lane.next_position:
+            raise PositionGapError(
+                f"session {session_id:x} cannot be trimmed to {length}, it holds {lane.next_position}"
+            )
+        return lane, length if length < lane.next_position else None
+
+    def prefix(self, source_id: int, target_id: int, route_id: int, length: int) -> tuple[Lane, Lane]:
+        """Return (source, target) for copying `length` positions. The target must be empty. Raises as `trim`.
+
+        Who copies moves the target's next position then.
+        """
+        source, target = self._owned(source_id, route_id), self._owned(target_id, route_id)
+        if length > source.next_position:
+            raise PositionGapError(
+                f"session {source_id:x} holds {source.next_position} positions, {length} were asked for"
+            )
+        if target.next_position:
+            raise SessionError(f"session {target_id:x} already holds {target.next_position} positions")
+        return source, target
+
+    def check(self) -> None:
+        """Hold the table's own invariants (tests call this after every event)."""
+        used = [lane.index for lane in self._by_session.values()]
+        if sorted(used + self._free) != list(range(self.n_lanes)):
+            raise InternalError("a lane is lost or owned twice")
+
+    def _owned(self, session_id: int, route_id: int) -> Lane:
+        lane = self._by_session.get((route_id, session_id))
+        if lane is None or lane.is_left:
+            raise _not_open(session_id)
+        return lane
+
+
+def _not_open(session_id: int) -> SessionError:
+    """What an epoch has left is not open either, before the next one opens it."""
+    return SessionError(f"session {session_id:x} is not open on this stage")

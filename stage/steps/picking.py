@@ -1,0 +1,69 @@
+"""Which rows of a frame are sampled, and what drafts are worth: the last stage's check of guesses. Decode thread only.
+
+A row that was guessed is right if its token is what was sampled for its position. Nothing else is: what the row before
+it gives is sampled first, with the session's own filters, penalties, grammar and draw, and only if that is the guessed
+token does the row itself count. So a stream says what it would say without drafts, greedy or drawn, and no sampler ever
+goes back. (Speculative decoding in its plainest form: Leviathan et al., 2023, with draws that depend on seed and
+position alone in place of rejection sampling.)
+
+What was guessed wrong leaves rows in the lane that the next frame, which starts below them, makes it forget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from relayline.stage.queue_types import QueuedFrame
+from relayline.stage.sampling.sampler import SessionSampler
+from relayline.stage.steps.placement import Placed
+from relayline.stage.steps.step_types import Engine
+from relayline.wire.envelopes.frames import Flag
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+
+def is_guessed_wrong(frame: QueuedFrame, sampler: SessionSampler | None) -> bool:
+    """Return whether a frame's first row is known to be a wrong guess: then none of it need be computed."""
+    if not frame.flags & Flag.GUESSED or sampler is None or sampler.last is None:
+        return False
+    position, token = sampler.last
+    return position < frame.position or (position == frame.position and token != frame.draft_tokens[0])
+
+
+def pick(item: Placed, engine: Engine, sampler: SessionSampler, *, wants_logits: bool) -> Iterator[pb.Sampled]:
+    """Sample what a computed frame brings: behind its last row, or behind each that was guessed right.
+
+    Raises what `SessionSampler.sample` does; what came before that is good.
+    """
+    frame = item.frame
+    n_rows = frame.n_rows
+    for row in range(n_rows) if frame.flags & Flag.DRAFTED else (n_rows - 1,):
+        position, logits = frame.position + row + 1, engine.logits(item.row + row)
+        sampled = sampler.sample(logits, position)
+        yield pb.Sampled(
+            session_id=frame.session_id,
+            position=position,
+            token=sampled.token,
+            logprob=sampled.logprob if sampled.logprob is not None else 0.0,
+            top=[pb.TokenLogprob(token=token, logprob=logprob) for token, logprob in sampled.top],
+            logits=logits.tobytes() if wants_logits else b"",
+        )
+        if row + 1 < n_rows and frame.draft_tokens[row + 1] != sampled.token:
+            return
+
+
+def count_wanted(frame: QueuedFrame) -> int:
+    """Return how many rows of a frame want logits on the last stage."""
+    if not frame.flags & Flag.WANTS_SAMPLE:
+        return 0
+    return frame.n_rows if frame.flags & Flag.DRAFTED else 1
+
+
+def wanted_rows(frame: QueuedFrame) -> list[int]:
+    """Return 1 for each row of a frame that wants logits, else 0."""
+    n_wanted = count_wanted(frame)
+    return [0] * (frame.n_rows - n_wanted) + [1] * n_wanted
+
+
+def drafts_of(frames: list[QueuedFrame]) -> list[int]:
+    """Return the tokens of all drafted rows, in order, as they go on to the next stage."""
+    return [token for frame in frames for token in frame.draft_tokens]

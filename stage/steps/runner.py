@@ -1,0 +1,224 @@
+"""The decode thread: takes steps from the batcher, runs them, hands results to the event loop.
+
+Theory of operation. One thread owns the native engine for its whole life. It shares the batcher with the event loop
+under one lock: the loop pushes frames and wakes the thread if it sleeps, the thread takes the next step the moment the
+last one is done, without a round trip through the loop. So frames that arrive during a native step form the next batch,
+and the event loop never waits for a decode.
+
+The thread sleeps on a pipe (`_Bell`): whoever writes to it holds neither the lock nor, while the system call wakes the
+sleeper, the GIL. A thread that is woken by one who still holds what it needs goes back to sleep for each of them; on a
+core that both share, as stages of one machine have it, that is three switches to and fro before it gets to work.
+
+`OUTBOX_STEPS_MAX` bounds the results that the loop has not yet carried away: when the downstream link has no credit
+the thread stops taking steps, the queue holds its frames, and upstream runs out of credit in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from relayline.stage.queue_types import QueuedFrame, Step
+from relayline.stage.steps.batcher import Batcher
+from relayline.stage.steps.step import StepExecutor
+from relayline.stage.steps.step_types import StepResult
+from relayline.wire.common.errors import InternalError
+from relayline.wire.envelopes.frames import Flag
+
+STACK_BYTES = 64 << 20  # of the decode thread, as far as used: grammars recurse (coordinator/text/grammar_check.py)
+OUTBOX_STEPS_MAX = 4  # steps computed but not yet sent; enough to hide the send behind the next decode
+
+
+class Runner:
+    """Owns the decode thread. `deliver` is called on the event loop with each step's result, in order.
+
+    `account` is called with the same results, each after its `deliver` and what that has set going: what the next stage
+    need not wait for.
+    """
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        executor: StepExecutor,
+        deliver: Callable[[StepResult], None],
+        on_crash: Callable[[BaseException], None],
+        account: Callable[[StepResult], None] = lambda result: None,
+    ) -> None:
+        self._batcher, self._executor = batcher, executor
+        self._deliver, self._account, self._on_crash = deliver, account, on_crash
+        self._loop = asyncio.get_running_loop()
+        self._bell = _Bell()
+        self._calls: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
+        self._outbox_steps = 0
+        self._stopping = False
+        self.running: Step | None = None  # what the engine computes now; written by the decode thread
+        before_bytes = threading.stack_size(STACK_BYTES)
+        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+        self._thread.start()
+        threading.stack_size(before_bytes)
+
+    @property
+    def queued_frames(self) -> int:
+        """Frames waiting for a step, controls included."""
+        return len(self._batcher)
+
+    @property
+    def queued_rows(self) -> int:
+        """Rows waiting for a step."""
+        return self._batcher.queued_rows
+
+    def push(self, frames: list[QueuedFrame]) -> list[QueuedFrame]:
+        """Queue frames in order and wake the thread. Returns waiting frames that a close made pointless."""
+        with self._bell:
+            for frame in frames:
+                if frame.flags & Flag.CLOSE:
+                    self._executor.sessions.cancelled.add(frame.session_key)
+            return self._batcher.push_together(frames)
+
+    def drop_route(self, route_id: int) -> list[QueuedFrame]:
+        """Forget the waiting frames of a route."""
+        with self._bell.lock:
+            return self._batcher.drop_route(route_id)
+
+    def sent(self) -> None:
+        """Say that one step's result has left the process (or never will)."""
+        with self._bell.lock:
+            self._outbox_steps -= 1
+            matters = self._outbox_steps == OUTBOX_STEPS_MAX - 1  # the thread waits for nothing else that this changes
+        if matters:
+            self._bell.ring()
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """Run a function in the decode thread between two steps and return its result."""
+        future: asyncio.Future[Any] = self._loop.create_future()
+        with self._bell:
+            if self._stopping:
+                raise InternalError("the decode thread has stopped")
+            self._calls.append((function, future))
+        return await future
+
+    async def stop(self, timeout_s: float | None = None) -> None:
+        """Let the current step end, then end the thread. After `timeout_s` a step that hangs is left behind."""
+        with self._bell:
+            self._stopping = True
+        await asyncio.to_thread(self._thread.join, timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # a bug of ours: the process must not linger without its engine
+            self._loop.call_soon_threadsafe(self._on_crash, error)
+            raise
+        finally:
+            self._refuse_calls()
+            self._bell.close()
+
+    def _refuse_calls(self) -> None:
+        """Answer whoever still waits for `call`; nobody may wait for a thread that has ended."""
+        with self._bell.lock:
+            self._stopping = True
+            calls, self._calls = self._calls, []
+        for _, future in calls:
+            self._loop.call_soon_threadsafe(_settle, future, None, InternalError("the decode thread has stopped"))
+
+    def _turn(self) -> bool:
+        """Wait for work and do one piece of it; False once stopping."""
+        step = None
+        with self._bell.lock:
+            while True:
+                if self._stopping:
+                    return False
+                calls, self._calls = self._calls, []
+                if calls:
+                    break
+                if self._outbox_steps < OUTBOX_STEPS_MAX:
+                    step = self._batcher.take(time.monotonic_ns())
+                    if step is not None:
+                        self._outbox_steps += 1
+                        break
+                self._bell.wait()
+        for function, future in calls:
+            self._answer(function, future)
+        if step is not None:
+            self.running = step
+            result = self._executor.execute(step)
+            self.running = None
+            self._loop.call_soon_threadsafe(self._hand_over, result)
+        return True
+
+    def _hand_over(self, result: StepResult) -> None:
+        self._guarded(self._deliver, result)
+        self._loop.call_soon(self._guarded, self._settle, result)
+
+    def _settle(self, result: StepResult) -> None:
+        self._executor.learn(result)
+        self._account(result)
+
+    def _guarded(self, carry: Callable[[StepResult], None], result: StepResult) -> None:
+        try:
+            carry(result)
+        except Exception as error:  # a bug of ours too: steps whose results nobody carries away would stop the thread
+            self._on_crash(error)
+            raise
+
+    def _answer(self, function: Callable[[], Any], future: asyncio.Future[Any]) -> None:
+        try:
+            result = function()
+        except Exception as error:
+            self._loop.call_soon_threadsafe(_settle, future, None, error)
+        else:
+            self._loop.call_soon_threadsafe(_settle, future, result, None)
+
+
+class _Bell:
+    """What one thread sleeps on and others wake it by.
+
+    `with bell:` changes under the lock what the sleeper waits for, and rings once the lock is free again.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._asleep = False  # under the lock; whoever sets it back owes the sleeper one byte
+        self._reads, self._writes = os.pipe()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        wakes, self._asleep = self._asleep, False
+        self.lock.release()
+        if wakes:
+            os.write(self._writes, b"\0")
+
+    def ring(self) -> None:
+        """Wake the sleeper, if it sleeps; the caller does not hold the lock."""
+        with self:
+            pass
+
+    def wait(self) -> None:
+        """Give the lock up until the bell is rung, then hold it again. Every ring after `wait` began wakes."""
+        self._asleep = True
+        self.lock.release()
+        try:
+            os.read(self._reads, 1)
+        finally:
+            self.lock.acquire()
+
+    def close(self) -> None:
+        """Give the pipe back; for the thread that slept on it, at its end: nobody rings who does not sleep."""
+        os.close(self._reads)
+        os.close(self._writes)
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,140 @@
+"""The sessions of a stage: their lanes, samplers and marks, and what controls do to them. Decode thread only.
+
+Sessions are named by QueuedFrame.session_key: (route_id, session_id). When an epoch ends, what its sessions hold is
+*left* for the next one: where only a link broke the coordinator goes on from there. Left lanes yield like kept ones.
+"""
+
+from __future__ import annotations
+
+from llguidance import LLTokenizer
+
+from relayline.stage.queue_types import QueuedFrame
+from relayline.stage.sampling.penalties import biases_of
+from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
+from relayline.stage.steps.lanes import LaneTable
+from relayline.stage.steps.step_types import Engine
+from relayline.wire.envelopes.frames import Flag
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+
+class Sessions:
+    """All sessions of all routes."""
+
+    def __init__(self, engine: Engine, lanes: LaneTable, vocabulary: LLTokenizer | None) -> None:
+        self._engine, self._lanes, self._vocabulary = engine, lanes, vocabulary
+        self.samplers: dict[tuple[int, int], SessionSampler] = {}
+        self.wants_logits: set[tuple[int, int]] = set()
+        self.cancelled: set[tuple[int, int]] = set()  # their close has arrived; the event loop adds, a close removes
+        # Reported sessions: what follows a fault in the pipeline cannot fit either, and is dropped without a word until
+        # the session begins again. Bounded by SESSIONS_PER_LINK_MAX; past it every frame is reported.
+        self.broken: set[tuple[int, int]] = set()
+
+    def control(self, frame: QueuedFrame) -> None:
+        """Do what a control says. Raises RelaylineError, and nothing has changed, where it cannot be."""
+        lanes = self._lanes
+        if frame.flags & Flag.OPEN:
+            self._open(frame)
+        elif frame.flags & Flag.CLOSE:
+            self.close(frame.session_key)
+        elif frame.flags & Flag.TRIM:
+            lane, drop_from = lanes.trim(frame.session_id, frame.route_id, frame.position)
+            if drop_from is not None:
+                self._engine.check_rewind(lane.index, drop_from)
+                self._engine.drop_from(lane.index, drop_from)
+                lane.next_position = drop_from
+        elif frame.flags & Flag.COPY_PREFIX:
+            pair = lanes.prefix(frame.argument, frame.session_id, frame.route_id, frame.position)
+            self._engine.check_rewind(pair[0].index, frame.position)
+            self._engine.copy_prefix(pair[0].index, pair[1].index, frame.position)
+            pair[1].next_position = frame.position
+
+    def _open(self, frame: QueuedFrame) -> None:
+        options, key = frame.options or pb.SessionOptions(), frame.session_key
+        sampler = self._sampler(options)  # first, because it may refuse
+        if kept := self._lanes.in_the_way(frame.session_id, frame.route_id):
+            self.close((kept.route_id, kept.session_id))
+        try:
+            self._lanes.open(frame.session_id, frame.route_id, frame.argument - 1, is_kept=options.kept)
+        except BaseException:
+            if sampler is not None:
+                sampler.close()
+            raise
+        self.broken.discard(key)
+        if sampler is None:
+            return
+        if previous := self.samplers.pop(key, None):
+            previous.close()
+        self.samplers[key] = sampler
+        self.wants_logits.discard(key)
+        if options.wants_logits:
+            self.wants_logits.add(key)
+
+    def _sampler(self, options: pb.SessionOptions) -> SessionSampler | None:
+        """Return what picks a session's tokens, on the last stage. Raises ProtocolError, InvalidRequestError."""
+        sampling = SamplingOptions(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            seed=options.seed,
+            n_logprobs=options.n_logprobs,
+            frequency_penalty=options.frequency_penalty,
+            presence_penalty=options.presence_penalty,
+            logit_bias=biases_of(options.bias_tokens, options.biases),
+            grammar=options.grammar,
+        )
+        if not self._engine.is_last:
+            return None
+        return SessionSampler(sampling, self._engine.n_vocab, options.said, self._vocabulary)
+
+    def close(self, key: tuple[int, int]) -> None:
+        """Give a session's lane and sampler back; it need not be open."""
+        lane = self._lanes.close(key[1], key[0])
+        if lane is not None:
+            self._engine.clear(lane.index)
+        self._forget_marks(key)
+
+    def _forget_marks(self, key: tuple[int, int]) -> None:
+        if sampler := self.samplers.pop(key, None):
+            sampler.close()
+        self.cancelled.discard(key)
+        self.wants_logits.discard(key)
+        self.broken.discard(key)
+
+    # --- ends of epochs -----------------------------------------------------------------------------------------------
+
+    def leave_route(self, route_id: int) -> int:
+        """Leave what a route's sessions hold for its next epoch; returns how many hold something.
+
+        Who was only kept, had ended, or had a fault leaves nothing: nobody would go on from there.
+        """
+        for lane in self._lanes.of_route(route_id):
+            key = (route_id, lane.session_id)
+            if lane.is_kept or not lane.next_position or key in self.cancelled or key in self.broken:
+                self.close(key)
+            else:
+                self._engine.drop_from(lane.index, lane.next_position)  # what a step that failed may have left
+                self._forget_marks(key)
+                lane.is_left = True
+        self._end(route_id)
+        return len(self._lanes.of_route(route_id))
+
+    def held(self, route_id: int) -> dict[int, int]:
+        """Return what a route's sessions hold: {session id: positions}."""
+        return {lane.session_id: lane.next_position for lane in self._lanes.of_route(route_id)}
+
+    def forget_left(self, route_id: int) -> None:
+        """Nobody has come back for what a route left."""
+        for lane in self._lanes.of_route(route_id):
+            if lane.is_left:
+                self.close((route_id, lane.session_id))
+
+    def forget_route(self, route_id: int) -> None:
+        """Close all sessions of a route."""
+        for lane in self._lanes.of_route(route_id):
+            self.close((route_id, lane.session_id))
+        self._end(route_id)
+
+    def _end(self, route_id: int) -> None:
+        self.cancelled.clear()  # only a shortcut: closes that other routes still have queued lose nothing
+        self.broken = {key for key in self.broken if key[0] != route_id}

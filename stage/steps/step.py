@@ -1,0 +1,374 @@
+"""Runs one step: controls, placement, one native decode, and what leaves the stage because of it.
+
+Lives in the decode thread, which alone owns lanes, engine and samplers. Engine and embedding lookup are passed in, so
+tests run this very code on a fake engine. Everything about a single session that goes wrong becomes a fault of that
+session; the others of the step go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLTokenizer
+
+from relayline.stage.queue_types import QueuedFrame, Step
+from relayline.stage.speed.curves import shape_of
+from relayline.stage.steps.lanes import LaneTable
+from relayline.stage.steps.padding import Padding
+from relayline.stage.steps.picking import count_wanted, drafts_of, is_guessed_wrong, pick, wanted_rows
+from relayline.stage.steps.placement import Placed, heads_of, run_length
+from relayline.stage.steps.sessions import Sessions
+from relayline.stage.steps.step_types import Embeddings, Engine, RouteOutput, RouteWiring, StepResult
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import NumericError, PositionGapError, ProtocolError, RelaylineError, SessionError
+from relayline.wire.envelopes import trace_context
+from relayline.wire.envelopes.buffers import BufferPool, with_extras
+from relayline.wire.envelopes.frames import Flag
+from relayline.wire.envelopes.rows import RowEncoder, decode_f16
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+GUESSES = Flag.DRAFTED | Flag.GUESSED
+_TOKENS, _HALF = np.dtype(np.int32), np.dtype(np.float16)
+
+
+class StepExecutor:
+    """Owns lanes, samplers and the engine's batch arrays."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        lanes: LaneTable,
+        stage_index: int,
+        embeddings: Embeddings | None,
+        close: Callable[[], None] = lambda: None,
+        padding: Padding | None = None,
+        vocabulary: LLTokenizer | None = None,
+    ) -> None:
+        """`vocabulary` is the last stage's, for grammars; None: it has none that can follow one."""
+        self.engine, self.lanes, self.stage_index = engine, lanes, stage_index
+        self.sessions = Sessions(engine, lanes, vocabulary)
+        self.routes: dict[int, RouteWiring] = {}
+        # Says which span a batch of these frames will have: 25 bytes, zeros for none. Set before the first step.
+        self.mark: Callable[[list[QueuedFrame]], bytes] = lambda members: trace_context.NONE
+        self._n_decodes = 0
+        self._embeddings, self._close_engine, self._padding = embeddings, close, padding
+        # By memoryview: with cold caches numpy takes several times as long to take a single number.
+        self._positions, self._seq_ids = engine.positions.data, engine.seq_ids.data
+        self._wants = engine.wants.data
+        self._encoder = RowEncoder(engine.max_rows, engine.n_embd)
+
+    def execute(self, step: Step) -> StepResult:
+        """Run the step. Session errors become faults in the result; nothing is raised for them."""
+        outputs: dict[int, RouteOutput] = {}
+        controls = [frame for frame in self._current(step.controls) if self._apply_control(outputs, frame)]
+        # Rows of one route stand together, so that each route's output is one slice of the native result.
+        frames = sorted(step.frames, key=lambda frame: frame.route_id) if len(self.routes) > 1 else step.frames
+        due = [
+            frame
+            for frame in self._current(frames)
+            if not (frame.flags & GUESSES and self._is_pointless(outputs, frame))
+        ]
+        placed = self._place_all(outputs, due)
+        members = due if len(placed) == len(due) else [item.frame for item in placed]
+        result = StepResult(step, [], due, members)
+        if controls:
+            result.closed = [frame for frame in controls if frame.flags & Flag.CLOSE]
+        if placed and not self._decode(outputs, placed, result):
+            placed = []
+        for item in placed:
+            item.lane.next_position = item.frame.position + item.frame.n_rows
+        decoded_ns = time.monotonic_ns()
+        if self.engine.is_last:
+            self._sample(outputs, placed)
+        else:
+            self._encode(outputs, controls, placed, result.context)
+        result.encode_ns = time.monotonic_ns() - decoded_ns
+        result.outputs = list(outputs.values())
+        return result
+
+    def _decode(self, outputs: dict[int, RouteOutput], placed: list[Placed], result: StepResult) -> bool:
+        """Run the native decode and describe it in the result; false, with a fault for every frame, if it failed."""
+        members, padding = result.members, self._padding
+        self._n_decodes += 1
+        result.number = self._n_decodes
+        result.context = self.mark(members)
+        result.n_rows = n_rows = sum([frame.n_rows for frame in members])
+        if padding is not None:
+            result.padded_rows = padding.pad(self.engine, members, n_rows)
+            n_rows += result.padded_rows
+        result.started_ns = time.monotonic_ns()
+        try:
+            self.engine.decode(n_rows)
+        except RelaylineError as error:
+            result.error = error.label
+            for item in placed:
+                self._fault(outputs, item.frame, error)
+        result.decode_ns = time.monotonic_ns() - result.started_ns
+        result.micro_batches = self.engine.micro_batches
+        if padding is not None and result.padded_rows:
+            self.engine.clear(padding.spare_lane)
+        return not result.error
+
+    def learn(self, result: StepResult) -> None:
+        """Say in the result what was predicted of its step, and refine the curves from it.
+
+        Not part of `execute`, since nothing that leaves the stage waits for it; any thread may do it, one at a time.
+        """
+        if self._padding is not None and result.number:
+            curves, parts = self._padding.curves, result.micro_batches
+            shape = dataclasses.replace(shape_of(result.members), scratch_rows=result.padded_rows, micro_batches=parts)
+            result.predicted_ns = round(curves.predict_ns(shape))
+            if not result.error:
+                curves.observe(shape, result.decode_ns)
+                self._padding.prepare(self.engine, result.n_rows)
+
+    def reset_route(self, route_id: int, wiring: RouteWiring | None) -> None:
+        """Forget all sessions of a route; with a wiring, begin its new epoch."""
+        self.sessions.forget_route(route_id)
+        if wiring is None:
+            self.routes.pop(route_id, None)
+        else:
+            self.routes[route_id] = wiring
+
+    def begin_route(self, route_id: int, wiring: RouteWiring) -> dict[int, int]:
+        """Begin an epoch of a route; returns what was left for it, see `leave_route`: {session id: positions held}."""
+        self.routes[route_id] = wiring
+        return self.sessions.held(route_id)
+
+    def leave_route(self, route_id: int) -> int:
+        """End an epoch: nothing of it runs any more, but what its sessions hold stays. Returns how many hold any."""
+        self.routes.pop(route_id, None)
+        return self.sessions.leave_route(route_id)
+
+    def close(self) -> None:
+        """Give every session's lane and sampler back, then the engine's memory."""
+        for route_id in list(self.routes):
+            self.reset_route(route_id, None)
+        self._close_engine()
+
+    # --- controls and placement ---------------------------------------------------------------------------------------
+
+    def _current(self, frames: list[QueuedFrame]) -> list[QueuedFrame]:
+        """Leave out frames whose epoch ended while they waited: nobody is left to tell."""
+        routes = self.routes
+        return [f for f in frames if (wiring := routes.get(f.route_id)) is not None and wiring.epoch == f.epoch]
+
+    def _apply_control(self, outputs: dict[int, RouteOutput], frame: QueuedFrame) -> bool:
+        """Apply a control; returns whether it goes on downstream."""
+        try:
+            self.sessions.control(frame)
+        except RelaylineError as error:
+            self._fault(outputs, frame, error)
+            return False
+        return True
+
+    def _is_pointless(self, outputs: dict[int, RouteOutput], frame: QueuedFrame) -> bool:
+        """Answer a frame whose rows were guessed wrong as far as this stage knows; returns whether it was.
+
+        Guesses that follow a fault are dropped without a word: their lane may be long enough, and yet not what it was.
+        """
+        if frame.flags & Flag.DRAFTED and frame.session_key in self.sessions.broken:
+            return True
+        is_wrong = is_guessed_wrong(frame, self.sessions.samplers.get(frame.session_key))
+        if is_wrong:
+            self._passed(outputs, frame)
+        return is_wrong
+
+    def _place_all(self, outputs: dict[int, RouteOutput], frames: list[QueuedFrame]) -> list[Placed]:
+        """Put the rows of all frames that can run into the batch arrays; the others become faults, changing nothing."""
+        rows_max, wanted_max = self.engine.max_rows, self.engine.max_wanted
+        place, is_last = self.lanes.place, self.engine.is_last
+        while True:
+            placed: list[Placed] = []
+            n_rows = n_wanted = 0
+            for frame in frames:
+                try:
+                    lane, drop_from = place(frame.session_id, frame.route_id, frame.position, frame.n_rows)
+                    rows_after = n_rows + frame.n_rows
+                    wanted_after = n_wanted + (count_wanted(frame) if is_last else 0)
+                    if frame.payload is None or rows_after > rows_max or wanted_after > wanted_max:
+                        raise ProtocolError(f"{frame.n_rows} rows do not fit a step of {rows_max}")
+                    if drop_from is not None:
+                        self.engine.check_rewind(lane.index, drop_from)
+                except RelaylineError as error:
+                    self._fault(outputs, frame, error)
+                    continue
+                placed.append(Placed(frame, n_rows, lane, drop_from))
+                self._describe(frame, n_rows, lane.index)
+                n_rows, n_wanted = rows_after, wanted_after
+            unreadable = self._fill_all(outputs, placed)
+            if not unreadable:
+                break
+            frames = [item.frame for item in placed if item.frame not in unreadable]
+        for item in placed:
+            if self.sessions.broken:
+                self.sessions.broken.discard(item.frame.session_key)
+            if item.drop_from is not None:
+                self.engine.drop_from(item.lane.index, item.drop_from)
+                item.lane.next_position = item.drop_from
+        return placed
+
+    def _describe(self, frame: QueuedFrame, row: int, lane: int) -> None:
+        """Fill positions, lanes and wanted rows of the batch for a frame whose rows begin at `row`."""
+        count = frame.n_rows
+        if count == 1:  # nearly always
+            self._positions[row], self._seq_ids[row] = frame.position, lane
+            self._wants[row] = 1 if frame.flags & Flag.WANTS_SAMPLE else 0
+            return
+        self._positions[row : row + count] = array("i", range(frame.position, frame.position + count))
+        self._seq_ids[row : row + count] = array("i", (lane,)) * count
+        self._wants[row : row + count] = array("b", wanted_rows(frame))
+
+    def _fill_all(self, outputs: dict[int, RouteOutput], placed: list[Placed]) -> list[QueuedFrame]:
+        """Fill the input rows, one call for frames that stand together in one message. Returns frames that cannot be.
+
+        Their faults are reported; the caller places the others anew.
+        """
+        unreadable: list[QueuedFrame] = []
+        at = 0
+        while at < len(placed):
+            run = run_length(placed, at)
+            items = placed[at : at + run]
+            try:
+                self._fill(items)
+            except RelaylineError:
+                for item in items:  # one of them; each is told for itself
+                    try:
+                        self._fill([item])
+                    except RelaylineError as error:
+                        self._fault(outputs, item.frame, error)
+                        unreadable.append(item.frame)
+            at += run
+        return unreadable
+
+    def _fill(self, items: list[Placed]) -> None:
+        first, last = items[0], items[-1].frame
+        payload, begin, end = first.frame.payload, first.frame.first_row, last.first_row + last.n_rows
+        assert payload is not None
+        rows = payload[begin:end]
+        exponents = first.frame.exponents[begin:end] if first.frame.exponents is not None else None
+        out = self.engine.input_rows[first.row : first.row + end - begin]
+        if self._embeddings is not None:
+            if rows.dtype != _TOKENS:
+                raise ProtocolError("stage 0 takes token ids, but hidden rows came")
+            self._embeddings.lookup(rows[:, 0], out)
+        elif rows.dtype == _HALF:
+            decode_f16(rows, exponents, out)
+        else:
+            np.copyto(out, rows)
+
+    # --- what leaves --------------------------------------------------------------------------------------------------
+
+    def _output(self, outputs: dict[int, RouteOutput], route_id: int) -> RouteOutput:
+        if route_id not in outputs:
+            outputs[route_id] = RouteOutput(route_id, self.routes[route_id].epoch)
+        return outputs[route_id]
+
+    def _fault(self, outputs: dict[int, RouteOutput], frame: QueuedFrame, error: RelaylineError) -> None:
+        broken = self.sessions.broken
+        if frame.session_key in broken and isinstance(error, PositionGapError | SessionError):
+            return
+        if len(broken) < bounds.SESSIONS_PER_LINK_MAX:
+            broken.add(frame.session_key)
+        self._output(outputs, frame.route_id).faults.append(
+            pb.SessionFault(
+                session_id=frame.session_id,
+                stage_index=self.stage_index,
+                position=frame.position,
+                label=error.label,
+                message=error.message,
+                retryable=error.retryable,
+            )
+        )
+
+    def _sample(self, outputs: dict[int, RouteOutput], placed: list[Placed]) -> None:
+        for item in placed:
+            frame = item.frame
+            if frame.session_key in self.sessions.cancelled:
+                continue
+            if not frame.flags & Flag.WANTS_SAMPLE:
+                self._passed(outputs, frame)
+                continue
+            samples, sampler = self._output(outputs, frame.route_id).samples, self.sessions.samplers[frame.session_key]
+            wants_logits = frame.session_key in self.sessions.wants_logits
+            try:
+                samples.extend(pick(item, self.engine, sampler, wants_logits=wants_logits))
+            except RelaylineError as error:
+                self._fault(outputs, frame, error)
+                continue
+            if samples[-1].position != item.position_after:
+                self._passed(outputs, frame)
+
+    def _passed(self, outputs: dict[int, RouteOutput], frame: QueuedFrame) -> None:
+        """Say that the frame has been dealt with, where no sample behind its last row does."""
+        passed = pb.Progress(session_id=frame.session_id, position=frame.position + frame.n_rows)
+        self._output(outputs, frame.route_id).progress.append(passed)
+
+    def _encode(
+        self, outputs: dict[int, RouteOutput], controls: list[QueuedFrame], placed: list[Placed], context: bytes
+    ) -> None:
+        is_only = len(self.routes) == 1  # nearly always
+        for route_id in self.routes if is_only else {f.route_id for f in (*controls, *(item.frame for item in placed))}:
+            pool = self.routes[route_id].pool
+            if pool is None:
+                continue
+            mine = placed if is_only else [item for item in placed if item.frame.route_id == route_id]
+            heads = controls if is_only else [frame for frame in controls if frame.route_id == route_id]
+            if not self._encode_route(outputs, pool, route_id, heads, mine, context):
+                finite = self._finite(outputs, mine)
+                self._encode_route(outputs, pool, route_id, heads, finite, context)
+
+    def _encode_route(
+        self,
+        outputs: dict[int, RouteOutput],
+        pool: BufferPool,
+        route_id: int,
+        controls: list[QueuedFrame],
+        placed: list[Placed],
+        context: bytes,
+    ) -> bool:
+        """Write one route's envelope into its output; false, and nothing written, if a row is not finite."""
+        forwarded = controls + [item.frame for item in placed]
+        if not forwarded:
+            return True
+        rows = self._rows_of(placed)
+        buffer = pool.lease(len(forwarded), len(rows))
+        encoded = self._encoder.encode(rows, buffer.payload)
+        if not encoded.all_finite:
+            pool.give_back(buffer)
+            return False
+        wiring = self.routes[route_id]
+        wiring.sequence += 1
+        output = self._output(outputs, route_id)
+        output.sent_ns = time.monotonic_ns()
+        buffer.seal(wiring.epoch, wiring.sequence, output.sent_ns, context, heads_of(forwarded))
+        options = [frame.options or pb.SessionOptions() for frame in controls if frame.flags & Flag.OPEN]
+        drafts = drafts_of(forwarded)
+        output.buffer, output.message = buffer, with_extras(buffer, encoded.exponents, options, drafts)
+        return True
+
+    def _rows_of(self, placed: list[Placed]) -> npt.NDArray[np.float32]:
+        """Return the output rows of frames: a view where they stand together, which is always but after a fault."""
+        if not placed:
+            return self.engine.output_rows[:0]
+        first, last = placed[0], placed[-1]
+        end = last.row + last.frame.n_rows
+        if end - first.row == sum([item.frame.n_rows for item in placed]):
+            return self.engine.output_rows[first.row : end]
+        return np.concatenate([self.engine.output_rows[i.row : i.row + i.frame.n_rows] for i in placed])
+
+    def _finite(self, outputs: dict[int, RouteOutput], placed: list[Placed]) -> list[Placed]:
+        """Fault the sessions whose rows hold NaN or infinity; returns the others."""
+        good: list[Placed] = []
+        for item in placed:
+            if np.isfinite(self.engine.output_rows[item.row : item.row + item.frame.n_rows]).all():
+                good.append(item)
+            else:
+                problem = NumericError(f"stage {self.stage_index} computed NaN or infinity for this session")
+                self._fault(outputs, item.frame, problem)
+        return good

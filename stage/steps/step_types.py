@@ -1,0 +1,114 @@
+"""What goes into a step's executor and what comes out of it, apart from the frames themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from relayline.stage.queue_types import QueuedFrame, Step
+from relayline.wire.envelopes import trace_context
+from relayline.wire.envelopes.buffers import Buffer, BufferPool
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+
+class Engine(Protocol):
+    """What a step needs of the native engine; see stage.engine.native.NativeEngine for the meaning of each member."""
+
+    n_embd: int
+    n_vocab: int
+    max_rows: int
+    max_wanted: int
+    is_last: bool
+    input_rows: npt.NDArray[np.float32]
+    positions: npt.NDArray[np.int32]
+    seq_ids: npt.NDArray[np.int32]
+    wants: npt.NDArray[np.int8]
+    output_rows: npt.NDArray[np.float32]
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]: ...  # noqa: D102
+    def decode(self, n_rows: int) -> None: ...  # noqa: D102
+    def logits(self, row: int) -> npt.NDArray[np.float32]: ...  # noqa: D102
+    def check_rewind(self, lane: int, position: int) -> None: ...  # noqa: D102
+    def drop_from(self, lane: int, position: int) -> None: ...  # noqa: D102
+    def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None: ...  # noqa: D102
+    def clear(self, lane: int) -> None: ...  # noqa: D102
+
+
+class Embeddings(Protocol):
+    """Token ids to hidden rows; only stage 0 has them."""
+
+    def lookup(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None: ...  # noqa: D102
+
+
+@dataclasses.dataclass(slots=True)
+class RouteOutput:
+    """What one step sends on for one route. `buffer` is None when nothing travels downstream."""
+
+    route_id: int
+    epoch: int
+    buffer: Buffer | None = None
+    message: bytes = b""
+    sent_ns: int = 0
+    samples: list[pb.Sampled] = dataclasses.field(default_factory=list)
+    faults: list[pb.SessionFault] = dataclasses.field(default_factory=list)
+    progress: list[pb.Progress] = dataclasses.field(default_factory=list)
+    summaries: list[pb.SessionSummary] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
+class StepResult:
+    """Everything the event loop has to carry away after a step."""
+
+    step: Step
+    outputs: list[RouteOutput]
+    due: list[QueuedFrame]  # its frames but for wrong guesses and those whose epoch has ended
+    members: list[QueuedFrame]  # frames of the native decode; what does not fit its lane, or was guessed wrong, is none
+    n_rows: int = 0  # of the members
+    closed: list[QueuedFrame] = dataclasses.field(default_factory=list)  # closes that were applied
+    padded_rows: int = 0  # scratch rows beside n_rows
+    micro_batches: tuple[int, ...] = ()  # rows of the parts in which llama.cpp ran the decode; empty: all at once
+    number: int = 0  # counts native decodes of this process from 1; 0 when there was none
+    started_ns: int = 0  # when the native decode began
+    decode_ns: int = 0
+    predicted_ns: int = 0  # what the cost curves said before they learned of it; 0: nothing was known
+    encode_ns: int = 0  # sampling or encoding
+    error: str = ""  # label of the error with which the native decode failed
+    context: bytes = trace_context.NONE  # 25 bytes, of the batch's span; zeros when none is recorded
+
+    @property
+    def waits_ns(self) -> list[int]:
+        """From arrival to the moment the step was taken, of the frames that were due."""
+        return [self.step.taken_ns - frame.arrived_ns for frame in self.due]
+
+    @property
+    def consumed(self) -> list[QueuedFrame]:
+        """Frames whose links get the payload bytes back as credit."""
+        return self.step.frames
+
+    @property
+    def n_micro_batches(self) -> int:
+        """Parts in which llama.cpp ran the decode."""
+        return len(self.micro_batches) or 1
+
+    @property
+    def close_reason(self) -> str:
+        """Why the batch took no more, see stage.steps.policy."""
+        return self.step.close_reason
+
+    @property
+    def ended_ns(self) -> int:
+        """When everything of this step was ready to leave."""
+        return self.started_ns + self.decode_ns + self.encode_ns
+
+
+@dataclasses.dataclass(slots=True)
+class RouteWiring:
+    """The decode thread's view of a route: its epoch and its downstream link's buffers (None on the last stage)."""
+
+    epoch: int
+    pool: BufferPool | None
+    sequence: int = 0

@@ -1,0 +1,30 @@
+"""Rivals of the comparison are built anew when what they are built with changes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benches import peers
+from benches.peers import Kernels
+from relayline.deploy.testing.paths import DEPLOY
+
+BUILD = DEPLOY / "build"
+
+
+def test_other_words_to_gcc_make_another_build_of_the_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {path.name for pattern in ("ggml_*", "*.h", "*.cpp") for path in BUILD.glob(pattern)}
+    monkeypatch.setattr(peers, "BUILD", shutil.copytree(BUILD, tmp_path / "build"))
+    as_shipped = {peers.digest_of(("-DX=1",), Kernels.SHIPPED)}
+    digests = {peers.digest_of((option,), Kernels.OURS) for option in ("-DX=1", "-DX=2")}
+    assert not as_shipped & digests
+    for name in told:
+        with (tmp_path / "build" / name).open("a") as file:
+            file.write("\n")
+        as_shipped.add(peers.digest_of(("-DX=1",), Kernels.SHIPPED))
+        digests.add(peers.digest_of(("-DX=1",), Kernels.OURS))
+    assert told == set(Kernels.OURS.value)
+    assert len(digests) == 2 + len(told)
+    assert len(as_shipped) == 1 + len(Kernels.SHIPPED.value), "what is in no build as it ships must not make it anew"

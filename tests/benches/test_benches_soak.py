@@ -1,0 +1,88 @@
+"""The soak's own judgement: which faults it inflicts, and what it calls wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import signal
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benches import soak
+from benches.soak import Fault, faults_of, inflict
+from benches.verdicts import CANCELLED, faulty
+from relayline.deploy.cli.load import Request
+from relayline.deploy.launch.local import RESTART_WINDOW_S, RESTARTS_MAX
+
+
+def test_faults_come_from_the_seed_and_no_stage_dies_so_often_that_it_is_given_up() -> None:
+    faults = list(faults_of(3, 60))
+    assert faults == list(faults_of(3, 60)) != list(faults_of(4, 60))
+    assert {fault.kind for fault in faults} == {"kill", "end", "stop"}
+    assert {fault.stage for fault in faults} == set(range(soak.N_STAGES))
+    deaths_s = collections.defaultdict(list)
+    for fault in faults:
+        if fault.kind != "stop":
+            deaths_s[fault.stage].append(fault.at_s)
+    for times_s in deaths_s.values():
+        for first, last in zip(times_s, times_s[RESTARTS_MAX - 1 :], strict=False):
+            assert last - first > RESTART_WINDOW_S
+    assert faults[-1].at_s < 60 * 60 - soak.QUIET_S
+
+
+def request_of(tokens: list[int], n_tokens: int, error: str = "") -> Request:
+    return Request(0, n_tokens, 0, tokens, [0] * len(tokens), error)
+
+
+def test_only_whole_answers_of_the_model_and_beginnings_of_cancelled_ones_are_right() -> None:
+    answers = [(5, 6, 7, 8)]
+    right = [request_of([5, 6, 7, 8], 4), request_of([5, 6], 4, CANCELLED), request_of([], 4, CANCELLED)]
+    assert faulty(right, answers, {}, 0.5) == []
+    wrong = [
+        request_of([5, 6], 4),
+        request_of([5, 6], 4, "HTTP 503: recovering"),
+        request_of([5, 9], 4, CANCELLED),
+        request_of([5, 9, 1, 2], 4),
+    ]
+    gaps = {(0, (5, 9)): [0.0, 3.0], (0, (5, 9, 1, 2)): [0.0, 0.1, 0.0, 4.0]}
+    assert faulty(wrong, answers, gaps, 0.5) == [
+        "prompt 0: 2 of 4 tokens",
+        "prompt 0: HTTP 503: recovering",
+        "prompt 0 differs from token 1 on, 3.00 deviations below the best",
+        "prompt 0 differs from token 1 on, 4.00 deviations below the best",
+    ]
+    near = request_of([5, 9, 1, 2], 4)
+    assert faulty([near], answers, {(0, (5, 9, 1, 2)): [0.0, 0.1, 0.0, 0.2]}, 0.5) == []
+
+
+def test_a_stage_that_keeps_lanes_or_says_nothing_is_wrong() -> None:
+    stages = [{"index": 0, "lanes_used": 0}, {"index": 1, "lanes_used": 2}, {"index": 2}]
+    assert soak.kept_lanes({"stages": stages}) == ["stage 1 keeps 2 lanes", "stage 2 keeps nobody knows how many lanes"]
+
+
+async def waiting_process() -> tuple[asyncio.subprocess.Process, Any]:
+    """Return a process that ends with its input, and a pipeline whose only stage it is."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
+    return process, SimpleNamespace(stages=[SimpleNamespace(pid=process.pid, exited=asyncio.Event())])
+
+
+@pytest.mark.parametrize(("kind", "number"), [("kill", signal.SIGKILL), ("end", signal.SIGTERM)])
+async def test_a_fault_reaches_the_process_of_the_moment(kind: str, number: int) -> None:
+    process, pipeline = await waiting_process()
+    assert await inflict(pipeline, Fault(0.0, kind, 0, 0.0))
+    async with asyncio.timeout(20):
+        assert await process.wait() == -number
+    assert not await inflict(pipeline, Fault(0.0, kind, 0, 0.0)), "nobody is there any more"
+    pipeline.stages[0].exited.set()
+    assert not await inflict(pipeline, Fault(0.0, "stop", 0, 0.0))
+
+
+async def test_a_stopped_process_goes_on() -> None:
+    process, pipeline = await waiting_process()
+    assert await inflict(pipeline, Fault(0.0, "stop", 0, 0.0))
+    async with asyncio.timeout(20):
+        await process.communicate(b"\n")
+    assert process.returncode == 0

@@ -1,0 +1,188 @@
+"""Goal: a place has one holder at a time, the right one; what is missing is always known. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relayline.coordinator.engine.membership import Introduction, Membership, MemberState
+from relayline.coordinator.engine.roster import loopback_gaps
+from relayline.coordinator.joining.config import EngineOrder, JoinConfig, JoiningStage, TelemetryDefaults
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import HandshakeError, PlaceTakenError, UsageError
+
+NAMES = ("box1", "box2", "box3")
+VERSION = "1.4.2"
+
+
+def stage(name: str = "box1", process_id: str = "p1", **more: object) -> Introduction:
+    facts = {"protocol_version": bounds.PROTOCOL_VERSION, "software_version": VERSION, "host": "10.0.0.7"} | more
+    return Introduction(name, process_id, **facts)  # type: ignore[arg-type]
+
+
+def places() -> Membership:
+    return Membership(NAMES, VERSION, now_ns=0)
+
+
+def test_everybody_is_missing_at_first() -> None:
+    membership = places()
+    assert membership.missing() == list(NAMES)
+    assert membership.addresses() is None
+    assert [entry["state"] for entry in membership.describe(0)] == ["missing"] * 3
+
+
+def test_a_place_goes_through_its_states() -> None:
+    membership = places()
+    ticket = membership.join(stage("box2"), now_ns=1_000_000_000)
+    place = membership.places[1]
+    assert (place.state, membership.place_of(ticket)) == (MemberState.JOINED, place)
+    membership.progress(ticket, MemberState.FETCHING, 10, 100, now_ns=2_000_000_000)
+    entry = membership.describe(5_000_000_000)[1]
+    assert (entry["fetched_bytes"], entry["fetch_total_bytes"], entry["state_s"]) == (10, 100, 3.0)
+    membership.progress(ticket, MemberState.FETCHING, 90, 100, now_ns=4_000_000_000)
+    assert membership.describe(5_000_000_000)[1]["state_s"] == 3.0, "the state began once"
+    membership.progress(ticket, MemberState.LOADING, 60, 100, now_ns=5_000_000_000)
+    entry = membership.describe(5_000_000_000)[1]
+    assert (entry["loaded_bytes"], entry["load_total_bytes"]) == (60, 100)
+    membership.serving(ticket, "10.0.0.7:4000", "engine-1", now_ns=6_000_000_000)
+    assert place.state is MemberState.SERVING
+    assert membership.missing() == ["box1", "box3"]
+
+
+def test_addresses_are_in_layer_order_once_all_serve() -> None:
+    membership = places()
+    for name in reversed(NAMES):
+        membership.serving(membership.join(stage(name, name), 0), f"{name}:1", name, 0)
+    assert membership.addresses() == ("box1:1", "box2:1", "box3:1")
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UsageError, match=r"no stage 'bxo1'.*box1, box2, box3"):
+        places().check(stage("bxo1"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ({"protocol_version": bounds.PROTOCOL_VERSION + 1}, "protocol"),
+        ({"software_version": "1.5.0"}, r"1\.5\.0.*1\.4\.2"),
+        ({"software_version": ""}, "run the same version"),
+    ],
+)
+def test_another_version_is_refused(theirs: dict[str, object], words: str) -> None:
+    with pytest.raises(HandshakeError, match=words):
+        places().check(stage(**theirs))
+
+
+def test_a_patch_release_may_differ() -> None:
+    assert places().check(stage(software_version="1.4.9")).name == "box1"
+
+
+def test_a_second_process_is_refused_while_the_first_is_there() -> None:
+    membership = places()
+    ticket = membership.join(stage(process_id="first", hostname="attic"), 0)
+    with pytest.raises(PlaceTakenError, match=r"box1 is already here, from 10.0.0.7 \(attic\)"):
+        membership.join(stage(process_id="second"), 1)
+    membership.leave(ticket, 2)
+    assert membership.place_of(membership.join(stage(process_id="second"), 3)) is membership.places[0]
+
+
+def test_the_same_process_takes_its_place_again_and_its_old_membership_means_nothing_more() -> None:
+    membership = places()
+    old = membership.join(stage(), 0)
+    membership.serving(old, "10.0.0.7:1", "engine", 0)
+    new = membership.join(stage(), 1)
+    assert membership.places[0].state is MemberState.JOINED, "where it serves is to be said anew"
+    assert membership.leave(old, 2) is None
+    membership.serving(old, "10.0.0.7:9", "ghost", 2)
+    membership.progress(old, MemberState.FETCHING, 1, 2, 2)
+    membership.failed(old, "ghost")
+    place = membership.places[0]
+    assert (place.ticket, place.state, place.address, place.failure) == (new, MemberState.JOINED, "", "")
+
+
+def test_why_a_stage_failed_stays_known_until_the_next_one_comes() -> None:
+    membership = places()
+    ticket = membership.join(stage(), 0)
+    membership.failed(ticket, "no space left")
+    membership.leave(ticket, 1)
+    assert membership.describe(1)[0]["failure"] == "no space left"
+    membership.join(stage(process_id="p2"), 2)
+    assert "failure" not in membership.describe(2)[0]
+
+
+def test_a_stage_on_loopback_behind_one_on_another_host_is_pointed_out() -> None:
+    membership = places()
+    for name, host in zip(NAMES, ("127.0.0.1", "10.0.0.7", "127.0.0.1"), strict=True):
+        membership.serving(membership.join(stage(name, name), 0), f"{host}:1", name, 0)
+    (line,) = loopback_gaps(membership.places)
+    assert line.startswith("stage box3 is at 127.0.0.1:1")
+    assert "--advertise" in line
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(("join", "serving", "leave", "progress")),
+            st.sampled_from(NAMES),
+            st.sampled_from("abc"),
+            st.integers(0, 20),
+        ),
+        max_size=60,
+    )
+)
+def test_a_place_never_has_two_holders_and_only_holders_serve(events: list[tuple[str, str, str, int]]) -> None:
+    membership = places()
+    tickets = [0]
+    for what, name, process_id, pick in events:
+        ticket = tickets[pick % len(tickets)]
+        if what == "join":
+            before = next(place for place in membership.places if place.name == name).member
+            try:
+                tickets.append(membership.join(stage(name, process_id), 0))
+            except PlaceTakenError:
+                assert before is not None
+                assert before.process_id != process_id
+        elif what == "serving":
+            membership.serving(ticket, f"host:{ticket}", f"engine-{ticket}", 0)
+        elif what == "progress":
+            membership.progress(ticket, MemberState.LOADING, 1, 1, 0)
+        else:
+            membership.leave(ticket, 0)
+        for place in membership.places:
+            assert (place.member is None) == (place.state is MemberState.MISSING)
+            assert bool(place.address) == (place.state is MemberState.SERVING)
+            if place.state is MemberState.SERVING:
+                assert place.address == f"host:{place.ticket}"
+        assert (membership.addresses() is None) == bool(membership.missing())
+
+
+# --- what the coordinator is told -------------------------------------------------------------------------------------
+
+
+def test_an_order_says_what_it_was_given() -> None:
+    engine = EngineOrder(ctx_tokens=512, gpu_layers=-1, kv_type="q8_0", calibrate=False)
+    message = engine.message()
+    assert {name: getattr(message, name) for name in dataclasses.asdict(engine)} == dataclasses.asdict(engine)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: JoinConfig(()), "1 to 256 stages"),
+        (lambda: JoinConfig((JoiningStage("Box"),)), "DNS label"),
+        (lambda: JoinConfig((JoiningStage("../x"),)), "DNS label"),
+        (lambda: JoinConfig((JoiningStage("a"), JoiningStage("a"))), "given twice"),
+        (lambda: JoinConfig((JoiningStage("a"),), port=70_000), "outside"),
+        (lambda: JoinConfig((JoiningStage("a"),), fetches_max=0), "outside"),
+        (lambda: EngineOrder(ctx_tokens=-1).message(), "out of range"),
+        (lambda: TelemetryDefaults(level="loud").message(), "loud"),
+        (lambda: TelemetryDefaults(metrics_port=70_000).message(), "70000"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_the_start(make: object, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make()  # type: ignore[operator]

@@ -1,0 +1,171 @@
+"""Streams of a pipeline whose stages are a model: each ends once, with its tokens in order, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relayline.coordinator.schedule.draft_flights import DRAFT_AUTO
+from relayline.coordinator.sessions import prefixes
+from relayline.coordinator.sessions.generation import TokenEvent
+from relayline.coordinator.sessions.session import OutFrame, Session
+from relayline.wire.common.errors import (
+    HandshakeError,
+    NotReadyError,
+    ProtocolError,
+    RelaylineError,
+    StageLostError,
+)
+from relayline.wire.envelopes.frames import Flag
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from tests.support.session_world import EVENTS, ORACLE_VOCAB, World, oracle, play
+from tests.support.sessions import SAMPLE
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    EVENTS,
+    st.integers(1, 3),
+    st.sampled_from(["auto", "drain", "fixed"]),
+    st.booleans(),
+    st.integers(0, 2),
+    st.sampled_from([0, DRAFT_AUTO, 1, 4]),
+)
+def test_every_request_ends_once_with_its_tokens_in_order(
+    events: list[tuple[object, ...]], n_lanes: int, mode: str, share: bool, prefix_lanes: int, draft: int
+) -> None:
+    async def scenario() -> None:
+        world = World(n_lanes, mode, share, prefix_lanes, draft)
+        for event in events:
+            await play(world, event)
+            world.pipeline._dispatch_now()  # what the end of a turn of the loop does
+            world.check()
+        world.finish()
+
+    with mock.patch.object(prefixes, "PREFIX_TOKENS_MIN", 2):
+        asyncio.run(scenario())
+
+
+async def test_giving_up_ends_running_and_waiting_requests_once() -> None:
+    world = World(n_lanes=1)
+    for _ in range(3):
+        world.open(4, 4)
+    for _ in range(3):
+        world.pipeline._dispatch_now()
+        world.stages.step()
+    world.deliver()
+    world.disconnect()
+    world.pipeline._fail_all(NotReadyError("gone"))
+    world.check()
+    assert [client.ends for client in world.clients] == [["not_ready"]] * 3
+    world.finish()
+
+
+async def test_an_error_that_cannot_be_retried_reaches_clients_as_a_lost_stage() -> None:
+    world = World(n_lanes=1)
+    world.open(4, 4)
+    world.pipeline._fail_all(HandshakeError("a handshake that no longer fits"))
+    world.check()
+    assert world.clients[0].ends == [StageLostError.label]
+    world.finish()
+
+
+async def test_a_token_outside_the_vocabulary_ends_the_epoch_and_no_request() -> None:
+    world = World(n_lanes=1)
+    world.open(1, 4)
+    wrong = pb.Sampled(session_id=world.clients[0].session.session_id, position=1, token=ORACLE_VOCAB)
+    world.pipeline._on_return(pb.ReturnEnvelope(epoch=world.pipeline.epoch, samples=[wrong]))
+    assert isinstance(world.pipeline._lost.result(), ProtocolError)
+    assert not world.clients[0].ends
+    world.connect()
+    world.finish()
+
+
+async def test_the_next_rows_leave_before_the_answer_is_written() -> None:
+    """Stages wait for them, whereas writing takes the longer the more streams a step had."""
+    world = World(n_lanes=1)
+    world.open(1, 3)
+    stream, in_flight = world.clients[0].stream, []
+    put = stream.put
+
+    def look(event: TokenEvent | RelaylineError) -> None:
+        in_flight.append([frame.flags for frame in world.stages.frames])
+        put(event)
+
+    with mock.patch.object(stream, "put", look):
+        world.finish()
+    assert in_flight == [[SAMPLE], [SAMPLE], [Flag.CLOSE]]
+
+
+async def test_a_sample_that_meets_a_bug_costs_no_other_stream_its_token() -> None:
+    """What was taken note of is told, whatever comes of the rest of the message: a replay does not tell it again."""
+    world = World(n_lanes=2)
+    for n_prompt in (1, 2):
+        world.open(n_prompt, 3)
+    first, second = (client.session for client in world.clients)
+    samples = [
+        pb.Sampled(session_id=session.session_id, position=n, token=oracle(session.session_id, n))
+        for session, n in ((first, 1), (second, 2))
+    ]
+    sampled = Session.sampled
+
+    def stumble(session: Session, *arguments: Any) -> tuple[TokenEvent | None, list[OutFrame]]:
+        if session is second:
+            raise ZeroDivisionError("a bug of ours")
+        return sampled(session, *arguments)
+
+    with mock.patch.object(Session, "sampled", stumble), pytest.raises(ZeroDivisionError):
+        world.pipeline._on_return(pb.ReturnEnvelope(epoch=world.pipeline.epoch, samples=samples))
+    world.check()
+    assert [len(client.tokens) for client in world.clients] == [1, 0]
+    world.connect()
+    world.finish()
+
+
+async def test_a_bug_in_scheduling_ends_the_epoch_and_no_request() -> None:
+    world = World(n_lanes=2)
+    world.open(4, max_tokens=3)
+    with mock.patch.object(world.pipeline._scheduler, "take", side_effect=ZeroDivisionError("a bug")):
+        world.pipeline._dispatch_now()
+    assert "a bug" in str(world.pipeline._lost.result())
+    world.disconnect()
+    world.finish()
+    assert world.clients[0].ends == ["length"]
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+async def test_what_is_left_of_who_has_left_is_closed_in_the_next_epoch(when: str) -> None:
+    world = World(3)
+    world.open(4, 6)
+    for _ in range(6):
+        world.turn()
+    if when == "before":
+        await play(world, ("leave", 0))
+    await play(world, ("lose", 0))
+    if when == "meanwhile":
+        await play(world, ("leave", 0))
+    await play(world, ("recover", 3))
+    world.finish()
+
+
+async def test_who_is_lost_twice_without_a_token_does_not_go_on_from_what_is_there() -> None:
+    world = World(3)
+    world.open(9, 2)
+    (client,) = world.clients
+    there = []
+    for _ in range(2):
+        world.pipeline._dispatch_now()
+        for _ in range(3):
+            world.stages.step()
+        world.stages.replies.clear()
+        await play(world, ("lose", 0))
+        await play(world, ("recover", 3))
+        there.append(client.session.n_there)
+    assert there[0] > 0
+    assert there[1] == 0
+    world.finish()

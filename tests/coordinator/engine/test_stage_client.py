@@ -1,0 +1,159 @@
+"""What the coordinator hears of a stage: whatever ends the listening is told, once, and speeds are made safe to use."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+from unittest import mock
+
+import grpc
+import grpc.aio
+import pytest
+
+from relayline.coordinator.engine.connection import refresh_costs, stage_cost
+from relayline.coordinator.engine.stage_client import StageClient
+from relayline.coordinator.schedule.overhead import HOST_STEP_NS, Held
+from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.wire.common.errors import InternalError, ProtocolError, RelaylineError, StageLostError
+from relayline.wire.links import rpc
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+
+class Call:
+    """Gives messages, then the end of the stream."""
+
+    def __init__(self, *messages: bytes) -> None:
+        self._messages = list(messages)
+
+    async def read(self) -> Any:
+        return self._messages.pop(0) if self._messages else None
+
+
+def stumble(message: pb.ReturnEnvelope) -> None:
+    raise ZeroDivisionError("a bug of ours")
+
+
+@pytest.mark.parametrize(
+    ("messages", "error", "text"),
+    [
+        ((), StageLostError, "closed its return stream"),
+        ((b"\xff",), ProtocolError, "cannot be read"),
+        ((pb.ReturnEnvelope(epoch=1).SerializeToString(),), InternalError, "a bug of ours"),
+    ],
+)
+async def test_every_end_of_the_return_stream_is_told(
+    messages: tuple[bytes, ...], error: type[RelaylineError], text: str
+) -> None:
+    client = StageClient("127.0.0.1:1")
+    lost: list[RelaylineError] = []
+    await client._read(Call(*messages), stumble, lost.append)  # type: ignore[arg-type]
+    await client.close()
+    (told,) = lost
+    assert type(told) is error
+    assert text in told.message
+
+
+@contextlib.asynccontextmanager
+async def answering(answer: pb.StatusResponse) -> AsyncIterator[StageClient]:
+    """A client of a stage that answers every Status with this."""
+
+    async def status(_request: pb.StatusRequest, _context: Any) -> pb.StatusResponse:
+        return answer
+
+    handler = grpc.unary_unary_rpc_method_handler(status, rpc.parser(pb.StatusRequest), rpc.serialize)
+    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(rpc.SERVICE, {"Status": handler}),))
+    client = StageClient(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    await server.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+        await server.stop(None)
+
+
+async def test_steps_that_our_clock_has_no_time_for_are_left_out() -> None:
+    """Another host's clock, 1000 s ahead of ours; its steps reach back to before ours began."""
+    base_ns = time.monotonic_ns() + 1_000 * 10**9
+    starts = [5, 500 * 10**9, base_ns - 30, base_ns - 10]
+    ends = [7, base_ns - 20, base_ns - 25, base_ns - 5]
+    said = pb.StatusResponse(now_ns=base_ns, step_start_ns=starts, step_end_ns=ends, n_steps=4)
+    async with answering(said) as client:
+        status = await client.status(with_recent=True)
+    assert status is not None
+    assert status.n_steps == 4
+    moved = list(zip(status.step_start_ns, status.step_end_ns, strict=True))
+    assert [end_ns - start_ns for start_ns, end_ns in moved] == [5, 5], "both ends of a step stay or go"
+    assert moved[1][0] - moved[0][0] == 20
+
+
+class Learning:
+    """A connection to one stage that has learned more of its speed at every look; looks at `bad` times are bugs."""
+
+    def __init__(self, bad: set[int]) -> None:
+        self.stages, self.n_looks = [self], 0
+        self._bad = bad
+
+    def stage_costs(self) -> list[StageCost]:
+        return [stage_cost(pb.StatusResponse(), 64)]
+
+    async def status(self, *, with_recent: bool) -> pb.StatusResponse:
+        assert not with_recent
+        self.n_looks += 1
+        if self.n_looks in self._bad:
+            raise ZeroDivisionError("a bug of ours")
+        return pb.StatusResponse(
+            decode_curve=[pb.CostPoint(n_rows=1, cost_ns=self.n_looks)], n_decode_frames=4, decode_held_ns=100
+        )
+
+
+async def test_a_bug_while_speeds_are_read_is_logged_and_the_next_look_counts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("relayline.coordinator.engine.connection.CURVE_REFRESH_S", 0.0)
+    seen: asyncio.Queue[tuple[list[StageCost], list[Held]]] = asyncio.Queue()
+    refreshing = asyncio.create_task(
+        refresh_costs(Learning({1, 2, 4}), ["somebody"], lambda *said: seen.put_nowait(said))  # type: ignore[arg-type]
+    )
+    async with asyncio.timeout(20):
+        for n_looks in (3, 5):
+            (cost,), held = await seen.get()
+            assert cost.decode_ns(1) == n_looks + HOST_STEP_NS
+            assert held == [Held(4, 100 + 4 * HOST_STEP_NS)]
+        refreshing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await refreshing
+    logged = [record for record in caplog.records if record.exc_info]
+    assert len(logged) == 2, "once for each time that it began to fail"
+    assert all("speed failed" in record.message for record in logged)
+
+
+async def test_how_long_frames_were_held_is_told_by_all_stages_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relayline.coordinator.engine.connection.CURVE_REFRESH_S", 0.0)
+    seen: asyncio.Queue[list[Held]] = asyncio.Queue()
+    answers, silent = Learning(set()), mock.Mock(status=mock.AsyncMock(return_value=None))
+    answers.stages.append(silent)
+    answers.stage_costs = lambda: [stage_cost(pb.StatusResponse(), 64)] * 2  # type: ignore[method-assign]
+    refreshing = asyncio.create_task(
+        refresh_costs(answers, ["somebody"], lambda _, held: seen.put_nowait(held))  # type: ignore[arg-type]
+    )
+    async with asyncio.timeout(20):
+        assert await seen.get() == []
+    refreshing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await refreshing
+
+
+@pytest.mark.parametrize(
+    ("said", "taken"), [(13_000.0, 13_000.0), (-1.0, 0.0), (float("nan"), 0.0), (float("inf"), 0.0)]
+)
+def test_what_a_stage_says_of_its_speed_is_safe_to_plan_with(said: float, taken: float) -> None:
+    point = pb.CostPoint(n_rows=1, cost_ns=7)
+    cost = stage_cost(
+        pb.StatusResponse(decode_curve=[point], prefill_curve=[point], context_ns=said, context_tiled_ns=said), 64
+    )
+    assert (cost.context_ns, cost.context_tiled_ns) == (taken, taken)
+    assert cost.decode_ns(1) == 7 + HOST_STEP_NS

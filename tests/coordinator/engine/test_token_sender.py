@@ -1,0 +1,31 @@
+"""The sender towards stage 0: a bug in one envelope must not leave every later request waiting in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from relayline.coordinator.engine.token_sender import TokenSender
+from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
+from relayline.coordinator.sessions.session import Session
+from relayline.wire.common.errors import InternalError, RelaylineError
+from relayline.wire.envelopes.buffers import BufferPool
+from relayline.wire.envelopes.envelope import DTYPE_TOKENS
+
+
+async def test_an_unexpected_failure_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
+    link: Any = SimpleNamespace(pool=BufferPool(DTYPE_TOKENS, 1))  # without `send`: a bug as good as any
+    sender = TokenSender(link, 1, lost.set_result)
+    session = Session(1, GenerationRequest("r", (1, 2), 1, SamplingParams()), lambda _: False)
+    with caplog.at_level(logging.ERROR, logger="relayline.coordinator"):
+        sender.push(session.start())
+        error = await asyncio.wait_for(lost, 10)
+    assert isinstance(error, InternalError)
+    assert "sending to stage 0 failed" in error.message
+    assert caplog.records[0].exc_info is not None
+    await sender.close()

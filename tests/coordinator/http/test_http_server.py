@@ -1,0 +1,343 @@
+"""What every route has in common: ids, error bodies, limits; and the small routes beside generation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import logging
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from relayline.coordinator.http.handlers import TOKENS_PER_PART
+from relayline.coordinator.http.server import start_http
+from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing.vocabulary_files import write_no_tokenizer, write_tokenizer
+from relayline.wire.common import logs
+from relayline.wire.common.errors import HandshakeError, StartError
+from tests.support.http_support import CREATED, MODEL, WAIT_S, FakeGenerator, Served, serving
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
+
+
+@contextlib.asynccontextmanager
+async def session_of(
+    tokenizer: Tokenizer, generator: FakeGenerator | None = None, **options: object
+) -> AsyncIterator[tuple[aiohttp.ClientSession, Served]]:
+    async with serving(tokenizer, generator, **options) as served, aiohttp.ClientSession(served.url) as session:
+        yield session, served
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/health"])
+async def test_health_follows_the_generator(tokenizer: Tokenizer, path: str) -> None:
+    async with session_of(tokenizer) as (session, served):
+        async with session.get(path) as reply:
+            assert (reply.status, await reply.json()) == (200, {"status": "ok"})
+        served.generator.ready = False
+        async with session.get(path) as reply:
+            assert (reply.status, await reply.json()) == (503, {"status": "loading"})
+            assert reply.headers["Retry-After"] == "1"
+
+
+async def test_models_and_pipeline(tokenizer: Tokenizer) -> None:
+    entry = {"id": MODEL, "created": CREATED, "owned_by": "relayline", "object": "model"}
+    async with session_of(tokenizer) as (session, served):
+        async with session.get("/v1/models") as reply:
+            assert await reply.json() == {"data": [entry], "object": "list"}
+        async with session.get("/v1/models/org%2Ftiny") as reply:
+            assert await reply.json() == entry
+        async with session.get("/v1/pipeline") as reply:
+            assert await reply.json() == await served.generator.describe()
+
+
+async def test_overlap_since_a_moment_is_asked_for_in_whole_nanoseconds(tokenizer: Tokenizer) -> None:
+    async with session_of(tokenizer) as (session, _):
+        async with session.get("/v1/pipeline?since_ns=12345678901234567") as reply:
+            assert (await reply.json())["asked_since_ns"] == 12345678901234567
+        for wrong in ("", "soon", "1.5", "-1", "1_0", "%D9%A1", "9" * 20):
+            async with session.get(f"/v1/pipeline?since_ns={wrong}") as reply:
+                error = (await reply.json())["error"]
+                assert (reply.status, error["param"]) == (400, "since_ns"), wrong
+                assert error["message"] == "since_ns: must be whole nanoseconds, like now_ns of an earlier answer"
+
+
+async def test_tokenize_and_back(tokenizer: Tokenizer) -> None:
+    async with session_of(tokenizer) as (session, _):
+        async with session.post("/tokenize", json={"content": "hello é<|im_end|>"}) as reply:
+            ids = (await reply.json())["tokens"]
+        assert ids == tokenizer.encode("hello é<|im_end|>")
+        async with session.post("/detokenize", json={"tokens": ids}) as reply:
+            assert await reply.json() == {"content": "hello é<|im_end|>"}
+        async with session.post("/tokenize", json={"content": "hello é", "with_pieces": True}) as reply:
+            pieces = [entry["piece"] for entry in (await reply.json())["tokens"]]
+        assert pieces == ["hello", " ", [0xC3], [0xA9]]
+        async with session.post("/detokenize", json={"tokens": [1, -1]}) as reply:
+            assert (reply.status, (await reply.json())["error"]["param"]) == (400, "tokens")
+
+
+GENERATING = [
+    ("/v1/completions", {"prompt": "hello", "max_tokens": 4}),
+    ("/v1/completions", {"prompt": [1, 2], "stream": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+]
+
+
+@pytest.mark.parametrize("ctx_tokens", [0, 512], ids=["never connected", "recovering"])
+@pytest.mark.parametrize(("path", "body"), GENERATING)
+async def test_nothing_is_generated_before_the_pipeline_is_ready(
+    tokenizer: Tokenizer, path: str, body: dict[str, object], ctx_tokens: int
+) -> None:
+    async with session_of(tokenizer, FakeGenerator(ctx_tokens=ctx_tokens)) as (session, served):
+        served.generator.ready = False
+        async with session.post(path, json=body) as reply:
+            assert (reply.status, (await reply.json())["error"]["code"]) == (503, "not_ready")
+            assert reply.headers["Retry-After"] == "2"
+        async with session.post(path, json=body | {"temperature": 3}) as reply:
+            assert (reply.status, (await reply.json())["error"]["param"]) == (400, "temperature")
+
+
+async def test_a_request_that_never_fits_is_told_so_during_a_recovery(tokenizer: Tokenizer) -> None:
+    async with session_of(tokenizer, FakeGenerator(ctx_tokens=4)) as (session, served):
+        served.generator.ready = False
+        async with session.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 3}) as reply:
+            assert (reply.status, (await reply.json())["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nothing", 404, "route_not_found"),
+        ("GET", "/v1/nothing", 404, "route_not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+    ],
+)
+async def test_wrong_routes(tokenizer: Tokenizer, method: str, path: str, status: int, code: str) -> None:
+    async with session_of(tokenizer) as (session, _), session.request(method, path) as reply:
+        assert reply.status == status
+        error = (await reply.json())["error"]
+        assert sorted(error) == ["code", "message", "param", "type"]
+        assert (error["code"], error["type"]) == (code, "invalid_request_error")
+        assert path in error["message"]
+        assert ("Allow" in reply.headers) == (status == 405)
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"), [("abc-1.2:3_4", True), ("bad id", False), ("x" * 129, False), ("<script>", False)]
+)
+async def test_every_reply_has_a_request_id(tokenizer: Tokenizer, sent: str, kept: bool) -> None:
+    stream = {"prompt": "x", "stream": True}
+    async with session_of(tokenizer) as (session, _):
+        for method, path, body in [
+            ("GET", "/health", None),
+            ("GET", "/nothing", None),
+            ("POST", "/v1/completions", {}),
+            ("POST", "/v1/completions", stream),
+        ]:
+            async with session.request(method, path, json=body, headers={"x-request-id": sent}) as reply:
+                assert (reply.headers["x-request-id"] == sent) == kept
+                assert reply.headers["x-request-id"]
+
+
+async def test_body_limits_and_encodings(tokenizer: Tokenizer) -> None:
+    async with session_of(tokenizer, body_bytes_max=1000) as (session, _):
+        async with session.post("/v1/completions", data=b'{"prompt":"' + b"x" * 2000 + b'"}') as reply:
+            assert reply.status == 413
+            error = (await reply.json())["error"]
+            assert (error["code"], error["message"]) == ("body_too_large", "the body is larger than 1000 bytes")
+        headers = {"Content-Encoding": "gzip"}
+        async with session.post("/v1/completions", data=b"not gzip at all", headers=headers) as reply:
+            assert (reply.status, (await reply.json())["error"]["code"]) == (400, "bad_body")
+            assert reply.headers["Connection"] == "close"
+
+
+@pytest.mark.parametrize(
+    ("request_head", "told"),
+    [
+        (b"Content-Length: 3\r\nContent-Encoding: gzip\r\n\r\nabc", "Can not decode content-encoding: gzip"),
+        (b"Content-Length: x\r\n\r\n", "Invalid character in Content-Length"),
+    ],
+)
+async def test_what_is_no_http_is_logged_in_a_line(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, request_head: bytes, told: str
+) -> None:
+    logged = io.StringIO()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
+    monkeypatch.setattr(sys, "stderr", logged)
+    logs.setup("coordinator", as_json=False)
+    async with session_of(tokenizer) as (_, served), asyncio.timeout(WAIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + request_head)
+        assert b" 400 " in await reader.readline()
+        await reader.read()
+        writer.close()
+    (line,) = logged.getvalue().splitlines()
+    assert "warning" in line
+    assert f"request cannot be read: {told}" in line
+
+
+async def test_an_error_that_retrying_cannot_mend_says_so(tokenizer: Tokenizer) -> None:
+    async with session_of(tokenizer) as (session, served):
+        served.generator.refusals = [HandshakeError("stage 1 has another model")]
+        async with session.post("/v1/completions", json={"prompt": "x"}) as reply:
+            assert (reply.status, reply.headers["x-should-retry"]) == (503, "false")
+            assert "Retry-After" not in reply.headers
+            assert (await reply.json())["error"]["code"] == "handshake"
+
+
+async def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(tmp_path_factory: pytest.TempPathFactory) -> None:
+    textless = Tokenizer.load(write_no_tokenizer(tmp_path_factory.mktemp("tok") / "none.gguf", n_vocab=300))
+    async with session_of(textless) as (session, _):
+        for path, body in [
+            ("/v1/completions", {"prompt": "text"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+            ("/tokenize", {"content": "text"}),
+        ]:
+            async with session.post(path, json=body) as reply:
+                assert reply.status == 400
+                assert "no tokenizer; send token ids" in (await reply.json())["error"]["message"]
+        ids = {"prompt": [1, 2], "return_token_ids": True, "logprobs": 0}
+        async with session.post("/v1/completions", json=ids) as reply:
+            choice = (await reply.json())["choices"][0]
+        assert choice["text"] == ""
+        assert choice["token_ids"] == [*b"hello", 257]
+        assert choice["logprobs"]["tokens"][0] == "token_id:104"
+        async with session.post("/v1/completions", json={"prompt": [300]}) as reply:
+            assert reply.status == 400
+        for content, param in (("text", "prediction"), ("", None)):
+            body = ids | {"prediction": {"type": "content", "content": content}}
+            async with session.post("/v1/completions", json=body) as reply:
+                assert (await reply.json()).get("error", {}).get("param") == param
+
+
+async def test_no_template_points_at_completions(tokenizer: Tokenizer) -> None:
+    async with session_of(tokenizer, template=None) as (session, _):
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        async with session.post("/v1/chat/completions", json=body) as reply:
+            assert reply.status == 400
+            assert "use /v1/completions" in (await reply.json())["error"]["message"]
+
+
+async def test_template_variables_reach_the_template(tokenizer: Tokenizer) -> None:
+    async with session_of(tokenizer, template="{{ mood }}{{ messages|length }}") as (session, served):
+        body = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "chat_template_kwargs": {"mood": "calm", "messages": [], "self": 1, "variables": 2},
+        }
+        async with session.post("/v1/chat/completions", json=body) as reply:
+            assert reply.status == 200
+        assert served.generator.requests[0].prompt_tokens == tuple(tokenizer.encode("calm1"))
+
+
+class Watched:
+    """A tokenizer that notes in which threads it worked."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.threads: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._tokenizer, name)
+
+        def noted(*args: Any, **options: Any) -> Any:
+            self.threads.add(threading.get_ident())
+            return found(*args, **options)
+
+        return noted if name in ("encode", "encode_chat", "decode", "piece") else found
+
+
+INLINE_MAX = 60  # characters of text or bytes of a body that are worked on where they came in
+TEXTS = ["hello world"] * 3
+
+
+@pytest.mark.parametrize("n_times", [1, 2], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", lambda n: {"prompt": TEXTS * n}),  # each of them is short
+        ("/v1/completions", lambda n: {"prompt": [104, 101] * 20 * n, "echo": True}),
+        ("/v1/chat/completions", lambda n: {"messages": [{"role": "user", "content": "hi" * 20 * n}]}),
+        ("/v1/completions", lambda n: {"prompt": "x", "prediction": {"type": "content", "content": "hi" * 20 * n}}),
+        ("/tokenize", lambda n: {"content": "hello " * 6 * n}),
+        ("/tokenize", lambda n: {"content": "é" * 3 * n, "with_pieces": True}),
+        ("/detokenize", lambda n: {"tokens": [104, 101] * 4 * n}),
+    ],
+)
+async def test_long_texts_are_worked_on_off_the_loop_and_alike(
+    tokenizer: Tokenizer, path: str, body: Callable[[int], dict[str, object]], n_times: int
+) -> None:
+    watched = Watched(tokenizer)
+    template = "{{ messages[0].content }}"
+    async with (
+        session_of(watched, template=template, text_inline_bytes_max=INLINE_MAX) as (session, _),  # type: ignore[arg-type]
+        session_of(tokenizer, template=template) as (plain, _),
+    ):
+        watched.threads.clear()
+        answers = []
+        for each in (session, plain):
+            async with each.post(path, json=body(n_times)) as reply:
+                assert reply.status == 200
+                answers.append({k: v for k, v in (await reply.json()).items() if k not in ("id", "created")})
+    assert answers[0] == answers[1]
+    is_aside = watched.threads - {threading.get_ident()} != set()
+    assert is_aside == (n_times == 2)
+    if path in ("/tokenize", "/detokenize"):
+        assert len(watched.threads) == 1, "pieces too"
+
+
+@pytest.mark.parametrize("with_pieces", [False, True])
+@pytest.mark.parametrize("n_tokens", [0, TOKENS_PER_PART - 1, TOKENS_PER_PART, 2 * TOKENS_PER_PART + 1])
+async def test_a_long_answer_to_tokenize_is_whole(tokenizer: Tokenizer, n_tokens: int, with_pieces: bool) -> None:
+    text = "az" * (n_tokens // 2) + "a" * (n_tokens % 2)
+    ids = tokenizer.encode(text)
+    assert len(ids) == n_tokens
+    body = {"content": text, "with_pieces": with_pieces}
+    async with session_of(tokenizer) as (session, _), session.post("/tokenize", json=body) as reply:
+        found = (await reply.json())["tokens"]
+    assert found == ([{"id": token, "piece": chr(token)} for token in ids] if with_pieces else ids)
+
+
+async def test_usage_tells_what_of_each_prompt_was_not_computed(tokenizer: Tokenizer) -> None:
+    def script(request: GenerationRequest) -> Iterator[TokenEvent]:
+        n_cached = len(request.prompt_tokens) - 1 if request.cache_prompt else 0
+        return (TokenEvent(104, None, (), reason, n_cached=n) for reason, n in ((None, n_cached), ("length", 0)))
+
+    async with session_of(tokenizer, FakeGenerator(script)) as (session, served):
+        for cache_prompt, n_cached in ((None, 4 + 6), (True, 4 + 6), (False, 0)):
+            asked = {"prompt": [[1] * 5, [2] * 7], "n": 2, "max_tokens": 2, "cache_prompt": cache_prompt}
+            async with session.post("/v1/completions", json=asked) as reply:
+                usage = (await reply.json())["usage"]
+            assert usage["prompt_tokens_details"] == {"cached_tokens": n_cached}
+            assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (12, 8, 20)
+        assert len(served.generator.requests) == 12
+
+
+async def test_any_model_name_may_be_allowed(tokenizer: Tokenizer) -> None:
+    async with (
+        session_of(tokenizer, any_model_name=True) as (session, _),
+        session.post("/v1/completions", json={"prompt": "x", "model": "gpt-6-astra"}) as reply,
+    ):
+        assert (await reply.json())["model"] == "gpt-6-astra"
+
+
+async def test_start_errors_are_one_line() -> None:
+    holder = await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0)
+    async with holder:
+        port = holder.sockets[0].getsockname()[1]
+        with pytest.raises(StartError, match=f"port 127.0.0.1:{port} is taken"):
+            await start_http(web.Application(), "127.0.0.1", port)
+    with pytest.raises(StartError, match=r"cannot listen on 203\.0\.113\.1:0"):
+        await start_http(web.Application(), "203.0.113.1", 0)
+    with pytest.raises(StartError, match="65536 is not a port"):
+        await start_http(web.Application(), "127.0.0.1", 65536)

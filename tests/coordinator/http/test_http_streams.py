@@ -1,0 +1,218 @@
+"""The bytes of a stream, and what becomes of it when its reader waits, leaves or stops reading."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import socket
+from collections.abc import AsyncIterator, Iterable
+
+import aiohttp
+import pytest
+
+from relayline.coordinator.http.merge import Merge
+from relayline.coordinator.http.sse import EventWriter
+from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing.vocabulary_files import write_tokenizer
+from relayline.wire.common.errors import StageLostError
+from tests.support.http_support import WAIT_S, FakeGenerator, Gate, Served, Step, says, serving, tokens
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
+
+
+@pytest.fixture(autouse=True)
+async def limited() -> AsyncIterator[None]:
+    async with asyncio.timeout(WAIT_S):
+        yield
+
+
+def endless(_request: GenerationRequest) -> Iterable[Step]:
+    return itertools.repeat(TokenEvent(120, None, ()))
+
+
+@contextlib.asynccontextmanager
+async def streaming(served: Served, **body: object) -> AsyncIterator[aiohttp.ClientResponse]:
+    async with (
+        aiohttp.ClientSession(served.url) as session,
+        session.post("/v1/completions", json={"prompt": "x", "stream": True, **body}) as reply,
+    ):
+        yield reply
+
+
+async def test_every_byte_of_a_chat_stream(tokenizer: Tokenizer) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "stream": True,
+        "max_completion_tokens": 2,
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True},
+    }
+    async with (
+        serving(tokenizer) as served,
+        aiohttp.ClientSession(served.url) as session,
+        session.post("/v1/chat/completions", json=body) as reply,
+    ):
+        assert reply.headers["Content-Type"].startswith("text/event-stream")
+        assert reply.headers["Cache-Control"] == "no-cache"
+        assert reply.headers["X-Accel-Buffering"] == "no"
+        assert "Content-Encoding" not in reply.headers
+        *events, end = (await reply.read()).split(b"\n\n")
+    assert end == b""
+    assert all(event.startswith(b"data: ") for event in events)
+    *chunks, done = [event.removeprefix(b"data: ") for event in events]
+    assert done == b"[DONE]"
+    bodies = [json.loads(chunk) for chunk in chunks]
+    same = {key: bodies[0][key] for key in ("id", "created", "model", "system_fingerprint", "object")}
+    assert same["object"] == "chat.completion.chunk"
+    assert all(body.items() >= same.items() for body in bodies)
+
+    def choice(delta: dict[str, str], reason: str | None = None, **more: object) -> list[dict[str, object]]:
+        return [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason, **more}]
+
+    assert [body["choices"] for body in bodies] == [
+        choice({"role": "assistant", "content": ""}),
+        choice({"content": "h"}, token_ids=[104]),
+        choice({"content": "e"}, token_ids=[101]),
+        choice({}, "length"),
+        [],
+    ]
+    assert [body["usage"] for body in bodies[:-1]] == [None] * 4
+    assert bodies[-1]["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_usage_is_absent_unless_asked_for(tokenizer: Tokenizer, path: str) -> None:
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    async with (
+        serving(tokenizer) as served,
+        aiohttp.ClientSession(served.url) as session,
+        session.post(path, json=body) as reply,
+    ):
+        raw = await reply.read()
+        assert b"[DONE]" in raw
+        assert b"usage" not in raw
+
+
+async def test_events_ready_together_are_one_write(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes: list[bytes] = []
+    write = EventWriter._write
+
+    async def recorded(self: EventWriter, payload: bytes, *, is_last: bool = False) -> None:
+        writes.append(payload)
+        await write(self, payload, is_last=is_last)
+
+    monkeypatch.setattr(EventWriter, "_write", recorded)
+    gate = Gate()
+    generator = FakeGenerator(lambda request: [*tokens(request, b"abc", ends=False), gate, *tokens(request, b"de")])
+    async with serving(tokenizer, generator) as served, streaming(served) as reply:
+        await gate.reached.wait()
+        gate.opened.set()
+        await reply.read()
+    assert [payload.count(b"data: ") for payload in writes] == [3, 4]  # d, e, finish, [DONE] and the end together
+    assert writes[-1].endswith(b"data: [DONE]\n\n")
+
+
+async def test_headers_and_role_come_before_the_first_token(tokenizer: Tokenizer) -> None:
+    gate = Gate()
+    generator = FakeGenerator(lambda request: [gate, *tokens(request, b"hi")])
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+    async with (
+        serving(tokenizer, generator) as served,
+        aiohttp.ClientSession(served.url) as session,
+        session.post("/v1/chat/completions", json=body) as reply,
+    ):
+        assert b'"role":"assistant"' in await reply.content.readline()
+        assert not gate.opened.is_set()
+        gate.opened.set()
+        assert b"[DONE]" in await reply.read()
+
+
+async def test_a_silent_stream_is_kept_alive(tokenizer: Tokenizer) -> None:
+    gate = Gate()
+    generator = FakeGenerator(lambda request: [gate, *tokens(request, b"hi")])
+    async with serving(tokenizer, generator, ping_interval_s=0.01) as served, streaming(served) as reply:
+        assert [await reply.content.readline() for _ in range(4)] == [b": ping\n", b"\n"] * 2
+        gate.opened.set()
+        assert (await reply.read()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_broken_stream_ends_with_its_error_and_no_done(tokenizer: Tokenizer) -> None:
+    generator = FakeGenerator(lambda request: [*tokens(request, b"h", ends=False), StageLostError("stage 1 is gone")])
+    async with serving(tokenizer, generator) as served, streaming(served) as reply:
+        assert reply.status == 200
+        _, failure, end = (await reply.read()).split(b"\n\n")
+    assert end == b""
+    assert json.loads(failure.removeprefix(b"data: ")) == {
+        "error": {
+            "message": "stage 1 is gone",
+            "type": "service_unavailable_error",
+            "param": None,
+            "code": "stage_lost",
+        }
+    }
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_while_waiting_frees_its_stream(tokenizer: Tokenizer, stream: bool) -> None:
+    gate = Gate()  # never opened
+    generator = FakeGenerator(lambda request: [*tokens(request, b"h", ends=False), gate])
+    async with serving(tokenizer, generator) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        body = json.dumps({"prompt": "x", "stream": stream, "n": 2}).encode()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        await gate.reached.wait()
+        if stream:
+            await reader.readuntil(b"data: ")
+        writer.close()
+        await writer.wait_closed()
+        for opened in generator.streams:
+            await opened.closed.wait()
+        assert len(generator.streams) == 2
+
+
+async def test_a_client_that_leaves_in_the_middle_of_writing_frees_its_stream(tokenizer: Tokenizer) -> None:
+    generator = FakeGenerator(endless)
+    async with serving(tokenizer, generator) as served:
+        async with streaming(served) as reply:
+            await reply.content.readline()
+        await generator.streams[0].closed.wait()
+
+
+async def test_a_client_that_stops_reading_is_cut_off(tokenizer: Tokenizer) -> None:
+    generator = FakeGenerator(endless)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        async with serving(tokenizer, generator, write_timeout_s=0.2) as served:
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", served.port))
+            body = b'{"prompt":"x","stream":true}'
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            await loop.sock_sendall(client, head + body)
+            await generator.streams_opened.wait()
+            await generator.streams[0].closed.wait()
+            # Other clients are served as ever.
+            generator.script = says(b"ok")
+            async with streaming(served) as reply:
+                assert b"[DONE]" in await reply.read()
+
+
+async def test_unread_events_hold_their_stream_back() -> None:
+    stream = FakeGenerator(endless).open(GenerationRequest("r", (1,), 1, sampling=None))  # type: ignore[arg-type]
+    async with Merge([stream], backlog_events_max=8) as merge:
+        assert len(await merge.next(None)) == 8
+        assert stream.n_taken <= 9
+    assert stream.closed.is_set()
+
+
+async def test_leaving_a_merge_before_it_ran_closes_its_streams() -> None:
+    stream = FakeGenerator(lambda _: [Gate()]).open(GenerationRequest("r", (1,), 1, sampling=None))  # type: ignore[arg-type]
+    async with Merge([stream], backlog_events_max=8):
+        pass
+    assert stream.closed.is_set()

@@ -1,0 +1,214 @@
+"""Shapes of answers as clients ask for them, and the grammars that come of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from relayline.coordinator.http.bodies import CompletionBody, decode_body
+from relayline.coordinator.http.structure import Shape, grammar_of, shape_of
+from relayline.coordinator.text.grammar_check import GrammarChecker
+from relayline.coordinator.text.grammar_worker import Bytes
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import InvalidRequestError
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(Bytes()))
+
+
+def asked(**fields: Any) -> Shape | None:
+    return shape_of(decode_body(json.dumps({"prompt": "x", **fields}).encode(), CompletionBody))
+
+
+def fits(vocabulary: LLTokenizer, grammar: str, text: str) -> bool:
+    """Whether the text is a whole answer."""
+    limits = LLParserLimits(max_items_in_row=bounds.GRAMMAR_ITEMS_MAX, verbose_errors=False)
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    assert not matcher.is_error(), matcher.get_error()
+    raw = list(text.encode())
+    return matcher.try_consume_tokens(raw) == len(raw) and matcher.is_accepting()
+
+
+PEOPLE = (
+    ['{"name":"Ada","age":36}', '{ "name" : "é\\n",\n\t"age": -1 }'],
+    ["{}", '{"name":"Ada"}', "5", '{"age":1,"name":""}'],
+)
+OBJECTS = ["{}", '{"a": [1, null, {"b": 2.5e3}]}'], ["[]", "5", '{"a"}', ""]
+DIGITS = ["123-4567", "000-0000"], ["123-456", "a23-4567", "123-45678"]
+CHOICES = ["yes", 'no "n"\\', "é\n🎉"], ["ye", "yesno", ""]
+LETTERS = ["aab", "b"], ["aa", "ba", "c"]
+MANY = [f"choice {number}" for number in range(2 * bounds.GRAMMAR_ITEMS_MAX)], ["choice", "choice 5000"]
+SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "p", "strict": True, "schema": PERSON}}
+GBNF = 'root ::= "a"* end\nend ::= "b"'
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "answers"),
+    [
+        ({"response_format": SCHEMA_FORMAT}, "response_format.json_schema.schema", PEOPLE),
+        ({"response_format": {"type": "json_object"}}, "response_format", OBJECTS),
+        ({"response_format": {"type": "json_object", "schema": PERSON}}, "response_format.schema", PEOPLE),
+        ({"json_schema": PERSON}, "json_schema", PEOPLE),
+        ({"json_schema": True}, "json_schema", (["5", '{"a":1}', '"x"', "null"], ["x", ""])),
+        ({"guided_json": PERSON}, "guided_json", PEOPLE),
+        ({"guided_json": json.dumps(PERSON)}, "guided_json", PEOPLE),
+        ({"structured_outputs": {"json": PERSON}}, "structured_outputs.json", PEOPLE),
+        ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object", OBJECTS),
+        ({"guided_regex": "[0-9]{3}-[0-9]{4}"}, "guided_regex", DIGITS),
+        ({"structured_outputs": {"regex": "[0-9]{3}-[0-9]{4}"}}, "structured_outputs.regex", DIGITS),
+        ({"guided_choice": CHOICES[0]}, "guided_choice", CHOICES),
+        ({"structured_outputs": {"choice": CHOICES[0]}}, "structured_outputs.choice", CHOICES),
+        ({"guided_choice": MANY[0]}, "guided_choice", MANY),
+        ({"guided_json": {"enum": MANY[0]}}, "guided_json", ([f'"{one}"' for one in MANY[0]], MANY[0])),
+        ({"grammar": GBNF}, "grammar", LETTERS),
+        ({"guided_grammar": 'start: "a"* "b"'}, "guided_grammar", LETTERS),
+        ({"structured_outputs": {"grammar": GBNF}}, "structured_outputs.grammar", LETTERS),
+    ],
+)
+def test_each_way_of_asking_makes_its_grammar(
+    vocabulary: LLTokenizer, fields: dict[str, Any], param: str, answers: tuple[list[str], list[str]]
+) -> None:
+    shape = asked(**fields)
+    assert shape is not None
+    assert shape.param == param
+    assert shape.is_json == ("json" in param or param.startswith("response_format"))
+    grammar = grammar_of(shape)
+    assert [text for text in answers[0][:50] if not fits(vocabulary, grammar, text)] == []
+    assert [text for text in answers[1][:50] if fits(vocabulary, grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"response_format": None},
+        {"response_format": {"type": "text"}},
+        {"guided_json": "", "json_schema": None, "grammar": "", "guided_regex": None, "guided_choice": []},
+        {"structured_outputs": {}},
+        {"structured_outputs": {"json": None, "json_object": False}},
+    ],
+)
+def test_who_asks_for_none_gets_any_answer(fields: dict[str, Any]) -> None:
+    assert asked(**fields) is None
+
+
+CHAIN = "\n".join(f'a{number}: a{number + 1} "x"' for number in range(3_000))
+REFS = {f"a{number}": {"properties": {"x": {"$ref": f"#/$defs/a{number + 1}"}}} for number in range(1_100)}
+MULTIPLE = '{"type": "integer", "multipleOf": 4000037}'
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("grammar", f'start: a0\n{CHAIN}\na3000: "x"', "refer to each other too deeply"),
+        ("json", json.dumps({"$ref": "#/$defs/a0", "$defs": {**REFS, "a1100": {}}}), "refer to each other too deeply"),
+        ("json", MULTIPLE, "takes too long to begin with"),
+        ("grammar", f'start: %json {MULTIPLE} <|any|> <[5]> "<a b>"', "takes too long to begin with"),
+    ],
+    ids=["rules", "references", "multiples", "multiples with tokens"],
+)
+def test_what_would_take_a_process_with_it_is_refused(
+    kind: Any, text: str, reason: str, vocabulary: LLTokenizer
+) -> None:
+    with pytest.raises(InvalidRequestError, match=reason):
+        grammar_of(Shape("grammar", kind, (text,)))
+    assert fits(vocabulary, grammar_of(Shape("grammar", "grammar", (GBNF,))), "aab"), "the next one is tried anew"
+
+
+def test_grammars_are_tried_by_one_process_from_many_threads() -> None:
+    checker = GrammarChecker()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda number: checker.check(f"start: /[a-z]{{{number}}}/"), range(1, 33)))
+    assert found == [(f"start: /[a-z]{{{number}}}/", "") for number in range(1, 33)]
+    worker = checker._worker
+    assert worker is not None
+    checker.close()
+    assert worker.poll() == 0, "it leaves when it is told to, as it does when its coordinator has gone"
+
+
+def test_a_process_with_many_open_files_can_try_grammars() -> None:
+    """`select` takes no file from number 1,024 on, which a server with that many connections gives to a new worker."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 1_200:
+        if hard != resource.RLIM_INFINITY and hard < 1_200:
+            pytest.skip("this process may not open 1,200 files")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1_200, hard))
+    checker = GrammarChecker()
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1_030):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        assert checker.check('start: "a"') == ('start: "a"', "")
+        assert checker._worker is not None
+        assert checker._worker.stdout is not None
+        assert checker._worker.stdout.fileno() >= 1_024
+    checker.close()
+
+
+@pytest.mark.parametrize("field", ["guided_json", "json_schema", "structured_outputs"])
+def test_a_schema_that_is_not_utf8_is_the_clients_fault(field: str) -> None:
+    schema = b'{"json":{"a":"\xff"}}' if field == "structured_outputs" else b'{"a":"\xff"}'
+    with pytest.raises(InvalidRequestError, match="UTF-8"):
+        shape_of(decode_body(b'{"prompt":"a","' + field.encode() + b'":' + schema + b"}", CompletionBody))
+
+
+def test_a_worker_that_something_else_has_ended_is_started_anew() -> None:
+    checker = GrammarChecker()
+    assert checker.check('start: "a"')[1] == ""
+    assert checker._worker is not None
+    checker._worker.kill()
+    checker._worker.wait()
+    assert checker.check('start: "b"') == ('start: "b"', "")
+    checker.close()
+
+
+def test_blanks_in_json_are_bounded(vocabulary: LLTokenizer) -> None:
+    """A small model may else go on with them until its tokens are used up."""
+    grammar = grammar_of(Shape("json_schema", "json", ("{}",)))
+    assert fits(vocabulary, grammar, "[" + " " * 20 + "]")
+    assert not fits(vocabulary, grammar, "[" + " " * 21 + "]")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("json", '{"type": "strin"}', "not a JSON schema that can be followed: Invalid type: strin"),
+        ("json", '{"not": {"type": "string"}}', 'Unimplemented keys: ["not"]'),
+        ("json", '{"$ref": "http://elsewhere/x"}', "does not fetch"),
+        ("json", "5", "not a JSON schema"),
+        ("json", "{", "not a JSON schema"),
+        ("json", '{"items":' * 5_000 + "{}" + "}" * 5_000, "recursion limit"),
+        ("regex", "([", "not a regular expression that can be followed"),
+        ("regex", "(" * 5_000 + ")" * 5_000, "not a regular expression"),
+        ("grammar", "root ::= (", "not a grammar (GBNF or Lark) that can be followed: Expected ')'"),
+        ("grammar", "root ::= other", "Rule 'other' not found"),
+        ("grammar", "start: other", "other"),
+        ("grammar", "root ::= " + "(" * 5_000, "nested too deeply"),
+        ("grammar", 'root ::= "' + "x" * bounds.GRAMMAR_BYTES_MAX + '"', f"at most {bounds.GRAMMAR_BYTES_MAX}"),
+        ("json", json.dumps({"enum": [f"{number:060}" for number in range(1_500)]}), "its grammar has"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_in_one_line(kind: Any, text: str, reason: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        grammar_of(Shape("grammar", kind, (text,)))
+    assert caught.value.param == "grammar"
+    assert caught.value.message.startswith("grammar: ")
+    assert reason in caught.value.message
+    assert "\n" not in caught.value.message
+    assert len(caught.value.message) < 600

@@ -1,0 +1,474 @@
+"""Tools over HTTP: what clients send, what they get, whole and as a stream, with the official `openai` client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from aiohttp.test_utils import make_mocked_request
+
+from relayline.coordinator.answers.reader import CALL_ID_CHARS, AnswerReader
+from relayline.coordinator.answers.tagged_calls import QUOTED
+from relayline.coordinator.http.bodies import ChatBody, decode_body
+from relayline.coordinator.http.sse import PING, EventWriter
+from relayline.coordinator.http.tools import TOOLS_MAX, Offered, check_calls, offered_by
+from relayline.coordinator.sessions.generation import GenerationRequest
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
+from relayline.wire.common.bounds import GRAMMAR_BYTES_MAX, GRAMMAR_TOKENS_MAX
+from relayline.wire.common.errors import InvalidRequestError
+from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Served, says, serving
+
+USER = {"role": "user", "content": "hi"}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+NOT_FOLLOWED = {"type": "object", "properties": {"a": {"type": 5}}}
+NO_TEXT = {"name": "x", "arguments": 5}
+THINKS = CHATML + "{# </think> #}"
+OPENS_THOUGHTS = THINKS.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+ONE_A_TURN = """{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.tool_calls %}{% if m.tool_calls[1] %}
+{{- raise_exception("one at a time") }}{% endif %}{% set f = m.tool_calls[0].function %}<tool_call>
+{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}
+</tool_call>{% endif %}{% endfor %}{{ tools | tojson }}assistant:"""
+
+
+def tool(name: str = "weather", parameters: Any = CITY, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": "what", "parameters": parameters, **more}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
+
+
+def body_of(**fields: Any) -> ChatBody:
+    return decode_body(json.dumps({"messages": [USER], **fields}).encode(), ChatBody)
+
+
+def offered(**fields: Any) -> Offered | None:
+    return offered_by(body_of(**fields))
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+
+def test_what_a_request_offers() -> None:
+    tools = [tool(), tool("other", None, strict=True)]
+    found = offered(tools=tools)
+    assert found is not None
+    assert found.shown == tuple(tools)
+    assert found.schemas == {"weather": CITY, "other": {"type": "object", "properties": {}}}
+    assert (found.strict, found.is_required, found.is_parallel) == (frozenset({"other"}), False, True)
+    assert found.types == {"weather": {"city": frozenset({"string"})}, "other": {}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "is_required"),
+    [
+        ({}, ["a", "b"], False),
+        ({"tool_choice": "auto"}, ["a", "b"], False),
+        ({"tool_choice": "required"}, ["a", "b"], True),
+        ({"tool_choice": named("b")}, ["b"], True),
+        ({"tool_choice": {"type": "function", "name": "b"}}, ["b"], True),
+        ({"tool_choice": allowed("auto", "b")}, ["b"], False),
+        ({"tool_choice": {"type": "allowed_tools", **allowed("required", "a")["allowed_tools"]}}, ["a"], True),
+    ],
+)  # fmt: skip
+def test_what_may_and_what_must_be_called(fields: dict[str, Any], names: list[str], is_required: bool) -> None:
+    found = offered(tools=[tool("a"), tool("b")], **fields)
+    assert found is not None
+    assert ([*found.schemas], found.is_required, len(found.shown)) == (names, is_required, 2)
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": [tool()], "tool_choice": "none"}, {"tools": None}])
+def test_nothing_is_offered(fields: dict[str, Any]) -> None:
+    assert offered(**fields) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
+        ({"tools": [tool(), "x"]}, "tools[1]"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": "x"}]}, "tools[0]"),
+        ({"tools": [tool("")]}, "tools[0]"),
+        ({"tools": [tool("a b")]}, "tools[0]"),
+        ({"tools": [tool("x" * 65)]}, "tools[0]"),
+        ({"tools": [tool(parameters=[5])]}, "tools[0]"),
+        ({"tools": [tool(parameters={"properties": []})]}, "tools[0]"),
+        ({"tools": [tool(parameters={"required": [5]})]}, "tools[0]"),
+        ({"tools": [tool(description=5)]}, "tools[0]"),
+        ({"tools": [tool(), tool()]}, "tools"),
+        ({"tools": [tool(f"t{number}") for number in range(TOOLS_MAX + 1)]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": named("x")}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": named("x")}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": 5}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": {"type": "allowed_tools", "tools": [5]}}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": {"type": "allowed_tools", "allowed_tools": 5}}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": 5}}}, "tool_choice"),
+    ],
+)
+def test_refusals_name_what_is_wrong(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        offered(**fields)
+    assert caught.value.param == param
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "call", ["x", {}, {"function": {}}, {"function": {"name": 5}}, {"function": {"name": "x", "arguments": 5}}]
+)
+def test_calls_of_earlier_turns_have_a_name(call: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        check_calls(body_of(messages=[USER, {"role": "assistant", "tool_calls": [call]}]).messages)
+    assert caught.value.param == "messages[1].tool_calls[0]"
+    check_calls(body_of(messages=[USER, {"role": "assistant", "tool_calls": [named("x")]}]).messages)
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"type": ["string", "null"]}, {"string", "null"}),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"string", "null"}),
+        ({"oneOf": [{"type": "integer"}, {"$ref": "#/x"}]}, set()),
+        ({"enum": ["a", 5]}, {"string", "integer"}),
+        ({"const": True}, {"boolean"}),
+        ({"const": "a"}, {"string", QUOTED}),
+        ({"type": ["string"]}, {"string", QUOTED}),
+        ({"allOf": [{"description": "any"}, {"type": "integer"}]}, {"integer"}),
+        ({"allOf": 5}, None),
+        ({"$ref": "#/x"}, set()),
+        ({}, set()),
+        (True, set()),
+        ({"type": 5}, None),
+        ({"type": [5]}, set()),
+        ({"anyOf": 5}, None),
+    ],
+)
+def test_types_of_arguments(schema: Any, types: set[str] | None) -> None:
+    found = offered(tools=[tool(parameters={"type": "object", "properties": {"a": schema}})])
+    assert found is not None
+    assert found.types == {"weather": {"a": frozenset(types or ())}}
+
+
+def test_schemas_that_refer_to_each_other_many_times_are_looked_at_once() -> None:
+    """Each of nine refers to the next a hundred times: following every way would take 100 ** 8 steps."""
+    many = {f"D{n}": {"anyOf": [{"$ref": f"#/$defs/D{n + 1}"}] * 100} for n in range(8)} | {"D8": {"type": "integer"}}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/D5"}, "b": {"$ref": "#/$defs/D0"}}, "$defs": many}
+    many["Self"] = {"anyOf": [{"$ref": "#/$defs/Self"}] * 100}
+    schema["properties"]["c"] = {"$ref": "#/$defs/Self"}
+    found = offered(tools=[tool(parameters=schema)])
+    assert found is not None
+    types = found.types["weather"]
+    assert (types["a"], types["c"]) == (frozenset({"integer"}), frozenset())
+
+
+# --- what is answered -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path: Path = tmp_path_factory.mktemp("tok") / "tokenizer.gguf"
+    return Tokenizer.load(write_tokenizer(path))
+
+
+@contextlib.asynccontextmanager
+async def client_of(
+    tokenizer: Tokenizer, text: str, template: str = CHATML, **limits: Any
+) -> AsyncIterator[tuple[Callable[..., Any], Served]]:
+    """A model that answers `text`, and a function that asks it."""
+    generator = FakeGenerator(says(text.encode()), ctx_tokens=limits.pop("ctx_tokens", 4_096))
+    async with (
+        serving(tokenizer, generator, template=template, **limits) as served,
+        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+
+        async def ask(**fields: Any) -> Any:
+            given = {"tools": [tool()], "messages": [USER], **fields}
+            kept = {key: value for key, value in given.items() if value is not None}
+            return await client.chat.completions.create(model=MODEL, **kept)
+
+        yield ask, served
+
+
+async def test_a_call(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, CALL) as (ask, served):
+        (choice,) = (await ask()).choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        (call,) = choice.message.tool_calls
+        assert (call.type, call.function.name, call.function.arguments) == ("function", "weather", '{"city": "Rome"}')
+        assert len(call.id) == CALL_ID_CHARS
+        (request,) = served.generator.requests
+        assert '"name": "weather"' in tokenizer.decode(request.prompt_tokens)
+        assert request.sampling.grammar == ""
+
+
+async def test_a_call_as_it_is_written(tokenizer: Tokenizer) -> None:
+    text = f"Let me see.\n\n{CALL}\n{CALL.replace('Rome', 'Oslo')}"
+    async with client_of(tokenizer, text) as (ask, _):
+        chunks = [chunk.choices[0] async for chunk in await ask(stream=True)]
+    deltas = [chunk.delta for chunk in chunks]
+    assert (deltas[0].role, chunks[-1].finish_reason) == ("assistant", "tool_calls")
+    assert "".join(delta.content or "" for delta in deltas) == "Let me see."
+    parts = [part for delta in deltas for part in delta.tool_calls or ()]
+    assert len(parts) > 20, "arguments come in pieces"
+    for index, city in enumerate(("Rome", "Oslo")):
+        first, *others = [part for part in parts if part.index == index]
+        assert (first.type, first.function.name, bool(first.id)) == ("function", "weather", True)
+        assert {(part.id, part.type, part.function.name) for part in others} == {(None, None, None)}
+        assert "".join(part.function.arguments for part in (first, *others)) == json.dumps({"city": city})
+
+
+async def test_no_call_is_an_answer_like_any_other(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, "Sunny, I <tool_think>.\n") as (ask, _):
+        (choice,) = (await ask()).choices
+        assert (choice.finish_reason, choice.message.content) == ("stop", "Sunny, I <tool_think>.\n")
+        assert choice.message.tool_calls is None
+
+
+async def test_a_call_that_is_cut_off_says_so(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, CALL) as (ask, _):
+        (choice,) = (await ask(max_tokens=CALL.index("ome"))).choices
+        assert choice.finish_reason == "length"
+        assert choice.message.tool_calls[0].function.arguments == '{"city": "R'
+
+
+async def test_a_call_that_a_stop_string_cuts_is_not_to_be_run(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, CALL) as (ask, _):
+        assert (await ask(stop=["Rome"])).choices[0].finish_reason == "stop"
+        assert (await ask(stop=["\n</tool_call>"])).choices[0].finish_reason == "tool_calls"
+
+
+async def test_one_call_a_turn_where_the_template_takes_no_more(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, f"{CALL}\n{CALL}", ONE_A_TURN) as (ask, _):
+        assert len((await ask()).choices[0].message.tool_calls) == 1
+
+
+async def test_what_cannot_be_written_ends_the_stream_with_an_error(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with client_of(tokenizer, CALL) as (ask, _):
+        monkeypatch.setattr(AnswerReader, "push", None)
+        chunks = await ask(stream=True)
+        with pytest.raises(openai.APIError, match="internal error; the server's log"):
+            async for _ in chunks:
+                pass
+
+
+async def test_a_stream_that_fails_is_cut_off_and_not_answered_twice(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EventWriter, "finish", None)
+    async with serving(tokenizer, FakeGenerator(says(b"hi"))) as served, aiohttp.ClientSession() as session:
+        body = {"messages": [USER], "stream": True}
+        async with session.post(f"{served.url}/v1/chat/completions", json=body) as response:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.read()
+
+
+async def test_one_call_is_the_end_where_no_more_are_wanted(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, f"{CALL}\n{CALL}" + "x" * 2_000, backlog_events_max=1) as (ask, served):
+        (choice,) = (await ask(parallel_tool_calls=False)).choices
+        assert (choice.finish_reason, len(choice.message.tool_calls)) == ("tool_calls", 1)
+        chunks = [chunk.choices[0] async for chunk in await ask(parallel_tool_calls=False, stream=True)]
+        assert chunks[-1].finish_reason == "tool_calls"
+        assert {part.index for chunk in chunks for part in chunk.delta.tool_calls or ()} == {0}
+        assert all(stream.n_taken < 2 * len(CALL) for stream in served.generator.streams)
+
+
+async def test_who_forbids_calls_gets_text(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, CALL) as (ask, served):
+        (choice,) = (await ask(tool_choice="none")).choices
+        assert (choice.finish_reason, choice.message.content) == ("stop", CALL)
+        assert "weather" not in tokenizer.decode(served.generator.requests[0].prompt_tokens)
+
+
+async def test_choices_have_calls_of_their_own(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, CALL) as (ask, _):
+        choices = (await ask(n=3)).choices
+        assert len({choice.message.tool_calls[0].id for choice in choices}) == 3
+
+
+async def test_the_next_turn_holds_call_and_result(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, CALL) as (ask, served):
+        message = (await ask()).choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
+        await ask(messages=[USER, message.model_dump(exclude_none=True), result])
+        prompt = tokenizer.decode(served.generator.requests[1].prompt_tokens)
+        assert CALL in prompt
+        assert "<tool_response>\nsunny\n</tool_response>" in prompt
+
+
+# --- grammars ---------------------------------------------------------------------------------------------------------
+
+
+async def requested(tokenizer: Tokenizer, template: str = CHATML, **fields: Any) -> GenerationRequest:
+    async with client_of(tokenizer, "x", template, ctx_tokens=200_000) as (ask, served):
+        await ask(**fields)
+        return served.generator.requests[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_grammar"),
+    [
+        ({}, False),
+        ({"tool_choice": "required"}, True),
+        ({"tool_choice": named("weather")}, True),
+        ({"tools": [tool(strict=True)]}, True),
+        ({"tools": [tool(strict=True)], "tool_choice": "none"}, False),
+        ({"tools": [tool(), tool("b")], "tool_choice": allowed("auto", "weather")}, True),
+        ({"tools": [tool(), tool("b")], "tool_choice": allowed("auto", "weather", "b")}, False),
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"tools": [tool(parameters=NOT_FOLLOWED)], "tool_choice": "required"}, True),
+    ],
+)  # fmt: skip
+async def test_a_grammar_leads_where_a_call_must_come_or_must_fit(
+    fields: dict[str, Any], has_grammar: bool, tokenizer: Tokenizer
+) -> None:
+    grammar = (await requested(tokenizer, **fields)).sampling.grammar
+    assert bool(grammar) == has_grammar
+    assert ("<tool_call>" in grammar) == has_grammar
+
+
+async def test_only_strict_tools_are_held_to_their_schema_where_none_is_required(tokenizer: Tokenizer) -> None:
+    tools = [
+        tool("loose", {"properties": {"loosely": {}}}),
+        tool("strictly", {"properties": {"held": {}}}, strict=True),
+    ]
+    grammar = (await requested(tokenizer, tools=tools)).sampling.grammar
+    assert "held" in grammar
+    assert "loosely" not in grammar
+    grammar = (await requested(tokenizer, tools=tools, tool_choice="required")).sampling.grammar
+    assert "loosely" in grammar
+
+
+async def test_schemas_too_large_for_a_grammar_hold_only_strict_tools(tokenizer: Tokenizer) -> None:
+    large = {"type": "object", "properties": {f"key_{number}": {"type": "string"} for number in range(3_000)}}
+    tools = [tool("large", large), tool("small", strict=True)]
+    grammar = (await requested(tokenizer, tools=tools, tool_choice="required")).sampling.grammar
+    assert len(grammar) < GRAMMAR_BYTES_MAX
+    assert "city" in grammar
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says_what"),
+    [
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "no response_format"),
+        ({"tools": [tool("bad", NOT_FOLLOWED, strict=True)]}, "tools", "'bad'"),
+        ({"tool_choice": "required", "max_tokens": GRAMMAR_TOKENS_MAX + 1}, "max_tokens", "with tools"),
+        ({"extra_body": {"ignore_eos": True}}, "ignore_eos", "ends by itself"),
+        ({"extra_body": {"reasoning_format": "raw"}}, "reasoning_format", "one of auto, deepseek, none"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0]", "a name"),
+        ({"tools": [{"type": "custom"}]}, "tools[0]", "only tools of type"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_is_refused_in_one_line(
+    fields: dict[str, Any], param: str, says_what: str, tokenizer: Tokenizer
+) -> None:
+    async with client_of(tokenizer, "x", ctx_tokens=100_000) as (ask, _):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await ask(**fields)
+    assert caught.value.param == param
+    assert says_what in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+async def test_plain_json_is_told_from_calls_by_nothing(tokenizer: Tokenizer) -> None:
+    """A model that writes calls as Llama does."""
+    template = CHATML.replace(
+        "{{ message['content'] }}",
+        "{{ message['content'] }}{% for c in message.tool_calls %}"
+        '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+        "{% if not loop.last %}; {% endif %}{% endfor %}",
+    )
+    async with client_of(tokenizer, '{"name": "weather", "parameters": {"city": "Rome"}}', template) as (ask, _):
+        (choice,) = (await ask()).choices
+        assert choice.message.tool_calls[0].function.arguments == '{"city": "Rome"}'
+        with pytest.raises(openai.BadRequestError, match="not together with tools"):
+            await ask(response_format={"type": "json_object"})
+
+
+@pytest.mark.parametrize("depth", [50, 300, 900, 5_000])
+@pytest.mark.parametrize("strict", [False, True])
+async def test_nested_schemas(depth: int, strict: bool, tokenizer: Tokenizer) -> None:
+    schema = '{"type": "array", "items": ' * depth + "{}" + "}" * depth
+    function = f'{{"name": "x", "strict": {json.dumps(strict)}, "parameters": {{"properties": {{"a": {schema}}}}}}}'
+    raw = f'{{"messages": [{json.dumps(USER)}], "tools": [{{"type": "function", "function": {function}}}]}}'
+    generator = FakeGenerator(says(b"x"), ctx_tokens=1_000_000)
+    async with serving(tokenizer, generator) as served, aiohttp.ClientSession() as http:
+        timeout = aiohttp.ClientTimeout(WAIT_S)
+        async with http.post(f"{served.url}/v1/chat/completions", data=raw, timeout=timeout) as response:
+            assert response.status in ((200, 400) if depth > 50 else (200,))
+
+
+async def test_completions_take_no_tools(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as served, aiohttp.ClientSession() as http:
+        body = {"prompt": "x", "tools": [tool()]}
+        timeout = aiohttp.ClientTimeout(WAIT_S)
+        async with http.post(f"{served.url}/v1/completions", json=body, timeout=timeout) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == "tools"
+
+
+# --- thoughts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("template", "opening"), [(THINKS, "<think>\n"), (OPENS_THOUGHTS, "")], ids=["own", "opened"])
+async def test_thoughts_stand_beside_the_answer(template: str, opening: str, tokenizer: Tokenizer) -> None:
+    text = f"{opening}so <tool_call> it is\n</think>\n\nHello. {CALL}"
+    async with client_of(tokenizer, text, template) as (ask, _):
+        message = (await ask()).choices[0].message
+        assert (message.reasoning_content, message.content) == ("so <tool_call> it is", "Hello.")
+        assert len(message.tool_calls) == 1
+        deltas = [chunk.choices[0].delta async for chunk in await ask(stream=True, tools=None)]
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "so <tool_call> it is"
+        assert "".join(delta.content or "" for delta in deltas) == f"Hello. {CALL}"
+        message = (await ask(tools=None, extra_body={"reasoning_format": "none"})).choices[0].message
+        assert message.content == text
+        assert not hasattr(message, "reasoning_content")
+
+
+async def test_a_model_that_marks_no_thoughts_keeps_its_text(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, "<think>a</think>b") as (ask, _):
+        assert (await ask(tools=None)).choices[0].message.content == "<think>a</think>b"
+
+
+async def test_a_shape_begins_where_the_thought_ends(tokenizer: Tokenizer) -> None:
+    shape = {"response_format": {"type": "json_object"}, "tools": None}
+    opened = (await requested(tokenizer, OPENS_THOUGHTS, **shape)).sampling.grammar
+    own = (await requested(tokenizer, THINKS, **shape)).sampling.grammar
+    assert "</think>" in opened
+    assert "</think>" not in own
+
+
+async def test_a_stream_that_holds_text_back_for_long_shows_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments between tags that are no text come as a whole, minutes later perhaps."""
+    now_s, written = [100.0], []
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s[0], raising=False)
+    writer = EventWriter(make_mocked_request("POST", "/"), 30.0, 15.0)
+
+    async def write(payload: bytes) -> None:
+        written.append(payload)
+
+    monkeypatch.setattr(writer.response, "write", write)
+    for seconds, events in ((14.9, []), (0.1, []), (14.9, []), (0.0, [b"{}"]), (14.9, []), (0.1, [])):
+        now_s[0] += seconds
+        await writer.send(events)
+    assert written == [PING, b"data: {}\n\n", PING]

@@ -1,0 +1,163 @@
+"""The header reader against the gguf package's writer, and against any bytes at all."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from relayline.coordinator.model.gguf_file import HEADER_BYTES_MAX, TENSOR_TYPES, open_model, read_entries, read_header
+from relayline.coordinator.model.gguf_write import F32, U32, TensorSlot, encode_array, encode_entry, encode_header
+from relayline.wire.common.errors import ModelFileError
+from tests.support.tiny_models import make_tiny
+
+
+def small_file(path: Path) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint32("a.number", 7)
+    writer.add_int16("a.short", -3)
+    writer.add_float64("a.double", 0.5)
+    writer.add_bool("a.flag", True)
+    writer.add_string("a.text", "grüße")
+    writer.add_array("a.list", [1, 2, 3])
+    writer.add_array("a.words", ["x", "", "yz"])
+    writer.add_tensor("t.one", np.arange(6, dtype=np.float32).reshape(2, 3))
+    writer.add_tensor("t.two", np.arange(5, dtype=np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_values_and_tensors(tmp_path: Path) -> None:
+    file = read_header(small_file(tmp_path / "m.gguf"))
+    assert file.value("general.architecture") == "llama"
+    assert [file.value(f"a.{key}") for key in ("number", "short", "double", "flag", "text", "list")] == [
+        7, -3, 0.5, True, "grüße", (1, 2, 3),
+    ]  # fmt: skip
+    assert file.entries["a.words"].length == 3
+    assert file.value("a.words") is None
+    one, two = file.tensors
+    assert (one.name, one.dims, one.type_name, one.size_bytes) == ("t.one", (3, 2), "F32", 24)
+    raw = (tmp_path / "m.gguf").read_bytes()
+    assert raw[two.offset : two.offset + two.size_bytes] == np.arange(5, dtype=np.float16).tobytes()
+
+
+def test_written_headers_read_back(tmp_path: Path) -> None:
+    source = open_model(small_file(tmp_path / "m.gguf"))
+    kept = read_entries(source, ["a.words", "a.text"])
+    added = [encode_entry("b.scale", F32, 1.5), encode_array("b.list", U32, (4, 5)), encode_entry("b.name", 8, "ö")]
+    slots = [TensorSlot("x", (3,), 0, 12), TensorSlot("y", (32, 2), 2, 36)]
+    header = encode_header([*kept, *added], slots)
+    assert len(header) % 32 == 0
+    (tmp_path / "n.gguf").write_bytes(header + bytes(32 + 64))
+    reader = gguf.GGUFReader(tmp_path / "n.gguf")  # somebody else's reader agrees
+    assert reader.get_field("a.words").contents() == ["x", "", "yz"]
+    assert reader.get_field("b.list").contents() == [4, 5]
+    assert [(tensor.name, tensor.n_bytes) for tensor in reader.tensors] == [("x", 12), ("y", 36)]
+    ours = read_header(tmp_path / "n.gguf")
+    assert (ours.value("a.text"), ours.value("b.scale"), ours.value("b.name")) == ("grüße", 1.5, "ö")
+    assert [tensor.offset for tensor in ours.tensors] == [len(header), len(header) + 32]
+
+
+def test_tensor_types_cover_llama_cpp() -> None:
+    """Every type that this llama.cpp can store has the size here that it has there."""
+    from llama_cpp import llama_cpp as llama
+
+    from relayline.stage.engine.ggml import type_traits
+
+    native = {number: type_traits(number) for number in range(llama.GGML_TYPE_COUNT)}
+    for number, traits in native.items():
+        if traits is not None:
+            assert TENSOR_TYPES[number][1:] == (traits.block_elements, traits.block_bytes), traits.name
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "not a GGUF"),
+        (b"hello world, this is no model at all", "not a GGUF"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big endian"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "1152921504606846976 tensors"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "metadata entries"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 62) + bytes(20), "truncated"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q1sI", 1, b"k", 99) + bytes(8), "unknown type 99"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q1sIIQ", 1, b"k", 9, 4, 1 << 61), "items of k"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q1sIIQ", 1, b"k", 9, 9, 1), "unknown type 9"),
+    ],
+)
+def test_refused_in_one_line(content: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelFileError, match=words) as caught:
+        open_model(path)
+    assert "\n" not in caught.value.message
+    assert str(path) in caught.value.message
+
+
+def test_missing_file_and_directory(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="no such file"):
+        open_model(tmp_path / "nothing.gguf")
+    with pytest.raises(ModelFileError, match="cannot be read"):
+        open_model(tmp_path)
+
+
+@pytest.mark.parametrize("lost", [1, 100, 5000])
+def test_truncated_tensors(lost: int, tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path / "m.gguf", n_layers=1)
+    path.write_bytes(path.read_bytes()[:-lost])
+    with pytest.raises(ModelFileError, match=r"truncated: tensor .* the file has"):
+        open_model(path)
+
+
+def test_endless_header_is_not_read_on(tmp_path: Path) -> None:
+    """A length that points past the bound is refused even when the file is that large."""
+    path = tmp_path / "m.gguf"
+    with path.open("wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", HEADER_BYTES_MAX))
+        file.truncate(2 * HEADER_BYTES_MAX)
+    with pytest.raises(ModelFileError, match="header is larger"):
+        open_model(path)
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    path = small_file(tmp_path_factory.mktemp("gguf") / "m.gguf")
+    return path.with_name("mutated.gguf"), path.read_bytes()
+
+
+FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def parses_or_refuses(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    try:
+        found = open_model(path)
+    except ModelFileError as error:
+        assert "\n" not in error.message  # noqa: PT017  (any other exception fails the test)
+    else:
+        assert all(tensor.offset + tensor.size_bytes <= len(content) for tensor in found.tensors.values())
+
+
+@FUZZ
+@given(changes=st.lists(st.tuples(st.integers(0, 600), st.integers(0, 255)), min_size=1, max_size=6))
+def test_any_mutation_parses_or_is_refused(changes: list[tuple[int, int]], valid: tuple[Path, bytes]) -> None:
+    path, original = valid
+    content = bytearray(original)
+    for at, byte in changes:
+        content[at % len(content)] = byte
+    parses_or_refuses(path, bytes(content))
+
+
+@FUZZ
+@given(length=st.integers(0, 700), tail=st.binary(max_size=40))
+def test_any_truncation_parses_or_is_refused(length: int, tail: bytes, valid: tuple[Path, bytes]) -> None:
+    path, original = valid
+    parses_or_refuses(path, original[:length] + tail)

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.planner.instance import Load
+from relayline.coordinator.planner.memory import compute_bytes, kv_cells
+from relayline.deploy.cli.model import inspect_command, split_command
+from relayline.deploy.planning.inputs import shape_of
+from relayline.deploy.testing.paths import ROOT
+from relayline.wire.common.errors import CutError, ModelFileError, UnsupportedArchitectureError
+from tests.support.tiny_families import INDEX_KEY, KV_RANK, ROPE
+from tests.support.tiny_models import make_tiny
+
+
+def test_facts(tmp_path: Path) -> None:
+    facts = inspect_model(make_tiny("llama", tmp_path / "m.gguf", vocab=100))
+    assert (facts.architecture, facts.n_layers, facts.n_embd, facts.n_vocab) == ("llama", 6, 64, 100)
+    assert (facts.n_heads, facts.n_kv_heads, facts.ctx_train) == ((4,) * 6, (2,) * 6, 512)
+    block_values = 2 * 64 + 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96
+    assert facts.layer_bytes == (4 * block_values,) * 6
+    assert facts.embedding_bytes == facts.head_bytes == 4 * 64 * 100
+    assert not facts.tied_embeddings
+    assert facts.kv_bytes_per_token == (2 * (2 * 16 * 2),) * 6  # keys and values of two heads of 16, two bytes each
+    assert facts.legal_cuts == (1, 2, 3, 4, 5)
+
+
+def test_kv_bytes_with_latent_attention(tmp_path: Path) -> None:
+    """Latent attention caches one row of rank + rope values, and no values beside it."""
+    latent = inspect_model(make_tiny("deepseek2", tmp_path / "m.gguf"))
+    assert latent.kv_bytes_per_token == ((32 + 16) * 2,) * 5
+    legacy = inspect_model(make_tiny("deepseek2:legacy", tmp_path / "l.gguf"))
+    assert legacy.kv_bytes_per_token == (4 * (32 + 16) * 2,) * 5
+
+
+def test_quantisation_mix(tmp_path: Path) -> None:
+    facts = inspect_model(make_tiny("llama", tmp_path / "m.gguf", quant="q8_0"))
+    assert [share.type_name for share in facts.quantization] == ["Q8_0", "F32"]
+    assert sum(share.size_bytes for share in facts.quantization) < facts.file_bytes
+
+
+def test_json(tmp_path: Path) -> None:
+    model = make_tiny("smollm3", tmp_path / "m.gguf", tied=True)
+    result = CliRunner().invoke(inspect_command, [str(model), "--json"])
+    assert result.exit_code == 0
+    facts = json.loads(result.stdout)
+    assert facts["legal_cuts"] == [4, 8]
+    assert facts["supported"] is True
+    assert facts["tied_embeddings"] is True
+    assert facts["kv_bytes_per_token_total"] == sum(facts["kv_bytes_per_token"]) == 1280
+
+
+@pytest.mark.parametrize("name", ["llama", "glm4moe", "granite_swa"])
+def test_table(name: str, tmp_path: Path) -> None:
+    model = make_tiny(name, tmp_path / "m.gguf", extra_values={"note": 1})
+    result = CliRunner().invoke(inspect_command, [str(model)])
+    assert result.exit_code == 0
+    assert f"tiny {name}" in result.stdout
+    assert ("legal cuts    1 to" in result.stdout) is (name != "granite_swa")
+    assert ("cannot be split" in result.stdout) is (name == "granite_swa")
+
+
+@pytest.mark.parametrize(("name", "n_masks"), [("llama", 1), ("gemma3", 2), ("olmo2", 1), ("olmo2:windows", 2)])
+def test_a_plan_knows_that_windows_take_a_mask_of_their_own(name: str, n_masks: int, tmp_path: Path) -> None:
+    shape = shape_of(inspect_model(make_tiny(name, tmp_path / "m.gguf")))
+    assert shape.n_masks == n_masks
+    load = Load(ctx_tokens=1024, n_lanes=8)
+    alike = compute_bytes(dataclasses.replace(shape, n_masks=1), load, is_last=False)
+    assert compute_bytes(shape, load, is_last=False) - alike == (n_masks - 1) * 2 * load.max_rows * kv_cells(load)
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"), [("deepseek2", ()), ("deepseek32", (1,) * 5), ("glm-dsa:shared", (1, 1, 0, 0, 1, 0, 1))]
+)
+def test_a_plan_knows_what_it_takes_to_choose_what_is_attended_to(
+    name: str, chosen: tuple[int, ...], tmp_path: Path
+) -> None:
+    """A key more for each cell of a layer that chooses, and scores of all cells for each row of a step."""
+    facts = inspect_model(make_tiny(name, tmp_path / "m.gguf"))
+    assert facts.indexers == chosen
+    latent_bytes = 2 * (KV_RANK + ROPE)
+    assert facts.kv_bytes_per_token == tuple(
+        latent_bytes + 2 * INDEX_KEY * has_indexer for has_indexer in chosen or (0,) * facts.n_layers
+    )
+    shape, load = shape_of(facts), Load(ctx_tokens=1024, n_lanes=8)
+    without = compute_bytes(dataclasses.replace(shape, has_indexers=False), load, is_last=False)
+    more = compute_bytes(shape, load, is_last=False) - without
+    assert more == (6 * load.max_rows * kv_cells(load) if chosen else 0)
+
+
+def test_markup_in_a_model_name_is_only_text(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "m.gguf")
+    model.write_bytes(model.read_bytes().replace(b"tiny llama", b"[/a] [red]"))
+    assert "[/a] [red]" in CliRunner().invoke(inspect_command, [str(model)]).stdout
+
+
+def test_incomplete_models(tmp_path: Path) -> None:
+    for missing in (b"llama.block_count", b"llama.embedding_length", b"general.architecture", b"token_embd.weight"):
+        model = make_tiny("llama", tmp_path / "m.gguf")
+        model.write_bytes(model.read_bytes().replace(missing, b"x" * len(missing)))
+        with pytest.raises(ModelFileError, match=r"missing|not a language model|not a complete"):
+            inspect_model(model)
+    model = make_tiny("llama", tmp_path / "m.gguf")
+    model.write_bytes(model.read_bytes().replace(b"blk.3.", b"blk.9."))
+    with pytest.raises(ModelFileError, match=r"holds blk\.9\..*, but only 6 layers"):
+        inspect_model(model)
+
+
+def test_split_command(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "m.gguf")
+    arguments = [str(model), "--cuts", "2,4", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(split_command, arguments)
+    assert result.exit_code == 0
+    assert "stage-2.gguf" in result.stdout
+    assert result.stderr == ""
+    again = CliRunner().invoke(split_command, [*arguments, "--json"])
+    assert json.loads(again.stdout)["cuts"] == [2, 4]
+    assert "nothing written" in CliRunner().invoke(split_command, arguments).stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--stages", "2", "--cuts", "1"], ["--cuts", "one"], ["--cuts", "1,"], ["--stages", "x"], ["--x"]]
+)
+def test_usage_errors(arguments: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(split_command, ["m.gguf", "--out", str(tmp_path / "out"), *arguments])
+    assert result.exit_code == 2
+
+
+def test_split_command_errors(tmp_path: Path) -> None:
+    model = make_tiny("granite_swa", tmp_path / "m.gguf")
+    out = ["--out", str(tmp_path / "out")]
+    runs = {
+        ("nothing.gguf", "--stages", "2"): ModelFileError,
+        (str(model), "--stages", "2"): UnsupportedArchitectureError,
+        (str(model), "--cuts", "9", "--experimental"): CutError,
+        (str(model), "--cuts", "3", "--experimental"): UnsupportedArchitectureError,
+    }
+    for arguments, error in runs.items():
+        assert isinstance(CliRunner().invoke(split_command, [*arguments, *out]).exception, error)
+    result = CliRunner().invoke(split_command, [str(model), "--cuts", "2", "--experimental", *out])
+    assert result.exit_code == 0
+    assert "relayline certify" in result.stderr
+
+
+def test_progress_bar_only_on_a_terminal(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "m.gguf")
+    script = (
+        "import sys; from relayline.deploy.cli.model import split_command; "
+        "split_command(sys.argv[1:], standalone_mode=False)"
+    )
+    controller, terminal = pty.openpty()
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(model), "--stages", "2", "--out", str(tmp_path / "out")],
+        cwd=ROOT, stderr=terminal, stdout=subprocess.PIPE, check=True, env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(terminal)
+    drawn = b""
+    try:
+        while piece := os.read(controller, 65_536):
+            drawn += piece
+    except OSError:
+        pass  # Linux reports the closed other end so
+    os.close(controller)
+    assert b"splitting" in drawn
+    assert b"splitting" not in ended.stdout

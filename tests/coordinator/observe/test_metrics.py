@@ -1,0 +1,45 @@
+"""/metrics says what /v1/pipeline says, in a form that a Prometheus parser reads."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from relayline.coordinator.observe.metrics import render
+
+DESCRIBED = {
+    "model": "m", "running": 3, "waiting": 2, "lanes": 8, "epoch": 1, "shared_requests": 5,
+    "ctx_tokens": 100, "kv_tokens": 200,
+    "link": {"envelopes_sent": 6, "payload_bytes_sent": 64, "in_flight_bytes": 8, "window_bytes": 1024},
+    "plan": {"n_groups": 2, "group_rows": 4}, "overlap": {"1": 0.25, "2": 0.75, "2+": 0.75},
+    "stages": [
+        {"index": 0, "up": True, "steps": 10, "rows": 40, "frames": 40, "padded_rows": 3, "micro_batches": 11,
+         "busy_ns": 2_000_000_000,
+         "payload_bytes_in": 1, "payload_bytes_out": 2, "lanes_used": 3, "queued_rows": 4, "wait_p50_ns": 1_000_000,
+         "wait_p95_ns": 2_000_000, "close_reasons": {"row_cap": 6, "queue_drained": 4}, "faults": {"no_lane": 1}},
+        {"index": 1, "up": False},
+    ],
+}  # fmt: skip
+
+
+def test_every_figure_is_there_under_its_name() -> None:
+    found = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(render(DESCRIBED).decode())
+        for sample in family.samples
+    }
+    assert found["relayline_num_requests_running", "m"] == 3
+    assert found["relayline_num_requests_waiting", "m"] == 2
+    assert found["relayline_shared_requests_total", "m"] == 5
+    assert found["relayline_overlap_ratio", "2+"] == 0.75
+    assert found["relayline_kv_cache_usage_perc", "m"] == 0.25
+    assert found["relayline_link_envelopes_total", "coordinator", "out"] == 6
+    assert found["relayline_link_in_flight_bytes", "coordinator"] == 8
+    assert found["relayline_stage_batches_closed_total", "0", "row_cap"] == 6
+    assert found["relayline_stage_session_faults_total", "0", "no_lane"] == 1
+    assert found["relayline_stage_rows_total", "0"] == 40
+    assert found["relayline_stage_padded_rows_total", "0"] == 3
+    assert found["relayline_stage_micro_batches_total", "0"] == 11
+    assert found["relayline_stage_busy_seconds_total", "0"] == 2.0
+    assert found["relayline_stage_wait_p95_seconds", "0"] == 0.002
+    assert (found["relayline_stage_up", "0"], found["relayline_stage_up", "1"]) == (1, 0)
+    assert ("relayline_stage_steps_total", "1") not in found  # a silent stage has no figures, not zeros

@@ -1,0 +1,511 @@
+"""The observer, driven by hand: which spans a request leaves, what they say, and that nothing waits for ever."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import SpanKind, StatusCode
+from prometheus_client.parser import text_string_to_metric_families
+
+from relayline.coordinator.observe.observer import SUMMARY_WAIT_S, Observer
+from relayline.coordinator.observe.tracing import LINKS_PER_TURN
+from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
+from relayline.coordinator.sessions.request_log import BATCHES_MAX, NO_TRACE, RequestRecord, StreamRecord
+from relayline.coordinator.sessions.session import OutFrame, Session
+from relayline.wire.envelopes import trace_context
+from relayline.wire.envelopes.frames import Flag
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.wire.telemetry import names
+from relayline.wire.telemetry.config import Level
+from tests.support.spans import Kept, attributes_of
+
+OFFSET_NS = 1_700_000_000_000_000_000
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+N_STAGES = 2
+
+
+class World:
+    """An observer with a clock of its own and timers that a test lets run out."""
+
+    def __init__(self, level: Level = Level.BATCHES, *, sampler_ratio: float = 1.0) -> None:
+        self.kept = Kept(level=level)
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.observer = Observer(
+            self.kept.telemetry,
+            model_name="m",
+            sampler_ratio=sampler_ratio,
+            later=lambda delay_s, call: self.timers.append((delay_s, call)),
+        )
+        self.observer.connected(N_STAGES)
+        self.n_sessions = 0
+
+    def receive(self, name: str = "r", at_ns: int = 1_000, **headers: str) -> RequestRecord:
+        record = RequestRecord(name, "POST", "/v1/completions", at_ns, OFFSET_NS, completion_id=f"cmpl-{name}")
+        self.observer.received(record, headers)
+        return record
+
+    def open(self, record: RequestRecord, at_ns: int = 2_000, choice: int = 0, *, cache_prompt: bool = True) -> Session:
+        name = f"{record.completion_id}-{choice}"
+        request = GenerationRequest(name, (1, 2, 3), 8, SamplingParams(), record=record, cache_prompt=cache_prompt)
+        self.n_sessions += 1
+        session = Session(self.n_sessions, request, lambda _: False)
+        self.observer.admitted(session.record, session.session_id, request, at_ns)
+        return session
+
+    def run(self, session: Session, *, n_tokens: int = 3, start_ns: int = 3_000, reason: str = "length") -> None:
+        """Start, prefill in two chunks, generate a token every 100 ns, and end."""
+        record = session.record
+        self.observer.started(record, start_ns)
+        for position, rows in ((0, 2), (2, 1)):
+            frame = OutFrame(session, position, (0,) * rows, Flag.PREFILL)
+            self.observer.sent([OutFrame(session, 0, (), Flag.OPEN), frame], start_ns + position)
+        self.observer.progressed(session.session_id, 2, start_ns + 50)
+        for index in range(n_tokens):
+            last = reason if index == n_tokens - 1 else None
+            self.observer.token(record, 3 + index, last, start_ns + 100 * (index + 1))
+        self.observer.ended(record, start_ns + 100 * n_tokens)
+
+    def summary(self, session: Session, stage: int, contexts: tuple[bytes, ...] = (), **more: int) -> None:
+        self.observer.summarised(
+            [
+                pb.SessionSummary(
+                    session_id=session.session_id,
+                    stage_index=stage,
+                    batches=b"".join(contexts),
+                    batch_steps=range(1, len(contexts) + 1),
+                    **more,
+                )
+            ]
+        )
+
+    def figures(self) -> dict[tuple[str, ...], float]:
+        return {
+            (sample.name, *(value for label, value in sample.labels.items() if label != "model_name")): sample.value
+            for family in text_string_to_metric_families(self.observer.metrics.render().decode())
+            for sample in family.samples
+        }
+
+
+def times_of(span: ReadableSpan) -> tuple[int, int]:
+    assert span.start_time is not None
+    assert span.end_time is not None
+    return span.start_time - OFFSET_NS, span.end_time - OFFSET_NS
+
+
+def ids(number: int) -> bytes:
+    """A trace id of 1 and a span id."""
+    return ((1 << 64) + number).to_bytes(trace_context.IDS_BYTES, "big")
+
+
+def test_one_request_is_one_trace_with_its_phases() -> None:
+    world = World()
+    record = world.receive()
+    record.n_prompt, record.tokenize_start_ns, record.tokenize_end_ns = 3, 1_100, 1_200
+    session = world.open(record)
+    world.run(session)
+    world.summary(session, 0)
+    world.summary(session, 1)
+    record.status, record.streams[0].n_thought = 200, 2
+    world.observer.left(record.streams[0], 3_400)
+    world.observer.answered(record, 3_500)
+
+    spans = {span.name: span for span in world.kept.spans() if span.name != names.SPAN_PREFILL_CHUNK}
+    root = spans["POST /v1/completions"]
+    assert root.kind is SpanKind.SERVER
+    assert root.parent is None
+    assert {span.context.trace_id for span in spans.values() if span.context} == {root.context.trace_id}
+    assert record.trace_id == f"{root.context.trace_id:032x}"
+    assert times_of(root) == (1_000, 3_500)
+    assert times_of(spans[names.SPAN_TOKENIZE]) == (1_100, 1_200)
+    assert times_of(spans[names.SPAN_QUEUE]) == (2_000, 3_000)
+    assert times_of(spans[names.SPAN_PREFILL]) == (3_000, 3_100)
+    assert times_of(spans[names.SPAN_DECODE]) == (3_100, 3_300)
+    for name in (names.SPAN_TOKENIZE, names.SPAN_QUEUE, names.SPAN_PREFILL, names.SPAN_DECODE):
+        assert spans[name].parent is not None
+        assert spans[name].parent.span_id == root.context.span_id
+    said = attributes_of(root)
+    assert said[names.HTTP_REQUEST_METHOD] == "POST"
+    assert said[names.HTTP_ROUTE] == "/v1/completions"
+    assert said[names.HTTP_RESPONSE_STATUS_CODE] == 200
+    assert said[names.GEN_AI_USAGE_INPUT_TOKENS] == 3
+    assert said[names.GEN_AI_USAGE_OUTPUT_TOKENS] == 3
+    assert said[names.GEN_AI_USAGE_REASONING_TOKENS] == 2
+    assert said[names.GEN_AI_RESPONSE_FINISH_REASONS] == ("length",)
+    assert said[names.GEN_AI_RESPONSE_ID] == "cmpl-r"
+    assert said[names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] == pytest.approx(2_100e-9)
+    decode = attributes_of(spans[names.SPAN_DECODE])
+    assert decode[names.ATTR_SESSION_ID] == f"{session.session_id:016x}"
+    assert decode[names.ATTR_REQUEST_ID] == "cmpl-r"
+    assert decode[names.ATTR_TTFT_NS] == 1_100
+    assert decode[names.ATTR_QUEUE_NS] == 1_000
+    assert (decode[names.ATTR_ITL_MEAN_NS], decode[names.ATTR_ITL_MAX_NS]) == (100, 100)
+    assert names.ERROR_TYPE not in said
+
+
+def test_the_ring_keeps_no_ended_span_and_later_spans_still_find_their_parent() -> None:
+    world = World()
+    record = world.receive()
+    session = world.open(record)
+    record.span.set_attribute(names.GEN_AI_INPUT_MESSAGES, "a long prompt")  # type: ignore[union-attr]
+    world.observer.left(record.streams[0], 3_400)
+    world.observer.answered(record, 3_500)
+    assert world.observer.log.last() is record
+    assert not hasattr(record.span, "attributes"), "what the span said stays in memory with the record"
+    world.run(session)
+    world.observer.close()
+    (root,) = [span for span in world.kept.spans() if span.name == "POST /v1/completions"]
+    assert attributes_of(root)[names.GEN_AI_INPUT_MESSAGES] == "a long prompt"
+    (decode,) = [span for span in world.kept.spans() if span.name == names.SPAN_DECODE]
+    assert decode.parent is not None
+    assert root.context is not None
+    assert decode.parent.span_id == root.context.span_id
+
+
+def test_chunks_are_spans_below_prefill_from_level_batches_on() -> None:
+    for level, n_chunks in ((Level.SUMMARY, 0), (Level.BATCHES, 2)):
+        world = World(level)
+        session = world.open(world.receive())
+        world.run(session)
+        world.observer.close()
+        chunks = world.kept.spans(names.SPAN_PREFILL_CHUNK)
+        assert len(chunks) == n_chunks
+        if chunks:
+            prefill = world.kept.one(names.SPAN_PREFILL)
+            assert {chunk.parent.span_id for chunk in chunks if chunk.parent} == {prefill.context.span_id}
+            assert [times_of(chunk) for chunk in chunks] == [(3_000, 3_050), (3_002, 3_100)]
+
+
+def test_the_callers_trace_is_continued() -> None:
+    world = World()
+    record = world.receive(traceparent=PARENT, tracestate="vendor=1")
+    assert record.trace_id == PARENT.split("-")[1]
+    session = world.open(record)
+    world.run(session)
+    world.observer.close()
+    world.observer.answered(record, 9_000)
+    root = world.kept.one("POST /v1/completions")
+    assert root.parent is not None
+    assert f"{root.parent.span_id:016x}" == PARENT.split("-")[2]
+    decode = world.kept.one(names.SPAN_DECODE)
+    assert decode.context.trace_state.get("vendor") == "1"
+
+
+@pytest.mark.parametrize("header", ["junk", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
+def test_a_bad_traceparent_begins_a_new_trace(header: str) -> None:
+    world = World()
+    record = world.receive(traceparent=header)
+    assert record.trace_id
+    world.observer.answered(record, 2_000)
+    assert world.kept.one("POST /v1/completions").parent is None
+
+
+def test_drafts_and_how_many_of_them_were_right() -> None:
+    world = World()
+    record = world.receive()
+    session = world.open(record)
+    world.observer.started(session.record, 3_000)
+    for position, token in enumerate((7, 8, 9), start=3):
+        session.history.append(token)
+        world.observer.token(session.record, position, None, 3_100, is_drafted=position > 3)
+    row = OutFrame(session, 5, (9, 10, 11), Flag.WANTS_SAMPLE | Flag.DRAFTED)
+    following = OutFrame(session, 8, (12,), Flag.WANTS_SAMPLE | Flag.DRAFTED)
+    world.observer.sent([OutFrame(session, 4, (8,), Flag.WANTS_SAMPLE), row], 3_200)
+    world.observer.sent([following], 3_200)
+    assert (session.record.n_drafted, session.record.n_accepted) == (3, 2)
+    told = world.observer.figures()
+    assert (told["generated_tokens"], told["drafted_tokens"], told["accepted_tokens"]) == (3, 3, 2)
+    assert told["prompt_tokens"] == 3, "tokens that come together are not each the first"
+    figures = world.figures()
+    for stem, value in (("drafts", 2), ("draft_tokens", 3), ("accepted_tokens", 2)):
+        assert figures[f"relayline_spec_decode_num_{stem}_total",] == value
+    assert figures["relayline_inter_token_latency_seconds_count",] == 2
+    world.observer.ended(session.record, 3_300)
+    world.observer.close()
+    found = attributes_of(world.kept.one(names.SPAN_DECODE))
+    assert (found[names.ATTR_DRAFTED], found[names.ATTR_ACCEPTED]) == (3, 2)
+
+
+def test_frames_carry_the_context_of_the_phase_they_belong_to() -> None:
+    world = World()
+    session = world.open(world.receive())
+    assert session.record.trace == NO_TRACE
+    world.observer.started(session.record, 3_000)
+    in_prefill = session.record.trace
+    world.observer.token(session.record, 3, None, 3_100)
+    in_decode = session.record.trace
+    world.observer.token(session.record, 4, "stop", 3_200)
+    assert session.record.trace is in_decode  # the same bytes for every token
+    world.observer.ended(session.record, 3_200)
+    world.observer.close()
+    for context, name in ((in_prefill, names.SPAN_PREFILL), (in_decode, names.SPAN_DECODE)):
+        assert trace_context.is_sampled(context)
+        named = trace_context.unpack(context)
+        assert named is not None
+        assert named.span_id == world.kept.one(name).context.span_id
+
+
+@pytest.mark.parametrize(
+    ("level", "ratio", "headers"),
+    [
+        (Level.OFF, 1.0, {}),
+        (Level.SUMMARY, 0.0, {}),
+        (Level.FRAMES, 1.0, {"traceparent": PARENT[:-2] + "00"}),  # the caller decided against it
+    ],
+    ids=["off", "not sampled", "caller says no"],
+)
+def test_what_is_not_traced_costs_no_span_and_carries_zeros(
+    level: Level, ratio: float, headers: dict[str, str]
+) -> None:
+    world = World(level, sampler_ratio=ratio)
+    record = world.receive(**headers)
+    session = world.open(record)
+    world.run(session)
+    assert session.record.trace == NO_TRACE
+    world.observer.left(record.streams[0], 9_000)
+    world.observer.answered(record, 9_000)
+    world.observer.close()
+    assert world.kept.spans() == []
+    assert record.trace_id == ""
+    assert len(world.observer.log) == (0 if level is Level.OFF else 1)
+    assert world.figures()["relayline_generation_tokens_total",] == 3  # figures do not depend on the level
+
+
+def test_a_sampled_caller_wins_over_the_ratio() -> None:
+    world = World(sampler_ratio=0.0)
+    assert world.receive(traceparent=PARENT).trace_id
+
+
+def test_the_decode_span_links_to_every_batch_and_names_it() -> None:
+    world = World()
+    session = world.open(world.receive())
+    world.run(session)
+    assert [delay_s for delay_s, _ in world.timers] == [SUMMARY_WAIT_S]
+    more = {"n_decode_steps": 4, "batch_rows_sum": 10, "batch_rows_max": 5, "decode_wait_ns": 70, "wait_max_ns": 40}
+    world.summary(session, 1, (ids(21), ids(22)), n_prefill_steps=2, prefill_wait_ns=9, decode_ns=500, **more)
+    assert world.kept.spans(names.SPAN_DECODE) == []  # one stage has yet to say
+    world.summary(session, 0, (ids(11),))
+    decode = world.kept.one(names.SPAN_DECODE)
+    assert times_of(decode) == (3_100, 3_300)  # the wait for summaries is not part of it
+    linked = [link.context.span_id for link in decode.links]
+    assert linked == [11, 21, 22]
+    assert all(dict(link.attributes or {})[names.ATTR_LINK] == names.LINK_BATCH for link in decode.links)
+    said = attributes_of(decode)
+    assert said[names.ATTR_BATCH_IDS] == ("0:1", "1:1", "1:2")
+    assert said[names.ATTR_STAGE_STEPS] == (0, 6)
+    assert said[names.ATTR_STAGE_BATCH_ROWS_MEAN] == (0.0, 2.5)
+    assert said[names.ATTR_STAGE_BATCH_ROWS_MAX] == (0, 5)
+    assert said[names.ATTR_STAGE_WAIT_SUM_NS] == (0, 79)
+    assert said[names.ATTR_STAGE_DECODE_WAIT_NS] == (0, 70)
+    assert said[names.ATTR_STAGE_WAIT_MAX_NS] == (0, 40)
+    assert said[names.ATTR_STAGES_REPORTED] == (0, 1)
+    world.timers[0][1]()  # too late to matter
+    assert len(world.kept.spans(names.SPAN_DECODE)) == 1
+
+
+def test_links_survive_beyond_128_and_are_bounded_per_stage() -> None:
+    world = World()
+    session = world.open(world.receive())
+    world.run(session)
+    many = tuple(ids(1_000 + at) for at in range(BATCHES_MAX))
+    world.summary(session, 0, many)
+    world.summary(session, 1, (ids(7), ids(8)))
+    assert world.kept.spans(names.SPAN_DECODE) == []  # others are served in between
+    n_turns = 0
+    while len(world.timers) > 1:
+        delay_s, go_on = world.timers.pop()
+        assert delay_s == 0.0
+        go_on()
+        n_turns += 1
+    assert n_turns == BATCHES_MAX // 2 // LINKS_PER_TURN
+    decode = world.kept.one(names.SPAN_DECODE)
+    assert len(decode.links) == BATCHES_MAX // 2 + 2
+    assert decode.dropped_links == 0
+    assert attributes_of(decode)[names.ATTR_LINKS_DROPPED] == BATCHES_MAX // 2
+
+
+def test_an_end_does_not_leave_links_half_made() -> None:
+    world = World()
+    session = world.open(world.receive())
+    world.run(session)
+    world.summary(session, 0, tuple(ids(1_000 + at) for at in range(1_000)))
+    world.summary(session, 1)
+    world.observer.close()
+    assert len(world.kept.one(names.SPAN_DECODE).links) == 1_000
+
+
+def test_a_silent_stage_delays_the_span_once_and_not_its_end() -> None:
+    world = World()
+    session = world.open(world.receive())
+    world.run(session)
+    world.summary(session, 0)
+    world.timers[0][1]()
+    decode = world.kept.one(names.SPAN_DECODE)
+    assert times_of(decode) == (3_100, 3_300)
+    assert attributes_of(decode)[names.ATTR_STAGES_REPORTED] == (0,)
+    world.summary(session, 1)  # after the fact: nobody is there any more
+    assert len(world.kept.spans(names.SPAN_DECODE)) == 1
+
+
+def test_a_cancelled_session_says_so() -> None:
+    world = World()
+    record = world.receive()
+    session = world.open(record)
+    world.observer.started(session.record, 3_000)
+    world.observer.ended(session.record, 3_500)
+    world.observer.left(record.streams[0], 3_500)
+    world.observer.close()
+    prefill = world.kept.one(names.SPAN_PREFILL)
+    assert times_of(prefill) == (3_000, 3_500)
+    assert prefill.status.status_code is StatusCode.ERROR
+    assert attributes_of(prefill)[names.ERROR_TYPE] == "cancelled"
+    assert world.figures()["relayline_request_success_total", "abort"] == 1
+
+
+def test_a_failed_session_names_its_error_and_the_request_too() -> None:
+    world = World()
+    record = world.receive()
+    session = world.open(record)
+    world.observer.started(session.record, 3_000)
+    world.observer.token(session.record, 3, None, 3_100)
+    session.record.error = "stage_lost"
+    world.observer.ended(session.record, 3_200)
+    world.observer.left(record.streams[0], 3_200)
+    world.observer.close()
+    record.status, record.error = 503, "stage_lost"
+    world.observer.answered(record, 3_300)
+    for name in (names.SPAN_DECODE, "POST /v1/completions"):
+        span = world.kept.one(name)
+        assert span.status.status_code is StatusCode.ERROR
+        assert attributes_of(span)[names.ERROR_TYPE] == "stage_lost"
+    assert world.figures()["relayline_request_success_total", "error"] == 1
+
+
+def test_a_request_that_never_had_a_lane_has_waited() -> None:
+    world = World()
+    session = world.open(world.receive())
+    world.observer.ended(session.record, 7_000)
+    assert times_of(world.kept.one(names.SPAN_QUEUE)) == (2_000, 7_000)
+    assert world.timers == []  # no stage knows it
+    assert world.figures()["relayline_request_queue_time_seconds_sum",] == pytest.approx(5_000e-9)
+
+
+def test_a_clients_mistake_is_no_error_of_the_server() -> None:
+    world = World()
+    record = world.receive()
+    record.status, record.error = 400, "invalid_request"
+    world.observer.answered(record, 2_000)
+    root = world.kept.one("POST /v1/completions")
+    assert root.status.status_code is StatusCode.UNSET
+    assert attributes_of(root)[names.ERROR_TYPE] == "invalid_request"
+
+
+def test_losses_and_replays_are_events_of_the_running_phase() -> None:
+    world = World()
+    session = world.open(world.receive())
+    world.observer.started(session.record, 3_000)
+    world.observer.token(session.record, 3, None, 3_100)
+    world.observer.lost("stage 1 is gone", 3_150)
+    world.observer.connected(N_STAGES)  # with fewer lanes, say: the session waits for one
+    world.observer.lost("stage 2 is gone", 3_200)
+    world.observer.connected(N_STAGES)
+    world.observer.started(session.record, 3_400)  # starts again: not a second start
+    world.observer.replayed(session.record, "checksum", 3_450)
+    world.observer.started(session.record, 3_450)
+    world.observer.token(session.record, 4, "length", 3_500)
+    world.observer.ended(session.record, 3_500)
+    world.observer.close()
+    decode = world.kept.one(names.SPAN_DECODE)
+    assert [(event.name, event.timestamp - OFFSET_NS) for event in decode.events] == [
+        ("paused", 3_150), ("resumed", 3_400), ("replayed", 3_450),
+    ]  # fmt: skip
+    assert attributes_of(decode)[names.ATTR_RECOVERIES] == 1
+    assert session.record.started_ns == 3_000
+    assert world.figures()["relayline_recoveries_total",] == 2
+    assert world.figures()["relayline_request_replays_total",] == 1
+
+
+def test_nobody_waits_for_summaries_of_a_lost_connection() -> None:
+    world = World()
+    session = world.open(world.receive())
+    world.run(session)
+    world.observer.lost("gone", 4_000)
+    assert world.kept.one(names.SPAN_DECODE)
+
+
+def test_requests_that_share_a_session_each_have_their_trace() -> None:
+    world = World()
+    first, second = world.receive("a"), world.receive("b", at_ns=2_500)
+    session = world.open(first)
+    request = dataclasses.replace(session.request, request_id="cmpl-b-0", record=second)
+    joined = world.observer.joined(session.record, request, 2_600)
+    world.run(session)
+    world.summary(session, 0)
+    world.summary(session, 1)
+    joined.n_tokens = 3
+    for stream in (first.streams[0], joined):
+        world.observer.left(stream, 3_400)
+    world.observer.answered(first, 3_500)
+    world.observer.answered(second, 3_500)
+    assert first.trace_id != second.trace_id
+    own, shared = sorted(world.kept.spans(names.SPAN_DECODE), key=lambda span: span.start_time or 0, reverse=True)
+    assert f"{shared.context.trace_id:032x}" == second.trace_id
+    assert attributes_of(shared)[names.ATTR_SHARED_WITH] == "cmpl-a-0"
+    assert times_of(shared) == (2_600, 3_400)
+    (link,) = shared.links
+    assert link.context.span_id == own.context.span_id
+    assert dict(link.attributes or {})[names.ATTR_LINK] == names.LINK_SESSION
+    figures = world.figures()
+    assert figures["relayline_generation_tokens_total",] == 3  # computed once
+    assert figures["relayline_request_success_total", "length"] == 2
+
+
+def test_each_choice_has_its_own_spans() -> None:
+    world = World()
+    record = world.receive()
+    sessions = [world.open(record, choice=choice) for choice in range(3)]
+    for session in sessions:
+        world.run(session)
+    world.observer.close()
+    decodes = world.kept.spans(names.SPAN_DECODE)
+    assert sorted(attributes_of(span)[names.ATTR_CHOICE] for span in decodes) == [0, 1, 2]
+    assert {attributes_of(span)[names.ATTR_REQUEST_ID] for span in decodes} == {"cmpl-r"}
+
+
+@pytest.mark.parametrize("cache_prompt", [True, False])
+def test_an_answer_that_calls_a_tool_has_stopped(cache_prompt: bool) -> None:
+    world = World(Level.OFF)
+    record = world.receive()
+    session = world.open(record, cache_prompt=cache_prompt)
+    world.run(session)
+    (stream,) = record.streams
+    stream.finish_reason = "tool_calls"  # which only the HTTP side sees
+    world.observer.left(stream, 4_000)
+    figures = world.figures()
+    assert figures["relayline_request_success_total", "stop"] == 1
+    assert figures["relayline_request_success_total", "error"] == 0
+    assert figures["relayline_e2e_request_latency_seconds_count",] == 1
+    assert figures["relayline_prefix_cache_queries_total",] == (3 if cache_prompt else 0)
+
+
+def test_histograms_observe_each_request_once() -> None:
+    world = World(Level.OFF)
+    record = world.receive()
+    session = world.open(record)
+    world.run(session, n_tokens=5)
+    stream = record.streams[0]
+    assert isinstance(stream, StreamRecord)
+    world.observer.left(stream, 4_000)
+    figures = world.figures()
+    for stem in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time",
+                 "request_decode_time"):  # fmt: skip
+        assert figures[f"relayline_{stem}_seconds_count",] == 1, stem
+    assert figures["relayline_inter_token_latency_seconds_count",] == 4
+    assert figures["relayline_inter_token_latency_seconds_sum",] == pytest.approx(400e-9)
+    assert figures["relayline_time_to_first_token_seconds_sum",] == pytest.approx(1_100e-9)
+    assert figures["relayline_prompt_tokens_total",] == 3
+    assert figures["relayline_request_generation_tokens_sum",] == 5
+    assert figures["relayline_request_success_total", "length"] == 1
+    assert world.timers == []  # at level off no stage sums anything up

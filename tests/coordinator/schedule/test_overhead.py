@@ -1,0 +1,119 @@
+"""Goal: plans know what a round trip takes beyond native steps, and notice when that changes, whatever queues."""
+
+from __future__ import annotations
+
+import pytest
+
+from relayline.coordinator.schedule.groups import GroupPlanner
+from relayline.coordinator.schedule.overhead import ROUND_TRIPS_MIN, WINDOWS_MIN, Held, Overhead
+from relayline.deploy.testing.simulation.run import Simulation
+from relayline.deploy.testing.simulation.world import MS, SlowLinks, World, equal_stages, streams
+
+STEP_MS, WAIT_MS = 50, 100
+
+
+class Pipeline:
+    """Flights of four rows through two stages whose counters it keeps; every flight waits WAIT_MS at each."""
+
+    def __init__(self) -> None:
+        self.overhead = Overhead()
+        self.stages = [Held(1_000, 7), Held(2_000, 9)]  # other epochs were before
+
+    def window(self, overhead_ms: float, n_flights: int = ROUND_TRIPS_MIN) -> None:
+        """Land flights, then let the stages say what they have counted."""
+        held_ms = STEP_MS + WAIT_MS
+        for _ in range(n_flights):
+            self.overhead.landed(4, round((2 * held_ms + overhead_ms) * MS))
+        self.stages = [Held(s.n_frames + 4 * n_flights, s.held_ns + 4 * n_flights * held_ms * MS) for s in self.stages]
+        self.overhead.stages_held(self.stages)
+
+    def known_ms(self, before_ms: float = 500) -> float:
+        return self.overhead.revised_ns(before_ms * MS) / MS
+
+
+@pytest.fixture
+def pipeline() -> Pipeline:
+    """One that has said once what it has counted."""
+    made = Pipeline()
+    made.overhead.stages_held(made.stages)
+    return made
+
+
+def test_what_stages_have_held_is_no_overhead(pipeline: Pipeline) -> None:
+    for _ in range(WINDOWS_MIN):
+        assert pipeline.known_ms() == 500, "not before there are enough windows"
+        pipeline.window(3)
+    assert pipeline.known_ms() == pytest.approx(3)
+
+
+def test_what_was_counted_before_the_first_look_does_not_matter() -> None:
+    pipeline = Pipeline()
+    for _ in range(WINDOWS_MIN + 1):
+        pipeline.window(3)
+    assert pipeline.known_ms() == pytest.approx(3)
+
+
+def test_one_window_spoiled_by_a_hitch_changes_nothing(pipeline: Pipeline) -> None:
+    for overhead_ms in (3, 3, 2_000, 3, 3):
+        pipeline.window(overhead_ms)
+    assert pipeline.known_ms(3) == 3
+
+
+def test_a_change_of_the_links_is_noticed_either_way(pipeline: Pipeline) -> None:
+    for overhead_ms in (3, 80, 1):
+        for _ in range(WINDOWS_MIN):
+            pipeline.window(overhead_ms)
+        assert pipeline.known_ms() == pytest.approx(overhead_ms)
+
+
+def test_a_window_goes_on_until_enough_flights_have_landed(pipeline: Pipeline) -> None:
+    for _ in range(WINDOWS_MIN * ROUND_TRIPS_MIN - 1):
+        pipeline.window(3, n_flights=1)
+    assert pipeline.known_ms() == 500
+    pipeline.window(3, n_flights=1)
+    assert pipeline.known_ms() == pytest.approx(3)
+
+
+def test_small_moves_are_noise(pipeline: Pipeline) -> None:
+    for _ in range(WINDOWS_MIN):
+        pipeline.window(10)
+    assert pipeline.known_ms(11) == 11
+    assert pipeline.known_ms(13) == pytest.approx(10)
+
+
+def test_stages_that_count_nothing_leave_the_bounds() -> None:
+    """As of an older version: every flight had 40 ms of work ahead of it beside its own 100."""
+    overhead = Overhead()
+    for _ in range(2 * WINDOWS_MIN * ROUND_TRIPS_MIN):
+        overhead.landed(4, 160 * MS)
+        overhead.bounded(160 * MS, 100 * MS, 140 * MS)
+        overhead.stages_held([Held(0, 0), Held(0, 0)])
+    assert [overhead.revised_ns(known_ms * MS) / MS for known_ms in (0, 30, 500)] == [20, 30, 60]
+
+
+def test_frames_of_others_do_not_make_an_overhead_negative(pipeline: Pipeline) -> None:
+    """A stage may serve another coordinator, whose frames wait longer."""
+    for _ in range(WINDOWS_MIN):
+        pipeline.window(-40)
+    assert pipeline.known_ms() == 0
+
+
+@pytest.mark.parametrize(("n_stages", "n_streams"), [(2, 8), (2, 16), (4, 16)])
+def test_a_spell_of_slow_links_does_not_stay_in_the_plan(n_stages: int, n_streams: int) -> None:
+    """Many small flights suit them; behind these the truth is hidden, so that half the speed was lost for good."""
+    ends_ns, look_ns, over_ns = 60_000 * MS, 70_000 * MS, 100_000 * MS
+    world = World(
+        equal_stages(n_stages, host_ns=400_000), streams(n_streams, 20_000), link_ns=400_000, jitter=0.05,
+        slow_links=(SlowLinks(20_000 * MS, 100 * MS), SlowLinks(ends_ns, 0)), refresh_ns=1_000 * MS,
+    )  # fmt: skip
+    simulation = Simulation(world).run(ends_ns)
+    slow_ms = (n_stages + 1) * 100.4
+    assert simulation.planner.overhead_ns == pytest.approx(slow_ms * MS, rel=0.2)
+    assert simulation.scheduler.plan().n_groups > n_stages
+    simulation.run(over_ns)
+    assert simulation.planner.overhead_ns == pytest.approx(world.overhead_ns, rel=0.3)
+    undisturbed = GroupPlanner(simulation.planner.stages)
+    plan, quiet = simulation.scheduler.plan(), undisturbed.plan(n_streams, n_prompts=0)
+    assert plan.period_ns <= 1.03 * quiet.period_ns
+    rate = simulation.audit.figures(look_ns, over_ns).tokens_per_s
+    assert rate >= 0.93 * n_streams / quiet.period_ns * 1e9

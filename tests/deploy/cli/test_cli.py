@@ -1,0 +1,239 @@
+"""Wrong things a user may type or hand over: one clear line on stderr and the right exit code, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from relayline.deploy.testing.processes import relayline, running
+from tests.support.tiny_models import make_tiny
+
+N_LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny.gguf", n_layers=N_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def split(model: Path) -> Path:
+    directory = model.parent / "split"
+    done = relayline("split", model, "--stages", "2", "--out", directory)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+@pytest.fixture
+def taken_port() -> Iterator[str]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def refused(code: int, *arguments: str | Path, says: str) -> None:
+    """The command ends with `code` and its last line is one error line that contains `says`."""
+    done = relayline(*arguments)
+    assert done.returncode == code, (done.returncode, done.stderr)
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("relayline: error: ")]
+    assert len(lines) == 1, done.stderr
+    assert says in lines[0]
+
+
+@pytest.mark.parametrize("command", ["inspect", "split", "up", "certify"])
+def test_files_that_are_no_model(command: str, model: Path, tmp_path: Path) -> None:
+    extra = {
+        "split": ["--stages", "2", "--out", str(tmp_path / "out")],
+        "up": ["--http", "127.0.0.1:0", "--model"],
+    }.get(command, [])
+    before, after = (extra, []) if command == "up" else ([], extra)
+    garbage = tmp_path / "garbage.gguf"
+    garbage.write_bytes(b"this is not a model" * 100)
+    refused(1, command, *before, garbage, *after, says="garbage.gguf")
+    truncated = tmp_path / "truncated.gguf"
+    truncated.write_bytes(model.read_bytes()[:-5000])
+    refused(1, command, *before, truncated, *after, says="truncated.gguf")
+    refused(1, command, *before, tmp_path / "nowhere.gguf", *after, says="nowhere.gguf")
+
+
+def test_unsupported_architecture_names_the_supported_ones(tmp_path: Path) -> None:
+    path = tmp_path / "odd.gguf"
+    writer = gguf.GGUFWriter(path, "gemma9")
+    writer.add_block_count(4)
+    writer.add_embedding_length(64)
+    writer.add_vocab_size(32)
+    for name in ("token_embd", *(f"blk.{layer}.attn_norm" for layer in range(4))):
+        writer.add_tensor(f"{name}.weight", np.zeros((32, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    refused(1, "split", path, "--stages", "2", "--out", tmp_path / "out", says="qwen3moe")
+    assert not (tmp_path / "out" / "pipeline.json").exists()
+
+
+def test_usage_errors_exit_with_2(model: Path, split: Path, tmp_path: Path) -> None:
+    refused(2, "split", model, "--cuts", str(N_LAYERS), "--out", tmp_path / "x", says=str(N_LAYERS))
+    refused(2, "split", model, "--stages", str(N_LAYERS + 1), "--out", tmp_path / "x", says="")
+    refused(2, "split", model, "--no-such-flag", says="--no-such-flag")
+    refused(2, "stage", "--artifact", split / "stage-0.gguf", "--listen", "nonsense", says="HOST:PORT")
+    refused(2, "stage", "--artifact", split / "stage-0.gguf", "--ctx", "0", says="--ctx")
+    refused(2, "stage", "--artifact", split / "stage-0.gguf", "--kv-type", "q3", says="q8_0")
+    refused(2, "serve", "--pipeline", split, "--stages", "127.0.0.1:1", "--http", "127.0.0.1:0", says="2 stages")
+    refused(2, "nonsense", says="nonsense")
+    for n_tokens in ("32", "-1", "x", "٣"):
+        says = f"'--draft': {n_tokens!r} is not auto, off or a number from 1 to 31"
+        refused(2, "up", "--model", model, "--draft", n_tokens, says=says)
+    refused(2, "serve", "--pipeline", split, "--draft", "1.5", says="'1.5' is not auto, off or a number from 1 to 31")
+    for rate in ("-1", "0", "nan", "inf"):
+        says = f"'--rate': {rate} is not a number of requests per second above 0"
+        refused(2, "bench", "http://127.0.0.1:1", "--rate", rate, says=says)
+    refused(
+        2,
+        "bench",
+        "http://127.0.0.1:1",
+        "--rate",
+        "1",
+        "--rounds",
+        "2",
+        says="--streams and --rounds are of the load without --rate",
+    )
+    refused(2, "bench", "http://127.0.0.1:1", "--rate", "1", "--streams", "2", says="--streams and --rounds are of")
+    refused(2, "bench", "http://127.0.0.1:1", "--requests", "2", says="--requests needs --rate")
+    # It has nothing to do with a measurement, and was taken without a word.
+    refused(2, "calibrate", split / "stage-0.gguf", "--no-calibrate", says="No such option '--no-calibrate'")
+
+
+def test_numbers_that_are_none_or_no_machine_has(model: Path) -> None:
+    refused(2, "bench", "http://127.0.0.1:1", "--streams", "999999999", says="more than the 10000")
+    refused(2, "bench", "http://127.0.0.1:1", "--prompt-tokens", "99999999999999999999", says="--prompt-tokens")
+    for command, flag in (("top", "--interval"), ("doctor", "--timeout"), ("down", "--timeout")):
+        refused(2, command, flag, "nan", says="'nan' is not a number")
+
+
+def test_flags_that_no_stage_would_take_are_refused_before_anything_is_done(model: Path, split: Path) -> None:
+    for flag, value, says in (
+        ("--lanes", "0", "--lanes 0 is outside 1..255"), ("--ctx", "5", "--ctx 5"), ("--kv-type", "q3", "q8_0"),
+        ("--threads", "99999", "--threads"), ("--otlp-endpoint", "foo", "foo"),
+    ):  # fmt: skip
+        refused(2, "up", "--model", model, "--split-dir", split.parent / "never", flag, value, says=says)
+        assert not (split.parent / "never").exists()
+    refused(2, "serve", "--pipeline", split, "--join-listen", "127.0.0.1:0", "--lanes", "0", says="--lanes 0")
+
+
+def test_no_command_shows_the_help() -> None:
+    for arguments in ((), ("certs",)):
+        done = relayline(*arguments)
+        assert done.returncode == 2
+        assert done.stderr.startswith("Usage: relayline")
+        assert len(done.stderr.splitlines()) > 5
+
+
+def test_names_and_terminals_that_are_not_utf8(model: Path, tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"caf\xe9.gguf")
+    shutil.copy(model, odd)
+    done = relayline("split", odd, "--stages", "2", "--out", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    refused(1, "trace", os.fsdecode(b"\xff"), "--url", "http://127.0.0.1:9", says="127.0.0.1:9")
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    plot = subprocess.run(
+        [sys.executable, "-m", "relayline.deploy.cli", "calibrate", tmp_path / "out" / "stage-0.gguf", "--ctx", "64"],
+        capture_output=True, text=True, check=False, timeout=120, env=environment,
+    )  # fmt: skip
+    assert plot.returncode == 0, plot.stderr
+    assert "?" in plot.stdout
+
+
+def test_an_altered_artifact_is_refused(split: Path, tmp_path: Path) -> None:
+    shutil.copytree(split, tmp_path / "copy")
+    artifact = tmp_path / "copy" / "stage-1.gguf"
+    content = bytearray(artifact.read_bytes())
+    content[-100] ^= 1
+    artifact.write_bytes(content)
+    refused(1, "stage", "--artifact", artifact, says="sha256")
+
+
+def test_taken_ports(split: Path, model: Path, taken_port: str, tmp_path: Path) -> None:
+    refused(1, "stage", "--artifact", split / "stage-0.gguf", "--listen", taken_port, says=taken_port)
+    refused(
+        1, "up", "--model", model, "--stages", "2", "--split-dir", tmp_path / "s", "--http", taken_port, says="taken"
+    )
+
+
+@pytest.mark.slow
+def test_stages_that_do_not_belong_together(split: Path, model: Path, tmp_path: Path) -> None:
+    other_model = make_tiny("llama", tmp_path / "other.gguf", n_layers=N_LAYERS, seed=2)
+    for source, name, cuts in ((other_model, "other", "2"), (model, "recut", "1")):
+        assert relayline("split", source, "--cuts", cuts, "--out", tmp_path / name).returncode == 0
+    artifacts = (split / "stage-0.gguf", split / "stage-1.gguf", tmp_path / "other" / "stage-1.gguf",
+                 tmp_path / "recut" / "stage-1.gguf")  # fmt: skip
+    stages = [running("stage", "--artifact", path, "--ctx", "64", "--lanes", "2", "--json") for path in artifacts]
+    with stages[0] as first, stages[1] as second, stages[2] as other, stages[3] as recut:
+        address = [process.event["address"] for process in (first, second, other, recut)]
+        for pair, says in (
+            ((address[1], address[0]), "wrong order"),
+            ((address[0], address[2]), "another model"),
+            ((address[0], address[3]), "another split"),
+        ):
+            refused(1, "serve", "--pipeline", split, "--stages", ",".join(pair), "--http", "127.0.0.1:0", says=says)
+        with running(
+            "serve", "--pipeline", split, "--stages", ",".join(address[:2]), "--http", "127.0.0.1:0", "--json"
+        ):
+            pass  # and the right ones in the right order are taken
+
+
+def test_help_and_version_need_no_model() -> None:
+    for arguments in (("--help",), ("up", "--help"), ("--version",)):
+        done = relayline(*arguments)
+        assert done.returncode == 0
+        assert "relayline" in done.stdout
+
+
+@pytest.mark.slow
+def test_commands_for_launched_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for arguments in (("status",), ("down",)):
+        done = relayline(*arguments)
+        assert (done.returncode, done.stdout) == (0, "nothing runs here\n")
+    assert json.loads(relayline("status", "--json").stdout) == []
+    for command in ("status", "down", "logs"):
+        refused(2, command, "nobody", says="no pipeline 'nobody' was launched here")
+        refused(1, command, tmp_path / "nowhere.yaml", says="nowhere.yaml")
+    refused(2, "logs", says="nothing runs here")
+    refused(2, "down", "--timeout", "-1", says="--timeout")
+
+
+@pytest.mark.slow
+def test_a_manifest_that_does_not_fit_its_model(model: Path, tmp_path: Path) -> None:
+    manifest = tmp_path / "pipeline.yaml"
+    text = (
+        "apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: misfit}\n"
+        f"spec:\n  model: {{path: {model}}}\n  coordinator: {{http: {{port: 0}}}}\n"
+    )
+    for command in (("up", "--state-dir", str(tmp_path / "state")), ("serve", "--manifest")):
+        manifest.write_text(f"{text}  stages: [{{name: a, layers: [0, 2]}}, {{name: b, layers: [2, 9]}}]\n")
+        refused(2, *command, manifest, says=f"write layers: [2, {N_LAYERS}]")
+        manifest.write_text(f"{text}  stages: {N_LAYERS + 1}\n")
+        refused(2, *command, manifest, says="")
+        manifest.write_text(f"{text}  stage: 2\n")
+        refused(2, *command, manifest, says="did you mean stages?")
+    manifest.write_text(f"{text}  context: {{lanes: 255, tokens: 1000000}}\n")
+    refused(2, "up", "--state-dir", tmp_path / "state", manifest, says="GiB")
+    refused(2, "serve", "--http", "127.0.0.1:0", says="--manifest")
+
+
+def test_json_outputs_parse(model: Path, split: Path) -> None:
+    assert json.loads(relayline("inspect", model, "--json").stdout)["layers"] == N_LAYERS
+    assert json.loads((split / "pipeline.json").read_text())["cuts"]

@@ -1,0 +1,56 @@
+"""Goal: what joining stages fetched can be seen and removed, and a fetch under way is left alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from relayline.deploy.testing.processes import relayline
+from relayline.stage.joining.artifact_store import Slot, cached, remove
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+
+
+def put(cache: Path, name: str, data: bytes, used_s: int, *, whole: bool = True) -> Slot:
+    slot = Slot(cache, pb.ArtifactFile(file=name, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data)))
+    slot.prepare(b"{}")
+    (slot.path if whole else slot.partial).write_bytes(data)
+    os.utime(slot.directory / "pipeline.json", (used_s, used_s))
+    return slot
+
+
+def test_the_cache_is_listed_oldest_first_and_cleared(tmp_path: Path) -> None:
+    put(tmp_path, "new.gguf", b"x" * 10, 2_000_000_000)
+    put(tmp_path, "old.gguf", b"y" * 20, 1_000_000_000, whole=False)
+    (tmp_path / "notes.txt").write_text("not ours")
+    done = relayline("cache", "--cache", tmp_path, "--json")
+    entries = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(entry["file"], entry["size_bytes"], entry["state"]) for entry in entries] == [
+        ("old.gguf", 20, "partial"),
+        ("new.gguf", 10, "whole"),
+    ]
+    assert "2 artifacts" in relayline("cache", "--cache", tmp_path).stdout
+    assert relayline("cache", "--cache", tmp_path, "--clear").returncode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["none", "empty"])
+def test_no_cache_is_no_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    done = relayline("cache", "--cache", tmp_path / name)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "0 artifacts" in done.stdout
+
+
+def test_a_fetch_under_way_is_left_alone(tmp_path: Path) -> None:
+    slot = put(tmp_path, "stage.gguf", b"x", 1_000_000_000, whole=False)
+    assert slot.try_lock()
+    (entry,) = cached(tmp_path)
+    assert not remove(entry)
+    assert slot.partial.exists()
+    slot.unlock()
+    assert remove(entry)
+    assert cached(tmp_path) == []

@@ -1,0 +1,309 @@
+"""`relayline trace` and `relayline top`: what a person sees, from recorded answers and from a real pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from relayline.deploy.cli.top import frame, rates
+from relayline.deploy.cli.trace import show
+from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
+from relayline.deploy.testing.processes import Running, relayline, running
+
+MATES = [f"cmpl-{letter * 32}-0" for letter in "bcd"]
+
+
+def batch(step: int, mates: list[str], **more: Any) -> dict[str, Any]:
+    return {
+        "id": f"0:{step}", "at_ms": 12.5, "phase": "decode", "position": 6 + step, "own_rows": 1,
+        "rows": 1 + len(mates), "padded_rows": 2, "frames": 1 + len(mates), "wait_ms": 0.25, "upstream_wait_ms": 0.0,
+        "close_reason": "queue_drained", "queued_rows_before": 0, "queued_rows_after": 0, "predicted_ms": 3.5,
+        "decode_ms": 4.5, "encode_ms": 0.1, "bytes_out": 10, "trace_id": None, "mates": mates,
+    } | more  # fmt: skip
+
+
+def lived(**stream: Any) -> dict[str, Any]:
+    summary = {"prefill_steps": 1, "decode_steps": 40, "prefill_wait_ms": 1.0, "decode_wait_ms": 2.0,
+               "wait_max_ms": 0.9, "batch_rows_mean": 3.5, "batch_rows_max": 8, "decode_ms": 100.0}  # fmt: skip
+    stages = [
+        {"stage": 0, "up": True, "instance_id": "i", "forgotten_batches": 0, "summary": summary,
+         "batches": [batch(step, MATES[: step % 3]) for step in range(41)]},
+        {"stage": 1, "up": False},
+    ]  # fmt: skip
+    return {
+        "request_id": "req", "id": "cmpl-a", "trace_id": "ab" * 16, "route": "POST /v1/completions", "model": "m",
+        "status": 200, "error": None, "is_running": False, "received_unix_ms": 1, "duration_ms": 512.0,
+        "tokenize_ms": 0.4, "prompt_tokens": 7,
+        "streams": [{
+            "id": "cmpl-a-0", "session_id": "0" * 16, "shared_with": None, "finish_reason": "length", "error": None,
+            "prompt_tokens": 7, "tokens": 40, "admitted_at_ms": 1.0, "queue_ms": 3.0, "prefill_ms": 20.0,
+            "decode_ms": 12345.0, "ttft_ms": 23.0, "itl_ms": {"mean": 5.0, "p50": 5.0, "p95": 9.0, "max": 11.0},
+            "chunks": [{"at_ms": 1.0, "position": 0, "rows": 7, "took_ms": 19.0}], "chunks_forgotten": 0,
+            "events": [{"at_ms": 90.0, "name": "paused", "detail": "stage 1 is gone [lost]"}], "stages": stages,
+        } | stream],
+    }  # fmt: skip
+
+
+def shown(found: dict[str, Any], rows_max: int | None = 24, width: int = 120) -> str:
+    out = io.StringIO()
+    show(Console(file=out, width=width, highlight=False), found, rows_max)
+    return out.getvalue()
+
+
+def test_a_trace_answers_where_when_with_whom_and_why() -> None:
+    text = shown(lived())
+    assert "cmpl-a  POST /v1/completions  200" in text
+    assert "7 prompt tokens  took 512 ms" in text
+    assert "queue 3.0 ms  prefill 20.0 ms  decode 12.3 s" in text
+    assert "first token after 23.0 ms  between tokens mean 5.0 ms, p95 9.0 ms, max 11.0 ms" in text
+    assert "drafted" not in text
+    assert "\n  9 tokens drafted, 4 of them right\n" in shown(lived(drafted_tokens=9, accepted_tokens=4))
+    assert "paused at 90.0 ms: stage 1 is gone [lost]" in text  # brackets are no markup
+    assert "1 prefill and 40 decode steps of 3.5 rows (max 8), waited 3.0 ms (max 0.90 ms)" in text
+    assert "stage 1 does not answer" in text
+    (row,) = (line for line in text.splitlines() if line.strip().startswith("0:2 "))
+    assert row.split() == ["0:2", "12.5", "ms", "decode", "8", "3", "2", "3", "0.25", "ms", "4.5", "ms", "3.5", "ms",
+                           "queue_drained", "A", "B"]  # fmt: skip
+    assert f"A  {MATES[0]}" in text
+    assert f"B  {MATES[1]}" in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_long_lists_show_their_ends_unless_all_is_asked_for() -> None:
+    assert [("0:5 " in text, "0:20 " in text, "0:40 " in text) for text in (shown(lived()), shown(lived(), None))] == [
+        (True, False, True),
+        (True, True, True),
+    ]
+
+
+def test_running_shared_and_failed_requests_can_be_shown() -> None:
+    nothing = {"finish_reason": None, "prefill_ms": None, "decode_ms": None, "ttft_ms": None, "itl_ms": None,
+               "chunks": [], "events": [], "stages": []}  # fmt: skip
+    assert "cmpl-a-0  40 tokens, running" in shown(lived(**nothing))
+    assert "shares the session of cmpl-z-0" in shown(lived(shared_with="cmpl-z-0"))
+    assert "error (stage_lost)" in shown(lived(finish_reason="error", error="stage_lost"))
+
+
+@pytest.mark.parametrize(("width", "is_whole"), [(80, False), (100, True), (120, True)])
+def test_a_trace_is_whole_at_every_usual_width(width: int, is_whole: bool) -> None:
+    text = shown(lived(), None, width)
+    assert "…" not in text, "a figure or a head is cut"
+    head = next(line for line in text.splitlines() if line.strip().startswith("batch")).split()
+    assert {"at", "pos", "rows", "pad", "wait", "step", "predicted", "with"} <= set(head)
+    assert ({"phase", "frames"} <= set(head)) is is_whole
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+
+
+def test_a_trace_says_what_its_sums_are_of_after_a_recovery() -> None:
+    assert "last resumption" not in shown(lived())
+    assert "last resumption" in shown(lived(events=[{"at_ms": 99.0, "name": "resumed", "detail": None}]))
+
+
+def described(now_ns: int, steps: int, *, tokens: int = 0, instance: str = "i", up: bool = True) -> dict[str, Any]:
+    stage = {
+        "index": 0, "address": "h:1", "layers": [0, 4], "artifact_bytes": 1, "up": up, "instance_id": instance,
+        "steps": steps, "rows": 4 * steps, "padded_rows": steps, "busy_ns": steps * 10_000_000,
+        "wait_p50_ns": 1_500_000, "wait_p95_ns": 2_500_000, "queued_rows": 3, "lanes_used": 2, "lanes_total": 8,
+        "close_reasons": {"row_cap": steps},
+    }  # fmt: skip
+    if not up:
+        stage = {key: stage[key] for key in ("index", "address", "layers", "artifact_bytes", "up")}
+    return {
+        "model": "m", "phase": "ready", "epoch": 1, "now_ns": now_ns, "generated_tokens": tokens, "running": 2,
+        "waiting": 1, "lanes": 8, "ctx_tokens": 100, "kv_tokens": 40, "plan": {"n_groups": 2, "group_rows": 3},
+        "overlap": {"1": 0.4, "2+": 0.6}, "stages": [stage],
+    }  # fmt: skip
+
+
+def test_rates_are_differences_over_time() -> None:
+    found = rates(described(10**9, 100, tokens=50), described(3 * 10**9, 140, tokens=110))
+    assert (found["tokens_per_s"], found["kv_share"]) == (30.0, 0.05)
+    (stage,) = found["stages"]
+    assert (stage["steps_per_s"], stage["rows_per_step"], stage["padding_share"], stage["busy_share"]) == (
+        20.0, 4.0, 0.2, 0.2,
+    )  # fmt: skip
+    assert stage["close_reasons"] == {"row_cap": 40}
+
+
+def test_a_restarted_stage_counts_from_its_start_and_a_silent_one_is_said() -> None:
+    found = rates(described(0, 1_000), described(10**9, 7, instance="another"))
+    assert found["stages"][0]["steps_per_s"] == 7.0
+    after = described(10**9, 0, up=False)
+    out = io.StringIO()
+    Console(file=out, width=120).print(frame("http://h", after, rates(described(0, 5), after)))
+    assert "no answer" in out.getvalue()
+
+
+def test_a_coordinator_that_counts_from_zero_again_shows_no_nonsense() -> None:
+    found = rates(described(9 * 10**9, 1_000, tokens=500), described(10**9, 3, tokens=2))
+    assert (found["tokens_per_s"], found["stages"][0]["steps_per_s"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_one_frame_fits_a_terminal(width: int) -> None:
+    after = described(10**9, 30, tokens=90)
+    busy = {"index": 1, "address": "192.168.100.200:50051", "queued_rows": 12_345, "lanes_used": 128,
+            "lanes_total": 256, "wait_p50_ns": 12_340_000, "wait_p95_ns": 123_450_000}  # fmt: skip
+    after["stages"].append(after["stages"][0] | busy)
+    out = io.StringIO()
+    figures = rates(described(0, 0), after)
+    Console(file=out, width=width, highlight=False).print(frame("http://h", after, figures, width))
+    text = out.getvalue()
+    for head in ("stage", "steps/s", "rows/step", "pad", "busy", "wait p50", "p95", "queued", "lanes", "closed by"):
+        assert head in text, f"{head} is cut"
+    for figure in ("12.34 ms", "123.45 ms", "12345", "128/256"):
+        assert figure in text, f"{figure} is cut"
+    assert "90 tok/s" in text
+    assert "60% of busy time with two or more stages at work" in text
+    assert "steps/s" in text
+    assert "row_cap 30" in text
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+
+
+# --- a real pipeline --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    directory = tmp_path_factory.mktemp("split")
+    with running("up", "--model", DEMO, "--stages", "2", "--split-dir", directory, "--http", "127.0.0.1:0", "--json",
+                 "--ctx", "256", "--lanes", "4", "--threads", "1", "--no-calibrate",
+                 "--trace-level", "batches") as process:  # fmt: skip
+        yield process
+
+
+def ask(url: str, request_id: str) -> str:
+    body = {"prompt": "def main(", "temperature": 0, "ignore_eos": True, "max_tokens": 8}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"x-request-id": request_id})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        found: str = json.load(reply)["id"]
+    return found
+
+
+def test_trace_and_top_of_a_served_pipeline(served: Running) -> None:
+    url = served.event["url"]
+    answer_id = ask(url, "from-a-test")
+    for arguments in (("from-a-test",), (answer_id,), ("--last",)):
+        seen = relayline("trace", *arguments, "--url", url)
+        assert seen.returncode == 0, seen.stderr
+        assert answer_id in seen.stdout
+        for stage in (0, 1):
+            assert f"stage {stage}  1 prefill and 7 decode steps" in seen.stdout
+    found = json.loads(relayline("trace", "--last", "--json", "--url", url).stdout)
+    assert [len(stage["batches"]) for stage in found["streams"][0]["stages"]] == [8, 8]
+    seen = relayline("top", "--once", "--interval", "0.2", "--url", url)
+    assert seen.returncode == 0, seen.stderr
+    assert "relayline-demo" in seen.stdout
+    with urllib.request.urlopen(f"{url}/v1/telemetry", timeout=60) as reply:
+        assert json.load(reply)["stages"] == ["batches", "batches"]
+    figures = json.loads(relayline("top", "--once", "--json", "--interval", "0.2", "--url", url).stdout)
+    assert [stage["up"] for stage in figures["stages"]] == [True, True]
+
+
+def test_top_is_live_until_it_is_interrupted(served: Running) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "relayline.deploy.cli", "top", "--interval", "0.2", "--url", served.event["url"]]
+    with subprocess.Popen(command, cwd=DEMO.parents[2], stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        seen = b""
+        while seen.count(b"tok/s") < 3:
+            seen += os.read(ours, 65_536)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # how Linux says that the other end has gone
+            while os.read(ours, 65_536):
+                pass
+        assert process.wait(60) == 0
+    os.close(ours)
+    assert b"Traceback" not in seen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("trace",), 2, "either a REQUEST_ID or --last"),
+        (("trace", "x", "--last"), 2, "either a REQUEST_ID or --last"),
+        (("trace", "--last", "--url", "127.0.0.1:1"), 2, "not a URL"),
+        (("trace", "--last", "--url", "http://127.0.0.1:1"), 1, "does not answer"),
+        (("top", "--once", "--url", "http://127.0.0.1:1"), 1, "does not answer"),
+        (("top", "--json"), 2, "--once"),
+        (("top",), 2, "needs a terminal"),
+    ],
+)
+def test_mistakes_get_one_line(arguments: tuple[str, ...], code: int, said: str) -> None:
+    seen = relayline(*arguments)
+    assert seen.returncode == code
+    assert said in seen.stderr
+    assert "Traceback" not in seen.stderr
+
+
+@contextlib.contextmanager
+def answering(status: int, body: str) -> Iterator[str]:
+    """Answer every GET with the same; yields the URL."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+LOOKERS = {"trace": ("trace", "--last", "--url"), "top": ("top", "--once", "--url"), "bench": ("bench",)}
+
+
+@pytest.mark.parametrize("body", ["[]", "null", '"ready"', "{}", "<html>"])
+@pytest.mark.parametrize("command", LOOKERS)
+def test_another_server_is_one_line(command: str, body: str) -> None:
+    with answering(200, body) as url:
+        seen = relayline(*LOOKERS[command], url)
+    assert seen.returncode == 1
+    (line,) = seen.stderr.splitlines()
+    assert "is not a relayline coordinator's" in line or "does not answer as an OpenAI-compatible server" in line
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("command", LOOKERS)
+def test_a_server_that_demands_a_key_is_one_line(command: str, status: int) -> None:
+    with answering(status, '{"error": {"message": "no\\nentry"}}') as url:
+        seen = relayline(*LOOKERS[command], url)
+    assert seen.returncode == 1
+    (line,) = seen.stderr.splitlines()
+    assert line.endswith(f"answered {status} (no entry); give it an API key in RELAYLINE_API_KEY")
+
+
+@pytest.mark.parametrize("command", LOOKERS)
+def test_a_key_that_can_be_none_is_one_line(command: str) -> None:
+    seen = relayline(*LOOKERS[command], "http://127.0.0.1:1", "--api-key", "two\nlines")
+    assert (seen.returncode, "printable ASCII" in seen.stderr) == (2, True)
+    assert "Traceback" not in seen.stderr
+
+
+def test_an_unknown_request_is_one_line(served: Running) -> None:
+    seen = relayline("trace", "none-such", "--url", served.event["url"])
+    assert (seen.returncode, "none-such" in seen.stderr) == (1, True)

@@ -1,0 +1,404 @@
+"""What relayline tells GCC about llama.cpp's files: what AMX's intrinsic reads, how to schedule kernels, which of them
+are for how many rows."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from relayline.deploy.build import built_with
+from relayline.deploy.testing.paths import DEPLOY
+
+BUILD = DEPLOY / "build"
+# As llama.cpp has it: a local configuration that nothing but ldtilecfg reads. `last` is the last of its 64 bytes.
+KERNEL = """
+#include <immintrin.h>
+void configure(unsigned char last) {
+    alignas(64) unsigned char config[64] = {1};
+    config[63] = last;
+    _tile_loadconfig(config);
+}
+"""
+CMAKE_LISTS = """
+cmake_minimum_required(VERSION 3.14)
+project(llama_cpp C CXX)
+add_subdirectory(ggml)
+"""
+GGML_LISTS = {
+    "ggml": 'cmake_minimum_required(VERSION 3.14)\nproject("ggml" C CXX)\nadd_subdirectory(src)\n',
+    "ggml/src": "add_library(ggml-cpu OBJECT {})\n",
+}
+REPACKED, FEW_ROWS = "ggml-cpu/arch/x86/repack.cpp", "repack_few_rows.cpp"
+OTHERS = ("ggml-cpu/repack.cpp", "ggml-cpu/ops.cpp", "ggml-cpu/ggml-cpu.c")  # those of which copies are compiled
+SOURCES = ("ggml-cpu/amx/mmq.cpp", "ggml-cpu/amx/amx.cpp", REPACKED, *OTHERS)
+# Of llama.cpp's ggml-cpu/repack.cpp, what multiplies the rows that fours leave over.
+LEFT_OVER = """
+        for (int iter = nrows - (nrows % 4); iter < nrows; iter++) {
+            gemv<BLOC_TYPE, INTER_SIZE, NB_COLS, PARAM_TYPE>(ne00, (float *) (dst_ptr + (iter * nb1)) + src0_start,
+                                                             ne01, src0_ptr + src0_start * nb01,
+                                                             src1_ptr + (src1_col_stride * iter), 1 /* nrows */, ncols);
+        }
+"""
+# And of its ggml-cpu/ops.cpp, where attention chooses how to go about it.
+ATTENTION = """
+    if (use_split_kv_path) {
+    }
+"""
+# And of its ggml-cpu/ggml-cpu.c, where products are by tiles, or one by one.
+PRODUCTS_OF_ALL = """
+    if (ggml_compute_forward_mul_mat_tiled(params, dst)) {
+    }
+    if (src1->type != vec_dot_type) {
+        const void* wdata = params->wdata;
+    }
+    // attempt to reduce false-sharing (does not seem to make a difference)
+"""
+# Says of this machine's processor what a test wants to hear, and is g++ else.
+COMPILER = """#!/bin/sh
+case "$*" in *"-march=native -dM"*) echo "{macros}"; exit;; esac
+exec g++ "$@"
+"""
+
+
+def need_gcc_for_amx() -> str:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is not installed")
+    probe = [compiler, "-mamx-tile", "-dM", "-E", "-x", "c++", "/dev/null"]
+    done = subprocess.run(probe, capture_output=True, text=True, check=False)
+    if "__AMX_TILE__" not in done.stdout or "__clang__" in done.stdout:
+        pytest.skip("this g++ is not GCC for a processor with AMX")
+    return compiler
+
+
+def test_gcc_writes_the_whole_tile_configuration() -> None:
+    command = [need_gcc_for_amx(), "-O3", "-mamx-tile", "-S", "-x", "c++", "-o", "-", "-"]
+    with_header = [*command[:1], "-include", str(BUILD / "amx_tile_config.h"), *command[1:]]
+    made = subprocess.run(with_header, input=KERNEL, capture_output=True, text=True, check=True).stdout
+    assert "ldtilecfg" in made
+    assert re.search(r"%dil\b|%edi\b", made), "the argument is never stored: the compiler thinks that nobody reads it"
+    with_header[with_header.index("-S")] = "-E"
+    read = subprocess.run(with_header, input=KERNEL, capture_output=True, text=True, check=True).stdout
+    assert "[64])(config)" in read.rpartition("config[63]")[2], "mended compilers need no header, and show nothing"
+
+
+MINIMAL = f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={BUILD / 'llama_minimal.cmake'}"
+
+
+def compile_commands(root: Path, macros: str = "", *told: str, included: str = MINIMAL) -> dict[str, str]:
+    """Return how the files would be compiled on a processor with these macros, by their place under src/."""
+    if shutil.which("cmake") is None or shutil.which("make") is None:
+        pytest.skip("cmake or make is not installed")
+    for directory, text in ({".": CMAKE_LISTS} | GGML_LISTS).items():
+        (root / directory).mkdir(exist_ok=True)
+        (root / directory / "CMakeLists.txt").write_text(text.format(" ".join(SOURCES)))
+    for source in SOURCES:
+        (root / "ggml" / "src" / source).parent.mkdir(parents=True, exist_ok=True)
+        text = dict(zip(OTHERS, (LEFT_OVER, ATTENTION, PRODUCTS_OF_ALL), strict=True)).get(source, "")
+        (root / "ggml" / "src" / source).write_text(text)
+    compiler = root / "compiler"
+    compiler.write_text(COMPILER.format(macros=macros))
+    compiler.chmod(0o755)
+    options = [included, f"-DCMAKE_CXX_COMPILER={compiler}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *told]
+    command = ["cmake", "-S", root, "-B", root / "build", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    entries = json.loads((root / "build" / "compile_commands.json").read_text())
+    return {entry["file"].rpartition("/src/")[2]: entry["command"] for entry in entries}
+
+
+def test_the_header_is_included_by_that_file_alone(tmp_path: Path) -> None:
+    need_gcc_for_amx()
+    commands = compile_commands(tmp_path)
+    assert len(commands) == len(SOURCES)
+    assert [name for name, command in commands.items() if "amx_tile_config.h" in command] == ["ggml-cpu/amx/mmq.cpp"]
+
+
+def test_peers_as_they_ship_are_told_of_that_header_and_of_nothing_else(tmp_path: Path) -> None:
+    need_gcc_for_amx()
+    included = f"-DCMAKE_PROJECT_ggml_INCLUDE={BUILD / 'ggml_amx.cmake'}"
+    macros = "#define __AVX2__ 1\n#define __FMA__ 1\n#define __F16C__ 1"
+    commands = compile_commands(tmp_path, macros, included=included)
+    assert sorted(commands) == sorted(SOURCES), "files of ours, or copies"
+    told = {name for name, command in commands.items() if re.search(r" -(include|fsched\S*|D\S*_llama) ", command)}
+    assert told == {"ggml-cpu/amx/mmq.cpp"}
+
+
+@pytest.mark.parametrize(
+    ("macros", "expected"),
+    [
+        ("#define __AVX2__ 1", "-fschedule-insns -fsched-pressure"),
+        (
+            "#define __AVX2__ 1\n#define __AVX512F__ 1",
+            "-fschedule-insns -fsched-pressure --param=sched-pressure-algorithm=2",
+        ),
+        ("#define __AVX__ 1", ""),
+        ("", ""),
+    ],
+)
+def test_kernels_that_need_more_registers_than_there_are_are_scheduled_with_an_eye_on_them(
+    tmp_path: Path, macros: str, expected: str
+) -> None:
+    need_gcc_for_amx()
+    commands = compile_commands(tmp_path, macros)
+    told = {name: " ".join(re.findall(r"\S*sched\S*", command)) for name, command in commands.items()}
+    assert told == {name: expected if name == REPACKED else "" for name in SOURCES}
+
+
+@pytest.mark.parametrize(
+    ("macros", "is_by_rows"),
+    [
+        (("AVX2", "AVX512F", "AVX512BW", "znver3__", "znver3"), True),  # GCC 12 on Zen 4, which it does not know
+        (("AVX2", "AVX512F", "AVX512BW", "znver4"), True),
+        (("AVX2", "AVX512F", "AVX512BW", "AVXVNNI", "znver5"), False),
+        (("AVX2", "AVX512F", "AVX512BW", "icelake_server"), False),
+        (("AVX2", "znver3"), False),
+    ],
+)
+def test_few_rows_have_kernels_of_their_own_where_512_bits_are_two_halves(
+    tmp_path: Path, macros: tuple[str, ...], is_by_rows: bool
+) -> None:
+    need_gcc_for_amx()
+    commands = compile_commands(tmp_path, "\n".join(f"#define __{name}__ 1" for name in macros))
+    (few_rows,) = [command for name, command in commands.items() if name.endswith(FEW_ROWS)] or [""]
+    renamed = renamed_by(commands, "wide")
+    products = set(re.findall(r"^BY_ROWS\((\w+)", (BUILD / FEW_ROWS).read_text(), re.MULTILINE))
+    assert bool(few_rows) == is_by_rows
+    assert renamed.pop(REPACKED) == ({f"ggml_gemm_{name}" for name in products} if is_by_rows else set())
+    assert not any(renamed.values())
+    assert ("sched-pressure" in few_rows) == is_by_rows
+
+
+@pytest.mark.parametrize(
+    ("macros", "is_ours"),
+    [
+        (("AVX2", "FMA", "F16C"), True),
+        (("AVX2", "FMA", "F16C", "AVX512F", "AVX512BW", "znver4"), True),
+        (("AVX2", "FMA"), False),
+        (("AVX",), False),
+    ],
+)
+def test_products_of_four_bits_and_attention_are_ours_where_the_processor_has_what_they_need(
+    tmp_path: Path, macros: tuple[str, ...], is_ours: bool
+) -> None:
+    need_gcc_for_amx()
+    commands = compile_commands(tmp_path, "\n".join(f"#define __{name}__ 1" for name in macros))
+    (ours,) = [command for name, command in commands.items() if name.endswith("repack_4_bit.cpp")] or [""]
+    renamed = renamed_by(commands, "llama")
+    files = [BUILD / name for name in ("repack_4_bit.cpp", "repack_q4_k.cpp")]
+    products = [name for file in files for name in re.findall(r"^PRODUCTS\((\w+)", file.read_text(), re.MULTILINE)]
+    defined = {f"ggml_{kind}_{name}" for name in products for kind in ("gemm", "gemv")}
+    assert bool(ours) == is_ours
+    assert products == ["q4_0_8x8_q8_0", "mxfp4_8x8_q8_0", "q4_K_8x8_q8_K"]
+    assert renamed.pop(REPACKED) == (defined if is_ours else set())
+    assert not any(renamed.values())
+    assert ("sched-pressure" in ours) == is_ours
+    for name in (
+        "repack_q4_k.cpp",
+        "stored_products.cpp",
+        "stored_k_quants.cpp",
+        "stored_q8_0.cpp",
+        "attend_own_cells.cpp",
+    ):
+        assert any(source.endswith(name) for source in commands) == is_ours
+    copies = {path.name: path for path in tmp_path.glob("build/**/relayline/*.c*")}
+    assert set(copies) == ({Path(name).name for name in OTHERS} if is_ours else set())
+    assert all((name in commands) != is_ours for name in OTHERS)  # copies stand in for them
+    if is_ours:
+        assert {str(path) for path in copies.values()} <= set(commands)
+        repacked, attention, stored = (copies[Path(name).name].read_text() for name in OTHERS)
+        assert "AT_ONCE ? nb1 / nb0 : ne01" in repacked
+        assert "iter++" not in repacked
+        assert "if (!relayline_multiplies(dst) && ggml_compute_forward_mul_mat_tiled(params, dst))" in stored
+        assert "if (src1->type != vec_dot_type && !relayline_multiplies(dst)) {" in stored
+        assert stored.index("relayline_multiply(dst, wdata, ") < stored.index("// attempt to reduce false-sharing")
+        assert attention.index("if (relayline_attend(params, dst))") < attention.index("if (use_split_kv_path)")
+
+
+@pytest.mark.parametrize(
+    ("text", "known", "file"),
+    [
+        ("LEFT_OVER", "1 /* nrows */", "repack.cpp"),
+        ("ATTENTION", "use_split_kv_path", "ops.cpp"),
+        ("PRODUCTS_OF_ALL", "mul_mat_tiled", "ggml-cpu.c"),
+    ],
+)
+def test_another_llama_cpp_than_the_copy_is_made_for_stops_the_build(
+    text: str, known: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_gcc_for_amx()
+    monkeypatch.setitem(globals(), text, globals()[text].replace(known, "other"))
+    with pytest.raises(AssertionError, match=rf"{file} is\s+not the one"):
+        compile_commands(tmp_path, "#define __AVX2__ 1\n#define __FMA__ 1\n#define __F16C__ 1")
+
+
+def test_a_build_for_other_machines_has_them_if_it_may_use_what_they_need(tmp_path: Path) -> None:
+    need_gcc_for_amx()
+    macros = "#define __AVX2__ 1\n#define __FMA__ 1\n#define __F16C__ 1"
+    may = {f"-DGGML_{name}=ON" for name in ("AVX2", "FMA", "F16C")}
+    for told, is_ours in ((may, True), (may - {"-DGGML_FMA=ON"}, False), (set[str](), False)):
+        root = tmp_path / str(len(told))
+        root.mkdir()
+        commands = compile_commands(root, macros, "-DGGML_NATIVE=OFF", *told)
+        assert any(name.endswith("repack_4_bit.cpp") for name in commands) == is_ours
+        assert any(renamed_by(commands, "llama").values()) == is_ours
+
+
+def renamed_by(commands: dict[str, str], suffix: str) -> dict[str, set[str]]:
+    """Return of which of llama.cpp's functions each file's get this suffix."""
+    return {name: set(re.findall(rf"-D(ggml_\w+)=\1_{suffix}", command)) for name, command in commands.items()}
+
+
+def test_a_wheel_is_told_what_it_was_built_with_as_make_setup_asks_for_it(tmp_path: Path) -> None:
+    """Said by CMake and by Python: were these two not the same, every set-up would compile twice."""
+    compile_commands(tmp_path, "", "-DSKBUILD_PLATLIB_DIR=/wheel")
+    (mark,) = tmp_path.glob("build/**/relayline-build.txt")
+    assert mark.read_text() == built_with.told()
+    assert len(mark.read_text().splitlines()) == len([*BUILD.glob("*.cmake"), *BUILD.glob("*.cpp"), *BUILD.glob("*.h")])
+
+
+# name of a product, values in a block, bytes in a block of weights of eight columns and in one of four rows
+@pytest.mark.parametrize(
+    ("product", "per_block", "weights_bytes", "rows_bytes"),
+    [
+        ("q4_0_8x8_q8_0", 32, 8 * 18, 4 * 34),
+        ("iq4_nl_8x8_q8_0", 32, 8 * 18, 4 * 34),
+        ("mxfp4_8x8_q8_0", 32, 8 * 17, 4 * 34),
+        ("q4_K_8x8_q8_K", 256, 8 * 144, 4 * 292),
+        ("q2_K_8x8_q8_K", 256, 8 * 84, 4 * 292),
+    ],
+)
+def test_rows_together_have_the_products_that_they_have_in_fours(
+    product: str, per_block: int, weights_bytes: int, rows_bytes: int
+) -> None:
+    """Holds on any build; where kernels are chosen by rows it says that both give the same bits, of the right rows."""
+    multiply = repacked_product(f"gemm_{product}")
+    n_values, n_columns, n_rows = 512, 48, 28
+    n_blocks = n_values // per_block
+    generator = np.random.default_rng(2025)
+    weights = generator.integers(0, 256, (n_columns // 8, n_blocks, weights_bytes), dtype=np.uint8)
+    rows = generator.integers(0, 256, (n_rows // 4, n_blocks, rows_bytes), dtype=np.uint8)
+    set_scales(product, weights, rows)
+
+    def products(first: int, count: int) -> npt.NDArray[np.float32]:
+        out = np.zeros((count, n_columns), np.float32)
+        part = np.ascontiguousarray(rows[first // 4 : (first + count) // 4])
+        multiply(n_values, out.ctypes.data, n_columns, weights.ctypes.data, part.ctypes.data, count, n_columns)
+        return out
+
+    together = products(0, n_rows)
+    assert np.isfinite(together).all()
+    assert len(np.unique(together)) > n_rows * n_columns // 2
+    assert np.array_equal(together, np.concatenate([products(first, 4) for first in range(0, n_rows, 4)]))
+
+
+@pytest.mark.parametrize("n_values", [32, 2048, 2432, 8192])  # passes side by side begin between the second and third
+@pytest.mark.parametrize("n_columns", [8, 32, 72])
+@pytest.mark.parametrize("product", ["q4_0_8x8_q8_0", "mxfp4_8x8_q8_0"])
+def test_products_of_four_bits_are_those_of_llama_cpp_to_the_bit(product: str, n_columns: int, n_values: int) -> None:
+    generator = np.random.default_rng(n_values + n_columns)
+    n_blocks, weights_bytes = n_values // 32, 8 * 18 if product.startswith("q4_0") else 8 * 17
+    weights = generator.integers(0, 256, (n_columns // 8, n_blocks, weights_bytes), dtype=np.uint8)
+
+    def products(function: str, rows: npt.NDArray[np.uint8], n_rows: int) -> npt.NDArray[np.float32]:
+        out = np.full((n_rows, n_columns + 8), 7, np.float32)  # nothing may be written beside the products
+        places = (out.ctypes.data, n_columns + 8, weights.ctypes.data, rows.ctypes.data)
+        repacked_product(function)(n_values, *places, n_rows, n_columns)
+        return out
+
+    for kind, n_rows, shape in (
+        ("gemm", 12, (3, n_blocks, 4 * 34)),
+        *(("gemv", n, (n, n_blocks, 34)) for n in (1, 2, 3)),
+    ):
+        rows = generator.integers(-127, 128, shape).astype(np.int8).view(np.uint8)  # what Q8_0 has; never -128
+        set_scales(product, weights, rows)
+        ours = products(f"{kind}_{product}", rows, n_rows)
+        assert np.isfinite(ours).all()
+        assert len(np.unique(ours)) > n_rows * n_columns // 2
+        one_by_one = rows if kind == "gemv" else [rows]  # of what fours leave over llama.cpp takes one row at a time
+        theirs = [products(f"{kind}_{product}_llama", part, n_rows // len(one_by_one)) for part in one_by_one]
+        assert np.array_equal(ours, np.concatenate(theirs))
+
+
+@pytest.mark.parametrize("n_values", [256, 2048, 8192])  # passes side by side begin between the second and third
+@pytest.mark.parametrize("n_columns", [8, 72])
+def test_a_row_by_q4_k_has_the_same_bits_alone_as_among_others(n_columns: int, n_values: int) -> None:
+    """Alone it has llama.cpp's, too; of four rows and more llama.cpp adds up a block in other steps."""
+    generator, n_rows = np.random.default_rng(n_values + n_columns), 19
+    n_blocks, name = n_values // 256, "q4_K_8x8_q8_K"
+    weights = generator.integers(0, 256, (n_columns // 8, n_blocks, 8 * 144), dtype=np.uint8)
+    values = generator.integers(-127, 128, (n_rows, n_blocks, 256)).astype(np.int8)
+    scales = generator.uniform(0.01, 0.05, (n_rows, n_blocks, 1)).astype(np.float32)
+    set_scales(name, weights, np.zeros((1, 1, 16), np.uint8))
+    sixteens = values.reshape(n_rows, n_blocks, 16, 16).sum(3, dtype=np.int16)
+    apart = np.concatenate([part.view(np.uint8) for part in (scales, values, sixteens)], axis=2)
+
+    def products(kind: str, rows: npt.NDArray[np.uint8], count: int) -> npt.NDArray[np.float32]:
+        out, rows = np.full((count, n_columns + 8), 7, np.float32), np.ascontiguousarray(rows)
+        places = (out.ctypes.data, n_columns + 8, weights.ctypes.data, rows.ctypes.data)
+        repacked_product(kind)(n_values, *places, count, n_columns)
+        assert (out[:, n_columns:] == 7).all(), "nothing may be written beside the products"
+        return out[:, :n_columns]
+
+    alone = np.concatenate([products(f"gemv_{name}_llama", row, 1) for row in apart])
+    assert len(np.unique(alone)) > n_rows * n_columns // 2
+    for count in (1, 2, 3):
+        parts = [apart[at : at + count] for at in range(0, n_rows - count + 1, count)]
+        found = np.concatenate([products(f"gemv_{name}", part, count) for part in parts])
+        assert np.array_equal(found, alone[: len(found)])
+    for first, count in ((0, 16), (3, 16), (1, 4), (0, 12)):
+        fours = slice(first, first + count)
+        turned = [
+            scales[fours].reshape(-1, 4, n_blocks, 1).transpose(0, 2, 1, 3).reshape(-1, n_blocks, 4),
+            values[fours].reshape(-1, 4, n_blocks, 32, 8).transpose(0, 2, 3, 1, 4).reshape(-1, n_blocks, 1024),
+            sixteens[fours].reshape(-1, 4, n_blocks, 4, 4).transpose(0, 2, 3, 1, 4).reshape(-1, n_blocks, 64),
+        ]
+        rows = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in turned], axis=2)
+        assert np.array_equal(products(f"gemm_{name}", rows, count), alone[fours])
+        np.testing.assert_allclose(products(f"gemm_{name}_llama", rows, count), alone[fours], rtol=1e-4, atol=1e-3)
+
+
+def repacked_product(name: str) -> Callable[..., None]:
+    """Return a product of rows by repacked weights by its name without ggml_, as it was built here."""
+    directory = Path(llama_cpp.__file__).parent / "lib"
+    base, library = directory / "libggml-base.so", directory / "libggml-cpu.so"
+    if not library.is_file():
+        pytest.skip("llama.cpp's library for processors lies elsewhere here")
+    ctypes.CDLL(str(base), mode=ctypes.RTLD_GLOBAL)
+    native = ctypes.CDLL(str(library))
+    native.ggml_cpu_init()  # its table of half floats
+    multiply = getattr(native, f"ggml_{name}", None)
+    if multiply is None:
+        pytest.skip("this processor has other products")
+    multiply.restype = None
+    pointer = ctypes.c_void_p
+    multiply.argtypes = [ctypes.c_int, pointer, ctypes.c_size_t, pointer, pointer, ctypes.c_int, ctypes.c_int]
+    return cast("Callable[..., None]", multiply)
+
+
+def set_scales(product: str, weights: npt.NDArray[np.uint8], rows: npt.NDArray[np.uint8]) -> None:
+    """Put finite scales where random bytes might be none: half floats, or what stands for them."""
+
+    def halves(blocks: npt.NDArray[np.uint8], begin: int, count: int) -> None:
+        some = np.random.default_rng(7).uniform(0.01, 0.1, (*blocks.shape[:2], count)).astype(np.float16)
+        blocks[:, :, begin : begin + 2 * count] = some.view(np.uint8)
+
+    if product.startswith("mxfp4"):
+        weights[:, :, :8] = 120 + weights[:, :, :8] % 8  # powers of two
+    else:
+        halves(weights, 0, 8 if product.endswith("q8_0") else 16)
+    if product.endswith("q8_0"):
+        halves(rows, 0, rows.shape[2] // 34)
+    else:
+        rows[:, :, :16] = np.full((*rows.shape[:2], 4), 0.03, np.float32).view(np.uint8)

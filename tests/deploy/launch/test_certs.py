@@ -1,0 +1,151 @@
+"""Goal: `relayline certs` makes certificates that work, keeps keys to their owner, and never spoils what is there."""
+
+from __future__ import annotations
+
+import ipaddress
+import stat
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from relayline.deploy.launch import certificates
+from relayline.deploy.launch.certificates import CERT_DAYS_MAX, init_authority, issue, write_file
+from relayline.deploy.testing.processes import relayline
+from relayline.wire.common.errors import UsageError
+from relayline.wire.links.security import load_security, read_token
+from relayline.wire.links.tls_material import names_of, read_certificate
+from tests.support.identities import DAY, NOW
+
+
+@pytest.fixture
+def ca(tmp_path: Path) -> Path:
+    init_authority(tmp_path / "ca", "small", NOW)
+    return tmp_path / "ca"
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_authority(ca: Path):
+    cert = read_certificate(ca / "ca.pem")
+    assert cert.subject.rfc4514_string() == "CN=small CA"
+    assert cert.not_valid_after_utc == (NOW + 3_652 * DAY).replace(microsecond=0)
+    constraints = cert.extensions.get_extension_for_class(x509.BasicConstraints)
+    assert constraints.critical
+    assert (constraints.value.ca, constraints.value.path_length) == (True, 0)
+    assert cert.public_key().curve.name == "secp256r1"
+    assert {path.name: mode(path) for path in ca.iterdir()} == {"ca.pem": 0o644, "ca-key.pem": 0o600, "token": 0o600}
+    assert len(read_token(ca / "token")) >= 43  # 256 bits
+
+
+def test_a_host_gets_all_it_needs_and_nothing_else(ca: Path):
+    made = issue(ca, "Box1.lan", ["10.0.0.7", "fd00::7", "*.stage.svc"], 100, ca / "box1", NOW)
+    assert made.names == ("box1.lan", "10.0.0.7", "fd00::7", "*.stage.svc", "localhost", "127.0.0.1", "::1")
+    assert sorted(path.name for path in made.directory.iterdir()) == ["ca.pem", "cert.pem", "key.pem", "token"]
+    assert mode(made.directory) == 0o700
+    assert [mode(made.directory / name) for name in ("ca.pem", "cert.pem", "key.pem", "token")] == [
+        0o644, 0o644, 0o600, 0o600]  # fmt: skip
+    cert = read_certificate(made.directory / "cert.pem")
+    assert sorted(names_of(cert)) == sorted(made.names)
+    assert cert.not_valid_after_utc == made.expires == (NOW + 100 * DAY).replace(microsecond=0)
+    usage = cert.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert set(usage) == {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH}
+    addresses = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert ipaddress.ip_address("10.0.0.7") in addresses.get_values_for_type(x509.IPAddress)
+    assert not cert.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert load_security(made.directory, environment={}).token == read_token(ca / "token")
+
+
+def test_a_certificate_never_outlives_its_ca(ca: Path):
+    made = issue(ca, "box1", [], 800, ca / "box1", NOW + 3_600 * DAY)
+    assert made.expires <= read_certificate(ca / "ca.pem").not_valid_after_utc
+
+
+def test_init_overwrites_nothing(ca: Path):
+    before = {path.name: path.read_bytes() for path in ca.iterdir()}
+    with pytest.raises(UsageError, match=r"ca\.pem exists"):
+        init_authority(ca, "small", NOW)
+    assert {path.name: path.read_bytes() for path in ca.iterdir()} == before
+    (ca / "ca.pem").unlink()
+    with pytest.raises(UsageError, match=r"ca-key\.pem exists"):
+        init_authority(ca, "small", NOW)
+
+
+def test_issue_again_renews_and_keeps_to_its_ca(ca: Path, tmp_path: Path):
+    first = issue(ca, "box1", [], 10, ca / "box1", NOW)
+    second = issue(ca, "box1", [], 20, ca / "box1", NOW)
+    assert second.expires > first.expires
+    load_security(ca / "box1", environment={})
+    init_authority(tmp_path / "other", "other", NOW)
+    with pytest.raises(UsageError, match="another CA"):
+        issue(tmp_path / "other", "box1", [], 10, ca / "box1", NOW)
+
+
+@pytest.mark.parametrize("name", ["a b", "-box", "box-", "", "a..b", "ä", "10.0.0.0/8", "a*.b", "x" * 64])
+def test_what_is_no_name_of_a_host(name: str, ca: Path):
+    with pytest.raises(UsageError, match="neither an IP address nor a host name"):
+        issue(ca, name, [], 10, ca / "x", NOW)
+    assert not (ca / "x").exists()
+
+
+def test_refusals(ca: Path, tmp_path: Path):
+    for days in (0, CERT_DAYS_MAX + 1):
+        with pytest.raises(UsageError, match="--days"):
+            issue(ca, "box1", [], days, ca / "x", NOW)
+    with pytest.raises(UsageError, match=r"not where the CA lives"):
+        issue(tmp_path, "box1", [], 10, ca / "x", NOW)
+    with pytest.raises(UsageError, match=r"ca\.pem expired on .*certs init"):
+        issue(ca, "box1", [], 10, ca / "x", NOW + 4_000 * DAY)
+    with pytest.raises(UsageError, match="--name has 0 characters"):
+        init_authority(tmp_path / "y", "", NOW)
+    (ca / "ca-key.pem").write_text("nonsense")
+    with pytest.raises(UsageError, match="not a PEM private key"):
+        issue(ca, "box1", [], 10, ca / "x", NOW)
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "key.pem"
+    write_file(path, b"old", 0o600)
+
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(certificates.os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_file(path, b"new", 0o600)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_command(tmp_path: Path):
+    ca = tmp_path / "ca"
+    made = relayline("certs", "init", ca, "--name", "small")
+    assert (made.returncode, made.stdout.splitlines()[0].split(", valid")[0]) == (0, f"made the CA of small in {ca}")
+    made = relayline("certs", "issue", ca, "box1", "--ip", "10.0.0.7", "--dns", "box1.lan", "--days", "30")
+    assert made.returncode == 0, made.stderr
+    assert f"made {ca}/box1 for box1, 10.0.0.7, box1.lan, localhost, 127.0.0.1, ::1, valid until" in made.stdout
+    shown = relayline("certs", "show", ca / "box1")
+    assert shown.returncode == 0
+    assert shown.stdout.splitlines()[2] == "cert.pem: CN=box1, from CN=small CA"
+    assert "expires in 29 days" in shown.stdout
+    assert relayline("certs", "show", ca).returncode == 0  # the CA's own place has no cert.pem
+    again = relayline("certs", "init", ca)
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    assert f"{ca}/ca.pem exists" in again.stderr
+
+
+def test_show_fails_for_what_has_expired_or_does_not_fit(tmp_path: Path):
+    init_authority(tmp_path / "ca", "small", NOW - 30 * DAY)
+    issue(tmp_path / "ca", "box1", [], 10, tmp_path / "ca" / "box1", NOW - 20 * DAY)
+    shown = relayline("certs", "show", tmp_path / "ca" / "box1")
+    assert shown.returncode == 1
+    assert ": EXPIRED" in shown.stdout
+    issue(tmp_path / "ca", "box2", [], 10, tmp_path / "ca" / "box2", NOW)
+    (tmp_path / "ca" / "box2" / "key.pem").unlink()
+    shown = relayline("certs", "show", tmp_path / "ca" / "box2")
+    assert shown.returncode == 1
+    assert "problem: " in shown.stdout
+    assert relayline("certs", "show", tmp_path).returncode == 2

@@ -1,0 +1,56 @@
+"""A supervised child: what it prints is read to the end, whatever becomes of those it is shown to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from relayline.deploy.launch.child import Child
+
+# Far more than a pipe and the reader's buffer hold, with an event that nobody can take amid them.
+CHATTY = """
+import sys
+print('{"event": "ready"}', flush=True)
+for _ in range(1_000):
+    print("x" * 10_000, file=sys.stderr)
+    print('{"event": "told"}')
+sys.exit(3)
+"""
+
+
+def refuse(kind: type[Exception]) -> Callable[..., None]:
+    def refusing(*_: Any) -> None:
+        raise kind("nobody takes this")
+
+    return refusing
+
+
+@pytest.fixture
+def chatty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every Child run CHATTY in place of relayline."""
+    start = asyncio.create_subprocess_exec
+
+    async def start_chatty(program: str, *_: str, **settings: Any) -> asyncio.subprocess.Process:
+        return await start(program, "-c", CHATTY, **settings)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_chatty)
+
+
+@pytest.mark.parametrize("kind", [BrokenPipeError, RuntimeError])
+async def test_a_child_is_not_held_up_by_who_shows_its_lines(
+    chatty: None, kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    child = Child("stage-0", (), refuse(kind), refuse(kind))
+    await child.start()
+    try:
+        async with asyncio.timeout(60):
+            assert await child.ready == {"event": "ready"}
+            await child.exited.wait()
+    finally:
+        await child.stop(0)
+    assert child.exit_code == 3
+    assert child.cause_of_death().startswith("stage-0 ended with exit code 3: xxx"), "the last lines are kept"
+    assert ("was not taken" in caplog.text) is (kind is RuntimeError)

@@ -1,0 +1,329 @@
+"""The launcher's parts alone: from the manifest to processes."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from relayline.coordinator.model.pipeline_file import load_pipeline
+from relayline.coordinator.schedule.draft_flights import DRAFT_AUTO
+from relayline.deploy.cli.processes import schedule_config, serve_command
+from relayline.deploy.cli.up import _up_model, up_command
+from relayline.deploy.cli.up_manifest import changes_of, up_manifest
+from relayline.deploy.doctor.files import look_security, names_here
+from relayline.deploy.doctor.report import Outcome
+from relayline.deploy.launch.arrange import arrange
+from relayline.deploy.launch.own_tls import make_own_tls, make_own_token, needs_own_token
+from relayline.deploy.launch.plan import LocalStage, RemoteStage
+from relayline.deploy.launch.ports import port_problem, wanted_ports
+from relayline.deploy.launch.prepare import override, settle, threads_for
+from relayline.deploy.launch.run import check_names, check_ports
+from relayline.deploy.launch.serving import flag_defaults, for_each_stage
+from relayline.deploy.launch.state import StateDir
+from relayline.deploy.launch.supervisor import Supervisor
+from relayline.deploy.launch.tell import line_of
+from relayline.deploy.manifest import Manifest, load_manifest
+from relayline.deploy.manifest.dump import dump_manifest
+from relayline.deploy.manifest.load import ManifestError
+from relayline.deploy.testing.processes import relayline
+from relayline.wire.common.bounds import DRAFT_TOKENS_MAX
+from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.links.security import load_security, read_token
+from tests.support.tiny_models import make_tiny
+
+SMALL = """
+apiVersion: relayline.dev/v1alpha1
+kind: Pipeline
+metadata: {name: small}
+spec:
+  model: {path: model.gguf}
+"""
+FOUR = """
+apiVersion: relayline.dev/v1alpha1
+kind: Pipeline
+metadata: {name: four}
+spec:
+  model: {path: model.gguf}
+  stages:
+    - {name: here, threads: 3}
+    - {name: box1, host: box1}
+    - {name: box2, host: 10.0.0.2, port: 7000, device: gpu}
+  coordinator: {host: head, http: {host: 0.0.0.0, port: 9000}}
+  wire: {tls: {directory: tls/head}, tokenFile: secret}
+  telemetry: {level: batches, otlpEndpoint: "http://otel:4317"}
+"""
+
+
+def manifest_of(text: str, directory: Path) -> Manifest:
+    path = directory / "pipeline.yaml"
+    path.write_text(text)
+    return load_manifest(path)
+
+
+def test_flags_win_over_the_manifest(tmp_path: Path) -> None:
+    manifest = manifest_of(SMALL, tmp_path)
+    changed = changes_of({"ctx": 64, "http": ("127.0.0.1", 0), "no_share": True, "policy": "drain", "verbose": True})
+    spec = override(manifest, changed).spec
+    assert (spec.context.tokens, spec.coordinator.http.port, spec.batching.share) == (64, 0, False)
+    assert spec.batching.policy == "drain"
+    assert override(manifest, {}) is manifest
+    with pytest.raises(UsageError, match="context"):
+        override(manifest, {"context.tokens": 1})
+
+
+def draft_of_serve(*arguments: str | Path) -> int:
+    """What the coordinator's schedule is told when `relayline serve` is called so."""
+    return schedule_config(serve_command.make_context("serve", [*map(str, arguments)]).params).draft
+
+
+def test_drafts_by_number_need_the_policy_that_makes_them() -> None:
+    with pytest.raises(UsageError, match="--draft 4 needs --policy auto: with drain nothing is drafted"):
+        draft_of_serve("--policy", "drain", "--draft", "4")
+    assert draft_of_serve("--policy", "single", "--draft", "off") == 0
+    assert draft_of_serve("--policy", "drain", "--groups", "2", "--draft", "4") == 4
+
+
+@pytest.mark.parametrize(
+    ("said", "n_tokens"),
+    [("auto", DRAFT_AUTO), ("off", 0), ("0", 0), ("1", 1), (str(DRAFT_TOKENS_MAX), DRAFT_TOKENS_MAX)],
+)
+def test_drafts_are_said_alike_everywhere(
+    said: str, n_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a flag, a variable, in a manifest, over a manifest, and on the way through `up` and its background."""
+    assert draft_of_serve() == DRAFT_AUTO
+    assert draft_of_serve("--draft", said) == n_tokens
+    manifest, path = manifest_of(SMALL, tmp_path), tmp_path / "pipeline.yaml"
+    changed = {"draft": up_command.make_context("up", ["--draft", said]).params["draft"]}
+    settled = override(manifest, changes_of(changed))
+    path.write_text(dump_manifest(settled))
+    assert draft_of_serve("--manifest", path) == n_tokens
+    monkeypatch.setenv("RELAYLINE_DRAFT", "7")
+    assert draft_of_serve("--manifest", path) == 7
+    assert draft_of_serve("--manifest", path, "--draft", said) == n_tokens
+    monkeypatch.setenv("RELAYLINE_DRAFT", said)
+    assert draft_of_serve() == up_command.make_context("up", []).params["draft"] == n_tokens
+
+
+@pytest.mark.parametrize("said", ["auto", "off", "5"])
+def test_what_up_hands_on_means_the_same_again(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("relayline.deploy.launch.splits.split_for", lambda *_: tmp_path)
+    monkeypatch.setattr(
+        "relayline.deploy.launch.local.LocalConfig", lambda **config: told.extend(config["serve_arguments"])
+    )
+    monkeypatch.setattr("relayline.wire.common.process.run", lambda _: None)
+    with up_command.make_context("up", ["--model", "m.gguf", "--http", "127.0.0.1:0", "--draft", said]) as context:
+        _up_model(context.params)
+    n_tokens = context.params["draft"]
+    assert draft_of_serve(*told) == n_tokens
+    told.clear()
+    manifest_of(SMALL, tmp_path)
+    monkeypatch.setattr("relayline.deploy.cli.up_manifest.ready_to_start", lambda *_: None)
+    monkeypatch.setattr("relayline.deploy.cli.up_manifest.start_detached", lambda arguments, *_: told.extend(arguments))
+    given = {"manifest": tmp_path / "pipeline.yaml", "state_dir": tmp_path / "state", "detach": True, "as_json": True}
+    up_manifest(given | {"report_fd": None}, {"draft": n_tokens}, ())
+    assert up_command.make_context("up", told).params["draft"] == n_tokens
+
+
+def test_who_was_detached_does_not_detach_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RELAYLINE_DETACH reaches the supervisor in the background as well, which would start another for ever."""
+    manifest_of(SMALL, tmp_path)
+    launched: list[Manifest] = []
+    monkeypatch.setattr("relayline.deploy.cli.up_manifest.launch", lambda manifest, *_, **__: launched.append(manifest))
+    monkeypatch.setattr("relayline.deploy.cli.up_manifest.start_detached", lambda *_: pytest.fail("detached once more"))
+    monkeypatch.setenv("RELAYLINE_DETACH", "1")
+    read_end, write_end = os.pipe()
+    told = [str(tmp_path / "pipeline.yaml"), "--state-dir", str(tmp_path / "state"), "--report-fd", str(write_end)]
+    try:
+        done = CliRunner().invoke(up_command, told)
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+    assert done.exit_code == 0, done.output
+    assert [manifest.name for manifest in launched] == ["small"]
+
+
+def test_detaching_ends_first_what_a_killed_supervisor_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leftovers hold the ports and the memory that are looked at next."""
+    manifest_of(SMALL, tmp_path)
+    done: list[str] = []
+    monkeypatch.setattr("relayline.deploy.cli.up_manifest.end_leftovers", lambda _: done.append("leftovers"))
+    monkeypatch.setattr("relayline.deploy.cli.up_manifest.ready_to_start", lambda *_: done.append("looked"))
+    monkeypatch.setattr("relayline.deploy.cli.up_manifest.start_detached", lambda *_: done.append("started"))
+    given = {"manifest": tmp_path / "pipeline.yaml", "state_dir": tmp_path / "state", "detach": True, "as_json": True}
+    up_manifest(given | {"report_fd": None}, {}, ())
+    assert done == ["leftovers", "looked", "started"]
+
+
+def test_threads_are_divided_among_the_stages_of_this_machine(tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    two = manifest_of(SMALL, tmp_path).stages
+    assert [threads_for(stage, two) for stage in two] == [max(1, cores // 2)] * 2
+    four = manifest_of(FOUR, tmp_path).stages
+    assert [threads_for(stage, four) for stage in four] == [3, 0, 0]
+
+
+def test_a_settled_manifest_leaves_nothing_open(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "model.gguf", n_layers=4)
+    assert relayline("split", model, "--cuts", "1,2", "--out", tmp_path / "split").returncode == 0
+    settled = settle(manifest_of(FOUR, tmp_path), model, load_pipeline(tmp_path / "split"))
+    assert [stage.layer_range for stage in settled.stages] == [(0, 1), (1, 2), (2, 4)]
+    assert settled.model_path == model
+    assert settled.spec.wire.tls.directory == str(tmp_path / "tls" / "head")
+    elsewhere = settled.with_directory(Path("/nowhere"))
+    assert elsewhere.resolve(str(elsewhere.spec.wire.token_file)) == tmp_path / "secret"
+
+
+def test_what_is_started_here_and_what_elsewhere(tmp_path: Path) -> None:
+    plan = arrange(manifest_of(FOUR, tmp_path), tmp_path / "four.yaml", tmp_path / "settled.json", ("--verbose",))
+    here, box1, box2 = plan.stages
+    assert isinstance(here, LocalStage)
+    assert isinstance(box1, RemoteStage)
+    assert isinstance(box2, RemoteStage)
+    assert plan.join == ("0.0.0.0", 50_050)
+    assert plan.http == ("0.0.0.0", 9_000)
+    assert plan.serve_arguments == ("--manifest", str(tmp_path / "settled.json"), "--verbose")
+    assert here.arguments[:4] == ("--listen", "0.0.0.0:0", "--advertise", "head")
+    assert ("--tls", str(tmp_path / "tls" / "head")) == here.arguments[6:8]
+    assert box1.arguments[:4] == ("--listen", "0.0.0.0:50051", "--advertise", "box1")
+    assert box1.arguments[-4:] == ("--tls", "box1", "--token-file", "secret")
+    assert box2.arguments[1] == "0.0.0.0:7000"
+    assert box1.bring == (tmp_path / "tls" / "box1", tmp_path / "secret")
+
+
+def test_on_one_machine_nothing_listens_beyond_it(tmp_path: Path) -> None:
+    plan = arrange(manifest_of(SMALL, tmp_path), tmp_path / "small.yaml", tmp_path / "settled.json")
+    assert plan.join == ("127.0.0.1", 0)
+    assert not plan.remote
+    for stage in plan.local:
+        assert stage.arguments == ("--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0")
+
+
+def test_serve_takes_its_defaults_from_the_manifest(tmp_path: Path) -> None:
+    from relayline.coordinator.joining.config import JoinConfig, JoiningStage
+
+    manifest = manifest_of(FOUR, tmp_path)
+    defaults = flag_defaults(manifest)
+    assert defaults["names"] == "here,box1,box2"
+    assert defaults["join_listen"] == ("0.0.0.0", 50_050)
+    assert defaults["tls_dir"] == tmp_path / "tls" / "head"
+    assert defaults["token_file"] == tmp_path / "secret"
+    assert "insecure" not in defaults
+    join = JoinConfig(tuple(JoiningStage(stage.name) for stage in manifest.stages))
+    stages = for_each_stage(join, manifest)
+    assert stages is not None
+    assert [place.engine.n_threads for place in stages.stages] == [3, 0, 0]
+    assert [place.engine.gpu_layers for place in stages.stages] == [0, 0, -1]
+    assert {place.engine.kv_layout for place in stages.stages} == {"per-lane"}, "one of them is on a CPU"
+    assert [place.telemetry.metrics_port for place in stages.stages] == [0, 9_464, 9_464]
+    assert {place.telemetry.level for place in stages.stages} == {"batches"}
+    with pytest.raises(UsageError, match="1 stages, the manifest 3"):
+        for_each_stage(JoinConfig((JoiningStage("one"),)), manifest)
+
+
+@pytest.mark.parametrize("name", ["up", "coordinator"])
+def test_names_of_the_launchs_own_processes_are_taken(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"no stage can be named '{name}'"):
+        check_names(manifest_of(SMALL + f"  stages: [{{name: a}}, {{name: {name}}}]\n", tmp_path))
+
+
+async def test_an_address_that_is_shown_can_be_connected_to(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path / "state")
+    with directory.locked("four"):
+        plan = arrange(manifest_of(FOUR, tmp_path), tmp_path / "four.yaml", tmp_path / "settled.json")
+        supervisor = Supervisor(plan, directory, lambda _: None)
+        supervisor._coordinator.log.close()
+        for told, shown in (("0.0.0.0:7", "head:7"), ("[::]:7", "head:7"), ("127.0.0.1:7", "127.0.0.1:7"), ("", "")):
+            assert supervisor._reachable(told) == shown
+
+
+async def test_stages_are_told_an_address_that_they_can_read(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path / "state")
+    with directory.locked("four"):
+        text = FOUR.replace("host: head", 'host: "fd00::1"')
+        plan = arrange(manifest_of(text, tmp_path), tmp_path / "four.yaml", tmp_path / "settled.json")
+        supervisor = Supervisor(plan, directory, lambda _: None)
+        supervisor._coordinator.log.close()
+        assert supervisor._reachable("[::]:7") == "[fd00::1]:7"
+
+
+def test_ports_that_are_taken_are_all_named(tmp_path: Path) -> None:
+    with socket.socket() as first, socket.socket() as second:
+        for listener in (first, second):
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+        port, http_port = first.getsockname()[1], second.getsockname()[1]
+        text = SMALL + f"  stages: [{{name: a, port: {port}}}]\n  coordinator: {{http: {{port: {http_port}}}}}\n"
+        manifest = manifest_of(text, tmp_path)
+        assert [what for what, _, _ in wanted_ports(manifest)] == ["the HTTP API", "stage a"]
+        with pytest.raises(StartError, match=rf"HTTP API: 127.0.0.1:{http_port} is taken.*stage a: 127.0.0.1:{port}"):
+            check_ports(manifest)
+    with pytest.raises(ManifestError, match=f"port {port} is taken by the coordinator's http"):
+        manifest_of(text.replace(f"port: {http_port}", f"port: {port}"), tmp_path)
+    assert port_problem("127.0.0.1", port) is None
+    assert port_problem("192.0.2.1", 1) is not None, "an address of no interface here"
+
+
+def test_the_launcher_makes_tls_material_once_and_renews_it(tmp_path: Path) -> None:
+    text = FOUR.replace("tls: {directory: tls/head}, tokenFile: secret", "tls: {mode: auto}")
+    manifest = manifest_of(text, tmp_path)
+    here = make_own_tls(manifest, tmp_path / "own")
+    assert here == tmp_path / "own" / "head"
+    security = load_security(here, environment={})
+    assert security.token
+    assert load_security(tmp_path / "own" / "10.0.0.2", environment={}).token == security.token
+    before = (here / "cert.pem").read_bytes()
+    make_own_tls(manifest, tmp_path / "own")
+    assert (here / "cert.pem").read_bytes() == before
+    make_own_tls(manifest, tmp_path / "own", datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=360))
+    assert (here / "cert.pem").read_bytes() != before
+
+
+def test_certificates_of_hosts_written_otherwise_are_not_made_anew(tmp_path: Path) -> None:
+    text = FOUR.replace("tls: {directory: tls/head}, tokenFile: secret", "tls: {mode: auto}")
+    text = text.replace("host: head", "host: Head").replace("10.0.0.2", '"fd00:0::7"')
+    manifest = manifest_of(text, tmp_path)
+    here = make_own_tls(manifest, tmp_path / "own")
+    before = {path: path.read_bytes() for path in sorted(here.parent.rglob("cert.pem"))}
+    assert len(before) == 3
+    make_own_tls(manifest, tmp_path / "own")
+    assert {path: path.read_bytes() for path in before} == before
+    findings, _ = look_security(manifest, names_here(manifest), here)
+    assert {finding.outcome for finding in findings} == {Outcome.OK}, findings
+
+
+@pytest.mark.parametrize("left", [["ca-key.pem"], ["ca-key.pem", "token"]])
+def test_a_ca_that_was_cut_short_is_made_anew(left: list[str], tmp_path: Path) -> None:
+    text = FOUR.replace("tls: {directory: tls/head}, tokenFile: secret", "tls: {mode: auto}")
+    (tmp_path / "own").mkdir()
+    for name in left:
+        (tmp_path / "own" / name).write_text("half")
+    here = make_own_tls(manifest_of(text, tmp_path), tmp_path / "own")
+    assert load_security(here, environment={}).token
+
+
+def test_without_tls_the_launcher_makes_a_token_once(tmp_path: Path) -> None:
+    clear = SMALL + "  stages: [{name: a}, {name: b, host: box}]\n  wire: {tls: {mode: off}}\n"
+    assert needs_own_token(manifest_of(clear, tmp_path))
+    assert not needs_own_token(manifest_of(SMALL, tmp_path))
+    assert not needs_own_token(manifest_of(clear.replace("{tls", "{tokenFile: own, tls"), tmp_path))
+    made = make_own_token(tmp_path / "state" / "token")
+    token = read_token(made)
+    assert made.stat().st_mode & 0o777 == 0o600
+    assert read_token(make_own_token(made)) == token
+
+
+def test_lines_for_people() -> None:
+    ready = {"event": "process", "name": "stage-0", "role": "stage", "pid": 7, "address": "127.0.0.1:5", "restarts": 1,
+             "layers": [0, 4]}  # fmt: skip
+    assert line_of(ready, as_json=False).split() == ["stage-0", "ready", "layers", "0-3", "127.0.0.1:5", "(pid", "7,",
+                                                     "restart", "1)"]  # fmt: skip
+    remote = {"event": "remote", "name": "b", "host": "box", "command": "relayline stage", "bring": "/tls/box"}
+    assert line_of(remote, as_json=False) == "on box, run (copy /tls/box there first):\n  relayline stage"
+    assert line_of(ready, as_json=True).startswith('{"event": "process"')

@@ -1,0 +1,278 @@
+"""The launcher's parts alone: back-off, identity of processes, state and lock, log files."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relayline.deploy.launch.backoff import RestartHistory, RestartPolicy
+from relayline.deploy.launch.board import Board
+from relayline.deploy.launch.control import Launched, describe, end, find
+from relayline.deploy.launch.leftovers import end_leftovers
+from relayline.deploy.launch.log_files import LogReader, LogWriter, last_lines
+from relayline.deploy.launch.process_id import ProcessId, age_s, identify, is_running, send_signal, wait_ended
+from relayline.deploy.launch.state import LaunchState, ProcessRecord, StateDir
+from relayline.deploy.testing.processes import relayline
+from relayline.wire.common.errors import StartError, UsageError
+
+# --- back-off ---------------------------------------------------------------------------------------------------------
+
+
+def test_delays_double_up_to_a_limit_and_then_it_is_given_up() -> None:
+    history = RestartHistory(RestartPolicy(first_s=1, factor=2, max_s=5, deaths_max=4))
+    assert [history.died(0) for _ in range(5)] == [1, 2, 4, 5, None]
+
+
+def test_a_healthy_life_clears_the_record() -> None:
+    history = RestartHistory(RestartPolicy(first_s=1, deaths_max=2, healthy_s=10))
+    assert [history.died(0), history.died(9.9), history.died(10), history.died(0), history.died(0)] == [
+        1,
+        2,
+        1,
+        2,
+        None,
+    ]
+
+
+# --- which process ----------------------------------------------------------------------------------------------------
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+
+
+def test_a_recycled_pid_is_never_signalled() -> None:
+    with sleeper() as process:
+        real = identify(process.pid)
+        assert real is not None
+        other = ProcessId(real.pid, real.start_ticks - 1)
+        assert not is_running(other)
+        assert not send_signal(other, signal.SIGKILL)
+        assert wait_ended(other, 0)
+        assert is_running(real)
+        assert not wait_ended(real, 0)
+        assert age_s(real) < 60
+        assert send_signal(real, signal.SIGKILL)
+        assert wait_ended(real, 10)
+    assert not is_running(real)
+    assert not send_signal(real, signal.SIGTERM)
+
+
+def test_a_zombie_does_not_run() -> None:
+    process = sleeper()
+    real = identify(process.pid)
+    assert real is not None
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, not yet reaped
+    assert not is_running(real)
+    process.wait()
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+def board_of(directory: StateDir, supervisor: ProcessId, **stage: object) -> Board:
+    records = (ProcessRecord("coordinator", "coordinator", "localhost", "ready"),
+               ProcessRecord("stage-0", "stage", "localhost", "ready", **stage))  # type: ignore[arg-type]  # fmt: skip
+    return Board(directory, "small", "/nowhere/small.yaml", supervisor, records)
+
+
+def me() -> ProcessId:
+    found = identify(os.getpid())
+    assert found is not None
+    return found
+
+
+def test_the_lock_is_held_by_one_and_stale_without_a_holder(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path / "small")
+    with directory.locked("small"):
+        board_of(directory, me())
+        with pytest.raises(StartError, match=rf"already running \(pid {os.getpid()}"), directory.locked("small"):
+            raise AssertionError("a second one got in")
+    with directory.locked("small"):
+        pass
+
+
+def test_a_lock_dies_with_its_holder(tmp_path: Path) -> None:
+    program = (
+        "import sys, signal; from pathlib import Path; from relayline.deploy.launch.state import StateDir\n"
+        f"with StateDir(Path({str(tmp_path)!r})).locked('small'): print('held', flush=True); signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(StartError, match="already running"), StateDir(tmp_path).locked("small"):
+            raise AssertionError("a second one got in")
+        holder.kill()
+    with StateDir(tmp_path).locked("small"):
+        pass
+
+
+def test_state_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("{nonsense")
+    with pytest.raises(UsageError, match="not a state file"):
+        StateDir(tmp_path).load()
+    assert StateDir(tmp_path / "none").load() is None
+
+
+def test_the_phase_follows_the_processes(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path)
+    board = board_of(directory, me())
+    board.set_phase("ready")
+    board.set_process("stage-0", state="restarting")
+    assert board.state.phase == "recovering"
+    board.set_process("stage-0", state="ready", n_restarts=1)
+    assert directory.load() == board.state
+    assert board.state.phase == "ready"
+    with pytest.raises(KeyError):
+        board["stage-9"]
+
+
+def test_a_state_directory_is_its_users_alone(tmp_path: Path) -> None:
+    with StateDir(tmp_path / "root" / "small").locked("small"):
+        assert (tmp_path / "root" / "small").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_full_disk_does_not_end_what_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = StateDir(tmp_path)
+    board = board_of(directory, me())
+    (tmp_path / "state.partial").mkdir()  # nothing can be written there any more
+    board.set_process("stage-0", state="lost")
+    assert board["stage-0"].state == "lost"
+    assert "cannot be stored" in caplog.text
+    (tmp_path / "state.partial").rmdir()
+    board.set_process("stage-0", state="ready")
+    assert directory.load() == board.state
+
+
+def test_status_tells_a_dead_supervisor_from_a_stopped_one(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path / "small")
+    with sleeper() as process:
+        supervisor = identify(process.pid)
+        assert supervisor is not None
+        directory.path.mkdir()
+        board = board_of(directory, supervisor, pid=1, start_ticks=1)
+        board.set_phase("ready")
+        process.kill()
+    pipeline = find("small", directory.path)
+    assert pipeline is not None
+    assert not pipeline.is_running
+    facts = describe(pipeline)
+    assert (facts["phase"], facts["pid"], facts["processes"][1]["pid"]) == ("dead", None, None)
+    end(pipeline, 1, force=False)
+    left = directory.load()
+    assert left is not None
+    assert left.phase == "stopped"
+
+
+def test_leftovers_are_ended_and_strangers_spared(tmp_path: Path) -> None:
+    with sleeper() as mine, sleeper() as stranger:
+        known, unknown = identify(mine.pid), identify(stranger.pid)
+        assert known is not None
+        assert unknown is not None
+        records = (
+            ProcessRecord("a", "stage", "localhost", "ready", known.pid, known.start_ticks),
+            ProcessRecord("b", "stage", "localhost", "ready", unknown.pid, unknown.start_ticks + 1),
+            ProcessRecord("c", "stage", "box", "ready"),
+        )
+        state = LaunchState(1, "small", "m", "ready", 1, 1, processes=records)
+        assert end_leftovers(state) == 1
+        assert mine.wait(10) == -signal.SIGTERM
+        assert is_running(unknown)
+        stranger.kill()
+    assert end_leftovers(None) == 0
+
+
+def test_names_nobody_launched(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no pipeline 'x' was launched here"):
+        find("x", tmp_path)
+    assert find(None, tmp_path) is None
+
+
+def test_several_running_need_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for name in ("a", "b"):
+        directory = StateDir(tmp_path / "relayline" / name)
+        directory.path.mkdir(parents=True)
+        directory.store(LaunchState(1, name, "m", "ready", me().pid, me().start_ticks))
+    with pytest.raises(UsageError, match="a, b"):
+        find(None, None)
+    found = find("b", None)
+    assert isinstance(found, Launched)
+    assert found.state.name == "b"
+    assert "nothing" not in relayline("status").stdout
+
+
+@pytest.mark.parametrize("text", ["{nonsense", '{"version": 0}', None], ids=["broken", "older", "another version"])
+def test_state_that_cannot_be_read_hides_no_other_pipeline(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for name in ("bad", "good"):
+        directory = StateDir(tmp_path / "relayline" / name)
+        directory.path.mkdir(parents=True)
+        directory.store(LaunchState(1 if name == "good" else 99, name, "m", "ready", me().pid, me().start_ticks))
+    bad = tmp_path / "relayline" / "bad"
+    if text is not None:
+        (bad / "state.json").write_text(text)
+    for arguments in (("status",), ("status", "good"), ("logs", "good"), ("logs",)):
+        seen = relayline(*arguments)
+        assert seen.returncode == 0, seen.stderr
+        (line,) = seen.stderr.splitlines()
+        assert line.startswith(f"relayline: warning: bad is left out: {bad / 'state.json'}: ")
+    assert "good: ready" in relayline("status").stdout
+    for arguments in (("status", "bad"), ("down", "bad"), ("logs", "--state-dir", str(bad))):
+        seen = relayline(*arguments)
+        assert seen.returncode == 2
+        assert seen.stderr.startswith(f"relayline: error: {bad / 'state.json'}: ")
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+
+def test_logs_are_rotated_and_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    writer = LogWriter(path, bytes_max=100)
+    for number in range(95):
+        writer.write(f"line {number:04}")
+    writer.close()
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 4 * 100
+    assert last_lines(path, 3) == ["line 0092", "line 0093", "line 0094"]
+    assert len(last_lines(path, 1_000)) > 10, "the rotated predecessor counts too"
+    assert last_lines(tmp_path / "none.log", 5) == []
+
+
+async def test_following_survives_a_rotation(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    writer = LogWriter(path, bytes_max=60)
+    writer.write("before")
+    reader = LogReader(path)
+    assert reader.last_lines(5) == ["before"]
+    sent = [f"line {number}" for number in range(12)]
+    for line in sent:
+        writer.write(line)
+    lines = reader.follow()
+    got = [await anext(lines) for _ in sent]
+    reader.close()
+    writer.close()
+    assert got == sent
+    assert path.with_name("x.log.1").exists()
+
+
+async def test_a_log_that_does_not_exist_yet_is_awaited(tmp_path: Path) -> None:
+    reader = LogReader(tmp_path / "x.log")
+    assert reader.last_lines(5) == []
+    lines = reader.follow()
+    first = asyncio.ensure_future(anext(lines))
+    await asyncio.sleep(0)
+    (tmp_path / "x.log").write_text("half")
+    with (tmp_path / "x.log").open("a") as file:
+        file.write(" a line\nnext")
+    assert await first == "half a line"
+    reader.close()

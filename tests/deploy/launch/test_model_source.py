@@ -1,0 +1,188 @@
+"""Goal: a model reference leads to a file with the right content, or to one line that says what is wrong.
+
+The hub's client reads its environment when it is imported, so every load runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from relayline.deploy.launch.model_source import HubFile, parse_reference, resolve_model
+from relayline.wire.common import file_hash
+from relayline.wire.common.errors import ModelFileError, UsageError
+from tests.support.fake_hub import COMMIT, Hub, serving
+
+WHOLE = b"GGUF the whole model"
+SHARDS = {f"big/model-{n:05d}-of-00003.gguf": f"GGUF shard {n}".encode() for n in (1, 2, 3)}
+FILES = {"org/repo/model.gguf": WHOLE} | {f"org/repo/{name}": body for name, body in SHARDS.items()}
+PROGRAM = """
+import sys
+from relayline.deploy.launch.model_source import resolve_model
+from relayline.wire.common.errors import RelaylineError
+try:
+    print(resolve_model(*sys.argv[1:]))
+except RelaylineError as error:
+    print(f"{type(error).__name__}: {error.message}")
+    sys.exit(3)
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serving(Hub(dict(FILES))) as running:
+        yield running
+
+
+def load(hub_url: str, home: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+    """Resolve in a fresh process with an empty hub cache under `home`; returns (exit code, what it printed)."""
+    unset = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    settings = {"HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1",
+                "HF_HUB_DISABLE_PROGRESS_BARS": "1", "XDG_CACHE_HOME": str(home / "cache")}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        env=unset | settings | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode in (0, 3), done.stderr
+    return done.returncode, done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("reference", "expected"),
+    [
+        ("hf://org/repo/model.gguf", HubFile("org/repo", "model.gguf")),
+        ("hf://org/repo/a/b.gguf@v1", HubFile("org/repo", "a/b.gguf", "v1")),
+        ("hf://org/repo/b.gguf@refs/pr/2", HubFile("org/repo", "b.gguf", "refs/pr/2")),
+    ],
+)
+def test_a_reference_names_repository_file_and_revision(reference: str, expected: HubFile) -> None:
+    assert parse_reference(reference) == expected
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["hf://", "hf://org/repo", "hf://org/model.gguf", "hf://org/repo/model.bin", "hf://org/repo/../../x.gguf",
+     "hf://org/repo/x.gguf@", "hf:/org/repo/x.gguf@v1/"],
+)  # fmt: skip
+def test_what_is_no_reference_is_refused(reference: str) -> None:
+    with pytest.raises(UsageError, match=r"hf://ORG/REPO/FILE\.gguf"):
+        parse_reference(reference)
+
+
+def test_any_shard_stands_for_the_whole_set() -> None:
+    names = HubFile("org/repo", "big/model-00002-of-00003.gguf").shards()
+    assert names == sorted(SHARDS)
+    with pytest.raises(UsageError, match="shard 4 of 3"):
+        HubFile("org/repo", "model-00004-of-00003.gguf").shards()
+
+
+def test_a_file_is_loaded_once(hub: Hub, tmp_path: Path) -> None:
+    code, first = load(hub.url, tmp_path, "hf://org/repo/model.gguf")
+    assert code == 0, first
+    assert Path(first).read_bytes() == WHOLE
+    hub.asked.clear()
+    assert load(hub.url, tmp_path, "hf://org/repo/model.gguf") == (0, first)
+    assert not [path for method, path in hub.asked if method == "GET" and "/resolve/" in path]
+
+
+def test_every_shard_comes_from_the_commit_of_the_first(hub: Hub, tmp_path: Path) -> None:
+    code, first = load(hub.url, tmp_path, "hf://org/repo/big/model-00002-of-00003.gguf@v1")
+    assert code == 0, first
+    assert first.endswith("model-00001-of-00003.gguf")
+    assert {path.name: path.read_bytes() for path in Path(first).parent.iterdir()} == {
+        name.removeprefix("big/"): body for name, body in SHARDS.items()
+    }
+    asked = [path.split("/")[3] for _, path in hub.asked if "/resolve/" in path]
+    assert asked[0] == "v1"
+    assert set(asked[1:]) <= {"v1", COMMIT}
+    assert {path for _, path in hub.asked if path.endswith("00003-of-00003.gguf")} == {
+        f"org/repo/resolve/{COMMIT}/big/model-00003-of-00003.gguf"
+    }
+
+
+def test_a_token_is_sent(hub: Hub, tmp_path: Path) -> None:
+    hub.token = "hf_secret"
+    assert load(hub.url, tmp_path, "hf://org/repo/model.gguf", HF_TOKEN="hf_secret")[0] == 0
+    code, text = load(hub.url, tmp_path / "other", "hf://org/repo/model.gguf")
+    assert code == 3
+    assert "private" in text
+    assert "HF_TOKEN" in text
+    hub.gated = True
+    assert "granted by its authors" in load(hub.url, tmp_path / "gated", "hf://org/repo/model.gguf")[1]
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("hf://org/other/model.gguf", "no such repository"),
+        ("hf://org/repo/other.gguf", "no such file"),
+        ("hf://org/repo/model.gguf@v9", "no revision 'v9'"),
+        ("hf://or--g/repo/model.gguf", "or--g/repo"),
+    ],
+)
+def test_what_the_hub_has_not_is_one_line(hub: Hub, tmp_path: Path, reference: str, words: str) -> None:
+    code, text = load(hub.url, tmp_path, reference)
+    assert code == 3
+    assert words in text
+    assert "\n" not in text
+
+
+def test_offline_uses_what_is_there(hub: Hub, tmp_path: Path) -> None:
+    code, text = load(hub.url, tmp_path, "hf://org/repo/model.gguf", HF_HUB_OFFLINE="1")
+    assert code == 3
+    assert "HF_HUB_OFFLINE" in text
+    _, path = load(hub.url, tmp_path, "hf://org/repo/model.gguf")
+    hub.asked.clear()
+    assert load(hub.url, tmp_path, "hf://org/repo/model.gguf", HF_HUB_OFFLINE="1") == (0, path)
+    assert hub.asked == []
+
+
+@pytest.mark.slow  # the hub's client tries for a while
+def test_a_hub_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    code, text = load("http://127.0.0.1:1", tmp_path, "hf://org/repo/model.gguf")
+    assert code == 3
+    assert "cannot be reached" in text
+    assert "\n" not in text
+
+
+def test_the_content_is_checked(hub: Hub, tmp_path: Path) -> None:
+    right, wrong = hashlib.sha256(WHOLE).hexdigest(), hashlib.sha256(b"else").hexdigest()
+    assert load(hub.url, tmp_path, "hf://org/repo/model.gguf", right)[0] == 0
+    code, text = load(hub.url, tmp_path, "hf://org/repo/model.gguf", wrong)
+    assert code == 3
+    assert right in text
+    assert wrong in text
+
+
+def test_paths_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(WHOLE)
+    sha256 = hashlib.sha256(WHOLE).hexdigest()
+    assert resolve_model(str(path)) == path
+    assert resolve_model(str(path), sha256.upper()) == path
+    with pytest.raises(ModelFileError, match="no such file"):
+        resolve_model(str(tmp_path / "other.gguf"))
+    with pytest.raises(ModelFileError, match="is a directory"):
+        resolve_model(str(tmp_path))
+    with pytest.raises(UsageError, match="64 hexadecimal"):
+        resolve_model(str(path), "abc")
+    monkeypatch.setattr(file_hash, "_hash", lambda path: pytest.fail("an unchanged file was read again"))
+    assert resolve_model(str(path), sha256) == path
+
+
+def test_a_checksum_of_one_shard_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model-00001-of-00002.gguf"
+    path.write_bytes(WHOLE)
+    with pytest.raises(UsageError, match="single file only"):
+        resolve_model(str(path), hashlib.sha256(WHOLE).hexdigest())

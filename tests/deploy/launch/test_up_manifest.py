@@ -1,0 +1,372 @@
+"""`relayline up MANIFEST` with real processes: start, serve, restart, status, logs, down, detach, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from relayline.deploy.launch.arrange import arrange
+from relayline.deploy.launch.backoff import RestartPolicy
+from relayline.deploy.launch.log_files import last_lines
+from relayline.deploy.launch.prepare import prepare
+from relayline.deploy.launch.run import supervise
+from relayline.deploy.launch.state import StateDir
+from relayline.deploy.launch.supervisor import Supervisor
+from relayline.deploy.manifest import load_manifest
+from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
+from relayline.deploy.testing.processes import COMMAND, TIMEOUT_S, relayline, wait_gone
+from relayline.wire.common.errors import StartError
+from tests.support.http_client import Client, assert_same_greedy, tokens_of
+
+pytestmark = pytest.mark.slow  # real processes, started many times
+
+PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n"
+Event = dict[str, Any]
+
+
+def write_manifest(directory: Path, name: str, extra: str = "", stages: str = "3") -> Path:
+    path = directory / f"{name}.yaml"
+    # Calibrating takes longer than all else here and is looked at elsewhere.
+    batching = "" if "batching" in extra else "  batching: {calibrate: false}\n"
+    path.write_text(
+        "apiVersion: relayline.dev/v1alpha1\n"
+        "kind: Pipeline\n"
+        f"metadata: {{name: {name}}}\n"
+        "spec:\n"
+        f"  model: {{path: {DEMO}}}\n"
+        "  context: {tokens: 512, lanes: 8}\n"
+        f"  stages: {stages}\n"
+        "  coordinator: {http: {port: 0}}\n"
+        f"{batching}{extra}"
+    )
+    return path
+
+
+class Up:
+    """One `relayline up MANIFEST --json` in the foreground, and the events that it prints."""
+
+    def __init__(self, manifest: Path, *more: str) -> None:
+        self.process = subprocess.Popen(
+            [*COMMAND, "up", str(manifest), "--json", *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.events: list[Event] = []
+        self.stderr = ""
+        self._changed = threading.Condition()
+        self._ended = False
+        self._readers = [threading.Thread(target=self._read_events), threading.Thread(target=self._read_stderr)]
+        for reader in self._readers:
+            reader.start()
+
+    def _read_events(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.events.append(json.loads(line))
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _read_stderr(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.stderr += line
+
+    def wait_for(self, wanted: Callable[[Event], bool]) -> Event:
+        """Block until an event is the wanted one; fails if the process ends first."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._ended or any(map(wanted, self.events)), TIMEOUT_S), self.stderr
+            return next(event for event in self.events if wanted(event))
+
+    def ready(self) -> Event:
+        return self.wait_for(lambda event: event["event"] == "ready")
+
+    def process_ready(self, name: str, restarts: int = 0) -> Event:
+        return self.wait_for(
+            lambda event: event["event"] == "process" and event["name"] == name and event["restarts"] == restarts
+        )
+
+    def end(self, number: signal.Signals | None = None) -> int:
+        if number is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+        code = self.process.wait(TIMEOUT_S)
+        for reader in self._readers:
+            reader.join(TIMEOUT_S)
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+        return code
+
+
+@contextlib.contextmanager
+def up(manifest: Path, *more: str) -> Iterator[Up]:
+    running = Up(manifest, *more)
+    try:
+        yield running
+    finally:
+        running.end(signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """State and cache of this module's pipelines, for its commands as well."""
+    directory = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(directory / "state"))
+        patch.setenv("XDG_CACHE_HOME", str(directory / "cache"))
+        yield directory
+
+
+def status(name: str) -> Event:
+    done = relayline("status", name, "--json")
+    assert done.stdout, done.stderr
+    (found,) = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.fixture(scope="module")
+def served(home: Path) -> Iterator[Up]:
+    with up(write_manifest(home, "served")) as running:
+        running.ready()
+        yield running
+
+
+def test_every_process_is_told_as_it_becomes_ready_the_coordinator_last(served: Up) -> None:
+    served.ready()
+    names = [event["name"] for event in served.events if event["event"] == "process" and not event["restarts"]]
+    assert sorted(names[:-1]) == ["stage-0", "stage-1", "stage-2"]
+    assert names[-1] == "coordinator"
+    assert served.process_ready("stage-0")["layers"][0] == 0
+
+
+async def test_a_killed_stage_comes_back_and_the_stream_goes_on(served: Up) -> None:
+    async with aiohttp.ClientSession() as session:
+        client = Client(session, served.ready())
+        undisturbed = tokens_of(await client.stream(PROMPT, max_tokens=400))
+        assert undisturbed
+        pid = served.process_ready("stage-1")["pid"]
+        seen = 0
+
+        def kill_once(_: Event) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == 3:
+                os.kill(pid, signal.SIGKILL)
+
+        disturbed = tokens_of(await client.stream(PROMPT, kill_once, max_tokens=400))
+        await assert_same_greedy(client, PROMPT, undisturbed, disturbed)
+    again = await asyncio.to_thread(served.process_ready, "stage-1", 1)
+    assert again["pid"] != pid
+    facts = await asyncio.to_thread(status, "served")
+    assert facts["phase"] == "ready"
+    assert [entry["n_restarts"] for entry in facts["processes"] if entry["name"] == "stage-1"] == [1]
+
+
+def test_a_killed_coordinator_comes_back_where_it_was(served: Up) -> None:
+    before = served.ready()["url"]
+    os.kill(served.process_ready("coordinator")["pid"], signal.SIGKILL)
+    assert served.process_ready("coordinator", 1)["address"] == before
+
+
+def test_status_shows_processes_and_requests(served: Up) -> None:
+    facts = status("served")
+    assert (facts["pid"], facts["url"]) == (served.process.pid, served.ready()["url"])
+    assert facts["requests"] == {"running": 0, "waiting": 0}
+    assert [entry["name"] for entry in facts["processes"]] == ["coordinator", "stage-0", "stage-1", "stage-2"]
+    for entry in facts["processes"]:
+        assert entry["pid"]
+        assert entry["uptime_s"] >= 0
+        assert entry["address"]
+    assert all(entry["metrics"] for entry in facts["processes"] if entry["role"] == "stage")
+    text = relayline("status").stdout
+    assert text.startswith("served: ready for")
+    assert "stage-2" in text
+
+
+def test_logs_are_kept_per_process(served: Up) -> None:
+    whole = relayline("logs", "served").stdout
+    assert "[stage-1] " in whole
+    assert "[coordinator] " in whole
+    one = relayline("logs", "served", "coordinator", "--lines", "1").stdout
+    assert len(one.splitlines()) == 1
+    refused = relayline("logs", "served", "stage-9")
+    assert refused.returncode == 2
+    assert "stage-2" in refused.stderr
+
+
+def test_logs_follow_what_comes(served: Up, home: Path) -> None:
+    with subprocess.Popen(
+        [*COMMAND, "logs", "served", "stage-0", "--lines", "1", "--follow"], stdout=subprocess.PIPE, text=True
+    ) as follower:
+        try:
+            assert follower.stdout is not None
+            assert follower.stdout.readline()
+            with (home / "state" / "relayline" / "served" / "logs" / "stage-0.log").open("a") as file:
+                file.write("a new line\n")
+            assert follower.stdout.readline() == "a new line\n"
+            follower.send_signal(signal.SIGINT)
+            assert follower.wait(TIMEOUT_S) == 0
+        finally:
+            follower.kill()
+
+
+def test_a_second_up_of_the_same_name_is_refused(served: Up, home: Path) -> None:
+    refused = relayline("up", home / "served.yaml")
+    assert refused.returncode == 1
+    assert f"served is already running (pid {served.process.pid}" in refused.stderr
+    assert relayline("up", home / "served.yaml", "--detach").returncode == 1
+
+
+def test_down_ends_everything_and_says_so(home: Path) -> None:
+    running = Up(write_manifest(home, "ended", stages="2"))
+    running.ready()
+    pids = [running.process.pid, *(entry["pid"] for entry in status("ended")["processes"])]
+    done = relayline("down", "ended")
+    assert (done.returncode, done.stdout) == (0, "ended has ended\n")
+    assert running.end() == 0
+    wait_gone(pids)
+    assert status("ended")["phase"] == "stopped"
+    assert relayline("status", "ended").returncode == 1
+    again = relayline("down", "ended")
+    assert (again.returncode, again.stdout) == (0, "ended was not running\n")
+    assert relayline("down", "never").returncode == 2
+
+
+def test_detached_it_goes_on_without_its_starter(home: Path) -> None:
+    manifest = write_manifest(home, "background", stages="2")
+    done = relayline("up", manifest, "--detach")
+    try:
+        assert done.returncode == 0, done.stderr
+        assert "ready: http://" in done.stdout
+        facts = status("background")
+        assert facts["phase"] == "ready"
+        assert all(entry["state"] == "ready" for entry in facts["processes"])
+    finally:
+        assert relayline("down", manifest).returncode == 0
+
+
+def test_detached_failures_reach_the_starter(home: Path) -> None:
+    manifest = write_manifest(home, "failing", "  batching: {maxRows: 1}\n", stages="2")
+    manifest.write_text(manifest.read_text().replace("lanes: 8", "lanes: 300"))  # more than a stage can hold
+    done = relayline("up", manifest, "--detach")
+    assert done.returncode in (1, 2)
+    assert "300" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_a_killed_supervisor_left_is_cleaned_up(home: Path) -> None:
+    manifest = write_manifest(home, "orphaned", stages="2")
+    running = Up(manifest)
+    running.ready()
+    pids = [entry["pid"] for entry in status("orphaned")["processes"]]
+    running.end(signal.SIGKILL)
+    wait_gone(pids)
+    assert status("orphaned")["phase"] == "dead"
+    with up(manifest) as again:
+        again.ready()
+        assert status("orphaned")["phase"] == "ready"
+    assert "did not end properly" in again.stderr
+
+
+def test_flags_win_over_variables_and_these_over_the_manifest(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = write_manifest(home, "flags", "  batching: {policy: drain}\n", stages="1")
+    monkeypatch.setenv("RELAYLINE_CTX", "64")
+    monkeypatch.setenv("RELAYLINE_LANES", "3")
+    with up(manifest, "--lanes", "2", "--model-id", "mine") as running:
+        ready = running.ready()
+    assert (ready["ctx"], ready["lanes"], ready["model"]) == (64, 2, "mine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "give either a MANIFEST or --model"),
+        (("MANIFEST", "--model", str(DEMO)), "not both"),
+        (("MANIFEST", "--stages", "3"), "--stages belongs to the form with --model"),
+        (("--model", str(DEMO), "--detach"), "--detach belongs to the form with a MANIFEST"),
+        (("nowhere.yaml",), "nowhere.yaml"),
+    ],
+)
+def test_forms_that_do_not_go_together(arguments: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    manifest = write_manifest(tmp_path, "forms")
+    done = relayline("up", *(str(manifest) if part == "MANIFEST" else part for part in arguments))
+    assert done.returncode in (1, 2)
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_nothing_is_started_where_a_port_is_taken(served: Up, home: Path) -> None:
+    port = served.ready()["url"].rpartition(":")[2]
+    manifest = write_manifest(home, "taken")
+    done = relayline("up", manifest, "--http", f"127.0.0.1:{port}")
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port} is taken" in done.stderr
+    assert not (home / "state" / "relayline" / "taken" / "state.json").exists()
+
+
+async def test_a_stage_that_keeps_dying_ends_the_whole_with_the_telling_line(home: Path, tmp_path: Path) -> None:
+    directory = StateDir(tmp_path / "state")
+    prepared = await asyncio.to_thread(prepare, load_manifest(write_manifest(tmp_path, "crashing")))
+    with directory.locked("crashing"):
+        directory.manifest.write_text(prepared.manifest.model_dump_json(by_alias=True, exclude_none=True))
+        events: list[Event] = []
+        changed = asyncio.Event()
+
+        def emit(event: Event) -> None:
+            events.append(event)
+            if event["event"] == "process" and event["name"] == "stage-1":
+                os.kill(event["pid"], signal.SIGSEGV)
+            changed.set()
+
+        policy = RestartPolicy(first_s=0.01, max_s=0.02, deaths_max=2)
+        plan = arrange(prepared.manifest, tmp_path / "crashing.yaml", directory.manifest)
+        supervisor = Supervisor(plan, directory, emit, policy=policy)
+        why = r"stage-1 ended with signal SIGSEGV \(`relayline doctor`.*; it died 3 times in a row"
+        with pytest.raises(StartError, match=why):
+            await supervise(supervisor, asyncio.Event(), emit)
+    state = directory.load()
+    assert state is not None
+    assert state.phase == "failed"
+    assert "SIGSEGV" in state.reason
+    assert {record.name: record.state for record in state.processes}["stage-1"] == "failed"
+    assert not any(record.pid for record in state.processes)
+    assert any("SIGSEGV" in line for line in last_lines(directory.log("stage-1"), 20))
+    assert [event["restarts"] for event in events if event.get("name") == "stage-1"] == [0, 1, 2]
+
+
+def test_another_host_gets_its_one_command(home: Path) -> None:
+    """A stage of another name joins from a second process here, over mutual TLS that the launcher made itself."""
+    stages = "[{name: here}, {name: there, host: box.test}]"
+    manifest = write_manifest(home, "apart", stages=stages)
+    text = manifest.read_text().replace("http: {port: 0}", "host: 127.0.0.1, joinPort: 0, http: {port: 0}")
+    manifest.write_text(text)
+    with up(manifest) as running:
+        remote = running.wait_for(lambda event: event["event"] == "remote")
+        assert (remote["name"], remote["host"]) == ("there", "box.test")
+        words = remote["command"].split()
+        assert words[:3] == ["relayline", "stage", "--join"]
+        words[words.index("--tls") + 1] = remote["bring"]
+        for flag, value in (("--listen", "127.0.0.1:0"), ("--metrics", "127.0.0.1:0"), ("--advertise", "127.0.0.1")):
+            words[words.index(flag) + 1] = value
+        assert status("apart")["phase"] == "starting"
+        assert remote["command"] in relayline("status", "apart").stdout, "for whoever has closed that terminal"
+        with subprocess.Popen([*COMMAND, *words[1:]], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as stage:
+            try:
+                running.ready()
+                (there,) = (entry for entry in status("apart")["processes"] if entry["name"] == "there")
+                assert (there["state"], there["host"], there["pid"]) == ("ready", "box.test", None)
+            finally:
+                stage.terminate()
+                stage.communicate(timeout=TIMEOUT_S)

@@ -1,0 +1,186 @@
+"""Cores of a machine divided among its stages: lists, shares, and processes that keep to them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import yaml
+from click.testing import CliRunner
+from hypothesis import given
+
+from relayline.coordinator.model.split import split_model
+from relayline.deploy.cli.up import _up_model, up_command
+from relayline.deploy.launch import local
+from relayline.deploy.launch.arrange import arrange
+from relayline.deploy.launch.local import LocalConfig, LocalPipeline
+from relayline.deploy.launch.prepare import cores_of
+from relayline.deploy.machine import cores
+from relayline.deploy.machine.cores import divided, in_order, keep_to, read_cores, shares, write_cores
+from relayline.deploy.manifest import Stage
+from relayline.deploy.render import compose
+from relayline.deploy.render.inside import notes
+from relayline.deploy.testing.processes import relayline, running
+from relayline.wire.common.errors import UsageError
+from tests.deploy.launch.test_launch_parts import SMALL, manifest_of
+from tests.deploy.manifest.test_manifest import parsed, with_stages
+from tests.support.tiny_models import make_tiny
+
+
+@given(st.sets(st.integers(0, cores.CORE_MAX), min_size=1))
+def test_lists_are_read_as_they_are_written(numbers: set[int]) -> None:
+    assert read_cores(write_cores(numbers)) == tuple(sorted(numbers))
+
+
+def test_lists_are_short_and_may_be_in_any_order() -> None:
+    assert write_cores((0, 1, 2, 3, 8)) == "0-3,8"
+    assert read_cores("8,2-3,0-2") == (0, 1, 2, 3, 8)
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,", "3-1", "-1", "0-8192", "99999", "1 2", "1-2-3", "0x1", "٣"])
+def test_what_is_no_list_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="cores"):
+        read_cores(text)
+
+
+def test_second_threads_of_cores_come_last_within_a_node_and_nodes_stay_together() -> None:
+    spread = {core: (0, core // 4) for core in range(8)}  # 0 and 4 are one core, as many systems number them
+    assert in_order(spread) == [0, 1, 2, 3, 4, 5, 6, 7]
+    adjacent = {core: (0, core % 2) for core in range(8)}  # 0 and 1 are one core
+    assert in_order(adjacent) == [0, 2, 4, 6, 1, 3, 5, 7]
+    two_nodes = {core: (core % 2, core // 4) for core in range(8)}
+    assert in_order(two_nodes) == [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 20))
+def test_every_stage_has_cores_for_its_threads_and_no_core_two_stages(n_threads: list[int], n_spare: int) -> None:
+    n_cores = sum(n_threads) + n_spare
+    found = divided(range(n_cores), n_threads)
+    assert found is not None
+    assert [core for share in found for core in share] == list(range(n_cores))
+    for share, count in zip(found, n_threads, strict=True):
+        assert len(share) >= count
+        assert abs(len(share) - count * n_cores / sum(n_threads)) < 1
+
+
+@pytest.mark.parametrize(("n_cores", "n_threads"), [(3, [2, 2]), (2, []), (2, [1, 0]), (0, [1])])
+def test_where_threads_are_more_than_cores_nobody_is_kept_anywhere(n_cores: int, n_threads: list[int]) -> None:
+    assert divided(range(n_cores), n_threads) is None
+
+
+def test_a_system_that_does_not_say_where_its_cores_are_divides_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "SYSTEM", tmp_path)
+    assert shares([1]) is None
+    for core in os.sched_getaffinity(0):
+        topology = tmp_path / "cpu" / f"cpu{core}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{core}\n")
+    for node, listed in enumerate(("", write_cores(os.sched_getaffinity(0)))):
+        (tmp_path / "node" / f"node{node}").mkdir(parents=True)
+        (tmp_path / "node" / f"node{node}" / "cpulist").write_text(f"{listed}\n")
+    assert shares([1]) == [tuple(sorted(os.sched_getaffinity(0)))]
+    (tmp_path / "node" / "node0" / "cpulist").write_text("many\n")
+    assert shares([1]) is None
+
+
+def test_cores_that_are_not_there_are_refused_before_anything_changes() -> None:
+    allowed = os.sched_getaffinity(0)
+    here = write_cores(allowed)
+    with pytest.raises(UsageError, match=rf"^--cores {cores.CORE_MAX}: this process may run on {here}$"):
+        keep_to((min(allowed), cores.CORE_MAX))
+    assert os.sched_getaffinity(0) == allowed
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("split")
+    split_model(make_tiny("llama", directory / "tiny.gguf", n_layers=4, tokenizer=True), directory, n_stages=2)
+    return directory
+
+
+def test_every_thread_of_a_stage_keeps_to_its_cores(split: Path) -> None:
+    core = max(os.sched_getaffinity(0))
+    arguments = ("stage", "--artifact", split / "stage-0.gguf", "--no-calibrate", "--json")
+    with running(*arguments, "--cores", str(core)) as stage:
+        threads = [*Path(f"/proc/{stage.process.pid}/task").iterdir()]
+        assert len(threads) > 3
+        assert {frozenset(os.sched_getaffinity(int(thread.name))) for thread in threads} == {frozenset([core])}
+    for wrong in "x", str(cores.CORE_MAX):
+        refused = relayline(*arguments, "--cores", wrong)
+        assert refused.returncode == 2
+        assert wrong in refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
+async def test_up_gives_each_stage_its_share_unless_told_otherwise(
+    split: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="relayline.up")
+
+    class Started(Exception):
+        pass
+
+    async def start(_: local.Child) -> None:
+        raise Started
+
+    monkeypatch.setattr(local.Child, "start", start)
+    for found, pin, expected, logged in (
+        ([(0, 1), (2,)], True, ["0-1", "2"], "0-1 2"),
+        ([(0, 1), (2,)], False, [], "any any"),
+        (None, True, [], "any any"),
+    ):
+        monkeypatch.setattr(local, "shares", lambda _, found=found: found)
+        caplog.clear()
+        pipeline = LocalPipeline(LocalConfig(split, ("127.0.0.1", 0), pin=pin), lambda *_: None)
+        with pytest.raises(Started):
+            await pipeline.start()
+        all_told = [child.arguments for child in pipeline.stages]
+        assert [told[told.index("--cores") + 1] for told in all_told if "--cores" in told] == expected
+        assert [record.__dict__["fields"]["cores"] for record in caplog.records] == [logged]
+
+
+def test_a_manifest_divides_cores_too_where_it_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = manifest_of(SMALL, tmp_path)
+    monkeypatch.setattr("relayline.deploy.launch.prepare.shares", lambda n_threads: divided(range(8), n_threads))
+    monkeypatch.setattr("relayline.deploy.launch.prepare.threads_for", lambda *_: 4)
+    one, other = manifest.stages
+    assert cores_of(manifest.stages) == {one.name: "0-3", other.name: "4-7"}
+    named = Stage.model_validate({**one.model_dump(by_alias=True), "cores": "7,0-1"})
+    assert cores_of((named, other)) == {one.name: "0-1,7", other.name: "any"}
+    monkeypatch.setattr("relayline.deploy.launch.prepare.shares", lambda _: None)
+    assert cores_of(manifest.stages) == {one.name: "any", other.name: "any"}
+    spec = manifest.spec.model_copy(update={"stages": (named, other)})
+    plan = arrange(manifest.model_copy(update={"spec": spec}), tmp_path / "a.yaml", tmp_path / "settled.json")
+    assert [stage.arguments[2:4] if "--cores" in stage.arguments else () for stage in plan.stages] == [
+        ("--cores", "0-1,7"),
+        (),
+    ]
+
+
+@pytest.mark.parametrize(("flags", "pin"), [((), True), (("--no-pin",), False)])
+def test_up_can_leave_stages_on_any_core(
+    flags: tuple[str, ...], pin: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[dict[str, object]] = []
+    monkeypatch.setattr("relayline.deploy.launch.splits.split_for", lambda *_: tmp_path)
+    monkeypatch.setattr("relayline.deploy.launch.local.LocalConfig", lambda **config: configs.append(config))
+    monkeypatch.setattr("relayline.wire.common.process.run", lambda _: None)
+    with up_command.make_context("up", ["--model", "m.gguf", "--http", "127.0.0.1:0", *flags]) as context:
+        _up_model(context.params)
+    assert [config["pin"] for config in configs] == [pin]
+    told = CliRunner().invoke(up_command, [str(tmp_path / "pipeline.yaml"), "--no-pin"])
+    assert told.exit_code != 0
+    assert "--no-pin belongs to the form with --model" in str(told.exception)
+
+
+def test_cores_named_are_a_cpuset_in_compose_and_left_to_the_kubelet_in_kubernetes() -> None:
+    manifest = parsed(with_stages("name: a, cores: '3,0-1', threads: 2, memoryGib: 4"))
+    services = yaml.safe_load(compose.render(manifest, "/models"))["services"]
+    assert services["a"]["cpuset"] == "0-1,3"
+    assert [told for told in notes(manifest, in_kubernetes=True) if "cores are left out" in told]
+    plain = parsed(with_stages("name: a, threads: 2, memoryGib: 4"))
+    assert "cpuset" not in yaml.safe_load(compose.render(plain, "/models"))["services"]["a"]

@@ -1,0 +1,61 @@
+"""What holds weights starts with glibc told to ask for huge pages, however it is started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from relayline.deploy.cli import main as cli
+from relayline.deploy.machine.huge_pages import environment_of
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="huge pages are asked for on Linux alone")
+ASKED = "glibc.malloc.hugetlb=1"
+
+
+@on_linux
+@pytest.mark.parametrize(
+    ("command", "before", "after"),
+    [
+        ("stage", None, ASKED),
+        ("calibrate", None, ASKED),
+        ("serve", None, None),
+        ("stage", "glibc.malloc.check=1", f"glibc.malloc.check=1:{ASKED}"),
+        ("stage", "glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_only_what_holds_weights_asks_and_what_a_user_says_stays(
+    command: str, before: str | None, after: str | None
+) -> None:
+    environment = {"PATH": "/bin"} | ({"GLIBC_TUNABLES": before} if before else {})
+    made = environment_of([command, "--threads", "1"], environment)
+    assert made.get("GLIBC_TUNABLES") == after
+    assert made["PATH"] == "/bin"
+
+
+def test_elsewhere_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert environment_of(["stage"], {}) == {}
+
+
+@on_linux
+def test_a_process_becomes_itself_in_that_environment_once() -> None:
+    code = (
+        "import os; print(os.getpid(), flush=True); "
+        "from relayline.deploy.machine.huge_pages import start_anew; start_anew(['stage'])"
+    )
+    command = [sys.executable, "-c", f"{code}; print(os.environ['GLIBC_TUNABLES'])"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PATH": ""})
+    first, again, told = done.stdout.split()
+    assert (first, told) == (again, ASKED)
+
+
+@pytest.mark.parametrize("arguments", [["stage", "--help"], ["--version"], []])
+def test_the_command_line_says_what_it_starts(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(cli, "start_anew", asked.append)
+    monkeypatch.setattr(sys, "argv", ["relayline", *arguments])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert asked == [arguments]

@@ -1,0 +1,247 @@
+"""`relayline init` and `relayline render` as they are typed, what rendered files tell to type, documented samples."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from relayline.deploy.cli import main as cli
+from relayline.deploy.cli.init import machine_facts
+from relayline.deploy.cli.render import models_dir
+from relayline.deploy.manifest import load_manifest, parse_manifest
+from relayline.deploy.manifest.starter import MachineFacts, ModelChoice, pipeline_name, starter_text
+from relayline.deploy.render import inside
+from relayline.deploy.render.targets import TARGETS, render
+from relayline.deploy.testing.paths import ROOT
+from relayline.deploy.testing.processes import relayline
+from relayline.wire.common.errors import UsageError
+from tests.deploy.manifest.test_manifest import SMALLEST
+from tests.support.golden_renders import CASES, golden_dir
+
+DEMO = ROOT / "deploy" / "demo" / "relayline-demo.gguf"
+DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "deploy").rglob("*.md"))]
+
+
+# --- init -------------------------------------------------------------------------------------------------------------
+
+
+def test_init_writes_a_manifest_that_loads_and_never_overwrites(tmp_path: Path) -> None:
+    out = tmp_path / "pipeline.yaml"
+    done = relayline("init", "--model", DEMO, "--output", out)
+    assert done.returncode == 0, done.stderr
+    manifest = load_manifest(out)
+    assert manifest.name == "relayline-demo"
+    assert manifest.model_path == DEMO
+    assert "# llama, 8 layers" in out.read_text()
+    assert sum(stage.threads for stage in manifest.stages) <= max(2, machine_facts().n_cores)
+    before = out.read_bytes()
+    again = relayline("init", "--output", out)
+    assert again.returncode == 2
+    assert (
+        again.stderr == f"relayline: error: {out} is there already; give --force to replace it, or another --output\n"
+    )
+    assert out.read_bytes() == before
+    assert relayline("init", "--output", out, "--force").returncode == 0
+    assert load_manifest(out).model_path == tmp_path / "model.gguf"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--model", "none.gguf"], 2, "--model none.gguf is not a file"),
+        (["--model", str(Path(__file__))], 1, "test_manifest_commands.py"),
+        (["--output", "none/x.yaml"], 1, "none/x.yaml: No such file or directory"),
+    ],
+)
+def test_init_refuses_in_one_line(arguments: list[str], code: int, message: str, tmp_path: Path) -> None:
+    done = relayline("init", "--output", tmp_path / "x.yaml", *arguments)
+    assert done.returncode == code
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+    assert not (tmp_path / "x.yaml").exists()
+
+
+@pytest.mark.parametrize("has_gpu_build", [False, True])
+@pytest.mark.parametrize("n_cores", [1, 2, 64])
+@pytest.mark.parametrize("memory_gib", [0.4, 16.0, 2048.0])
+@pytest.mark.parametrize("path", ["m.gguf", "/a b/ü: #x.gguf", "C'\"\\.gguf", "~/0.gguf"])
+def test_every_machine_gets_a_manifest_that_loads(
+    n_cores: int, memory_gib: float, has_gpu_build: bool, path: str
+) -> None:
+    text = starter_text(MachineFacts(n_cores, memory_gib, has_gpu_build), ModelChoice(path, "about: it"), "schema.json")
+    manifest = parse_manifest(text.encode(), "new")
+    assert manifest.spec.model.path == path
+    assert [stage.device for stage in manifest.stages] == (["gpu", "cpu"] if has_gpu_build else ["cpu", "cpu"])
+    assert manifest.all_local
+
+
+def test_what_is_commented_out_in_a_new_manifest_is_right_too() -> None:
+    """Every comment that shows a key can be uncommented, one block at a time."""
+    text = starter_text(MachineFacts(4, 16.0, False), ModelChoice("m.gguf", "x"), "schema.json")
+    blocks = re.findall(r"(?m)^  # \w+:\n(?:  #   .*\n)+", text)
+    assert len(blocks) == 3
+    for block in blocks:
+        parse_manifest(text.replace(block, re.sub(r"(?m)^  # ", "  ", block)).encode(), "new")
+    remote = re.search(r"(?m)^    # - name: box2\n(?:    #   .*\n)+", text)
+    assert remote is not None
+    manifest = parse_manifest(text.replace(remote[0], re.sub(r"(?m)^    # ", "    ", remote[0])).encode(), "new")
+    assert manifest.stages[-1].host == "192.168.1.12"
+    assert manifest.uses_tls
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("Meta-Llama-3.1-8B-Q4_K_M.gguf", "meta-llama-3-1-8b-q4-k-m"),
+        ("/x/m-00001-of-00003.gguf", "m"),
+        ("7b.gguf", "model-7b"),
+        ("模型.gguf", "model"),
+        ("", "model"),
+        ("a" * 99, "a" * 40),
+    ],
+)
+def test_names_come_from_files(path: str, name: str) -> None:
+    assert pipeline_name(path) == name
+
+
+# --- render -----------------------------------------------------------------------------------------------------------
+
+
+def test_render_prints_or_writes(tmp_path: Path) -> None:
+    (tmp_path / "m.yaml").write_text(SMALLEST)
+    shown = relayline("render", tmp_path / "m.yaml", "--target", "compose")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stderr == ""
+    assert shown.stdout == render(load_manifest(tmp_path / "m.yaml"), "compose", ".")["compose.yaml"]
+    done = relayline("render", tmp_path / "m.yaml", "--target", "kubernetes", "--output", tmp_path / "out")
+    assert done.returncode == 0
+    assert f"wrote {tmp_path / 'out' / 'stages.yaml'}\n" in done.stderr
+    assert "note: stage 'stage-0' has no memoryGib" in done.stderr
+    (tmp_path / "out" / "stages.yaml").write_text("mine")
+    refused = relayline("render", tmp_path / "m.yaml", "--target", "kubernetes", "--output", tmp_path / "out")
+    assert refused.returncode == 2
+    assert "stages.yaml was not made by this command or was edited since" in refused.stderr
+
+
+def test_mistakes_of_a_manifest_are_told_one_a_line_with_exit_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text(SMALLEST + "  contxt: {}\n  stages: 0\n")
+    done = relayline("render", path, "--target", "compose")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        f'relayline: error: {path}:6: unknown key "contxt" in spec; did you mean context?',
+        f"relayline: error: {path}:7: spec.stages: must be at least 1, not 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "compose_dir", "seen"),
+    [
+        ("model.gguf", "", "."),
+        ("models/m.gguf", "", "./models"),
+        ("models/m.gguf", "out", "../models"),
+        ("../m.gguf", "", ".."),
+        ("/data/m.gguf", "out", "/data"),
+    ],
+)
+def test_compose_finds_the_models_directory(model: str, compose_dir: str, seen: str, tmp_path: Path) -> None:
+    (tmp_path / "m.yaml").write_text(SMALLEST.replace("model.gguf", model))
+    assert models_dir(load_manifest(tmp_path / "m.yaml"), tmp_path / compose_dir) == seen
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_the_commands_in_a_rendered_file_make_what_it_refers_to(
+    case: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "api-keys").write_text("k" * 32 + "\n")
+    files = {path.name: path.read_text() for path in golden_dir(*case).iterdir()}
+    comments = [line[1:].strip() for text in files.values() for line in text.splitlines() if line.startswith("#")]
+    for line in comments:
+        if line.startswith("relayline certs"):
+            done = CliRunner().invoke(cli.relayline, shlex.split(line)[1:], catch_exceptions=False)
+            assert done.exit_code == 0, done.output
+    made = {}  # secret -> its keys
+    for line in comments:
+        if " create secret generic " in line:
+            _, name, *sources = shlex.split(line.partition(" create secret ")[2], comments=True)
+            made[name] = set().union(*(_secret_keys(source) for source in sources))
+    for document in (d for text in files.values() for d in yaml.safe_load_all(text)):
+        for name, keys in _secrets_of(document):
+            assert keys <= made[name], f"{name} lacks {keys - made[name]}"
+        for secret in document.get("secrets", {}).values():
+            assert Path(secret["file"]).is_file()
+
+
+def _secret_keys(argument: str) -> set[str]:
+    """The keys that kubectl would make of one --from-file."""
+    key, equals, path = argument.removeprefix("--from-file=").partition("=")
+    source = Path(path if equals else key)
+    assert source.exists()
+    return {key} if equals else {entry.name for entry in source.iterdir()} if source.is_dir() else {source.name}
+
+
+def _secrets_of(value: object) -> list[tuple[str, set[str]]]:
+    """Every secret that a volume anywhere inside refers to, with the keys it wants."""
+    if isinstance(value, dict):
+        inner = [found for part in value.values() for found in _secrets_of(part)]
+        if isinstance(value.get("secretName"), str):
+            inner.append((value["secretName"], {item["key"] for item in value["items"]}))
+        return inner
+    return [found for part in value for found in _secrets_of(part)] if isinstance(value, list) else []
+
+
+# --- what is written about manifests ----------------------------------------------------------------------------------
+
+
+def samples() -> list[tuple[str, str]]:
+    """Every manifest that comes along: files, and blocks of YAML in the documentation."""
+    files = [(path, path.read_text()) for path in sorted((ROOT / "deploy").rglob("*.yaml"))]
+    return [(str(path.relative_to(ROOT)), text) for path, text in files if "kind: Pipeline" in text] + [
+        (f"{path.relative_to(ROOT)}-{index}", block)
+        for path in DOCUMENTS
+        for index, block in enumerate(re.findall(r"(?ms)^ *```yaml\n(.*?)^ *```", path.read_text()))
+        if "kind: Pipeline" in block
+    ]
+
+
+def test_samples_are_found() -> None:
+    assert len(samples()) > len(list((ROOT / "deploy" / "examples").glob("*.yaml")))
+
+
+@pytest.mark.parametrize(("name", "text"), samples(), ids=lambda value: value if "\n" not in value else "")
+def test_every_sample_is_read_and_rendered(name: str, text: str) -> None:
+    manifest = parse_manifest(text.encode(), name)
+    n_rendered = 0
+    for target in TARGETS:
+        try:
+            n_rendered += len(render(manifest, target)) > 0
+        except UsageError:
+            continue
+    assert n_rendered
+
+
+# --- the container ----------------------------------------------------------------------------------------------------
+
+
+def test_the_container_file_and_the_renders_agree() -> None:
+    text = (ROOT / "deploy" / "Containerfile").read_text()
+    assert f"USER {inside.USER_ID}:{inside.USER_ID}" in text
+    assert f"XDG_CACHE_HOME={inside.STATE_DIR}" in text
+    assert 'ENTRYPOINT ["relayline"]' in text
+    bases = {name: base for base, name in re.findall(r"(?m)^FROM (\S+) AS (\S+)$", text)}
+    chosen = [base for base in bases.values() if base.endswith("-${ACCELERATOR}")]
+    assert len(chosen) == 2
+    assert {base.replace("${ACCELERATOR}", kind) for base in chosen for kind in ("cpu", "cuda")} <= bases.keys()
+    for copied in re.findall(r"(?m)^COPY (?!--from)(\S+) ", text):
+        assert (ROOT / copied).exists()
+    ignored = (ROOT / "deploy" / "Containerfile.dockerignore").read_text().splitlines()
+    assert {line[1:] for line in ignored if line.startswith("!")} == {
+        copied for copied in re.findall(r"(?m)^COPY (?!--from)(\S+) ", text) if "/" not in copied
+    }

@@ -1,0 +1,346 @@
+"""Rendered deployments: as committed, valid by the schemas of their engines, and saying what they must."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import kubernetes_validate
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+
+from relayline.deploy.cli import main as cli
+from relayline.deploy.launch.serving import flag_defaults
+from relayline.deploy.manifest import Manifest, load_manifest, parse_manifest
+from relayline.deploy.render import inside, observability
+from relayline.deploy.render.inside import notes
+from relayline.deploy.render.targets import TARGETS, render
+from relayline.deploy.render.write import RECORD_FILE, write_files
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import UsageError
+from tests.deploy.manifest.test_manifest import SMALLEST, check_jsonschema, parsed, with_stages
+from tests.support.golden_renders import CASES, EXAMPLES, GOLDEN, golden_dir, rendered
+from tests.support.manifest_strategies import manifests
+
+KUBERNETES = "1.32"  # the oldest version whose schema has everything that is used
+
+
+def documents(files: dict[str, str]) -> list[dict[str, Any]]:
+    return [document for text in files.values() for document in yaml.safe_load_all(text)]
+
+
+def of_kind(files: dict[str, str], kind: str) -> list[dict[str, Any]]:
+    return [document for document in documents(files) if document["kind"] == kind]
+
+
+def as_pod(template: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "pod", **template["metadata"]},
+        "spec": template["spec"],
+    }
+
+
+def check_kubernetes(files: dict[str, str]) -> int:
+    """Validate every object strictly; a LeaderWorkerSet, whose schema is nowhere bundled, by its pods."""
+    n_checked = 0
+    for document in documents(files):
+        checked = [document]
+        if document["kind"] == "LeaderWorkerSet":
+            group = document["spec"]["leaderWorkerTemplate"]
+            checked = [as_pod(group["leaderTemplate"]), as_pod(group["workerTemplate"])]
+        for one in checked:
+            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+            n_checked += 1
+    return n_checked
+
+
+# --- golden renders ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_renders_are_as_committed(case: tuple[str, str]) -> None:
+    made = rendered(*case)
+    assert sorted(made) == sorted(path.name for path in golden_dir(*case).iterdir())
+    for name, text in made.items():
+        assert text == (golden_dir(*case) / name).read_text(), (
+            "run python -m tests.support.golden_renders and look at the diff"
+        )
+
+
+def test_golden_directories_are_all_used() -> None:
+    assert {path.name for path in GOLDEN.iterdir() if path.is_dir()} == {"-".join(case) for case in CASES}
+
+
+def test_compose_files_follow_the_compose_specification() -> None:
+    files = [path for case in CASES if case[1] == "compose" for path in golden_dir(*case).iterdir()]
+    done = check_jsonschema("--builtin-schema", "vendor.compose-spec", *files)
+    assert files
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] != "compose"], ids="-".join)
+def test_kubernetes_files_are_valid(case: tuple[str, str]) -> None:
+    assert check_kubernetes(rendered(*case)) >= 3
+
+
+def test_the_validator_would_notice() -> None:
+    files = rendered("kubernetes", "kubernetes")
+    spoiled = {name: text.replace("failureThreshold", "failureTreshold") for name, text in files.items()}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check_kubernetes(spoiled)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_renders_for_some_target(path: Path, tmp_path: Path) -> None:
+    manifest, n_rendered = load_manifest(path), 0
+    for target in TARGETS:
+        try:
+            files = render(manifest, target)
+        except UsageError:
+            continue
+        n_rendered += 1
+        if target == "compose":
+            (tmp_path / "compose.yaml").write_text(files["compose.yaml"])
+            assert (
+                check_jsonschema("--builtin-schema", "vendor.compose-spec", tmp_path / "compose.yaml").returncode == 0
+            )
+        else:
+            check_kubernetes(files)
+    assert n_rendered
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(manifest=manifests(stages_max=3))
+def test_any_manifest_renders_validly_or_is_refused(manifest: Manifest) -> None:
+    for target in TARGETS:
+        try:
+            files = render(manifest, target)
+        except UsageError:
+            continue
+        assert render(manifest, target) == files
+        contained = contained_manifest(files)
+        assert [s.layers for s in contained.stages] == [s.layers for s in manifest.stages]
+        if target != "compose":
+            check_kubernetes(files)
+
+
+# --- what they say ----------------------------------------------------------------------------------------------------
+
+
+def contained_manifest(files: dict[str, str]) -> Manifest:
+    """The manifest that the rendered coordinator will read."""
+    if "compose.yaml" in files:
+        text = yaml.safe_load(files["compose.yaml"])["configs"]["pipeline"]["content"].replace("$$", "$")
+    else:
+        (config,) = of_kind(files, "ConfigMap")
+        text = config["data"]["pipeline.yaml"]
+    return parse_manifest(text.encode(), "contained")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_coordinator_gets_a_manifest_of_its_own(target: str) -> None:
+    contained = contained_manifest(render(parsed(SMALLEST), target))
+    assert contained.model_path == Path("/models/model.gguf")
+    assert contained.uses_tls, "containers are not loopback, so links are private"
+    assert contained.join_port == 50_050
+    assert not any(stage.is_local for stage in contained.stages)
+    flags = flag_defaults(contained)
+    assert flags["http"] == ("0.0.0.0", inside.HTTP_PORT)
+    assert flags["tls_dir"] == Path(inside.TLS_DIR)
+    assert flags["token_file"] == Path(inside.TOKEN_FILE)
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_every_rendered_command_has_only_flags_that_exist(case: tuple[str, str]) -> None:
+    found = list(commands(documents(rendered(*case))))
+    assert len(found) >= 2
+    for command in found:
+        known = cli.relayline.get_command(click.Context(cli.relayline), command[0])
+        assert known is not None
+        options = {name for parameter in known.params for name in parameter.opts}
+        assert {argument for argument in command if argument.startswith("--")} <= options
+
+
+def commands(value: object) -> Iterator[list[str]]:
+    """The arguments of every relayline process anywhere inside."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if key in ("args", "command") and part[0] in ("serve", "stage"):
+                yield part
+            else:
+                yield from commands(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from commands(part)
+
+
+def test_compose_stops_the_coordinator_before_its_stages() -> None:
+    services = yaml.safe_load(rendered("smallest", "compose")["compose.yaml"])["services"]
+    assert set(services["coordinator"]["depends_on"]) == {"stage-0", "stage-1"}
+    assert services["coordinator"]["ports"] == [{"target": 8080, "published": "8080", "host_ip": "127.0.0.1"}]
+    for name in ("coordinator", "stage-0", "stage-1"):
+        assert int(services[name]["stop_grace_period"].removesuffix("s")) > bounds.DRAIN_TIMEOUT_S
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] == "compose"], ids="-".join)
+def test_compose_makes_read_only_what_it_copies_no_file_into(case: tuple[str, str]) -> None:
+    compose = yaml.safe_load(rendered(*case)["compose.yaml"])
+    for name, service in compose["services"].items():
+        copied = [config for config in service.get("configs", ()) if "file" not in compose["configs"][config["source"]]]
+        assert not (copied and service.get("read_only")), f"Compose refuses to start {name}"
+        assert service.get("read_only") or copied or name in observability.SERVICES
+
+
+def test_compose_has_the_observability_services_under_a_profile() -> None:
+    services = yaml.safe_load(rendered("smallest", "compose")["compose.yaml"])["services"]
+    assert {name for name, s in services.items() if s.get("profiles") == ["observability"]} == set(
+        observability.SERVICES
+    )
+    beside = yaml.safe_load((EXAMPLES.parent / "observability" / "compose.yaml").read_text())["services"]
+    images = {name: service["image"] for name, service in beside.items()}
+    assert {name: services[name]["image"] for name in observability.SERVICES} == images
+
+
+def test_compose_takes_no_text_of_the_user_for_a_variable() -> None:
+    files = render(parsed(SMALLEST + '  coordinator: {modelId: "a$HOME"}\n'), "compose", "/data/$x")
+    assert "modelId: a$$HOME" in files["compose.yaml"]
+    assert "${RELAYLINE_MODELS:-/data/$$x}" in files["compose.yaml"]
+
+
+def test_a_gpu_stage_asks_for_a_gpu() -> None:
+    services = yaml.safe_load(rendered("gpu-and-cpu", "compose")["compose.yaml"])["services"]
+    assert services["card"]["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+    assert services["card"]["image"].endswith("-cuda")
+    assert "reservations" not in services["processor"]["deploy"]["resources"]
+    sets = {s["metadata"]["name"]: s for s in of_kind(rendered("kubernetes", "kubernetes"), "StatefulSet")}
+    limits = {n: s["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"] for n, s in sets.items()}
+    assert limits["chat-first"]["nvidia.com/gpu"] == "1"
+    assert "nvidia.com/gpu" not in limits["chat-second"]
+
+
+def test_kubernetes_pods_end_after_the_drain_and_own_nothing() -> None:
+    files = rendered("kubernetes", "kubernetes")
+    pods = [d["spec"]["template"]["spec"] for d in documents(files) if d["kind"] in ("Deployment", "StatefulSet")]
+    assert len(pods) == 4
+    for pod in pods:
+        assert pod["terminationGracePeriodSeconds"] > bounds.DRAIN_TIMEOUT_S
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["affinity"]["podAntiAffinity"]
+        assert not pod["automountServiceAccountToken"]
+        (container,) = pod["containers"]
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert {"startupProbe", "readinessProbe", "livenessProbe", "resources"} <= container.keys()
+
+
+def test_stages_can_join_before_anything_is_ready() -> None:
+    services = {s["metadata"]["name"]: s["spec"] for s in of_kind(rendered("kubernetes", "kubernetes"), "Service")}
+    assert services["chat-join"]["publishNotReadyAddresses"]
+    assert services["chat-stages"]["clusterIP"] == "None"
+    assert services["chat-stages"]["publishNotReadyAddresses"]
+    assert "publishNotReadyAddresses" not in services["chat"], "clients reach only a coordinator that is ready"
+
+
+def test_a_stage_advertises_the_name_that_its_certificate_is_made_for() -> None:
+    files = rendered("kubernetes", "kubernetes")
+    for stage_set in of_kind(files, "StatefulSet"):
+        args = stage_set["spec"]["template"]["spec"]["containers"][0]["args"]
+        host = args[args.index("--advertise") + 1]
+        assert host == f"{stage_set['metadata']['name']}-0.{stage_set['spec']['serviceName']}"
+        assert f"certs issue tls {host}\n" in files["config.yaml"]
+
+
+def test_probes_are_grpc_where_links_are_in_the_clear() -> None:
+    (first, _) = of_kind(rendered("plaintext", "kubernetes"), "StatefulSet")
+    container = first["spec"]["template"]["spec"]["containers"][0]
+    assert container["readinessProbe"]["grpc"] == {"port": 50_051}
+    assert "--insecure" in container["args"]
+    (private, *_) = of_kind(rendered("kubernetes", "kubernetes"), "StatefulSet")
+    assert private["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]["port"] == "metrics"
+
+
+def test_no_rendered_file_holds_a_secret() -> None:
+    for case in CASES:
+        kinds = {document.get("kind") for document in documents(rendered(*case))}
+        assert "Secret" not in kinds
+
+
+def test_a_leader_worker_set_has_one_pod_per_process() -> None:
+    (group,) = of_kind(rendered("replicas", "leaderworkerset"), "LeaderWorkerSet")
+    assert group["spec"]["replicas"] == 4
+    template = group["spec"]["leaderWorkerTemplate"]
+    assert template["size"] == 3
+    worker = template["workerTemplate"]["spec"]["containers"][0]
+    assert worker["resources"]["requests"] == {"cpu": "8", "memory": "16384Mi"}, "what the greediest stage needs"
+    names = [stage.name for stage in contained_manifest(rendered("replicas", "leaderworkerset")).stages]
+    assert names == ["stage-1", "stage-2"]
+    assert worker["args"][worker["args"].index("--name") + 1] == "stage-$(LWS_WORKER_INDEX)"
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "message"),
+    [
+        (SMALLEST + "  deployment: {replicas: 2}\n", "compose", "needs --target leaderworkerset"),
+        (SMALLEST + "  deployment: {replicas: 2}\n", "kubernetes", "needs --target leaderworkerset"),
+        (with_stages("name: jaeger"), "compose", "stage name 'jaeger' is taken by another part"),
+        (with_stages("name: join"), "kubernetes", "stage name 'join' is taken by another part"),
+        (with_stages(f"name: {'a' * 60}"), "kubernetes", "is longer than 52 characters"),
+        (SMALLEST.replace("small", "1st"), "kubernetes", "begins with a digit"),
+        (with_stages("name: a, device: gpu", "name: b"), "leaderworkerset", "stages differ in device"),
+    ],
+)
+def test_what_a_target_cannot_run_is_refused(text: str, target: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        render(parsed(text), target)
+
+
+def test_what_is_left_out_is_told() -> None:
+    told = notes(parsed(with_stages("name: a, speed: {calibration: a.json}")), in_kubernetes=True)
+    assert len(told) == 3
+    assert notes(parsed(with_stages("name: a, threads: 2, memoryGib: 4")), in_kubernetes=True) == []
+
+
+# --- onto disk --------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_written_and_replaced_and_removed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write_files(out, {"a.yaml": "1", "b.yaml": "2", "sub/c.json": "3"})
+    write_files(out, {"a.yaml": "4", "sub/c.json": "3"})
+    paths = [path for path in out.rglob("*") if path.is_file() and path.name != RECORD_FILE]
+    assert {path.relative_to(out).as_posix(): path.read_text() for path in paths} == {"a.yaml": "4", "sub/c.json": "3"}
+    assert stat.S_IMODE((out / "a.yaml").stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("how", ["foreign", "edited", "link", "directory"])
+def test_nobody_elses_file_is_replaced(tmp_path: Path, how: str) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    if how == "edited":
+        write_files(out, {"b.yaml": "old"})
+        (out / "b.yaml").write_text("edited")
+    elif how == "link":
+        (tmp_path / "real").write_text("precious")
+        (out / "b.yaml").symlink_to(tmp_path / "real")
+    elif how == "directory":
+        (out / "b.yaml").mkdir()
+    else:
+        (out / "b.yaml").write_text("mine")
+    with pytest.raises(UsageError, match=r"b\.yaml was not made by this command or was edited since"):
+        write_files(out, {"a.yaml": "new", "b.yaml": "new"})
+    assert not (out / "a.yaml").exists(), "nothing is written when something is refused"
+    if how in ("foreign", "edited"):
+        write_files(out, {"b.yaml": "new"}, force=True)
+        assert (out / "b.yaml").read_text() == "new"
+
+
+def test_other_files_in_the_directory_stay(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / RECORD_FILE).write_text("0" * 64 + "  notes.txt\n" + "0" * 64 + "  ../outside\nnonsense\n\x00\n")
+    write_files(tmp_path, {"a.yaml": "1"})
+    assert (tmp_path / "notes.txt").read_text() == "mine"

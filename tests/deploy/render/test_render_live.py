@@ -1,0 +1,127 @@
+"""A rendered deployment, run: its own commands, secrets and manifest, with a container's paths moved to a directory."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from relayline.deploy.cli import main as cli
+from relayline.deploy.render import inside
+from relayline.deploy.render.targets import render
+from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
+from relayline.deploy.testing.processes import Running, running
+from tests.deploy.manifest.test_manifest import SMALLEST, parsed
+
+KEY = "key-of-the-only-client"
+PORTS = {
+    "0.0.0.0:50050": "0.0.0.0:0",
+    "0.0.0.0:8080": "127.0.0.1:0",
+    "0.0.0.0:50051": "0.0.0.0:0",
+    "0.0.0.0:9464": "127.0.0.1:0",
+}
+
+
+class Machine:
+    """Stands in for Compose: gives every service its files and moves paths, ports and names to this machine."""
+
+    def __init__(self, text: str, root: Path) -> None:
+        self.text, self.root = text, root
+        self.compose = yaml.safe_load(text)
+
+    def prepare(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Run the commands at the head of the file, and put every config and secret where its service reads it."""
+        monkeypatch.chdir(self.root)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(self.root / "state"))
+        for line in self.text.splitlines():
+            if line.startswith("#   relayline certs"):
+                assert CliRunner().invoke(cli.relayline, shlex.split(line)[2:]).exit_code == 0
+        Path("api-keys").write_text(KEY + "\n")
+        for name in ("coordinator", "stage-0", "stage-1"):
+            service = self.compose["services"][name]
+            for secret in service["secrets"]:
+                data = Path(self.compose["secrets"][secret["source"]]["file"]).read_text()
+                self._write(name, secret["target"], data)
+            for config in service.get("configs", ()):
+                content = self.compose["configs"][config["source"]]["content"].replace("$$", "$")
+                self._write(name, config["target"], self._moved(name, content))
+        models = self.root / "coordinator" / "models"
+        models.mkdir()
+        (models / "demo.gguf").symlink_to(DEMO)
+
+    def command(self, name: str, join: str = "") -> list[str]:
+        """The service's command, for this machine."""
+        moved = [
+            PORTS.get(part) or self._moved(name, part.replace("coordinator:50050", join))
+            for part in self.compose["services"][name]["command"]
+        ]
+        if "--advertise" in moved:
+            moved[moved.index("--advertise") + 1] = "localhost"  # also in every certificate
+        return [part.replace("${RELAYLINE_THREADS:-0}", "1") for part in moved] + ["--json"]
+
+    def _write(self, name: str, target: str, data: str) -> None:
+        path = Path(self._moved(name, target))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(data)
+        path.chmod(0o600)
+
+    def _moved(self, name: str, text: str) -> str:
+        for inner in ("/etc/relayline", inside.MODELS_DIR, inside.STATE_DIR):
+            text = text.replace(inner, f"{self.root}/{name}{inner}")
+        return text
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Running, list[Running]]]:
+    manifest = parsed(
+        SMALLEST.replace("model.gguf", "demo.gguf")
+        + "  context: {tokens: 256, lanes: 2}\n  batching: {calibrate: false}\n  coordinator: {apiKeysFile: keys}\n"
+    )
+    machine = Machine(render(manifest, "compose")["compose.yaml"], tmp_path)
+    machine.prepare(monkeypatch)
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(running(*machine.command("coordinator")))
+        assert coordinator.event["event"] == "joinable"
+        join = f"localhost:{coordinator.event['join'].rpartition(':')[2]}"
+        stages = [stack.enter_context(running(*machine.command(f"stage-{index}", join))) for index in range(2)]
+        yield coordinator, stages
+
+
+def ask(url: str, body: dict[str, Any] | None = None, key: str = "") -> tuple[int, bytes]:
+    """One request; the status and the answer."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url, json.dumps(body).encode() if body else None, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+@pytest.mark.slow
+def test_a_rendered_pipeline_serves(pipeline: tuple[Running, list[Running]]) -> None:
+    coordinator, stages = pipeline
+    url = coordinator.event["url"]
+    event = coordinator.next_event("ready")
+    assert event["stages"] == 2
+    assert ask(f"{url}/live")[0] == 200
+    assert ask(f"{url}/health")[0] == 200
+    for stage in stages:
+        assert ask(f"http://{stage.event['metrics']}/metrics")[0] == 200, "what the probes ask for"
+    assert ask(f"{url}/v1/models")[0] == 401
+    body = {"model": event["model"], "prompt": "The", "max_tokens": 3}
+    status, answer = ask(f"{url}/v1/completions", body, KEY)
+    assert status == 200
+    assert json.loads(answer)["usage"]["completion_tokens"] == 3
+    assert coordinator.stop() == 0, "the coordinator goes first, as in the file"
+    assert [stage.stop() for stage in stages] == [0, 0]

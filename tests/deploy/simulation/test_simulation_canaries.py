@@ -1,0 +1,154 @@
+"""Broken batchers, policies and schedulers that the simulator's audit must catch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from relayline.coordinator.schedule.flights import Kind
+from relayline.coordinator.schedule.groups import GroupPlan, GroupPlanner
+from relayline.coordinator.schedule.scheduler import Scheduler
+from relayline.coordinator.sessions.session import OutFrame
+from relayline.deploy.testing.simulation import stage as simulate_stage
+from relayline.deploy.testing.simulation.run import Setup, Simulation, fixed
+from relayline.deploy.testing.simulation.scenarios import (
+    burst,
+)
+from relayline.deploy.testing.simulation.stage import Violation
+from relayline.deploy.testing.simulation.world import (
+    MS,
+    Disturbance,
+    Request,
+    World,
+    equal_stages,
+    streams,
+)
+from relayline.stage.queue_types import QueuedFrame, Step
+from relayline.stage.steps.batcher import Batcher
+from relayline.stage.steps.policy import Choice, GroupPolicy
+from tests.deploy.simulation.test_simulation import churning
+
+
+class LosesFrames(Batcher):
+    """Drops the last frame of every larger step."""
+
+    def take(self, now_ns: int) -> Step | None:
+        step = super().take(now_ns)
+        if step is not None and len(step.frames) > 1:
+            step.frames.pop()
+        return step
+
+
+class NeverPrefills(GroupPolicy):
+    """Serves decoders only, as long as there is one."""
+
+    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int) -> Choice:
+        return Choice(len(decode), 0, "broken") if decode else Choice(0, 0, "broken")
+
+
+class LastComeFirst(GroupPolicy):
+    """Holds prefill back while any decoder waits: starvation under load, not deadlock."""
+
+    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int) -> Choice:
+        return Choice(1, 0, "broken") if decode else Choice(0, 1, "broken")
+
+
+class Overbooks(Scheduler):
+    """Ignores the number of flights."""
+
+    def _take_groups(self, envelopes: list[list[OutFrame]], now_ns: int) -> None:
+        self._flights._n[Kind.DECODE] = 0
+        super()._take_groups(envelopes, now_ns)
+
+
+class HoldsOn(Scheduler):
+    """Holds rows until a flight lands, however long that takes."""
+
+    def _is_overdue(self, plan: GroupPlan, now_ns: int) -> bool:
+        return False
+
+
+class NeverReads(Scheduler):
+    """Lets no prompt row leave while a stream decodes."""
+
+    def _plan(self, planner: GroupPlanner) -> GroupPlan:
+        plan = super()._plan(planner)
+        return dataclasses.replace(plan, prefill_flights=0, ride_rows=0) if self.n_decoding else plan
+
+
+class PilesUp(Scheduler):
+    """Has prompt rows ride with every flight, however many are still under way that left with others."""
+
+    def _take_groups(self, envelopes: list[list[OutFrame]], now_ns: int) -> None:
+        self._flights.n_ridden = 0
+        super()._take_groups(envelopes, now_ns)
+
+
+def test_a_lost_frame_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate_stage, "Batcher", LosesFrames)
+    with pytest.raises(Violation, match=r"lost|sent"):
+        Simulation(World(equal_stages(2), streams(8, 8))).run()
+
+
+def test_prefill_that_is_never_served_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate_stage, "GroupPolicy", NeverPrefills)
+    with pytest.raises(Violation, match="holds frames while its engine is free"):
+        Simulation(World(equal_stages(2), streams(2, 8))).run()
+
+
+def test_starved_prefill_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate_stage, "GroupPolicy", LastComeFirst)
+    requests = (*(Request(0, 1, 400) for _ in range(24)), Request(500 * MS, 400, 2))
+    setup = dataclasses.replace(fixed(24, 1))
+    with pytest.raises(Violation, match="a frame waits"):
+        Simulation(World(equal_stages(2), requests), setup).run()
+
+
+def test_too_many_flights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relayline.deploy.testing.simulation.run.Scheduler", Overbooks)
+    with pytest.raises(Violation, match="the plan allows"):
+        Simulation(World(equal_stages(2), streams(12, 30)), fixed(1, 4)).run()
+
+
+def test_rows_that_are_held_for_too_long_are_caught_although_no_curve_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage stalls; what else is answered meanwhile lets go of rows that have waited for as long as flights take."""
+    early = tuple(Request(7 * MS * index, 4, 60) for index in range(5))
+    late = tuple(Request((56 + 100 * index) * MS, 4, 4) for index in range(1, 12))
+    stall = Disturbance(168 * MS, 0, stall_ns=2_000 * MS)
+    world = World(equal_stages(2, "smooth"), early + late, disturbances=(stall,))
+    Simulation(world, Setup(is_calibrated=False)).run()
+    monkeypatch.setattr("relayline.deploy.testing.simulation.run.Scheduler", HoldsOn)
+    with pytest.raises(Violation, match=r"is held for [0-9.]+ ms, [0-9.]+ are predicted"):
+        Simulation(world, Setup(is_calibrated=False)).run()
+
+
+@pytest.mark.parametrize("says", ["nothing", "that it may"])
+def test_rows_that_are_held_for_longer_than_predicted_are_caught(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the plan itself says that they may be."""
+    world = burst(equal_stages(2, "smooth"), 16, 16, 16, link_ns=MS // 2)
+    Simulation(world).run()
+    if says == "nothing":
+        monkeypatch.setattr("relayline.deploy.testing.simulation.run.Scheduler", HoldsOn)
+    else:
+        plan = GroupPlanner._plan
+        monkeypatch.setattr(
+            GroupPlanner, "_plan", lambda *given: dataclasses.replace(plan(*given), hold_max_ns=1e18)
+        )  # fmt: skip
+    with pytest.raises(Violation, match=r"is held for [0-9.]+ ms, [0-9.]+ are predicted"):
+        Simulation(world).run()
+
+
+def test_prompts_that_nobody_reads_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(equal_stages(2), (*streams(4, 400), Request(2_000 * MS, 40, 2)))
+    Simulation(world).run()
+    monkeypatch.setattr("relayline.deploy.testing.simulation.run.Scheduler", NeverReads)
+    with pytest.raises(Violation, match="prompts wait and none has left"):
+        Simulation(world).run()
+
+
+def test_prompt_rows_that_pile_up_behind_decode_rows_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relayline.deploy.testing.simulation.run.Scheduler", PilesUp)
+    with pytest.raises(Violation, match="prompt rows ride in"):
+        Simulation(churning(0)).run()

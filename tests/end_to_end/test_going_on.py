@@ -1,0 +1,185 @@
+"""Links that break while all stages live on: streams go on from what these still hold, and no token changes by that."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from relayline.coordinator.sessions import suspects
+from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
+from relayline.coordinator.sessions.session import Session
+from relayline.coordinator.sessions.suspects import Suspects
+from relayline.deploy.testing.reference import ReferenceModel
+from tests.stage.sampling.test_penalties import PENALISED, assert_penalised
+from tests.support.fleet import (
+    GREEDY,
+    Artifacts,
+    Fleet,
+    artifacts_fixture,
+    assert_greedy,
+    assert_seeded,
+    fleet,
+    prompt_of,
+    read,
+    request,
+    tokens_of,
+    whole_fixture,
+)
+
+FIXTURES = (artifacts_fixture, whole_fixture)  # pytest finds them in the modules that name them
+SEEDED = SamplingParams(temperature=0.9, seed=12)
+
+
+async def rows_of(running: Fleet) -> list[int]:
+    """Rows that each stage has computed so far."""
+    stages = (await running.pipeline.describe())["stages"]
+    assert isinstance(stages, list)
+    return [stage["rows"] for stage in stages]
+
+
+async def cut(running: Fleet, where: int) -> None:
+    """Break what goes through one proxy, and wait until the pipeline is ready again."""
+    running.recovering.clear()
+    running.proxies[where].cut()
+    async with asyncio.timeout(20):
+        await running.recovering.wait()
+        await running.pipeline.ready.wait()
+
+
+@pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
+@pytest.mark.parametrize("mode", ["auto", "drain"])
+@pytest.mark.parametrize("where", [0, 1, 2])
+async def test_where_only_links_break_nothing_is_read_again(
+    kv_layout: str, mode: str, where: int, artifacts: Artifacts, whole: ReferenceModel
+) -> None:
+    prompts = [prompt_of(seed, 60 + seed) for seed in range(4)]
+    sampling = [GREEDY, SEEDED, PENALISED, GREEDY]
+    async with fleet(artifacts([1, 3]), kv_layout=kv_layout, mode=mode, proxied=True) as running:
+        streams = [running.pipeline.open(request(p, 40, s)) for p, s in zip(prompts, sampling, strict=True)]
+        said = await asyncio.gather(*(read(stream, 5) for stream in streams))
+        for _ in range(2):
+            await cut(running, where)
+            more = await asyncio.gather(*(read(stream, 6) for stream in streams))
+            said = [before + after for before, after in zip(said, more, strict=True)]
+        rest = await asyncio.gather(*map(tokens_of, streams))
+        n_rows = await rows_of(running)
+        await running.until_free()
+        assert running.pipeline.epoch >= 3
+    outputs = [before + after for before, after in zip(said, rest, strict=True)]
+    for prompt, tokens, how in zip(prompts, outputs, sampling, strict=True):
+        assert len(tokens) == 40
+        if how is PENALISED:
+            assert_penalised(whole, prompt, tokens)
+        elif how is SEEDED:
+            assert_seeded(whole, prompt, tokens, how)
+        else:
+            assert_greedy(whole, prompt, tokens)
+    # Each loss costs a stream the last row, and those that a stage behind had not computed yet.
+    assert max(n_rows) <= sum(len(prompt) + 39 for prompt in prompts) + 2 * len(prompts) * 2
+
+
+async def test_a_prompt_that_was_being_read_is_read_on(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    prompts = [prompt_of(80 + index, 200) for index in range(2)]
+    async with fleet(artifacts([1, 3]), mode="fixed", proxied=True) as running:
+        streams = [running.pipeline.open(request(prompt, 10)) for prompt in prompts]
+        async with asyncio.timeout(20):
+            while min(await rows_of(running)) < 100:
+                pass
+        await cut(running, 1)
+        outputs = await asyncio.gather(*map(tokens_of, streams))
+        n_rows = await rows_of(running)
+    for prompt, tokens in zip(prompts, outputs, strict=True):
+        assert_greedy(whole, prompt, tokens)
+    assert n_rows[-1] < 2 * (200 + 9) + 100, "what the last stage had is not read again"
+
+
+async def test_who_left_or_ended_meanwhile_holds_no_lane(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    prompts = [prompt_of(90 + index, 40) for index in range(3)]
+    async with fleet(artifacts([2]), n_lanes=3, proxied=True, prefix_lanes=None) as running:
+        streams = [running.pipeline.open(request(prompt, 60)) for prompt in prompts]
+        said = await asyncio.gather(*(read(stream, 5) for stream in streams))
+        running.proxies[0].cut()
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        await streams[0].aclose()
+        late = prompt_of(99, 40)
+        output = await tokens_of(running.pipeline.open(request(late, 10)))
+        rest = await asyncio.gather(*map(tokens_of, streams[1:]))
+        await running.until_free()
+        async with asyncio.timeout(20):
+            while max(await running.lanes_kept()) > 1:
+                pass
+    assert_greedy(whole, late, output)
+    for prompt, before, after in zip(prompts[1:], said[1:], rest, strict=True):
+        assert_greedy(whole, prompt, before + after)
+
+
+async def test_where_everybody_left_meanwhile_nothing_waits_for_the_next_request(artifacts: Artifacts) -> None:
+    """What the last epoch left is closed when the next begins, also where nobody goes on."""
+    async with fleet(artifacts([2]), n_lanes=3, proxied=True, prefix_lanes=None) as running:
+        stream = running.pipeline.open(request(prompt_of(90, 40), 60))
+        await read(stream, 5)
+        running.proxies[0].cut()
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        await stream.aclose()
+        async with asyncio.timeout(20):
+            await running.pipeline.ready.wait()
+            while any(await running.lanes_kept()):
+                pass
+        await running.until_free()
+
+
+async def test_a_stage_that_starts_anew_holds_nothing_and_all_is_read_again(
+    artifacts: Artifacts, whole: ReferenceModel
+) -> None:
+    """Also of who has its lanes at the others: these begin anew with it."""
+    prompts = [prompt_of(70 + index, 50) for index in range(3)]
+    async with fleet(artifacts([1, 3]), prefix_lanes=None) as running:
+        streams = [running.pipeline.open(request(prompt, 40)) for prompt in prompts]
+        said = await asyncio.gather(*(read(stream, 5) for stream in streams))
+        await running.stop(1)
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        await running.start(1)
+        rest = await asyncio.gather(*map(tokens_of, streams))
+        n_rows = await rows_of(running)
+    for prompt, before, after in zip(prompts, said, rest, strict=True):
+        assert_greedy(whole, prompt, before + after)
+    assert n_rows[0] >= sum(len(prompt) + 39 for prompt in prompts) + 3 * 50
+
+
+def test_who_is_lost_twice_without_a_token_reads_everything() -> None:
+    first, second = (
+        Session(number, GenerationRequest(str(number), (1,), 9, GREEDY), lambda _: False) for number in (1, 2)
+    )
+    counted = Suspects()
+    counted.lost([first, second])
+    assert counted.trusted([first, second]) == [first, second]
+    counted.cleared(second)
+    counted.lost([first, second])
+    assert counted.trusted([first, second]) == [second]
+
+
+async def test_a_long_prompt_over_a_bad_link_is_read_in_as_many_epochs_as_it_takes(
+    artifacts: Artifacts, whole: ReferenceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More losses before its first token than any request survives that gets no further, and no row is read twice."""
+    monkeypatch.setattr(suspects, "FURTHER_ROWS", 16)
+    prompt, cut_in = prompt_of(7, 240), set[int]()
+    async with fleet(artifacts([1, 3]), mode="groups", proxied=True) as running:
+        passed = running.pipeline._suspects.passed
+
+        def cut_at_once(session_id: int, n_rows: int) -> list[Session]:
+            if len(cut_in) < suspects.LOSSES_MAX + 1 and running.pipeline.epoch not in cut_in:
+                cut_in.add(running.pipeline.epoch)
+                running.proxies[1].cut()
+            return passed(session_id, n_rows)
+
+        monkeypatch.setattr(running.pipeline._suspects, "passed", cut_at_once)
+        output = await tokens_of(running.pipeline.open(request(prompt, 10)))
+        n_rows = await rows_of(running)
+    assert len(cut_in) == suspects.LOSSES_MAX + 1
+    assert_greedy(whole, prompt, output)
+    assert max(n_rows) < 2 * len(prompt)

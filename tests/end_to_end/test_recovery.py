@@ -1,0 +1,287 @@
+"""A lost stage is a pause: what runs, what waits and what comes meanwhile goes on, or ends with an error in time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from relayline.coordinator.engine.pipeline import Phase
+from relayline.coordinator.engine.stage_client import StageClient
+from relayline.coordinator.sessions.generation import SamplingParams
+from relayline.deploy.testing.reference import ReferenceModel
+from relayline.wire.common.errors import (
+    ContextLengthError,
+    NotReadyError,
+    StageLostError,
+)
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from tests.support.fleet import (
+    Artifacts,
+    artifacts_fixture,
+    assert_greedy,
+    assert_seeded,
+    fleet,
+    prompt_of,
+    read,
+    request,
+    tokens_of,
+    whole_fixture,
+)
+
+SEEDED = SamplingParams(temperature=1.0, top_k=40, seed=7)
+FIXTURES = (artifacts_fixture, whole_fixture)  # pytest finds them in the modules that name them
+
+
+async def test_a_shared_session_goes_on_after_a_loss_for_those_that_stay(
+    artifacts: Artifacts, whole: ReferenceModel
+) -> None:
+    prompt, n_tokens = prompt_of(4, 21), 40
+    async with fleet(artifacts([1, 3]), share=True) as running:
+        opener, stays = (running.pipeline.open(request(prompt, n_tokens, SEEDED)) for _ in range(2))
+        begun = await read(opener, 5)
+        await running.stop(1)
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        await opener.aclose()
+        await running.start(1)
+        async with asyncio.timeout(20):
+            await running.pipeline.ready.wait()
+        late = running.pipeline.open(request(prompt, n_tokens, SEEDED))
+        tokens = await tokens_of(stays)
+        assert await tokens_of(late) == tokens
+        assert begun == tokens[:5]
+        assert running.pipeline.n_shared == 2
+        await running.until_free()
+    assert len(tokens) == n_tokens
+    assert_seeded(whole, prompt, tokens, SEEDED)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+async def test_a_lost_stage_is_a_pause_and_no_more(lost: int, artifacts: Artifacts, whole: ReferenceModel) -> None:
+    paths, prompt, n_tokens = artifacts([1, 3]), prompt_of(3, 37), 40
+    async with fleet(paths) as running:
+        greedy = running.pipeline.open(request(prompt, n_tokens))
+        seeded = running.pipeline.open(request(prompt, n_tokens, SEEDED))
+        before = [await read(greedy, 5), await read(seeded, 9)]
+        epoch = running.pipeline.epoch
+        await running.stop(lost)
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        assert not running.pipeline.is_ready()
+        await running.start(lost)
+        after = [await tokens_of(greedy), await tokens_of(seeded)]
+        assert running.pipeline.epoch > epoch
+        assert running.pipeline.phase is Phase.READY
+        await running.until_free()
+        assert len(await tokens_of(running.pipeline.open(request(prompt, 3)))) == 3
+    assert len(before[0] + after[0]) == n_tokens
+    assert_greedy(whole, prompt, before[0] + after[0])
+    assert len(before[1] + after[1]) == n_tokens
+    assert_seeded(whole, prompt, before[1] + after[1], SEEDED)
+
+
+async def test_a_stage_lost_during_prefill_is_a_pause_too(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    prompts = [prompt_of(index, 200) for index in range(3)]
+    async with fleet(artifacts([2])) as running:
+        streams = [running.pipeline.open(request(prompt, 5)) for prompt in prompts]
+        await running.stop(1)
+        await running.start(1)
+        outputs = await asyncio.gather(*map(tokens_of, streams))
+    for prompt, tokens in zip(prompts, outputs, strict=True):
+        assert_greedy(whole, prompt, tokens)
+
+
+async def test_waiting_requests_survive_a_lost_stage(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    prompts = [prompt_of(index, 9) for index in range(4)]
+    async with fleet(artifacts([2]), n_lanes=1) as running:
+        streams = [running.pipeline.open(request(prompt, 8)) for prompt in prompts]
+        first = await read(streams[0], 1)
+        await running.stop(0)
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        await streams[1].aclose()
+        await running.start(0)
+        outputs = [first + await tokens_of(streams[0]), await tokens_of(streams[2]), await tokens_of(streams[3])]
+        await running.until_free()
+    for prompt, tokens in zip((prompts[0], prompts[2], prompts[3]), outputs, strict=True):
+        assert len(tokens) == 8
+        assert_greedy(whole, prompt, tokens)
+
+
+async def test_a_stage_that_comes_back_with_fewer_lanes_makes_streams_wait(
+    artifacts: Artifacts, whole: ReferenceModel
+) -> None:
+    prompts, n_tokens = [prompt_of(index, 9 + index) for index in range(4)], 60
+    async with fleet(artifacts([2]), n_lanes=3, waiting_max=1) as running:
+        streams = [running.pipeline.open(request(prompt, n_tokens)) for prompt in prompts[:3]]
+        begun = [await read(stream, 3) for stream in streams]
+        await running.stop(0)
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        streams.append(running.pipeline.open(request(prompts[3], n_tokens)))  # one at least is there when it is back
+        running.n_lanes = 1
+        await running.start(0)
+        async with asyncio.timeout(20):
+            await running.pipeline.ready.wait()
+        assert running.pipeline.n_lanes == 1
+        outputs = await asyncio.gather(*map(tokens_of, streams))
+        await running.until_free()
+    for prompt, before, after in zip(prompts, [*begun, []], outputs, strict=True):
+        assert len(before + after) == n_tokens
+        assert_greedy(whole, prompt, before + after)
+
+
+async def test_a_stage_that_is_another_when_it_is_configured_is_asked_anew_what_it_holds(
+    artifacts: Artifacts, whole: ReferenceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, n_tokens, restarted = [prompt_of(index, 9) for index in range(3)], 40, asyncio.Event()
+    configure = StageClient.configure
+    async with fleet(artifacts([2]), n_lanes=3) as running:
+
+        async def configure_another(client: StageClient, asked: pb.ConfigureRequest) -> dict[int, int]:
+            if asked.stage_index == 0 and not restarted.is_set():  # it has just said that it has three lanes
+                restarted.set()
+                await running.stop(0)
+                running.n_lanes = 1
+                await running.start(0)
+            return await configure(client, asked)
+
+        streams = [running.pipeline.open(request(prompt, n_tokens)) for prompt in prompts]
+        begun = [await read(stream, 3) for stream in streams]
+        monkeypatch.setattr(StageClient, "configure", configure_another)
+        await running.stop(1)
+        await running.start(1)
+        async with asyncio.timeout(20):
+            await restarted.wait()
+            await running.pipeline.ready.wait()
+        assert running.pipeline.n_lanes == 1
+        outputs = await asyncio.gather(*map(tokens_of, streams))
+        await running.until_free()
+    for prompt, before, after in zip(prompts, begun, outputs, strict=True):
+        assert_greedy(whole, prompt, before + after)
+
+
+async def test_who_no_longer_fits_a_stage_that_came_back_with_less_context_is_told(
+    artifacts: Artifacts, whole: ReferenceModel
+) -> None:
+    prompt = prompt_of(1, 9)
+    async with fleet(artifacts([2]), n_lanes=2) as running:
+        fits, too_long, waits = (running.pipeline.open(request(prompt, n)) for n in (20, 100, 20))
+        begun = await read(fits, 3)
+        await read(too_long, 3)
+        await running.stop(0)
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        newcomer = running.pipeline.open(request(prompt, 90))
+        running.ctx_tokens = 64
+        await running.start(0)
+        for stream in (too_long, newcomer):
+            with pytest.raises(ContextLengthError, match="64 tokens"):
+                await read(stream, 100)
+            await stream.aclose()
+        outputs = await asyncio.gather(tokens_of(fits), tokens_of(waits))
+        assert running.pipeline.ctx_tokens == 64
+        await running.until_free()
+    assert_greedy(whole, prompt, begun + outputs[0])
+    assert_greedy(whole, prompt, outputs[1])
+
+
+async def test_a_stage_that_stays_away_ends_requests_with_an_error(artifacts: Artifacts) -> None:
+    async with fleet(artifacts([2]), n_lanes=1, recovery_timeout_s=0.0) as running:
+        streams = [running.pipeline.open(request(prompt_of(0, 9), 200)) for _ in range(2)]
+        await read(streams[0], 2)
+        await running.stop(1)
+        for stream in streams:
+            with pytest.raises(StageLostError):
+                await read(stream, 200)
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+            await stream.aclose()
+        await running.start(1)
+        async with asyncio.timeout(20):
+            await running.pipeline.ready.wait()
+        assert len(await tokens_of(running.pipeline.open(request(prompt_of(0, 9), 3)))) == 3
+
+
+async def test_a_request_that_comes_during_a_pause_begins_after_it(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    prompts = [prompt_of(index, 20) for index in range(4)]
+    async with fleet(artifacts([2]), n_lanes=2) as running:
+        paused = running.pipeline.open(request(prompts[0], 12))
+        begun = await read(paused, 4)
+        await running.stop(1)
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        newcomers = [running.pipeline.open(request(prompt, 8)) for prompt in prompts[1:]]  # one lane for three
+        await running.start(1)
+        outputs = await asyncio.gather(tokens_of(paused), *map(tokens_of, newcomers))
+        await running.until_free()
+    assert [len(tokens) for tokens in outputs] == [8, 8, 8, 8]
+    assert_greedy(whole, prompts[0], begun + outputs[0])
+    for prompt, tokens in zip(prompts[1:], outputs[1:], strict=True):
+        assert_greedy(whole, prompt, tokens)
+
+
+async def test_a_newcomer_waits_for_a_lost_stage_as_long_as_the_others(artifacts: Artifacts) -> None:
+    async with fleet(artifacts([2]), recovery_timeout_s=1.0) as running:
+        await running.stop(1)
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+        newcomer, leaver = (running.pipeline.open(request(prompt_of(0, 9), 3)) for _ in range(2))
+        await leaver.aclose()
+        with pytest.raises(StageLostError):
+            await read(newcomer, 1)
+        with pytest.raises(NotReadyError, match="recovering"):
+            running.pipeline.open(request(prompt_of(0, 9), 3))
+        await running.start(1)
+        async with asyncio.timeout(20):
+            await running.pipeline.ready.wait()
+        assert len(await tokens_of(running.pipeline.open(request(prompt_of(0, 9), 3)))) == 3
+        await running.until_free()
+
+
+async def test_samples_of_an_old_epoch_and_echoes_are_ignored(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    prompt = prompt_of(5, 12)
+    async with fleet(artifacts([2])) as running:
+        pipeline = running.pipeline
+        stream = pipeline.open(request(prompt, 20))
+        tokens = await read(stream, 3)
+        (session_id,) = pipeline._audiences
+        length = len(pipeline._audiences[session_id].session.history)
+        for epoch, position in (
+            (pipeline.epoch - 1, length),
+            (pipeline.epoch, length - 1),
+            (pipeline.epoch, length + 1),
+        ):
+            sample = pb.Sampled(session_id=session_id, position=position, token=1)
+            pipeline._on_return(pb.ReturnEnvelope(epoch=epoch, samples=[sample]))
+        gone = pb.SessionFault(session_id=0, label="stage_lost", message="long ago", retryable=True)
+        pipeline._on_return(pb.ReturnEnvelope(epoch=pipeline.epoch - 1, faults=[gone]))
+        tokens += await tokens_of(stream)
+        assert pipeline.epoch == 1
+    assert len(tokens) == 20
+    assert_greedy(whole, prompt, tokens)
+
+
+async def test_a_session_is_replayed_after_a_fault_of_its_own(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    prompt = prompt_of(5, 40)
+    async with fleet(artifacts([2])) as running:
+        stream = running.pipeline.open(request(prompt, 20))
+        tokens = await read(stream, 3)
+        (session_id,) = running.pipeline._audiences
+        fault = pb.SessionFault(session_id=session_id, label="no_lane", message="m", retryable=True)
+        running.pipeline._on_return(pb.ReturnEnvelope(epoch=running.pipeline.epoch, faults=[fault]))
+        tokens += await tokens_of(stream)
+        await running.until_free()
+    assert_greedy(whole, prompt, tokens)
+
+
+async def test_a_stop_during_recovery_ends_requests_at_once(artifacts: Artifacts) -> None:
+    async with fleet(artifacts([2])) as running:
+        stream = running.pipeline.open(request(prompt_of(0, 9), 200))
+        await read(stream, 1)
+        await running.stop(0)
+        async with asyncio.timeout(20):
+            await running.recovering.wait()
+    with pytest.raises(NotReadyError, match="shutting down"):
+        await read(stream, 200)

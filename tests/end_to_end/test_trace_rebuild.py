@@ -1,0 +1,218 @@
+"""The proof of tracing: from stored spans alone, the batch of every token at every stage, checked against the stages.
+
+Eight streams over three stage processes; spans go over OTLP to a receiver in this process (gRPC and HTTP) and to MLflow
+(marked; it installs itself), a store that nobody here wrote. What the spans say is compared with two witnesses that do
+not come from spans: the ring that each stage keeps (Batches), and the counters that it has kept since before there was
+any tracing (Status).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayline.deploy.testing.otlp_receiver import CONSUMER, StoredSpan, receiving
+from relayline.deploy.testing.trace_rebuild import ROUTE, Batch, Rebuilt, is_complete, rebuild
+from relayline.deploy.testing.traced_pipeline import PROMPTS, ask_all, ring_of, settled, traced_pipeline
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.wire.telemetry import names
+from tests.support.mlflow_store import mlflow_store
+
+pytestmark = pytest.mark.slow  # real processes, started many times
+
+N_STAGES = 3
+N_TOKENS = 48  # over three stages more batches than the 128 links that the SDK keeps by default
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Proof:
+    """One run: what clients got, what the spans tell, what the stages say."""
+
+    store: str
+    answers: list[dict[str, Any]]
+    spans: list[StoredSpan]
+    rebuilt: Rebuilt
+    rings: list[pb.BatchesResponse]
+    statuses: list[pb.StatusResponse]
+
+
+async def run(directory: Path, environment: dict[str, str], store: str, level: str, wait_for: Any) -> Proof:
+    with traced_pipeline(directory, environment, n_stages=N_STAGES, level=level) as traced:
+        answers = await ask_all(traced, PROMPTS, N_TOKENS)
+        statuses = await settled(traced.stages)
+        rings = [await ring_of(address) for address in traced.stages]
+        spans = wait_for(statuses)
+    return Proof(store, answers, spans, rebuild(spans), rings, statuses)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("grpc", "batches"),
+        ("http", "frames"),
+        pytest.param(("mlflow", "batches"), marks=[pytest.mark.slow, pytest.mark.mlflow, pytest.mark.timeout(1200)]),
+    ],
+    ids="-".join,
+)
+def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Proof:
+    """One run of the pipeline for each store."""
+    store, level = request.param
+    directory = tmp_path_factory.mktemp("split")
+    if store == "mlflow":
+        with mlflow_store(tmp_path_factory.mktemp("mlflow")) as mlflow:
+
+            def stored_by_mlflow(statuses: list[pb.StatusResponse]) -> list[StoredSpan]:
+                n_steps = sum(status.n_steps for status in statuses)
+                is_enough = functools.partial(is_complete, n_steps=n_steps, n_requests=len(PROMPTS))
+                return mlflow.wait_for(is_enough, n_traces=len(PROMPTS) + n_steps)
+
+            return asyncio.run(run(directory, mlflow.environment, store, level, stored_by_mlflow))
+    with receiving() as receiver:
+        endpoint = receiver.grpc_endpoint if store == "grpc" else receiver.http_endpoint
+        protocol = "grpc" if store == "grpc" else "http/protobuf"
+        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
+
+        def stored_here(statuses: list[pb.StatusResponse]) -> list[StoredSpan]:
+            n_steps = sum(status.n_steps for status in statuses)
+            return receiver.wait_for(functools.partial(is_complete, n_steps=n_steps, n_requests=len(PROMPTS)))
+
+        return asyncio.run(run(directory, environment, store, level, stored_here))
+
+
+def test_every_request_is_one_trace_with_the_clients_ids_and_counts(proof: Proof) -> None:
+    by_id = {session.request_id: session for session in proof.rebuilt.sessions}
+    assert set(by_id) == {answer["id"] for answer in proof.answers}
+    assert len({session.trace_id for session in by_id.values()}) == len(PROMPTS)
+    for answer in proof.answers:
+        session = by_id[answer["id"]]
+        assert session.n_generated == len(answer["tokens"]) == N_TOKENS
+        assert session.n_prompt == answer["usage"]["prompt_tokens"]
+        servers = [span for span in proof.spans if span.trace_id == session.trace_id and span.name == ROUTE]
+        assert [span.attributes[names.GEN_AI_RESPONSE_ID] for span in servers] == [answer["id"]]
+        assert servers[0].parent_id == ""
+
+
+def test_every_token_is_found_in_one_batch_at_every_stage(proof: Proof) -> None:
+    """And each stage's batch names the one of the stage before as where its rows came from."""
+    n_found = 0
+    for session in proof.rebuilt.sessions:
+        for position in session.sampled_rows:
+            before: Batch | None = None
+            for stage in range(N_STAGES):
+                batch = proof.rebuilt.batches_of(session.session, position, stage)[-1]  # before it may be wrong guesses
+                (member,) = (member for member in batch.members if member.holds(session.session, position))
+                assert batch.requests[batch.members.index(member)][0] == session.trace_id
+                if before is not None:
+                    assert before.span.context in batch.upstream
+                    assert before.step  # a batch of the stage above, found by its context
+                    assert proof.rebuilt.batch_by_context[before.span.context].stage == stage - 1
+                before = batch
+                n_found += 1
+    assert n_found == len(PROMPTS) * N_TOKENS * N_STAGES
+
+
+def test_prompt_rows_are_found_too(proof: Proof) -> None:
+    for session in proof.rebuilt.sessions:
+        for position in range(session.n_prompt - 1):
+            for stage in range(N_STAGES):
+                assert len(proof.rebuilt.batches_of(session.session, position, stage)) == 1
+
+
+def test_members_rows_and_waits_are_what_the_stages_remember(proof: Proof) -> None:
+    for stage, ring in enumerate(proof.rings):
+        assert ring.n_forgotten == 0
+        assert len(ring.batches) == proof.statuses[stage].n_steps
+        for record in ring.batches:
+            batch = proof.rebuilt.batches[stage, record.step]
+            told = [(m.session, m.position, m.n_rows, m.wait_ns) for m in batch.members]
+            remembered = [(f"{m.session_id:016x}", m.position, m.n_rows, m.wait_ns) for m in record.members]
+            assert told == remembered
+            assert batch.n_rows == record.n_rows
+            assert bytes.fromhex("".join(batch.span.context)) == record.context
+            attributes = batch.span.attributes
+            assert attributes[names.ATTR_BATCH_PADDED_ROWS] == record.padded_rows
+            assert attributes[names.ATTR_BATCH_CLOSE_REASON] == record.close_reason
+            assert attributes[names.ATTR_BATCH_DECODE_NS] == record.decode_ns
+            assert attributes[names.ATTR_BATCH_ENCODE_NS] == record.encode_ns
+            assert attributes.get(names.ATTR_BATCH_PREDICTED_NS, 0) == record.predicted_ns
+            assert attributes[names.ATTR_BATCH_QUEUED_ROWS_BEFORE] == record.queued_rows_before
+            assert attributes[names.ATTR_BATCH_QUEUED_ROWS_AFTER] == record.queued_rows_after
+            assert attributes[names.ATTR_BATCH_BYTES_OUT] == record.bytes_out
+
+
+def test_the_sum_of_all_spans_is_what_the_stages_counted(proof: Proof) -> None:
+    """Steps, rows, frames, waits, time, padding, close reasons: counters that tracing has no hand in."""
+    for stage, status in enumerate(proof.statuses):
+        batches = proof.rebuilt.of_stage(stage)
+        assert len(batches) == status.n_steps
+        assert collections.Counter(batch.n_rows for batch in batches) == dict(status.steps_by_rows)
+        assert sum(len(batch.members) for batch in batches) == status.n_frames
+        assert sorted(m.wait_ns for batch in batches for m in batch.members) == sorted(status.recent_wait_ns)
+        attributes = [batch.span.attributes for batch in batches]
+        assert sum(found[names.ATTR_BATCH_DECODE_NS] for found in attributes) == status.busy_ns
+        assert sum(found[names.ATTR_BATCH_PADDED_ROWS] for found in attributes) == status.n_padded_rows
+        reasons = collections.Counter(found[names.ATTR_BATCH_CLOSE_REASON] for found in attributes)
+        assert reasons == dict(status.close_reasons)
+
+
+def test_batches_really_held_several_requests(proof: Proof) -> None:
+    for stage in range(N_STAGES):
+        assert any(len({m.session for m in batch.members}) > 1 for batch in proof.rebuilt.of_stage(stage))
+
+
+def test_requests_lead_to_their_batches_and_back(proof: Proof) -> None:
+    """Jaeger shows a link only on the span that holds it, so both sides hold one."""
+    for session in proof.rebuilt.sessions:
+        span = session.decode_span
+        to_batches = {
+            (link.trace_id, link.span_id): link.attributes[names.ATTR_BATCH_ID]
+            for link in span.links
+            if link.attributes[names.ATTR_LINK] == names.LINK_BATCH
+        }
+        mine = {
+            batch.span.context: f"{batch.stage}:{batch.step}"
+            for batch in proof.rebuilt.batches.values()
+            if any(member.session == session.session for member in batch.members)
+        }
+        assert to_batches == mine
+        assert sorted(span.attributes[names.ATTR_BATCH_IDS]) == sorted(mine.values())
+
+
+def test_sums_on_a_request_are_those_of_its_batches(proof: Proof) -> None:
+    for session in proof.rebuilt.sessions:
+        waits = session.decode_span.attributes[names.ATTR_STAGE_WAIT_SUM_NS]
+        longest = session.decode_span.attributes[names.ATTR_STAGE_WAIT_MAX_NS]
+        for stage in range(N_STAGES):
+            mine = [
+                member.wait_ns
+                for batch in proof.rebuilt.of_stage(stage)
+                for member in batch.members
+                if member.session == session.session
+            ]
+            assert (waits[stage], longest[stage]) == (sum(mine), max(mine))
+
+
+def test_who_speaks_is_told_apart(proof: Proof) -> None:
+    for batch in proof.rebuilt.batches.values():
+        assert batch.span.service == names.SERVICE_STAGE
+        if proof.store != "mlflow":  # which keeps no kinds
+            assert batch.span.kind == CONSUMER
+    instances = {stage: {b.span.instance for b in proof.rebuilt.of_stage(stage)} for stage in range(N_STAGES)}
+    assert all(len(found) == 1 for found in instances.values())
+    assert len(set.union(*instances.values())) == N_STAGES
+    assert {s.decode_span.service for s in proof.rebuilt.sessions} == {names.SERVICE_COORDINATOR}
+
+
+def test_no_span_says_anything_of_prompts_or_answers(proof: Proof) -> None:
+    secrets = [prompt.strip() for prompt in PROMPTS if len(prompt) > 8]
+    for span in proof.spans:
+        told = repr((span.name, span.attributes, [link.attributes for link in span.links], span.resource))
+        assert not [secret for secret in secrets if secret in told or repr(secret)[1:-1] in told]
+        assert names.GEN_AI_INPUT_MESSAGES not in span.attributes
+        assert names.GEN_AI_OUTPUT_MESSAGES not in span.attributes

@@ -1,0 +1,278 @@
+"""Goal: an artifact gets onto the disk whole and right or not at all, and no byte is fetched twice without need."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import shutil
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+import pytest
+
+from relayline.coordinator.joining import service as join_service
+from relayline.coordinator.joining.artifact_reader import CHUNK_BYTES, read_chunks
+from relayline.stage.engine.loading import Load
+from relayline.stage.joining import artifact_fetch
+from relayline.stage.joining.artifact_fetch import obtain
+from relayline.stage.joining.artifact_store import Slot, Writer
+from relayline.stage.joining.client import Member
+from relayline.wire.common.errors import ArtifactError, ProtocolError, StageLostError, StartError
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+from tests.support.join_support import content, join_port
+
+WAIT_S = 30
+Chunks = AsyncGenerator[tuple[int, bytes], None]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No waiting between attempts, and no memory of files that other tests hashed."""
+    monkeypatch.setattr(artifact_fetch, "RETRY_FIRST_S", 0.0)
+    monkeypatch.setattr(artifact_fetch, "RETRY_MAX_S", 0.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
+
+
+class Reads:
+    """Stands in for the coordinator's reading of artifacts: notes every offset, and lets a test spoil a fetch."""
+
+    def __init__(self) -> None:
+        self.offsets: list[int] = []
+        self.spoil: Callable[[int, int, bytes], bytes] = lambda n_fetch, offset, data: data
+
+    async def __call__(self, path: Path, offset: int, size_bytes: int) -> Chunks:
+        n_fetch = len(self.offsets)
+        self.offsets.append(offset)
+        async for at, data in read_chunks(path, offset, size_bytes):
+            yield at, self.spoil(n_fetch, at, data)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    spy = Reads()
+    monkeypatch.setattr(join_service, "read_chunks", spy)
+    return spy
+
+
+async def fetched(split: Path, cache: Path, name: str = "box1") -> Path:
+    """Join over a fresh port and obtain the artifact."""
+    async with asyncio.timeout(WAIT_S), join_port(split) as port:
+        member = await port.join(name, name)
+        try:
+            return await obtain(member, cache, Load(), always_fetch=True)
+        finally:
+            await member.close()
+
+
+async def test_an_empty_cache_is_filled_once(tmp_path: Path, reads: Reads) -> None:
+    for _ in range(2):
+        path = await fetched(tmp_path / "split", tmp_path / "cache")
+        assert path.read_bytes() == content(0)
+        assert (path.parent / "pipeline.json").read_bytes() == (tmp_path / "split" / "pipeline.json").read_bytes()
+        assert not list(path.parent.glob("*.partial"))
+    assert reads.offsets == [0]
+
+
+async def test_two_stages_fetch_at_once_into_one_cache(tmp_path: Path) -> None:
+    async with asyncio.timeout(WAIT_S), join_port(tmp_path / "split") as port:
+        members = [await port.join(name, name) for name in ("box1", "box2")]
+        paths = await asyncio.gather(
+            *(obtain(member, tmp_path / "cache", Load(), always_fetch=True) for member in members)
+        )
+        assert [path.read_bytes() for path in paths] == [content(0), content(1)]
+        for member in members:
+            await member.close()
+
+
+async def test_a_cut_in_the_middle_goes_on_where_it_was(tmp_path: Path, reads: Reads) -> None:
+    def cut(n_fetch: int, offset: int, data: bytes) -> bytes:
+        if n_fetch < 2 and offset >= (n_fetch + 1) * 4 * CHUNK_BYTES:
+            raise StageLostError("placed fault")
+        return data
+
+    reads.spoil = cut
+    path = await fetched(tmp_path / "split", tmp_path / "cache")
+    assert path.read_bytes() == content(0)
+    assert reads.offsets == [0, 4 * CHUNK_BYTES, 8 * CHUNK_BYTES]
+
+
+async def test_a_new_process_goes_on_where_the_old_one_was(tmp_path: Path, reads: Reads) -> None:
+    order = (await _order(tmp_path / "split")).artifact
+    slot = Slot(tmp_path / "cache", order)
+    slot.prepare(b"{}")
+    slot.partial.write_bytes(content(0)[:1_500_000])
+    path = await fetched(tmp_path / "split", tmp_path / "cache")
+    assert path.read_bytes() == content(0)
+    assert reads.offsets == [1_500_000]
+
+
+async def _order(split: Path) -> pb.StageOrder:
+    async with join_port(split) as port:
+        member = await port.join()
+        await member.close()
+        return member.order
+
+
+async def test_damaged_bytes_are_refused_and_fetched_again(
+    tmp_path: Path, reads: Reads, caplog: pytest.LogCaptureFixture
+) -> None:
+    reads.spoil = lambda n_fetch, offset, data: bytes(len(data)) if n_fetch == 0 and offset else data
+    path = await fetched(tmp_path / "split", tmp_path / "cache")
+    assert path.read_bytes() == content(0)
+    assert reads.offsets == [0, 0], "damaged bytes are not built upon"
+    assert "came damaged" in caplog.text
+
+
+async def test_a_damaged_partial_file_costs_one_fetch(tmp_path: Path, reads: Reads) -> None:
+    slot = Slot(tmp_path / "cache", (await _order(tmp_path / "split")).artifact)
+    slot.prepare(b"{}")
+    slot.partial.write_bytes(bytes(1_000))
+    path = await fetched(tmp_path / "split", tmp_path / "cache")
+    assert path.read_bytes() == content(0)
+    assert reads.offsets == [1_000, 0]
+
+
+async def test_a_partial_file_that_is_too_long_begins_anew(tmp_path: Path, reads: Reads) -> None:
+    slot = Slot(tmp_path / "cache", (await _order(tmp_path / "split")).artifact)
+    slot.prepare(b"{}")
+    slot.partial.write_bytes(content(0) + b"more")
+    assert (await fetched(tmp_path / "split", tmp_path / "cache")).read_bytes() == content(0)
+    assert reads.offsets == [0]
+
+
+async def test_a_file_altered_in_the_cache_is_fetched_anew(tmp_path: Path, reads: Reads) -> None:
+    path = await fetched(tmp_path / "split", tmp_path / "cache")
+    damaged = bytearray(content(0))
+    damaged[1_000] ^= 1
+    path.write_bytes(damaged)
+    assert (await fetched(tmp_path / "split", tmp_path / "cache")).read_bytes() == content(0)
+    assert reads.offsets == [0, 0]
+
+
+async def test_what_comes_damaged_every_time_is_given_up(tmp_path: Path, reads: Reads) -> None:
+    reads.spoil = lambda n_fetch, offset, data: bytes(len(data))
+    with pytest.raises(ArtifactError, match="came damaged"):
+        await fetched(tmp_path / "split", tmp_path / "cache")
+    assert reads.offsets == [0] * artifact_fetch.DAMAGED_MAX
+    assert not list((tmp_path / "cache").rglob("*.partial"))
+    assert not list((tmp_path / "cache").rglob("*.gguf"))
+
+
+async def test_a_fetch_that_brings_nothing_is_given_up(tmp_path: Path, reads: Reads) -> None:
+    def never(n_fetch: int, offset: int, data: bytes) -> bytes:
+        raise StageLostError("placed fault")
+
+    reads.spoil = never
+    with pytest.raises(StageLostError, match="placed fault"):
+        await fetched(tmp_path / "split", tmp_path / "cache")
+    assert len(reads.offsets) == artifact_fetch.FRUITLESS_ATTEMPTS_MAX
+
+
+async def test_bytes_for_another_place_are_refused(tmp_path: Path) -> None:
+    slot = Slot(tmp_path / "cache", (await _order(tmp_path / "split")).artifact)
+    slot.prepare(b"{}")
+    writer = Writer(slot, Load())
+    writer.append(0, b"abc")
+    for offset, data in ((0, b"x"), (4, b"x"), (3, bytes(slot.artifact.size_bytes))):
+        with pytest.raises(ProtocolError, match="was next"):
+            writer.append(offset, data)
+    writer.close()
+    assert slot.partial.read_bytes() == b"abc"
+
+
+async def test_a_full_disk_is_said_before_a_byte_is_fetched(
+    tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
+    with pytest.raises(StartError, match=r"0\.00 GiB free, and stage-0\.gguf needs 0\.07 GiB more.*--cache"):
+        await fetched(tmp_path / "split", tmp_path / "cache")
+    assert reads.offsets == []
+
+
+async def test_a_cache_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, not a directory")
+    with pytest.raises(StartError, match="give another with --cache"):
+        await fetched(tmp_path / "split", tmp_path / "cache")
+
+
+async def test_the_coordinators_own_file_is_used_where_it_is_seen(tmp_path: Path, reads: Reads) -> None:
+    split = tmp_path / "split"
+    async with asyncio.timeout(WAIT_S), join_port(split) as port:
+        member = await port.join()
+        path = await obtain(member, tmp_path / "cache", Load(), always_fetch=False)
+        assert path == split.resolve() / "stage-0.gguf"
+        assert reads.offsets == []
+        path.write_bytes(bytes(path.stat().st_size))  # another file under that path, of the same size
+        member.order.artifact.path = str(path)
+        with pytest.raises(ArtifactError, match="came damaged"):
+            await obtain(member, tmp_path / "cache", Load(), always_fetch=False)
+        assert len(reads.offsets) == artifact_fetch.DAMAGED_MAX, "a file that is not the right one is not used"
+        await member.close()
+
+
+@pytest.mark.parametrize(
+    ("file", "sha256"),
+    [("../stage.gguf", "0" * 64), ("", "0" * 64), (".hidden", "0" * 64), ("a/b", "0" * 64), ("stage.gguf", "../" * 21),
+     ("stage.gguf", "F" * 64), ("stage.gguf", "")],
+)  # fmt: skip
+def test_an_order_cannot_lead_out_of_the_cache(tmp_path: Path, file: str, sha256: str) -> None:
+    with pytest.raises(ProtocolError, match="no name of one"):
+        Slot(tmp_path, pb.ArtifactFile(file=file, sha256=sha256))
+
+
+def _hold(cache: Path, artifact: bytes, held: object, let_go: object) -> None:
+    slot = Slot(cache, pb.ArtifactFile.FromString(artifact))
+    assert slot.try_lock()
+    held.set()  # type: ignore[attr-defined]
+    let_go.wait(WAIT_S)  # type: ignore[attr-defined]
+
+
+async def test_two_processes_do_not_write_one_file(
+    tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(artifact_fetch, "LOCK_LOOK_S", 0.01)
+    artifact = (await _order(tmp_path / "split")).artifact
+    Slot(tmp_path / "cache", artifact).prepare(b"{}")
+    context = multiprocessing.get_context("spawn")
+    held, let_go = context.Event(), context.Event()
+    other = context.Process(target=_hold, args=(tmp_path / "cache", artifact.SerializeToString(), held, let_go))
+    other.start()
+    await asyncio.to_thread(held.wait, WAIT_S)
+    waiting = asyncio.create_task(fetched(tmp_path / "split", tmp_path / "cache"))
+    async with asyncio.timeout(WAIT_S):
+        while "waiting for another process" not in caplog.text:  # noqa: ASYNC110 - its log line is the event
+            await asyncio.sleep(0)
+    assert reads.offsets == []
+    let_go.set()
+    assert (await waiting).read_bytes() == content(0)
+    await asyncio.to_thread(other.join, WAIT_S)
+    assert other.exitcode == 0
+
+
+async def test_the_end_of_the_membership_ends_the_fetch_and_keeps_the_bytes(tmp_path: Path, reads: Reads) -> None:
+    stuck = asyncio.Event()
+
+    async def hold(path: Path, offset: int, size_bytes: int) -> Chunks:
+        async for piece in read_chunks(path, offset, size_bytes):
+            yield piece
+            stuck.set()
+            await asyncio.Event().wait()
+
+    async with asyncio.timeout(WAIT_S), join_port(tmp_path / "split") as port:
+        member: Member = await port.join()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(join_service, "read_chunks", hold)
+            getting = asyncio.create_task(obtain(member, tmp_path / "cache", Load(), always_fetch=True))
+            await stuck.wait()
+            slot = Slot(tmp_path / "cache", member.order.artifact)
+            second = await port.join()  # the same process, so the first membership ends
+            await member.lost
+        getting.cancel()
+        await asyncio.gather(getting, return_exceptions=True)
+        assert slot.partial_bytes() <= CHUNK_BYTES
+        assert (await obtain(second, tmp_path / "cache", Load(), always_fetch=True)).read_bytes() == content(0)
+        await member.close()
+        await second.close()

@@ -1,0 +1,343 @@
+"""Goal: a joining stage loads what it is told, once, keeps it as long as the order stays, and says why when it cannot.
+
+The engine is a stand-in; tests/end_to_end/test_join.py has real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from relayline.coordinator.joining import service as join_service
+from relayline.coordinator.joining.config import EngineOrder, JoinConfig, JoiningStage
+from relayline.stage.config import StageConfig
+from relayline.stage.engine.loading import TELL_EVERY_S, WEIGHTS, Load
+from relayline.stage.joining import artifact_fetch, join
+from relayline.stage.joining.config import JoinConfig as StageJoinConfig
+from relayline.stage.joining.config import facing
+from relayline.stage.joining.join import JoinedStage
+from relayline.wire.common.errors import (
+    ArtifactError,
+    NativeError,
+    PlaceTakenError,
+    StageLostError,
+    StaleEpochError,
+    UsageError,
+)
+from relayline.wire.links.security import PLAINTEXT, LinkSecurity
+from tests.support.join_support import NAMES, JoinPort, content, join_port, write_split
+
+WAIT_S = 20
+
+
+class Engines:
+    """Stands in for stage.process.serve: notes what was loaded, and can crash."""
+
+    def __init__(self) -> None:
+        self.loaded: list[StageConfig] = []
+        self.serving = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.pipeline_id = "a-pipeline"
+        self.load: Callable[[Load], None] = lambda load: None
+        self.crashed: asyncio.Future[None]
+
+    @contextlib.asynccontextmanager
+    async def serve(self, config: StageConfig, load: Load) -> AsyncIterator[tuple[str, Any, asyncio.Future[None]]]:
+        self.loaded.append(config)
+        self.crashed = asyncio.get_running_loop().create_future()
+        await asyncio.to_thread(self.load, load)
+        index = int(config.artifact.stem.split("-")[1])
+        artifact = SimpleNamespace(pipeline_id=self.pipeline_id, stage_index=index)
+        self.serving.set()
+        try:
+            yield (
+                f"127.0.0.1:{6_000 + index}",
+                SimpleNamespace(artifact=artifact, instance_id=f"e{len(self.loaded)}"),
+                self.crashed,
+            )
+        finally:
+            self.serving.clear()
+            self.ended.set()
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Engines:
+    made = Engines()
+    monkeypatch.setattr(join, "serve", made.serve)
+    monkeypatch.setattr(join, "REJOIN_FIRST_S", 0.01)
+    monkeypatch.setattr(join, "REJOIN_MAX_S", 0.05)
+    monkeypatch.setattr(artifact_fetch, "RETRY_FIRST_S", 0.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
+    return made
+
+
+def config(address: str, tmp_path: Path, **more: Any) -> StageJoinConfig:
+    return StageJoinConfig(address, "box1", tmp_path / "cache", **more)
+
+
+class Living:
+    """One joined stage running as a task."""
+
+    def __init__(self, address: str, tmp_path: Path, **more: Any) -> None:
+        self.stopping = asyncio.Event()
+        self.ready: list[str] = []
+        stage = JoinedStage(config(address, tmp_path, **more), lambda address, facts: self.ready.append(address))
+        self.task = asyncio.create_task(stage.run(self.stopping))
+
+    async def stop(self) -> None:
+        self.stopping.set()
+        await self.task
+
+
+@contextlib.asynccontextmanager
+async def coordinator(split: Path, engine: EngineOrder, port: int = 0) -> AsyncIterator[JoinPort]:
+    """A join port whose order says this engine."""
+    settings = JoinConfig(tuple(JoiningStage(name, engine) for name in NAMES), port=port)
+    roster = join_service.make_roster(settings)
+    async with join_service.serve_joining(settings, split, write_split(split), roster, PLAINTEXT) as address:
+        yield JoinPort(address, roster, settings)
+
+
+async def serves(port: JoinPort, engines: Engines) -> None:
+    """Wait until the coordinator knows that box1 serves."""
+    await engines.serving.wait()
+    while "box1" in port.roster.missing():  # noqa: ASYNC110 - the roster tells nobody but the pipeline
+        await asyncio.sleep(0)
+
+
+async def test_the_order_becomes_the_engine(tmp_path: Path, engines: Engines) -> None:
+    order = EngineOrder(ctx_tokens=64, n_lanes=3, n_threads=2, gpu_layers=-1, max_rows=32, prefill_rows=16,
+                        kv_type="q8_0", kv_layout="per-lane", policy="drain", calibrate=False)  # fmt: skip
+    async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", order) as port:
+        stage = Living(port.address, tmp_path)
+        await serves(port, engines)
+        (loaded,) = engines.loaded
+        same = {field: getattr(loaded, field) for field in dataclasses.asdict(order)}
+        assert same == dataclasses.asdict(order)
+        assert loaded.artifact == (tmp_path / "split" / "stage-0.gguf").resolve(), "the shared path was seen"
+        assert stage.ready == ["127.0.0.1:6000"]
+        await stage.stop()
+    assert engines.ended.is_set()
+
+
+async def test_a_stage_that_loads_says_how_far_it_is_and_can_be_stopped(tmp_path: Path, engines: Engines) -> None:
+    now_s = itertools.count(step=TELL_EVERY_S)
+
+    def endless(load: Load) -> None:
+        load._clock_s = lambda: next(now_s)
+        while True:
+            load.at(WEIGHTS, 0.5)
+
+    engines.load = endless
+    async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", EngineOrder()) as port:
+        stage = Living(port.address, tmp_path)
+        while not (entry := port.roster.describe()[0]).get("loaded_bytes"):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert (entry["state"], entry["load_total_bytes"]) == ("loading", len(content(0)))
+        assert entry["loaded_bytes"] == len(content(0)) // 2
+        await stage.stop()
+        while port.roster.describe()[0]["state"] != "missing":  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert stage.ready == []
+
+
+async def test_threads_of_this_host_win_over_the_order(tmp_path: Path, engines: Engines) -> None:
+    async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", EngineOrder(n_threads=7)) as port:
+        stage = Living(port.address, tmp_path, n_threads=1)
+        await serves(port, engines)
+        assert engines.loaded[0].n_threads == 1
+        await stage.stop()
+
+
+async def test_a_restarted_coordinator_with_the_same_order_loads_nothing_anew(tmp_path: Path, engines: Engines) -> None:
+    async with asyncio.timeout(WAIT_S):
+        async with coordinator(tmp_path / "split", EngineOrder(ctx_tokens=64)) as port:
+            stage = Living(port.address, tmp_path)
+            await serves(port, engines)
+            number = int(port.address.rpartition(":")[2])
+        async with coordinator(tmp_path / "split", EngineOrder(ctx_tokens=64), number) as port:
+            await serves(port, engines)
+            assert len(engines.loaded) == 1
+        async with coordinator(tmp_path / "split", EngineOrder(ctx_tokens=128), number) as port:
+            await engines.ended.wait()
+            await serves(port, engines)
+            assert [loaded.ctx_tokens for loaded in engines.loaded] == [64, 128]
+            await stage.stop()
+
+
+async def test_a_crash_is_reported_and_ends_the_stage(tmp_path: Path, engines: Engines) -> None:
+    async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", EngineOrder()) as port:
+        stage = Living(port.address, tmp_path)
+        await serves(port, engines)
+        engines.crashed.set_exception(NativeError("the GPU fell off the bus"))
+        with pytest.raises(NativeError, match="fell off"):
+            await stage.task
+        while "failure" not in (entry := port.roster.describe()[0]):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert entry["failure"] == "the GPU fell off the bus"
+
+
+async def test_an_artifact_of_another_split_is_not_served(tmp_path: Path, engines: Engines) -> None:
+    engines.pipeline_id = "another"
+    async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", EngineOrder()) as port:
+        stage = Living(port.address, tmp_path)
+        with pytest.raises(ArtifactError, match="not the artifact"):
+            await stage.task
+        assert "box1" in port.roster.missing()
+
+
+async def test_an_order_that_no_stage_can_follow_is_refused(tmp_path: Path, engines: Engines) -> None:
+    async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", EngineOrder(kv_type="q3")) as port:
+        stage = Living(port.address, tmp_path)
+        with pytest.raises(UsageError, match="q3"):
+            await stage.task
+        assert engines.loaded == []
+
+
+async def test_a_place_that_stays_taken_is_given_up(
+    tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(join, "PLACE_TAKEN_MAX_S", 0.1)
+    async with asyncio.timeout(WAIT_S), join_port(tmp_path / "split") as port:
+        holder = await port.join()
+        with pytest.raises(PlaceTakenError, match="already here"):
+            await Living(port.address, tmp_path).task
+        assert caplog.text.count("cannot join yet") == 1, "the same reason is said once"
+        await holder.close()
+
+
+async def test_a_place_that_becomes_free_is_taken(
+    tmp_path: Path, engines: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with asyncio.timeout(WAIT_S), join_port(tmp_path / "split") as port:
+        holder = await port.join()
+        stage = Living(port.address, tmp_path)
+        while "cannot join yet" not in caplog.text:  # noqa: ASYNC110 - its log line is the event
+            await asyncio.sleep(0)
+        await holder.close()
+        await serves(port, engines)
+        await stage.stop()
+
+
+async def test_a_stage_that_waits_for_its_coordinator_can_be_stopped(tmp_path: Path, engines: Engines) -> None:
+    async with asyncio.timeout(WAIT_S):
+        stage = Living("127.0.0.1:1", tmp_path)
+        await asyncio.sleep(0)
+        await stage.stop()
+
+
+async def test_a_cut_while_fetching_goes_on_after_rejoining(
+    tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, offsets, cut = join_service.read_chunks, [], asyncio.Event()
+
+    async def held(path: Path, offset: int, size_bytes: int) -> Any:
+        offsets.append(offset)
+        async for at, data in real(path, offset, size_bytes):
+            if len(offsets) == 1 and at >= 1_000_000:
+                cut.set()
+                await asyncio.Event().wait()
+            yield at, data
+
+    monkeypatch.setattr(join_service, "read_chunks", held)
+    async with asyncio.timeout(WAIT_S):
+        async with coordinator(tmp_path / "split", EngineOrder()) as port:
+            stage = Living(port.address, tmp_path, always_fetch=True)
+            await cut.wait()
+            partial = tmp_path / "cache"
+            while not sum(path.stat().st_size for path in partial.rglob("*.partial")):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            number = int(port.address.rpartition(":")[2])
+        async with coordinator(tmp_path / "split", EngineOrder(), number) as port:
+            await serves(port, engines)
+            await stage.stop()
+    assert offsets[0] == 0
+    assert offsets[1] > 0
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "listens", "told"),
+    [
+        ({}, "127.0.0.1", ""),
+        ({"host": "127.0.0.7"}, "127.0.0.7", "127.0.0.7"),
+        ({"host": "0.0.0.0"}, "0.0.0.0", ""),
+        ({"host": "0.0.0.0", "advertise": "box1.example"}, "0.0.0.0", "box1.example"),
+        ({"advertise": "fd00::7"}, "127.0.0.1", "fd00::7"),
+    ],
+)
+def test_where_a_stage_listens_and_what_it_tells(
+    tmp_path: Path, given: dict[str, str], listens: str, told: str
+) -> None:
+    made = config("127.0.0.1:7000", tmp_path, **given)
+    assert (made.listen_host(), made.told_host()) == (listens, told)
+
+
+def test_the_side_that_faces_the_coordinator() -> None:
+    assert facing("localhost:1") == "127.0.0.1"
+    assert facing("127.0.0.9:1") == "127.0.0.1"
+    with pytest.raises(StageLostError, match="cannot be found"):
+        facing("no-such-host.invalid:1")
+
+
+async def test_plaintext_beyond_this_machine_is_refused_before_anything_is_fetched(
+    tmp_path: Path, engines: Engines
+) -> None:
+    async with asyncio.timeout(WAIT_S), join_port(tmp_path / "split") as port:
+        with pytest.raises(UsageError, match="TLS"):
+            await Living(port.address, tmp_path, host="0.0.0.0").task
+        assert port.roster.describe()[0]["state"] == "missing"
+        allowed = Living(port.address, tmp_path, host="0.0.0.0", security=LinkSecurity(insecure=True))
+        await serves(port, engines)
+        assert port.roster.addresses()[0].startswith("127.0.0.1:"), "a wildcard is told as it is seen"
+        await allowed.stop()
+
+
+async def test_a_name_that_cannot_be_resolved_for_a_moment_leads_to_joining_anew(
+    tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_asked = 0
+
+    def not_at_first(_: str) -> str:
+        nonlocal n_asked
+        n_asked += 1
+        if n_asked == 1:
+            raise StageLostError("the coordinator cannot be found")
+        return "127.0.0.1"
+
+    monkeypatch.setattr("relayline.stage.joining.config.facing", not_at_first)
+    async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", EngineOrder()) as port:
+        stage = Living(port.address, tmp_path)
+        await serves(port, engines)
+        assert n_asked == 2
+        await stage.stop()
+
+
+async def test_a_ticket_that_is_void_leads_to_joining_anew(
+    tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, n_asked = join_service.JoinService._member, 0
+
+    def void_once(service: join_service.JoinService, request: Any) -> Any:
+        nonlocal n_asked
+        n_asked += 1
+        if n_asked == 1:
+            raise StaleEpochError("the ticket belongs to no member")
+        return real(service, request)
+
+    monkeypatch.setattr(join_service.JoinService, "_member", void_once)
+    async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", EngineOrder()) as port:
+        stage = Living(port.address, tmp_path, always_fetch=True)
+        await serves(port, engines)
+        assert n_asked == 2
+        await stage.stop()

@@ -1,0 +1,57 @@
+"""Runs a split without wire or processes: engines in a row, hidden rows handed on as f32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.stage.engine.embedding import EmbeddingTable
+from relayline.stage.engine.native import EngineConfig, NativeEngine
+
+
+class Chain:
+    """All stages of a split in one process, whose lanes all hold the same tokens."""
+
+    def __init__(
+        self, directory: Path, pipeline: PipelineFile, *, ctx_tokens: int = 64, max_rows: int = 32,
+        lanes: Sequence[int] = (0,), kv_layout: str = "unified",
+    ) -> None:  # fmt: skip
+        """Use these lanes, in this order."""
+        self.lanes = tuple(lanes)
+        self.engines: list[NativeEngine] = []
+        for stage in pipeline.stages:
+            config = EngineConfig(
+                directory / stage.file, max(lanes) + 1, ctx_tokens, max_rows * len(lanes), kv_layout=kv_layout
+            )
+            self.engines.append(NativeEngine(config))
+        self.table = EmbeddingTable(self.engines[0].artifact)
+        self.position = 0
+
+    def step(self, tokens: Sequence[int]) -> np.ndarray:
+        """Feed tokens at the next positions to every lane; return the logits of all: f32 [n_lanes * n, n_vocab]."""
+        n_lanes, n_rows = len(self.lanes), len(self.lanes) * len(tokens)
+        rows = np.empty((n_rows, self.engines[0].n_embd), np.float32)
+        self.table.lookup(np.tile(np.asarray(tokens, np.int32), n_lanes), rows)
+        for engine in self.engines:
+            engine.input_rows[:n_rows] = rows
+            engine.positions[:n_rows] = np.tile(np.arange(self.position, self.position + len(tokens)), n_lanes)
+            engine.seq_ids[:n_rows] = np.repeat(self.lanes, len(tokens))
+            engine.wants[:n_rows] = 1
+            engine.decode(n_rows)
+            if not engine.is_last:
+                rows = engine.output_rows[:n_rows].copy()
+        self.position += len(tokens)
+        return np.stack([self.engines[-1].logits(row).copy() for row in range(n_rows)])
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+    def __enter__(self) -> Chain:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

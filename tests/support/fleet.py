@@ -1,0 +1,226 @@
+"""Real stages on tiny artifacts in one event loop, to be stopped and started one by one, and the pipeline over them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
+from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.coordinator.schedule.scheduler import ScheduleConfig
+from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams, TokenEvent
+from relayline.coordinator.sessions.streams import SessionStream
+from relayline.deploy.testing.reference import ReferenceModel
+from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline, write_whole
+from relayline.stage.config import StageConfig
+from relayline.stage.process import serve
+from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
+from relayline.wire.common.errors import (
+    RelaylineError,
+)
+from relayline.wire.envelopes.envelope import DTYPE_F32
+from tests.support.cutting_proxy import CuttingProxy, cutting_proxy
+from tests.support.fakes import pipeline_file
+
+SHAPE = TinyShape(n_layers=4)
+CTX = 256
+GREEDY = SamplingParams(temperature=0.0)
+# Batch shape moves the last bits of a logit (their deviation is about 2), so a token may be any whose logit is this
+# close to the largest.
+NEAR_TIE = 1e-3
+# A seeded token is drawn so often, from logits moved twice as far as steps of one row and of several lie apart (0.002):
+# on the border between two tokens a draw may get either.
+N_DRAWS, DRAWS_SIGMA = 32, 0.004
+Artifacts = Callable[[Sequence[int]], list[Path]]
+request_ids = itertools.count()
+
+
+@pytest.fixture(scope="module", name="artifacts")
+def artifacts_fixture(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
+    """Artifacts for given cuts, each split made once."""
+
+    @functools.cache
+    def made(cuts: tuple[int, ...]) -> list[Path]:
+        return write_pipeline(tmp_path_factory.mktemp("split"), SHAPE, list(cuts))
+
+    return lambda cuts: made(tuple(cuts))
+
+
+@pytest.fixture(scope="module", name="whole")
+def whole_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferenceModel]:
+    """The same model in one piece."""
+    with ReferenceModel(write_whole(tmp_path_factory.mktemp("whole") / "whole.gguf", SHAPE), CTX, 1) as model:
+        yield model
+
+
+def prompt_of(seed: int, n_tokens: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(0, SHAPE.n_vocab, n_tokens).tolist())
+
+
+def request(prompt: tuple[int, ...], max_tokens: int, sampling: SamplingParams = GREEDY) -> GenerationRequest:
+    return GenerationRequest(f"r{next(request_ids)}", prompt, max_tokens, sampling)
+
+
+def logits_along(whole: ReferenceModel, prompt: tuple[int, ...], tokens: list[int]) -> npt.NDArray[np.float32]:
+    """What the unsplit model's logits are where each of `tokens` was picked: f32 [len(tokens), n_vocab]."""
+    whole.drop_from(0, 0)
+    return whole.read([*prompt, *tokens[:-1]], 0)[len(prompt) - 1 :]
+
+
+def assert_greedy(whole: ReferenceModel, prompt: tuple[int, ...], tokens: list[int]) -> None:
+    """Every token is the unsplit model's choice after the tokens before it."""
+    logits = logits_along(whole, prompt, tokens)
+    behind = logits.max(axis=1) - logits[np.arange(len(tokens)), tokens]
+    assert behind.max() <= NEAR_TIE, f"token {int(behind.argmax())} of {len(tokens)} is {behind.max()} behind"
+
+
+def assert_seeded(whole: ReferenceModel, prompt: tuple[int, ...], tokens: list[int], sampling: SamplingParams) -> None:
+    """Every token is one that its draw picks from the unsplit model's logits, give or take DRAWS_SIGMA."""
+    sampler = SessionSampler(SamplingOptions(**dataclasses.asdict(sampling)), whole.n_vocab)
+    noise = np.random.default_rng(1).normal(0.0, DRAWS_SIGMA, (N_DRAWS, whole.n_vocab)).astype(np.float32)
+    noise[0] = 0.0
+    try:
+        rows = zip(logits_along(whole, prompt, tokens), tokens, strict=True)
+        n_certain = 0
+        for position, (logits, token) in enumerate(rows, len(prompt)):
+            picked = {sampler.sample(logits + moved, position).token for moved in noise}
+            n_certain += len(picked) == 1
+            assert token in picked, f"position {position} has {token}, drawn from {picked}"
+        assert n_certain >= len(tokens) / 2, "most draws leave no choice"
+    finally:
+        sampler.close()
+
+
+class Fleet:
+    """Stages that can be stopped and started one by one, and the pipeline over them."""
+
+    def __init__(self, paths: Sequence[Path], n_lanes: int, kv_layout: str = "auto") -> None:
+        self._paths, self.n_lanes, self.ctx_tokens, self._kv_layout = paths, n_lanes, CTX, kv_layout
+        self._running: dict[int, contextlib.AsyncExitStack] = {}
+        self.addresses: list[str] = ["127.0.0.1:0"] * len(paths)
+        self.pipeline: Pipeline
+        self.recovering = asyncio.Event()
+        self.proxies: list[CuttingProxy] = []  # one before each stage, where asked for
+
+    async def start(self, index: int) -> None:
+        """Start a stage, at its former address if it had one."""
+        port = int(self.addresses[index].rsplit(":", 1)[1])
+        config = StageConfig(
+            self._paths[index],
+            port=port,
+            n_lanes=self.n_lanes,
+            ctx_tokens=self.ctx_tokens,
+            n_threads=1,
+            max_rows=64,
+            kv_layout=self._kv_layout,
+            verify=False,
+            calibrate=False,
+        )
+        stack = self._running[index] = contextlib.AsyncExitStack()
+        self.addresses[index], _, _ = await stack.enter_async_context(serve(config))
+
+    async def stop(self, index: int) -> None:
+        await self._running.pop(index).aclose()
+
+    async def stop_all(self) -> None:
+        for index in list(self._running):
+            await self.stop(index)
+
+    async def lanes_used(self) -> list[int]:
+        """Per stage, as the stages say."""
+        stages = (await self.pipeline.describe())["stages"]
+        assert isinstance(stages, list)
+        return [stage["lanes_used"] for stage in stages]
+
+    async def lanes_kept(self) -> list[int]:
+        """Per stage, those that nobody waits for."""
+        stages = (await self.pipeline.describe())["stages"]
+        assert isinstance(stages, list)
+        return [stage["lanes_kept"] for stage in stages]
+
+    async def until_free(self) -> None:
+        """Wait until no stage holds a lane: closes are under way when the last token arrives."""
+        async with asyncio.timeout(20):
+            while any(await self.lanes_used()):
+                pass
+
+
+@contextlib.asynccontextmanager
+async def fleet(
+    paths: Sequence[Path],
+    *,
+    n_lanes: int = 8,
+    waiting_max: int = 64,
+    recovery_timeout_s: float = 60.0,
+    mode: str = "auto",
+    share: bool = False,
+    prefix_lanes: int | None = 0,
+    kv_layout: str = "auto",
+    proxied: bool = False,
+    n_vocab: int = SHAPE.n_vocab,
+    is_end: Callable[[int], bool] = lambda _: False,
+    file: PipelineFile | None = None,
+    draft: int = 0,
+) -> AsyncIterator[Fleet]:
+    """A ready pipeline, of the model that `file` describes or the tiny one; at its end it drains, and all has gone."""
+    made = Fleet(paths, n_lanes, kv_layout)
+    proxies = contextlib.AsyncExitStack()
+    for index in range(len(paths)):
+        await made.start(index)
+        if proxied:
+            made.proxies.append(await proxies.enter_async_context(cutting_proxy(made.addresses[index], 1 << 40)))
+    config = PipelineConfig(
+        tuple(proxy.address for proxy in made.proxies) or tuple(made.addresses),
+        DTYPE_F32,
+        ScheduleConfig(mode, n_groups=1, group_rows=8, chunk_rows=16, draft=draft),
+        waiting_max=waiting_max,
+        recovery_timeout_s=recovery_timeout_s,
+        share=share,
+        prefix_lanes=prefix_lanes,
+    )
+    file = file or pipeline_file(len(paths), pipeline_id="tiny", n_embd=SHAPE.n_embd, n_vocab=n_vocab)
+    pipeline = made.pipeline = Pipeline(config, file, is_end)
+    disconnect = pipeline._disconnect
+
+    async def noticed(error: RelaylineError) -> None:
+        made.recovering.set()
+        await disconnect(error)
+
+    pipeline._disconnect = noticed  # type: ignore[method-assign]
+    stopping = asyncio.Event()
+    run = asyncio.create_task(pipeline.run(stopping))
+    try:
+        async with asyncio.timeout(20):
+            await pipeline.ready.wait()
+        yield made
+    finally:
+        stopping.set()
+        async with asyncio.timeout(40):
+            await run
+            await proxies.aclose()
+            await made.stop_all()
+
+
+async def tokens_of(stream: SessionStream) -> list[int]:
+    """Read a stream to its end and hold it to its contract."""
+    events: list[TokenEvent] = []
+    async with asyncio.timeout(60):
+        async for event in stream:
+            events.append(event)
+    await stream.aclose()
+    assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
+    return [event.token for event in events]
+
+
+async def read(stream: SessionStream, n_tokens: int) -> list[int]:
+    async with asyncio.timeout(30):
+        return [(await anext(stream)).token for _ in range(n_tokens)]

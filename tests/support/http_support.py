@@ -1,0 +1,151 @@
+"""What the HTTP tests share: a small real tokenizer file, a generator that tests steer, a server on a loopback port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+
+from relayline.coordinator.engine.telemetry_control import TelemetryControl
+from relayline.coordinator.http.app import make_app
+from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.server import start_http
+from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
+from relayline.coordinator.text.chat import ChatTemplate
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing.vocabulary_files import CHATML, EOS
+from relayline.wire.common.errors import NotReadyError
+
+MODEL = "org/tiny"
+CREATED = 1_790_000_000
+WAIT_S = 20  # a test that waits longer for an event has failed
+
+
+class Gate:
+    """A named point inside a stream: says when it was reached and holds the stream there until opened."""
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+        self.opened = asyncio.Event()
+
+    async def pass_through(self) -> None:
+        self.reached.set()
+        await self.opened.wait()
+
+
+Step = TokenEvent | Exception | Gate
+Script = Callable[[GenerationRequest], Iterable[Step]]
+
+
+class FakeStream:
+    """Plays one script. Counts what was taken, knows whether it was closed; `closing` holds the server up in that."""
+
+    def __init__(self, steps: Iterable[Step], closing: Gate | None = None) -> None:
+        self._steps = iter(steps)
+        self._closing = closing
+        self.closed = asyncio.Event()
+        self.n_taken = 0
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        for step in self._steps:
+            if isinstance(step, Gate):
+                await step.pass_through()
+            elif isinstance(step, Exception):
+                raise step
+            else:
+                self.n_taken += 1
+                return step
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        if self._closing is not None:
+            await self._closing.pass_through()
+        self.closed.set()
+
+
+def tokens(
+    request: GenerationRequest, text: bytes, *, ends: bool = True, top: tuple[tuple[int, float], ...] = ()
+) -> Iterator[TokenEvent]:
+    """One event per byte, as many as the request allows; then, with room left and `ends`, the end token."""
+    scored = request.sampling.n_logprobs >= 0
+    for n_sent, token in enumerate(text, start=1):
+        finish = "length" if n_sent == request.max_tokens else None
+        yield TokenEvent(token, -0.5 if scored else None, top if scored else (), finish)
+        if finish:
+            return
+    if ends:
+        yield TokenEvent(EOS, -0.1 if scored else None, (), "stop", is_end_token=True)
+
+
+def says(text: bytes) -> Script:
+    return lambda request: tokens(request, text)
+
+
+class FakeGenerator:
+    """A generator whose every answer is the test's script; `refusals` are raised by the next openings, in order."""
+
+    def __init__(self, script: Script | None = None, ctx_tokens: int = 512) -> None:
+        self.script = script or says(b"hello")
+        self.ctx_tokens = ctx_tokens
+        self.ready = True
+        self.refusals: list[Exception | None] = []
+        self.closing: Gate | None = None
+        self.requests: list[GenerationRequest] = []
+        self.streams: list[FakeStream] = []
+        self.streams_opened = asyncio.Event()
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def check_ready(self) -> None:
+        if not self.ready:
+            raise NotReadyError("the pipeline is not ready")
+
+    async def describe(self, since_ns: int | None = None) -> dict[str, object]:
+        return {"stages": [{"index": 0, "rows_per_step": {"1": 3}}], "asked_since_ns": since_ns}
+
+    def open(self, request: GenerationRequest) -> FakeStream:
+        refusal = self.refusals.pop(0) if self.refusals else None
+        if refusal is not None:
+            raise refusal
+        self.check_ready()
+        self.requests.append(request)
+        self.streams.append(FakeStream(self.script(request), self.closing))
+        self.streams_opened.set()
+        return self.streams[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A running server."""
+
+    url: str
+    port: int
+    generator: FakeGenerator
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    tokenizer: Tokenizer,
+    generator: FakeGenerator | None = None,
+    *,
+    template: str | None = CHATML,
+    control: TelemetryControl | None = None,
+    **limits: object,
+) -> AsyncIterator[Served]:
+    """Serve a fake generator on a free loopback port; every stream it opened must be closed in the end."""
+    generator = generator or FakeGenerator()
+    chat = ChatTemplate(template, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
+    app = make_app(generator, tokenizer, chat, MODEL, CREATED, HttpLimits(**limits), control)
+    runner, port = await start_http(app, "127.0.0.1", 0)
+    try:
+        yield Served(f"http://127.0.0.1:{port}", port, generator)
+    finally:
+        await runner.cleanup()
+    for stream in generator.streams:
+        async with asyncio.timeout(WAIT_S):
+            await stream.closed.wait()

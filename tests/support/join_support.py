@@ -1,0 +1,83 @@
+"""What the tests of joining share: a split of small files, a coordinator's join port, stages that say anything."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from relayline.coordinator.engine.roster import JoinedRoster
+from relayline.coordinator.joining import service as join_service
+from relayline.coordinator.joining.config import JoinConfig, JoiningStage
+from relayline.coordinator.model.pipeline_file import (
+    ArtifactFile,
+    PipelineFile,
+    Source,
+    StageFile,
+    load_pipeline,
+    store_pipeline,
+)
+from relayline.stage.joining.client import Member, introduction
+from relayline.wire.links.security import PLAINTEXT
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+
+NAMES = ("box1", "box2")
+ARTIFACT_BYTES = 3_000_000  # a few chunks
+
+
+def content(index: int) -> bytes:
+    """The bytes of one artifact: long, all different, the same every time."""
+    block = hashlib.sha256(str(index).encode()).digest()
+    return b"".join(hashlib.sha256(block + n.to_bytes(4, "big")).digest() for n in range(ARTIFACT_BYTES // 32))
+
+
+def write_split(directory: Path) -> PipelineFile:
+    """A finished split of two stages, whose files hold no model."""
+    directory.mkdir(parents=True, exist_ok=True)
+    files = {"stage-0.gguf": content(0), "stage-1.gguf": content(1), "tokenizer.gguf": b"tokens"}
+    for name, data in files.items():
+        (directory / name).write_bytes(data)
+
+    def facts(name: str) -> tuple[str, int, str]:
+        return name, len(files[name]), hashlib.sha256(files[name]).hexdigest()
+
+    pipeline = PipelineFile(
+        1,
+        "a-pipeline",
+        Source((), "0" * 64),
+        "llama",
+        "tiny",
+        n_layers=4,
+        n_embd=64,
+        n_vocab=160,
+        ctx_train=0,
+        cuts=(2,),
+        tokenizer=ArtifactFile(*facts("tokenizer.gguf")),
+        stages=(StageFile(0, *facts("stage-0.gguf"), 0, 2), StageFile(1, *facts("stage-1.gguf"), 2, 4)),
+    )
+    store_pipeline(directory, pipeline)
+    return load_pipeline(directory)
+
+
+class JoinPort:
+    """A coordinator's join port in this process, with a free place for every name."""
+
+    def __init__(self, address: str, roster: JoinedRoster, config: JoinConfig) -> None:
+        self.address, self.roster, self.config = address, roster, config
+
+    async def join(self, name: str = "box1", process_id: str = "p1", **changes: object) -> Member:
+        """Join as a stage would, with a changed introduction if the test wants one."""
+        hello = introduction(name, process_id)
+        hello.MergeFrom(pb.StageHello(**changes))  # type: ignore[arg-type]
+        return await Member.join(self.address, PLAINTEXT, hello)
+
+
+@contextlib.asynccontextmanager
+async def join_port(directory: Path, **settings: object) -> AsyncIterator[JoinPort]:
+    """Run a join port over a split for the length of a with block."""
+    file = write_split(directory)
+    config = JoinConfig(tuple(JoiningStage(name) for name in NAMES), **settings)  # type: ignore[arg-type]
+    roster = join_service.make_roster(config)
+    async with join_service.serve_joining(config, directory, file, roster, PLAINTEXT) as address:
+        yield JoinPort(address, roster, config)

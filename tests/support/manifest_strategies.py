@@ -1,0 +1,133 @@
+"""Manifests made by hypothesis, from the model itself: a field that is added there is made here at once."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from typing import Any
+
+import annotated_types
+import pydantic
+from hypothesis import assume
+from hypothesis import strategies as st
+from pydantic.fields import FieldInfo
+
+from relayline.deploy.machine.cores import CORE_MAX, write_cores
+from relayline.deploy.manifest import Manifest, Stage
+from relayline.deploy.manifest.model import API_VERSION, KIND, STAGES_MAX, Metadata, Spec
+from relayline.deploy.manifest.scalars import Part
+
+# Printable and not, from several scripts, and what YAML takes for something else; no control characters.
+TEXT = st.one_of(
+    st.sampled_from(
+        ("null", "off", "No", "1e3", "0o17", "8:30", "- a", "a: b", "#x", "'", '"', "{", "é", "\u2028", "~")
+    ),
+    st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12),
+)
+
+
+def manifests(stages_max: int = STAGES_MAX) -> st.SearchStrategy[Manifest]:
+    """Valid manifests, with every field now and then."""
+    return st.builds(_manifest, _part(Metadata), _part(Spec, without=("stages",)), _stages(stages_max))
+
+
+def _manifest(metadata: dict[str, Any], spec: dict[str, Any], stages: Any) -> Manifest:
+    model = spec["model"]
+    if model.get("hf") is not None:
+        model.pop("path", None)
+    elif model.get("path") is None:
+        model["path"] = "model.gguf"
+    data = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec | {"stages": stages}}
+    try:
+        return Manifest.model_validate_json(json.dumps(data), strict=True, by_alias=True, by_name=False)
+    except pydantic.ValidationError as error:
+        # Two stages that were given one port by chance are the only thing that strategies do not rule out.
+        assume("is taken by stage" not in str(error))
+        raise
+
+
+@st.composite
+def _stages(draw: st.DrawFn, stages_max: int) -> Any:
+    if draw(st.booleans()):
+        return draw(st.integers(1, stages_max))
+    stages = draw(
+        st.lists(
+            _part(Stage, without=("layers", "cores")),
+            min_size=1,
+            max_size=min(4, stages_max),
+            unique_by=lambda s: s["name"],
+        )
+    )
+    end = 0
+    for stage in stages:
+        if stage.get("device", "cpu") == "cpu":
+            stage.pop("gpuLayers", None)
+        start, end = end, end + draw(st.integers(1, 40))
+        stage["layers"] = draw(st.sampled_from(["auto", [start, end]]))
+        if draw(st.booleans()):
+            listed = st.sets(st.integers(0, CORE_MAX), min_size=1, max_size=6).map(write_cores)
+            stage["cores"] = draw(st.one_of(st.sampled_from(["auto", "any"]), listed))
+    return stages
+
+
+def _part(part: type[Part], without: tuple[str, ...] = ()) -> st.SearchStrategy[dict[str, Any]]:
+    """A mapping of one part: required fields always, the others now and then."""
+    required, optional = {}, {}
+    for name, field in part.model_fields.items():
+        if name not in without:
+            (required if field.is_required() else optional)[field.alias or name] = _field(field)
+    return st.fixed_dictionaries(required, optional=optional)
+
+
+def _field(field: FieldInfo) -> st.SearchStrategy[Any]:
+    return _value(field.annotation, tuple(field.metadata))
+
+
+def _value(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
+    """Values of a type with its constraints, as JSON has them."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        base, *more = arguments
+        flat = [item for extra in more for item in (extra.metadata if isinstance(extra, FieldInfo) else [extra])]
+        return _value(base, (*flat, *metadata))
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of([_value(argument, metadata) for argument in arguments])
+    if origin is typing.Literal:
+        return st.sampled_from(arguments)
+    if origin is dict:
+        return st.dictionaries(_value(arguments[0]), _value(arguments[1]), max_size=3)
+    if isinstance(annotation, type) and issubclass(annotation, Part):
+        return _part(annotation)
+    plain = {bool: st.booleans, type(None): st.none, int: _integer, float: _float, str: _string}
+    maker = plain[annotation]
+    return maker(metadata) if annotation in (int, float, str) else maker()
+
+
+def _limits(metadata: tuple[Any, ...]) -> dict[str, Any]:
+    limits: dict[str, Any] = {}
+    for item in metadata:
+        match item:
+            case annotated_types.Ge(ge=low):
+                limits["min_value"] = low
+            case annotated_types.Gt(gt=low):
+                limits |= {"min_value": low, "exclude_min": True}
+            case annotated_types.Le(le=high):
+                limits["max_value"] = high
+    return limits
+
+
+def _integer(metadata: tuple[Any, ...]) -> st.SearchStrategy[int]:
+    return st.integers(**_limits(metadata))
+
+
+def _float(metadata: tuple[Any, ...]) -> st.SearchStrategy[float]:
+    return st.floats(**_limits(metadata), allow_nan=False, allow_infinity=False)
+
+
+def _string(metadata: tuple[Any, ...]) -> st.SearchStrategy[str]:
+    patterns = [item.pattern for item in metadata if getattr(item, "pattern", None)]
+    smallest = max((item.min_length for item in metadata if isinstance(item, annotated_types.MinLen)), default=0)
+    if not patterns or patterns[0].startswith(r"^[^\x00"):
+        return TEXT.filter(lambda text: len(text) >= smallest)
+    return st.from_regex(patterns[0].replace("^", r"\A", 1).removesuffix("$") + r"\Z").filter(str.isascii)

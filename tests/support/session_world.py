@@ -1,0 +1,301 @@
+"""The pipeline's glue against a model of the stages: what tests drive it with."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable
+from unittest import mock
+
+from hypothesis import strategies as st
+
+from relayline.coordinator.engine.pipeline import Phase, Pipeline, PipelineConfig
+from relayline.coordinator.schedule.scheduler import ScheduleConfig
+from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
+from relayline.coordinator.sessions.session import OutFrame, Session, State
+from relayline.coordinator.sessions.streams import SessionStream
+from relayline.deploy.testing.simulation.world import smooth
+from relayline.stage.steps.picking import is_guessed_wrong
+from relayline.wire.common.curve import CostCurve
+from relayline.wire.common.errors import (
+    NotReadyError,
+    OverloadedError,
+    RelaylineError,
+    StageLostError,
+)
+from relayline.wire.envelopes.envelope import DTYPE_F16
+from relayline.wire.envelopes.frames import Flag
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from tests.support.fakes import pipeline_file
+from tests.support.sessions import SAMPLE
+
+CTX = 64
+
+
+ORACLE_VOCAB = 1_500
+
+
+def oracle(session_id: int, position: int) -> int:
+    """The one right token."""
+    return 1_000 + (session_id * 31 + position * 7) % 500
+
+
+@dataclasses.dataclass
+class StagesModel:
+    """What all stages together do: lanes, positions, and a sample for every row that wants one."""
+
+    n_lanes: int
+    frames: list[OutFrame] = dataclasses.field(default_factory=list)  # in flight towards the stages
+    replies: list[pb.ReturnEnvelope] = dataclasses.field(default_factory=list)  # in flight towards the coordinator
+    said: list[pb.ReturnEnvelope] = dataclasses.field(default_factory=list)  # everything ever said, for echoes
+    rows: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    last: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)  # position and token sampled last
+    refused: set[int] = dataclasses.field(default_factory=set)  # sessions whose open was; their rows are dropped
+    epoch: int = 0
+    n_taken: int = 0  # lanes that another coordinator has
+    n_behind: int = -1  # rows that some stage lacks when an epoch ends; -1: it was started anew
+
+    def push(self, frames: Iterable[OutFrame]) -> None:
+        for frame in frames:
+            if frame.flags & Flag.CLOSE:  # what its session still waits for is dropped, but what others are to copy
+                key, kept = frame.session.session_id, 0
+                for at, other in enumerate(self.frames):
+                    kept = at if other.flags & Flag.COPY_PREFIX and other.argument == key else kept
+                own = {id(other) for other in self.frames[kept:] if other.session is frame.session and other.tokens}
+                self.frames = [other for other in self.frames if id(other) not in own]
+            self.frames.append(frame)
+
+    def left(self) -> dict[int, int]:
+        """What a new epoch is told that all stages hold: the last one, of what the first has, all but n_behind rows."""
+        if self.n_behind < 0:
+            self.rows = {}
+        self.rows = {key: rows for key, rows in self.rows.items() if rows}
+        return {key: max(0, len(rows) - self.n_behind) for key, rows in self.rows.items()}
+
+    def step(self) -> None:
+        if not self.frames:
+            return
+        frame = self.frames.pop(0)
+        session_id = frame.session.session_id
+        if frame.flags & Flag.OPEN:
+            self.refused.discard(session_id)
+            self.last.pop(session_id, None)
+            if session_id not in self.rows and len(self.rows) + self.n_taken >= self.n_lanes:
+                assert self.n_taken, "the coordinator opened more sessions than there are lanes"
+                self.refused.add(session_id)
+                fault = pb.SessionFault(session_id=session_id, label="no_lane", message="taken", retryable=True)
+                self.say(pb.ReturnEnvelope(epoch=self.epoch, faults=[fault]))
+                return
+            self.rows.setdefault(session_id, [])
+        elif frame.flags & Flag.COPY_PREFIX and session_id not in self.refused:
+            source = self.rows.get(frame.argument)
+            if source is None or frame.argument in self.refused:  # or it was given up while its frames waited
+                self.refused.add(session_id)
+                fault = pb.SessionFault(session_id=session_id, label="bad_session", message="not open")
+                self.say(pb.ReturnEnvelope(epoch=self.epoch, faults=[fault]))
+                return
+            assert not self.rows[session_id], "a copy goes into an empty lane"
+            assert frame.position <= len(source), "the source does not hold so much"
+            self.rows[session_id] = source[: frame.position]
+        elif frame.flags & Flag.CLOSE:
+            self.rows.pop(session_id, None)
+            self.refused.discard(session_id)
+        elif frame.flags & Flag.TRIM and session_id not in self.refused:
+            assert frame.position <= len(self.rows[session_id]), "it does not hold so much"
+            del self.rows[session_id][frame.position :]
+        elif session_id not in self.refused:
+            self.compute(frame)
+
+    def compute(self, frame: OutFrame) -> None:
+        session_id, flags = frame.session.session_id, frame.flags
+        held = self.rows[session_id]
+        assert frame.position <= len(held), "a gap"
+        held[frame.position :] = frame.tokens
+        answer = pb.ReturnEnvelope(epoch=self.epoch)
+        queued = mock.Mock(flags=flags, position=frame.position, draft_tokens=frame.tokens)
+        n_good = 0
+        if not is_guessed_wrong(queued, mock.Mock(last=self.last.get(session_id))):
+            for at in range(len(frame.tokens)) if flags & Flag.DRAFTED else (len(frame.tokens) - 1,):
+                n_good = frame.position + at + 1
+                if flags & SAMPLE:
+                    token = oracle(session_id, n_good)
+                    self.last[session_id] = (n_good, token)
+                    answer.samples.append(pb.Sampled(session_id=session_id, position=n_good, token=token))
+                if at + 1 < len(frame.tokens) and frame.tokens[at + 1] != oracle(session_id, n_good):
+                    break
+        n_prompt = len(frame.session.request.prompt_tokens)
+        true = [*frame.session.request.prompt_tokens, *(oracle(session_id, at) for at in range(n_prompt, n_good))]
+        assert held[:n_good] == true[:n_good], "what was sampled stood on another history"
+        if not (answer.samples and n_good == len(held)):
+            answer.progress.append(pb.Progress(session_id=session_id, position=len(held)))
+        self.say(answer)
+
+    def say(self, message: pb.ReturnEnvelope) -> None:
+        self.replies.append(message)
+        self.said.append(message)
+
+
+class Client:
+    """Reads one stream without waiting and holds it to its contract."""
+
+    def __init__(self, stream: SessionStream, session: Session) -> None:
+        self.stream, self.session = stream, session
+        self.tokens: list[int] = []
+        self.ends: list[str] = []
+        self.left = False
+
+    def read(self) -> None:
+        while not self.stream._events.empty():
+            event = self.stream._events.get_nowait()
+            assert not self.ends, "an event after the end"
+            if isinstance(event, RelaylineError):
+                self.ends.append(event.label)
+                continue
+            self.tokens.append(event.token)
+            if event.finish_reason is not None:
+                self.ends.append(event.finish_reason)
+        n_prompt = len(self.session.request.prompt_tokens)
+        expected = [oracle(self.session.session_id, n_prompt + index) for index in range(len(self.tokens))]
+        assert self.tokens == expected, "a token was lost, repeated or invented"
+
+
+class World:
+    """A pipeline whose connection is the model."""
+
+    def __init__(
+        self, n_lanes: int, mode: str = "auto", share: bool = False, prefix_lanes: int = 0, draft: int = 0
+    ) -> None:
+        """With `draft` not 0 clients predict their answers, and every third token wrongly."""
+        schedule = ScheduleConfig(mode, n_groups=2, group_rows=2, chunk_rows=3, draft=draft)
+        config = PipelineConfig(("a:1",), DTYPE_F16, schedule, waiting_max=2, share=share, prefix_lanes=prefix_lanes)
+        self.pipeline = Pipeline(config, pipeline_file(1, n_vocab=ORACLE_VOCAB), lambda _: False)
+        self.stages = StagesModel(n_lanes)
+        self.clients: list[Client] = []
+        self.connect()
+
+    def connect(self, n_lanes: int = 0) -> None:
+        pipeline, stages = self.pipeline, self.stages
+        stages.n_lanes = n_lanes or stages.n_lanes
+        pipeline.epoch += 1
+        stages.epoch = pipeline.epoch
+        stages.frames, stages.refused, stages.last = [], set(), {}
+        held = stages.left()
+        pipeline._connection = mock.Mock(n_lanes=stages.n_lanes, ctx_tokens=CTX, held=held)
+        curve = smooth() if pipeline.config.schedule.draft else CostCurve()  # two stages: guesses have one to fill
+        pipeline._connection.stage_costs = lambda: [StageCost(curve, curve, 64)] * (2 if curve.is_known else 1)
+        with mock.patch("relayline.coordinator.engine.pipeline.TokenSender", return_value=stages):
+            pipeline._resume(pipeline._connection)
+
+    def disconnect(self) -> None:
+        self.pipeline.phase, self.pipeline._lost_at_ns = Phase.RECOVERING, time.monotonic_ns()
+        self.pipeline._give_up_guilty(StageLostError("a stage died"))
+        self.pipeline._connection = self.pipeline._sender = None
+
+    def open(self, n_prompt: int, max_tokens: int) -> None:
+        request = GenerationRequest(f"r{len(self.clients)}", tuple(range(n_prompt)), max_tokens, SamplingParams())
+        try:
+            stream = self.pipeline.open(request)
+            (session,) = (a.session for a in self.pipeline._audiences.values() if stream in a.streams)
+            if self.pipeline.config.schedule.draft:
+                predicted = [oracle(session.session_id, n_prompt + at) + (at % 3 == 2) for at in range(max_tokens)]
+                session.request = dataclasses.replace(session.request, prediction=tuple(predicted))
+            self.clients.append(Client(stream, session))
+        except NotReadyError:
+            assert self.pipeline.phase is Phase.LOADING
+        except OverloadedError:
+            assert len(self.pipeline._admission.waiting) >= 2
+
+    def deliver(self) -> None:
+        if self.stages.replies:
+            self.pipeline._on_return(self.stages.replies.pop(0))
+
+    def fault(self, client: Client, retryable: bool, position: int = 0) -> None:
+        session_id, label = client.session.session_id, "no_lane" if retryable else "not_finite"
+        fault = pb.SessionFault(session_id=session_id, position=position, label=label, message="m", retryable=retryable)
+        self.stages.said.append(pb.ReturnEnvelope(epoch=self.pipeline.epoch, faults=[fault]))
+        self.pipeline._on_return(self.stages.said[-1])
+
+    def check(self) -> None:
+        for client in self.clients:
+            client.read()
+            assert len(client.ends) <= 1
+        running = {id(c.session) for c in self.clients if c.session.state in (State.PREFILL, State.DECODE)}
+        assert len(running) <= self.stages.n_lanes
+        admission = self.pipeline._admission
+        assert not admission.waiting or admission.running, "nobody's end will bring them a lane"
+        if not any(fault.label == "no_lane" for message in self.stages.said for fault in message.faults):
+            assert not admission.waiting or len(admission.running) >= admission.n_lanes, "a lane is free and some wait"
+
+    def turn(self) -> None:
+        """Let one frame and one answer arrive."""
+        self.pipeline._dispatch_now()
+        self.stages.step()
+        self.deliver()
+        self.check()
+
+    def finish(self) -> None:
+        """Let everything run out; then nothing may be left."""
+        if self.pipeline.phase is not Phase.READY:
+            self.connect()
+        self.pipeline._dispatch_now()
+        while self.stages.frames or self.stages.replies:
+            self.stages.step()
+            self.deliver()
+            self.pipeline._dispatch_now()
+        self.check()
+        for client in self.clients:
+            assert client.left or len(client.ends) == 1, "a request that never ended"
+            if client.ends in (["length"], ["stop"]):
+                assert len(client.tokens) == client.session.request.max_tokens
+        admission = self.pipeline._admission
+        assert (admission.running, len(admission.waiting)) == ({}, 0)
+        assert (self.pipeline._audiences, self.pipeline._shared) == ({}, {})
+        kept = {kept.session.session_id: kept.tokens for kept in self.pipeline._prefixes._kept}
+        assert self.stages.rows == kept, "a lane was never given back, or is not what the coordinator believes"
+        assert len(kept) <= self.pipeline.config.prefix_lanes
+        assert self.pipeline._idle.is_set()
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("open"), st.integers(1, 8), st.integers(1, 6)),
+        st.tuples(st.just("step"), st.integers(1, 6)),
+        st.tuples(st.just("deliver"), st.integers(1, 4)),
+        st.tuples(st.just("echo"), st.integers(0, 50)),
+        st.tuples(st.just("fault"), st.integers(0, 9), st.booleans()),
+        st.tuples(st.just("leave"), st.integers(0, 9)),
+        st.tuples(st.just("taken"), st.integers(0, 2)),
+        st.tuples(st.just("lose"), st.integers(-1, 3)),
+        st.tuples(st.just("recover"), st.integers(1, 3)),
+    ),
+    max_size=60,
+)
+
+
+async def play(world: World, event: tuple[object, ...]) -> None:
+    match event:
+        case ("open", int(n_prompt), int(max_tokens)):
+            world.open(n_prompt, max_tokens)
+        case ("step", int(times)):
+            for _ in range(times if world.pipeline.phase is Phase.READY else 0):
+                world.stages.step()
+        case ("deliver", int(times)):
+            for _ in range(times):
+                world.deliver()
+        case ("echo", int(which)) if world.stages.said:
+            world.pipeline._on_return(world.stages.said[which % len(world.stages.said)])
+        case ("fault", int(which), bool(retryable)) if world.clients:
+            world.fault(world.clients[which % len(world.clients)], retryable)
+        case ("leave", int(which)) if world.clients:
+            client = world.clients[which % len(world.clients)]
+            client.read()
+            client.left = True
+            await client.stream.aclose()
+        case ("taken", int(n_lanes)):
+            world.stages.n_taken = n_lanes
+        case ("lose", int(n_behind)):
+            world.stages.n_behind = n_behind
+            world.disconnect()
+        case ("recover", int(n_lanes)) if world.pipeline.phase is Phase.RECOVERING:
+            world.connect(n_lanes)

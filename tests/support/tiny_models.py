@@ -1,0 +1,137 @@
+"""Tiny random models of every supported family, as llama.cpp loads them: a few hundred KiB each, always the same.
+
+A recipe says which hyperparameters and which tensors a family needs. Weights are scaled so that the hidden state
+keeps its size through the layers and the largest logit stands out.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from tests.support.tiny_families import CTX, N_EMBD, N_FF, N_HEADS, N_KV_HEADS, RECIPES, UNCERTIFIED, Shape, Value
+
+
+def make_tiny(
+    family: str,
+    path: Path,
+    *,
+    n_layers: int | None = None,
+    quant: str = "f32",
+    tied: bool = False,
+    vocab: int = 128,
+    tokenizer: bool = False,
+    seed: int = 1,
+    extra_values: Mapping[str, Value] | None = None,
+    extra_tensors: Mapping[str, np.ndarray] | None = None,
+) -> Path:
+    """Write a model of a recipe and return its path.
+
+    `quant` is the type of every matrix (f32, f16, q8_0, q4_0, mxfp4); vectors stay f32. With `tokenizer` the vocabulary
+    is a byte-level one with text (`vocab` is then ignored: see TOKENS); without, it is nameless.
+    """
+    recipe = (RECIPES | UNCERTIFIED)[family]
+    n_layers = n_layers or recipe.n_layers
+    vocab = len(TOKENS) if tokenizer else vocab
+    writer = gguf.GGUFWriter(None, recipe.architecture)
+    common: dict[str, Value] = {
+        "block_count": n_layers,
+        "context_length": CTX,
+        "embedding_length": N_EMBD,
+        "feed_forward_length": N_FF,
+        "attention.head_count": N_HEADS,
+        "attention.head_count_kv": N_KV_HEADS,
+        "vocab_size": vocab,
+    }
+    writer.add_name(f"tiny {family}")
+    for key, value in {**common, **recipe.values, **(extra_values or {})}.items():
+        if not (key.endswith("_mla") and value == 0):
+            name = key if key.startswith("xielu.") else f"{recipe.architecture}.{key}"
+            _add(writer, name, [value] * n_layers if key in recipe.per_layer else value)
+    _add_tokenizer(writer) if tokenizer else writer.add_tokenizer_model("none")
+    shapes: dict[str, Shape] = {"token_embd.weight": (vocab, N_EMBD), **recipe.tops}
+    if not (recipe.always_tied or (tied and recipe.may_tie)):
+        shapes["output.weight"] = (vocab, N_EMBD)
+    for layer in range(n_layers):
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in recipe.block(layer).items()}
+    for name, shape in shapes.items():
+        _add_tensor(writer, name, _weights(name, (vocab,) if name == "output.bias" else shape, seed), quant)
+    for name, array in (extra_tensors or {}).items():
+        writer.add_tensor(name, array)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Value | list[Value]) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, array: np.ndarray, quant: str) -> None:
+    plain = array.ndim == 1 or "gate_inp" in name or name.endswith(".bias")  # in real files these stay f32 too
+    kind = gguf.GGMLQuantizationType.F32 if plain else gguf.GGMLQuantizationType[quant.upper()]
+    if kind == gguf.GGMLQuantizationType.F32:
+        writer.add_tensor(name, array)
+    else:
+        writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+
+
+def _weights(name: str, shape: Shape, seed: int) -> np.ndarray:
+    random = np.random.default_rng((seed, zlib.crc32(name.encode())))
+    values = random.standard_normal(shape, np.float32)
+    if name.startswith("rope_"):
+        return 1.0 + np.abs(values)
+    if "norm" in name and name.endswith("weight"):
+        return 1.0 + 0.2 * values
+    if len(shape) == 1:
+        return 0.2 * values
+    if name == "token_embd.weight":
+        return values
+    gain = 4.0 if name == "output.weight" else 1.5
+    return values * np.float32(gain / np.sqrt(shape[-1]))
+
+
+def _byte_characters() -> list[str]:
+    """Return the printable stand-ins that byte-level vocabularies use for the 256 bytes."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in kept else chr(next(others)) for byte in range(256)]
+
+
+END_TOKEN = "<|end|>"
+CONTROLS = (END_TOKEN, "<|user|>", "<|assistant|>")
+_WORDS = ("th", "the", "in", "er", "an", "Ġt", "Ġthe")
+_MERGES = ("t h", "th e", "i n", "e r", "a n", "Ġ t", "Ġt he")
+TOKENS: tuple[str, ...] = (*_byte_characters(), *_WORDS, *CONTROLS)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(list(TOKENS))
+    writer.add_token_types([control if token in CONTROLS else normal for token in TOKENS])
+    writer.add_token_merges(list(_MERGES))
+    writer.add_eos_token_id(TOKENS.index(END_TOKEN))
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)

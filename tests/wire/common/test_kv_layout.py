@@ -1,0 +1,78 @@
+"""Which layout of KV cells a stage chooses, and who asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relayline.deploy.certify.run import CertifyConfig
+from relayline.deploy.manifest import parse_manifest
+from relayline.deploy.planning.inputs import load_of
+from relayline.stage.config import StageConfig
+from relayline.wire.common.kv_layout import LONG_LANE_TOKENS, SCORE_BYTES_MAX, choose_layout, has_scores
+
+LONG, SHORT = LONG_LANE_TOKENS, LONG_LANE_TOKENS - 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "ctx_tokens", "gpu_layers", "expected"),
+    [
+        ("auto", LONG, 0, "per-lane"),
+        ("auto", SHORT, 0, "unified"),
+        ("auto", LONG, 5, "unified"),
+        ("auto", LONG, -1, "unified"),
+        ("unified", LONG, 0, "unified"),
+        ("per-lane", SHORT, -1, "per-lane"),
+    ],
+)
+def test_long_lanes_on_a_cpu_have_cells_of_their_own(
+    asked: str, ctx_tokens: int, gpu_layers: int, expected: str
+) -> None:
+    assert choose_layout(asked, ctx_tokens=ctx_tokens, gpu_layers=gpu_layers) == expected
+    values = {"kv_layout": asked, "ctx_tokens": ctx_tokens, "gpu_layers": gpu_layers}
+    assert StageConfig(Path("stage.gguf"), **values).layout_used == expected
+    assert CertifyConfig(Path("model.gguf"), **values).layout_used == expected
+
+
+def test_by_default_a_stage_a_plan_and_a_certificate_mean_the_same() -> None:
+    manifest = parse_manifest(
+        b"apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: m}\nspec:\n  model: {path: m.gguf}\n",
+        "m.yaml",
+    )
+    layouts = {load_of(manifest).kv_layout, StageConfig(Path("s")).layout_used, CertifyConfig(Path("m")).layout_used}
+    assert layouts == {"per-lane"}
+
+
+def test_a_plan_takes_stages_on_gpus_for_what_they_choose() -> None:
+    text = """apiVersion: relayline.dev/v1alpha1
+kind: Pipeline
+metadata: {name: m}
+spec:
+  model: {path: m.gguf}
+  stages: [{name: a, device: gpu}, {name: b, device: %s}]
+"""
+    layouts = [load_of(parse_manifest((text % device).encode(), "m.yaml")).kv_layout for device in ("gpu", "cpu")]
+    assert layouts == ["unified", "per-lane"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "kv_type", "gpu_layers", "score_bytes", "reads_own_cells", "expected"),
+    [
+        ("per-lane", "f16", 0, SCORE_BYTES_MAX, False, True),
+        ("per-lane", "f32", 0, 1, False, True),
+        ("per-lane", "f16", 0, SCORE_BYTES_MAX + 1, False, False),
+        ("per-lane", "q8_0", 0, 1, False, False),
+        ("per-lane", "f16", -1, 1, False, False),
+        ("unified", "f16", 0, 1, False, False),
+        ("per-lane", "f16", 0, 1, True, False),
+        ("per-lane", "f32", 0, 1, True, True),
+    ],
+)
+def test_scores_are_computed_where_they_fit_and_flash_attention_is_slow(
+    layout: str, kv_type: str, gpu_layers: int, score_bytes: int, reads_own_cells: bool, expected: bool
+) -> None:
+    found = has_scores(
+        layout, kv_type=kv_type, gpu_layers=gpu_layers, score_bytes=score_bytes, reads_own_cells=reads_own_cells
+    )
+    assert found == expected

@@ -1,0 +1,332 @@
+"""Goal: spans go where flags and OTEL_* say, and whatever the collector does costs the caller nothing but a counter.
+
+Method: the choice of exporters as a table; spans through the real SDK into a list, and through the real exporters into
+a receiver that is well, refusing, slow or gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import Link, SpanKind
+
+from relayline.deploy.testing.otlp_receiver import Mode, dead_endpoint, receiving
+from relayline.wire.common.errors import UsageError
+from relayline.wire.envelopes import trace_context
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.wire.telemetry import choice as telemetry_choice
+from relayline.wire.telemetry import export as telemetry_export
+from relayline.wire.telemetry import names
+from relayline.wire.telemetry.telemetry import LEVEL_NAMES, Level, Role, Telemetry, TelemetryConfig, context_of
+
+GRPC, HTTP = "otlp_proto_grpc", "otlp_proto_http"
+WAIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in (*telemetry_choice._ENDPOINT_KEYS, *telemetry_choice._PROTOCOL_KEYS, "OTEL_TRACES_EXPORTER"):
+        monkeypatch.delenv(key, raising=False)
+
+
+def started(*exporters: SpanExporter, **changes: object) -> Telemetry:
+    return Telemetry.start(Role.STAGE, "1@box", TelemetryConfig(**changes), exporters)  # type: ignore[arg-type]
+
+
+def spans(telemetry: Telemetry, n_spans: int) -> None:
+    for _ in range(n_spans):
+        telemetry.start_span("x", start_ns=time.monotonic_ns() + telemetry.wall_offset_ns()).end()
+
+
+# --- levels and configuration -----------------------------------------------------------------------------------------
+
+
+def test_levels_have_names_an_order_and_a_wire_form() -> None:
+    assert LEVEL_NAMES == ("off", "summary", "batches", "frames")
+    assert [Level.named(name) for name in LEVEL_NAMES] == sorted(Level)
+    for level in Level:
+        assert level.settings().level == getattr(pb, f"TELEMETRY_LEVEL_{level.name}")
+        assert Level.from_wire(level.settings().level) is level
+    assert Level.from_wire(pb.TELEMETRY_LEVEL_UNSPECIFIED) is None
+    assert Level.from_wire(99) is None
+    with pytest.raises(UsageError, match="'loud' is unknown; choose one of off, summary"):
+        Level.named("loud")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"otlp_endpoint": "localhost:4317"}, "give http://HOST:4317"),
+        ({"otlp_endpoint": "ftp://x"}, "not a collector's address"),
+        ({"sampler_ratio": 1.5}, "outside 0..1"),
+        ({"sampler_ratio": -0.1}, "outside 0..1"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(changes: dict[str, object], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        TelemetryConfig(**changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "environment", "expected"),
+    [
+        ("", {}, []),
+        ("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}, [GRPC]),
+        ("", {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4317"}, [GRPC]),
+        ("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, [HTTP]),
+        ("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "https://c/otlp"}, [HTTP]),
+        ("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, [GRPC]),
+        ("http://c:4317", {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}, [HTTP]),
+        ("http://c:4317", {}, [GRPC]),
+        ("http://c:4318", {}, [HTTP]),
+        ("", {"OTEL_TRACES_EXPORTER": "otlp"}, [GRPC]),
+        ("", {"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}, []),
+        ("", {"OTEL_TRACES_EXPORTER": " console , otlp,otlp"}, ["console", GRPC]),
+        ("http://c:4317", {"OTEL_TRACES_EXPORTER": "none"}, [GRPC]),
+        ("http://c:4317", {"OTEL_SDK_DISABLED": "True"}, []),
+    ],
+)
+def test_the_variables_choose_the_exporters(endpoint: str, environment: dict[str, str], expected: list[str]) -> None:
+    assert telemetry_choice.chosen(endpoint, environment) == expected
+
+
+def test_what_cannot_be_chosen_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="protocol 'http/json' is not supported"):
+        telemetry_choice.chosen("http://c:1", {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"})
+    with pytest.raises(UsageError, match=r"'tape' is unknown; choose of .*console.*otlp"):
+        telemetry_choice.exporters("", {"OTEL_TRACES_EXPORTER": "tape"})
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "soon")
+    with pytest.raises(UsageError, match="check the OTEL_"):
+        telemetry_choice.exporters("http://c:4317")
+
+
+def test_without_an_exporter_there_is_nothing_but_a_level() -> None:
+    telemetry = Telemetry.start(Role.STAGE, "0@x", TelemetryConfig(level=Level.FRAMES))
+    assert not telemetry.is_exporting
+    assert not telemetry.records(Level.SUMMARY)
+    span = telemetry.start_span("x", start_ns=1, own=trace_context.new_root())
+    assert not span.is_recording()
+    telemetry.shutdown()
+    assert (telemetry.dropped_spans, telemetry.exported_spans) == (0, 0)
+
+
+# --- what a span carries ----------------------------------------------------------------------------------------------
+
+
+def test_a_span_keeps_the_ids_that_were_promised() -> None:
+    store = InMemorySpanExporter()
+    telemetry = started(store)
+    own, request = trace_context.new_root(), trace_context.unpack(trace_context.new_root())
+    assert request is not None
+    first = telemetry.start_span(names.SPAN_BATCH, start_ns=10, own=own, kind=SpanKind.CONSUMER, links=[Link(request)])
+    first.end(20)
+    child = telemetry.start_span("child", start_ns=11, parent=request)
+    child.end(12)
+    telemetry.start_span("another root", start_ns=11).end(12)
+    assert telemetry.flush(WAIT_S)
+    batch, below, other = store.get_finished_spans()
+    assert context_of(first) == own
+    assert (batch.start_time, batch.end_time, batch.parent) == (10, 20, None)
+    assert below.parent is not None
+    assert (below.parent.span_id, below.context.trace_id) == (request.span_id, request.trace_id)
+    assert len({batch.context.trace_id, below.context.trace_id, other.context.trace_id}) == 3
+    telemetry.shutdown()
+    assert (telemetry.exported_spans, telemetry.dropped_spans) == (3, 0)
+
+
+def test_the_resource_says_who_speaks_and_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = InMemorySpanExporter()
+    telemetry = started(store)
+    spans(telemetry, 1)
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=lab,service.instance.id=mine")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "renamed")
+    renamed = started(store)
+    spans(renamed, 1)
+    assert telemetry.flush(WAIT_S)
+    assert renamed.flush(WAIT_S)
+    ours, theirs = (span.resource.attributes for span in store.get_finished_spans())
+    assert (ours["service.name"], ours["service.instance.id"]) == ("relayline-stage", "1@box")
+    assert ours["service.version"]
+    assert (theirs["service.name"], theirs["service.instance.id"]) == ("renamed", "mine")
+    assert theirs["deployment.environment.name"] == "lab"
+
+
+def links_kept(n_links: int) -> int:
+    store = InMemorySpanExporter()
+    telemetry = started(store)
+    context = trace_context.unpack(trace_context.new_root())
+    assert context is not None
+    links = [Link(context) for _ in range(n_links)]
+    telemetry.start_span(names.SPAN_BATCH, start_ns=1, own=trace_context.new_root(), links=links).end()
+    assert telemetry.flush(WAIT_S)
+    (span,) = store.get_finished_spans()
+    return len(span.links)
+
+
+def test_links_survive_far_beyond_the_sdk_s_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert links_kept(2_000) == 2_000
+    monkeypatch.setenv("OTEL_SPAN_LINK_COUNT_LIMIT", "5")
+    assert links_kept(6) == 5
+
+
+@pytest.mark.parametrize(
+    ("sampler", "is_sampled", "expected"),
+    [("parentbased_always_off", True, 1), ("parentbased_always_off", False, 0), ("traceidratio", True, 1)],
+)
+def test_a_batch_is_recorded_when_a_request_in_it_is(
+    monkeypatch: pytest.MonkeyPatch, sampler: str, is_sampled: bool, expected: int
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.0")
+    store = InMemorySpanExporter()
+    telemetry = started(store)
+    root = trace_context.new_root()
+    member = trace_context.unpack(root if is_sampled else root[:-1] + b"\x00")
+    assert member is not None
+    telemetry.start_span(names.SPAN_BATCH, start_ns=1, own=trace_context.new_root(), links=[Link(member)]).end()
+    telemetry.flush(WAIT_S)
+    assert len(store.get_finished_spans()) == expected
+
+
+def test_where_nothing_is_ever_sampled_no_span_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    assert not started(InMemorySpanExporter(), level=Level.FRAMES).records(Level.SUMMARY)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    assert started(InMemorySpanExporter(), level=Level.FRAMES).records(Level.FRAMES)
+
+
+def test_the_head_sampler_keeps_a_share_and_follows_its_caller() -> None:
+    store = InMemorySpanExporter()
+    telemetry = started(store, sampler_ratio=0.25)
+    spans(telemetry, 400)
+    telemetry.flush(WAIT_S)
+    assert 40 < len(store.get_finished_spans()) < 180
+    store.clear()
+    parent = trace_context.unpack(trace_context.new_root())
+    for _ in range(50):
+        telemetry.start_span("child", start_ns=1, parent=parent).end()
+    telemetry.flush(WAIT_S)
+    assert len(store.get_finished_spans()) == 50
+
+
+# --- collectors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["grpc_endpoint", "http_endpoint"])
+def test_spans_arrive_over_both_protocols(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-team=blue")
+    if kind == "http_endpoint":
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    with receiving() as receiver:
+        telemetry = Telemetry.start(Role.STAGE, "1@box", TelemetryConfig(otlp_endpoint=getattr(receiver, kind)))
+        spans(telemetry, 3)
+        telemetry.shutdown(WAIT_S)
+        assert (telemetry.exported_spans, telemetry.dropped_spans) == (3, 0)
+        assert [span.service for span in receiver.spans] == ["relayline-stage"] * 3
+        assert receiver.headers[0]["x-team"] == "blue"
+
+
+def test_the_endpoint_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with receiving() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.grpc_endpoint)
+        telemetry = Telemetry.start(Role.COORDINATOR, "0@box", TelemetryConfig())
+        spans(telemetry, 1)
+        telemetry.shutdown(WAIT_S)
+        assert [span.service for span in receiver.spans] == ["relayline-coordinator"]
+
+
+def test_a_refusing_collector_costs_a_counter() -> None:
+    with receiving(Mode.REFUSING) as receiver:
+        telemetry = Telemetry.start(Role.STAGE, "1@box", TelemetryConfig(otlp_endpoint=receiver.grpc_endpoint))
+        spans(telemetry, 7)
+        assert telemetry.flush(WAIT_S)
+        assert (telemetry.exported_spans, telemetry.dropped_spans) == (0, 7)
+        receiver.mode = Mode.OK
+        spans(telemetry, 2)
+        telemetry.shutdown(WAIT_S)
+        assert (telemetry.exported_spans, telemetry.dropped_spans) == (2, 7)
+
+
+@pytest.mark.parametrize("is_dead", [True, False], ids=["dead", "slow"])
+def test_the_end_does_not_wait_for_a_collector(is_dead: bool) -> None:
+    with receiving(Mode.SLOW) as receiver, dead_endpoint() as nobody:
+        endpoint = nobody if is_dead else receiver.grpc_endpoint
+        telemetry = Telemetry.start(Role.STAGE, "1@box", TelemetryConfig(otlp_endpoint=endpoint))
+        spans(telemetry, 7)
+        before_s = time.monotonic()
+        telemetry.shutdown(0.2)
+        assert time.monotonic() - before_s < 5
+        assert (telemetry.exported_spans, telemetry.dropped_spans) == (0, 7)
+
+
+class Held(SpanExporter):
+    """An exporter that is stuck until released."""
+
+    def __init__(self) -> None:
+        self.entered, self.released = threading.Event(), threading.Event()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.entered.set()
+        assert self.released.wait(WAIT_S)
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        self.released.set()
+
+
+def test_the_queue_is_bounded_and_counts_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "10")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+    held = Held()
+    telemetry = started(held)
+    spans(telemetry, 4)
+    assert held.entered.wait(WAIT_S)  # four are with the exporter
+    spans(telemetry, 25)
+    assert telemetry.dropped_spans == 15
+    held.released.set()
+    telemetry.shutdown(WAIT_S)
+    assert (telemetry.exported_spans, telemetry.dropped_spans) == (14, 15)
+    spans(telemetry, 1)
+    assert telemetry.dropped_spans == 16
+
+
+class Broken(SpanExporter):
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        raise RuntimeError("no\nway")
+
+
+class Heard(logging.Handler):
+    """What the process's log shows. Not caplog, which also listens to loggers that do not propagate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.name, record.getMessage()))
+
+
+def test_a_failing_exporter_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry_export._SDK_LOG, "_quiet_until_s", 0.0)
+    telemetry = started(Broken())
+    heard = Heard()
+    logging.getLogger().addHandler(heard)
+    try:
+        for _ in range(5):
+            spans(telemetry, 1)
+            assert telemetry.flush(WAIT_S)
+        logging.getLogger("opentelemetry.sdk.trace").warning("something else")
+    finally:
+        logging.getLogger().removeHandler(heard)
+    ((name, line),) = heard.lines
+    assert name == "relayline.telemetry"
+    assert "RuntimeError: no way" in line
+    assert telemetry.dropped_spans == 5
+    telemetry.shutdown()

@@ -1,0 +1,48 @@
+"""Which layout of KV cells a stage uses, and whether attention then computes all scores of a step at once. Pure.
+
+Stages and the planner both ask here. Unified, all lanes share the cells and a step is one micro-batch in its row order.
+Per-lane, each lane has cells of its own: attention walks as many as the longest lane computed with it has, but
+llama.cpp computes only neighbouring lanes at once (stage.engine.micro_batches).
+
+On a CPU llama.cpp's flash attention goes through the cells one by one for each row and head, masked ones too, which in
+a unified cache are those of all other lanes: 16 rows of 16 lanes took 103 / 111 ms unified / per-lane with 64 tokens in
+each lane, 142 / 118 with 256, 429 / 174 with 1,024, 745 / 179 with 2,048 (`python -m benches.contexts`). Hence "auto":
+streams that may grow long have cells of their own on a CPU. Where the build's attention goes through the seen cells
+alone (stage.engine.ggml.attends_own_cells) both take the same, and what is left of a difference is that per-lane steps
+go in parts; "auto" does not ask, since one layout must suit the builds of all stages. On a GPU cells are shared: a
+micro-batch is taken to cost there what a whole step does, however few its rows (simulated; nobody measured one yet).
+
+All stages of a pipeline need the same layout: the coordinator's plans and the lanes it keeps are made for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+LAYOUTS = ("unified", "per-lane")
+KV_LAYOUTS = ("auto", *LAYOUTS)  # what may be asked for
+LONG_LANE_TOKENS = 1_024  # from which on a lane is taken for one whose stream grows long
+SCORED_KV_TYPES = ("f16", "f32")  # a quantised cache needs flash attention
+SCORE_BYTES_MAX = 1 << 30  # of one step's scores, f32; with more, flash attention stays
+
+
+def choose_layout(asked: str, *, ctx_tokens: int, gpu_layers: int) -> str:
+    """Return "unified" or "per-lane" for a key of KV_LAYOUTS, lanes of so many tokens and layers on a GPU."""
+    if asked != "auto":
+        return asked
+    return "per-lane" if ctx_tokens >= LONG_LANE_TOKENS and not gpu_layers else "unified"
+
+
+def choose_pipeline_layout(asked: str, *, ctx_tokens: int, gpu_layers: Iterable[int]) -> str:
+    """Return the one layout of stages with these layers on a GPU: as for a CPU if any of them has none there."""
+    return choose_layout(asked, ctx_tokens=ctx_tokens, gpu_layers=int(all(gpu_layers)))
+
+
+def has_scores(layout: str, *, kv_type: str, gpu_layers: int, score_bytes: int, reads_own_cells: bool) -> bool:
+    """Return whether attention does without flash attention: llama.cpp's is slower for a lane's own cells on a CPU.
+
+    score_bytes: of all scores of the largest step, 4 x rows x cells x heads. reads_own_cells: the build's flash
+    attention is the one that goes through the seen cells alone, which it does where they are f16.
+    """
+    is_slower = kv_type in SCORED_KV_TYPES and not (reads_own_cells and kv_type == "f16")
+    return layout == "per-lane" and not gpu_layers and is_slower and 0 < score_bytes <= SCORE_BYTES_MAX

@@ -1,0 +1,323 @@
+/* Plain envelopes of a decode step, read and written in one go: the quick way beside wire/envelopes/envelope.py and wire/envelopes/frames.py.
+ *
+ * `read` takes what nearly every message of steady decode is: the layout that Buffer writes, frames that carry rows and
+ * flags of ordinary rows, no scaled row, nothing appended. It looks at every tag, size and checksum, and says None to
+ * anything else, right or wrong: then envelope.py reads it by the rules that stand there, and tells what is wrong.
+ * Limits (wire/common/bounds.py) are the caller's to compare, from what is returned; but for that of frames, each of which
+ * becomes an object.
+ *
+ * Nothing of this is quicker by much while caches are warm. A stage reads an envelope after its core has computed for
+ * milliseconds, and then the interpreter's way through the same loops takes several times as long.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "envelopes are little endian and are read in place; a big-endian host is not supported"
+#endif
+
+#define TRACE_BYTES 25
+#define HEADER_BYTES 70
+#define FRAME_BYTES 85
+#define PAYLOAD_TAG 0x4A
+#define EXPONENTS_TAG 0x52
+#define ORDINARY_FLAGS 3u /* Flag.PREFILL and Flag.WANTS_SAMPLE */
+#define LEAD_BYTES_MAX 6  /* a tag and the size of what follows, of 32 bits in sevens */
+#define DTYPE_F16 2
+
+static const uint8_t ITEM_BYTES[] = {0, 4, 2, 4}; /* of dtypes: token ids, f16, f32 */
+
+/* As wire.frames.FRAME_DTYPE: where the tags are, which are constants, and the fields between them. */
+static const struct {
+    uint8_t at, tag;
+} FRAME_TAGS[] = {
+    {0, 0x42}, {1, FRAME_BYTES - 2}, {2, 0x09}, {11, 0x15}, {16, 0x1D}, {21, 0x25},
+    {26, 0x2D}, {31, 0x31}, {40, 0x39}, {49, 0x41}, {58, 0x4A}, {59, TRACE_BYTES},
+};
+/* As envelope.HEADER. */
+static const struct {
+    uint8_t at, tag;
+} HEADER_TAGS[] = {
+    {0, 0x0D}, {5, 0x11}, {14, 0x1D}, {19, 0x25}, {24, 0x2D}, {29, 0x31}, {38, 0x3D}, {43, 0x62}, {44, TRACE_BYTES},
+};
+
+#define N_OF(array) (sizeof(array) / sizeof((array)[0]))
+
+static uint32_t u32(const uint8_t * at) {
+    uint32_t value;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+
+static uint64_t u64(const uint8_t * at) {
+    uint64_t value;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+
+static void put_u32(uint8_t * at, uint32_t value) {
+    memcpy(at, &value, sizeof value);
+}
+
+static void put_u64(uint8_t * at, uint64_t value) {
+    memcpy(at, &value, sizeof value);
+}
+
+/* What stands before a length-delimited field; returns how many bytes. */
+static size_t write_lead(uint8_t * into, uint8_t tag, uint64_t size) {
+    size_t n = 0;
+    into[n++] = tag;
+    for (; size > 0x7F; size >>= 7) {
+        into[n++] = (uint8_t) (size & 0x7F) | 0x80;
+    }
+    into[n++] = (uint8_t) size;
+    return n;
+}
+
+static int has_lead(const uint8_t * message, uint64_t length, uint64_t at, uint8_t tag, uint64_t size, size_t * n) {
+    uint8_t lead[LEAD_BYTES_MAX];
+    *n = write_lead(lead, tag, size);
+    return length >= at + *n && memcmp(message + at, lead, *n) == 0;
+}
+
+/* The checksum of some bytes by the function given; -1 with an error set. */
+static int checksum_of(PyObject * checksum, const uint8_t * bytes, uint64_t n, uint64_t * sum) {
+    PyObject * view = PyMemoryView_FromMemory((char *) (uintptr_t) bytes, (Py_ssize_t) n, PyBUF_READ);
+    PyObject * found = view == NULL ? NULL : PyObject_CallOneArg(checksum, view);
+    Py_XDECREF(view);
+    if (found == NULL) {
+        return -1;
+    }
+    *sum = PyLong_AsUnsignedLongLong(found);
+    Py_DECREF(found);
+    return *sum == (uint64_t) -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* What a message says of itself, and where things are in it. */
+struct layout {
+    const uint8_t * frames;
+    const uint8_t * payload;
+    uint32_t n_frames, n_rows, dtype, width;
+    uint64_t row_bytes;
+};
+
+/* 1: a plain envelope as far as its own bytes tell, frames apart; 0: another message. */
+static int lay_out(const uint8_t * message, uint64_t length, struct layout * found) {
+    if (length < HEADER_BYTES) {
+        return 0;
+    }
+    for (size_t i = 0; i < N_OF(HEADER_TAGS); i++) {
+        if (message[HEADER_TAGS[i].at] != HEADER_TAGS[i].tag) {
+            return 0;
+        }
+    }
+    found->dtype = u32(message + 15);
+    found->n_rows = u32(message + 20);
+    found->width = u32(message + 25);
+    found->n_frames = u32(message + 39);
+    if (found->dtype == 0 || found->dtype >= N_OF(ITEM_BYTES) || found->n_frames == 0 || found->width == 0) {
+        return 0;
+    }
+    found->row_bytes = (uint64_t) ITEM_BYTES[found->dtype] * found->width;
+    if (found->n_rows > length || found->row_bytes > length) {
+        return 0; /* so that products below stay within 64 bits */
+    }
+    const uint64_t frames_end = HEADER_BYTES + (uint64_t) FRAME_BYTES * found->n_frames;
+    const uint64_t payload_bytes = found->n_rows * found->row_bytes;
+    size_t lead_bytes;
+    if (!has_lead(message, length, frames_end, PAYLOAD_TAG, payload_bytes, &lead_bytes)) {
+        return 0;
+    }
+    found->frames = message + HEADER_BYTES;
+    found->payload = message + frames_end + lead_bytes;
+    uint64_t at = frames_end + lead_bytes + payload_bytes;
+    if (at > length || at == length) {
+        return at == length;
+    }
+    if (found->dtype != DTYPE_F16 || !has_lead(message, length, at, EXPONENTS_TAG, found->n_rows, &lead_bytes) ||
+        at + lead_bytes + found->n_rows != length) {
+        return 0;
+    }
+    for (at += lead_bytes; at < length; at++) {
+        if (message[at] != 0) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* One frame's fields as a tuple, see wire.frames.Head. */
+static PyObject * head_of(const uint8_t * frame) {
+    return Py_BuildValue("(KIIIIKKKy#)", (unsigned long long) u64(frame + 3), u32(frame + 12), u32(frame + 17),
+                         u32(frame + 22), u32(frame + 27), (unsigned long long) u64(frame + 32),
+                         (unsigned long long) u64(frame + 41), (unsigned long long) u64(frame + 50), frame + 60,
+                         (Py_ssize_t) TRACE_BYTES);
+}
+
+/* Fills heads; 1, 0 where some frame is not plain or its rows are not what was sent, -1 with an error set. */
+static int read_frames(const struct layout * found, PyObject * checksum, PyObject * heads, uint32_t * most_rows,
+                       uint64_t * last_position) {
+    uint64_t rows_before = 0;
+    for (uint32_t i = 0; i < found->n_frames; i++) {
+        const uint8_t * frame = found->frames + (size_t) FRAME_BYTES * i;
+        for (size_t j = 0; j < N_OF(FRAME_TAGS); j++) {
+            if (frame[FRAME_TAGS[j].at] != FRAME_TAGS[j].tag) {
+                return 0;
+            }
+        }
+        const uint32_t n_rows = u32(frame + 22);
+        if (n_rows == 0 || n_rows > found->n_rows - rows_before || u32(frame + 27) & ~ORDINARY_FLAGS) {
+            return 0;
+        }
+        uint64_t sum;
+        if (checksum_of(checksum, found->payload + rows_before * found->row_bytes, n_rows * found->row_bytes, &sum)) {
+            return -1;
+        }
+        if (sum != u64(frame + 41)) {
+            return 0;
+        }
+        PyObject * head = head_of(frame);
+        if (head == NULL) {
+            return -1;
+        }
+        PyList_SET_ITEM(heads, (Py_ssize_t) i, head);
+        rows_before += n_rows;
+        const uint64_t end = (uint64_t) u32(frame + 17) + n_rows;
+        *most_rows = n_rows > *most_rows ? n_rows : *most_rows;
+        *last_position = end > *last_position ? end : *last_position;
+    }
+    return rows_before == found->n_rows;
+}
+
+static PyObject * frames_read(PyObject * module, PyObject * const * args, Py_ssize_t n_args) {
+    (void) module;
+    if (n_args != 3 || !PyBytes_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "expected a message, as bytes, a function for checksums and a number of frames");
+        return NULL;
+    }
+    const unsigned long frames_max = PyLong_AsUnsignedLong(args[2]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    const uint8_t * message = (const uint8_t *) PyBytes_AS_STRING(args[0]);
+    struct layout found;
+    if (!lay_out(message, (uint64_t) PyBytes_GET_SIZE(args[0]), &found) || found.n_frames > frames_max) {
+        Py_RETURN_NONE;
+    }
+    PyObject * heads = PyList_New((Py_ssize_t) found.n_frames);
+    if (heads == NULL) {
+        return NULL;
+    }
+    uint32_t most_rows = 0;
+    uint64_t last_position = 0;
+    const int is_plain = read_frames(&found, args[1], heads, &most_rows, &last_position);
+    if (is_plain <= 0) {
+        Py_DECREF(heads);
+        return is_plain < 0 ? NULL : Py_NewRef(Py_None);
+    }
+    return Py_BuildValue("(IKIIIKNnIKy#)", u32(message + 1), (unsigned long long) u64(message + 6), found.dtype,
+                         found.n_rows, found.width, (unsigned long long) u64(message + 30), heads,
+                         (Py_ssize_t) (found.payload - message), most_rows, (unsigned long long) last_position,
+                         message + 45, (Py_ssize_t) TRACE_BYTES);
+}
+
+/* One record from its fields; -1 with an error set. */
+static int write_frame(uint8_t * frame, PyObject * head, uint64_t sum) {
+    unsigned long long session_id, argument, enqueued_ns;
+    unsigned int epoch, position, n_rows, flags;
+    const char * trace;
+    Py_ssize_t trace_bytes;
+    PyObject * ignored;
+    if (!PyArg_ParseTuple(head, "KIIIIKOKy#", &session_id, &epoch, &position, &n_rows, &flags, &argument, &ignored,
+                          &enqueued_ns, &trace, &trace_bytes)) {
+        return -1;
+    }
+    if (trace_bytes != TRACE_BYTES) {
+        PyErr_Format(PyExc_ValueError, "a trace context of %zd bytes", trace_bytes);
+        return -1;
+    }
+    for (size_t i = 0; i < N_OF(FRAME_TAGS); i++) {
+        frame[FRAME_TAGS[i].at] = FRAME_TAGS[i].tag;
+    }
+    put_u64(frame + 3, session_id);
+    put_u32(frame + 12, epoch);
+    put_u32(frame + 17, position);
+    put_u32(frame + 22, n_rows);
+    put_u32(frame + 27, flags);
+    put_u64(frame + 32, argument);
+    put_u64(frame + 41, sum);
+    put_u64(frame + 50, enqueued_ns);
+    memcpy(frame + 60, trace, TRACE_BYTES);
+    return 0;
+}
+
+/* Writes the records of all frames, with the checksums of their rows; 0, or -1 with an error set. */
+static int write_frames(const Py_buffer * message, PyObject * heads, uint64_t payload_at, uint64_t row_bytes,
+                        PyObject * checksum) {
+    uint8_t * bytes = message->buf;
+    const uint64_t length = (uint64_t) message->len;
+    uint64_t at = payload_at;
+    if (HEADER_BYTES + (uint64_t) FRAME_BYTES * (uint64_t) PyList_GET_SIZE(heads) > payload_at) {
+        PyErr_SetString(PyExc_ValueError, "more frames than the message has room for");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(heads); i++) {
+        PyObject * head = PyList_GET_ITEM(heads, i);
+        if (!PyTuple_Check(head) || PyTuple_GET_SIZE(head) < 4) {
+            PyErr_SetString(PyExc_TypeError, "a head is a tuple of a frame's fields");
+            return -1;
+        }
+        const unsigned long n_rows = PyLong_AsUnsignedLong(PyTuple_GET_ITEM(head, 3));
+        if (n_rows == (unsigned long) -1 && PyErr_Occurred()) {
+            return -1;
+        }
+        if (n_rows > UINT32_MAX || at > length || n_rows > (row_bytes ? (length - at) / row_bytes : 0)) {
+            PyErr_SetString(PyExc_ValueError, "more rows than the message has room for");
+            return -1;
+        }
+        uint64_t sum = 0;
+        if (n_rows > 0 && checksum_of(checksum, bytes + at, n_rows * row_bytes, &sum) < 0) {
+            return -1;
+        }
+        if (write_frame(bytes + HEADER_BYTES + (size_t) FRAME_BYTES * (size_t) i, head, sum) < 0) {
+            return -1;
+        }
+        at += n_rows * row_bytes;
+    }
+    return 0;
+}
+
+static PyObject * frames_write(PyObject * module, PyObject * const * args, Py_ssize_t n_args) {
+    Py_buffer message;
+    (void) module;
+    if (n_args != 5 || !PyList_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "expected a message, heads in a list, two sizes and a function for checksums");
+        return NULL;
+    }
+    const unsigned long long payload_at = PyLong_AsUnsignedLongLong(args[2]);
+    const unsigned long long row_bytes = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[3]);
+    if (PyErr_Occurred() || PyObject_GetBuffer(args[0], &message, PyBUF_WRITABLE) < 0) {
+        return NULL;
+    }
+    const int written = write_frames(&message, args[1], payload_at, row_bytes, args[4]);
+    PyBuffer_Release(&message);
+    return written < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* The casts go through a general function pointer: METH_FASTCALL has another signature than PyCFunction. */
+static PyMethodDef methods[] = {
+    {"read", (PyCFunction) (void (*)(void)) frames_read, METH_FASTCALL, NULL},
+    {"write", (PyCFunction) (void (*)(void)) frames_write, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "_frames", .m_doc = "Plain envelopes, read and written whole.",
+    .m_size = 0,           .m_methods = methods,
+};
+
+PyMODINIT_FUNC PyInit__frames(void) {
+    return PyModuleDef_Init(&module_definition);
+}

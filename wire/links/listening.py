@@ -1,0 +1,141 @@
+"""The listening side of a link: a gRPC server with its port, its certificates and its check of the join token."""
+
+from __future__ import annotations
+
+import hmac
+import inspect
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+
+from relayline.wire.common.errors import StartError, UnauthenticatedError
+from relayline.wire.links import rpc
+from relayline.wire.links.refusals import NOTE_PREFIX, Reason, RefusalLog, peer_of, reason_named
+from relayline.wire.links.security import LinkSecurity, address_of, check_listen, warn_listen
+
+log = logging.getLogger("relayline.security")
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+HEALTH_PREFIX = "/grpc.health.v1.Health/"  # probes of Kubernetes and of load balancers carry no token
+TLS_HANDSHAKE_TIMEOUT_MS = 10_000  # a connection that never finishes its handshake is closed after this long
+SERVER_OPTIONS = (*rpc.SERVER_OPTIONS, ("grpc.server_handshake_timeout_ms", TLS_HANDSHAKE_TIMEOUT_MS))
+
+_TOLD_CLIENT = {
+    Reason.TOKEN_MISSING: "asks for a join token; give --token-file FILE, RELAYLINE_TOKEN or --tls DIR",
+    Reason.TOKEN_WRONG: "does not accept this join token; use the one that `relayline certs init` made",
+}
+
+
+class Listener:
+    """One gRPC server on one port, with its security. Event loop only.
+
+    Make it, register handlers with `server`, call `add_port`, start `server`; call `close` after it has stopped.
+    """
+
+    def __init__(self, security: LinkSecurity, who: str) -> None:
+        """`who` names this end in its own log and to a refused caller, e.g. "stage 1"."""
+        self._security, self._who = security, who
+        self._refusals = RefusalLog()
+        self._welcome: Callable[[tuple[str, int]], None] = lambda _: None
+        self._close: Callable[[], None] = lambda: None
+        self.server = grpc.aio.server(interceptors=(_Gate(self),), options=SERVER_OPTIONS)
+
+    def add_port(self, host: str, port: int) -> int:
+        """Listen on host:port (0 takes a free port); return the port. For a host "unix:PATH" the port means nothing.
+
+        Raises UsageError when the address is beyond this machine and plaintext was not asked for, StartError when it
+        cannot be listened on.
+        """
+        check_listen(host, self._security, self._who)
+        warn_listen(host, self._security, self._who)
+        address = host if host.startswith(("unix:", "unix-abstract:")) else address_of(host, port)
+        try:
+            if not self._security.is_tls:
+                return int(self.server.add_insecure_port(address))
+            return self._add_secure_port(address)
+        except RuntimeError as error:
+            raise StartError(f"cannot listen on {address}; is the port taken?") from error
+
+    def _add_secure_port(self, address: str) -> int:
+        from relayline.wire.links.doorkeeper import Doorkeeper  # loads cryptography, which plaintext does not need
+
+        doorkeeper = Doorkeeper(self._security.files, self.refused)
+        self._welcome, self._close = doorkeeper.welcome, doorkeeper.close
+        doorkeeper.port = int(self.server.add_secure_port(address, doorkeeper.credentials()))
+        return doorkeeper.port
+
+    def refused(self, host: str, reason: Reason) -> None:
+        """Log that `host` was refused, unless the same was logged just now."""
+        line = self._refusals.line(time.monotonic_ns(), self._who, host, reason)
+        if line is not None:
+            log.warning("%s", line)
+
+    def called(self, peer: str) -> None:
+        """Take note that a connection, by gRPC's name of its peer, got as far as a call."""
+        self._welcome(peer_of(peer))
+
+    def close(self) -> None:
+        """Stop watching the port."""
+        self._close()
+
+    def judge(self, method: str, metadata: Any) -> Reason | None:
+        """Return why a call must be refused, None if it may go on."""
+        if method.startswith(NOTE_PREFIX):
+            return reason_named(method.removeprefix(NOTE_PREFIX)) or Reason.UNKNOWN
+        if not self._security.token or method.startswith(HEALTH_PREFIX):
+            return None
+        sent = next((value for key, value in metadata or () if key == "authorization"), None)
+        if sent is None:
+            return Reason.TOKEN_MISSING
+        expected = f"Bearer {self._security.token}".encode()
+        given = sent if isinstance(sent, bytes) else sent.encode()
+        return None if hmac.compare_digest(given, expected) else Reason.TOKEN_WRONG
+
+    async def refuse(self, reason: Reason, context: Context) -> None:
+        """End a call with the reason, and log it."""
+        host, _ = peer_of(context.peer())
+        self.refused(host, reason)
+        await rpc.abort(context, UnauthenticatedError(f"{self._who} {_TOLD_CLIENT.get(reason, 'has taken note')}"))
+
+
+class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Stands before every handler: the token is checked, the caller's connection is known to be good."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
+    ) -> grpc.RpcMethodHandler:
+        reason = self._listener.judge(handler_call_details.method, handler_call_details.invocation_metadata)
+        if reason is None:
+            return _noting(await continuation(handler_call_details), self._listener.called)
+
+        async def refuse(requests: Any, context: Context) -> None:
+            self._listener.called(context.peer())
+            await self._listener.refuse(reason, context)
+
+        # The one kind that reads nothing before the handler runs, whatever the caller meant to send.
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _noting(handler: grpc.RpcMethodHandler | None, called: Callable[[str], None]) -> grpc.RpcMethodHandler | None:
+    """Return the handler with `called(peer)` before it. A handler of another form than ours is left as it is."""
+    if handler is None:
+        return None
+    kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+    kind, inner = next((kind, getattr(handler, kind)) for kind in kinds if getattr(handler, kind) is not None)
+    if not inspect.iscoroutinefunction(inner):
+        return handler
+
+    async def noted(request: Any, context: Context) -> Any:
+        called(context.peer())
+        return await inner(request, context)
+
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    return make(noted, handler.request_deserializer, handler.response_serializer)

@@ -1,0 +1,199 @@
+"""The sending end of one Relay stream: open, credits, reusable buffers, loss.
+
+Owned by one event loop. A stage uses it towards its downstream neighbour, the coordinator towards stage 0.
+
+Credits: the receiver says how many payload bytes may be in flight and gives bytes back once it has decoded them.
+`send` waits for credit, so a slow receiver stops its sender, and that sender's sender, up to the coordinator. While
+hardly anything is in flight an envelope goes whatever its size, or one larger than the window could never be sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import ProtocolError, RelaylineError, StageLostError
+from relayline.wire.envelopes.buffers import Buffer, BufferPool
+from relayline.wire.links import rpc
+from relayline.wire.links.security import PLAINTEXT, LinkSecurity
+from relayline.wire.links.trouble import explained
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+OnLost = Callable[[RelaylineError], None]
+
+HANDSHAKE_TRIES = 3  # where gRPC loses the reason for which the other side ended the call at once
+
+
+class RelayLink:
+    """One established link. Make it with `RelayLink.open`."""
+
+    def __init__(
+        self,
+        address: str,
+        channel: grpc.aio.Channel,
+        call: grpc.aio.StreamStreamCall[bytes, bytes],
+        accepted: pb.LinkAccepted,
+        pool: BufferPool,
+        on_lost: OnLost,
+    ) -> None:
+        self.address = address
+        self.max_rows: int = accepted.max_rows
+        self.pool = pool
+        self.envelopes_sent = 0
+        self.payload_bytes_sent = 0
+        self._channel, self._call = channel, call
+        self._on_lost = on_lost
+        self._window_bytes: int = accepted.credit_bytes
+        self._in_flight_bytes = 0
+        # Envelopes leave in the order of `send` calls; gRPC allows one write at a time, too.
+        self._sending = asyncio.Lock()
+        self._credit_changed = asyncio.Event()
+        self._lost: RelaylineError | None = None
+        self._closing = False
+        self._reader = asyncio.create_task(self._read_credits())
+
+    @classmethod
+    async def open(
+        cls, address: str, hello: pb.LinkOpen, on_lost: OnLost, security: LinkSecurity = PLAINTEXT
+    ) -> RelayLink:
+        """Connect, say who we are and wait to be accepted.
+
+        `on_lost` is called once, from the event loop, if the link breaks later. Raises the typed error with which the
+        other side refuses (HandshakeError, StaleEpochError), StageLostError when it cannot be reached within
+        HANDSHAKE_TIMEOUT_S, UnauthenticatedError when certificates or the token are not accepted, UsageError when
+        `security` does not allow this link, ProtocolError when something else answers.
+        """
+        channel = rpc.open_channel(address, security)
+        try:
+            async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
+                call, accepted = await _shake_hands(channel, address, hello)
+        except TimeoutError as error:
+            await channel.close()
+            limit_s = bounds.HANDSHAKE_TIMEOUT_S
+            late = StageLostError(f"{address} did not accept the link within {limit_s:.0f} s")
+            raise await explained(late, address, security) from error
+        except StageLostError as error:
+            await channel.close()
+            raise await explained(error, address, security) from error
+        except BaseException:
+            await channel.close()
+            raise
+        width = 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd
+        return cls(address, channel, call, accepted, BufferPool(hello.dtype, width), on_lost)
+
+    def figures(self) -> dict[str, int]:
+        """Return what went over this link and what of its credit is in use."""
+        return {
+            "envelopes_sent": self.envelopes_sent,
+            "payload_bytes_sent": self.payload_bytes_sent,
+            "in_flight_bytes": self._in_flight_bytes,
+            "window_bytes": self._window_bytes,
+        }
+
+    async def send(self, buffer: Buffer, message: bytes) -> None:
+        """Send one envelope once there is credit for it; `message` is the buffer's own bytes or those plus extras.
+
+        The buffer goes back to the pool in any case. Raises the link's loss. Cancelling it before gRPC has taken the
+        message only gives up this envelope; cancelling it later is a loss of the link, since gRPC ends the call.
+        """
+        try:
+            async with self._sending:
+                await self._take_credit(buffer.payload_bytes)
+                await self._call.write(message)
+            self.envelopes_sent += 1
+            self.payload_bytes_sent += buffer.payload_bytes
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise self._lost or StageLostError(f"link to {self.address} is gone") from error
+        except asyncio.CancelledError as error:
+            if rpc.task_is_cancelled():
+                raise
+            # The call was cancelled, by `close` say, not the task that sends.
+            raise self._lost or StageLostError(f"link to {self.address} was closed") from error
+        finally:
+            self.pool.give_back(buffer)
+
+    async def _take_credit(self, size_bytes: int) -> None:
+        while self._lost is None and not self._fits(size_bytes):
+            self._credit_changed.clear()
+            await self._credit_changed.wait()
+        if self._lost is not None:
+            raise self._lost
+        self._in_flight_bytes += size_bytes
+
+    def _fits(self, size_bytes: int) -> bool:
+        # A receiver may keep less than this part of the window to itself, so what is in flight need not come down to
+        # zero although everything was decoded.
+        held_bytes = self._window_bytes // bounds.CREDIT_HELD_DIVISOR
+        return self._in_flight_bytes <= held_bytes or self._in_flight_bytes + size_bytes <= self._window_bytes
+
+    async def _read_credits(self) -> None:
+        try:
+            while isinstance(data := await self._call.read(), bytes):
+                self._in_flight_bytes = max(0, self._in_flight_bytes - pb.LinkReply.FromString(data).credit_bytes)
+                self._credit_changed.set()
+            detail = await self._call.details()
+            error: RelaylineError = StageLostError(f"{self.address} closed the link: {detail or 'no reason given'}")
+        except grpc.aio.AioRpcError as failure:
+            error = rpc.typed(failure, self.address)
+        except DecodeError:
+            error = ProtocolError(f"{self.address} sent a reply that is not one")
+            self._call.cancel()
+        except asyncio.CancelledError:
+            if self._closing or rpc.task_is_cancelled():
+                raise
+            error = StageLostError(f"a send to {self.address} was cancelled halfway")
+        self._lose(error)
+        if not self._closing:
+            self._on_lost(error)
+
+    def _lose(self, error: RelaylineError) -> None:
+        self._lost = self._lost or error
+        self._credit_changed.set()
+
+    async def close(self) -> None:
+        """Close the stream and its channel; waiting senders get StageLostError. `on_lost` is not called."""
+        self._closing = True
+        self._lose(StageLostError(f"link to {self.address} was closed"))
+        self._call.cancel()
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        await self._channel.close()
+
+
+async def _say(channel: grpc.aio.Channel, message: bytes) -> tuple[grpc.aio.StreamStreamCall[bytes, bytes], object]:
+    # Replies are parsed later: grpc.aio turns one that its deserializer refuses into None and goes on.
+    call = channel.stream_stream(rpc.method("Relay"), request_serializer=None, response_deserializer=None)()
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:
+        pass  # the call has ended already; reading says why
+    return call, await call.read()
+
+
+async def _shake_hands(
+    channel: grpc.aio.Channel, address: str, hello: pb.LinkOpen
+) -> tuple[grpc.aio.StreamStreamCall[bytes, bytes], pb.LinkAccepted]:
+    message = rpc.serialize(pb.Envelope(open=hello))
+    try:
+        for n_left in reversed(range(HANDSHAKE_TRIES)):
+            try:
+                call, data = await _say(channel, message)
+                break
+            except grpc.aio.AioRpcError as error:  # nothing has been accepted yet: asked once more, it says why
+                if not (n_left and rpc.was_cut_short(error)):
+                    raise
+        if not isinstance(data, bytes):
+            raise StageLostError(f"{address} closed the link: {await call.details() or 'no reason given'}")
+        reply = pb.LinkReply.FromString(data)
+    except grpc.aio.AioRpcError as error:
+        raise rpc.typed(error, address) from error
+    except DecodeError as error:
+        raise ProtocolError(f"{address} answered the handshake with something else") from error
+    if not reply.HasField("accepted"):
+        raise ProtocolError(f"{address} answered the handshake with something else")
+    return call, reply.accepted

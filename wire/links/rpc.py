@@ -1,0 +1,188 @@
+"""The gRPC edge: channel and server options, method names, and typed errors across a call, both ways.
+
+Envelopes cross as ready-made bytes (no serializer), everything else as protobuf messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import (
+    STATUS,
+    HandshakeError,
+    InternalError,
+    ProtocolError,
+    RelaylineError,
+    StageLostError,
+    from_wire,
+    grpc_status,
+)
+from relayline.wire.links.security import PLAINTEXT, LinkSecurity, check_connect
+
+SERVICE = "relayline.v1.StageService"
+_LABEL_KEY = "relayline-error"
+_CALL_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+_KEEPALIVE: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", bounds.KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", bounds.KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_MESSAGE_SIZE: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", bounds.ENVELOPE_BYTES_MAX),
+    ("grpc.max_send_message_length", bounds.ENVELOPE_BYTES_MAX),
+)
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_KEEPALIVE,
+    *_MESSAGE_SIZE,
+    ("grpc.enable_retries", 0),  # a lost stream is an epoch change, never a silent retry
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel is a new connection, so recovery never meets a dead one
+)
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_KEEPALIVE,
+    *_MESSAGE_SIZE,
+    # gRPC ignores unknown keys in silence; this is the one that stops GOAWAY "too_many_pings" (a test holds it).
+    ("grpc.http2.min_ping_interval_without_data_ms", bounds.KEEPALIVE_TIME_MS // 2),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),  # a taken port must fail loudly
+)
+
+
+def method(name: str) -> str:
+    """Return the full path of a StageService method."""
+    return f"/{SERVICE}/{name}"
+
+
+def open_channel(address: str, security: LinkSecurity = PLAINTEXT) -> grpc.aio.Channel:
+    """Open a channel as `security` says; must be called inside the running event loop.
+
+    With TLS both sides show certificates and the server's must carry the host of `address`. With a token every call
+    carries it. Raises UsageError when plaintext would leave this machine unasked, or the TLS material cannot be read.
+    """
+    check_connect(address, security)
+    if security.is_tls:
+        from relayline.wire.links.tls_material import read_material  # loads cryptography, which plaintext does not need
+
+        material = read_material(*security.files)
+        credentials = grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
+        channel = grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+    else:
+        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return TokenChannel(channel, security.metadata) if security.metadata else channel
+
+
+class TokenChannel:
+    """A channel whose every call carries metadata.
+
+    No interceptor does this, because grpc.aio copies the messages of an intercepted stream through a queue, which
+    costs time and breaks the reuse of message buffers.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._channel, self._metadata = channel, metadata
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._channel, name)
+        return self._wrapped(found) if name in _CALL_KINDS else found
+
+    def _wrapped(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        def make_call(*args: Any, **options: Any) -> Callable[..., Any]:
+            call = make(*args, **options)
+
+            def start(*args: Any, metadata: Any = (), **options: Any) -> Any:
+                return call(*args, metadata=(*(metadata or ()), *self._metadata), **options)
+
+            return start
+
+        return make_call
+
+    async def __aenter__(self) -> Any:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+
+def serialize(message: Any) -> bytes:
+    """Return the wire bytes of a control message."""
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+def parser(message_type: type[Any]) -> Callable[[bytes], Any]:
+    """Return a deserializer for gRPC. Bytes that do not parse end a server's call; a client's call gives None."""
+    return message_type.FromString  # type: ignore[no-any-return]
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RelaylineError) -> NoReturn:
+    """End a server call with the status, text and label of a typed error. Text beyond ERROR_TEXT_BYTES_MAX is cut."""
+    text = error.message.encode()[: bounds.ERROR_TEXT_BYTES_MAX].decode(errors="ignore")
+    await context.abort(grpc_status(error), text, ((_LABEL_KEY, error.label),))
+    raise InternalError("context.abort returned")
+
+
+def typed(error: grpc.aio.AioRpcError, peer: str) -> RelaylineError:
+    """Turn a failed call to `peer` back into the typed error its server raised, or into the loss of that peer."""
+    for key, value in error.trailing_metadata() or ():
+        if key == _LABEL_KEY and isinstance(value, str) and value in STATUS:
+            return from_wire(value, error.details() or value)
+    detail = (error.details() or error.code().name).splitlines()[0]
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return StageLostError(f"{peer} cannot be reached ({detail})")
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return StageLostError(f"{peer} did not answer in time")
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return HandshakeError(f"{peer} is not a relayline stage of this version ({detail})")
+    if error.code() is grpc.StatusCode.CANCELLED:
+        return StageLostError(f"{peer} closed the stream")
+    if was_cut_short(error):
+        return StageLostError(f"{peer} ended the call")
+    if error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
+        return InternalError(f"{peer} failed: {detail}")
+    return ProtocolError(f"{peer} answered {error.code().name}: {detail}")
+
+
+def was_cut_short(error: grpc.aio.AioRpcError) -> bool:
+    """Return whether the other side ended a call just as this one wrote to it: grpc.aio then loses the reason."""
+    return error.code() is grpc.StatusCode.INTERNAL and "execute_batch" in (error.debug_error_string() or "")
+
+
+def task_is_cancelled() -> bool:
+    """Tell a cancelled task from a cancelled call, which gRPC reports in the same way."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def call(
+    channel: grpc.aio.Channel, name: str, request: Any, reply: type[Any], peer: str, timeout_s: float
+) -> Any:
+    """Make one unary call.
+
+    Raises the typed error of the other side, StageLostError if it cannot be reached or the channel is closed before it
+    answers, ProtocolError if its reply is not one.
+    """
+    try:
+        unary = channel.unary_unary(method(name), request_serializer=serialize, response_deserializer=None)
+        data = await unary(request, timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        raise typed(error, peer) from error
+    except grpc.aio.UsageError as error:
+        raise StageLostError(f"the connection to {peer} is closed") from error
+    except asyncio.CancelledError as error:
+        if task_is_cancelled():
+            raise
+        raise StageLostError(f"the connection to {peer} was closed before it answered {name}") from error
+    try:
+        return reply.FromString(data)
+    except DecodeError as error:
+        raise ProtocolError(f"{peer} answered {name} with something else") from error

@@ -1,0 +1,185 @@
+"""Who may talk on a link: TLS material, the join token, and the rule that nothing leaves this machine in the clear.
+
+`LinkSecurity` is made once at the start of a process (`load_security`) and passed down to every channel and port.
+Material is named by path and read when a channel or port is opened, so a renewed certificate is taken up by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from relayline.wire.common.errors import InternalError, UsageError
+
+log = logging.getLogger("relayline.security")
+
+CA_FILE, CERT_FILE, KEY_FILE, TOKEN_FILE = "ca.pem", "cert.pem", "key.pem", "token"
+TOKEN_VARIABLE = "RELAYLINE_TOKEN"
+TOKEN_CHARS_MIN, TOKEN_CHARS_MAX = 16, 512  # shorter can be guessed; longer does not fit metadata beside error texts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinkSecurity:
+    """How the links of one process are protected. Without any field set: plaintext, on this machine only."""
+
+    ca: Path | None = None
+    """CA certificate (PEM) that the other side's certificate must come from; None is plaintext."""
+    cert: Path | None = None
+    """This process's certificate (PEM), shown as client and as server alike."""
+    key: Path | None = None
+    """Private key of `cert` (PEM, without passphrase)."""
+    token: str = dataclasses.field(default="", repr=False)
+    """Join token: sent with every call, demanded of every caller. Empty asks for none."""
+    insecure: bool = False
+    """Whether plaintext may leave this machine (--insecure)."""
+
+    def __post_init__(self) -> None:
+        """Raise UsageError when only a part of the TLS material is given, or the token is not usable."""
+        given = [path is not None for path in (self.ca, self.cert, self.key)]
+        if any(given) and not all(given):
+            raise UsageError("TLS needs a CA certificate, a certificate and a key; give all three or none")
+        if self.token:
+            check_token(self.token, "the join token")
+
+    @property
+    def is_tls(self) -> bool:
+        """Whether links are TLS, with certificates checked on both sides."""
+        return self.ca is not None
+
+    @property
+    def files(self) -> tuple[Path, Path, Path]:
+        """CA, certificate and key. Raises InternalError without TLS."""
+        if self.ca is None or self.cert is None or self.key is None:
+            raise InternalError("asked for the TLS material of a plaintext link")
+        return self.ca, self.cert, self.key
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What every call carries: the token as `authorization: Bearer ...`, or nothing."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+
+PLAINTEXT = LinkSecurity()
+
+
+def load_security(
+    directory: Path | None,
+    *,
+    token: str = "",
+    token_file: Path | None = None,
+    insecure: bool = False,
+    environment: Mapping[str, str] = os.environ,
+) -> LinkSecurity:
+    """Return the security that flags and environment ask for, checked.
+
+    `directory` holds ca.pem, cert.pem, key.pem and maybe a token, as `relayline certs issue` makes it; None is
+    plaintext. The token is the first of: `token`, `token_file`, RELAYLINE_TOKEN, the directory's own. Raises UsageError
+    with one line for material that is missing, unreadable, expired, not yet valid or does not belong together.
+    """
+    if token and token_file is not None:
+        raise UsageError("give the join token or a file with it, not both")
+    token = token or (read_token(token_file) if token_file is not None else "") or environment.get(TOKEN_VARIABLE, "")
+    if directory is None:
+        return LinkSecurity(token=token.strip(), insecure=insecure)
+    if insecure:
+        raise UsageError("--tls and --insecure contradict each other; give one of them")
+    if not directory.is_dir():
+        raise UsageError(f"--tls {directory} is not a directory; `relayline certs issue` makes one")
+    if not token and (directory / TOKEN_FILE).exists():
+        token = read_token(directory / TOKEN_FILE)
+    files = (directory / CA_FILE, directory / CERT_FILE, directory / KEY_FILE)
+    from relayline.wire.links.tls_material import check_material  # loads cryptography, which plaintext does not need
+
+    check_material(*files)
+    return LinkSecurity(*files, token.strip())
+
+
+def check_token(token: str, what: str) -> None:
+    """Raise UsageError unless `token` is one line of 16 to 512 printable ASCII characters without spaces."""
+    if not TOKEN_CHARS_MIN <= len(token) <= TOKEN_CHARS_MAX:
+        raise UsageError(f"{what} has {len(token)} characters; use {TOKEN_CHARS_MIN} to {TOKEN_CHARS_MAX}")
+    if not all("!" <= char <= "~" for char in token):
+        raise UsageError(f"{what} holds spaces or characters beyond ASCII; use the one from `relayline certs init`")
+
+
+def read_token(path: Path) -> str:
+    """Return the token in a file. Raises UsageError when the file is missing, empty or holds no usable token."""
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError as error:
+        raise UsageError(f"token file {path} does not exist") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"token file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if not token:
+        raise UsageError(f"token file {path} is empty")
+    check_token(token, f"the token in {path}")
+    return token
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+
+def host_of(address: str) -> str:
+    """Return the host of "HOST:PORT" (brackets of IPv6 removed); a unix socket is its own host."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return address
+    host = address.rpartition(":")[0]
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def address_of(host: str, port: int) -> str:
+    """Return "HOST:PORT", an IPv6 host in brackets as gRPC and URLs want it; the way back is `host_of`."""
+    needs_brackets = ":" in host and not host.startswith(("[", "unix:", "unix-abstract:"))
+    return f"[{host}]:{port}" if needs_brackets else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether bytes to `host` stay on this machine. Names are not looked up: only localhost is taken for it."""
+    host = host.strip("[]").lower()
+    if host.startswith(("unix:", "unix-abstract:")):
+        return True
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def check_listen(host: str, security: LinkSecurity, who: str) -> None:
+    """Hold the rule where `who` ("stage 0") listens: beyond this machine TLS or --insecure. Raises UsageError."""
+    if not (security.is_tls or security.insecure or is_loopback(host)):
+        raise UsageError(
+            f"{who} would listen on {host or 'every address'}, beyond this machine, without TLS; "
+            "give --tls DIR (made by `relayline certs`), or --insecure to send everything in the clear"
+        )
+
+
+def warn_listen(host: str, security: LinkSecurity, who: str) -> None:
+    """Log one warning if `who` listens beyond this machine in plaintext."""
+    if not (security.is_tls or is_loopback(host)):
+        log.warning("%s listens on %s in PLAINTEXT: anyone on the way can read and change what it carries", who, host)
+
+
+def check_connect(address: str, security: LinkSecurity) -> None:
+    """Hold the rule where a link is opened: beyond this machine TLS or --insecure. Raises UsageError."""
+    if not (security.is_tls or security.insecure or is_loopback(host_of(address))):
+        raise UsageError(
+            f"{address} is beyond this machine and TLS is not set up; "
+            "give --tls DIR (made by `relayline certs`), or --insecure to send everything in the clear"
+        )
+
+
+def check_connects(addresses: tuple[str, ...], security: LinkSecurity, who: str) -> None:
+    """Hold `check_connect` for all addresses at the start of `who`, and warn once if plaintext leaves the machine."""
+    for address in addresses:
+        check_connect(address, security)
+    beyond = [address for address in addresses if not is_loopback(host_of(address))]
+    if beyond and not security.is_tls:
+        log.warning("%s connects to %s in PLAINTEXT: anyone on the way can read and change it", who, ", ".join(beyond))

@@ -1,0 +1,153 @@
+"""Reading and checking certificates and keys: every fault of the material is one line before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import ipaddress
+import logging
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
+
+from relayline.wire.common.errors import UsageError
+from relayline.wire.links.refusals import Reason
+
+log = logging.getLogger("relayline.security")
+
+RENEW_DAYS = 14  # a certificate with less left than this is warned about at the start
+_PEM_BYTES_MAX = 1 << 20  # a chain of many certificates is a few KiB; more is not one
+_OTHERS = 0o007
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Material:
+    """The bytes of one identity, PEM."""
+
+    ca: bytes
+    """CA certificates that the other side must come from."""
+    cert: bytes
+    """Own certificate, followed by intermediates if there are any."""
+    key: bytes = dataclasses.field(repr=False)
+    """Private key of the certificate."""
+
+
+def read_material(ca: Path, cert: Path, key: Path) -> Material:
+    """Return the files' bytes as they are now. Raises UsageError when one is missing or cannot be read."""
+    return Material(_read(ca), _read(cert), _read(key))
+
+
+def check_material(ca: Path, cert: Path, key: Path, now: datetime.datetime | None = None) -> Material:
+    """Read the material and raise UsageError, with one line, for the first thing that is wrong with it.
+
+    Checked: every file is there and PEM, the key belongs to the certificate, the certificate comes from the CA, both
+    are valid at `now` (default: the clock). A key that other users can read, and a certificate that ends within
+    RENEW_DAYS, are logged as warnings.
+    """
+    material = read_material(ca, cert, key)
+    now = now or datetime.datetime.now(datetime.UTC)
+    authorities = _certificates(material.ca, ca)
+    own, *intermediates = _certificates(material.cert, cert)
+    if _public_bytes(_private_key(material.key, key).public_key()) != _public_bytes(own.public_key()):
+        raise UsageError(f"{key} does not belong to {cert}; take both from one `relayline certs issue`")
+    for authority in authorities:
+        check_dates(authority, ca, now, "make a new one with `relayline certs init`")
+    check_dates(own, cert, now, "issue a new one with `relayline certs issue`")
+    if not any(_is_issued_by(own, issuer) for issuer in (*authorities, *intermediates)):
+        raise UsageError(f"{cert} does not come from the CA in {ca}; take both from one `relayline certs issue`")
+    if key.stat().st_mode & _OTHERS:
+        log.warning("%s can be read by every user of this machine; run: chmod 600 %s", key, key)
+    days_left = (own.not_valid_after_utc - now).days
+    if days_left < RENEW_DAYS:
+        log.warning("%s expires in %d days; renew it with `relayline certs issue`", cert, days_left)
+    return material
+
+
+def first_fault(ca: Path, cert: Path) -> Reason | None:
+    """Return for which fault of its own a client with this material is refused, None if there is none to see here."""
+    try:
+        authorities, own = _certificates(_read(ca), ca), read_certificate(cert)
+    except UsageError:
+        return Reason.CLIENT_INVALID
+    if datetime.datetime.now(datetime.UTC) > own.not_valid_after_utc:
+        return Reason.CLIENT_EXPIRED
+    return None if any(_is_issued_by(own, issuer) for issuer in authorities) else Reason.CLIENT_CA
+
+
+def check_dates(cert: x509.Certificate, path: Path, now: datetime.datetime, remedy: str) -> None:
+    """Raise UsageError unless the certificate is valid at `now`."""
+    if now > cert.not_valid_after_utc:
+        raise UsageError(f"{path} expired on {_day(cert.not_valid_after_utc)}; {remedy}")
+    if now < cert.not_valid_before_utc:
+        raise UsageError(f"{path} is not valid before {_day(cert.not_valid_before_utc)}; is the clock right?")
+
+
+def read_certificate(path: Path) -> x509.Certificate:
+    """Return the first certificate of a PEM file. Raises UsageError."""
+    return _certificates(_read(path), path)[0]
+
+
+def canonical_name(host: str) -> str:
+    """Return a host as `names_of` says it: lower case, without brackets or a last dot, an IPv6 address compressed."""
+    name = host.strip().strip("[]").lower().rstrip(".")
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        return name
+
+
+def names_of(cert: x509.Certificate) -> list[str]:
+    """Return the DNS names and IP addresses that a certificate stands for."""
+    try:
+        names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            found = file.read(_PEM_BYTES_MAX)
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} is missing; `relayline certs issue` makes it") from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+    if not found.strip():
+        raise UsageError(f"{path} is empty; `relayline certs issue` makes it anew")
+    return found
+
+
+def _certificates(pem: bytes, path: Path) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError as error:
+        raise UsageError(f"{path} is not a PEM certificate") from error
+
+
+def _private_key(pem: bytes, path: Path) -> PrivateKeyTypes:
+    try:
+        return serialization.load_pem_private_key(pem, password=None)
+    except TypeError as error:
+        raise UsageError(f"{path} is protected by a passphrase; a service needs it without one") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not a PEM private key") from error
+
+
+def _public_bytes(key: PublicKeyTypes) -> bytes:
+    return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def _is_issued_by(cert: x509.Certificate, issuer: x509.Certificate) -> bool:
+    try:
+        cert.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def _day(when: datetime.datetime) -> str:
+    return when.strftime("%Y-%m-%d %H:%M UTC")

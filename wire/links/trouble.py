@@ -1,0 +1,55 @@
+"""Finds out why a link could not be made, when gRPC only says that the socket closed.
+
+A short probe with the standard library's TLS asks the peer again and reads the true reason off the handshake. It runs
+only after a link has failed, never in the way of one that works, and tells the other end what it found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+import grpc
+import grpc.aio
+
+from relayline.wire.common.errors import StageLostError, UnauthenticatedError
+from relayline.wire.links.refusals import NOTE_PREFIX, Reason
+from relayline.wire.links.security import LinkSecurity, host_of
+from relayline.wire.links.tls_probe import knock, probe, said_to_client
+
+log = logging.getLogger("relayline.security")
+
+NOTE_TIMEOUT_S = 2.0
+
+
+async def explained(
+    error: StageLostError, address: str, security: LinkSecurity
+) -> StageLostError | UnauthenticatedError:
+    """Return what to raise for a first call to `address` that was lost: the true reason, or `error` itself.
+
+    Takes at most a few seconds (the probe's timeouts), and nothing when nobody listens there.
+    """
+    if host_of(address).startswith(("unix:", "unix-abstract:")):
+        return error
+    found = await asyncio.to_thread(probe, address, security)
+    if found is None:
+        return error
+    if found.reason is Reason.PLAINTEXT_SERVER:
+        await _note_in_the_clear(address, found.reason)
+    elif found.reason is not Reason.PLAINTEXT_CLIENT:  # that one is plain to see for the other end
+        await asyncio.to_thread(knock, address, found.reason)
+    return UnauthenticatedError(said_to_client(found, address, security))
+
+
+def retold(error: UnauthenticatedError, who: str) -> UnauthenticatedError:
+    """Log that `who` gets no link, and return the error for whoever asked `who` to make it."""
+    log.warning("%s gets no link to its neighbour: %s", who, error.message)
+    return UnauthenticatedError(f"{who} gets no link to its neighbour: {error.message}")
+
+
+async def _note_in_the_clear(address: str, reason: Reason) -> None:
+    """Let a server that speaks no TLS know who wanted it. Nothing but the reason is sent."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await channel.unary_unary(NOTE_PREFIX + reason.value)(b"", timeout=NOTE_TIMEOUT_S)

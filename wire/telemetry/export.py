@@ -1,0 +1,285 @@
+"""The OpenTelemetry SDK behind `Telemetry`: a provider of our own, a bounded queue, and a count of what was lost.
+
+The SDK's batch processor does the queueing and its exporters the sending, in a thread of theirs. Around both stands a
+counter: it refuses a span before the SDK's queue would overflow, and it sees what an exporter failed to send.
+
+What the SDK has to say about a failing collector goes to our log as one line now and then, not as a line per attempt.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from opentelemetry import trace
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import Decision, ParentBasedTraceIdRatio, Sampler, SamplingResult
+
+from relayline.wire.envelopes import trace_context
+from relayline.wire.telemetry import names
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Link, SpanKind, TraceState
+    from opentelemetry.util.types import Attributes
+
+log = logging.getLogger("relayline.telemetry")
+
+LINKS_PER_SPAN_MAX = 4_096  # a batch links every member, a request every batch; OTEL_SPAN_LINK_COUNT_LIMIT wins
+EVENTS_PER_SPAN_MAX = 4_096
+SPANS_QUEUED_MAX = 8_192  # ended, not yet handed to the exporter; OTEL_BSP_MAX_QUEUE_SIZE wins
+SPANS_PER_EXPORT_MAX = 512  # OTEL_BSP_MAX_EXPORT_BATCH_SIZE wins
+EXPORT_EVERY_MS = 1_000  # OTEL_BSP_SCHEDULE_DELAY wins
+COMPLAIN_EVERY_S = 60.0  # lines about a failing collector
+COMPLAINT_CHARS_MAX = 500
+
+
+class Pipe:
+    """A tracer whose spans go to exporters. Every method but `plan_ids` may be called by any thread."""
+
+    def __init__(
+        self, service_name: str, instance_id: str, sampler_ratio: float, exporters: Sequence[SpanExporter]
+    ) -> None:
+        _route_sdk_log()
+        self._ids = _PlannedIds()
+        self._provider = TracerProvider(
+            # 1.0 is no wish of its own: then the SDK reads OTEL_TRACES_SAMPLER.
+            sampler=ParentBasedTraceIdRatio(sampler_ratio) if sampler_ratio < 1.0 else None,
+            resource=_resource(service_name, instance_id),
+            shutdown_on_exit=False,
+            id_generator=self._ids,
+            span_limits=_limits(),
+        )
+        # Otherwise no span of this process is ever recorded, and none may be promised.
+        self.is_sampling = not self._provider.sampler.get_description().startswith("AlwaysOff")
+        self._provider.sampler = _BatchSampler(self._provider.sampler)
+        self._processors = [_Counted(exporter) for exporter in exporters]
+        for processor in self._processors:
+            self._provider.add_span_processor(processor)
+        self.tracer: trace.Tracer = self._provider.get_tracer(names.SCOPE, importlib.metadata.version("relayline"))
+
+    @property
+    def dropped_spans(self) -> int:
+        """Spans lost on the way to any exporter."""
+        return sum(processor.dropped for processor in self._processors)
+
+    @property
+    def exported_spans(self) -> int:
+        """Spans that every exporter took."""
+        return min(processor.exported for processor in self._processors)
+
+    def plan_ids(self, context: bytes) -> None:
+        """Give the next root span these ids. The caller starts it at once, in the same thread."""
+        self._ids.plan(context)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Export everything ended so far; false when timeout_s was not enough."""
+        return _within(timeout_s, self._provider.force_flush)
+
+    def shutdown(self, timeout_s: float) -> None:
+        """Export what is left within timeout_s and close. What is left then counts as dropped."""
+        if not _within(timeout_s, self._provider.shutdown):
+            for processor in self._processors:
+                processor.give_up()
+        if self.dropped_spans:
+            log.warning("telemetry lost spans", extra={"fields": {"dropped_spans": self.dropped_spans}})
+
+
+def _within(timeout_s: float, work: Callable[[], object]) -> bool:
+    """Run blocking work of the SDK, which keeps no time limit of its own, in a thread; false if it is still at it."""
+    thread = threading.Thread(target=work, name="telemetry-flush", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+def _resource(service_name: str, instance_id: str) -> Resource:
+    ours = {
+        names.RESOURCE_SERVICE_NAME: service_name,
+        names.RESOURCE_SERVICE_INSTANCE: instance_id,
+        names.RESOURCE_SERVICE_VERSION: importlib.metadata.version("relayline"),
+    }
+    # Resource.create would let our values win over OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES.
+    return Resource.create({**ours, **OTELResourceDetector().detect().attributes})
+
+
+def _limits() -> SpanLimits:
+    # An argument would beat the variable, so it is given only where the variable says nothing.
+    return SpanLimits(
+        max_links=None if "OTEL_SPAN_LINK_COUNT_LIMIT" in os.environ else LINKS_PER_SPAN_MAX,
+        max_events=None if "OTEL_SPAN_EVENT_COUNT_LIMIT" in os.environ else EVENTS_PER_SPAN_MAX,
+    )
+
+
+class _PlannedIds(RandomIdGenerator):
+    """Random ids, but for a root span whose ids were promised before it could be made."""
+
+    def __init__(self) -> None:
+        self._planned = threading.local()
+
+    def plan(self, context: bytes) -> None:
+        self._planned.trace_id = int.from_bytes(context[: trace_context.TRACE_ID_BYTES], "big")
+        self._planned.span_id = int.from_bytes(context[trace_context.TRACE_ID_BYTES : trace_context.IDS_BYTES], "big")
+
+    def generate_trace_id(self) -> int:
+        planned: int = self._planned.__dict__.pop("trace_id", 0)
+        return planned or super().generate_trace_id()
+
+    def generate_span_id(self) -> int:
+        planned: int = self._planned.__dict__.pop("span_id", 0)
+        return planned or super().generate_span_id()
+
+
+class _BatchSampler(Sampler):
+    """A batch is recorded when a request in it is; everything else as the head sampler says."""
+
+    def __init__(self, head: Sampler) -> None:
+        self._head = head
+
+    def should_sample(
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        if name == names.SPAN_BATCH and any(link.context.trace_flags.sampled for link in links or ()):
+            return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes)
+        return self._head.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
+
+    def get_description(self) -> str:
+        return f"BatchSampler{{{self._head.get_description()}}}"
+
+
+class _Counted(SpanProcessor):
+    """The SDK's batch processor and one exporter, with a count at both ends."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = _CountedExporter(exporter)
+        self._queued_max = _from_environment("OTEL_BSP_MAX_QUEUE_SIZE", SPANS_QUEUED_MAX)
+        self._batch = BatchSpanProcessor(
+            self._exporter,
+            max_queue_size=self._queued_max,
+            schedule_delay_millis=_from_environment("OTEL_BSP_SCHEDULE_DELAY", EXPORT_EVERY_MS),
+            max_export_batch_size=min(
+                self._queued_max, _from_environment("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", SPANS_PER_EXPORT_MAX)
+            ),
+        )
+        self._lock = threading.Lock()
+        self._taken = self._refused = 0
+        self._closed = False
+
+    @property
+    def exported(self) -> int:
+        return self._exporter.exported
+
+    @property
+    def dropped(self) -> int:
+        # Once closed, what is queued or half sent will not arrive any more.
+        lost = self._taken - self._exporter.exported if self._closed else self._exporter.failed
+        return self._refused + lost
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if span.context is None or not span.context.trace_flags.sampled:
+            return
+        with self._lock:
+            # The exporter's count only grows, so the queue is at most as long as this says.
+            if self._closed or self._taken - self._exporter.seen >= self._queued_max:
+                self._refused += 1
+                return
+            self._taken += 1
+        self._batch.on_end(span)
+
+    def shutdown(self) -> None:
+        self._batch.shutdown()  # type: ignore[no-untyped-call]
+        self._closed = True
+
+    def give_up(self) -> None:
+        """Stop waiting for the exporter, whatever it is at."""
+        self._closed = True
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._batch.force_flush(timeout_millis)
+
+
+class _CountedExporter(SpanExporter):
+    """Passes spans on and counts how that went; never raises."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+        self.seen = self.exported = self.failed = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.seen += len(spans)
+        try:
+            result = self._exporter.export(spans)
+        except Exception as error:  # whatever a third-party exporter raises
+            _complain(f"{type(error).__name__}: {error}")
+            result = SpanExportResult.FAILURE
+        if result is SpanExportResult.SUCCESS:
+            self.exported += len(spans)
+        else:
+            self.failed += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._exporter.force_flush(timeout_millis)
+
+
+def _from_environment(key: str, default: int) -> int:
+    try:
+        return max(1, int(os.environ[key]))
+    except (KeyError, ValueError):
+        return default
+
+
+# --- what the SDK says ------------------------------------------------------------------------------------------------
+
+
+class _SdkLog(logging.Handler):
+    """Turns the SDK's warnings into ours, a line in COMPLAIN_EVERY_S at most."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._quiet_until_s = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.complain(record.getMessage())
+
+    def complain(self, what: str) -> None:
+        now_s = time.monotonic()
+        if now_s < self._quiet_until_s:
+            return
+        self._quiet_until_s = now_s + COMPLAIN_EVERY_S
+        line = " ".join(what.split())[:COMPLAINT_CHARS_MAX]
+        log.warning("spans do not reach the collector; serving goes on and counts them. The exporter says: %s", line)
+
+
+_SDK_LOG = _SdkLog()
+
+
+def _complain(what: str) -> None:
+    _SDK_LOG.complain(what)
+
+
+def _route_sdk_log() -> None:
+    """Take the SDK's loggers over; they are the process's, so once is enough."""
+    sdk = logging.getLogger("opentelemetry")
+    if _SDK_LOG not in sdk.handlers:
+        sdk.addHandler(_SDK_LOG)
+        sdk.propagate = False

@@ -24,19 +24,22 @@ REBUILD := $(if $(FLAGS_MOVED)$(filter rebuild,$(MAKECMDGOALS)),anew)
 PIP_FRESH := $(if $(LLAMA_ARGS)$(FLAGS_MOVED),--no-cache-dir) $(if $(REBUILD),--force-reinstall --no-deps)
 INSTALL_LLAMA = CMAKE_ARGS="$(LLAMA_CMAKE) $$LLAMA_ARGS" $(PYTHON) deploy/build/with_progress.py \
 	$(BIN)/python -m pip install --verbose $$($(BIN)/python deploy/build/pinned.py llama-cpp-python)
+# The versions that were tried; LATEST=1 takes the newest instead.
+CONSTRAINTS := deploy/build/constraints.txt
+CONSTRAINED := $(if $(LATEST),--upgrade,--constraint $(CONSTRAINTS))
 # Files of tests side by side: they wait for processes much of the time. One test alone: .venv/bin/python -m pytest -k NAME
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup rebuild anew demo test test-quick test-store check proto bench clean
+.PHONY: help setup rebuild anew demo test test-quick test-store check proto lock bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-setup: $(STAMP) ## create .venv and install relayline with its development tools
+setup: $(STAMP) ## create .venv and install relayline with its development tools; LATEST=1 for the newest versions
 
-$(STAMP): pyproject.toml stage/engine/_capture.c $(wildcard wire/envelopes/_*.c deploy/build/*.cmake deploy/build/*.cpp deploy/build/*.h $(BUILT_WITH)) $(REBUILD)
+$(STAMP): pyproject.toml $(CONSTRAINTS) stage/engine/_capture.c $(wildcard wire/envelopes/_*.c deploy/build/*.cmake deploy/build/*.cpp deploy/build/*.h $(BUILT_WITH)) $(REBUILD)
 	@echo "[1/3] environment in $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("relayline needs Python 3.11 or newer; name one with PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -50,7 +53,7 @@ $(STAMP): pyproject.toml stage/engine/_capture.c $(wildcard wire/envelopes/_*.c 
 		$(INSTALL_LLAMA) --force-reinstall --no-deps $(if $(LLAMA_ARGS),--no-cache-dir); }
 	@printf '%s\n' "$$LLAMA_ARGS" > $(BUILT_WITH)
 	@echo "[3/3] relayline and its other dependencies"
-	@$(PYTHON) deploy/build/with_progress.py $(BIN)/python -m pip install --editable '.[dev]'
+	@$(PYTHON) deploy/build/with_progress.py $(BIN)/python -m pip install $(CONSTRAINED) --editable '.[dev]'
 	@mkdir -p $(TYPED) && for room in $(ROOMS); do ln -sfn ../../../$$room $(TYPED)/$$room; done
 	@touch $(STAMP)
 
@@ -76,6 +79,10 @@ check: setup ## style, types, generated stubs
 
 proto: setup ## make the protobuf stubs anew
 	@$(BIN)/python deploy/build/protos.py
+
+lock: ## install the newest version of every dependency and write them down; run the tests behind it
+	@$(MAKE) --no-print-directory --always-make LATEST=1 $(STAMP)
+	@$(BIN)/python deploy/build/lock.py
 
 bench: setup ## every benchmark at real size, 8 to 15 minutes; QUICK=1 for a smoke run, FULL=1 for hours
 	@$(BIN)/python -m benches $(if $(QUICK),--quick,$(if $(FULL),--full))

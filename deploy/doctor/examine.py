@@ -25,12 +25,13 @@ from relayline.deploy.doctor.network import (
 )
 from relayline.deploy.doctor.plan import needed_memory_bytes, split_of, writes_bytes
 from relayline.deploy.doctor.report import Finding, Probe, examine, failure
+from relayline.deploy.doctor.versions import look_versions
 from relayline.deploy.launch.control import Launched
-from relayline.deploy.machine.directories import cache_dir
 from relayline.deploy.launch.own_tls import directory_name
 from relayline.deploy.launch.state import StateDir, state_root
+from relayline.deploy.machine.directories import cache_dir
+from relayline.deploy.machine.facts import available_memory_bytes
 from relayline.deploy.manifest import Manifest
-from relayline.deploy.planning.this_machine import available_memory_bytes
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.links.security import LinkSecurity
 
@@ -39,6 +40,7 @@ def machine_probes(timeout_s: float) -> list[Probe]:
     """Return the probes that need no manifest."""
     return [
         Probe("python", look_python, timeout_s),
+        Probe("versions", look_versions, timeout_s),
         Probe("compiler", look_compiler, timeout_s),
         Probe("clock", look_clock, timeout_s),
     ]

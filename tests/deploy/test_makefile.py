@@ -12,7 +12,7 @@ import pytest
 from relayline.deploy.testing.paths import ROOT
 
 CUDA = "-DGGML_CUDA=on"
-SOURCES = ("Makefile", "pyproject.toml", "stage/engine/_capture.c")
+SOURCES = ("Makefile", "pyproject.toml", "stage/engine/_capture.c", "deploy/build/constraints.txt")
 # Stands for every Python: notes what it is asked to run and with which flags, and takes the pin for a package name.
 RECORDER = """#!/bin/sh
 printf '%s | %s\\n' "$*" "$CMAKE_ARGS" >> "$RECORD"
@@ -165,3 +165,12 @@ def test_a_set_up_that_failed_after_the_build_is_finished_next_time(tree: Tree) 
     failed = tree.make("setup", CMAKE_ARGS=CUDA, EDITABLE_CODE="1")
     assert failed.returncode != 0
     assert len(tree.setup()) == 1
+
+
+def test_the_tried_versions_are_installed_unless_the_newest_are_asked_for(tree: Tree) -> None:
+    tree.setup()
+    assert "--constraint deploy/build/constraints.txt --editable" in tree.record.read_text()
+    (tree.directory / ".venv" / ".ready").unlink()
+    tree.setup(LATEST="1")
+    assert "--upgrade --editable" in tree.record.read_text()
+    assert "--constraint" not in tree.record.read_text()

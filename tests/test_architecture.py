@@ -47,6 +47,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 BELOW = {"wire": (), "stage": ("wire",), "coordinator": ("wire",), "deploy": ("wire", "stage", "coordinator")}
 PURE_CORES = (
+    "stage/sampling/draws.py",
     "stage/steps/lanes.py",
     "stage/steps/batcher.py",
     "stage/steps/policy.py",

@@ -1,8 +1,10 @@
 """Picks one session's next token from its logits, with llama.cpp's filters.
 
 A draw depends on nothing but the logits, the session's options, the token's position and, with penalties or a grammar,
-what the session has said: its random number is a hash of (seed, position), and the filters keep no state. So a session
-that was rebuilt elsewhere goes on exactly where it was, and sessions cannot influence one another.
+what the session has said: its noise is a hash of (seed, position, token), and the filters keep no state. So a session
+that was rebuilt elsewhere goes on exactly where it was, and sessions cannot influence one another. Small moves of the
+logits rarely change the pick (`stage.sampling.draws`), nor does a token that they move over the edge of a filter: unless it is
+the one picked, the others' noise stays as it is.
 
 Order: biases and penalties (`stage.sampling.penalties`), what the grammar allows (`stage.sampling.constraint`), top-k,
 top-p, min-p, temperature, draw. The filters are llama.cpp's sampler chain. Temperature and draw are numpy's here:
@@ -25,12 +27,12 @@ from llama_cpp import llama_cpp as llama
 from llguidance import LLTokenizer
 
 from relayline.stage.sampling.constraint import Constraint
+from relayline.stage.sampling.draws import Draws, noise_keys
 from relayline.stage.sampling.penalties import Penalties
 from relayline.wire.common.bounds import BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX, PENALTY_TOKENS_MAX
 from relayline.wire.common.errors import NativeError, NumericError, ProtocolError
 
 _U64 = (1 << 64) - 1
-_BLOCK_TOKENS = 512  # of the draw's first, coarse search
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 
 
@@ -42,7 +44,7 @@ class SamplingOptions:
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0  # 1.0 keeps all
     min_p: float = 0.0  # 0.0 keeps all
-    seed: int = 0  # u64; the draw for a position depends on (seed, position) only
+    seed: int = 0  # u64; the noise of a token depends on (seed, position, token) only
     n_logprobs: int = -1  # -1: no logprobs; 0: the chosen token's; k: also the k largest (at most LOGPROBS_MAX)
     frequency_penalty: float = 0.0  # taken off a token's logit for each time that it was said
     presence_penalty: float = 0.0  # taken off once if it was
@@ -83,9 +85,8 @@ class _Scratch:
         self._data = ctypes.cast(self._rows.ctypes.data, llama.llama_token_data_p)
         self._array = llama.llama_token_data_array()
         self._reference = ctypes.byref(self._array)
-        self._weights = np.empty(n_vocab, np.float32)
         self.changed = np.empty(n_vocab, np.float32)  # logits with biases and penalties, and what the grammar allows
-        self._starts = np.arange(0, n_vocab, _BLOCK_TOKENS)
+        self.draws = Draws(n_vocab)
 
     def filter(self, chain: Any, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.void]:
         """Pass all tokens through `chain`; return those that stay as `_CANDIDATE` rows, valid until the next call."""
@@ -98,29 +99,12 @@ class _Scratch:
             raise NativeError(f"the sampling filters left {array.size} of {rows.size} tokens")
         return rows[: array.size]
 
-    def draw(self, logits: npt.NDArray[np.float32], largest: float, temperature: float, uniform: float) -> int:
-        """Return the index whose share of softmax(logits / temperature) covers `uniform` (in [0, 1))."""
-        weights = self._weights[: logits.size]
-        np.subtract(logits, np.float32(largest), out=weights)
-        np.divide(weights, np.float32(temperature), out=weights)
-        np.exp(weights, out=weights)
-        # A running sum over the whole vocabulary costs more than the exponentials; so find the block, then the token.
-        blocks = np.add.reduceat(weights, self._starts[: -(-logits.size // _BLOCK_TOKENS)], dtype=np.float64).cumsum()
-        target = uniform * blocks[-1]
-        block = int(blocks.searchsorted(target, side="right"))  # "right" passes over what has no weight
-        start = block * _BLOCK_TOKENS
-        within = weights[start : start + _BLOCK_TOKENS].cumsum(dtype=np.float64)
-        index = int(within.searchsorted(target - (blocks[block - 1] if block else 0.0), side="right"))
-        if index == within.size:  # the two sums of this block differ in their last bit
-            index = int(within.argmax())
-        return start + index
-
 
 _local = threading.local()
 
 
 def _scratch(n_vocab: int) -> _Scratch:
-    """Return this thread's scratch: 24 bytes a token, so one for all sessions of an engine and not one for each."""
+    """Return this thread's scratch: 40 bytes a token, so one for all sessions of an engine and not one for each."""
     found: dict[int, _Scratch] = _local.__dict__.setdefault("by_n_vocab", {})
     if n_vocab not in found:
         found.clear()  # an engine has one vocabulary; only tests meet a second
@@ -192,11 +176,12 @@ class SessionSampler:
     def _draw(self, logits: npt.NDArray[np.float32], largest: float, position: int) -> int:
         if not self._is_open:
             raise NativeError("the session's sampler is closed")
-        scratch, uniform = _scratch(self._n_vocab), uniform_for(self.options.seed, position)
+        scratch, keys = _scratch(self._n_vocab), noise_keys(self.options.seed, position)
+        temperature = self.options.temperature
         if self._filters is None:
-            return scratch.draw(logits, largest, self.options.temperature, uniform)
+            return scratch.draws.draw(logits, largest, temperature, keys)
         kept = scratch.filter(self._filters, logits)
-        return int(kept["id"][scratch.draw(kept["logit"], largest, self.options.temperature, uniform)])
+        return scratch.draws.draw(kept["logit"], largest, temperature, keys, kept["id"])
 
     def close(self) -> None:
         """Free native memory. May be called twice."""
@@ -225,20 +210,6 @@ def _build_filters(options: SamplingOptions) -> Any:
     for each in filters:
         llama.llama_sampler_chain_add(chain, each)  # the chain owns it from here on
     return chain
-
-
-def uniform_for(seed: int, position: int) -> float:
-    """Return the uniform number in [0, 1) for the draw at a position: two rounds of splitmix64's finaliser.
-
-    52 bits, not 53: the largest value times any total then stays below that total after rounding.
-    """
-    mixed = seed & _U64
-    for word in (0x9E3779B97F4A7C15, position & _U64):
-        mixed = (mixed + word) & _U64
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _U64
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _U64
-        mixed ^= mixed >> 31
-    return (mixed >> 12) * 2.0**-52
 
 
 def _with_logprobs(token: int, logits: npt.NDArray[np.float32], largest: float, n_top: int) -> Sampled:

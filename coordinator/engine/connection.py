@@ -62,6 +62,11 @@ class Connection:
         """Whether every stage can forget what was guessed wrong."""
         return all(facts.rewinds for facts in self.facts)
 
+    @property
+    def instances(self) -> tuple[str, ...]:
+        """What each stage calls itself: another name after it has been started anew."""
+        return tuple(facts.instance_id for facts in self.facts)
+
     def stage_costs(self) -> list[StageCost]:
         """Return what each stage measured of its own speed."""
         share = share_host([stage.address for stage in self.stages])

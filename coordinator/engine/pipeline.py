@@ -81,6 +81,9 @@ class Pipeline:
         self._connection: Connection | None = None
         self._sender: TokenSender | None = None
         self._suspects, self._scheduler = Suspects(), Scheduler(config.schedule, GroupPlanner(()))
+        self._instances: tuple[str, ...] = ()  # of the stages of the latest epoch
+        self._paused: list[Session] = []  # sessions that ran when it was lost, and how that was
+        self._paused_by: RelaylineError = StageLostError("")
         self._dispatching, self._lost_at_ns, self._idle = False, 0, asyncio.Event()
         self._acceptance = Acceptance() if config.schedule.draft and config.schedule.mode != "drain" else None
         self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
@@ -214,6 +217,7 @@ class Pipeline:
         )
 
     def _resume(self, connection: Connection) -> None:
+        self._give_up_guilty(connection)
         planner = GroupPlanner(connection.stage_costs(), self.config.schedule.itl_stretch)
         self._prefixes.renew(connection.n_lanes, is_per_lane=planner.is_per_lane, there=connection.held)
         for session in self._admission.running.values():
@@ -240,13 +244,20 @@ class Pipeline:
         fields = {"epoch": self.epoch, "reason": error.message, "paused": len(self._admission.running)}
         log.warning("pipeline lost, recovering", extra={"fields": fields})
         self._observer.lost(error.message, time.monotonic_ns())
-        self._give_up_guilty(error)
+        self._pause(error)
         await self._teardown()
 
-    def _give_up_guilty(self, error: RelaylineError) -> None:
-        """End the requests that have brought the pipeline down too often, see coordinator.sessions.suspects."""
-        for session in self._suspects.lost(self._admission.running.values()):
-            self._fail(session, given_up(error))
+    def _pause(self, error: RelaylineError) -> None:
+        self._paused, self._paused_by = self._suspects.paused(self._admission.running.values()), error
+
+    def _give_up_guilty(self, connection: Connection) -> None:
+        """End the requests that have brought stages down too often, see coordinator.sessions.suspects."""
+        before, self._instances = self._instances, connection.instances
+        paused = [session for session in self._paused if session.session_id in self._admission.running]
+        self._paused, error = [], self._paused_by
+        if self._instances != before or isinstance(error, InternalError):
+            for session in self._suspects.accuse(paused):
+                self._fail(session, given_up(error))
 
     async def _teardown(self) -> None:
         if self._sender is not None:

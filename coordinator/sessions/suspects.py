@@ -1,10 +1,13 @@
 """Which request brings the pipeline down again and again, told from those that merely ran beside it. Pure.
 
 Every epoch replays what ran when the last one ended. A request whose rows crash a stage would crash it again at each
-replay, for ever and for everybody. So losses without any token in between are counted for each session, nor many more
-rows of its prompt read than at any loss before: over a bad link a long prompt may take several epochs. Sessions with
-LOSSES_ALONE of them are *suspects*: of these one at a time is replayed, the next when it has got so far. The innocent
-go on after at most a pause; who brings the pipeline down alone as well is given up.
+replay, for ever and for everybody. So such losses are counted for each session that ran, until it gets a token, or many
+more rows of its prompt are read than at any loss before. Sessions with LOSSES_ALONE of them are *suspects*: of these
+one at a time is replayed, the next when it has got so far. The innocent go on after at most a pause; a session that
+brings the pipeline down alone as well is given up.
+
+A loss accuses only if a process may have failed because of what ran: a stage has been started anew since, or reported a
+bug of ours. Broken connections between processes that live on accuse nobody, however many.
 """
 
 from __future__ import annotations
@@ -15,14 +18,14 @@ from collections.abc import Iterable
 from relayline.coordinator.sessions.session import Session
 from relayline.wire.common.errors import InternalError, RelaylineError
 
-LOSSES_ALONE = 2  # epochs lost without a token of the session in between, from which on it is tried alone
+LOSSES_ALONE = 2  # times that it was accused without a token of it in between, from which on it is tried alone
 LOSSES_MAX = 3  # and at which it is given up
 FURTHER_ROWS = 256  # further than ever, as good as a token; so a prompt has as many tries at most as it has of these
 
 
 def given_up(error: RelaylineError) -> InternalError:
     """Return what to tell a request that is not tried again; `error` is how the pipeline was lost the last time."""
-    why = f"the pipeline was lost {LOSSES_MAX} times while this request ran and had not got further"
+    why = f"stages failed {LOSSES_MAX} times while this request ran and had not got further"
     return InternalError(f"{why}; it is not tried again. The last time: {error.message}")
 
 
@@ -30,21 +33,24 @@ class Suspects:
     """Counts losses; says who starts when."""
 
     def __init__(self) -> None:
-        self._losses: dict[int, int] = {}  # session id -> epochs lost since its last token, or since it got further
+        self._losses: dict[int, int] = {}  # session id -> times accused since its last token, or since it got further
         self._passed: dict[int, int] = {}  # session id -> most rows of it that have passed all stages before its token
         self._then: dict[int, tuple[int, int]] = {}  # at its last loss: who read for it, and how far that one was
         self._line: collections.deque[Session] = collections.deque()  # suspects that have not been started
         self._tried: Session | None = None
 
-    def lost(self, running: Iterable[Session]) -> list[Session]:
-        """An epoch was lost while these sessions had lanes. Returns those to give up."""
+    def paused(self, running: Iterable[Session]) -> list[Session]:
+        """An epoch was lost while these sessions had lanes. Returns those that had been started in it."""
         in_line = {session.session_id for session in self._line}
         self._line.clear()
         self._tried = None
+        return [session for session in running if session.session_id not in in_line]
+
+    def accuse(self, sessions: Iterable[Session]) -> list[Session]:
+        """These were running when a stage failed. Returns those to give up."""
         guilty: list[Session] = []
-        for session in running:
-            if session.session_id not in in_line:
-                self._count(session)
+        for session in sessions:
+            self._count(session)
             if self._losses[session.session_id] >= LOSSES_MAX:
                 guilty.append(session)
         return guilty
@@ -66,7 +72,7 @@ class Suspects:
         return [] if self._tried else self._next()
 
     def trusted(self, sessions: Iterable[Session]) -> list[Session]:
-        """Return those that may go on from what stages still hold: who was lost twice in a row reads everything."""
+        """Return those that may go on from what stages still hold: who was accused twice in a row reads everything."""
         return [session for session in sessions if self._losses.get(session.session_id, 0) <= 1]
 
     def cleared(self, session: Session) -> list[Session]:

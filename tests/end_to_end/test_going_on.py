@@ -150,15 +150,15 @@ async def test_a_stage_that_starts_anew_holds_nothing_and_all_is_read_again(
     assert n_rows[0] >= sum(len(prompt) + 39 for prompt in prompts) + 3 * 50
 
 
-def test_who_is_lost_twice_without_a_token_reads_everything() -> None:
+def test_who_is_accused_twice_without_a_token_reads_everything() -> None:
     first, second = (
         Session(number, GenerationRequest(str(number), (1,), 9, GREEDY), lambda _: False) for number in (1, 2)
     )
     counted = Suspects()
-    counted.lost([first, second])
+    counted.accuse([first, second])
     assert counted.trusted([first, second]) == [first, second]
     counted.cleared(second)
-    counted.lost([first, second])
+    counted.accuse([first, second])
     assert counted.trusted([first, second]) == [second]
 
 

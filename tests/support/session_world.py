@@ -172,6 +172,7 @@ class World:
         self.pipeline = Pipeline(config, pipeline_file(1, n_vocab=ORACLE_VOCAB), lambda _: False)
         self.stages = StagesModel(n_lanes)
         self.clients: list[Client] = []
+        self.n_starts = 0
         self.connect()
 
     def connect(self, n_lanes: int = 0) -> None:
@@ -181,15 +182,17 @@ class World:
         stages.epoch = pipeline.epoch
         stages.frames, stages.refused, stages.last = [], set(), {}
         held = stages.left()
-        pipeline._connection = mock.Mock(n_lanes=stages.n_lanes, ctx_tokens=CTX, held=held)
+        self.n_starts += stages.n_behind < 0
+        instances = (f"started {self.n_starts} times",)
+        pipeline._connection = mock.Mock(n_lanes=stages.n_lanes, ctx_tokens=CTX, held=held, instances=instances)
         curve = smooth() if pipeline.config.schedule.draft else CostCurve()  # two stages: guesses have one to fill
         pipeline._connection.stage_costs = lambda: [StageCost(curve, curve, 64)] * (2 if curve.is_known else 1)
         with mock.patch("relayline.coordinator.engine.pipeline.TokenSender", return_value=stages):
             pipeline._resume(pipeline._connection)
 
-    def disconnect(self) -> None:
+    def disconnect(self, error: RelaylineError | None = None) -> None:
         self.pipeline.phase, self.pipeline._lost_at_ns = Phase.RECOVERING, time.monotonic_ns()
-        self.pipeline._give_up_guilty(StageLostError("a stage died"))
+        self.pipeline._pause(error or StageLostError("a stage died"))
         self.pipeline._connection = self.pipeline._sender = None
 
     def open(self, n_prompt: int, max_tokens: int) -> None:

@@ -147,7 +147,9 @@ def typed(error: grpc.aio.AioRpcError, peer: str) -> RelaylineError:
         return StageLostError(f"{peer} closed the stream")
     if was_cut_short(error):
         return StageLostError(f"{peer} ended the call")
-    if error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
+    if error.code() is grpc.StatusCode.INTERNAL:  # of HTTP/2 itself: a handler that failed has UNKNOWN
+        return StageLostError(f"the connection to {peer} broke ({detail})")
+    if error.code() is grpc.StatusCode.UNKNOWN:
         return InternalError(f"{peer} failed: {detail}")
     return ProtocolError(f"{peer} answered {error.code().name}: {detail}")
 

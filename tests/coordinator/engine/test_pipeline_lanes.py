@@ -8,6 +8,7 @@ import pytest
 
 from relayline.coordinator.sessions.session import REPLAYS_MAX, State
 from relayline.coordinator.sessions.suspects import LOSSES_ALONE, LOSSES_MAX
+from relayline.wire.common.errors import InternalError
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.session_world import Client, World
 
@@ -189,3 +190,45 @@ async def test_a_request_that_kills_a_stage_each_time_is_given_up_and_the_others
     assert poison.ends == ["internal"]
     assert [client.ends for client in world.clients if client is not poison] == [["length"]] * 3
     world.finish()
+
+
+@pytest.mark.parametrize("n_behind", [0, 2])
+async def test_bursts_of_broken_connections_give_nobody_up(n_behind: int) -> None:
+    """No stage is started anew, and no stream gets a token in between."""
+    world = World(n_lanes=3)
+    world.stages.n_behind = n_behind
+    for n_prompt in (4, 5, 6, 7):
+        world.open(n_prompt, max_tokens=6)
+    for n_turns in range(4 * LOSSES_MAX):
+        for _ in range(n_turns % 3):
+            world.turn()
+        world.disconnect()
+        world.connect()
+        world.check()
+    world.finish()
+    assert [client.ends for client in world.clients] == [["length"]] * 4
+
+
+@pytest.mark.parametrize("n_starts", [LOSSES_MAX - 1, LOSSES_MAX])
+async def test_broken_connections_between_restarts_clear_nobody(n_starts: int) -> None:
+    world = World(n_lanes=2)
+    world.open(4, max_tokens=6)
+    for _ in range(n_starts):
+        for n_behind in (0, -1, 0):
+            world.stages.n_behind = n_behind
+            world.disconnect()
+            world.connect()
+    world.finish()
+    assert [client.ends for client in world.clients] == [["internal"] if n_starts == LOSSES_MAX else ["length"]]
+
+
+async def test_a_request_that_finds_a_bug_in_a_process_that_lives_on_is_given_up_too() -> None:
+    world = World(n_lanes=2)
+    world.stages.n_behind = 0
+    world.open(4, max_tokens=6)
+    for _ in range(LOSSES_MAX):
+        assert not world.clients[0].ends
+        world.disconnect(InternalError("a handler failed"))
+        world.connect()
+        world.clients[0].read()
+    assert world.clients[0].ends == ["internal"]

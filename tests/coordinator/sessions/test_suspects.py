@@ -19,23 +19,27 @@ def sessions(n: int) -> list[Session]:
 def lose(suspects: Suspects, running: list[Session], n_times: int = 1) -> list[Session]:
     guilty: list[Session] = []
     for _ in range(n_times):
-        guilty = suspects.lost(running)
+        guilty = lost(suspects, running)
         suspects.starting(running)
     return guilty
+
+
+def lost(suspects: Suspects, running: list[Session]) -> list[Session]:
+    return suspects.accuse(suspects.paused(running))
 
 
 def test_all_start_again_after_one_loss() -> None:
     suspects, running = Suspects(), sessions(3)
     assert suspects.starting(running) == running
-    assert suspects.lost(running) == []
+    assert lost(suspects, running) == []
     assert suspects.starting(running) == running
 
 
 def test_after_a_second_loss_suspects_start_one_by_one() -> None:
     suspects, running = Suspects(), sessions(3)
-    suspects.lost(running)
+    lost(suspects, running)
     suspects.starting(running)
-    assert suspects.lost(running) == []
+    assert lost(suspects, running) == []
     assert suspects.starting(running) == running[:1]
     assert suspects.cleared(running[0]) == running[1:2], "it has got a token"
     assert suspects.cleared(running[0]) == [], "and more of them"
@@ -47,18 +51,39 @@ def test_who_brings_it_down_alone_is_given_up_and_nobody_else() -> None:
     suspects, running = Suspects(), sessions(3)
     lose(suspects, running, LOSSES_ALONE)
     suspects.cleared(running[0])
-    assert suspects.lost(running) == [running[1]]
+    assert lost(suspects, running) == [running[1]]
     assert suspects.starting([running[0], running[2]]) == [running[0], running[2]]
 
 
 def test_a_token_clears_and_those_that_come_later_are_no_suspects() -> None:
     suspects, (old, new) = Suspects(), sessions(2)
     for _ in range(10 * LOSSES_MAX):
-        assert suspects.lost([old]) == []
+        assert lost(suspects, [old]) == []
         assert suspects.starting([old, new]) == [old, new]
         suspects.cleared(old)
     lose(suspects, [old], LOSSES_ALONE)
     assert suspects.starting([old, new]) == [new, old]
+
+
+def test_broken_connections_accuse_nobody_and_clear_nobody() -> None:
+    suspects, running = Suspects(), sessions(2)
+    for _ in range(10 * LOSSES_MAX):
+        assert suspects.paused(running) == running
+        assert suspects.starting(running) == running
+        assert suspects.trusted(running) == running
+    lose(suspects, running, LOSSES_ALONE)
+    assert suspects.paused(running) == running[:1], "the other one waits for its turn"
+    assert suspects.starting(running) == running[:1]
+    assert lost(suspects, running) == running[:1]
+
+
+def test_who_comes_into_the_line_during_a_pause_had_not_been_started() -> None:
+    suspects, (tried, next_in_line) = Suspects(), sessions(2)
+    lose(suspects, [tried, next_in_line], LOSSES_ALONE)
+    ran = suspects.paused([tried, next_in_line])
+    suspects.cleared(tried)  # its client leaves before the stages are back
+    assert ran == [tried]
+    assert suspects.starting([next_in_line]) == [next_in_line]
 
 
 def test_one_that_leaves_the_line_is_not_started() -> None:
@@ -110,7 +135,7 @@ def test_nobody_waits_for_ever_and_losses_are_bounded(n: int, data: st.DataObjec
         while started and not given_up:
             if any(session.session_id in poison for session in started):
                 n_lost += 1
-                given_up = suspects.lost(running)
+                given_up = lost(suspects, running)
                 assert {session.session_id for session in given_up} <= poison, "an innocent was given up"
                 break
             following: list[Session] = []
@@ -135,11 +160,11 @@ def test_a_prompt_that_gets_further_each_time_is_not_given_up() -> None:
     for _ in range(10):
         n_rows += FURTHER_ROWS
         assert suspects.passed(reading.session_id, n_rows) == []
-        assert suspects.lost([reading]) == []
+        assert lost(suspects, [reading]) == []
         assert suspects.starting([reading]) == [reading]
         assert suspects.trusted([reading]) == [reading]
     assert suspects.passed(reading.session_id, n_rows + FURTHER_ROWS - 1) == []
-    assert suspects.lost([reading]) == [], "for the second time, at about the same row"
+    assert lost(suspects, [reading]) == [], "for the second time, at about the same row"
     assert suspects.starting([reading, other]) == [other, reading], "alone of the suspects"
     assert suspects.trusted([reading]) == []
     assert lose(suspects, [reading]) == [reading]
@@ -174,14 +199,14 @@ def test_who_waits_for_a_leader_that_gets_further_is_not_given_up() -> None:
     for _ in range(3 * LOSSES_MAX):
         n_rows += FURTHER_ROWS
         suspects.passed(leader.session_id, n_rows)
-        assert suspects.lost([leader, follower]) == []
+        assert lost(suspects, [leader, follower]) == []
         assert suspects.starting([leader, follower]) == [leader, follower]
     follower.leader = other
-    assert suspects.lost([leader, follower, other]) == []
+    assert lost(suspects, [leader, follower, other]) == []
     suspects.cleared(leader)
     follower.leader = None
     assert suspects.passed(follower.session_id, FURTHER_ROWS) == [], "it reads by itself now, from its beginning"
-    assert suspects.lost([follower]) == []
+    assert lost(suspects, [follower]) == []
     assert suspects.trusted([follower]) == [follower]
 
 
@@ -191,6 +216,6 @@ def test_who_waits_for_a_leader_that_gets_no_further_is_a_suspect_like_it() -> N
     follower.leader = leader
     suspects.passed(leader.session_id, FURTHER_ROWS)
     lose(suspects, [leader, follower], LOSSES_ALONE)
-    assert suspects.lost([leader]) == [leader]
+    assert lost(suspects, [leader]) == [leader]
     assert suspects.starting([follower]) == [follower]
-    assert suspects.lost([follower]) == [follower]
+    assert lost(suspects, [follower]) == [follower]

@@ -101,7 +101,7 @@ async def test_longer_text_is_cut_to_its_bound_and_still_typed():
         (grpc.StatusCode.DEADLINE_EXCEEDED, StageLostError, "b did not answer in time"),
         (grpc.StatusCode.CANCELLED, StageLostError, "b closed the stream"),
         (grpc.StatusCode.UNIMPLEMENTED, HandshakeError, "b is not a relayline stage of this version (why)"),
-        (grpc.StatusCode.INTERNAL, InternalError, "b failed: why"),
+        (grpc.StatusCode.INTERNAL, StageLostError, "the connection to b broke (why)"),
         (grpc.StatusCode.UNKNOWN, InternalError, "b failed: why"),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, ProtocolError, "b answered RESOURCE_EXHAUSTED: why"),
     ],

@@ -27,6 +27,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.coordinator.schedule.tiles import TileRule
 
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
 ITL_STRETCH = 2.0  # running streams' inter-token latency beside prefill, against none, unless somebody sets it
@@ -100,6 +101,9 @@ class GroupPlanner:
         """Whether the context of a flight's decode rows is that of the longest of them."""
         self.shares_host = any(stage.shares_host for stage in stages)
         """Whether stages compute on one host."""
+        has_tiles = self.is_per_lane or any(stage.context_tiled_ns > 0 for stage in stages)
+        self.tile_rule = TileRule(has_tiles, self.is_per_lane)
+        """Which rows may be in one step. Lanes have cells of their own on processors alone, which may go by tiles."""
         self._has_context = any(stage.context_ns for stage in stages)
 
     @property

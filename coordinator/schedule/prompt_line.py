@@ -14,10 +14,12 @@ import functools
 from collections.abc import ValuesView
 
 from relayline.coordinator.schedule.groups import pressure_of
+from relayline.coordinator.schedule.tiles import StepRows, TileRule, n_of_whole_tiles
 from relayline.coordinator.sessions.session import OutFrame, Session
 
 BURST_PRESSURE = 2  # prompts per running stream that make a crowd, and what they count until they are read
 OLDEST_EVERY = 4  # turns
+_NO_RULE = TileRule()
 
 
 class PromptLine:
@@ -70,19 +72,22 @@ class PromptLine:
         """Return the session whose rows go next, or could if it did not wait for others'."""
         return self._next(self._n_turns + 1) or next(iter(self.sessions))
 
-    def next_chunks(self, rows_max: int) -> list[OutFrame]:
-        """Return chunks that together have at most rows_max rows, one of a session."""
+    def next_chunks(self, rows_max: int, rule: TileRule = _NO_RULE, n_decode: int = 0) -> list[OutFrame]:
+        """Return chunks that together have at most rows_max rows, one of a session, for a step with n_decode others."""
         frames: list[OutFrame] = []
-        left = rows_max
+        left, step = rows_max, StepRows(n_decode)
         while left:
             session = self._next(self._n_turns + 1)
-            if session is None:
+            room_rows = rule.room(session, left, step) if session is not None else 0
+            if session is None or not room_rows:
                 break
+            is_whole = n_of_whole_tiles(session) > 0
             self._n_turns += 1
-            chunk = session.next_chunk(left)
+            chunk = session.next_chunk(room_rows)
             if chunk is not None:
                 frames.append(chunk)
                 left -= len(chunk.tokens)
+                step.add(len(chunk.tokens), is_whole=is_whole)
             if session.prefill_left:
                 break
             del self._prompts[session.session_id]

@@ -10,7 +10,8 @@ lets it go, in a flight more than planned.
 
 Prompt rows ride in decode flights, in flights of their own, or in both, as the plan says, so that running streams keep
 their pace; several short prompts may share a flight. A burst of short prompts, and the histories of streams that a loss
-has paused, are read through before running streams get their whole pace back. Opens and closes never wait.
+has paused, are read through before running streams get their whole pace back. Opens and closes never wait. Which rows
+may be in one step, so that they have the same bits at any time, `coordinator.schedule.tiles` says.
 
 What streams are likely to say next may go along behind their rows, or follow in flights of its own, which no plan
 counts: while no prompt is read, and where stages would stand idle (`coordinator.schedule.draft_flights`).
@@ -273,10 +274,12 @@ class Scheduler:
             ride_rows = min(self._ride_rows(plan, len(frames), now_ns), rows_max) if may_ride else 0
             if not self._is_reading and self._drafts.are_of(frames):
                 self._drafts.extend(frames, planner, self._traffic(plan, len(frames), planner))
-            self._launch(envelopes, Kind.DECODE, frames, self._prompts.next_chunks(ride_rows), now_ns)
+            n_decode = sum(len(frame.tokens) for frame in frames)
+            chunks = self._prompts.next_chunks(ride_rows, planner.tile_rule.beside(n_decode), n_decode)
+            self._launch(envelopes, Kind.DECODE, frames, chunks, now_ns)
         self._note_held(now_ns)
         while self._prompts and self._flights.count(Kind.PREFILL) < plan.prefill_flights:
-            chunks = self._prompts.next_chunks(min(plan.chunk_rows, rows_max))
+            chunks = self._prompts.next_chunks(min(plan.chunk_rows, rows_max), planner.tile_rule)
             if not chunks:
                 break
             self._launch(envelopes, Kind.PREFILL, [], chunks, now_ns)

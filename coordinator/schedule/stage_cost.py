@@ -61,10 +61,11 @@ class StageCost:
         n_rows = rows + prompt_rows
         if self.is_per_lane:
             return n_rows
-        most = self.decode.padded_rows(n_rows, self.rows_max)
+        rows_max = self.rows_max
+        if self.context_tiled_ns and n_rows < ATTENTION_TILE_ROWS:  # see stage.speed.curves
+            rows_max = min(rows_max, ATTENTION_TILE_ROWS - 1)
+        most = self.decode.padded_rows(n_rows, rows_max)
         may_be = [most]
-        if n_rows < ATTENTION_TILE_ROWS <= most:
-            may_be.insert(0, self.decode.padded_rows(n_rows, ATTENTION_TILE_ROWS - 1))
         if prompt_rows and most > n_rows and self.prefill.is_known:
             may_be.insert(0, n_rows)
         if len(may_be) == 1:

@@ -136,13 +136,13 @@ class Curves:
     def padded_rows(self, shape: StepShape, rows_max: int) -> int:
         """Return the rows, those of a step without scratch rows or up to `rows_max`, that are predicted to be cheapest.
 
-        Scratch rows that make a step tiled change what all others pay for their context, and must be worth that too.
+        None of them makes a step tiled where there are tiles: all its rows would have other bits (coordinator.schedule.tiles).
         Prompt rows do not cost what decode rows do, so beside them scratch rows must pay by what such a step costs.
         """
+        if self.context_tiled_ns and shape.n_rows < ATTENTION_TILE_ROWS:
+            rows_max = min(rows_max, ATTENTION_TILE_ROWS - 1)
         most = self.decode.padded_rows(shape.n_rows, rows_max)
         may_be = [most]
-        if shape.n_rows < ATTENTION_TILE_ROWS <= most:
-            may_be.insert(0, self.decode.padded_rows(shape.n_rows, ATTENTION_TILE_ROWS - 1))
         if shape.prefill_rows and most > shape.n_rows and self.prefill.is_known:
             may_be.insert(0, shape.n_rows)
         if len(may_be) == 1:

@@ -51,7 +51,7 @@ class DraftFlights:
     def extend(self, frames: Sequence[OutFrame], planner: GroupPlanner, traffic: Traffic) -> None:
         """Let guesses go along with the rows of a decode flight."""
         if self._n_tokens != DRAFT_AUTO:
-            room = min(DRAFTED_ROWS_MAX, planner.rows_max - len(frames))
+            room = planner.draft_room(len(frames))
             for frame in frames:
                 frame.session.extend(frame, max(0, min(self._n_tokens, room)))
                 room -= len(frame.tokens) - 1

@@ -28,7 +28,6 @@ import dataclasses
 from collections.abc import Sequence
 
 from relayline.coordinator.schedule.groups import GroupPlanner
-from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
 
 DRAFT_GAIN = 0.03  # less than this is noise of the curves, and not worth the energy
 SHARED_GAIN = 0.2  # and less than this, where there are other flights, is lost on the way from plain ones to others
@@ -95,7 +94,7 @@ def best_counts(
     n_drafted, n_right, gain = 0, 0.0, SHARED_GAIN if traffic.n_rows_beside else DRAFT_GAIN
     follows = sum(each[0] for each in chances if each)  # chances that the flight of guesses behind it is right, summed
     best, chosen = (1 + gain) * cycle.rate(follows / n_frames), list(counts)
-    for chance, _, frame in offers[: min(DRAFTED_ROWS_MAX, planner.rows_max - n_frames)]:
+    for chance, _, frame in offers[: planner.draft_room(n_frames)]:
         counts[frame] += 1
         follows += chances[frame][counts[frame]] - chance
         n_drafted, n_right = n_drafted + 1, n_right + chance

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.schedule.tiles import TileRule
+from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
 
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
 ITL_STRETCH = 2.0  # running streams' inter-token latency beside prefill, against none, unless somebody sets it
@@ -191,6 +192,10 @@ class GroupPlanner:
         """Return how many prompt rows may ride with so many decode rows: what fills tiles, ascending."""
         beside = 0 if self.is_per_lane else rows
         return [total - beside for total in CHUNK_LADDER if beside < total <= self.rows_max - rows + beside]
+
+    def draft_room(self, n_streams: int) -> int:
+        """Return how many guesses may go along with one row of so many streams each."""
+        return max(0, min(DRAFTED_ROWS_MAX, self.rows_max - n_streams, self.tile_rule.draft_room(n_streams)))
 
     def rate(self, n_streams: int, n_groups: int, rows: int) -> float:
         """Predict the tokens per nanosecond of n_groups flights of at most `rows` rows among n_streams streams."""

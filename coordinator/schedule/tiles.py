@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 
 from relayline.coordinator.sessions.session import Session
+from relayline.wire.common.bounds import ROWS_PER_ENVELOPE_MAX
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS
 
 LONG_PROMPT_ROWS = 512  # attention is a small part of what shorter prompts take
@@ -59,6 +60,12 @@ class TileRule:
             return min(room_rows, n_whole or ATTENTION_TILE_ROWS - 1)
         n_before = step.n_decode + step.n_whole + step.n_other
         return max(0, min(room_rows, ATTENTION_TILE_ROWS - 1 - n_before))
+
+    def draft_room(self, n_streams: int) -> int:
+        """Return how many guesses go along with one row of so many streams each, or more than a step takes."""
+        if not self.is_known or self.is_per_lane or n_streams >= ATTENTION_TILE_ROWS:
+            return ROWS_PER_ENVELOPE_MAX
+        return ATTENTION_TILE_ROWS - 1 - n_streams
 
     def beside(self, n_decode: int) -> TileRule:
         """Return the rule for a step with so many decode rows: none where it would leave prompts hardly any room."""

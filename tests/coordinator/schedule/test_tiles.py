@@ -93,3 +93,11 @@ def test_stages_are_taken_to_go_by_tiles_where_they_may() -> None:
         (StageCost(curve, curve, 64, is_per_lane=True), PER_LANE),
     ):
         assert GroupPlanner([StageCost(curve, curve, 64), cost]).tile_rule == rule
+
+
+@pytest.mark.parametrize(("n_streams", "room"), [(1, 32), (40, TILE - 1 - 40), (TILE - 1, 0), (TILE, 32)])
+def test_guesses_make_no_step_tiled(n_streams: int, room: int) -> None:
+    tiled = StageCost(CostCurve(), CostCurve(), 512, context_tiled_ns=2.0)
+    assert GroupPlanner([tiled]).draft_room(n_streams) == room
+    assert GroupPlanner([StageCost(CostCurve(), CostCurve(), 512)]).draft_room(n_streams) == 32
+    assert GroupPlanner([StageCost(CostCurve(), CostCurve(), 64)]).draft_room(60) == 4

@@ -30,7 +30,7 @@ from relayline.coordinator.observe.description import describe_pipeline, describ
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.scheduler import Scheduler
-from relayline.coordinator.sessions.admission import Admission
+from relayline.coordinator.sessions.admission import LANE_TRY_S, Admission
 from relayline.coordinator.sessions.drafts import Acceptance
 from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.coordinator.sessions.prefixes import Prefixes
@@ -84,6 +84,7 @@ class Pipeline:
         self._instances: tuple[str, ...] = ()  # of the stages of the latest epoch
         self._paused: list[Session] = []  # sessions that ran when it was lost, and how that was
         self._paused_by: RelaylineError = StageLostError("")
+        self._trying: asyncio.TimerHandle | None = None
         self._dispatching, self._lost_at_ns, self._idle = False, 0, asyncio.Event()
         self._acceptance = Acceptance() if config.schedule.draft and config.schedule.mode != "drain" else None
         self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
@@ -371,13 +372,16 @@ class Pipeline:
         if audience is None or audience.session.state is State.WAITING:  # a session that has sent nothing has no fault
             return
         session = audience.session
-        # Another coordinator had the lane that its open was to get: the end of another session brings the next chance.
+        # Another coordinator had the lane that its open was to get.
         waits = isinstance(error, LaneLimitError) and not fault.position and self._admission.put_back(session)
         if waits or session.may_replay(error, is_retryable=fault.retryable):
-            log.info("session replayed", extra={"fields": {"request": session.request.request_id, "why": str(error)}})
-            self._observer.replayed(session.record, error.message, time.monotonic_ns())
+            if not waits or session.n_refused == 1:  # it may be refused for minutes
+                fields = {"request": session.request.request_id, "why": str(error)}
+                log.info("session waits for a lane" if waits else "session replayed", extra={"fields": fields})
+                self._observer.replayed(session.record, error.message, time.monotonic_ns())
             self._scheduler.forget(session.session_id, time.monotonic_ns())
             if waits:
+                self._keep_trying()
                 self._scheduler.control(session.give_way())
                 self._start_all(self._suspects.gave_way(session))
             else:
@@ -385,6 +389,16 @@ class Pipeline:
                 self._start(session)
             return
         self._fail(session, error)
+
+    def _keep_trying(self) -> None:
+        if self._trying is None and self._admission.is_short:
+            self._trying = asyncio.get_running_loop().call_later(LANE_TRY_S, self._try_lanes)
+
+    def _try_lanes(self) -> None:
+        self._trying = None
+        for session in self._admission.try_lanes():
+            self._start_all(self._suspects.joining(session))
+        self._keep_trying()
 
     def _fail(self, session: Session, error: RelaylineError) -> None:
         session.record.error = error.label

@@ -5,6 +5,9 @@ closes travel in order with the next open on the same stream.
 
 Who came first runs first. A session that loses its lane, because the stages came back with fewer or share them with
 another coordinator, goes back into the line; as it is older than all that never had one, that is its front.
+
+Where another coordinator has lanes, stages refuse opens. Then only as many sessions run as have lanes, the others keep
+their places in the line, and every LANE_TRY_S one of them tries again, twice as many after each time that went well.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from relayline.coordinator.sessions.session import Session
 from relayline.wire.common.errors import ContextLengthError, OverloadedError
+
+LANE_TRY_S = 0.5  # less than the time for which stages keep a lane for a coordinator that was refused it
+LANE_TRIES_MAX = 1_200  # of one session; then its request is refused as stages refuse it
 
 
 class Admission:
@@ -25,6 +31,8 @@ class Admission:
         """`kept` names the lanes that this session had better leave alone, the one to take first of all in front."""
         self._kept = kept
         self.n_lanes, self.ctx_tokens, self.waiting_max = n_lanes, ctx_tokens, waiting_max
+        self._n_ours = n_lanes  # of these, as many as other coordinators seem to leave us
+        self._n_more = 1  # that are tried next
         self.running: dict[int, Session] = {}
         self.waiting: collections.deque[Session] = collections.deque()
 
@@ -35,7 +43,7 @@ class Admission:
         """
         if not self._fits(session):
             raise self.too_long(session)
-        if not self.waiting and len(self.running) < self.n_lanes:
+        if not self.waiting and len(self.running) < self._n_ours:
             self._run(session)
             return True
         if len(self.waiting) >= self.waiting_max:
@@ -95,6 +103,7 @@ class Admission:
         Such are never refused, however long the line. Where there are more lanes, those who wait get them.
         """
         self.n_lanes, self.ctx_tokens = n_lanes, ctx_tokens
+        self._n_ours, self._n_more = n_lanes, 1
         surplus = sorted(self.running.values(), key=_age)[n_lanes:]
         self._put_back(surplus)
         for session in [session for session in self.running.values() if session.lane >= n_lanes]:
@@ -102,15 +111,25 @@ class Admission:
         self._fill_lanes()
         return surplus
 
-    def put_back(self, session: Session) -> bool:
-        """The stages had no lane for a running session. Returns whether it waits now: for the end of another one's run.
+    @property
+    def is_short(self) -> bool:
+        """Whether other coordinators seem to have lanes: `try_lanes` is to be called every LANE_TRY_S."""
+        return self._n_ours < self.n_lanes
 
-        When it alone runs nothing changes, for nobody's end would bring it a lane.
-        """
-        if len(self.running) < 2:
+    def put_back(self, session: Session) -> bool:
+        """The stages had no lane for a running session. Returns whether it waits now; it does LANE_TRIES_MAX times."""
+        if session.n_refused >= LANE_TRIES_MAX:
             return False
+        session.n_refused += 1
         self._put_back([session])
+        self._n_ours, self._n_more = len(self.running), 1
         return True
+
+    def try_lanes(self) -> list[Session]:
+        """Time has passed: returns the waiting sessions that try whether there are lanes now."""
+        self._n_ours = min(self.n_lanes, self._n_ours + self._n_more) if self.waiting else self.n_lanes
+        self._n_more *= 2
+        return self._fill_lanes()
 
     def _put_back(self, sessions: Iterable[Session]) -> None:
         for session in sessions:
@@ -120,7 +139,7 @@ class Admission:
 
     def _fill_lanes(self) -> list[Session]:
         following: list[Session] = []
-        while self.waiting and len(self.running) < self.n_lanes:
+        while self.waiting and len(self.running) < self._n_ours:
             session = self.waiting.popleft()
             self._run(session)
             following.append(session)

@@ -64,6 +64,7 @@ class Session:
     state: State = State.WAITING
     history: list[int] = dataclasses.field(default_factory=list)
     replays: int = 0
+    n_refused: int = 0  # times that stages had no lane for it
     n_opened: int = 0  # tokens of the history when it was opened last
     n_sent: int = 0  # rows of the history sent in this epoch, or copied, while in PREFILL; then it stays
     n_there: int = 0  # of these, rows that all stages held from the epoch before

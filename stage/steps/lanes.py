@@ -9,6 +9,7 @@ Pure: no clock, no llama.cpp. House rules:
 * A session belongs to its route. Two coordinators may choose the same session id; they never meet.
 * A session that is only kept, or whose epoch has ended, loses its lane to any other, of whatever route, that would
   find none.
+* Coordinators share: a route that was refused a lane, and soon asks again, has the next one before any that has more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import dataclasses
 from typing import TypeAlias
 
 from relayline.wire.common.errors import InternalError, LaneLimitError, PositionGapError, SessionError
+
+OWED_NS = 3_000_000_000  # a coordinator that still wants the lane it was refused asks again within this time
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,6 +50,7 @@ class LaneTable:
         self.n_lanes, self.ctx_tokens = n_lanes, ctx_tokens
         self._by_session: dict[tuple[int, int], Lane] = {}  # by (route_id, session_id)
         self._free = list(range(n_lanes - 1, -1, -1))
+        self._refused_ns: dict[int, int] = {}  # route id -> when it last was refused a lane
 
     def __len__(self) -> int:
         return len(self._by_session)
@@ -71,12 +75,27 @@ class LaneTable:
         yielding = (lane for lane in self._by_session.values() if lane.yields)
         return min(yielding, key=lambda lane: lane.is_left, default=None)
 
-    def open(self, session_id: int, route_id: int, wanted: int = -1, *, is_kept: bool = False) -> Lane:
-        """Give the session a lane, the wanted one if it is free. Raises LaneLimitError when none is."""
+    def open(
+        self, session_id: int, route_id: int, wanted: int = -1, *, is_kept: bool = False, now_ns: int | None = None
+    ) -> Lane:
+        """Give the session a lane, the wanted one if it is free.
+
+        Raises LaneLimitError when none is, or another route has a better claim to it: `now_ns`, of any monotonic clock,
+        says who asked lately. Without it, and for what is only kept, there are no claims.
+        """
         lane = self._by_session.get((route_id, session_id))
         if lane is not None:
             lane.is_left = False
             return lane
+        if now_ns is not None and not is_kept:
+            self._refused_ns = {key: at_ns for key, at_ns in self._refused_ns.items() if now_ns - at_ns < OWED_NS}
+            is_claimed = self._is_claimed(route_id)
+            if is_claimed or not self._free:
+                self._refused_ns[route_id] = now_ns
+            else:
+                self._refused_ns.pop(route_id, None)
+            if is_claimed:
+                raise LaneLimitError("the next lane is for another coordinator, which has fewer of this stage")
         if not self._free:
             raise LaneLimitError(f"all {self.n_lanes} lanes of this stage are taken")
         if wanted in self._free:
@@ -87,6 +106,16 @@ class LaneTable:
         lane = Lane(index, session_id, route_id, is_kept=is_kept)
         self._by_session[route_id, session_id] = lane
         return lane
+
+    def _is_claimed(self, route_id: int) -> bool:
+        """Return whether routes that have fewer lanes wait for all that are left."""
+        claims = [self._n_of(other) for other in self._refused_ns if other != route_id]
+        if not claims or len(self._free) + self.n_kept > len(claims):
+            return False
+        return self._n_of(route_id) > min(claims)
+
+    def _n_of(self, route_id: int) -> int:
+        return sum(not lane.yields for lane in self.of_route(route_id))
 
     def close(self, session_id: int, route_id: int) -> Lane | None:
         """Take the session's lane back; returns it so that the caller clears its KV, None if it was not open."""

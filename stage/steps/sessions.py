@@ -54,7 +54,8 @@ class Sessions:
         if kept := self._lanes.in_the_way(frame.session_id, frame.route_id):
             self.close((kept.route_id, kept.session_id))
         try:
-            self._lanes.open(frame.session_id, frame.route_id, frame.argument - 1, is_kept=options.kept)
+            wanted, now_ns = frame.argument - 1, frame.arrived_ns
+            self._lanes.open(frame.session_id, frame.route_id, wanted, is_kept=options.kept, now_ns=now_ns)
         except BaseException:
             if sampler is not None:
                 sampler.close()

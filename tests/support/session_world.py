@@ -226,7 +226,8 @@ class World:
         running = {id(c.session) for c in self.clients if c.session.state in (State.PREFILL, State.DECODE)}
         assert len(running) <= self.stages.n_lanes
         admission = self.pipeline._admission
-        assert not admission.waiting or admission.running, "nobody's end will bring them a lane"
+        assert not admission.waiting or admission.running or admission.is_short, "nothing will bring them a lane"
+        assert not admission.is_short or self.pipeline._trying, "nobody tries for them"
         if not any(fault.label == "no_lane" for message in self.stages.said for fault in message.faults):
             assert not admission.waiting or len(admission.running) >= admission.n_lanes, "a lane is free and some wait"
 
@@ -237,12 +238,21 @@ class World:
         self.deliver()
         self.check()
 
+    def try_lanes(self) -> None:
+        """Let the time pass after which a pipeline asks again for lanes that another had."""
+        if self.pipeline._trying is not None:
+            self.pipeline._trying.cancel()
+            self.pipeline._try_lanes()
+            self.pipeline._dispatch_now()
+
     def finish(self) -> None:
         """Let everything run out; then nothing may be left."""
         if self.pipeline.phase is not Phase.READY:
             self.connect()
         self.pipeline._dispatch_now()
-        while self.stages.frames or self.stages.replies:
+        while self.stages.frames or self.stages.replies or self.pipeline._admission.is_short:
+            if not (self.stages.frames or self.stages.replies):
+                self.try_lanes()
             self.stages.step()
             self.deliver()
             self.pipeline._dispatch_now()

@@ -6,9 +6,11 @@ import itertools
 
 import pytest
 
+from relayline.coordinator.sessions import admission
+from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.session import REPLAYS_MAX, State
 from relayline.coordinator.sessions.suspects import LOSSES_ALONE, LOSSES_MAX
-from relayline.wire.common.errors import InternalError
+from relayline.wire.common.errors import InternalError, OverloadedError
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.session_world import Client, World
 
@@ -83,7 +85,7 @@ async def test_a_stream_whose_lane_another_coordinator_has_waits_for_the_end_of_
     while not world.clients[0].ends:
         assert not world.clients[1].ends
         world.turn()
-    assert states_of(world)[1:] == [State.PREFILL] * 2, "both try, for the other coordinator may be done"
+    assert states_of(world)[1:] == [State.PREFILL, State.WAITING], "for one lane that is ours"
     world.finish()
     assert [client.ends for client in world.clients] == [["length"]] * 3
     assert [client.session.replays for client in world.clients] == [0, 0, 0]
@@ -121,13 +123,58 @@ async def test_a_stream_that_had_its_lane_and_finds_no_room_for_more_is_replayed
     world.finish()
 
 
-async def test_a_stream_that_runs_alone_is_replayed_when_it_gets_no_lane() -> None:
+def settle(world: World) -> None:
+    world.turn()
+    while world.stages.frames or world.stages.replies:
+        world.turn()
+
+
+async def test_a_whole_line_waits_while_another_coordinator_has_all_lanes() -> None:
+    world = World(n_lanes=3)
+    world.pipeline._admission.waiting_max = 9
+    world.stages.n_taken = 3
+    for n_prompt in range(3, 10):
+        world.open(n_prompt, max_tokens=3)
+    settle(world)
+    for _ in range(200):
+        world.try_lanes()
+        assert states_of(world).count(State.PREFILL) == 1, "it does not ask for all of them again and again"
+        settle(world)
+        assert not any(client.ends for client in world.clients)
+    world.pipeline._admission.waiting_max = 7
+    with pytest.raises(OverloadedError):
+        world.pipeline.open(GenerationRequest("x", (1, 2), 3, SamplingParams()))
+    world.stages.n_taken = 2
+    world.finish()
+    assert [client.ends for client in world.clients] == [["length"]] * 7
+    assert not world.pipeline._admission.is_short
+
+
+async def test_lanes_that_another_coordinator_gives_back_are_soon_all_in_use() -> None:
+    world = World(n_lanes=8)
+    world.pipeline._admission.waiting_max = 9
+    world.stages.n_taken = 8
+    for n_prompt in range(3, 11):
+        world.open(n_prompt, max_tokens=40)
+    settle(world)
+    world.stages.n_taken = 0
+    for n_running in (1, 3, 7, 8):
+        world.try_lanes()
+        assert len(world.pipeline._admission.running) == n_running
+        for _ in range(3 * n_running):
+            world.turn()
+    world.finish()
+
+
+async def test_a_stream_that_is_refused_a_lane_for_ever_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "LANE_TRIES_MAX", 5)
     world = World(n_lanes=1)
     world.stages.n_taken = 1
     world.open(3, max_tokens=2)
     world.finish()
     assert world.clients[0].ends == ["no_lane"]
-    assert world.clients[0].session.replays == REPLAYS_MAX
+    assert (world.clients[0].session.n_refused, world.clients[0].session.replays) == (5, REPLAYS_MAX)
+    assert len(world.clients[0].session.record.events) < 10
 
 
 async def test_a_suspect_that_gets_no_lane_lets_the_next_one_try() -> None:

@@ -74,14 +74,28 @@ def test_with_more_lanes_those_who_wait_get_them_before_any_newcomer() -> None:
     assert admission.leave(sessions[0]) == [sessions[3]]
 
 
-def test_who_got_no_lane_waits_before_all_others_unless_it_runs_alone() -> None:
+def test_who_got_no_lane_waits_before_all_others_and_no_more_run_than_got_one() -> None:
     admission, sessions = filled(3, 4, waiting_max=4)
-    assert [admission.put_back(sessions[index]) for index in (1, 0, 2)] == [True, True, False]
+    assert [admission.put_back(sessions[index]) for index in (1, 0)] == [True, True]
     assert list(admission.running.values()) == sessions[2:3]
     assert list(admission.waiting) == [sessions[index] for index in (0, 1, 3)]
-    assert admission.admit(session(4)) is False, "a lane is free, but others came first"
+    assert admission.admit(session(4)) is False, "a lane may be free, but others came first"
     assert admission.leave(sessions[1]) == []
-    assert [each.session_id for each in admission.leave(sessions[2])] == [0, 3, 4]
+    assert [each.session_id for each in admission.leave(sessions[2])] == [0]
+    assert [each.session_id for each in admission.try_lanes()] == [3]
+    assert admission.is_short
+    assert [each.session_id for each in admission.try_lanes()] == [4]
+    assert not admission.is_short
+
+
+def test_a_shortage_is_forgotten_where_nobody_waits() -> None:
+    admission, sessions = filled(2, 1, waiting_max=4)
+    assert admission.put_back(sessions[0])
+    assert admission.leave(sessions[0]) == []
+    assert admission.is_short
+    assert admission.try_lanes() == []
+    assert not admission.is_short
+    assert admission.admit(session(4)) is True
 
 
 def test_a_session_gets_the_lowest_free_lane_and_keeps_it() -> None:

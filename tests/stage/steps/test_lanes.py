@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from relayline.stage.steps.lanes import LaneTable
+from relayline.stage.steps.lanes import OWED_NS, LaneTable
 from relayline.wire.common.errors import InternalError, LaneLimitError, PositionGapError, RelaylineError, SessionError
 
 CTX = 16
@@ -210,3 +210,56 @@ def test_what_is_only_kept_goes_before_what_somebody_waits_to_go_on_from() -> No
     lane = table.in_the_way(9, 2)
     assert lane is not None
     assert lane.session_id == 1
+
+
+# --- coordinators that share ------------------------------------------------------------------------------------------
+
+
+def test_the_next_lane_is_for_the_route_that_was_refused_and_has_fewer() -> None:
+    table = LaneTable(4, CTX)
+    for session_id in range(4):
+        table.open(session_id, 1, now_ns=0)
+    with pytest.raises(LaneLimitError, match="all 4 lanes"):
+        table.open(9, 2, now_ns=10)
+    table.close(0, 1)
+    with pytest.raises(LaneLimitError, match="another coordinator"):
+        table.open(5, 1, now_ns=20)
+    table.open(9, 2, now_ns=OWED_NS)
+    table.close(1, 1)
+    assert table.open(6, 1, now_ns=OWED_NS + 1), "the other one asks for no more"
+
+
+def test_shares_become_equal_and_no_further() -> None:
+    table, sessions = LaneTable(6, CTX), iter(range(1_000))
+    held: dict[int, list[int]] = {1: [], 2: []}
+
+    def ask(route_id: int, now_ns: int) -> None:
+        session_id = next(sessions)
+        try:
+            table.open(session_id, route_id, now_ns=now_ns)
+        except LaneLimitError:
+            return
+        held[route_id].append(session_id)
+
+    for now_ns in range(6):
+        ask(1, now_ns)
+    for now_ns in range(100, 200):
+        ended = 1 if now_ns % 2 or not held[2] else 2
+        table.close(held[ended].pop(0), ended)
+        ask(1, now_ns)
+        ask(2, now_ns)
+        ask(2, now_ns)
+        table.check()
+    assert {len(each) for each in held.values()} == {3}
+
+
+def test_a_claim_ends_when_nobody_asks_any_more_and_kept_lanes_have_none() -> None:
+    table = LaneTable(1, CTX)
+    table.open(1, 1, now_ns=0)
+    with pytest.raises(LaneLimitError):
+        table.open(2, 2, now_ns=0)
+    table.close(1, 1)
+    assert table.open(3, 1, now_ns=OWED_NS)
+    table.close(3, 1)
+    assert table.open(4, 3, is_kept=True, now_ns=OWED_NS)
+    assert table._refused_ns == {}

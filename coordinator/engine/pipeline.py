@@ -38,6 +38,7 @@ from relayline.coordinator.sessions.request_log import StreamRecord
 from relayline.coordinator.sessions.session import OutFrame, Session, State
 from relayline.coordinator.sessions.streams import AUDIENCE_MAX, Audience, SessionStream, sharing_key
 from relayline.coordinator.sessions.suspects import Suspects, given_up
+from relayline.coordinator.sessions.turnover import Turnover
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
     InternalError,
@@ -85,6 +86,7 @@ class Pipeline:
         self._paused: list[Session] = []  # sessions that ran when it was lost, and how that was
         self._paused_by: RelaylineError = StageLostError("")
         self._trying: asyncio.TimerHandle | None = None
+        self._turnover = Turnover()
         self._dispatching, self._lost_at_ns, self._idle = False, 0, asyncio.Event()
         self._acceptance = Acceptance() if config.schedule.draft and config.schedule.mode != "drain" else None
         self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
@@ -130,13 +132,20 @@ class Pipeline:
     def _admit(self, request: GenerationRequest, key: Hashable) -> Audience:
         acceptance = None if request.wants_logits else self._acceptance
         session = Session(next(self._session_ids), request, self._is_end, acceptance=acceptance)
-        has_lane = self._admission.admit(session)
+        has_lane = self._admission.admit(session, self._wait_s)
         opener = self._observer.admitted(session.record, session.session_id, request, time.monotonic_ns())
         audience = self._audiences[session.session_id] = self._shared[key] = Audience(session, key, opener)
         self._idle.clear()
         if has_lane:
             self._start_all([session])
         return audience
+
+    def _wait_s(self) -> int:
+        """Return when a request that comes now is expected to get a lane."""
+        now_ns, admission = time.monotonic_ns(), self._admission
+        started = (session.record.started_ns for session in admission.running.values())
+        running_ns = [now_ns - started_ns for started_ns in started if started_ns]
+        return self._turnover.wait_s(len(admission.waiting), admission.n_ours, running_ns)
 
     def _leave(self, audience: Audience, record: StreamRecord, stream: SessionStream) -> None:
         if stream in audience.streams:
@@ -410,6 +419,8 @@ class Pipeline:
         if (audience := self._audiences.pop(session.session_id, None)) and self._shared.get(audience.key) is audience:
             del self._shared[audience.key]
         self._observer.ended(session.record, now_ns := time.monotonic_ns())
+        if session.record.started_ns:
+            self._turnover.left(now_ns - session.record.started_ns)
         self._scheduler.forget(session.session_id, now_ns)
         self._scheduler.control(frames)
         self._dispatch()

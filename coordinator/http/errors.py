@@ -34,6 +34,7 @@ class ErrorDetail(msgspec.Struct):
     type: str
     param: str | None
     code: str | None
+    retry_after_s: int | msgspec.UnsetType = msgspec.UNSET  # as the header says, for those who see no headers
 
 
 class ErrorBody(msgspec.Struct):
@@ -47,7 +48,9 @@ def error_body(error: RelaylineError) -> ErrorBody:
     status = http_status(error)
     param = error.param if isinstance(error, InvalidRequestError) else None
     kind = "invalid_request_error" if error.fault is Fault.CLIENT else _TYPES.get(status, "server_error")
-    return ErrorBody(ErrorDetail(error.message, kind, param, _CODES.get(error.label, error.label)))
+    after_s = retry_after_s(error)
+    again = msgspec.UNSET if after_s is None else after_s
+    return ErrorBody(ErrorDetail(error.message, kind, param, _CODES.get(error.label, error.label), again))
 
 
 def plain_body(status: int, message: str, code: str) -> ErrorBody:
@@ -55,16 +58,22 @@ def plain_body(status: int, message: str, code: str) -> ErrorBody:
     return ErrorBody(ErrorDetail(message, "invalid_request_error" if status < 500 else "server_error", None, code))
 
 
+def retry_after_s(error: RelaylineError) -> int | None:
+    """Return in how many seconds it is worth trying again, None where it is not or nobody knows."""
+    status = http_status(error)
+    if not error.retryable or status not in (429, 503):
+        return None
+    if error.retry_after_s is not None:
+        return max(1, error.retry_after_s)
+    return _RETRY_AFTER_LOADING_S if isinstance(error, NotReadyError) else RETRY_AFTER_S
+
+
 def retry_headers(error: RelaylineError) -> dict[str, str]:
     """Return the headers that tell a client whether and when to try again.
 
     OpenAI's clients retry every 5xx unless `x-should-retry` says that it would not help.
     """
-    if isinstance(error, OverloadedError):
-        return {"Retry-After": str(max(1, error.retry_after_s))}
-    if isinstance(error, NotReadyError):
-        return {"Retry-After": str(_RETRY_AFTER_LOADING_S)}
-    status = http_status(error)
-    if error.retryable and status in (429, 503):
-        return {"Retry-After": str(RETRY_AFTER_S)}
-    return {"x-should-retry": "false"} if status >= 500 and not error.retryable else {}
+    after_s = retry_after_s(error)
+    if after_s is not None:
+        return {"Retry-After": str(after_s)}
+    return {"x-should-retry": "false"} if http_status(error) >= 500 and not error.retryable else {}

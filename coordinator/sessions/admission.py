@@ -36,10 +36,11 @@ class Admission:
         self.running: dict[int, Session] = {}
         self.waiting: collections.deque[Session] = collections.deque()
 
-    def admit(self, session: Session) -> bool:
+    def admit(self, session: Session, wait_s: Callable[[], int] = lambda: 1) -> bool:
         """Take the session in; True when it has a lane, False when it waits for one.
 
-        Raises ContextLengthError (it can never fit) or OverloadedError (no room in the line).
+        Raises ContextLengthError (it can never fit) or OverloadedError (no room in the line); `wait_s` says how long
+        the line is expected to take.
         """
         if not self._fits(session):
             raise self.too_long(session)
@@ -47,9 +48,9 @@ class Admission:
             self._run(session)
             return True
         if len(self.waiting) >= self.waiting_max:
-            raise OverloadedError(
-                f"all {self.n_lanes} lanes are taken and {len(self.waiting)} requests already wait; try again shortly"
-            )
+            line = f"all {self.n_lanes} lanes are taken and {len(self.waiting)} requests already wait"
+            after_s = wait_s()
+            raise OverloadedError(f"{line}; that is expected to take {after_s} s, try again then", after_s)
         self.waiting.append(session)
         return False
 
@@ -110,6 +111,11 @@ class Admission:
             self._run(session)
         self._fill_lanes()
         return surplus
+
+    @property
+    def n_ours(self) -> int:
+        """Lanes that this coordinator can have, as far as is known."""
+        return self._n_ours
 
     @property
     def is_short(self) -> bool:

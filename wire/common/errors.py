@@ -32,6 +32,7 @@ class RelaylineError(Exception):
     label: ClassVar[str] = "internal"
     fault: ClassVar[Fault] = Fault.SERVER
     retryable: ClassVar[bool] = False
+    retry_after_s: int | None = None  # when it is worth trying again, where that is known
 
     def __init__(self, message: str) -> None:
         if type(self) is RelaylineError:

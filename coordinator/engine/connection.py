@@ -14,6 +14,7 @@ from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.wire.common import bounds
 from relayline.wire.common.curve import CostCurve
 from relayline.wire.common.errors import HandshakeError, RelaylineError
+from relayline.wire.common.tasks import end_task
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -137,8 +138,7 @@ class Connection:
     async def close(self) -> None:
         """Close every stream of this epoch; what sessions hold stays at the stages for a while."""
         if self._refresher is not None:
-            self._refresher.cancel()
-            await asyncio.gather(self._refresher, return_exceptions=True)
+            await end_task(self._refresher)
         await self.link.close()
         await asyncio.gather(*(stage.close() for stage in self.stages), return_exceptions=True)
 

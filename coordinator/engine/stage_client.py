@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import HandshakeError, InternalError, ProtocolError, RelaylineError, StageLostError
+from relayline.wire.common.tasks import end_task
 from relayline.wire.links import rpc
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.links.trouble import explained
@@ -177,6 +178,5 @@ class StageClient:
     async def close(self) -> None:
         """Close everything towards this stage."""
         if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+            await end_task(self._reader)
         await self._channel.close()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from relayline.coordinator.sessions.session import OutFrame
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import InternalError, RelaylineError
+from relayline.wire.common.tasks import end_task
 from relayline.wire.envelopes.buffers import with_extras
 from relayline.wire.envelopes.frames import Flag, set_traces
 from relayline.wire.links.relay_link import RelayLink
@@ -46,8 +47,7 @@ class TokenSender:
 
     async def close(self) -> None:
         """Stop sending."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_task(self._task)
 
     async def _run(self) -> None:
         try:

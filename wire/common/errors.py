@@ -11,6 +11,7 @@ House rules for this file:
 
 from __future__ import annotations
 
+import copy
 import enum
 from typing import ClassVar
 
@@ -247,6 +248,11 @@ def from_wire(label: str, message: str) -> RelaylineError:
     """Rebuild a typed error from its wire form. An unknown label (a newer peer) becomes InternalError."""
     leaf = leaves().get(label, InternalError)
     return leaf(message)
+
+
+def again(error: RelaylineError) -> RelaylineError:
+    """Return a copy of an error that is kept, for raising: it would keep all that it passed on its way alive."""
+    return copy.copy(error)
 
 
 def grpc_status(error: RelaylineError) -> grpc.StatusCode:

@@ -17,7 +17,8 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import ProtocolError, RelaylineError, StageLostError
+from relayline.wire.common.errors import ProtocolError, RelaylineError, StageLostError, again
+from relayline.wire.common.tasks import end_task
 from relayline.wire.envelopes.buffers import Buffer, BufferPool
 from relayline.wire.links import rpc
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
@@ -108,12 +109,12 @@ class RelayLink:
             self.envelopes_sent += 1
             self.payload_bytes_sent += buffer.payload_bytes
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise self._lost or StageLostError(f"link to {self.address} is gone") from error
+            raise self._loss("is gone") from error
         except asyncio.CancelledError as error:
             if rpc.task_is_cancelled():
                 raise
             # The call was cancelled, by `close` say, not the task that sends.
-            raise self._lost or StageLostError(f"link to {self.address} was closed") from error
+            raise self._loss("was closed") from error
         finally:
             self.pool.give_back(buffer)
 
@@ -122,7 +123,7 @@ class RelayLink:
             self._credit_changed.clear()
             await self._credit_changed.wait()
         if self._lost is not None:
-            raise self._lost
+            raise again(self._lost)
         self._in_flight_bytes += size_bytes
 
     def _fits(self, size_bytes: int) -> bool:
@@ -151,6 +152,9 @@ class RelayLink:
         if not self._closing:
             self._on_lost(error)
 
+    def _loss(self, how: str) -> RelaylineError:
+        return again(self._lost) if self._lost is not None else StageLostError(f"link to {self.address} {how}")
+
     def _lose(self, error: RelaylineError) -> None:
         self._lost = self._lost or error
         self._credit_changed.set()
@@ -160,8 +164,7 @@ class RelayLink:
         self._closing = True
         self._lose(StageLostError(f"link to {self.address} was closed"))
         self._call.cancel()
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        await end_task(self._reader)
         await self._channel.close()
 
 

@@ -1,0 +1,128 @@
+"""Goal: what is closed is gone at once, sockets and all, and not when the cyclic garbage collector next runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+
+from relayline.coordinator.engine.stage_client import StageClient
+from relayline.coordinator.engine.token_sender import TokenSender
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import InvalidRequestError, RelaylineError, StageLostError, StaleEpochError, again
+from relayline.wire.common.tasks import end_task
+from relayline.wire.links.relay_link import RelayLink
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from tests.support.fakes import EPOCH, ROUTE
+from tests.support.served_stage import Coordinator, StageUnderTest, served
+
+
+@contextlib.contextmanager
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+async def gone(found: weakref.ref[object]) -> bool:
+    """Whether the object goes within some turns of the loop."""
+    for _ in range(100):
+        if found() is None:
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+async def link_to(stage: StageUnderTest, on_lost: Callable[[RelaylineError], None]) -> RelayLink:
+    artifact = stage.artifact
+    hello = pb.LinkOpen(
+        protocol_version=bounds.PROTOCOL_VERSION,
+        route_id=ROUTE,
+        epoch=EPOCH,
+        pipeline_id=artifact.pipeline_id,
+        source_sha256=artifact.source_sha256,
+        next_layer=artifact.layer_start,
+        n_embd=artifact.n_embd,
+        dtype=pb.DTYPE_F32,
+    )
+    return await RelayLink.open(stage.address, hello, on_lost)
+
+
+@contextlib.asynccontextmanager
+async def configured() -> AsyncIterator[tuple[StageUnderTest, Coordinator]]:
+    async with served() as stage, Coordinator(stage) as one:
+        await one.configure()
+        with no_collector():
+            yield stage, one
+
+
+async def test_a_return_stream() -> None:
+    async with configured() as (_, one):
+        await one.listen()
+        channel = weakref.ref(one.client._channel)
+        await one.client.close()
+        one.client = StageClient(one.stage.address)
+        assert await gone(channel)
+
+
+@pytest.mark.parametrize("ends", ["closed here", "ended there"])
+@pytest.mark.parametrize("uses", ["idle", "refused a send", "with a sender"])
+async def test_a_link(ends: str, uses: str) -> None:
+    async with configured() as (stage, _):
+        lost = asyncio.Event()
+        link = await link_to(stage, lambda error: lost.set())
+        if ends == "ended there":
+            await stage.service.close()
+            await lost.wait()
+        if uses == "with a sender":
+            sender = TokenSender(link, EPOCH, lambda error: None)
+            await sender.close()
+            del sender
+        found, channel = weakref.ref(link), weakref.ref(link._channel)
+        await link.close()
+        if uses == "refused a send":
+            with pytest.raises((StageLostError, StaleEpochError)):
+                await link.send(link.pool.lease(1, 1), b"")
+        del link
+        assert await gone(found)
+        assert await gone(channel)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed", "ended"])
+async def test_a_task_that_is_ended_holds_nothing(how: str) -> None:
+    class Owner:
+        task: asyncio.Task[None]
+
+        async def work(self) -> None:
+            if how == "cancelled":
+                await asyncio.Event().wait()
+            if how == "failed":
+                try:
+                    raise ValueError(how)
+                except ValueError as error:
+                    raise KeyError(how) from error
+
+    with no_collector():
+        owner = Owner()
+        owner.task = asyncio.create_task(owner.work())
+        await asyncio.sleep(0)
+        found = weakref.ref(owner)
+        await end_task(owner.task)
+        del owner
+        assert await gone(found)
+
+
+def test_a_copy_of_an_error_says_the_same_and_holds_nothing() -> None:
+    kept = InvalidRequestError("why", param="n")
+    with pytest.raises(InvalidRequestError, match="why") as caught:
+        raise again(kept)
+    assert caught.value is not kept
+    assert caught.value.param == "n"
+    assert kept.__traceback__ is None

@@ -92,25 +92,35 @@ class Route:
 
 
 class LeftRoutes:
-    """Routes whose epoch ended and left something: forgotten after a while, unless they are left anew until then."""
+    """Routes whose epoch ended and left something: forgotten after a while, unless they are left anew until then.
+
+    Of coordinators that were killed nobody comes back, and their next process has a route of its own. So no more routes
+    are remembered than were in use when one of these was left; the oldest is forgotten first.
+    """
 
     def __init__(self, forget: Callable[[int], None], after_s: float = LEFT_S) -> None:
         """`forget(route_id)` lets go of what is still left then."""
         self._forget, self._after_s = forget, after_s
-        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}  # the route left last is the last one
+        self._n_in_use: dict[int, int] = {}  # routes, this one included, when it was left
 
-    def left(self, route_id: int) -> None:
-        """An epoch of the route has ended now."""
+    def left(self, route_id: int, n_in_use: int) -> None:
+        """An epoch of the route has ended now; so many routes, this one included, were in use until then."""
         if timer := self._timers.pop(route_id, None):
             timer.cancel()
         self._timers[route_id] = asyncio.get_running_loop().call_later(self._after_s, self._expired, route_id)
+        self._n_in_use[route_id] = n_in_use
+        while len(self._timers) > max(self._n_in_use.values()):
+            oldest = next(iter(self._timers))
+            self._timers[oldest].cancel()
+            self._expired(oldest)
 
     def is_waiting(self, route_id: int) -> bool:
         """Return whether what the route left is to stay for now."""
         return route_id in self._timers
 
     def _expired(self, route_id: int) -> None:
-        del self._timers[route_id]
+        del self._timers[route_id], self._n_in_use[route_id]
         self._forget(route_id)
 
     def close(self) -> None:

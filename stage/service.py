@@ -52,7 +52,7 @@ class StageService:
     ) -> None:
         self._facts, self._executor, self._stats = facts, executor, stats
         self._observer = StageObserver(
-            telemetry or Telemetry(), facts.artifact, facts.config, facts.instance_id, lambda: executor.lanes.n_used
+            telemetry or Telemetry(), facts.artifact, facts.config, facts.instance_id, lambda: executor.usage.n_used
         )
         executor.mark = self._observer.spans.mark
         self._routes: dict[int, Route] = {}
@@ -213,7 +213,7 @@ class StageService:
         self._routes[request.route_id] = route
         asyncio.get_running_loop().call_later(UNUSED_S, self._unused, route.route_id, route.epoch)
         if held:  # the coordinator has been told of it, and needs the time to open it
-            self._left.left(request.route_id)
+            self._left.left(request.route_id, len(self._routes))
         self._stats.n_epochs += 1
         return held
 
@@ -245,7 +245,7 @@ class StageService:
         self.runner.drop_route(route.route_id)
         self._stepped.set()  # a reader of another route may wait for these frames to be gone, and no step may follow
         if await self.runner.call(lambda: self._executor.leave_route(route.route_id)):
-            self._left.left(route.route_id)
+            self._left.left(route.route_id, len(self._routes) + 1)
         self._observer.route_ended(route.route_id)
         if route.link is not None:
             await route.link.close()
@@ -256,8 +256,9 @@ class StageService:
         message.stage_index = self._facts.artifact.stage_index
         message.instance_id = self._facts.instance_id
         message.uptime_ns = time.monotonic_ns() - self._started_ns
-        lanes = self._executor.lanes
-        message.lanes_used, message.lanes_kept, message.lanes_total = lanes.n_used, lanes.n_kept, lanes.n_lanes
+        usage = self._executor.usage
+        message.lanes_used, message.lanes_kept = usage.n_used, usage.n_kept
+        message.lanes_total = self._executor.lanes.n_lanes
         message.queued_rows = self.runner.queued_rows
         message.kv_per_lane = self._facts.config.layout_used == "per-lane"
         self._facts.curves.tell(message)
@@ -266,14 +267,14 @@ class StageService:
 
     def gauges(self) -> Gauges:
         """Return what this stage holds at this moment, for its metrics."""
-        lanes = self._executor.lanes
+        usage = self._executor.usage
         links = [route.link.figures() for route in self._routes.values() if route.link is not None]
         return Gauges(
             queued_rows=self.runner.queued_rows,
             queued_frames=self.runner.queued_frames,
-            lanes_used=lanes.n_used,
-            lanes_kept=lanes.n_kept,
-            lanes_total=lanes.n_lanes,
+            lanes_used=usage.n_used,
+            lanes_kept=usage.n_kept,
+            lanes_total=self._executor.lanes.n_lanes,
             in_flight_bytes=sum(figures["in_flight_bytes"] for figures in links),
             window_bytes=sum(figures["window_bytes"] for figures in links),
         )
@@ -370,7 +371,7 @@ class StageService:
         async with self._configuring:
             # Left anew while this waited for the lock, and told to its coordinator: then it has all of the time again.
             if not (self._is_closing or self._left.is_waiting(route_id)):
-                await self.runner.call(lambda: self._executor.sessions.forget_left(route_id))
+                await self.runner.call(lambda: self._executor.forget_left(route_id))
 
     async def close(self) -> None:
         """End every route, for good; their streams close with it."""

@@ -15,7 +15,7 @@ Pure: no clock, no llama.cpp. House rules:
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from relayline.wire.common.errors import InternalError, LaneLimitError, PositionGapError, SessionError
 
@@ -43,8 +43,15 @@ class Lane:
 Placement: TypeAlias = tuple[Lane, int | None]
 
 
+class LaneUsage(NamedTuple):
+    """How many lanes are in use at one moment."""
+
+    n_used: int = 0  # by sessions that somebody waits for
+    n_kept: int = 0  # by sessions that are only kept, or whose epoch has ended
+
+
 class LaneTable:
-    """All lanes of a stage."""
+    """All lanes of a stage. One thread owns it: others see what `StepExecutor.usage` was after its latest step."""
 
     def __init__(self, n_lanes: int, ctx_tokens: int) -> None:
         self.n_lanes, self.ctx_tokens = n_lanes, ctx_tokens
@@ -56,14 +63,20 @@ class LaneTable:
         return len(self._by_session)
 
     @property
+    def usage(self) -> LaneUsage:
+        """Return how many lanes are in use."""
+        n_kept = sum(lane.yields for lane in self._by_session.values())
+        return LaneUsage(len(self) - n_kept, n_kept)
+
+    @property
     def n_kept(self) -> int:
         """Lanes of sessions that are only kept, or whose epoch has ended."""
-        return sum(lane.yields for lane in list(self._by_session.values()))  # the event loop asks as well
+        return self.usage.n_kept
 
     @property
     def n_used(self) -> int:
         """Lanes of all others."""
-        return len(self) - self.n_kept
+        return self.usage.n_used
 
     def in_the_way(self, session_id: int, route_id: int) -> Lane | None:
         """Return whose lane has to be taken back before the session can be opened: the one kept for longest.

@@ -18,7 +18,7 @@ from llguidance import LLTokenizer
 
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.speed.curves import shape_of
-from relayline.stage.steps.lanes import LaneTable
+from relayline.stage.steps.lanes import LaneTable, LaneUsage
 from relayline.stage.steps.padding import Padding
 from relayline.stage.steps.picking import count_wanted, drafts_of, is_guessed_wrong, pick, wanted_rows
 from relayline.stage.steps.placement import Placed, heads_of, run_length
@@ -55,6 +55,7 @@ class StepExecutor:
         self.routes: dict[int, RouteWiring] = {}
         # Says which span a batch of these frames will have: 25 bytes, zeros for none. Set before the first step.
         self.mark: Callable[[list[QueuedFrame]], bytes] = lambda members: trace_context.NONE
+        self.usage = LaneUsage()  # of the lanes, after the latest step or change of a route: for other threads
         self._n_decodes = 0
         self._embeddings, self._close_engine, self._padding = embeddings, close, padding
         # By memoryview: with cold caches numpy takes several times as long to take a single number.
@@ -66,6 +67,8 @@ class StepExecutor:
         """Run the step. Session errors become faults in the result; nothing is raised for them."""
         outputs: dict[int, RouteOutput] = {}
         controls = [frame for frame in self._current(step.controls) if self._apply_control(outputs, frame)]
+        if step.controls:
+            self.usage = self.lanes.usage
         # Rows of one route stand together, so that each route's output is one slice of the native result.
         frames = sorted(step.frames, key=lambda frame: frame.route_id) if len(self.routes) > 1 else step.frames
         due = [
@@ -130,6 +133,7 @@ class StepExecutor:
     def reset_route(self, route_id: int, wiring: RouteWiring | None) -> None:
         """Forget all sessions of a route; with a wiring, begin its new epoch."""
         self.sessions.forget_route(route_id)
+        self.usage = self.lanes.usage
         if wiring is None:
             self.routes.pop(route_id, None)
         else:
@@ -143,7 +147,14 @@ class StepExecutor:
     def leave_route(self, route_id: int) -> int:
         """End an epoch: nothing of it runs any more, but what its sessions hold stays. Returns how many hold any."""
         self.routes.pop(route_id, None)
-        return self.sessions.leave_route(route_id)
+        n_left = self.sessions.leave_route(route_id)
+        self.usage = self.lanes.usage
+        return n_left
+
+    def forget_left(self, route_id: int) -> None:
+        """Nobody has come back for what a route left."""
+        self.sessions.forget_left(route_id)
+        self.usage = self.lanes.usage
 
     def close(self) -> None:
         """Give every session's lane and sampler back, then the engine's memory."""

@@ -285,10 +285,10 @@ async def test_left_routes_are_forgotten_once_and_not_before_their_time() -> Non
     loop, forgotten = asyncio.get_running_loop(), list[int]()
     left = LeftRoutes(forgotten.append, after_s=1_000.0)
     for route_id in (1, 2, 1):
-        left.left(route_id)
+        left.left(route_id, 2)
     assert len(left._timers) == 2
     (first, second) = left._timers[1], left._timers[2]
-    left.left(1)
+    left.left(1, 2)
     assert first.cancelled(), "left anew"
     assert left._timers[1].when() > loop.time() + 900.0
     left._expired(2)
@@ -298,6 +298,34 @@ async def test_left_routes_are_forgotten_once_and_not_before_their_time() -> Non
     left.close()
     assert timer.cancelled()
     assert not left._timers
+
+
+async def test_what_coordinators_leave_that_die_one_after_the_other_does_not_add_up() -> None:
+    forgotten = list[int]()
+    left = LeftRoutes(forgotten.append, after_s=1_000.0)
+    for route_id, n_in_use in ((1, 2), (2, 1)):
+        left.left(route_id, n_in_use)
+    assert forgotten == [], "both were in use, and may come back"
+    for route_id in (3, 4):  # a new process of the first, twice
+        left.left(route_id, 2)
+    assert forgotten == [1, 2]
+    left.close()
+
+
+async def test_lanes_of_coordinators_that_were_killed_do_not_add_up() -> None:
+    async with served(n_lanes=8) as stage:
+        for number in range(1, 5):
+            async with Coordinator(stage, route_id=number) as one:
+                await one.start()
+                await one.send(*prompt(1), *prompt(2))
+                while not (await one.reply()).samples:
+                    pass
+                one.call.cancel()
+                async with asyncio.timeout(20):
+                    await one.lost
+        async with asyncio.timeout(20):
+            while stage.executor.usage != (0, 2):  # event-driven work of other tasks
+                await stage.settled()
 
 
 async def test_who_is_told_what_is_left_has_the_whole_time_to_open_it() -> None:

@@ -62,8 +62,34 @@ async def test_describe_status_and_one_token() -> None:
         assert dict(status.steps_by_rows) == {3: 1}
         await one.send(control(5, Flag.CLOSE))
         await one.send(*prompt(6))
-        await one.reply()
+        while not (await one.reply()).samples:  # what is told of the close may come first
+            pass
         assert (await stage.settled())[0] == 1
+
+
+async def test_status_and_gauges_never_look_at_lanes_while_the_decode_thread_changes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They read what it published after its latest step."""
+
+    class Changing:
+        n_lanes = 4
+
+        def __getattr__(self, name: str) -> object:
+            raise AssertionError(f"{name} was read by another thread")
+
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        await one.send(*prompt(5))
+        await one.reply()
+        table = stage.executor.lanes
+        monkeypatch.setattr(stage.executor, "lanes", Changing())
+        status = await one.client.status(with_recent=True)
+        assert status is not None
+        gauges = stage.service.gauges()
+        monkeypatch.setattr(stage.executor, "lanes", table)
+        for found in (status, gauges):
+            assert (found.lanes_used, found.lanes_kept, found.lanes_total) == (1, 0, 4)
 
 
 def guesses(session_id: int, position: int, tokens: list[int], flags: int = 0) -> Any:

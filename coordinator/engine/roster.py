@@ -83,6 +83,7 @@ class JoinedRoster:
         self._on_lost: OnLost = lambda error: None
         self.on_change: Callable[[Place], None] = lambda place: None
         """Called with a place whose state has changed."""
+        self.is_closing = False  # whether stages leave because this coordinator stops
 
     # --- what the pipeline asks ---------------------------------------------------------------------------------------
 
@@ -169,7 +170,7 @@ class JoinedRoster:
         self._lose_if_serving(place, f"stage {place.name} left: {reason}")
         self._membership.leave(ticket, time.monotonic_ns())
         fields = {"stage": place.name, "reason": reason, "waiting_for": ",".join(self._membership.missing())}
-        log.warning("stage left", extra={"fields": fields})
+        log.log(logging.INFO if self.is_closing else logging.WARNING, "stage left", extra={"fields": fields})
         self.on_change(place)
 
     def _lose_if_serving(self, place: Place, reason: str) -> None:

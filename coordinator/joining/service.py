@@ -86,6 +86,7 @@ class JoinService:
 
     def close(self) -> None:
         """End every membership, telling the stages that the coordinator stops."""
+        self._roster.is_closing = True
         self._closing.set()
 
     # --- membership ---------------------------------------------------------------------------------------------------

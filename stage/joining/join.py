@@ -22,7 +22,14 @@ from relayline.stage.joining.artifact_fetch import obtain
 from relayline.stage.joining.client import Member, introduction
 from relayline.stage.joining.config import JoinConfig
 from relayline.stage.process import prepare_environment, serve
-from relayline.wire.common.errors import ArtifactError, PlaceTakenError, RelaylineError, StageLostError, StaleEpochError
+from relayline.wire.common.errors import (
+    ArtifactError,
+    NotReadyError,
+    PlaceTakenError,
+    RelaylineError,
+    StageLostError,
+    StaleEpochError,
+)
 from relayline.wire.common.process import first_of, run
 from relayline.wire.links.security import check_listen
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -65,6 +72,7 @@ class JoinedStage:
         self._config, self._on_ready, self._adapt = config, on_ready, adapt
         self._hello = introduction(config.name, uuid.uuid4().hex)
         self._member: Member | None = None
+        self._is_planned = False  # whether the coordinator said that it stops: that it is away is no surprise then
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Be a member until `stopping` is set. Raises as `run_joined`."""
@@ -178,7 +186,7 @@ class JoinedStage:
             if crashed.done():
                 await crashed
             if not stop.done():
-                log.warning("membership ended: %s", self._member.lost.result().message)
+                self._note_end(self._member.lost.result())
             await self._rejoin(stop, crashed)
         if crashed.done():
             await crashed
@@ -186,6 +194,14 @@ class JoinedStage:
             log.info("the coordinator's order has changed; loading anew")
 
     # --- membership ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _level(self) -> int:
+        return logging.INFO if self._is_planned else logging.WARNING
+
+    def _note_end(self, reason: RelaylineError) -> None:
+        self._is_planned = isinstance(reason, NotReadyError)
+        log.log(self._level, "membership ended: %s", reason.message)
 
     async def _leave(self) -> None:
         if self._member is not None:
@@ -222,7 +238,7 @@ class JoinedStage:
                 if not error.retryable or now_s - taken_since_s > PLACE_TAKEN_MAX_S:
                     raise
                 if error.message != last_problem:
-                    log.warning("cannot join yet: %s", error.message)
+                    log.log(self._level, "cannot join yet: %s", error.message)
                 last_problem = error.message
             else:
                 index, count = member.order.stage_index, member.order.stage_count
@@ -232,6 +248,7 @@ class JoinedStage:
                     "coordinator": self._config.coordinator,
                 }
                 log.info("joined", extra={"fields": fields})
+                self._is_planned = False
                 return member
             pause = asyncio.create_task(asyncio.sleep(delay_s * random.uniform(0.5, 1.0)))
             await first_of(pause, *interrupts)

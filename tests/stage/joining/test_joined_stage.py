@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,6 +172,21 @@ async def test_a_restarted_coordinator_with_the_same_order_loads_nothing_anew(tm
             await serves(port, engines)
             assert [loaded.ctx_tokens for loaded in engines.loaded] == [64, 128]
             await stage.stop()
+
+
+async def test_a_coordinator_that_says_that_it_stops_is_no_cause_for_a_warning(
+    tmp_path: Path, engines: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with asyncio.timeout(WAIT_S):
+        async with coordinator(tmp_path / "split", EngineOrder()) as port:
+            stage = Living(port.address, tmp_path)
+            await serves(port, engines)
+        lines = ("membership ended", "cannot join yet", "stage left")
+        while not all(line in caplog.text for line in lines):  # noqa: ASYNC110 - its log lines are the events
+            await asyncio.sleep(0)
+        assert [each.message for each in caplog.records if each.levelno > logging.INFO] == []
+        await stage.stop()
 
 
 async def test_a_crash_is_reported_and_ends_the_stage(tmp_path: Path, engines: Engines) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any, TypeAlias
 
@@ -29,13 +30,19 @@ from relayline.wire.common.errors import (
     StaleEpochError,
     UnauthenticatedError,
 )
+from relayline.wire.common.process import first_of
 from relayline.wire.envelopes.envelope import EnvelopeView
 from relayline.wire.links import rpc
 from relayline.wire.links.eager import Begun
+from relayline.wire.links.refusals import peer_of
 from relayline.wire.links.relay_link import RelayLink
+from relayline.wire.links.silence import Silence, silent_text
 from relayline.wire.links.trouble import retold
+from relayline.wire.links.watch import answer, first_beat
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry.telemetry import Telemetry
+
+log = logging.getLogger("relayline.stage")
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Send: TypeAlias = "tuple[Route, RouteOutput, Begun[int] | None]"
@@ -65,6 +72,7 @@ class StageService:
         self._stepped = asyncio.Event()  # set by every step
         self._started_ns = time.monotonic_ns()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watches: set[asyncio.Task[bool]] = set()  # at most as many as there are open calls
         self.runner: Runner  # set by attach, before the server starts
 
     def attach(self, runner: Runner) -> None:
@@ -83,6 +91,7 @@ class StageService:
                 "Batches": unary(self._observer.batches, parser(pb.BatchesRequest), serialize),
                 "SetTelemetry": unary(self._observer.set_telemetry, parser(pb.TelemetrySettings), serialize),
                 "Relay": grpc.stream_stream_rpc_method_handler(self.relay, None, serialize),
+                "Watch": grpc.stream_stream_rpc_method_handler(self.watch, None, None),
                 "Return": grpc.unary_stream_rpc_method_handler(self.return_, parser(pb.ReturnRequest), serialize),
             },
         )
@@ -367,6 +376,32 @@ class StageService:
         finally:
             route.unlisten(listener)
 
+    async def watch(self, requests: Any, context: Context) -> None:
+        """Give signs of life to whoever uses a route, and end its epoch once there are none from that side."""
+        try:
+            hello = await first_beat(context)
+        except RelaylineError as error:
+            await rpc.abort(context, error)
+        answering = asyncio.create_task(answer(context, Silence()))
+        self._watches.add(answering)
+        try:
+            await first_of(answering)
+            if not answering.cancelled() and answering.exception() is None and answering.result():
+                self._silenced(hello, peer_of(context.peer())[0])
+        finally:
+            self._watches.discard(answering)
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+
+    def _silenced(self, hello: pb.Beat, host: str) -> None:
+        route = self._routes.get(hello.route_id)
+        if route is None or route.epoch != hello.epoch or self._is_closing:
+            return
+        text = silent_text(f"{host}, which uses stage {route.stage_index},")
+        log.warning("%s; its epoch ends here", text)
+        route.report_lost(StageLostError(text))
+        self._spawn(self._end_later(route))
+
     async def _forget_left(self, route_id: int) -> None:
         async with self._configuring:
             # Left anew while this waited for the lock, and told to its coordinator: then it has all of the time again.
@@ -380,6 +415,8 @@ class StageService:
             for route in list(self._routes.values()):
                 await self._end_route(route)
             self._left.close()
+        for answering in self._watches:
+            answering.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 

@@ -125,7 +125,7 @@ class Connection:
                 n_embd=pipeline.n_embd,
                 dtype=pb.DTYPE_TOKENS,
             )
-            connection.link = await RelayLink.open(addresses[0], hello, on_lost, security)
+            connection.link = await RelayLink.open(addresses[0], hello, on_lost, security, is_watched=False)
         except BaseException:
             await asyncio.gather(*(stage.close() for stage in stages), return_exceptions=True)
             raise

@@ -19,6 +19,7 @@ from relayline.wire.links.security import host_of, is_loopback
 log = logging.getLogger("relayline.coordinator")
 
 OnLost = Callable[[RelaylineError], None]
+OnHeard = Callable[[int], None]
 
 
 class Roster(Protocol):
@@ -31,8 +32,11 @@ class Roster(Protocol):
     async def present(self) -> tuple[str, ...]:
         """Wait until every stage is known to serve; return their addresses (host:port) in layer order."""
 
-    def watch(self, on_lost: OnLost) -> None:
-        """Have `on_lost` called whenever a stage that was among `present()` no longer is."""
+    def watch(self, on_lost: OnLost, on_heard: OnHeard = lambda index: None) -> None:
+        """Have `on_lost` called whenever a stage that was among `present()` no longer is.
+
+        `on_heard` is called with the index of a stage that gave a sign of life here.
+        """
 
     def addresses(self) -> Sequence[str]:
         """Return what is known of the addresses now, in layer order; empty strings for unknown ones."""
@@ -56,7 +60,7 @@ class StaticRoster:
         """Return the addresses; whether somebody is there shows when they are called."""
         return self._addresses
 
-    def watch(self, on_lost: OnLost) -> None:
+    def watch(self, on_lost: OnLost, on_heard: OnHeard = lambda index: None) -> None:
         """Nothing is ever told."""
 
     def addresses(self) -> Sequence[str]:
@@ -81,6 +85,7 @@ class JoinedRoster:
         self._membership = membership
         self._complete = asyncio.Event()
         self._on_lost: OnLost = lambda error: None
+        self._on_heard: OnHeard = lambda index: None
         self.on_change: Callable[[Place], None] = lambda place: None
         """Called with a place whose state has changed."""
         self.is_closing = False  # whether stages leave because this coordinator stops
@@ -94,9 +99,9 @@ class JoinedRoster:
             await self._complete.wait()
         return addresses
 
-    def watch(self, on_lost: OnLost) -> None:
-        """Have `on_lost` called when a serving member leaves or serves anew."""
-        self._on_lost = on_lost
+    def watch(self, on_lost: OnLost, on_heard: OnHeard = lambda index: None) -> None:
+        """Have `on_lost` called when a serving member leaves or serves anew, `on_heard` at each sign of life."""
+        self._on_lost, self._on_heard = on_lost, on_heard
 
     def addresses(self) -> Sequence[str]:
         """Return the addresses known now."""
@@ -125,6 +130,12 @@ class JoinedRoster:
     def place_of(self, ticket: int) -> Place | None:
         """Return the place that a membership holds, None when it has ended."""
         return self._membership.place_of(ticket)
+
+    def heard(self, ticket: int) -> None:
+        """Note that a member gave a sign of life."""
+        place = self._membership.place_of(ticket)
+        if place is not None:
+            self._on_heard(place.index)
 
     def progress(self, ticket: int, state: MemberState, done_bytes: int, total_bytes: int) -> None:
         """Note how far a member is. One that served until now no longer does."""

@@ -17,6 +17,7 @@ from relayline.wire.common.tasks import end_task
 from relayline.wire.links import rpc
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.links.trouble import explained
+from relayline.wire.links.watch import Watch
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 log = logging.getLogger("relayline.coordinator")
@@ -42,6 +43,7 @@ class StageClient:
         self.address, self._security = address, security
         self._channel = rpc.open_channel(address, security)
         self._reader: asyncio.Task[None] | None = None
+        self._watch: Watch | None = None
 
     async def describe(self) -> pb.DescribeResponse:
         """Ask what the stage holds. Raises StageLostError, HandshakeError, UnauthenticatedError."""
@@ -131,8 +133,12 @@ class StageClient:
         request: pb.ReturnRequest,
         on_message: Callable[[pb.ReturnEnvelope], None],
         on_lost: Callable[[RelaylineError], None],
+        on_heard: Callable[[], None] = lambda: None,
     ) -> None:
-        """Subscribe to samples and faults; returns once nothing can be missed any more."""
+        """Subscribe to samples and faults, and watch the stage; returns once nothing can be missed any more.
+
+        `on_lost` is called when the stream ends or the stage gives no sign of life, `on_heard` when it does.
+        """
         stream = self._channel.unary_stream(
             rpc.method("Return"),
             request_serializer=rpc.serialize,
@@ -149,6 +155,9 @@ class StageClient:
         if not isinstance(first, bytes) or not self._parse(first).subscribed:
             raise ProtocolError(f"{self.address} opened its return stream with something else")
         self._reader = asyncio.create_task(self._read(call, on_message, on_lost))
+        route = (request.route_id, request.epoch)
+        who = f"stage at {self.address}"
+        self._watch = Watch(self.address, route, on_lost, self._security, who=who, on_heard=on_heard)
 
     async def _read(
         self,
@@ -179,4 +188,6 @@ class StageClient:
         """Close everything towards this stage."""
         if self._reader is not None:
             await end_task(self._reader)
+        if self._watch is not None:
+            await self._watch.close()
         await self._channel.close()

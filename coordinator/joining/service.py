@@ -35,6 +35,8 @@ from relayline.wire.links import rpc
 from relayline.wire.links.listening import Listener
 from relayline.wire.links.refusals import peer_of
 from relayline.wire.links.security import LinkSecurity, address_of
+from relayline.wire.links.silence import Silence, silent_text
+from relayline.wire.links.watch import beat, until_silent
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 log = logging.getLogger("relayline.coordinator")
@@ -58,6 +60,8 @@ class _Membership:
     index: int
     secret: bytes
     replaced: asyncio.Event
+    beats: bool  # whether it gives signs of life and takes ours
+    silence: Silence = dataclasses.field(default_factory=Silence)
     fetching: bool = False
 
 
@@ -100,19 +104,25 @@ class JoinService:
             await rpc.abort(context, error)
         reason: RelaylineError = ProtocolError("it said goodbye")
         replaced, closing = asyncio.create_task(member.replaced.wait()), asyncio.create_task(self._closing.wait())
-        reading: asyncio.Task[None] | None = None
+        ends: list[asyncio.Task[Any]] = [replaced, closing]
+        beating: list[asyncio.Task[None]] = []
         try:
-            await context.write(self._order(member.index, member.secret))
-            reading = asyncio.create_task(self._read(context, member.ticket))
-            await first_of(reading, replaced, closing)
+            await context.write(self._order(member.index, member.secret, beats=member.beats))
+            reading = asyncio.create_task(self._read(context, member))
+            ends.append(reading)
+            if member.beats:
+                ends.append(asyncio.create_task(until_silent(member.silence)))
+                beating.append(asyncio.create_task(beat(context.write, pb.StageOrder(beats=True))))
+            await first_of(*ends)
             if reading.done():
                 await reading
                 return
-            reason = (
-                NotReadyError("the coordinator is shutting down")
-                if closing.done()
-                else StaleEpochError("the same stage has joined anew")
-            )
+            if closing.done():
+                reason = NotReadyError("the coordinator is shutting down")
+            elif replaced.done():
+                reason = StaleEpochError("the same stage has joined anew")
+            else:
+                reason = StaleEpochError(silent_text("it"))
             await rpc.abort(context, reason)
         except ProtocolError as error:
             reason = error
@@ -121,10 +131,10 @@ class JoinService:
             reason = ProtocolError("the connection to the stage was lost")
             raise
         finally:
-            for task in (replaced, closing, reading):
-                if task is not None:
-                    task.cancel()
             self._release(member, reason.message)
+            for task in (*ends, *beating):
+                task.cancel()
+            await asyncio.gather(*ends, *beating, return_exceptions=True)
 
     def _admit(self, hello: pb.StageHello, host: str) -> _Membership:
         if self._closing.is_set():
@@ -147,7 +157,7 @@ class JoinService:
         earlier = self._members.get(place.index)
         if earlier is not None:
             earlier.replaced.set()
-        member = _Membership(ticket, place.index, secrets.token_bytes(TICKET_BYTES), asyncio.Event())
+        member = _Membership(ticket, place.index, secrets.token_bytes(TICKET_BYTES), asyncio.Event(), hello.beats)
         self._members[place.index] = member
         return member
 
@@ -156,7 +166,7 @@ class JoinService:
         if self._members.get(member.index) is member:
             del self._members[member.index]
 
-    def _order(self, index: int, secret: bytes) -> pb.StageOrder:
+    def _order(self, index: int, secret: bytes, *, beats: bool = False) -> pb.StageOrder:
         stage, settings = self._file.stages[index], self._config.stages[index]
         path = str((self._directory / stage.file).resolve()) if self._config.offer_path else ""
         return pb.StageOrder(
@@ -168,10 +178,14 @@ class JoinService:
             engine=settings.engine.message(),
             telemetry=settings.telemetry.message(),
             ticket=secret,
+            beats=beats,
         )
 
-    async def _read(self, context: Context, ticket: int) -> None:
+    async def _read(self, context: Context, member: _Membership) -> None:
+        ticket = member.ticket
         while (report := _parse(await context.read())) is not None:
+            member.silence.heard()
+            self._roster.heard(ticket)
             kind = report.WhichOneof("report")
             if kind == "progress" and report.progress.phase in _STATES:
                 state, progress = _STATES[report.progress.phase], report.progress
@@ -179,6 +193,8 @@ class JoinService:
             elif kind == "serving" and 0 < report.serving.port <= 65_535:
                 host = report.serving.host or peer_of(context.peer())[0]
                 self._roster.serving(ticket, address_of(host, report.serving.port), report.serving.instance_id)
+            elif kind == "alive":
+                pass
             elif kind == "failure":
                 self._roster.failed(ticket, report.failure.message[: bounds.ERROR_TEXT_BYTES_MAX])
             else:

@@ -19,7 +19,9 @@ from relayline.wire.common import bounds
 from relayline.wire.common.errors import HandshakeError, ProtocolError, RelaylineError, StageLostError
 from relayline.wire.links import rpc
 from relayline.wire.links.security import LinkSecurity
+from relayline.wire.links.silence import Silence, silent_text
 from relayline.wire.links.trouble import explained
+from relayline.wire.links.watch import beat, until_silent
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 JOIN = "/relayline.v1.PipelineService/Join"
@@ -30,12 +32,18 @@ GOODBYE_TIMEOUT_S = 1.0  # for the coordinator to notice that this stage leaves,
 class Member:
     """An open membership with its order. `lost` is set, once, with the reason for its end. Event loop only."""
 
-    def __init__(self, channel: grpc.aio.Channel, call: Any, order: pb.StageOrder, peer: str) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, bulk: grpc.aio.Channel, call: Any, order: pb.StageOrder, peer: str
+    ) -> None:
+        """`bulk` carries the artifact: on the membership's own connection it would hold up signs of life."""
         self.order, self.peer = order, peer
         self.lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
-        self._channel, self._call = channel, call
+        self._channel, self._bulk, self._call = channel, bulk, call
         self._writing = asyncio.Lock()
+        self._silence = Silence()
         self._reader = asyncio.create_task(self._read())
+        watching = (self._beat(), self._judge()) if order.beats else ()
+        self._watchers = [asyncio.create_task(work) for work in watching]
 
     @classmethod
     async def join(cls, address: str, security: LinkSecurity, hello: pb.StageHello) -> Member:
@@ -60,7 +68,7 @@ class Member:
         except BaseException:
             await channel.close()
             raise
-        return cls(channel, call, order, peer)
+        return cls(channel, rpc.open_channel(address, security), call, order, peer)
 
     async def report(self, **report: Any) -> None:
         """Send one report (a field of StageReport by name). One that cannot be sent any more is dropped: see `lost`."""
@@ -79,7 +87,7 @@ class Member:
     async def fetch(self, offset: int) -> AsyncGenerator[pb.FetchChunk, None]:
         """Yield the artifact's bytes from an offset on. Raises the typed error of the other side, or its loss."""
         request = pb.FetchRequest(ticket=self.order.ticket, offset=offset)
-        stream = self._channel.unary_stream(FETCH, request_serializer=rpc.serialize, response_deserializer=None)
+        stream = self._bulk.unary_stream(FETCH, request_serializer=rpc.serialize, response_deserializer=None)
         call = stream(request)
         try:
             while isinstance(data := await call.read(), bytes):
@@ -97,22 +105,38 @@ class Member:
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await self._call.done_writing()
             await asyncio.wait({self._reader}, timeout=GOODBYE_TIMEOUT_S)
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
-        if not self.lost.done():
-            self.lost.set_result(StageLostError("the membership was closed"))
+        tasks = (self._reader, *self._watchers)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._lose(StageLostError("the membership was closed"))
         self._call.cancel()
-        await self._channel.close()
+        await asyncio.gather(self._channel.close(), self._bulk.close())
+
+    def _lose(self, error: RelaylineError) -> None:
+        if not self.lost.done():
+            self.lost.set_result(error)
 
     async def _read(self) -> None:
         error: RelaylineError = StageLostError(f"{self.peer} ended the membership")
         try:
-            if isinstance(await self._call.read(), bytes):
-                error = ProtocolError(f"{self.peer} sent a second order, which this version does not know")
+            while isinstance(data := await self._call.read(), bytes):
+                self._silence.heard()
+                if not pb.StageOrder.FromString(data).beats:
+                    error = ProtocolError(f"{self.peer} sent a second order, which this version does not know")
+                    break
         except grpc.aio.AioRpcError as failure:
             error = rpc.typed(failure, self.peer)
-        if not self.lost.done():
-            self.lost.set_result(error)
+        except DecodeError:
+            error = ProtocolError(f"{self.peer} sent an order that cannot be read")
+        self._lose(error)
+
+    async def _beat(self) -> None:
+        await beat(lambda message: self.report(alive=message), pb.StageAlive())
+
+    async def _judge(self) -> None:
+        await until_silent(self._silence)
+        self._lose(StageLostError(silent_text(self.peer)))
 
 
 async def _introduce(channel: grpc.aio.Channel, hello: pb.StageHello, peer: str) -> tuple[Any, pb.StageOrder]:
@@ -145,6 +169,7 @@ def introduction(name: str, process_id: str) -> pb.StageHello:
         software_version=importlib.metadata.version("relayline"),
         name=name,
         process_id=process_id,
+        beats=True,
         host=pb.HostFacts(
             hostname=socket.gethostname(),
             system=f"{platform.system()} {platform.machine()}",

@@ -39,7 +39,13 @@ LOGPROBS_MAX = 20  # the OpenAI API's ceiling for top_logprobs
 HANDSHAKE_TIMEOUT_S = 10.0  # both ends are up when a handshake starts, so this covers a slow link only
 DRAIN_TIMEOUT_S = 30.0  # running requests may finish for this long after SIGTERM
 KEEPALIVE_TIME_MS = 10_000
-KEEPALIVE_TIMEOUT_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 10_000  # for the peer's kernel to acknowledge what was sent
+# For the peer itself to answer a ping. Pings wait behind data: a short time here would cut slow links that work hard.
+# It is for what has no `Watch`, which notices sooner.
+PING_TIMEOUT_MS = 60_000
+BEAT_EVERY_S = 1.0  # between signs of life of one end of a link
+QUIET_AFTER_S = 5.0  # of silence, from which on it is said that a host does not answer
+LOST_AFTER_S = 9.0  # of silence, after which a peer is taken for lost; with what follows from it, within 12 s
 
 assert ROWS_PER_FRAME_MAX <= ROWS_PER_ENVELOPE_MAX
 assert BYTES_IN_FLIGHT_DEFAULT <= ENVELOPE_BYTES_MAX
@@ -52,3 +58,4 @@ assert PLAIN_OPTIONS_BYTES_MAX >= 4 * PENALTY_TOKENS_MAX + 8 * LOGIT_BIAS_MAX + 
 assert OPTIONS_BYTES_MAX >= PLAIN_OPTIONS_BYTES_MAX + 4 * GRAMMAR_TOKENS_MAX + GRAMMAR_BYTES_MAX
 assert OPTIONS_PER_ENVELOPE_BYTES_MAX >= FRAMES_PER_ENVELOPE_MAX * PLAIN_OPTIONS_BYTES_MAX  # only grammars fill it up
 assert 3 * ERROR_TEXT_BYTES_MAX < 8 * 1024
+assert 4 * BEAT_EVERY_S <= QUIET_AFTER_S < LOST_AFTER_S <= 12 - 2 * BEAT_EVERY_S

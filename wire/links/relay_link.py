@@ -23,6 +23,7 @@ from relayline.wire.envelopes.buffers import Buffer, BufferPool
 from relayline.wire.links import rpc
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.links.trouble import explained
+from relayline.wire.links.watch import Watch
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 OnLost = Callable[[RelaylineError], None]
@@ -56,18 +57,27 @@ class RelayLink:
         self._credit_changed = asyncio.Event()
         self._lost: RelaylineError | None = None
         self._closing = False
+        self._watch: Watch | None = None
         self._reader = asyncio.create_task(self._read_credits())
 
     @classmethod
     async def open(
-        cls, address: str, hello: pb.LinkOpen, on_lost: OnLost, security: LinkSecurity = PLAINTEXT
+        cls,
+        address: str,
+        hello: pb.LinkOpen,
+        on_lost: OnLost,
+        security: LinkSecurity = PLAINTEXT,
+        *,
+        is_watched: bool = True,
     ) -> RelayLink:
         """Connect, say who we are and wait to be accepted.
 
-        `on_lost` is called once, from the event loop, if the link breaks later. Raises the typed error with which the
-        other side refuses (HandshakeError, StaleEpochError), StageLostError when it cannot be reached within
-        HANDSHAKE_TIMEOUT_S, UnauthenticatedError when certificates or the token are not accepted, UsageError when
-        `security` does not allow this link, ProtocolError when something else answers.
+        `on_lost` is called once, from the event loop, if the link breaks later, and where the link `is_watched` also
+        once the other side gives no sign of life.
+
+        Raises the typed error with which the other side refuses (HandshakeError, StaleEpochError), StageLostError when
+        it cannot be reached within HANDSHAKE_TIMEOUT_S, UnauthenticatedError when certificates or the token are not
+        accepted, UsageError when `security` does not allow this link, ProtocolError when something else answers.
         """
         channel = rpc.open_channel(address, security)
         try:
@@ -85,7 +95,10 @@ class RelayLink:
             await channel.close()
             raise
         width = 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd
-        return cls(address, channel, call, accepted, BufferPool(hello.dtype, width), on_lost)
+        link = cls(address, channel, call, accepted, BufferPool(hello.dtype, width), on_lost)
+        if is_watched:
+            link._watch = Watch(address, (hello.route_id, hello.epoch), link._silent, security)
+        return link
 
     def figures(self) -> dict[str, int]:
         """Return what went over this link and what of its credit is in use."""
@@ -150,7 +163,11 @@ class RelayLink:
             error = StageLostError(f"a send to {self.address} was cancelled halfway")
         self._lose(error)
         if not self._closing:
-            self._on_lost(error)
+            self._on_lost(self._lost or error)
+
+    def _silent(self, error: RelaylineError) -> None:
+        self._lose(error)  # first: this is the reason that counts
+        self._call.cancel()
 
     def _loss(self, how: str) -> RelaylineError:
         return again(self._lost) if self._lost is not None else StageLostError(f"link to {self.address} {how}")
@@ -165,6 +182,8 @@ class RelayLink:
         self._lose(StageLostError(f"link to {self.address} was closed"))
         self._call.cancel()
         await end_task(self._reader)
+        if self._watch is not None:
+            await self._watch.close()
         await self._channel.close()
 
 

@@ -35,6 +35,7 @@ _KEEPALIVE: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", bounds.KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.ping_timeout_ms", bounds.PING_TIMEOUT_MS),
 )
 _MESSAGE_SIZE: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", bounds.ENVELOPE_BYTES_MAX),

@@ -17,30 +17,38 @@ ARTIFACT_PHASE_FETCHING: ArtifactPhase
 ARTIFACT_PHASE_LOADING: ArtifactPhase
 
 class StageReport(_message.Message):
-    __slots__ = ("hello", "progress", "serving", "failure")
+    __slots__ = ("hello", "progress", "serving", "failure", "alive")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
     hello: StageHello
     progress: ArtifactProgress
     serving: StageServing
     failure: StageFailure
-    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., progress: _Optional[_Union[ArtifactProgress, _Mapping]] = ..., serving: _Optional[_Union[StageServing, _Mapping]] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ...) -> None: ...
+    alive: StageAlive
+    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., progress: _Optional[_Union[ArtifactProgress, _Mapping]] = ..., serving: _Optional[_Union[StageServing, _Mapping]] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ..., alive: _Optional[_Union[StageAlive, _Mapping]] = ...) -> None: ...
 
 class StageHello(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "name", "process_id", "host")
+    __slots__ = ("protocol_version", "software_version", "name", "process_id", "host", "beats")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    BEATS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     name: str
     process_id: str
     host: HostFacts
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., name: _Optional[str] = ..., process_id: _Optional[str] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ...) -> None: ...
+    beats: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., name: _Optional[str] = ..., process_id: _Optional[str] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., beats: _Optional[bool] = ...) -> None: ...
+
+class StageAlive(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class HostFacts(_message.Message):
     __slots__ = ("hostname", "system", "n_cores", "memory_bytes")
@@ -83,7 +91,7 @@ class StageFailure(_message.Message):
     def __init__(self, label: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class StageOrder(_message.Message):
-    __slots__ = ("stage_index", "stage_count", "pipeline_id", "artifact", "pipeline_json", "engine", "telemetry", "ticket")
+    __slots__ = ("stage_index", "stage_count", "pipeline_id", "artifact", "pipeline_json", "engine", "telemetry", "ticket", "beats")
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     STAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +100,7 @@ class StageOrder(_message.Message):
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     TELEMETRY_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    BEATS_FIELD_NUMBER: _ClassVar[int]
     stage_index: int
     stage_count: int
     pipeline_id: str
@@ -100,7 +109,8 @@ class StageOrder(_message.Message):
     engine: EngineSettings
     telemetry: TelemetryOrder
     ticket: bytes
-    def __init__(self, stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., artifact: _Optional[_Union[ArtifactFile, _Mapping]] = ..., pipeline_json: _Optional[bytes] = ..., engine: _Optional[_Union[EngineSettings, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryOrder, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    beats: bool
+    def __init__(self, stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., artifact: _Optional[_Union[ArtifactFile, _Mapping]] = ..., pipeline_json: _Optional[bytes] = ..., engine: _Optional[_Union[EngineSettings, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryOrder, _Mapping]] = ..., ticket: _Optional[bytes] = ..., beats: _Optional[bool] = ...) -> None: ...
 
 class ArtifactFile(_message.Message):
     __slots__ = ("file", "size_bytes", "sha256", "path")

@@ -374,6 +374,14 @@ class SessionFault(_message.Message):
     retryable: bool
     def __init__(self, session_id: _Optional[int] = ..., stage_index: _Optional[int] = ..., position: _Optional[int] = ..., label: _Optional[str] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ...) -> None: ...
 
+class Beat(_message.Message):
+    __slots__ = ("route_id", "epoch")
+    ROUTE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    route_id: int
+    epoch: int
+    def __init__(self, route_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ("with_recent",)
     WITH_RECENT_FIELD_NUMBER: _ClassVar[int]

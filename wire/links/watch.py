@@ -1,0 +1,152 @@
+"""Notices within seconds that a peer hangs: stopped, swapped out, on a laptop whose lid was closed, behind a cut cable.
+
+A process that hangs keeps its connections, since the kernel goes on acknowledging what is sent to it. gRPC's own pings
+notice that, but they wait in line behind the data of their connection. Over a slow link an envelope, or an artifact
+that is being fetched, holds them up for many seconds: a ping timeout short enough to be of use would cut links that
+only work hard. So signs of life have a connection of their own. Both ends send one every BEAT_EVERY_S from their event
+loops, which go on while a native step runs, and take the other end for lost after LOST_AFTER_S of silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import ProtocolError, RelaylineError, StageLostError
+from relayline.wire.common.process import first_of
+from relayline.wire.links import rpc
+from relayline.wire.links.security import PLAINTEXT, LinkSecurity
+from relayline.wire.links.silence import Silence, silent_text
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+log = logging.getLogger("relayline.link")
+
+BEAT = b""  # a Beat without fields
+
+OnHeard = Callable[[], None]
+
+
+async def until_silent(silence: Silence) -> None:
+    """Return once the peer has been silent for too long."""
+    while not silence.is_final:
+        await asyncio.sleep(bounds.BEAT_EVERY_S)
+        silence.look()
+
+
+async def beat(write: Callable[[Any], Awaitable[Any]], message: Any = BEAT) -> None:
+    """Send `message` as a sign of life for ever. Raises whatever `write` does."""
+    while True:
+        await write(message)
+        await asyncio.sleep(bounds.BEAT_EVERY_S)
+
+
+async def first_beat(context: Any) -> pb.Beat:
+    """Read the first request of a Watch call. Raises ProtocolError."""
+    try:
+        async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
+            message = await context.read()
+    except TimeoutError as error:
+        raise ProtocolError("no first sign of life came on this call") from error
+    try:
+        return pb.Beat.FromString(message) if isinstance(message, bytes) else pb.Beat()
+    except DecodeError as error:
+        raise ProtocolError("the first sign of life is not one") from error
+
+
+async def answer(context: Any, silence: Silence) -> bool:
+    """Do the server's part of a Watch call whose first request has been read; returns whether the caller went silent.
+
+    False: it has ended the call, or its connection is gone, which the streams beside this one notice by themselves.
+    """
+
+    async def read() -> None:
+        while isinstance(await context.read(), bytes):
+            silence.heard()
+
+    tasks = [asyncio.create_task(work) for work in (beat(context.write), read(), until_silent(silence))]
+    try:
+        await first_of(*tasks)
+        return silence.is_final
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Watch:
+    """The calling end: watches the peer at one address for as long as it is not closed. Event loop only."""
+
+    def __init__(
+        self,
+        address: str,
+        route: tuple[int, int],
+        on_silent: Callable[[RelaylineError], None],
+        security: LinkSecurity = PLAINTEXT,
+        *,
+        who: str = "",
+        on_heard: OnHeard = lambda: None,
+    ) -> None:
+        """`route` (id, epoch) is what the peer ends should this end go silent.
+
+        `on_silent` is called at most once, `on_heard` at every sign of life. `who` names the peer in the loss. Raises
+        UsageError when `security` does not allow a link to `address`.
+        """
+        self._who = who or address
+        self._hello = rpc.serialize(pb.Beat(route_id=route[0], epoch=route[1]))
+        self._on_heard, self._silence = on_heard, Silence()
+        self._channel = rpc.open_channel(address, security)
+        self._task = asyncio.create_task(self._run(on_silent))
+
+    async def _run(self, on_silent: Callable[[RelaylineError], None]) -> None:
+        talking = asyncio.create_task(self._talk())
+        judging = asyncio.create_task(until_silent(self._silence))
+        try:
+            await first_of(talking, judging)
+            if judging.done():
+                on_silent(StageLostError(silent_text(self._who)))
+        finally:
+            for task in (talking, judging):
+                task.cancel()
+            await asyncio.gather(talking, judging, return_exceptions=True)
+
+    async def _talk(self) -> None:
+        """Beat and listen, on one call after the other; returns once it shows that the peer does not know of this."""
+        stream = self._channel.stream_stream(rpc.method("Watch"), request_serializer=None, response_deserializer=None)
+        while True:
+            call = stream()
+            beating = asyncio.create_task(self._beat(call))
+            try:
+                while isinstance(await call.read(), bytes):
+                    self._silence.heard()
+                    self._on_heard()
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    return  # a version before this one: gRPC's own pings have to do
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    log.warning("%s refuses to be watched: %s", self._who, error.details())
+                    return
+            finally:
+                beating.cancel()
+                await asyncio.gather(beating, return_exceptions=True)
+                call.cancel()
+            await asyncio.sleep(bounds.BEAT_EVERY_S)  # this connection alone may have broken; silence is still counted
+
+    async def _beat(self, call: Any) -> None:
+        try:
+            await call.write(self._hello)
+            await beat(call.write)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the call has ended; its reader knows why
+
+    async def close(self) -> None:
+        """Stop watching."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._channel.close()

@@ -129,6 +129,10 @@ class Member:
             error = rpc.typed(failure, self.peer)
         except DecodeError:
             error = ProtocolError(f"{self.peer} sent an order that cannot be read")
+        except asyncio.CancelledError:
+            if rpc.task_is_cancelled():
+                raise
+            error = StageLostError(f"a report to {self.peer} was cancelled halfway")
         self._lose(error)
 
     async def _beat(self) -> None:

@@ -1,0 +1,329 @@
+"""Goal: a peer that hangs is noticed within LOST_AFTER_S at both ends, and one that only works hard never is.
+
+Method: real connections in this process, with beats of milliseconds; who hangs is a handler or a caller that says
+nothing more. Real processes that are stopped are in test_hung_processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from relayline.stage.joining.client import JOIN
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import ProtocolError, RelaylineError, StageLostError
+from relayline.wire.links import rpc
+from relayline.wire.links.relay_link import RelayLink
+from relayline.wire.links.silence import Silence, looks_of
+from relayline.wire.links.watch import Watch, answer, first_beat
+from relayline.wire.pb.relayline.v1 import join_pb2 as join_pb
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from tests.support.fakes import EPOCH, ROUTE
+from tests.support.join_support import JoinPort, join_port
+from tests.support.served_stage import Coordinator, served
+from tests.support.stage_links import prompt, token_after
+
+WAIT_S = 20
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred times as fast, so that silence is measured in tens of milliseconds."""
+    for name in ("BEAT_EVERY_S", "QUIET_AFTER_S", "LOST_AFTER_S"):
+        monkeypatch.setattr(bounds, name, getattr(bounds, name) / 100)
+
+
+def test_silence_is_counted_in_looks_and_ended_by_any_sign():
+    silence = Silence()
+    n_last = looks_of(bounds.LOST_AFTER_S)
+    assert [silence.look() for _ in range(n_last - 1)] == list(range(1, n_last))
+    assert not silence.is_final
+    silence.heard()
+    for _ in range(n_last - 1):
+        silence.look()
+    assert not silence.is_final
+    silence.look()
+    assert silence.is_final
+
+
+class Peer:
+    """A server whose Watch and Relay do what the test says."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.hellos: list[tuple[int, int]] = []
+        self.n_calls = 0
+        self.over = asyncio.Event()
+
+
+Handler = Callable[[Peer, Any], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def peer(watch: Handler | None) -> AsyncIterator[Peer]:
+    made = Peer()
+
+    async def handle_watch(_: Any, context: Any) -> None:
+        made.n_calls += 1
+        assert watch is not None
+        await watch(made, context)
+
+    async def handle_relay(_: Any, context: Any) -> None:
+        await context.read()
+        await context.write(rpc.serialize(pb.LinkReply(accepted=pb.LinkAccepted(credit_bytes=1 << 20, max_rows=64))))
+        await made.over.wait()  # reads nothing more, and says nothing
+
+    make = grpc.stream_stream_rpc_method_handler
+    handlers = {"Relay": make(handle_relay)} | ({"Watch": make(handle_watch)} if watch else {})
+    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(rpc.SERVICE, handlers),))
+    made.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield made
+    finally:
+        made.over.set()
+        await server.stop(0)
+
+
+async def alive(made: Peer, context: Any) -> None:
+    hello = await first_beat(context)
+    made.hellos.append((hello.route_id, hello.epoch))
+    await answer(context, Silence())
+
+
+async def hangs(made: Peer, context: Any) -> None:
+    await context.write(b"")
+    await made.over.wait()
+
+
+async def breaks_after_three_beats(_: Peer, context: Any) -> None:
+    for _ in range(3):
+        await context.write(b"")
+        await asyncio.sleep(bounds.BEAT_EVERY_S)
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+
+
+class Told:
+    """What a watch said."""
+
+    def __init__(self) -> None:
+        self.lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
+        self.n_heard = 0
+
+    def heard(self) -> None:
+        self.n_heard += 1
+
+    async def until_heard(self, n_times: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while self.n_heard < n_times:
+                await asyncio.sleep(bounds.BEAT_EVERY_S)
+
+
+def watch(address: str, told: Told) -> Watch:
+    return Watch(address, (7, 3), told.lost.set_result, who="stage 1", on_heard=told.heard)
+
+
+async def test_a_peer_that_hangs_is_lost_and_named():
+    told = Told()
+    async with peer(hangs) as other:
+        one = watch(other.address, told)
+        async with asyncio.timeout(WAIT_S):
+            error = await told.lost
+        assert isinstance(error, StageLostError)
+        assert error.message.startswith("stage 1 has not answered for ")
+        await one.close()
+
+
+async def test_a_peer_that_beats_is_heard_and_never_lost():
+    told = Told()
+    async with peer(alive) as other:
+        one = watch(other.address, told)
+        await told.until_heard(3 * looks_of(bounds.LOST_AFTER_S))
+        assert not told.lost.done()
+        assert other.hellos == [(7, 3)]
+        await one.close()
+
+
+async def test_a_watch_whose_own_connection_breaks_is_made_anew():
+    told = Told()
+    async with peer(breaks_after_three_beats) as other:
+        one = watch(other.address, told)
+        await told.until_heard(12)
+        assert not told.lost.done()
+        assert other.n_calls >= 4
+        await one.close()
+
+
+async def test_an_address_where_nobody_is_any_more_is_lost():
+    told = Told()
+    async with peer(alive) as other:
+        address = other.address
+    one = watch(address, told)
+    async with asyncio.timeout(WAIT_S):
+        await told.lost
+    await one.close()
+
+
+async def test_a_version_that_knows_nothing_of_it_is_not_lost_for_that():
+    told = Told()
+    async with peer(None) as other:
+        one = watch(other.address, told)
+        async with asyncio.timeout(WAIT_S):
+            await one._task  # it has given up watching
+        assert not told.lost.done()
+        await one.close()
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+async def test_a_link_whose_other_end_hangs_is_lost_while_nothing_is_sent(is_watched: bool):
+    lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
+    hello = pb.LinkOpen(route_id=7, epoch=3, n_embd=8, dtype=pb.DTYPE_F32)
+    async with peer(hangs) as other:
+        link = await RelayLink.open(other.address, hello, lost.set_result, is_watched=is_watched)
+        if is_watched:
+            async with asyncio.timeout(WAIT_S):
+                assert "has not answered for" in (await lost).message
+        else:
+            await asyncio.sleep(3 * bounds.LOST_AFTER_S)
+            assert not lost.done()
+        await link.close()
+
+
+async def test_a_link_that_is_stuck_behind_its_data_is_not_cut():
+    """The neighbour reads none of what is sent, as over a slow line, and goes on giving signs of life."""
+    lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
+    hello = pb.LinkOpen(route_id=7, epoch=3, n_embd=8, dtype=pb.DTYPE_F32)
+    async with peer(alive) as other:
+        link = await RelayLink.open(other.address, hello, lost.set_result)
+        stuck = asyncio.create_task(link._call.write(bytes(32 << 20)))
+        await asyncio.sleep(3 * bounds.LOST_AFTER_S)
+        assert not lost.done()
+        stuck.cancel()
+        await asyncio.gather(stuck, return_exceptions=True)
+        await link.close()
+
+
+# --- the stage's end --------------------------------------------------------------------------------------------------
+
+
+async def test_a_stage_ends_the_epoch_of_a_user_that_hangs():
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        call = one.channel.stream_stream(rpc.method("Watch"))()
+        await call.write(rpc.serialize(pb.Beat(route_id=ROUTE, epoch=EPOCH)))
+        fault = (await one.reply()).faults[0]  # said nothing more since
+        assert (fault.session_id, fault.label) == (0, "stage_lost")
+        assert "127.0.0.1, which uses stage 1, has not answered for" in fault.message
+        call.cancel()
+
+
+async def test_a_user_that_beats_keeps_its_epoch_and_one_of_another_epoch_ends_nothing():
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        told = Told()
+        mine = Watch(stage.address, (ROUTE, EPOCH), told.lost.set_result, on_heard=told.heard)
+        call = one.channel.stream_stream(rpc.method("Watch"))()
+        await call.write(rpc.serialize(pb.Beat(route_id=ROUTE, epoch=EPOCH - 1)))
+        async with asyncio.timeout(WAIT_S):
+            while isinstance(await call.read(), bytes):
+                pass  # until the stage has given this one up
+        await told.until_heard(2 * looks_of(bounds.LOST_AFTER_S))
+        await one.send(*prompt(1))
+        assert (await one.reply()).samples
+        assert not told.lost.done()
+        await mine.close()
+
+
+async def test_a_stage_whose_native_step_takes_long_is_not_lost():
+    go_on, told = threading.Event(), Told()
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        mine = Watch(stage.address, (ROUTE, EPOCH), told.lost.set_result, on_heard=told.heard)
+        stage.engine.on_decode = lambda: None if go_on.wait(WAIT_S) else None
+        frames = prompt(1)
+        await one.send(*frames)
+        await told.until_heard(3 * looks_of(bounds.LOST_AFTER_S))
+        assert not told.lost.done()
+        go_on.set()
+        assert (await one.reply()).samples[0].token == token_after(frames[1].payload)
+        await mine.close()
+
+
+async def test_a_first_sign_that_is_none_is_refused():
+    async with served() as stage, Coordinator(stage) as one:
+        call = one.channel.stream_stream(rpc.method("Watch"))()
+        await call.write(b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert isinstance(rpc.typed(caught.value, "stage"), ProtocolError)
+
+
+# --- the join link ----------------------------------------------------------------------------------------------------
+
+
+async def until_held(port: JoinPort, holder: bool) -> None:
+    place = port.roster._membership.places[0]
+    async with asyncio.timeout(WAIT_S):
+        while (place.member is not None) is not holder:
+            await asyncio.sleep(bounds.BEAT_EVERY_S)
+
+
+async def test_a_member_that_hangs_loses_its_place_and_one_that_beats_keeps_it(tmp_path: Any):
+    async with join_port(tmp_path) as port:
+        member = await port.join()
+        await asyncio.sleep(3 * bounds.LOST_AFTER_S)
+        await until_held(port, holder=True)
+        await member._writing.acquire()  # from here on it says nothing
+        await until_held(port, holder=False)
+        async with asyncio.timeout(WAIT_S):
+            assert "it has not answered for" in (await member.lost).message
+        member._writing.release()
+        await member.close()
+
+
+async def test_a_report_that_is_cancelled_halfway_ends_the_membership_and_is_no_silent_end(tmp_path: Any):
+    async with join_port(tmp_path) as port:
+        member = await port.join()
+        member._call.cancel()  # which is what gRPC makes of a write that is cancelled
+        async with asyncio.timeout(WAIT_S):
+            assert "was cancelled halfway" in (await member.lost).message
+        await member.close()
+
+
+async def test_a_coordinator_that_hangs_ends_the_membership(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    async def says_nothing(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("relayline.coordinator.joining.service.beat", says_nothing)
+    async with join_port(tmp_path) as port:
+        member = await port.join()
+        async with asyncio.timeout(WAIT_S):
+            error = await member.lost
+        assert error.message.startswith(f"the coordinator at {port.address} has not answered for")
+        await member.close()
+
+
+async def test_ends_of_which_one_knows_nothing_of_beats_have_none(tmp_path: Any):
+    async with join_port(tmp_path) as port:
+        channel = rpc.open_channel(port.address)
+        call = channel.stream_stream(JOIN)()
+        version = port.roster._membership._software_version
+        old = join_pb.StageHello(
+            protocol_version=bounds.PROTOCOL_VERSION, software_version=version, name="box2", process_id="old"
+        )
+        await call.write(rpc.serialize(join_pb.StageReport(hello=old)))
+        assert not join_pb.StageOrder.FromString(await call.read()).beats
+        second = asyncio.create_task(call.read())
+        await asyncio.sleep(3 * bounds.LOST_AFTER_S)
+        assert not second.done()
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        await channel.close()

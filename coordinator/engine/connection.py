@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence, Sized
@@ -88,9 +89,11 @@ class Connection:
         security: LinkSecurity = PLAINTEXT,
         on_return: Callable[[pb.ReturnEnvelope], None],
         on_lost: Callable[[RelaylineError], None],
+        on_heard: Callable[[int], None] = lambda index: None,
     ) -> Connection:
         """Check, configure (downstream first) and connect every stage.
 
+        `on_heard` is called with the index of a stage whenever it gives a sign of life.
         Raises HandshakeError when stages do not fit the pipeline or each other, StageLostError when one cannot be
         reached, UnauthenticatedError when one refuses us or we it, NotReadyError when one stops or was started anew
         meanwhile; then nothing stays open.
@@ -114,7 +117,12 @@ class Connection:
                 held.append(await stages[index].configure(request))
             connection = cls(epoch, stages, facts, held)
             subscription = pb.ReturnRequest(route_id=route_id, epoch=epoch)
-            await asyncio.gather(*(stage.listen(subscription, on_return, on_lost) for stage in stages))
+            await asyncio.gather(
+                *(
+                    stage.listen(subscription, on_return, on_lost, functools.partial(on_heard, index))
+                    for index, stage in enumerate(stages)
+                )
+            )
             hello = pb.LinkOpen(
                 protocol_version=bounds.PROTOCOL_VERSION,
                 route_id=route_id,

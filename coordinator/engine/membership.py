@@ -8,21 +8,11 @@ same process may always take its own place again, because its older membership i
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Sequence
 
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import HandshakeError, PlaceTakenError, UsageError
-
-
-class MemberState(enum.Enum):
-    """How far a place is on its way to serving."""
-
-    MISSING = "missing"
-    JOINED = "joined"
-    FETCHING = "fetching"
-    LOADING = "loading"
-    SERVING = "serving"
+from relayline.wire.common.phase import HostState
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +36,7 @@ class Place:
 
     index: int
     name: str
-    state: MemberState = MemberState.MISSING
+    state: HostState = HostState.WAITING
     since_ns: int = 0  # of the state
     ticket: int = 0  # of the membership that holds the place, or held it last
     member: Introduction | None = None
@@ -55,6 +45,8 @@ class Place:
     address: str = ""
     instance_id: str = ""
     failure: str = ""  # why the last member left, when it said so
+    process_id: str = ""  # of the member, or of the last one
+    n_restarts: int = 0  # processes that have held it, but for the first
 
 
 class Membership:
@@ -98,16 +90,18 @@ class Membership:
         place = self.check(who)
         self._tickets += 1
         place.ticket, place.member = self._tickets, who
+        place.n_restarts += place.process_id not in ("", who.process_id)
+        place.process_id = who.process_id
         place.address = place.instance_id = place.failure = ""
         place.done_bytes = place.total_bytes = 0
-        self._enter(place, MemberState.JOINED, now_ns)
+        self._enter(place, HostState.STARTING, now_ns)
         return place.ticket
 
     def place_of(self, ticket: int) -> Place | None:
         """Return the place that a membership holds, None when it has ended or was replaced."""
         return next((place for place in self.places if place.member is not None and place.ticket == ticket), None)
 
-    def progress(self, ticket: int, state: MemberState, done_bytes: int, total_bytes: int, now_ns: int) -> None:
+    def progress(self, ticket: int, state: HostState, done_bytes: int, total_bytes: int, now_ns: int) -> None:
         """Note how far a member is. A membership that has ended changes nothing."""
         place = self.place_of(ticket)
         if place is not None:
@@ -120,7 +114,7 @@ class Membership:
         place = self.place_of(ticket)
         if place is not None:
             place.address, place.instance_id = address, instance_id
-            self._enter(place, MemberState.SERVING, now_ns)
+            self._enter(place, HostState.READY, now_ns)
 
     def failed(self, ticket: int, reason: str) -> None:
         """Note what a member says of its own failure; it leaves after that."""
@@ -133,12 +127,12 @@ class Membership:
         place = self.place_of(ticket)
         if place is not None:
             place.member, place.address, place.instance_id = None, "", ""
-            self._enter(place, MemberState.MISSING, now_ns)
+            self._enter(place, HostState.LOST, now_ns)
         return place
 
     def missing(self) -> list[str]:
         """Return the names of the places that do not serve yet, in layer order."""
-        return [place.name for place in self.places if place.state is not MemberState.SERVING]
+        return [place.name for place in self.places if place.state is not HostState.READY]
 
     def addresses(self) -> tuple[str, ...] | None:
         """Return where every stage serves, in layer order; None while one is missing."""
@@ -150,7 +144,7 @@ class Membership:
         """Return one JSON-ready entry per place, in layer order."""
         return [_describe(place, now_ns) for place in self.places]
 
-    def _enter(self, place: Place, state: MemberState, now_ns: int) -> None:
+    def _enter(self, place: Place, state: HostState, now_ns: int) -> None:
         if place.state is not state:
             place.state, place.since_ns = state, now_ns
 
@@ -165,10 +159,11 @@ def _describe(place: Place, now_ns: int) -> dict[str, object]:
         "name": place.name,
         "state": place.state.value,
         "state_s": (now_ns - place.since_ns) / 1e9,
+        "restarts": place.n_restarts,
     }
-    if place.state is MemberState.FETCHING:
+    if place.state is HostState.FETCHING:
         entry["fetched_bytes"], entry["fetch_total_bytes"] = place.done_bytes, place.total_bytes
-    elif place.state is MemberState.LOADING:
+    elif place.state is HostState.LOADING:
         entry["loaded_bytes"], entry["load_total_bytes"] = place.done_bytes, place.total_bytes
     if place.member is not None:
         entry["host"] = {

@@ -17,8 +17,8 @@ import secrets
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from relayline.coordinator.engine.availability import Availability
 from relayline.coordinator.engine.connection import Connection
-from relayline.coordinator.engine.pipeline_config import Phase as Phase
 from relayline.coordinator.engine.pipeline_config import PipelineConfig as PipelineConfig
 from relayline.coordinator.engine.reconnect import Reconnector
 from relayline.coordinator.engine.roster import Roster, StaticRoster
@@ -49,6 +49,7 @@ from relayline.wire.common.errors import (
     StageLostError,
     from_wire,
 )
+from relayline.wire.common.phase import Phase as Phase
 from relayline.wire.common.process import first_of
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -69,9 +70,12 @@ class Pipeline:
         self.config, self.file, self._is_end = config, file, is_end
         self._roster = roster or StaticRoster(config.addresses)
         self._observer = observer or Observer()
-        self._roster.watch(self._on_lost)
+        self._roster.watch(self._on_lost, self._on_heard)
+        names = [str(stage.get("name") or f"stage {index}") for index, stage in enumerate(self._roster.describe())]
+        lost_wait_s = min(config.lost_wait_s, config.recovery_timeout_s)
+        self._availability = Availability(names, lost_wait_s, time.monotonic_ns())
         self._reconnector = Reconnector(config, self._roster, self._open, lambda: bool(self._audiences), self._fail_all)
-        self.phase, self.ready, self.epoch = Phase.LOADING, asyncio.Event(), 0
+        self.ready, self.epoch = asyncio.Event(), 0
         self._route_id = secrets.randbits(63)
         self._session_ids = itertools.count(secrets.randbits(31) << 32)
         self._audiences: dict[int, Audience] = {}  # by session id
@@ -87,7 +91,7 @@ class Pipeline:
         self._paused_by: RelaylineError = StageLostError("")
         self._trying: asyncio.TimerHandle | None = None
         self._turnover = Turnover()
-        self._dispatching, self._lost_at_ns, self._idle = False, 0, asyncio.Event()
+        self._dispatching, self._idle = False, asyncio.Event()
         self._acceptance = Acceptance() if config.schedule.draft and config.schedule.mode != "drain" else None
         self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
         self._idle.set()
@@ -104,16 +108,18 @@ class Pipeline:
         """Streams that may run at once."""
         return self._admission.n_lanes
 
+    @property
+    def phase(self) -> Phase:
+        """What clients get now."""
+        return self._availability.phase
+
     def is_ready(self) -> bool:
         """Return whether a request would start now."""
         return self.phase is Phase.READY
 
     def check_ready(self) -> None:
         """Raise NotReadyError unless a request would be admitted now: also while a lost stage is waited for."""
-        lost_s = (time.monotonic_ns() - self._lost_at_ns) / 1e9
-        is_awaited = self.phase is Phase.RECOVERING and lost_s < self.config.recovery_timeout_s
-        if not (self.is_ready() or is_awaited):
-            raise NotReadyError(f"the pipeline is {self.phase.value}; try again shortly")
+        self._availability.check(time.monotonic_ns())
 
     def open(self, request: GenerationRequest) -> SessionStream:
         """Admit and start a request; see Generator.open."""
@@ -161,12 +167,12 @@ class Pipeline:
 
     async def describe(self, since_ns: int | None = None) -> dict[str, object]:
         """Return topology and live counters; see Generator.describe."""
-        statuses = await asyncio.gather(*(stage.status(with_recent=True) for stage in self.stages))
+        statuses = await asyncio.gather(*(self._status(index, stage) for index, stage in enumerate(self.stages)))
         now_ns = time.monotonic_ns()
         live = {
             "now_ns": now_ns,
             **self._observer.figures(),
-            "phase": self.phase.value,
+            **self._availability.describe(now_ns),
             "epoch": self.epoch,
             **self._admission.figures(),
             "shared_requests": self.n_shared,
@@ -175,8 +181,15 @@ class Pipeline:
             "link": self._connection.link.figures() if self._connection else {},
             "missing": self._roster.missing(),
         }
-        stages = describe_stages(self.file, self._roster.addresses(), statuses, self._roster.describe())
+        known = [
+            self._availability.describe_stage(index, now_ns) | entry
+            for index, entry in enumerate(self._roster.describe())
+        ]
+        stages = describe_stages(self.file, self._roster.addresses(), statuses, known)
         return describe_pipeline(self.file, live, stages, statuses) | overlap_since(statuses, since_ns, now_ns)
+
+    async def _status(self, index: int, stage: StageClient) -> pb.StatusResponse | None:
+        return None if self._availability.is_doubted(index) else await stage.status(with_recent=True)
 
     # --- life of the connection ---------------------------------------------------------------------------------------
 
@@ -186,6 +199,7 @@ class Pipeline:
         Raises StartError or HandshakeError if the pipeline never became ready.
         """
         stop = asyncio.ensure_future(stopping.wait())
+        looking = asyncio.create_task(self._look())
         try:
             while not stop.done():
                 connected = asyncio.ensure_future(self._connect())
@@ -204,10 +218,36 @@ class Pipeline:
             await self._drain()
         finally:
             stop.cancel()
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
             await self._teardown()
+
+    async def _look(self) -> None:
+        """Say which stages do not answer, and refuse those who have waited for one for long enough."""
+        while True:
+            await asyncio.sleep(bounds.BEAT_EVERY_S)
+            now_ns = time.monotonic_ns()
+            lines, is_over = self._availability.look(now_ns)
+            for line in lines:
+                log.warning("%s", line)
+            if is_over:
+                refusal = self._availability.refusal(now_ns)
+                log.warning("requests are refused: %s", refusal.message)
+                self._fail_if(self._came_while_lost, refusal)
+
+    def _came_while_lost(self, session: Session) -> bool:
+        is_new = self._availability.came_while_lost(session.record.admitted_ns)
+        return is_new and not session.n_generated
+
+    def _on_heard(self, index: int) -> None:
+        if line := self._availability.heard(index, time.monotonic_ns()):
+            log.info("%s", line)
 
     async def _connect(self) -> None:
         self._connection = await self._reconnector.connect(is_first=self.phase is Phase.LOADING)
+        for index, facts in enumerate(self._connection.facts):
+            self._on_heard(index)
+            self._availability.serves(index, facts.instance_id)
         await greet(self._connection.stages, self._observer.pushed_level)
         self._resume(self._connection)
 
@@ -224,6 +264,7 @@ class Pipeline:
             security=self.config.security,
             on_return=self._on_return,
             on_lost=self._on_lost,
+            on_heard=self._on_heard,
         )
 
     def _resume(self, connection: Connection) -> None:
@@ -239,7 +280,7 @@ class Pipeline:
         self._scheduler = Scheduler(self.config.schedule, planner, may_draft=connection.rewinds)
         connection.keep_costs(self._audiences, self._scheduler.refresh)
         self._observer.connected(len(self.file.stages))
-        self.phase = Phase.READY
+        self._availability.enter(Phase.READY, time.monotonic_ns())
         self.ready.set()
         starting = self._suspects.starting(self._admission.running.values())
         self._scheduler.control(self._prefixes.left_behind(self._suspects.trusted(starting)))
@@ -249,7 +290,7 @@ class Pipeline:
         log.info("pipeline ready", extra={"fields": fields})
 
     async def _disconnect(self, error: RelaylineError) -> None:
-        self.phase, self._lost_at_ns = Phase.RECOVERING, time.monotonic_ns()
+        self._availability.lost(time.monotonic_ns())
         self.ready.clear()
         fields = {"epoch": self.epoch, "reason": error.message, "paused": len(self._admission.running)}
         log.warning("pipeline lost, recovering", extra={"fields": fields})
@@ -279,7 +320,7 @@ class Pipeline:
 
     async def _drain(self) -> None:
         """Let running requests end, bounded by DRAIN_TIMEOUT_S, then end the rest."""
-        self.phase = Phase.DRAINING
+        self._availability.enter(Phase.DRAINING, time.monotonic_ns())
         self.ready.clear()
         if self._sender is not None:  # else nobody is left to end them
             idle = asyncio.ensure_future(self._idle.wait())
@@ -292,7 +333,7 @@ class Pipeline:
     # --- frames out, answers in ---------------------------------------------------------------------------------------
 
     def _start_all(self, sessions: Iterable[Session]) -> None:
-        if self.phase is not Phase.RECOVERING:  # else the next epoch starts whoever has a lane
+        if not self.phase.is_paused:  # else the next epoch starts whoever has a lane
             for session in sessions:
                 self._start(session)
 
@@ -431,5 +472,9 @@ class Pipeline:
             self._idle.set()
 
     def _fail_all(self, error: RelaylineError) -> None:
+        self._fail_if(lambda _: True, error if error.retryable else StageLostError(error.message))
+
+    def _fail_if(self, chosen: Callable[[Session], bool], error: RelaylineError) -> None:
         for audience in list(self._audiences.values()):
-            self._fail(audience.session, error if error.retryable else StageLostError(error.message))
+            if chosen(audience.session):
+                self._fail(audience.session, error)

@@ -1,9 +1,8 @@
-"""How the coordinator drives a pipeline, and what phase it is in."""
+"""How the coordinator drives a pipeline."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 
 from relayline.coordinator.schedule.scheduler import ScheduleConfig
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
@@ -29,15 +28,8 @@ class PipelineConfig:
     start_timeout_s: float = 60.0
     """How long the stages may take to become reachable at the start."""
     recovery_timeout_s: float = 120.0
-    """How long requests, running and new ones, wait for a lost stage to come back."""
+    """How long requests that ran when a stage was lost wait for it to come back."""
+    lost_wait_s: float = 15.0
+    """How long after a loss new requests wait for their first token; then they are refused with 503."""
     security: LinkSecurity = PLAINTEXT
     """Certificates and join token of the links to the stages."""
-
-
-class Phase(enum.Enum):
-    """What the pipeline can do now."""
-
-    LOADING = "loading"
-    READY = "ready"
-    RECOVERING = "recovering"
-    DRAINING = "draining"

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from relayline.coordinator.engine.membership import Introduction, Membership, MemberState, Place
+from relayline.coordinator.engine.membership import Introduction, Membership, Place
 from relayline.wire.common.errors import RelaylineError, StageLostError
+from relayline.wire.common.phase import HostState
 from relayline.wire.links.security import host_of, is_loopback
 
 log = logging.getLogger("relayline.coordinator")
@@ -137,7 +138,7 @@ class JoinedRoster:
         if place is not None:
             self._on_heard(place.index)
 
-    def progress(self, ticket: int, state: MemberState, done_bytes: int, total_bytes: int) -> None:
+    def progress(self, ticket: int, state: HostState, done_bytes: int, total_bytes: int) -> None:
         """Note how far a member is. One that served until now no longer does."""
         place = self._membership.place_of(ticket)
         if place is None:
@@ -185,7 +186,7 @@ class JoinedRoster:
         self.on_change(place)
 
     def _lose_if_serving(self, place: Place, reason: str) -> None:
-        if place.state is MemberState.SERVING:
+        if place.state is HostState.READY:
             self._on_lost(StageLostError(reason))
 
 

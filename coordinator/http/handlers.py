@@ -20,6 +20,7 @@ from relayline.coordinator.http.service import Prompt, Service, make_job, random
 from relayline.coordinator.observe import metrics
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import InvalidRequestError
+from relayline.wire.common.phase import Phase
 
 TOKENS_PER_PART = 4_096  # of a long answer to /tokenize; about a millisecond of JSON
 
@@ -31,10 +32,11 @@ class Handlers:
         self._service = service
 
     async def health(self, _request: web.Request) -> web.StreamResponse:
-        """GET /health: 200 when a request would start at once, else 503."""
-        if self._service.generator.is_ready():
+        """GET /health: 200 when a request would start at once, else 503 with the word of wire.common.phase that says why."""
+        phase = self._service.generator.phase
+        if phase is Phase.READY:
             return json_response(b'{"status":"ok"}')
-        return json_response(b'{"status":"loading"}', 503, {"Retry-After": "1"})
+        return json_response(b'{"status":"%s"}' % phase.value.encode(), 503, {"Retry-After": "1"})
 
     async def live(self, _request: web.Request) -> web.StreamResponse:
         """GET /live: 200 while the process answers at all; for probes that restart what does not."""

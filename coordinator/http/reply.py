@@ -50,6 +50,7 @@ async def _collect(
 async def _stream(
     request: web.Request, service: Service, job: Job, dialect: Dialect, merge: Merge
 ) -> web.StreamResponse:
+    first = await _first(service, merge)
     writer = EventWriter(request, service.limits.write_timeout_s, service.limits.ping_interval_s)
     await writer.start()
     states = job.choice_states(service)
@@ -57,7 +58,7 @@ async def _stream(
     opening = [dialect.opening_event(index, job.prompt_of(index).echo) for index in range(len(states))]
     await writer.send([event for event in opening if event is not None])
     while True:
-        arrivals = await merge.next(service.limits.ping_interval_s)
+        arrivals, first = first or await merge.next(service.limits.ping_interval_s), []
         if not arrivals:
             await writer.ping()
             continue
@@ -81,6 +82,21 @@ async def _stream(
     await writer.finish(events)
     note_whole(request)
     return writer.response
+
+
+async def _first(service: Service, merge: Merge) -> list[Arrival]:
+    """Wait for what arrives first, and raise the error that a stream begins with: no status has been sent yet.
+
+    Nothing where the answer is under way and only takes long: who waits in line or has a long prompt is sent pings,
+    with status 200. While a stage is lost nobody knows that, and there is no status for it.
+    """
+    while True:
+        arrivals = await merge.next(service.limits.ping_interval_s)
+        if not arrivals and not service.generator.is_ready():
+            continue
+        if arrivals and arrivals[0].error is not None:
+            raise arrivals[0].error
+        return arrivals
 
 
 def _unforeseen(request: web.Request) -> InternalError:

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from relayline.coordinator.engine.membership import Introduction, Membership, MemberState
+from relayline.coordinator.engine.membership import Introduction, Membership
 from relayline.coordinator.engine.roster import JoinedRoster
 from relayline.coordinator.joining.artifact_reader import read_chunks
 from relayline.coordinator.joining.config import JoinConfig
@@ -30,6 +30,7 @@ from relayline.wire.common.errors import (
     RelaylineError,
     StaleEpochError,
 )
+from relayline.wire.common.phase import HostState
 from relayline.wire.common.process import first_of
 from relayline.wire.links import rpc
 from relayline.wire.links.listening import Listener
@@ -47,8 +48,8 @@ SERVICE = "relayline.v1.PipelineService"
 TICKET_BYTES = 16
 SHUTDOWN_GRACE_S = 2.0
 _STATES = {
-    pb.ARTIFACT_PHASE_FETCHING: MemberState.FETCHING,
-    pb.ARTIFACT_PHASE_LOADING: MemberState.LOADING,
+    pb.ARTIFACT_PHASE_FETCHING: HostState.FETCHING,
+    pb.ARTIFACT_PHASE_LOADING: HostState.LOADING,
 }
 
 

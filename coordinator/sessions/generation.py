@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from relayline.wire.common.phase import Phase
+
 if TYPE_CHECKING:
     from relayline.coordinator.sessions.request_log import RequestRecord
 
@@ -97,13 +99,18 @@ class Generator(Protocol):
     def ctx_tokens(self) -> int:
         """Tokens that one stream may hold, prompt and completion together; 0 until the stages have been connected."""
 
+    @property
+    def phase(self) -> Phase:
+        """What clients get now; see wire.common.phase."""
+
     def is_ready(self) -> bool:
         """Return whether a request would start now (all stages connected, not draining)."""
 
     def check_ready(self) -> None:
         """Raise NotReadyError, which says why, unless a request would be admitted now.
 
-        That is when `is_ready`, and while a lost stage is waited for: then the request waits too.
+        That is when `is_ready`, and for a while after a stage was lost: then the request waits too, and NotReadyError
+        comes out of its stream if the stage does not come back in that time.
         """
 
     async def describe(self, since_ns: int | None = None) -> dict[str, object]:

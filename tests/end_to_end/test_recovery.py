@@ -10,6 +10,7 @@ from relayline.coordinator.engine.pipeline import Phase
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.sessions.generation import SamplingParams
 from relayline.deploy.testing.reference import ReferenceModel
+from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
     ContextLengthError,
     NotReadyError,
@@ -222,22 +223,28 @@ async def test_a_request_that_comes_during_a_pause_begins_after_it(artifacts: Ar
         assert_greedy(whole, prompt, tokens)
 
 
-async def test_a_newcomer_waits_for_a_lost_stage_as_long_as_the_others(artifacts: Artifacts) -> None:
-    async with fleet(artifacts([2]), recovery_timeout_s=1.0) as running:
+async def test_newcomers_wait_for_a_lost_stage_for_a_while_and_those_who_ran_for_longer(
+    artifacts: Artifacts, whole: ReferenceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "BEAT_EVERY_S", 0.01)
+    async with fleet(artifacts([2]), lost_wait_s=1.0) as running:
+        paused = running.pipeline.open(request(prompt_of(0, 9), 20))
+        begun = await read(paused, 3)
         await running.stop(1)
         async with asyncio.timeout(20):
             await running.recovering.wait()
-        newcomer, leaver = (running.pipeline.open(request(prompt_of(0, 9), 3)) for _ in range(2))
+        newcomer, leaver = (running.pipeline.open(request(prompt_of(n, 9), 3)) for n in (1, 2))
         await leaver.aclose()
-        with pytest.raises(StageLostError):
+        with pytest.raises(NotReadyError, match="unreachable: a stage was lost 1 s ago"):
             await read(newcomer, 1)
-        with pytest.raises(NotReadyError, match="recovering"):
-            running.pipeline.open(request(prompt_of(0, 9), 3))
+        assert running.pipeline.phase is Phase.UNREACHABLE
+        with pytest.raises(NotReadyError, match="unreachable"):
+            running.pipeline.open(request(prompt_of(3, 9), 3))
         await running.start(1)
-        async with asyncio.timeout(20):
-            await running.pipeline.ready.wait()
-        assert len(await tokens_of(running.pipeline.open(request(prompt_of(0, 9), 3)))) == 3
+        tokens = begun + await tokens_of(paused)
+        assert len(await tokens_of(running.pipeline.open(request(prompt_of(3, 9), 3)))) == 3
         await running.until_free()
+    assert_greedy(whole, prompt_of(0, 9), tokens)
 
 
 async def test_samples_of_an_old_epoch_and_echoes_are_ignored(artifacts: Artifacts, whole: ReferenceModel) -> None:

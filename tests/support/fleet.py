@@ -161,6 +161,7 @@ async def fleet(
     n_lanes: int = 8,
     waiting_max: int = 64,
     recovery_timeout_s: float = 60.0,
+    lost_wait_s: float = 60.0,
     mode: str = "auto",
     share: bool = False,
     prefix_lanes: int | None = 0,
@@ -184,6 +185,7 @@ async def fleet(
         ScheduleConfig(mode, n_groups=1, group_rows=8, chunk_rows=16, draft=draft),
         waiting_max=waiting_max,
         recovery_timeout_s=recovery_timeout_s,
+        lost_wait_s=lost_wait_s,
         share=share,
         prefix_lanes=prefix_lanes,
     )

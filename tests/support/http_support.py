@@ -16,6 +16,7 @@ from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, EOS
 from relayline.wire.common.errors import NotReadyError
+from relayline.wire.common.phase import Phase
 
 MODEL = "org/tiny"
 CREATED = 1_790_000_000
@@ -91,12 +92,16 @@ class FakeGenerator:
     def __init__(self, script: Script | None = None, ctx_tokens: int = 512) -> None:
         self.script = script or says(b"hello")
         self.ctx_tokens = ctx_tokens
-        self.ready = True
+        self.ready, self.otherwise = True, Phase.LOADING
         self.refusals: list[Exception | None] = []
         self.closing: Gate | None = None
         self.requests: list[GenerationRequest] = []
         self.streams: list[FakeStream] = []
         self.streams_opened = asyncio.Event()
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.READY if self.ready else self.otherwise
 
     def is_ready(self) -> bool:
         return self.ready

@@ -191,7 +191,7 @@ class World:
             pipeline._resume(pipeline._connection)
 
     def disconnect(self, error: RelaylineError | None = None) -> None:
-        self.pipeline.phase, self.pipeline._lost_at_ns = Phase.RECOVERING, time.monotonic_ns()
+        self.pipeline._availability.lost(time.monotonic_ns())
         self.pipeline._pause(error or StageLostError("a stage died"))
         self.pipeline._connection = self.pipeline._sender = None
 

@@ -43,8 +43,8 @@ async def until_silent(silence: Silence) -> None:
 async def beat(write: Callable[[Any], Awaitable[Any]], message: Any = BEAT) -> None:
     """Send `message` as a sign of life for ever. Raises whatever `write` does."""
     while True:
-        await write(message)
         await asyncio.sleep(bounds.BEAT_EVERY_S)
+        await write(message)
 
 
 async def first_beat(context: Any) -> pb.Beat:

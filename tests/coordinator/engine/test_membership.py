@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayline.coordinator.engine.membership import Introduction, Membership, MemberState
+from relayline.coordinator.engine.membership import Introduction, Membership
 from relayline.coordinator.engine.roster import loopback_gaps
 from relayline.coordinator.joining.config import EngineOrder, JoinConfig, JoiningStage, TelemetryDefaults
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import HandshakeError, PlaceTakenError, UsageError
+from relayline.wire.common.phase import HostState
 
 NAMES = ("box1", "box2", "box3")
 VERSION = "1.4.2"
@@ -31,24 +32,24 @@ def test_everybody_is_missing_at_first() -> None:
     membership = places()
     assert membership.missing() == list(NAMES)
     assert membership.addresses() is None
-    assert [entry["state"] for entry in membership.describe(0)] == ["missing"] * 3
+    assert [entry["state"] for entry in membership.describe(0)] == ["waiting"] * 3
 
 
 def test_a_place_goes_through_its_states() -> None:
     membership = places()
     ticket = membership.join(stage("box2"), now_ns=1_000_000_000)
     place = membership.places[1]
-    assert (place.state, membership.place_of(ticket)) == (MemberState.JOINED, place)
-    membership.progress(ticket, MemberState.FETCHING, 10, 100, now_ns=2_000_000_000)
+    assert (place.state, membership.place_of(ticket)) == (HostState.STARTING, place)
+    membership.progress(ticket, HostState.FETCHING, 10, 100, now_ns=2_000_000_000)
     entry = membership.describe(5_000_000_000)[1]
     assert (entry["fetched_bytes"], entry["fetch_total_bytes"], entry["state_s"]) == (10, 100, 3.0)
-    membership.progress(ticket, MemberState.FETCHING, 90, 100, now_ns=4_000_000_000)
+    membership.progress(ticket, HostState.FETCHING, 90, 100, now_ns=4_000_000_000)
     assert membership.describe(5_000_000_000)[1]["state_s"] == 3.0, "the state began once"
-    membership.progress(ticket, MemberState.LOADING, 60, 100, now_ns=5_000_000_000)
+    membership.progress(ticket, HostState.LOADING, 60, 100, now_ns=5_000_000_000)
     entry = membership.describe(5_000_000_000)[1]
     assert (entry["loaded_bytes"], entry["load_total_bytes"]) == (60, 100)
     membership.serving(ticket, "10.0.0.7:4000", "engine-1", now_ns=6_000_000_000)
-    assert place.state is MemberState.SERVING
+    assert place.state is HostState.READY
     assert membership.missing() == ["box1", "box3"]
 
 
@@ -95,13 +96,13 @@ def test_the_same_process_takes_its_place_again_and_its_old_membership_means_not
     old = membership.join(stage(), 0)
     membership.serving(old, "10.0.0.7:1", "engine", 0)
     new = membership.join(stage(), 1)
-    assert membership.places[0].state is MemberState.JOINED, "where it serves is to be said anew"
+    assert membership.places[0].state is HostState.STARTING, "where it serves is to be said anew"
     assert membership.leave(old, 2) is None
     membership.serving(old, "10.0.0.7:9", "ghost", 2)
-    membership.progress(old, MemberState.FETCHING, 1, 2, 2)
+    membership.progress(old, HostState.FETCHING, 1, 2, 2)
     membership.failed(old, "ghost")
     place = membership.places[0]
-    assert (place.ticket, place.state, place.address, place.failure) == (new, MemberState.JOINED, "", "")
+    assert (place.ticket, place.state, place.address, place.failure) == (new, HostState.STARTING, "", "")
 
 
 def test_why_a_stage_failed_stays_known_until_the_next_one_comes() -> None:
@@ -149,13 +150,13 @@ def test_a_place_never_has_two_holders_and_only_holders_serve(events: list[tuple
         elif what == "serving":
             membership.serving(ticket, f"host:{ticket}", f"engine-{ticket}", 0)
         elif what == "progress":
-            membership.progress(ticket, MemberState.LOADING, 1, 1, 0)
+            membership.progress(ticket, HostState.LOADING, 1, 1, 0)
         else:
             membership.leave(ticket, 0)
         for place in membership.places:
-            assert (place.member is None) == (place.state is MemberState.MISSING)
-            assert bool(place.address) == (place.state is MemberState.SERVING)
-            if place.state is MemberState.SERVING:
+            assert (place.member is None) == (place.state in (HostState.WAITING, HostState.LOST))
+            assert bool(place.address) == (place.state is HostState.READY)
+            if place.state is HostState.READY:
                 assert place.address == f"host:{place.ticket}"
         assert (membership.addresses() is None) == bool(membership.missing())
 

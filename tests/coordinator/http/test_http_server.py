@@ -22,6 +22,7 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_no_tokenizer, write_tokenizer
 from relayline.wire.common import logs
 from relayline.wire.common.errors import HandshakeError, StartError
+from relayline.wire.common.phase import Phase
 from tests.support.http_support import CREATED, MODEL, WAIT_S, FakeGenerator, Served, serving
 
 
@@ -47,6 +48,10 @@ async def test_health_follows_the_generator(tokenizer: Tokenizer, path: str) -> 
         async with session.get(path) as reply:
             assert (reply.status, await reply.json()) == (503, {"status": "loading"})
             assert reply.headers["Retry-After"] == "1"
+        for phase in (Phase.RECOVERING, Phase.UNREACHABLE, Phase.DRAINING):
+            served.generator.otherwise = phase
+            async with session.get(path) as reply:
+                assert (reply.status, await reply.json()) == (503, {"status": phase.value})
 
 
 async def test_models_and_pipeline(tokenizer: Tokenizer) -> None:

@@ -17,7 +17,7 @@ from relayline.coordinator.http.sse import EventWriter
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
-from relayline.wire.common.errors import StageLostError
+from relayline.wire.common.errors import NotReadyError, StageLostError
 from tests.support.http_support import WAIT_S, FakeGenerator, Gate, Served, Step, says, serving, tokens
 
 
@@ -216,3 +216,45 @@ async def test_leaving_a_merge_before_it_ran_closes_its_streams() -> None:
     async with Merge([stream], backlog_events_max=8):
         pass
     assert stream.closed.is_set()
+
+
+# --- the status waits until it is known ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_fails_before_its_first_token_has_the_status_of_that(
+    tokenizer: Tokenizer, stream: bool
+) -> None:
+    generator = FakeGenerator(lambda _: [NotReadyError("the pipeline is unreachable")])
+    async with serving(tokenizer, generator) as served, streaming(served, stream=stream) as reply:
+        assert (reply.status, (await reply.json())["error"]["code"]) == (503, "not_ready")
+        assert int(reply.headers["Retry-After"]) >= 1
+
+
+async def test_no_status_is_sent_while_a_stage_is_lost_and_pings_are_once_it_is_there(tokenizer: Tokenizer) -> None:
+    gate = Gate()
+    generator = FakeGenerator(lambda request: [gate, *tokens(request, b"hi")])
+    async with serving(tokenizer, generator, ping_interval_s=0.01) as served, aiohttp.ClientSession() as session:
+        generator.ready = True
+        body = {"prompt": "x", "stream": True}
+        asking = asyncio.create_task(session.post(f"{served.url}/v1/completions", json=body))
+        await generator.streams_opened.wait()
+        generator.ready = False  # the stage is lost as the request has just been admitted
+        await asyncio.sleep(0.1)  # ten pings' time
+        assert not asking.done()
+        generator.ready = True  # under way, and its prompt is long
+        async with await asking as reply:
+            assert reply.status == 200
+            assert await reply.content.readline() == b": ping\n"
+            gate.opened.set()
+            assert (await reply.content.read()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_client_that_leaves_before_there_is_a_status_frees_its_stream(tokenizer: Tokenizer) -> None:
+    generator = FakeGenerator(lambda _: [Gate()])
+    async with serving(tokenizer, generator) as served, aiohttp.ClientSession() as session:
+        body = {"prompt": "x", "stream": True}
+        asking = asyncio.create_task(session.post(f"{served.url}/v1/completions", json=body))
+        await generator.streams_opened.wait()
+        asking.cancel()
+        await generator.streams[0].closed.wait()

@@ -145,7 +145,7 @@ async def test_a_stage_that_loads_says_how_far_it_is_and_can_be_stopped(tmp_path
         assert (entry["state"], entry["load_total_bytes"]) == ("loading", len(content(0)))
         assert entry["loaded_bytes"] == len(content(0)) // 2
         await stage.stop()
-        while port.roster.describe()[0]["state"] != "missing":  # noqa: ASYNC110
+        while port.roster.describe()[0]["state"] != "lost":  # noqa: ASYNC110
             await asyncio.sleep(0)
     assert stage.ready == []
 
@@ -312,7 +312,7 @@ async def test_plaintext_beyond_this_machine_is_refused_before_anything_is_fetch
     async with asyncio.timeout(WAIT_S), join_port(tmp_path / "split") as port:
         with pytest.raises(UsageError, match="TLS"):
             await Living(port.address, tmp_path, host="0.0.0.0").task
-        assert port.roster.describe()[0]["state"] == "missing"
+        assert port.roster.describe()[0]["state"] == "lost"
         allowed = Living(port.address, tmp_path, host="0.0.0.0", security=LinkSecurity(insecure=True))
         await serves(port, engines)
         assert port.roster.addresses()[0].startswith("127.0.0.1:"), "a wildcard is told as it is seen"

@@ -123,7 +123,7 @@ class Told:
 
     async def until_heard(self, n_times: int) -> None:
         async with asyncio.timeout(WAIT_S):
-            while self.n_heard < n_times:
+            while self.n_heard < n_times:  # noqa: ASYNC110
                 await asyncio.sleep(bounds.BEAT_EVERY_S)
 
 
@@ -247,7 +247,7 @@ async def test_a_stage_whose_native_step_takes_long_is_not_lost():
     async with served() as stage, Coordinator(stage) as one:
         await one.start()
         mine = Watch(stage.address, (ROUTE, EPOCH), told.lost.set_result, on_heard=told.heard)
-        stage.engine.on_decode = lambda: None if go_on.wait(WAIT_S) else None
+        stage.engine.on_decode = lambda: go_on.wait(WAIT_S)
         frames = prompt(1)
         await one.send(*frames)
         await told.until_heard(3 * looks_of(bounds.LOST_AFTER_S))
@@ -272,7 +272,7 @@ async def test_a_first_sign_that_is_none_is_refused():
 async def until_held(port: JoinPort, holder: bool) -> None:
     place = port.roster._membership.places[0]
     async with asyncio.timeout(WAIT_S):
-        while (place.member is not None) is not holder:
+        while (place.member is not None) is not holder:  # noqa: ASYNC110 - the roster tells nobody of it
             await asyncio.sleep(bounds.BEAT_EVERY_S)
 
 

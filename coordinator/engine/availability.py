@@ -1,0 +1,129 @@
+"""What clients get from the pipeline and since when, and when each of its stages was last heard. Pure.
+
+A stage that hangs is lost from its last sign of life on, not from when that was noticed. A request that came since then
+came while the stage was lost: it waits for `lost_wait_s` at most, and is told to come back while that can still be said
+with a status. Requests that ran before wait longer, see PipelineConfig.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import NotReadyError
+from relayline.wire.common.phase import Phase
+from relayline.wire.links.silence import Silence, looks_of
+
+DOUBTED_AFTER_S = 3.0  # of silence: from then on a stage is not asked for figures, which others wait for
+
+
+class Availability:
+    """The phase of one pipeline, and the signs of life of its stages. Times are monotonic nanoseconds of the caller."""
+
+    def __init__(self, names: Sequence[str], lost_wait_s: float, now_ns: int) -> None:
+        """`names` of the stages in layer order, for people."""
+        self.phase, self.since_ns = Phase.LOADING, now_ns
+        self.lost_at_ns = 0
+        """When the stage that is waited for was last there."""
+        self._names, self._lost_wait_ns = names, int(lost_wait_s * 1e9)
+        self._silences = [Silence() for _ in names]
+        self._heard_ns = [0] * len(names)  # 0: never
+        self._instances = [""] * len(names)
+        self._n_restarts = [0] * len(names)
+
+    # --- phases -------------------------------------------------------------------------------------------------------
+
+    def enter(self, phase: Phase, now_ns: int) -> None:
+        """Be in another phase from now on."""
+        if phase is not self.phase:
+            self.phase, self.since_ns = phase, now_ns
+
+    def lost(self, now_ns: int) -> None:
+        """A stage or a link was lost."""
+        heard_ns = [heard for index, heard in enumerate(self._heard_ns) if self.is_silent(index)]
+        self.lost_at_ns = min([now_ns, *heard_ns])
+        self.enter(Phase.RECOVERING, now_ns)
+
+    def check(self, now_ns: int) -> None:
+        """Raise NotReadyError, which says why, unless a new request may start, or wait for a stage that was lost."""
+        if self.phase not in (Phase.READY, Phase.RECOVERING) or self._waited_enough(now_ns):
+            raise self.refusal(now_ns)
+
+    def refusal(self, now_ns: int) -> NotReadyError:
+        """Return what to tell a request that can't start within its time."""
+        if self.phase.is_paused:
+            silent = [f"{self._names[index]} ({seconds:.0f} s)" for index, seconds in self._quiet(now_ns)]
+            who = f"; not heard: {', '.join(silent)}" if silent else ""
+            lost_s = (now_ns - self.lost_at_ns) / 1e9
+            return NotReadyError(f"the pipeline is unreachable: a stage was lost {lost_s:.0f} s ago{who}; try again")
+        return NotReadyError(f"the pipeline is {self.phase.value}; try again shortly")
+
+    def came_while_lost(self, admitted_ns: int) -> bool:
+        """Return whether a request that was admitted then came after the loss of the stage that is waited for."""
+        return self.phase.is_paused and admitted_ns >= self.lost_at_ns
+
+    def _waited_enough(self, now_ns: int) -> bool:
+        return self.phase.is_paused and now_ns - self.lost_at_ns >= self._lost_wait_ns
+
+    # --- signs of life ------------------------------------------------------------------------------------------------
+
+    def heard(self, index: int, now_ns: int) -> str:
+        """A stage gave a sign of life. Returns what to say where it had been silent, else nothing."""
+        was_silent, silent_s = self.is_silent(index), (now_ns - self._heard_ns[index]) / 1e9
+        self._silences[index].heard()
+        self._heard_ns[index] = now_ns
+        return f"{self._names[index]} answers again after {silent_s:.0f} s" if was_silent else ""
+
+    def serves(self, index: int, instance_id: str) -> None:
+        """A stage takes part in a new epoch; `instance_id` is new at every start of it."""
+        if self._instances[index] not in ("", instance_id):
+            self._n_restarts[index] += 1
+        self._instances[index] = instance_id
+
+    def look(self, now_ns: int) -> tuple[list[str], bool]:
+        """Look at the stages and the clock; call it every BEAT_EVERY_S.
+
+        Returns what to say of stages that have just become silent, and whether requests that `came_while_lost` have
+        waited for long enough just now.
+        """
+        n_quiet = looks_of(bounds.QUIET_AFTER_S)
+        lines = [
+            f"{name} has not answered for {bounds.QUIET_AFTER_S:.0f} s"
+            for name, silence, heard_ns in zip(self._names, self._silences, self._heard_ns, strict=True)
+            if heard_ns and silence.look() == n_quiet
+        ]
+        is_over = self.phase is Phase.RECOVERING and self._waited_enough(now_ns)
+        if is_over:
+            self.enter(Phase.UNREACHABLE, now_ns)
+        return lines, is_over
+
+    def is_silent(self, index: int) -> bool:
+        """Return whether a stage that was heard before does not answer."""
+        return self._silences[index].n_looks >= looks_of(bounds.QUIET_AFTER_S)
+
+    def is_doubted(self, index: int) -> bool:
+        """Return whether an answer of this stage had better not be waited for."""
+        return self._silences[index].n_looks >= looks_of(DOUBTED_AFTER_S)
+
+    def _quiet(self, now_ns: int) -> list[tuple[int, float]]:
+        return [
+            (index, (now_ns - heard_ns) / 1e9)
+            for index, heard_ns in enumerate(self._heard_ns)
+            if heard_ns and self.is_silent(index)
+        ]
+
+    def describe(self, now_ns: int) -> dict[str, object]:
+        """Return the phase as a JSON-ready value."""
+        return {"phase": self.phase.value, "phase_s": round((now_ns - self.since_ns) / 1e9, 3)}
+
+    def describe_stage(self, index: int, now_ns: int) -> dict[str, object]:
+        """Return what is known of one stage's signs of life, and how often it came back as a new process.
+
+        `last_heard_s` is null for one that was never heard.
+        """
+        heard_ns = self._heard_ns[index]
+        return {
+            "last_heard_s": round((now_ns - heard_ns) / 1e9, 3) if heard_ns else None,
+            "silent": self.is_silent(index),
+            "restarts": self._n_restarts[index],
+        }

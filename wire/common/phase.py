@@ -1,0 +1,68 @@
+"""The words for what a pipeline can do for its clients, and for how far one of its processes is.
+
+`/health`, `/v1/pipeline`, `relayline status`, `relayline top`, the launcher's state file and the logs use these and no
+others, each with one meaning.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Phase(enum.StrEnum):
+    """What clients get from a pipeline."""
+
+    STARTING = "starting"
+    """Its processes are being started; nobody answers yet."""
+    LOADING = "loading"
+    """The coordinator answers; the stages have not all been there yet. Requests are refused."""
+    READY = "ready"
+    """A request starts now."""
+    RECOVERING = "recovering"
+    """A stage was lost just now. Running requests pause and new ones wait."""
+    UNREACHABLE = "unreachable"
+    """A stage has been lost for longer than new requests wait, so that they are refused; or the coordinator itself does
+    not answer."""
+    DRAINING = "draining"
+    """It was told to end: running requests may finish, new ones are refused."""
+    STOPPED = "stopped"
+    """It has ended as it was told to."""
+    FAILED = "failed"
+    """It has ended because of an error."""
+    DEAD = "dead"
+    """Its supervisor has ended without a word."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a stage is waited for that was there before."""
+        return self in (Phase.RECOVERING, Phase.UNREACHABLE)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether an end in order was noted."""
+        return self in (Phase.STOPPED, Phase.FAILED)
+
+
+class HostState(enum.StrEnum):
+    """How far one process of a pipeline is."""
+
+    WAITING = "waiting"
+    """It has not been here yet."""
+    STARTING = "starting"
+    """It runs, and has not said yet what it does."""
+    FETCHING = "fetching"
+    """A stage gets its artifact."""
+    LOADING = "loading"
+    """A stage reads its weights and measures its speed."""
+    READY = "ready"
+    """It serves."""
+    SILENT = "silent"
+    """It served and has not answered for a few seconds; not given up yet."""
+    RESTARTING = "restarting"
+    """It has died, and will be started again."""
+    LOST = "lost"
+    """It was here and is no more; whoever started it has to start it again, unless it comes back by itself."""
+    STOPPED = "stopped"
+    """It has ended as it was told to."""
+    FAILED = "failed"
+    """It has died, and will not be started again."""

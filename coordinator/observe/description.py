@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.observe.overlap import Interval, overlap, overlap_between
+from relayline.wire.common.phase import HostState
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 
@@ -79,6 +80,8 @@ def describe_stages(
         }
         status = statuses[index] if index < len(statuses) else None
         entry["up"] = status is not None
+        if entry.get("silent") and entry.get("state", HostState.READY) == HostState.READY:
+            entry["state"] = HostState.SILENT.value
         if status is not None:
             entry |= _counters(status)
         described.append(entry)

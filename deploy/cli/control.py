@@ -13,6 +13,7 @@ import click
 
 from relayline.deploy.cli.options import FloatRange
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.phase import HostState, Phase
 
 if TYPE_CHECKING:
     from relayline.deploy.launch.control import Launched
@@ -33,7 +34,7 @@ state_dir_option = click.option(
 @state_dir_option
 @click.pass_context
 def status_command(ctx: click.Context, name: str | None, as_json: bool, state_dir: Path | None) -> None:
-    """Show what `relayline up` launched here: processes, uptime, restarts, addresses, running requests.
+    """Show what clients get from what `relayline up` launched here, and its processes: uptime, restarts, last heard.
 
     NAME is a pipeline's name or its manifest; without it all that run. Exit code 1 if the named one does not run.
     """
@@ -55,10 +56,14 @@ def status_command(ctx: click.Context, name: str | None, as_json: bool, state_di
 
 def _status_text(facts: dict[str, Any]) -> str:
     head = f"{facts['name']}: {facts['phase']}"
-    if facts["phase"] == "dead":
+    if facts["phase"] == Phase.DEAD:
         head += " (its supervisor ended without a word; `relayline up` starts it again)"
+    if facts["phase_s"] is not None:
+        head += f" for {_duration(facts['phase_s'])}"
     if facts["uptime_s"] is not None:
-        head += f" for {_duration(facts['uptime_s'])}, pid {facts['pid']}, {facts['url']}/v1"
+        head += f", up {_duration(facts['uptime_s'])}, pid {facts['pid']}"
+    if facts["url"]:
+        head += f", {facts['url']}/v1"
     lines = [head]
     if facts["reason"]:
         lines.append(f"  {facts['reason']}")
@@ -66,19 +71,19 @@ def _status_text(facts: dict[str, Any]) -> str:
         lines.append(f"  requests: {facts['requests']['running']} running, {facts['requests']['waiting']} waiting")
     elif facts["problem"]:
         lines.append(f"  requests: {facts['problem']}")
-    rows = [("process", "state", "pid", "up", "restarts", "address", "")]
+    rows = [("process", "state", "pid", "up", "restarts", "heard", "address", "")]
     for entry in facts["processes"]:
         up = "" if entry["uptime_s"] is None else _duration(entry["uptime_s"])
         pid = str(entry["pid"] or ("-" if entry["host"] == "localhost" else entry["host"]))
-        rows.append(
-            (entry["name"], entry["state"], pid, up, str(entry["n_restarts"]), entry["address"], entry["detail"])
-        )
+        heard = "" if entry["last_heard_s"] is None else f"{_duration(entry['last_heard_s'])} ago"
+        restarts = str(entry["n_restarts"])
+        rows.append((entry["name"], entry["state"], pid, up, restarts, heard, entry["address"], entry["detail"]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines += [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
     for entry in facts["processes"]:
-        if entry["command"] and entry["state"] in ("waiting", "lost"):
+        if entry["command"] and entry["state"] in (HostState.WAITING, HostState.LOST):
             lines += [f"  on {entry['host']}, run:", f"    {entry['command']}"]
     return "\n".join(lines)
 

@@ -121,6 +121,7 @@ def member_event(place: Place) -> dict[str, Any]:
         "state": place.state.value,
         "address": place.address,
         "host": host,
+        "process": place.process_id,
     }
 
 

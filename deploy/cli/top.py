@@ -18,6 +18,7 @@ from rich.text import Text
 from relayline.deploy.cli.console_http import Coordinator, key_option, url_option, width_of_terminal
 from relayline.deploy.cli.options import FloatRange
 from relayline.wire.common.errors import RelaylineError
+from relayline.wire.common.phase import HostState
 
 BAR_CELLS = 16
 NAME_CELLS = 24
@@ -142,7 +143,7 @@ def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: i
     overlap = f"{two:.0%} of busy time with two or more stages at work" if two is not None else "not yet known"
     cells = BAR_CELLS // 2 if is_small else BAR_CELLS
     head = Text.from_markup(
-        f"[bold]{escape(described['model'])}[/bold]  {escape(url)}  {described['phase']}, epoch {described['epoch']}\n"
+        f"[bold]{escape(described['model'])}[/bold]  {escape(url)}  {_phase(described)}, epoch {described['epoch']}\n"
         f"[bold]{figures['tokens_per_s']:g} tok/s[/bold]  {figures['running']} running, {figures['waiting']} waiting, "
         f"lanes {_bar(figures['running'], figures['lanes'], cells)} {figures['running']}/{figures['lanes']}  "
         f"KV {_bar(figures['kv_share'], 1, cells)} {figures['kv_share']:.1%}\n"
@@ -165,12 +166,22 @@ def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: i
     return Group(head, table, below) if below else Group(head, table)
 
 
+def _phase(described: dict[str, Any]) -> str:
+    """Return what clients get and since when."""
+    since_s = described.get("phase_s")
+    return str(described["phase"]) + (f" for {since_s:.0f} s" if since_s is not None else "")
+
+
 def _row(stage: dict[str, Any], row: dict[str, Any]) -> list[str]:
     """Return the cells of a stage: name and layers first, why its batches closed last."""
     name = escape(f"{stage['index']} {stage.get('name') or stage['address']}")
     layers = f"{stage['layers'][0]}-{stage['layers'][1] - 1}"
     if not row["up"]:
-        return [name, layers, "[red]no answer[/red]", *[""] * 7, ""]
+        heard_s = stage.get("last_heard_s")
+        silent = f"not heard for {heard_s:.0f} s" if stage.get("silent") and heard_s is not None else ""
+        state = stage.get("state", HostState.READY)
+        why = silent or (state if state != HostState.READY else "no answer")
+        return [name, layers, f"[red]{escape(why)}[/red]", *[""] * 7, ""]
     reasons = sorted(row["close_reasons"].items(), key=lambda item: -item[1])
     rows_per_step = row["rows_per_step"]
     return [

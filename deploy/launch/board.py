@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import msgspec
 
 from relayline.deploy.launch.process_id import ProcessId
-from relayline.deploy.launch.state import STATE_VERSION, LaunchState, Phase, ProcessRecord, StateDir
+from relayline.deploy.launch.state import STATE_VERSION, LaunchState, ProcessRecord, StateDir
+from relayline.wire.common.phase import HostState, Phase
 
 log = logging.getLogger("relayline.up")
 
@@ -21,7 +23,14 @@ class Board:
     ) -> None:
         self._directory = directory
         self.state = LaunchState(
-            STATE_VERSION, name, manifest, "starting", supervisor.pid, supervisor.start_ticks, processes=processes
+            STATE_VERSION,
+            name,
+            manifest,
+            Phase.STARTING,
+            supervisor.pid,
+            supervisor.start_ticks,
+            processes=processes,
+            phase_since_ns=time.monotonic_ns(),
         )
         directory.store(self.state)
 
@@ -41,8 +50,9 @@ class Board:
         changed = msgspec.structs.replace(self[name], **changes)
         records = tuple(changed if record.name == name else record for record in self.state.processes)
         phase = self.state.phase
-        if phase in ("ready", "recovering"):
-            phase = "ready" if all(record.state == "ready" for record in records) else "recovering"
+        if phase in (Phase.READY, Phase.RECOVERING):
+            is_whole = all(record.state == HostState.READY for record in records)
+            phase = Phase.READY if is_whole else Phase.RECOVERING
         self._store(processes=records, phase=phase)
         return changed
 
@@ -55,6 +65,8 @@ class Board:
         self._store(url=url, join=join)
 
     def _store(self, **changes: Any) -> None:
+        if changes.get("phase", self.state.phase) != self.state.phase:
+            changes["phase_since_ns"] = time.monotonic_ns()
         state = msgspec.structs.replace(self.state, **changes)
         if state != self.state:
             self.state = state

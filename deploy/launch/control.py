@@ -16,10 +16,11 @@ import msgspec
 
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.process_id import age_s, is_running, send_signal, wait_ended
-from relayline.deploy.launch.state import LaunchState, StateDir, find_running, state_root
+from relayline.deploy.launch.state import LaunchState, ProcessRecord, StateDir, find_running, state_root
 from relayline.wire.common.errors import RelaylineError, StartError, UsageError
+from relayline.wire.common.phase import HostState, Phase
 
-ANSWER_TIMEOUT_S = 2.0  # of the coordinator, for what runs now
+ANSWER_TIMEOUT_S = 5.0  # of the coordinator, for what runs now; it asks its stages for up to two seconds
 ANSWER_BYTES_MAX = 4 << 20
 KILL_WAIT_S = 10.0
 
@@ -39,11 +40,9 @@ class Launched:
         return is_running(self.state.supervisor)
 
     @property
-    def phase(self) -> str:
-        """The phase, or `dead` where the supervisor ended without noting so."""
-        if self.is_running or self.state.phase in ("stopped", "failed"):
-            return self.state.phase
-        return "dead"
+    def phase(self) -> Phase:
+        """The phase as the supervisor sees it, or DEAD where that ended without noting so."""
+        return self.state.phase if self.is_running or self.state.phase.has_ended else Phase.DEAD
 
 
 def launched(state_dir: Path | None, asked: str = "") -> list[Launched]:
@@ -88,25 +87,21 @@ def find(given: str | None, state_dir: Path | None) -> Launched | None:
 
 
 def describe(pipeline: Launched) -> dict[str, Any]:
-    """Return what `relayline status --json` prints of one pipeline. Times in seconds."""
+    """Return what `relayline status --json` prints of one pipeline. Times in seconds.
+
+    `phase` is what clients get: the coordinator's own word, where it answers.
+    """
     state = pipeline.state
     running = pipeline.is_running
-    processes = []
-    for record in state.processes:
-        process = record.process
-        lives = process is not None and is_running(process)
-        entry = cast(dict[str, Any], msgspec.to_builtins(record))
-        del entry["start_ticks"]
-        entry["uptime_s"] = round(age_s(process), 1) if process is not None and lives else None
-        if not lives:
-            entry["pid"] = None
-            if not running and record.state != "failed":
-                entry["state"] = "stopped"
-        processes.append(entry)
     live, problem = _live(state) if running and state.url else (None, "")
+    phase, phase_s = _phase(pipeline, live, is_answering=not problem)
+    if problem and (word := _health(state)) is not None:  # /v1/pipeline asks for a key, /health does not
+        phase, phase_s = word, None
+    stages = {stage.get("name"): stage for stage in live["stages"]} if live is not None else {}
     return {
         "name": state.name,
-        "phase": pipeline.phase,
+        "phase": phase.value,
+        "phase_s": round(phase_s, 1) if phase_s is not None else None,
         "reason": state.reason,
         "url": state.url if running else "",
         "join": state.join if running else "",
@@ -115,27 +110,82 @@ def describe(pipeline: Launched) -> dict[str, Any]:
         "pid": state.supervisor_pid if running else None,
         "uptime_s": round(age_s(state.supervisor), 1) if running else None,
         "requests": {key: live.get(key) for key in ("running", "waiting")} if live is not None else None,
-        "serving": live.get("phase") if live is not None else None,
         "problem": problem,
-        "processes": processes,
+        "processes": [_process(record, stages.get(record.name), is_supervised=running) for record in state.processes],
     }
+
+
+def _phase(pipeline: Launched, live: dict[str, Any] | None, *, is_answering: bool) -> tuple[Phase, float | None]:
+    """Return what clients get, and for how many seconds they have; None where that is not known."""
+    state = pipeline.state
+    if live is not None and live.get("phase") in set(Phase):
+        return Phase(live["phase"]), live.get("phase_s")
+    since_s = (time.monotonic_ns() - state.phase_since_ns) / 1e9 if state.phase_since_ns else None
+    if pipeline.phase in (Phase.READY, Phase.RECOVERING) and not is_answering:
+        coordinator = next((record for record in state.processes if record.role == "coordinator"), None)
+        if coordinator is None or coordinator.state is HostState.READY:
+            return Phase.UNREACHABLE, None
+        return Phase.RECOVERING, since_s  # it is being started again
+    return pipeline.phase, since_s if pipeline.is_running else None
+
+
+def _process(record: ProcessRecord, live: dict[str, Any] | None, *, is_supervised: bool) -> dict[str, Any]:
+    """Return one process; `live` is what the coordinator says of a stage."""
+    process = record.process
+    lives = process is not None and is_running(process)
+    entry = cast(dict[str, Any], msgspec.to_builtins(record))
+    del entry["start_ticks"]
+    entry["uptime_s"] = round(age_s(process), 1) if process is not None and lives else None
+    entry["last_heard_s"] = live.get("last_heard_s") if live is not None else None
+    if not lives:
+        entry["pid"] = None
+        if not is_supervised and record.state is not HostState.FAILED:
+            entry["state"] = HostState.STOPPED.value
+    if live is not None and live.get("silent") and record.state is HostState.READY:
+        entry["state"] = HostState.SILENT.value
+        entry["detail"] = f"has not answered for {live['last_heard_s']:.0f} s"
+    return entry
 
 
 def _live(state: LaunchState) -> tuple[dict[str, Any] | None, str]:
     """Ask the coordinator what it does now; (None, why) if it does not say."""
-    request = urllib.request.Request(f"{state.url}/v1/pipeline", headers=_credentials(state))
+    status, found, problem = _asked(f"{state.url}/v1/pipeline", _credentials(state))
+    if problem:
+        return None, f"the coordinator does not answer: {problem}"
+    if status != 200:
+        return None, f"the coordinator answers {status}" + (": an API key is needed" if status == 401 else "")
+    return (found, "") if isinstance(found, dict) and "stages" in found else (None, "it answers something else")
+
+
+def _health(state: LaunchState) -> Phase | None:
+    """Return what the coordinator tells everybody of itself, None if it does not answer."""
+    status, found, _ = _asked(f"{state.url}/health", {})
+    if status == 200:
+        return Phase.READY
+    word = found.get("status") if isinstance(found, dict) else None
+    return Phase(word) if word in set(Phase) else None
+
+
+def _asked(url: str, headers: dict[str, str]) -> tuple[int, Any, str]:
+    """GET a URL; returns status, JSON (None for what is none), and why there is no answer at all."""
+    request = urllib.request.Request(url, headers=headers)
+    # Never through a proxy: the coordinator is on this machine.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        # Never through a proxy: the coordinator is on this machine.
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
-            request, timeout=ANSWER_TIMEOUT_S
-        ) as answer:
-            found = json.loads(answer.read(ANSWER_BYTES_MAX))
+        with opener.open(request, timeout=ANSWER_TIMEOUT_S) as answer:
+            return answer.status, _json(answer.read(ANSWER_BYTES_MAX)), ""
     except urllib.error.HTTPError as error:
-        error.close()
-        return None, f"the coordinator answers {error.code}" + (": an API key is needed" if error.code == 401 else "")
-    except (OSError, ValueError) as error:
-        return None, f"the coordinator does not answer: {getattr(error, 'reason', error)}"
-    return (found, "") if isinstance(found, dict) else (None, "the coordinator answers something else")
+        with error:
+            return error.code, _json(error.read(ANSWER_BYTES_MAX)), ""
+    except OSError as error:
+        return 0, None, str(getattr(error, "reason", error))
+
+
+def _json(raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return None
 
 
 def _credentials(state: LaunchState) -> dict[str, str]:
@@ -170,9 +220,9 @@ def end(pipeline: Launched, timeout_s: float, *, force: bool) -> None:
         send_signal(supervisor, signal.SIGKILL)
         wait_ended(supervisor, KILL_WAIT_S)
     left = pipeline.directory.load()
-    if left is not None and left.phase not in ("stopped", "failed"):
+    if left is not None and not left.phase.has_ended:
         end_leftovers(left)
         gone = tuple(
-            msgspec.structs.replace(record, state="stopped", pid=0, start_ticks=0) for record in left.processes
+            msgspec.structs.replace(record, state=HostState.STOPPED, pid=0, start_ticks=0) for record in left.processes
         )
-        pipeline.directory.store(msgspec.structs.replace(left, phase="stopped", processes=gone))
+        pipeline.directory.store(msgspec.structs.replace(left, phase=Phase.STOPPED, processes=gone))

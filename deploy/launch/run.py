@@ -102,7 +102,7 @@ def launch(
     with directory.locked(manifest.name), log_file(directory.log(SUPERVISOR)) as file:
         before = directory.load()
         n_ended = end_leftovers(before)
-        if n_ended or (before is not None and before.phase not in ("stopped", "failed")):
+        if n_ended or (before is not None and not before.phase.has_ended):
             log.warning("the last run did not end properly; %d processes of it were still there", n_ended)
         prepared = ready_to_start(manifest, directory)
         settled = prepared.manifest

@@ -24,11 +24,9 @@ import msgspec
 
 from relayline.deploy.launch.process_id import ProcessId, age_s, is_running
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.phase import HostState, Phase
 
 STATE_VERSION = 1
-
-Phase = Literal["starting", "ready", "recovering", "stopping", "stopped", "failed"]
-ProcessState = Literal["waiting", "starting", "fetching", "loading", "ready", "restarting", "lost", "stopped", "failed"]
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
@@ -37,7 +35,7 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     name: str
     role: Literal["coordinator", "stage"]
     host: str
-    state: ProcessState
+    state: HostState
     pid: int = 0
     start_ticks: int = 0
     n_restarts: int = 0
@@ -63,6 +61,7 @@ class LaunchState(msgspec.Struct, frozen=True):
     manifest: str
     """The manifest file that was given, absolute."""
     phase: Phase
+    """What its supervisor sees; what clients get the coordinator knows better."""
     supervisor_pid: int
     supervisor_start_ticks: int
     url: str = ""
@@ -70,6 +69,8 @@ class LaunchState(msgspec.Struct, frozen=True):
     reason: str = ""
     """Why it failed, in one line."""
     processes: tuple[ProcessRecord, ...] = ()
+    phase_since_ns: int = 0
+    """When it entered the phase, on the machine's monotonic clock; 0: not known."""
 
     @property
     def supervisor(self) -> ProcessId:

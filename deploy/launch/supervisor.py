@@ -21,9 +21,10 @@ from relayline.deploy.launch.child import Child
 from relayline.deploy.launch.log_files import LogWriter
 from relayline.deploy.launch.plan import LaunchPlan, LocalStage
 from relayline.deploy.launch.process_id import identify
-from relayline.deploy.launch.state import ProcessRecord, ProcessState, StateDir
+from relayline.deploy.launch.state import ProcessRecord, StateDir
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import StartError
+from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.common.process import first_of
 from relayline.wire.links.security import address_of
 
@@ -33,14 +34,6 @@ STAGE_STOP_TIMEOUT_S = 10.0
 COORDINATOR_STOP_TIMEOUT_S = bounds.DRAIN_TIMEOUT_S + STAGE_STOP_TIMEOUT_S
 COORDINATOR = "coordinator"
 EXIT_USAGE = 2  # a process that was told something impossible says the same next time
-
-_REMOTE_STATES: dict[str, ProcessState] = {
-    "missing": "waiting",
-    "joined": "starting",
-    "fetching": "fetching",
-    "loading": "loading",
-    "serving": "ready",
-}
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -80,6 +73,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._coordinator = self._kept(COORDINATOR, self._serve_arguments(plan.http, plan.join), self._on_event)
         self._stages: dict[str, _Kept] = {}
+        self._remote_processes: dict[str, str] = {}  # stage of another host -> what its last process called itself
 
     # --- start --------------------------------------------------------------------------------------------------------
 
@@ -146,12 +140,14 @@ class Supervisor:
             kept.log.write(f"--- {cause}")
             delay_s = self._delay(kept, ready_for_s)
             if delay_s is None:
-                self.board.set_process(name, state="failed", pid=0, start_ticks=0, detail=cause)
+                self.board.set_process(name, state=HostState.FAILED, pid=0, start_ticks=0, detail=cause)
                 n_deaths = kept.history.n_deaths
                 self._fail(f"{cause}; it died {n_deaths} times in a row" if n_deaths > 1 else cause)
                 return
             n_restarts = self.board[name].n_restarts + 1
-            self.board.set_process(name, state="restarting", pid=0, start_ticks=0, detail=cause, n_restarts=n_restarts)
+            self.board.set_process(
+                name, state=HostState.RESTARTING, pid=0, start_ticks=0, detail=cause, n_restarts=n_restarts
+            )
             log.warning("%s; starting it again in %.1f s", cause, delay_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
@@ -174,7 +170,7 @@ class Supervisor:
         process = identify(child.pid)
         ticks = process.start_ticks if process is not None else 0
         pid = child.pid if ticks else 0
-        self.board.set_process(child.name, state="starting", pid=pid, start_ticks=ticks, address="")
+        self.board.set_process(child.name, state=HostState.STARTING, pid=pid, start_ticks=ticks, address="")
         if self._stopping.is_set():
             await child.stop(STAGE_STOP_TIMEOUT_S)  # it was being started while the others were told to end
             return 0.0
@@ -191,11 +187,11 @@ class Supervisor:
     def _on_ready(self, child: Child, event: dict[str, Any]) -> None:
         address = self._reachable(event.get("address", "")) or event.get("url", "")
         metrics = event.get("metrics") or ""
-        record = self.board.set_process(child.name, state="ready", address=address, metrics=metrics, detail="")
+        record = self.board.set_process(child.name, state=HostState.READY, address=address, metrics=metrics, detail="")
         self._emit({"event": "process", "name": child.name, "role": record.role, "pid": child.pid, "address": address,
                     "restarts": record.n_restarts, "layers": event.get("layers")})  # fmt: skip
         if child is self._coordinator.child and not self._ready.done():
-            self.board.set_phase("ready")
+            self.board.set_phase(Phase.READY)
             self._ready.set_result(event | {"stages": len(self.plan.stages)})
 
     def _reachable(self, address: str) -> str:
@@ -218,22 +214,30 @@ class Supervisor:
 
     def _on_stage_event(self, event: dict[str, Any]) -> None:
         name, address = event["name"], event.get("address") or ""
-        was = self.board[name].state
+        was, known = self.board[name].state, HostState(event["state"])
         if name in self._stages:
             # What runs here is seen at first hand; the coordinator only knows what a starting stage is busy with.
-            if event["state"] in ("fetching", "loading") and was in ("starting", "fetching", "loading"):
-                self.board.set_process(name, state=event["state"])
+            at_work = (HostState.FETCHING, HostState.LOADING)
+            if known in at_work and was in (HostState.STARTING, *at_work):
+                self.board.set_process(name, state=known)
             return
-        known = _REMOTE_STATES[event["state"]]
-        if known == "waiting" and was != "waiting":
-            known = "lost"
-        detail = {"ready": "", "lost": "start it there again if it has ended"}.get(known, event["state"])
-        self.board.set_process(name, state=known, address=address, detail=detail)
-        if known == "ready" and was != "ready":
+        if known is HostState.WAITING and was is not HostState.WAITING:
+            known = HostState.LOST  # a coordinator that was started anew has not seen it yet
+        told = {HostState.READY: "", HostState.LOST: "start it there again if it has ended"}
+        changes = {"state": known, "address": address, "detail": told.get(known, known.value)}
+        n_restarts = self.board[name].n_restarts + self._is_new_process(name, event.get("process") or "")
+        self.board.set_process(name, **changes, n_restarts=n_restarts)
+        if known is HostState.READY and was is not HostState.READY:
             self._emit({"event": "process", "name": name, "role": "stage", "pid": 0, "address": address,
-                        "restarts": 0, "layers": event.get("layers")})  # fmt: skip
-        elif known == "lost" and was != "lost":
+                        "restarts": n_restarts, "layers": event.get("layers")})  # fmt: skip
+        elif known is HostState.LOST and was is not HostState.LOST:
             log.warning("stage %s is lost; waiting for it to join again", name)
+
+    def _is_new_process(self, name: str, process_id: str) -> bool:
+        """Return whether another process holds the place of a stage of another host than the one before."""
+        before = self._remote_processes.get(name, "")
+        self._remote_processes[name] = process_id or before
+        return before not in ("", self._remote_processes[name])
 
     def _fail(self, reason: str) -> None:
         if not self.failed.done():
@@ -245,7 +249,7 @@ class Supervisor:
     async def stop(self) -> None:
         """Drain the coordinator, then end the stages; no process is left behind. Stores how it ended."""
         self._stopping.set()
-        self.board.set_phase("stopping")
+        self.board.set_phase(Phase.DRAINING)
         await self._coordinator.child.stop(COORDINATOR_STOP_TIMEOUT_S)
         self._gone(COORDINATOR)
         await asyncio.gather(*(kept.child.stop(STAGE_STOP_TIMEOUT_S) for kept in self._stages.values()))
@@ -255,18 +259,18 @@ class Supervisor:
             kept.log.close()
         self._coordinator.log.close()
         error = self.failed.exception() if self.failed.done() else None
-        self.board.set_phase("failed" if error else "stopped", str(error or ""))
+        self.board.set_phase(Phase.FAILED if error else Phase.STOPPED, str(error or ""))
 
     def _gone(self, name: str) -> None:
-        if self.board[name].state != "failed":
-            self.board.set_process(name, state="stopped", pid=0, start_ticks=0)
+        if self.board[name].state is not HostState.FAILED:
+            self.board.set_process(name, state=HostState.STOPPED, pid=0, start_ticks=0)
 
 
 def _records(plan: LaunchPlan) -> tuple[ProcessRecord, ...]:
     stages = (
-        ProcessRecord(stage.name, "stage", "localhost", "waiting")
+        ProcessRecord(stage.name, "stage", "localhost", HostState.WAITING)
         if isinstance(stage, LocalStage)
-        else ProcessRecord(stage.name, "stage", stage.host, "waiting", detail="not started there yet")
+        else ProcessRecord(stage.name, "stage", stage.host, HostState.WAITING, detail="not started there yet")
         for stage in plan.stages
     )
-    return (ProcessRecord(COORDINATOR, "coordinator", "localhost", "waiting"), *stages)
+    return (ProcessRecord(COORDINATOR, "coordinator", "localhost", HostState.WAITING), *stages)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+EXIT_USAGE = 2  # a process that was told something impossible says the same next time
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RestartPolicy:
@@ -28,11 +30,17 @@ class RestartHistory:
         self._policy = policy
         self.n_deaths = 0
 
-    def died(self, ready_for_s: float) -> float | None:
+    def died(self, ready_for_s: float, exit_code: int | None = None) -> float | None:
         """Note a death after `ready_for_s` seconds of being ready; return the delay in seconds, None to give up."""
+        if exit_code == EXIT_USAGE:
+            return None
         if ready_for_s >= self._policy.healthy_s:
             self.n_deaths = 0
         self.n_deaths += 1
         if self.n_deaths > self._policy.deaths_max:
             return None
         return min(self._policy.max_s, self._policy.first_s * self._policy.factor ** (self.n_deaths - 1))
+
+    def given_up(self, cause: str) -> str:
+        """Return what to say once it is given up; `cause` is how it died the last time."""
+        return f"{cause}; it died {self.n_deaths} times in a row" if self.n_deaths > 1 else cause

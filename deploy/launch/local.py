@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relayline.coordinator.model.pipeline_file import PipelineFile, load_pipeline
+from relayline.deploy.launch.backoff import RestartHistory, RestartPolicy
 from relayline.deploy.launch.child import Child
 from relayline.deploy.machine.cores import Cores, shares, write_cores
 from relayline.wire.common import bounds
@@ -45,6 +46,8 @@ class LocalConfig:
     """Passed on to `relayline serve`."""
     pin: bool = True
     """Whether each stage keeps to its share of the cores, where they are as many as all threads."""
+    policy: RestartPolicy = dataclasses.field(default_factory=RestartPolicy)
+    """When a coordinator that died is started again."""
 
 
 def threads_per_stage(n_stages: int) -> int:
@@ -108,20 +111,23 @@ class LocalPipeline:
         log.info("loading %s", self.file.model_name, extra={"fields": fields})
         await asyncio.gather(*(stage.start() for stage in self.stages))
         addresses = await asyncio.gather(*map(self._address, self.stages))
-        self.coordinator = Child(
-            "coordinator",
-            ("serve", "--pipeline", str(self.config.pipeline_dir), "--stages", ",".join(addresses),
-             "--http", address_of(*self.config.http), "--json", "--exit-with-stdin", *self.config.serve_arguments),
-            self._on_line,
-        )  # fmt: skip
+        self.coordinator = Child("coordinator", self._serve_arguments(addresses, self.config.http), self._on_line)
         await self.coordinator.start()
         ready = await self.coordinator.ready
         for index, address in enumerate(addresses):
             # A restarted stage comes back where its neighbours look for it.
             self.stages[index].arguments = self._stage(index, n_threads, address).arguments
             self._watch(self.stages[index].name, self._keep_alive(self.stages[index]))
-        self._watch(self.coordinator.name, self._watch_coordinator(self.coordinator))
+        # It comes back where clients look for it.
+        http = (self.config.http[0], int(ready["url"].rpartition(":")[2]))
+        self.coordinator.arguments = self._serve_arguments(addresses, http)
+        self._watch(self.coordinator.name, self._keep_coordinator(self.coordinator))
         return ready
+
+    def _serve_arguments(self, addresses: Sequence[str], http: tuple[str, int]) -> tuple[str, ...]:
+        return ("serve", "--pipeline", str(self.config.pipeline_dir), "--stages", ",".join(addresses),
+                "--http", address_of(*http), "--json", "--exit-with-stdin",
+                *self.config.serve_arguments)  # fmt: skip
 
     async def _address(self, stage: Child) -> str:
         event = await stage.ready
@@ -168,10 +174,29 @@ class LocalPipeline:
                 return
             await stage.start()
 
-    async def _watch_coordinator(self, coordinator: Child) -> None:
-        await coordinator.exited.wait()
-        if not self._stopping.is_set():
-            self._fail(coordinator.cause_of_death())
+    async def _keep_coordinator(self, coordinator: Child) -> None:
+        """Start a coordinator that has died again, as under a manifest: its stages still hold what they hold."""
+        history, ready_at_s = RestartHistory(self.config.policy), time.monotonic()
+        while True:
+            await coordinator.exited.wait()
+            if self._stopping.is_set():
+                return
+            cause = coordinator.cause_of_death()
+            delay_s = history.died(time.monotonic() - ready_at_s, coordinator.exit_code)
+            if delay_s is None:
+                self._fail(history.given_up(cause))
+                return
+            log.warning("%s; starting it again in %.1f s", cause, delay_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._stopping.wait()
+            if self._stopping.is_set():
+                return
+            await coordinator.start()
+            with contextlib.suppress(StartError):  # it has died again, which the next turn sees
+                await asyncio.shield(coordinator.ready)
+                log.warning("%s serves again", coordinator.name)
+            ready_at_s = time.monotonic()
 
     def _fail(self, reason: str) -> None:
         if not self.failed.done():

@@ -33,7 +33,6 @@ log = logging.getLogger("relayline.up")
 STAGE_STOP_TIMEOUT_S = 10.0
 COORDINATOR_STOP_TIMEOUT_S = bounds.DRAIN_TIMEOUT_S + STAGE_STOP_TIMEOUT_S
 COORDINATOR = "coordinator"
-EXIT_USAGE = 2  # a process that was told something impossible says the same next time
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -141,8 +140,7 @@ class Supervisor:
             delay_s = self._delay(kept, ready_for_s)
             if delay_s is None:
                 self.board.set_process(name, state=HostState.FAILED, pid=0, start_ticks=0, detail=cause)
-                n_deaths = kept.history.n_deaths
-                self._fail(f"{cause}; it died {n_deaths} times in a row" if n_deaths > 1 else cause)
+                self._fail(kept.history.given_up(cause))
                 return
             n_restarts = self.board[name].n_restarts + 1
             self.board.set_process(
@@ -157,11 +155,9 @@ class Supervisor:
 
     def _delay(self, kept: _Kept, ready_for_s: float) -> float | None:
         """Return the delay before the next start, None if there is none."""
-        if kept.child.exit_code == EXIT_USAGE:
-            return None
         if kept is self._coordinator and not self._ready.done():
             return None  # a taken port or a bad model at the start is for the user to see now
-        return kept.history.died(ready_for_s)
+        return kept.history.died(ready_for_s, kept.child.exit_code)
 
     async def _live(self, kept: _Kept) -> float:
         """Run one life of a process; returns for how many seconds it was ready."""

@@ -129,7 +129,7 @@ class Watch:
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     return  # a version before this one: gRPC's own pings have to do
-                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
                     log.warning("%s refuses to be watched: %s", self._who, error.details())
                     return
             finally:

@@ -327,3 +327,28 @@ def test_lines_for_people() -> None:
     remote = {"event": "remote", "name": "b", "host": "box", "command": "relayline stage", "bring": "/tls/box"}
     assert line_of(remote, as_json=False) == "on box, run (copy /tls/box there first):\n  relayline stage"
     assert line_of(ready, as_json=True).startswith('{"event": "process"')
+
+
+async def test_restarts_of_a_stage_on_another_host_are_counted(tmp_path: Path) -> None:
+    """Also over a restart of the coordinator, which has seen nobody before; the same process anew is no restart."""
+    directory = StateDir(tmp_path / "state")
+    with directory.locked("four"):
+        plan = arrange(manifest_of(FOUR, tmp_path), tmp_path / "four.yaml", tmp_path / "settled.json")
+        emitted: list[dict[str, object]] = []
+        supervisor = Supervisor(plan, directory, emitted.append)
+        supervisor._coordinator.log.close()
+        name = plan.remote[0].name
+
+        def tell(state: str, process: str) -> tuple[str, int]:
+            supervisor._on_event({"event": "stage", "name": name, "state": state, "address": "", "process": process})
+            record = supervisor.board[name]
+            return record.state.value, record.n_restarts
+
+        assert tell("starting", "a") == ("starting", 0)
+        assert tell("ready", "a") == ("ready", 0)
+        assert tell("lost", "a") == ("lost", 0)
+        assert tell("ready", "a") == ("ready", 0)
+        assert tell("ready", "b") == ("ready", 1)
+        assert tell("waiting", "") == ("lost", 1)
+        assert tell("ready", "c") == ("ready", 2)
+        assert [event["restarts"] for event in emitted if event["event"] == "process"] == [0, 0, 2]

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
+from relayline.deploy.cli.control import _status_text
 from relayline.deploy.launch.backoff import RestartHistory, RestartPolicy
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.control import Launched, describe, end, find
@@ -20,6 +27,7 @@ from relayline.deploy.launch.process_id import ProcessId, age_s, identify, is_ru
 from relayline.deploy.launch.state import LaunchState, ProcessRecord, StateDir
 from relayline.deploy.testing.processes import relayline
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.phase import HostState, Phase
 
 # --- back-off ---------------------------------------------------------------------------------------------------------
 
@@ -38,6 +46,12 @@ def test_a_healthy_life_clears_the_record() -> None:
         2,
         None,
     ]
+
+
+def test_a_process_that_was_told_something_impossible_is_given_up_at_once() -> None:
+    history = RestartHistory(RestartPolicy())
+    assert history.died(100, 2) is None
+    assert history.given_up("coordinator ended with exit code 2") == "coordinator ended with exit code 2"
 
 
 # --- which process ----------------------------------------------------------------------------------------------------
@@ -276,3 +290,89 @@ async def test_a_log_that_does_not_exist_yet_is_awaited(tmp_path: Path) -> None:
         file.write(" a line\nnext")
     assert await first == "half a line"
     reader.close()
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """A coordinator that says what the test wants: by path, a status and JSON."""
+
+    said: ClassVar[dict[str, tuple[int, dict[str, object]]]] = {}
+
+    def do_GET(self) -> None:
+        status, body = self.said[self.path]
+        raw = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def coordinator() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+def described(tmp_path: Path, url: str) -> dict[str, Any]:
+    """What `status` tells of a pipeline whose supervisor sees nothing wrong."""
+    directory = StateDir(tmp_path / "small")
+    directory.path.mkdir()
+    board = board_of(directory, me())
+    for record in board.state.processes:
+        board.set_process(record.name, state=HostState.READY)
+    board.set_phase(Phase.READY)
+    board.set_addresses(url, "127.0.0.1:1")
+    pipeline = find("small", directory.path)
+    assert pipeline is not None
+    return describe(pipeline)
+
+
+@pytest.mark.parametrize("phase", [Phase.LOADING, Phase.RECOVERING, Phase.UNREACHABLE, Phase.DRAINING])
+@pytest.mark.parametrize("has_key", [True, False])
+def test_status_says_what_clients_get(tmp_path: Path, coordinator: str, phase: Phase, has_key: bool) -> None:
+    stage = {"name": "stage-0", "last_heard_s": 12.3, "silent": True}
+    live = {"phase": phase.value, "phase_s": 70.0, "running": 1, "waiting": 2, "stages": [stage]}
+    Answers.said = {
+        "/v1/pipeline": (200, live) if has_key else (401, {}),
+        "/health": (503, {"status": phase.value}),
+    }
+    facts = described(tmp_path, coordinator)
+    text = _status_text(facts)
+    assert (facts["phase"], facts["phase_s"]) == (phase.value, 70.0 if has_key else None)
+    first = text.splitlines()[0]
+    assert first.startswith(f"small: {phase.value} for 1 min 10 s, up " if has_key else f"small: {phase.value}, up ")
+    if has_key:
+        (row,) = (line for line in text.splitlines() if line.startswith("  stage-0"))
+        assert "silent" in row
+        assert "12 s ago" in row
+        assert row.endswith("has not answered for 12 s")
+    else:
+        assert "an API key is needed" in text
+
+
+def test_status_of_a_coordinator_that_does_not_answer(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        facts = described(tmp_path, f"http://127.0.0.1:{taken.getsockname()[1]}")
+    assert facts["phase"] == "unreachable"
+    assert "does not answer" in facts["problem"]
+
+
+def test_status_counts_the_time_of_the_phase_and_not_of_the_process(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path)
+    board = board_of(directory, me())
+    began_ns = board.state.phase_since_ns
+    board.set_phase(Phase.READY)
+    ready_ns = board.state.phase_since_ns
+    board.set_process("stage-0", state=HostState.LOST)
+    lost_ns = board.state.phase_since_ns
+    board.set_process("stage-0", detail="another word about it")
+    assert began_ns < ready_ns < lost_ns == board.state.phase_since_ns

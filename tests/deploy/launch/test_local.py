@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import signal
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -15,10 +16,11 @@ import pytest
 
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.launch import local
+from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.child import Child, child_environment
 from relayline.deploy.launch.local import LocalConfig, LocalPipeline
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
-from relayline.deploy.testing.processes import TIMEOUT_S, relayline, running, wait_gone
+from relayline.deploy.testing.processes import TIMEOUT_S, child_running, relayline, running, wait_gone
 from relayline.wire.common.errors import StartError
 from tests.support.tiny_models import make_tiny
 
@@ -97,7 +99,7 @@ class Ending(Child):
 def pipeline(model: Path, tmp_path: Path) -> Any:
     """Make a pipeline of a split model, of which nothing has been started."""
     split_model(model, tmp_path, n_stages=2)
-    return lambda: LocalPipeline(LocalConfig(tmp_path, ("127.0.0.1", 0)), lambda *_: None)
+    return lambda **more: LocalPipeline(LocalConfig(tmp_path, ("127.0.0.1", 0), **more), lambda *_: None)
 
 
 async def test_a_start_that_is_cancelled_leaves_a_child_that_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,3 +176,83 @@ async def test_nothing_is_started_again_while_the_coordinator_drains(
     async with asyncio.timeout(TIMEOUT_S):
         await whole.stop()
     assert stage.n_starts == 1
+
+
+class Serving(Child):
+    """A coordinator that says it is ready and ends at once, `n_lives` times; then its ready line does not come."""
+
+    def __init__(self, n_lives: int, exit_code: int = 1) -> None:
+        super().__init__("coordinator", (), lambda *_: None)
+        self.n_lives, self.n_starts, self.code = n_lives, 0, exit_code
+        self.started: list[tuple[str, ...]] = []
+
+    async def start(self) -> None:
+        self.started.append(self.arguments)
+        self.ready = asyncio.get_running_loop().create_future()
+        self.exited = asyncio.Event()
+        if len(self.started) < self.n_lives:
+            self.ready.set_result({"event": "ready"})
+            self.exited.set()
+        elif len(self.started) > self.n_lives:
+            raise AssertionError("it had been given up")
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.code
+
+    def cause_of_death(self) -> str:
+        return f"coordinator ended with exit code {self.code}"
+
+    async def stop(self, timeout_s: float) -> None:
+        if not self.ready.done():
+            self.ready.set_exception(StartError("it was stopped"))
+        self.exited.set()
+
+
+def keep(whole: LocalPipeline, coordinator: Child) -> None:
+    whole.coordinator = coordinator
+    whole._watch(coordinator.name, whole._keep_coordinator(coordinator))
+
+
+AT_ONCE = RestartPolicy(first_s=0, max_s=0, deaths_max=3)
+
+
+async def test_a_coordinator_that_dies_is_started_again_and_goes_on(pipeline: Any) -> None:
+    whole, coordinator = pipeline(policy=AT_ONCE), Serving(n_lives=4)
+    await coordinator.start()
+    keep(whole, coordinator)
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(coordinator.started) < 4:  # noqa: ASYNC110 - nothing tells of a start
+            await asyncio.sleep(0)
+        assert not whole.failed.done()
+        await whole.stop()
+    assert len(coordinator.started) == 4
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "n_starts", "text"),
+    [(1, 4, "exit code 1; it died 4 times in a row"), (2, 1, "exit code 2")],
+    ids=["again and again", "told something impossible"],
+)
+async def test_a_coordinator_that_keeps_dying_ends_the_whole(
+    pipeline: Any, exit_code: int, n_starts: int, text: str
+) -> None:
+    whole, coordinator = pipeline(policy=AT_ONCE), Serving(n_lives=9, exit_code=exit_code)
+    await coordinator.start()
+    keep(whole, coordinator)
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(StartError, match=f"^coordinator ended with {text}$"):
+            await whole.failed
+        await whole.stop()
+    assert len(coordinator.started) == n_starts
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_is_killed_comes_back_at_its_port(tmp_path: Path) -> None:
+    flags = ("--split-dir", tmp_path, "--threads", "1", "--http", "127.0.0.1:0", "--ctx", "64", "--lanes", "2")
+    with running("up", "--model", DEMO, *flags, "--no-calibrate", "--json") as up:
+        os.kill(child_running(up.process.pid, "serve"), signal.SIGKILL)
+        up.wait_for_log("coordinator serves again")
+        load = ("bench", up.event["url"], "--streams", "1", "--tokens", "4", "--prompt-tokens", "4", "--json")
+        answered = relayline(*load)
+        assert json.loads(answered.stdout)["n_complete"] == 1, answered.stderr

@@ -360,7 +360,7 @@ def test_another_host_gets_its_one_command(home: Path) -> None:
         words[words.index("--tls") + 1] = remote["bring"]
         for flag, value in (("--listen", "127.0.0.1:0"), ("--metrics", "127.0.0.1:0"), ("--advertise", "127.0.0.1")):
             words[words.index(flag) + 1] = value
-        assert status("apart")["phase"] == "starting"
+        assert status("apart")["phase"] == "loading"
         assert remote["command"] in relayline("status", "apart").stdout, "for whoever has closed that terminal"
         with subprocess.Popen([*COMMAND, *words[1:]], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as stage:
             try:

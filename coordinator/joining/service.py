@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from relayline.coordinator.engine.membership import Introduction, Membership
 from relayline.coordinator.engine.roster import JoinedRoster
+from relayline.coordinator.engine.whereabouts import whereabouts
 from relayline.coordinator.joining.artifact_reader import read_chunks
 from relayline.coordinator.joining.config import JoinConfig
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, PipelineFile
@@ -35,7 +36,7 @@ from relayline.wire.common.process import first_of
 from relayline.wire.links import rpc
 from relayline.wire.links.listening import Listener
 from relayline.wire.links.refusals import peer_of
-from relayline.wire.links.security import LinkSecurity, address_of
+from relayline.wire.links.security import PLAINTEXT, LinkSecurity, address_of
 from relayline.wire.links.silence import Silence, silent_text
 from relayline.wire.links.watch import beat, until_silent
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -69,8 +70,17 @@ class _Membership:
 class JoinService:
     """All calls of relayline.v1.PipelineService."""
 
-    def __init__(self, config: JoinConfig, directory: Path, file: PipelineFile, roster: JoinedRoster) -> None:
+    def __init__(
+        self,
+        config: JoinConfig,
+        directory: Path,
+        file: PipelineFile,
+        roster: JoinedRoster,
+        security: LinkSecurity = PLAINTEXT,
+    ) -> None:
+        """`security` is that of links to the stages."""
         self._config, self._directory, self._file, self._roster = config, directory, file, roster
+        self._security = security
         self._pipeline_json = (directory / PIPELINE_NAME).read_bytes()
         self._members: dict[int, _Membership] = {}  # by place, hence at most one per stage
         self._fetches = asyncio.Semaphore(config.fetches_max)
@@ -192,14 +202,21 @@ class JoinService:
                 state, progress = _STATES[report.progress.phase], report.progress
                 self._roster.progress(ticket, state, progress.done_bytes, progress.total_bytes)
             elif kind == "serving" and 0 < report.serving.port <= 65_535:
-                host = report.serving.host or peer_of(context.peer())[0]
-                self._roster.serving(ticket, address_of(host, report.serving.port), report.serving.instance_id)
+                address = await self._whereabouts(member, report.serving, peer_of(context.peer())[0])
+                self._roster.serving(ticket, address, report.serving.instance_id)
             elif kind == "alive":
                 pass
             elif kind == "failure":
                 self._roster.failed(ticket, report.failure.message[: bounds.ERROR_TEXT_BYTES_MAX])
             else:
                 raise ProtocolError(f"a stage reported {kind or 'nothing'} where that makes no sense")
+
+    async def _whereabouts(self, member: _Membership, serving: pb.StageServing, seen: str) -> str:
+        name = self._config.stages[member.index].name
+        address, line = await whereabouts(name, serving.host, seen, serving.port, self._security)
+        if line:
+            log.warning("%s", line)
+        return address
 
     # --- artifacts ----------------------------------------------------------------------------------------------------
 
@@ -260,7 +277,7 @@ async def serve_joining(
     config: JoinConfig, directory: Path, file: PipelineFile, roster: JoinedRoster, security: LinkSecurity
 ) -> AsyncIterator[str]:
     """Let stages join for the length of a with block; yields the address (host:port). Raises StartError, UsageError."""
-    service = JoinService(config, directory, file, roster)
+    service = JoinService(config, directory, file, roster, security)
     listener = Listener(security, "the coordinator")
     listener.server.add_generic_rpc_handlers((service.handlers(),))
     try:

@@ -262,6 +262,8 @@ pipeline_options = _apply(
                  "is 0 [default: half of all with --kv-layout per-lane, else none]."),
     click.option("--queue", type=click.IntRange(0, 100_000), default=256, show_default=True,
                  help="Requests that may wait for a lane."),
+    click.option("--lost-wait", type=FloatRange(0, 3_600), default=15.0, show_default=True, metavar="SECONDS",
+                 help="How long after the loss of a stage new requests wait for their first token; then they get 503."),
     click.option("--groups", type=click.IntRange(0, 4096), default=0, help="Decode groups by hand [default: chosen]."),
     click.option("--group-rows", type=click.IntRange(0, 2048), default=0, help="Rows per group by hand."),
     click.option("--no-share", is_flag=True, help="Never decode identical deterministic requests once for all."),

@@ -207,6 +207,7 @@ def serve_command(**given: Any) -> None:
             share=not given["no_share"],
             prefix_lanes=given["prefix_lanes"],
             waiting_max=given["queue"],
+            lost_wait_s=given["lost_wait"],
             security=security_from(given),
         ),
         host=host,

@@ -118,7 +118,8 @@ def _up_model(given: dict[str, Any]) -> None:
         serve_arguments=(
             *forwarded([("--wire", given["wire"]), ("--prefill-chunk", given["prefill_chunk"]),
                         ("--itl-stretch", given["itl_stretch"]), ("--draft", DraftTokens.said(given["draft"])),
-                        ("--queue", given["queue"]), ("--policy", given["policy"]),
+                        ("--queue", given["queue"]), ("--lost-wait", given["lost_wait"]),
+                        ("--policy", given["policy"]),
                         ("--groups", given["groups"]), ("--group-rows", given["group_rows"])]),
             *(("--prefix-lanes", str(given["prefix_lanes"])) if given["prefix_lanes"] is not None else ()),
             *(("--no-share",) if given["no_share"] else ()),

@@ -36,6 +36,7 @@ PLACES = {
     "group_rows": "batching.groupRows",
     "policy": "batching.policy",
     "queue": "coordinator.queue",
+    "lost_wait": "coordinator.lostWaitSeconds",
     "model_id": "coordinator.modelId",
     "wire": "wire.dtype",
     "trace_level": "telemetry.level",

@@ -49,6 +49,7 @@ def flag_defaults(manifest: Manifest) -> dict[str, Any]:
         "http": (http.host, http.port),
         "model_id": spec.coordinator.model_id,
         "queue": spec.coordinator.queue,
+        "lost_wait": spec.coordinator.lost_wait_seconds,
         "ctx": spec.context.tokens,
         "lanes": spec.context.lanes,
         "kv_type": spec.context.kv_type,

@@ -94,6 +94,8 @@ class Coordinator(Part):
     """Port on which stages join. 0: chosen by the system while all stages are local, else 50050."""
     queue: Annotated[int, Field(ge=0, le=100_000)] = 256
     """Requests that may wait for a lane; one more is refused with 429."""
+    lost_wait_seconds: Annotated[float, Field(ge=0, le=3600)] = 15.0
+    """How long after the loss of a stage new requests wait for their first token; then they are refused with 503."""
     model_id: Text = ""
     """Model name in the API; empty for the model's own."""
     api_keys_file: FilePath | None = None

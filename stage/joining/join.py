@@ -129,7 +129,7 @@ class JoinedStage:
             if (artifact.pipeline_id, artifact.stage_index) != (order.pipeline_id, order.stage_index):
                 raise ArtifactError(f"{path} is not the artifact that the coordinator's order describes")
             self._on_ready(address, facts)
-            await self._stay(member, int(address.rpartition(":")[2]), facts.instance_id, stop, crashed)
+            await self._stay(member, (host, int(address.rpartition(":")[2])), facts.instance_id, stop, crashed)
 
     async def _obtain(self, member: Member, load: Load, stop: asyncio.Future[Any]) -> Path | None:
         """Return where the artifact is; None when told to stop, or when the coordinator went away meanwhile."""
@@ -172,13 +172,13 @@ class JoinedStage:
     async def _stay(
         self,
         member: Member,
-        port: int,
+        listens: tuple[str, int],
         instance_id: str,
         stop: asyncio.Future[Any],
         crashed: asyncio.Future[None],
     ) -> None:
-        """Serve one engine for as long as the orders stay the same, through any number of memberships."""
-        order = member.order
+        """Serve one engine for as long as it can: through any number of memberships, until orders or host move."""
+        order, (host, port) = member.order, listens
         serving = pb.StageServing(host=self._config.told_host(), port=port, instance_id=instance_id)
         while self._member is not None and same_work(self._member.order, order):
             await self._member.report(serving=serving)
@@ -188,10 +188,19 @@ class JoinedStage:
             if not stop.done():
                 self._note_end(self._member.lost.result())
             await self._rejoin(stop, crashed)
+            if not crashed.done() and await self._has_moved(host):
+                return
         if crashed.done():
             await crashed
         if self._member is not None:
             log.info("the coordinator's order has changed; loading anew")
+
+    async def _has_moved(self, host: str) -> bool:
+        """Return whether this machine faces the coordinator with another address than `host`, which it listens on."""
+        if self._member is None or (now := await self._listen_host()) in ("", host):
+            return False
+        log.warning("this machine is at %s now and was at %s; loading anew, to serve where it is found", now, host)
+        return True
 
     # --- membership ---------------------------------------------------------------------------------------------------
 

@@ -312,7 +312,7 @@ async def test_plaintext_beyond_this_machine_is_refused_before_anything_is_fetch
     async with asyncio.timeout(WAIT_S), join_port(tmp_path / "split") as port:
         with pytest.raises(UsageError, match="TLS"):
             await Living(port.address, tmp_path, host="0.0.0.0").task
-        assert port.roster.describe()[0]["state"] == "lost"
+        assert port.roster.describe()[0]["state"] == "waiting"
         allowed = Living(port.address, tmp_path, host="0.0.0.0", security=LinkSecurity(insecure=True))
         await serves(port, engines)
         assert port.roster.addresses()[0].startswith("127.0.0.1:"), "a wildcard is told as it is seen"
@@ -337,6 +337,25 @@ async def test_a_name_that_cannot_be_resolved_for_a_moment_leads_to_joining_anew
         await serves(port, engines)
         assert n_asked == 2
         await stage.stop()
+
+
+async def test_a_stage_whose_host_has_another_address_now_serves_there(
+    tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = "127.0.0.1"
+    monkeypatch.setattr("relayline.stage.joining.config.facing", lambda _: here)
+    async with asyncio.timeout(WAIT_S):
+        async with coordinator(tmp_path / "split", EngineOrder()) as port:
+            stage = Living(port.address, tmp_path)
+            await serves(port, engines)
+            number = int(port.address.rpartition(":")[2])
+        here = "127.0.0.2"
+        async with coordinator(tmp_path / "split", EngineOrder(), number) as port:
+            await engines.ended.wait()
+            await serves(port, engines)
+            assert [loaded.host for loaded in engines.loaded] == ["127.0.0.1", "127.0.0.2"]
+            assert "this machine is at 127.0.0.2 now and was at 127.0.0.1" in caplog.text
+            await stage.stop()
 
 
 async def test_a_ticket_that_is_void_leads_to_joining_anew(

@@ -1,0 +1,55 @@
+"""Where a stage that has joined is reached: where it says, or where it calls from.
+
+A stage that is started with --advertise, as a manifest has it for other hosts, goes on saying so after its host has got
+another address. Its membership comes from the new one, and so it may well be found there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import RelaylineError
+from relayline.wire.links import rpc
+from relayline.wire.links.security import LinkSecurity, address_of, is_loopback
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+LOOK_S = 3.0  # for an answer at an address; what is wrong must be said within 15 s
+
+
+async def whereabouts(name: str, told: str, seen: str, port: int, security: LinkSecurity) -> tuple[str, str]:
+    """Return the address (host:port) of a stage, and a line for the log where it is not what the stage said.
+
+    `told` is the host that it reports, empty for none; `seen` is the one that its membership comes from.
+    """
+    if told in ("", seen):
+        return address_of(seen, port), ""
+    said, other = address_of(told, port), address_of(seen, port)
+    if is_loopback(seen) and not is_loopback(told):  # this very host, where neighbours on others would not find it
+        return said, ""
+    at_said, at_other = await asyncio.gather(_trouble(said, security), _trouble(other, security))
+    if not at_said:
+        return said, ""
+    if not at_other:
+        line = f"stage {name} says that it serves at {said}, where it is not ({at_said}); it is reached at {other}"
+        return other, f"{line}, where it joins from. Start it with --advertise {seen} if it stays there"
+    return said, (
+        f"stage {name} says that it serves at {said} ({at_said}) and joins from {seen}, where it is not either "
+        f"({at_other}); start it again with --advertise HOST and --listen HOST:PORT of an address where it is found"
+    )
+
+
+async def _trouble(address: str, security: LinkSecurity) -> str:
+    """Return why no stage answers at an address, empty if one does."""
+    request = pb.DescribeRequest(protocol_version=bounds.PROTOCOL_VERSION)
+    try:
+        channel = rpc.open_channel(address, security)
+    except RelaylineError as error:
+        return error.message
+    try:
+        await rpc.call(channel, "Describe", request, pb.DescribeResponse, address, LOOK_S)
+    except RelaylineError as error:
+        return error.message
+    finally:
+        await channel.close()
+    return ""

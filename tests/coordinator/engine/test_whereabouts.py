@@ -1,0 +1,73 @@
+"""Goal: a stage is reached where it is, whatever it was told to say of itself, or one line says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from relayline.coordinator.engine import whereabouts as module
+from relayline.coordinator.engine.whereabouts import whereabouts
+from relayline.wire.links.security import PLAINTEXT
+from tests.support.served_stage import served
+
+ELSEWHERE = "127.0.0.77"  # an address of this machine where nobody listens
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 1.0)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.parametrize("told", ["", "10.9.8.7"])
+async def test_nobody_is_asked_where_both_say_the_same(told: str) -> None:
+    assert await whereabouts("laptop", told, "10.9.8.7", 5, PLAINTEXT) == ("10.9.8.7:5", "")
+    assert await whereabouts("laptop", "", "fd00::1", 5, PLAINTEXT) == ("[fd00::1]:5", "")
+
+
+async def test_what_a_stage_says_counts_where_it_is_true() -> None:
+    async with served() as stage:
+        port = int(stage.address.rpartition(":")[2])
+        assert await whereabouts("laptop", "127.0.0.1", ELSEWHERE, port, PLAINTEXT) == (stage.address, "")
+        assert await whereabouts("laptop", "localhost", ELSEWHERE, port, PLAINTEXT) == (f"localhost:{port}", "")
+
+
+async def test_a_stage_that_has_moved_is_reached_where_it_joins_from() -> None:
+    async with served() as stage:
+        port = int(stage.address.rpartition(":")[2])
+        address, line = await whereabouts("laptop", ELSEWHERE, "127.0.0.1", port, PLAINTEXT)
+    assert address == stage.address
+    assert line.startswith(f"stage laptop says that it serves at {ELSEWHERE}:{port}, where it is not (")
+    assert f"it is reached at {address}, where it joins from. Start it with --advertise 127.0.0.1" in line
+    assert "\n" not in line
+
+
+async def test_a_stage_that_is_nowhere_to_be_found_is_told_what_to_do() -> None:
+    port = free_port()
+    address, line = await whereabouts("laptop", ELSEWHERE, "127.0.0.1", port, PLAINTEXT)
+    assert address == f"{ELSEWHERE}:{port}"
+    assert "joins from 127.0.0.1, where it is not either" in line
+    assert "start it again with --advertise HOST and --listen HOST:PORT" in line
+
+
+async def test_an_address_that_swallows_everything_takes_no_longer_than_a_look() -> None:
+    with socket.socket() as deaf:  # accepts nothing and answers nothing
+        deaf.bind((ELSEWHERE, 0))
+        deaf.listen()
+        port = deaf.getsockname()[1]
+        async with asyncio.timeout(20):
+            _, line = await whereabouts("laptop", ELSEWHERE, "127.0.0.1", port, PLAINTEXT)
+    assert "did not answer in time" in line
+
+
+async def test_this_very_host_is_no_place_for_neighbours_on_others() -> None:
+    async with served() as stage:
+        port = int(stage.address.rpartition(":")[2])
+        assert await whereabouts("desk", "192.0.2.1", "127.0.0.1", port, PLAINTEXT) == (f"192.0.2.1:{port}", "")

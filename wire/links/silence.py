@@ -10,8 +10,8 @@ from relayline.wire.common import bounds
 
 
 def looks_of(seconds: float) -> int:
-    """Return how many looks, BEAT_EVERY_S apart, take so long."""
-    return max(1, round(seconds / bounds.BEAT_EVERY_S))
+    """Return with how many looks, BEAT_EVERY_S apart, so long has passed for certain: the first may come at once."""
+    return round(seconds / bounds.BEAT_EVERY_S) + 1
 
 
 class Silence:

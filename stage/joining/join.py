@@ -38,7 +38,7 @@ log = logging.getLogger("relayline.stage")
 
 REJOIN_FIRST_S, REJOIN_MAX_S = 0.2, 5.0
 # How long a place that another process holds is asked for: the coordinator notices the silent loss of a host within
-# two keepalive times, and after that the place is free.
+# bounds.LOST_AFTER_S, and after that the place is free.
 PLACE_TAKEN_MAX_S = 60.0
 
 OnReady = Callable[[str, StageFacts], None]

@@ -1,5 +1,6 @@
 # Included by relayline's build of ggml (CMAKE_PROJECT_ggml_INCLUDE) right after its project() call: our products and our
 # attention, and what GCC is told about some files. Set at the end of ggml's directory, since src/ must be known by then.
+set(RELAYLINE_KERNELS "" CACHE STRING "REQUIRED: stop where our products and our attention cannot be compiled in")
 include("${CMAKE_CURRENT_LIST_DIR}/ggml_amx.cmake")
 
 # Has FILE of ggml-cpu, in SOURCES, compiled from a copy that begins with HEAD and has other text in some places, of which
@@ -72,13 +73,43 @@ ${CHUNK}")
     relayline_edit("${SOURCES}" ggml-cpu.c "${DECLARED}" TILES TILES_OF_OTHERS SGEMM SGEMM_OF_OTHERS CHUNK ASK_FIRST)
 endfunction()
 
+# Sets RESULT to what GCC defines where it compiles ggml-cpu's C++ files. The build says for which processors that is; the
+# machine that builds may be another one.
+function(relayline_macros RESULT)
+    separate_arguments(FLAGS UNIX_COMMAND "${CMAKE_CXX_COMPILER_ARG1} ${CMAKE_CXX_FLAGS}")
+    get_target_property(OPTIONS ggml-cpu COMPILE_OPTIONS)
+    if(OPTIONS)
+        string(GENEX_STRIP "${OPTIONS}" OPTIONS)  # warnings that are for one language
+        list(APPEND FLAGS ${OPTIONS})
+    endif()
+    execute_process(
+        COMMAND "${CMAKE_CXX_COMPILER}" ${FLAGS} -dM -E -x c++ /dev/null
+        OUTPUT_VARIABLE MACROS ERROR_VARIABLE TROUBLE RESULT_VARIABLE CODE)
+    if(NOT CODE EQUAL 0)
+        message(FATAL_ERROR "${CMAKE_CXX_COMPILER} cannot say what it compiles ggml-cpu for: ${TROUBLE}")
+    endif()
+    set(${RESULT} "${MACROS}" PARENT_SCOPE)
+endfunction()
+
+# Says why our kernels are not in this build, and stops it where it was told that it needs them (RELAYLINE_KERNELS=REQUIRED).
+function(relayline_left_out REASON)
+    set(TEXT "relayline's kernels are left out of this build of llama.cpp: ${REASON}")
+    if("${RELAYLINE_KERNELS}" STREQUAL "REQUIRED")
+        message(FATAL_ERROR "${TEXT}")
+    endif()
+    message(STATUS "${TEXT}")
+endfunction()
+
 function(relayline_compile)
     set(SOURCES "${CMAKE_CURRENT_SOURCE_DIR}/src/ggml-cpu")
     set(OWN "${CMAKE_CURRENT_FUNCTION_LIST_DIR}")
-    execute_process(
-        COMMAND "${CMAKE_CXX_COMPILER}" -march=native -dM -E -x c++ /dev/null
-        OUTPUT_VARIABLE MACROS ERROR_QUIET)
+    if(NOT TARGET ggml-cpu)
+        relayline_left_out("it has several libraries for processors (GGML_CPU_ALL_VARIANTS), and they know one")
+        return()
+    endif()
+    relayline_macros(MACROS)
     if(NOT MACROS MATCHES "__AVX2__")
+        relayline_left_out("it is for processors without AVX2")
         return()
     endif()
     # The kernels of repacked weights hold more values at once than there are registers, and GCC spills them: scheduled
@@ -94,13 +125,10 @@ function(relayline_compile)
     set(OWN_PRODUCTS)
 
     # Q4_0, MXFP4 and Q4_K have products that take half to nine tenths of the time of llama.cpp's, Q5_K, Q6_K and Q8_0
-    # those of several rows; the files say how. A build for other machines than this one has the instructions that it was
-    # told.
-    set(IS_TOLD TRUE)
-    if(DEFINED GGML_NATIVE AND NOT GGML_NATIVE AND NOT (GGML_AVX2 AND GGML_FMA AND GGML_F16C))
-        set(IS_TOLD FALSE)
-    endif()
-    if(TARGET ggml-cpu AND IS_TOLD AND MACROS MATCHES "__FMA__" AND MACROS MATCHES "__F16C__")
+    # those of several rows; the files say how.
+    if(NOT (MACROS MATCHES "__FMA__" AND MACROS MATCHES "__F16C__"))
+        relayline_left_out("it is for processors without FMA or F16C")
+    else()
         foreach(PRODUCT q4_0_8x8_q8_0 mxfp4_8x8_q8_0 q4_K_8x8_q8_K)
             list(APPEND RENAMED "ggml_gemm_${PRODUCT}=ggml_gemm_${PRODUCT}_llama")
             list(APPEND RENAMED "ggml_gemv_${PRODUCT}=ggml_gemv_${PRODUCT}_llama")
@@ -114,7 +142,7 @@ function(relayline_compile)
     endif()
     # Zen 4, which computes 512 bits in two halves, has better kernels for few rows; the file says more. (Zen 5, with
     # halves or without, has AVX-VNNI beside AVX-512; it was not measured, and neither were Intel's processors.)
-    if(TARGET ggml-cpu AND MACROS MATCHES "__AVX512BW__" AND MACROS MATCHES "__znver" AND NOT MACROS MATCHES "__AVXVNNI__")
+    if(MACROS MATCHES "__AVX512BW__" AND MACROS MATCHES "__znver" AND NOT MACROS MATCHES "__AVXVNNI__")
         foreach(PRODUCT iq4_nl_8x8_q8_0 q2_K_8x8_q8_K)
             list(APPEND RENAMED "ggml_gemm_${PRODUCT}=ggml_gemm_${PRODUCT}_wide")
         endforeach()
@@ -129,4 +157,6 @@ endfunction()
 
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_VERSION VERSION_LESS 3.19)
     cmake_language(DEFER CALL relayline_compile)
+else()
+    relayline_left_out("they need GCC and CMake 3.19")
 endif()

@@ -47,6 +47,8 @@ WITH_GPU = f'rebuild with your GPU\'s backend, such as CMAKE_ARGS="-DGGML_CUDA=O
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "relayline-demo.gguf"
 STEP_ROWS = 12  # enough for the kernels of several rows, which need not be those of one
 _LOADED = "llama.cpp was loaded"
+_OUR_SYMBOL = "relayline_attends_own_cells"  # in builds that have relayline's kernels
+_OUR_FEATURES = {"AVX2", "FMA", "F16C"}  # what they need
 _PROGRAM = f"""
 import ctypes, json, importlib, importlib.metadata, os, sys
 found = {{}}
@@ -60,7 +62,8 @@ try:
     import llama_cpp
     found["llama"] = {{"version": importlib.metadata.version("llama-cpp-python"),
                       "system": llama_cpp.llama_print_system_info().decode(),
-                      "gpu": bool(llama_cpp.llama_supports_gpu_offload())}}
+                      "gpu": bool(llama_cpp.llama_supports_gpu_offload()),
+                      "kernels": hasattr(llama_cpp.llama_cpp._lib, "{_OUR_SYMBOL}")}}
     print("{_LOADED}", flush=True)
     params = llama_cpp.llama_model_default_params()
     no_devices = (ctypes.c_void_p * 1)()  # a GPU may be full with what runs
@@ -129,6 +132,9 @@ def judge_llama(facts: dict[str, Any], cpu_flags: set[str], *, wants_gpu: bool) 
         findings = [warning("llama.cpp", text, REBUILD)]
     else:
         findings = [ok("llama.cpp", text)]
+    if built >= _OUR_FEATURES and not facts["llama"]["kernels"]:
+        findings.append(warning("kernels", "llama.cpp was built without relayline's: steps of many rows take longer",
+                                REBUILD))  # fmt: skip
     if gpu:
         findings.append(ok("gpu offload", "supported by this build"))
     elif wants_gpu:

@@ -169,8 +169,13 @@ def test_a_step_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "do not end within" in found.found
 
 
-def llama(version: str = native.LLAMA_VERSION, system: str = "CPU : AVX = 1 | AVX2 = 1 |", gpu: bool = False) -> Any:
-    return {"llama": {"version": version, "system": system, "gpu": gpu}}
+def llama(
+    version: str = native.LLAMA_VERSION,
+    system: str = "CPU : AVX = 1 | AVX2 = 1 |",
+    gpu: bool = False,
+    kernels: bool = True,
+) -> Any:
+    return {"llama": {"version": version, "system": system, "gpu": gpu, "kernels": kernels}}
 
 
 def test_llama_builds() -> None:
@@ -188,6 +193,18 @@ def test_llama_builds() -> None:
         assert {"--force-reinstall", "--no-cache-dir"} <= set(remedy.split()), "pip's cache has the build without flags"
     assert outcomes(llama(gpu=True), set(), wants_gpu=True) == [OK, OK]
     assert outcomes({"llama_error": "ImportError: no"}, set()) == [FAILURE]
+
+
+def test_a_build_that_could_have_our_kernels_and_has_not() -> None:
+    v3 = "CPU : AVX = 1 | AVX2 = 1 | FMA = 1 | F16C = 1 |"
+    assert [found.check for found in native.judge_llama(llama(system=v3), set(), wants_gpu=False)][1:] == [
+        "gpu offload"
+    ]
+    without = native.judge_llama(llama(system=v3, kernels=False), set(), wants_gpu=False)[1]
+    assert (without.check, without.outcome) == ("kernels", WARNING)
+    assert "ggml_gcc.cmake" in (without.remedy or "")
+    older = native.judge_llama(llama(system="CPU : AVX = 1 |", kernels=False), set(), wants_gpu=False)
+    assert [found.check for found in older] == ["llama.cpp", "gpu offload"], "nothing to be had there"
 
 
 def test_extensions() -> None:

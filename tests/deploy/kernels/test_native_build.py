@@ -37,7 +37,22 @@ add_subdirectory(ggml)
 """
 GGML_LISTS = {
     "ggml": 'cmake_minimum_required(VERSION 3.14)\nproject("ggml" C CXX)\nadd_subdirectory(src)\n',
-    "ggml/src": "add_library(ggml-cpu OBJECT {})\n",
+    "ggml/src": """
+option(GGML_NATIVE "" ON)
+if(NOT GGML_CPU_ALL_VARIANTS)
+    add_library(ggml-cpu OBJECT {})
+    target_compile_options(ggml-cpu PRIVATE "$<$<COMPILE_LANGUAGE:C>:-Wshadow;-Wpointer-arith>")
+    foreach(NAME avx2 fma f16c)
+        string(TOUPPER GGML_$NAME OPTION)
+        if(NOT GGML_NATIVE AND $OPTION)
+            target_compile_options(ggml-cpu PRIVATE -m$NAME)
+        endif()
+    endforeach()
+    if(GGML_NATIVE)
+        target_compile_options(ggml-cpu PRIVATE -march=native)
+    endif()
+endif()
+""".replace("$NAME", "${{NAME}}").replace("$OPTION", "${{OPTION}}"),
 }
 REPACKED, FEW_ROWS = "ggml-cpu/arch/x86/repack.cpp", "repack_few_rows.cpp"
 OTHERS = ("ggml-cpu/repack.cpp", "ggml-cpu/ops.cpp", "ggml-cpu/ggml-cpu.c")  # those of which copies are compiled
@@ -66,7 +81,7 @@ PRODUCTS_OF_ALL = """
 """
 # Says of this machine's processor what a test wants to hear, and is g++ else.
 COMPILER = """#!/bin/sh
-case "$*" in *"-march=native -dM"*) echo "{macros}"; exit;; esac
+case "$*" in *"-march=native"*" -dM "*) echo "{macros}"; exit;; esac
 exec g++ "$@"
 """
 
@@ -243,16 +258,55 @@ def test_another_llama_cpp_than_the_copy_is_made_for_stops_the_build(
         compile_commands(tmp_path, "#define __AVX2__ 1\n#define __FMA__ 1\n#define __F16C__ 1")
 
 
-def test_a_build_for_other_machines_has_them_if_it_may_use_what_they_need(tmp_path: Path) -> None:
+V3 = {f"-DGGML_{name}=ON" for name in ("AVX2", "FMA", "F16C")}
+OLD_MACHINE, NEW_MACHINE = "#define __SSE2__ 1", "#define __AVX2__ 1\n#define __FMA__ 1\n#define __F16C__ 1"
+ZEN_4 = NEW_MACHINE + "\n#define __AVX512F__ 1\n#define __AVX512BW__ 1\n#define __znver4__ 1"
+
+
+@pytest.mark.parametrize("told", [V3, V3 - {"-DGGML_FMA=ON"}, set[str]()], ids=["v3", "no FMA", "baseline"])
+def test_a_build_for_other_machines_has_the_same_kernels_whoever_builds_it(tmp_path: Path, told: set[str]) -> None:
     need_gcc_for_amx()
-    macros = "#define __AVX2__ 1\n#define __FMA__ 1\n#define __F16C__ 1"
-    may = {f"-DGGML_{name}=ON" for name in ("AVX2", "FMA", "F16C")}
-    for told, is_ours in ((may, True), (may - {"-DGGML_FMA=ON"}, False), (set[str](), False)):
-        root = tmp_path / str(len(told))
+    builds = []
+    for macros in (OLD_MACHINE, NEW_MACHINE, ZEN_4):
+        root = tmp_path / str(len(builds))
         root.mkdir()
-        commands = compile_commands(root, macros, "-DGGML_NATIVE=OFF", *told)
-        assert any(name.endswith("repack_4_bit.cpp") for name in commands) == is_ours
-        assert any(renamed_by(commands, "llama").values()) == is_ours
+        commands = compile_commands(root, macros, "-DGGML_NATIVE=OFF", *sorted(told))
+        builds.append({name.replace(str(root), ""): text.replace(str(root), "") for name, text in commands.items()})
+        assert any(name.endswith("repack_4_bit.cpp") for name in commands) == (told == V3)
+        assert any(renamed_by(commands, "llama").values()) == (told == V3)
+        assert not any(name.endswith(FEW_ROWS) for name in commands)
+    assert builds[0] == builds[1] == builds[2]
+
+
+def test_flags_of_the_whole_build_count_as_much_as_ggmls(tmp_path: Path) -> None:
+    need_gcc_for_amx()
+    commands = compile_commands(tmp_path, OLD_MACHINE, "-DGGML_NATIVE=OFF", "-DCMAKE_CXX_FLAGS=-O2 -march=x86-64-v3")
+    assert any(name.endswith("repack_4_bit.cpp") for name in commands)
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ((), "without AVX2"),
+        (("-DGGML_AVX2=ON",), "without FMA or F16C"),
+        (("-DGGML_CPU_ALL_VARIANTS=ON",), "GGML_CPU_ALL_VARIANTS"),
+        ((*V3, "-DCMAKE_CXX_COMPILER_ID=Clang"), "need GCC"),
+    ],
+)
+def test_a_build_that_needs_them_stops_where_it_would_not_have_them(
+    tmp_path: Path, told: tuple[str, ...], reason: str
+) -> None:
+    need_gcc_for_amx()
+    with pytest.raises(AssertionError, match=f"(?s)left out.*{reason}"):
+        compile_commands(tmp_path, NEW_MACHINE, "-DGGML_NATIVE=OFF", "-DRELAYLINE_KERNELS=REQUIRED", *told)
+
+
+def test_the_image_states_what_processors_it_is_for_and_needs_the_kernels() -> None:
+    text = (BUILD.parent / "Containerfile").read_text()
+    told = text.partition("x86_64)")[2].partition(";;")[0]
+    v3 = ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")
+    assert set(re.findall(r"-DGGML_(\w+)=ON", told)) == set(v3), "ggml's defaults depend on SOURCE_DATE_EPOCH, for one"
+    assert "-DRELAYLINE_KERNELS=REQUIRED" in told
 
 
 def renamed_by(commands: dict[str, str], suffix: str) -> dict[str, set[str]]:

@@ -13,8 +13,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
 
-from relayline.coordinator.model.gguf_file import GgufModel, Value
+from relayline.coordinator.model.gguf_file import GgufModel
 from relayline.coordinator.model.gguf_write import F32, I32, U32
+from relayline.wire.model_files.gguf_header import Value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import dataclasses
 import struct
 from collections.abc import Sequence
 
-from relayline.coordinator.model.gguf_file import ARRAY_TYPE, MAGIC, SCALARS, STRING_TYPE, Scalar
+from relayline.wire.model_files.gguf_header import ARRAY_TYPE, MAGIC, SCALARS, STRING_TYPE, Scalar
 
 ALIGNMENT = 32  # every artifact uses the format's default, so general.alignment is not written
 VERSION = 3

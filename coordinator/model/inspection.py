@@ -16,13 +16,14 @@ from pathlib import Path
 from relayline.coordinator.model import families
 from relayline.coordinator.model.cuts import legal_cuts
 from relayline.coordinator.model.first_layer import first_layer_refusal
-from relayline.coordinator.model.gguf_file import GgufModel, Tensor, Value, open_model, read_entries
+from relayline.coordinator.model.gguf_file import GgufModel, open_model, read_entries
 from relayline.wire.common.bounds import N_EMBD_MAX
 from relayline.wire.common.errors import ModelFileError, UnsupportedArchitectureError
 from relayline.wire.common.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_CONTEXT, LongRope
+from relayline.wire.model_files.gguf_header import Tensor, Value
+from relayline.wire.model_files.model_check import LAYERS_MAX, check_model
 
 BLOCK_NAME = re.compile(r"^blk\.(?P<layer>\d+)\.(?P<rest>.+)$")
-LAYERS_MAX = 4_096
 EMBEDDING = "token_embd.weight"
 HEAD = "output.weight"
 # Tensors outside the blocks that are known to be used before the first or after the last block, or by every block.
@@ -92,6 +93,7 @@ def inspect_model(path: Path) -> ModelFacts:
 
 def facts_of(model: GgufModel) -> ModelFacts:
     """Return the facts of an opened model. Raises ModelFileError when it is not a complete language model."""
+    check_model(model.path, model.entries, model.tensors.values())
     architecture = model.text("general.architecture")
     if not architecture:
         raise ModelFileError(f"{model.path}: has no general.architecture; it is not a language model")

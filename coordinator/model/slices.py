@@ -27,16 +27,7 @@ from relayline.coordinator.model.families import (
     slice_overrides,
 )
 from relayline.coordinator.model.first_layer import stated_widths
-from relayline.coordinator.model.gguf_file import (
-    ARRAY_TYPE,
-    STRING_TYPE,
-    TENSOR_TYPES,
-    GgufModel,
-    KeyValue,
-    Tensor,
-    Value,
-    read_entries,
-)
+from relayline.coordinator.model.gguf_file import GgufModel, read_entries
 from relayline.coordinator.model.gguf_write import (
     BOOL,
     F32,
@@ -50,6 +41,7 @@ from relayline.coordinator.model.gguf_write import (
 )
 from relayline.coordinator.model.inspection import BLOCK_NAME, EMBEDDING, HEAD, ModelFacts
 from relayline.wire.common.errors import ModelFileError
+from relayline.wire.model_files.gguf_header import ARRAY_TYPE, STRING_TYPE, TENSOR_TYPES, KeyValue, Tensor, Value
 
 # What a stage has to know: of version 2 that windows lose cells, and that an output may have to be scaled. Builds that
 # do not would compute something else, and say instead that they read version 1 only.

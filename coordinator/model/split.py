@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from relayline.coordinator.model import families
 from relayline.coordinator.model.cuts import balanced_cuts, check_cuts
-from relayline.coordinator.model.gguf_file import GgufModel, Tensor, open_model
+from relayline.coordinator.model.gguf_file import GgufModel, open_model
 from relayline.coordinator.model.gguf_write import ALIGNMENT
 from relayline.coordinator.model.inspection import ModelFacts, check_support, facts_of, model_key
 from relayline.coordinator.model.pipeline_file import (
@@ -37,6 +37,7 @@ from relayline.coordinator.model.pipeline_file import (
 )
 from relayline.coordinator.model.slices import PlannedArtifact, SplitPlan, plan_split
 from relayline.wire.common.errors import ArtifactError, ModelFileError, UnsupportedArchitectureError, UsageError
+from relayline.wire.model_files.gguf_header import Tensor
 
 CHUNK_BYTES = 8 * 1024 * 1024
 DISK_MARGIN_BYTES = 16 * 1024 * 1024  # directories, pipeline.json and whatever else the disk serves meanwhile

@@ -16,6 +16,8 @@ from typing import Any
 import llama_cpp
 
 from relayline.wire.common.errors import InvalidRequestError, ModelFileError
+from relayline.wire.model_files.gguf_header import read_header
+from relayline.wire.model_files.model_check import check_header
 
 _VOCAB_TYPE_NONE = 0  # LLAMA_VOCAB_TYPE_NONE: `tokenizer.ggml.model` is "none"
 _LOG_LEVEL_ERROR = 4
@@ -77,6 +79,7 @@ class Tokenizer:
         """
         if not path.is_file():
             raise ModelFileError(f"{path}: no such tokenizer file")
+        check_header(read_header(path))
         _LOG.install()
         params = llama_cpp.llama_model_default_params()
         params.vocab_only = True

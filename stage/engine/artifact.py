@@ -14,11 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from relayline.stage.engine.ggml import GgufMetadata
 from relayline.stage.engine.loading import CHECKING, Load
-from relayline.wire.common.errors import ArtifactError, ModelFileError
+from relayline.wire.common.errors import ArtifactError
 from relayline.wire.common.file_hash import sha256_of
 from relayline.wire.common.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_CONTEXT, LongRope
+from relayline.wire.model_files.gguf_header import GgufFile, read_header
+from relayline.wire.model_files.model_check import check_header
 
 ARTIFACT_VERSIONS = (1, 2)  # of relayline.version; a split gives each slice the least one that runs it right
 PIPELINE_VERSION = 1  # of pipeline.json; raised on any incompatible change
@@ -81,17 +82,17 @@ class _Pipeline(msgspec.Struct, frozen=True):
 class _Reader:
     """Typed access to one artifact's metadata; every miss is the same kind of ArtifactError."""
 
-    def __init__(self, path: Path, metadata: GgufMetadata) -> None:
-        self._path, self._metadata = path, metadata
+    def __init__(self, file: GgufFile) -> None:
+        self._path, self._file = file.path, file
 
     def integer(self, key: str) -> int:
-        value = self._metadata.get(key)
+        value = self._file.value(key)
         if isinstance(value, int) and not isinstance(value, bool):
             return value
         raise ArtifactError(f"{self._path}: metadata key {key} is missing or not an integer; split the model again")
 
     def text(self, key: str) -> str:
-        value = self._metadata.get(key)
+        value = self._file.value(key)
         if isinstance(value, str):
             return value
         raise ArtifactError(f"{self._path}: metadata key {key} is missing or not a string; split the model again")
@@ -105,41 +106,35 @@ class _Reader:
         )
 
     def long_rope(self) -> LongRope | None:
-        if not self._metadata.has_tensor(LONG_FACTORS):
+        if not any(tensor.name == LONG_FACTORS for tensor in self._file.tensors):
             return None
         name = self.text("general.architecture")
-        known = self._metadata.get(f"{name}.{ORIGINAL_CONTEXT}") is not None
+        known = self._file.value(f"{name}.{ORIGINAL_CONTEXT}") is not None
         return LongRope(name, self.integer(f"{name}.{ORIGINAL_CONTEXT if known else CONTEXT}"))
 
     def factor(self, key: str) -> float:
-        found = self._metadata.get(key)
+        found = self._file.value(key)
         return float(found) if isinstance(found, int | float) else 1.0
 
 
 def open_artifact(path: Path) -> StageArtifact:
     """Read what an artifact says of itself. Content is not verified; `verify_artifact` does that.
 
-    Raises ArtifactError (missing file, no artifact of ours, unknown version) or ModelFileError (not a GGUF).
+    Raises ArtifactError (missing file, no artifact of ours, unknown version) or ModelFileError (not a GGUF, or none
+    that llama.cpp computes with).
     """
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file")
-    try:
-        metadata = GgufMetadata(str(path))
-    except ValueError as error:
-        raise ModelFileError(f"{path}: cannot be read as GGUF: {error}") from None
-    with metadata:
-        return _describe(path, metadata)
-
-
-def _describe(path: Path, metadata: GgufMetadata) -> StageArtifact:
-    version = metadata.get("relayline.version")
+    file = read_header(path)
+    version = file.value("relayline.version")
     if version is None:
         raise ArtifactError(f"{path}: not a relayline stage artifact (a whole model?); make one with `relayline split`")
     if version not in ARTIFACT_VERSIONS:
         known = " and ".join(map(str, ARTIFACT_VERSIONS))
         text = f"artifact version {version}, this build reads {known}; split again, or update this build"
         raise ArtifactError(f"{path}: {text}")
-    reader = _Reader(path, metadata)
+    check_header(file)
+    reader = _Reader(file)
     stage_index, stage_count = reader.integer("relayline.stage_index"), reader.integer("relayline.stage_count")
     layer_start, layer_end = reader.integer("relayline.layer_start"), reader.integer("relayline.layer_end")
     source_layers = reader.integer("relayline.source_layers")

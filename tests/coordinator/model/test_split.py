@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from llama_cpp import llama_cpp as llama
 
-from relayline.coordinator.model.gguf_file import TENSOR_TYPES, open_model
+from relayline.coordinator.model.gguf_file import open_model
 from relayline.coordinator.model.gguf_write import STRING_TYPE, U32, TensorSlot, encode_entry, encode_header
 from relayline.coordinator.model.inspection import content_key
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, PipelineFile, check_artifact, load_pipeline
@@ -28,6 +28,7 @@ from relayline.wire.common.errors import (
     UnsupportedArchitectureError,
     UsageError,
 )
+from relayline.wire.model_files.gguf_header import TENSOR_TYPES
 from tests.support.shards import shard
 from tests.support.tiny_models import TOKENS, make_tiny
 

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from relayline.coordinator.model.gguf_file import read_header
 from relayline.coordinator.model.pipeline_file import load_pipeline, store_pipeline
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.certify import pipeline as certify_pipeline
@@ -27,6 +26,7 @@ from relayline.deploy.launch.child import Child
 from relayline.deploy.launch.local import stage_child
 from relayline.wire.common.errors import StageLostError
 from relayline.wire.envelopes.envelope import DTYPE_F32
+from relayline.wire.model_files.gguf_header import read_header
 from tests.support.tiny_models import make_tiny
 
 TIMEOUT_S = 120

@@ -1,0 +1,185 @@
+"""Whether a GGUF header is one that llama.cpp can compute with: the one check of `inspect`, `split`, fetch and load.
+
+llama.cpp ends its process where an assertion of its own fails, and follows null pointers where a tensor has a type that
+no product takes. Whatever can be told of that from the header alone is told here, in one line. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from relayline.wire.common.errors import ModelFileError
+from relayline.wire.model_files.gguf_header import SCALARS, TOKENS_KEY, GgufFile, KeyValue, Tensor, Value
+
+# Types that ggml has a product of rows by. A test holds this to the installed ggml.
+PRODUCT_TYPES = frozenset({
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S",
+    "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4",
+    "Q1_0", "Q2_0",
+})  # fmt: skip
+# llama.cpp's own limits (LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS), which it asserts.
+LAYERS_MAX, EXPERTS_MAX = 512, 1_024
+# Above these no model of the next years is; each bounds what llama.cpp would allocate or loop over.
+CTX_MAX = 1 << 28
+VOCAB_MAX = 1 << 22
+WIDTH_MAX = 1 << 20  # of a row, of a head, of a feed-forward layer
+HEADS_MAX = 1 << 14
+INTEGER_MAX = 1 << 31  # any other whole number
+FLOAT_MAX = 1e15
+EPSILON_MAX = 1.0
+
+_WIDTHS = (
+    "embedding_length", "embedding_length_out", "feed_forward_length", "expert_feed_forward_length",
+    "expert_shared_feed_forward_length", "attention.key_length", "attention.value_length", "attention.key_length_mla",
+    "attention.value_length_mla", "attention.key_length_swa", "attention.value_length_swa", "attention.q_lora_rank",
+    "attention.kv_lora_rank", "attention.indexer.key_length", "rope.dimension_count", "rope.dimension_count_swa",
+)  # fmt: skip
+# Key in the family's namespace -> least and greatest value.
+_RANGES: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(_WIDTHS, (0, WIDTH_MAX)),
+    "block_count": (1, LAYERS_MAX),
+    "nextn_predict_layers": (0, LAYERS_MAX),
+    "leading_dense_block_count": (0, LAYERS_MAX),
+    "context_length": (1, CTX_MAX),
+    "vocab_size": (1, VOCAB_MAX),
+    "attention.head_count": (0, HEADS_MAX),
+    "attention.head_count_kv": (0, HEADS_MAX),
+    "attention.indexer.head_count": (0, HEADS_MAX),
+    "attention.sliding_window": (0, CTX_MAX),
+    "attention.temperature_length": (1, INTEGER_MAX - 1),
+    "rope.scaling.original_context_length": (1, CTX_MAX),
+    "expert_count": (0, EXPERTS_MAX),
+    "expert_used_count": (0, EXPERTS_MAX),
+    "expert_group_count": (0, EXPERTS_MAX),
+    "expert_group_used_count": (0, EXPERTS_MAX),
+    "expert_gating_func": (0, 16),
+}
+_MAY_BE_NEGATIVE = ("deepstack_mapping", "pooling_type", "rope.dimension_sections")
+_POSITIVE = ("rope.freq_base", "rope.freq_base_swa")
+_NOT_NEGATIVE = ("rope.scaling.factor", "rope.scale_linear", "rope.scaling.yarn_ext_factor")
+_ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
+_BOOL_TYPE, _FLOAT_TYPES = 7, (6, 12)
+
+
+def check_header(file: GgufFile) -> None:
+    """Raise ModelFileError for a file that llama.cpp cannot load or compute with."""
+    check_model(file.path, file.entries, file.tensors)
+
+
+def check_model(path: Path, entries: Mapping[str, KeyValue], tensors: Iterable[Tensor]) -> None:
+    """The same of a model's metadata and the tensors of all its files."""
+    for problem in (*tensor_problems(tensors), *value_problems(entries)):
+        raise ModelFileError(f"{path}: {problem}; the file is damaged, or no model that llama.cpp computes")
+
+
+def tensor_problems(tensors: Iterable[Tensor]) -> Iterator[str]:
+    """Yield what no product, sum or norm of llama.cpp's takes."""
+    for tensor in tensors:
+        kind = tensor.type_name
+        if is_elementwise(tensor):
+            if kind != "F32":
+                yield f"tensor {tensor.name} is {kind}, and norms, biases and other vectors are computed in F32 alone"
+        elif kind not in PRODUCT_TYPES:
+            yield f"tensor {tensor.name} is {kind}, which no product takes"
+
+
+def is_elementwise(tensor: Tensor) -> bool:
+    """Return whether a tensor is added or multiplied value by value, not as a matrix."""
+    name = tensor.name
+    return math.prod(tensor.dims[1:]) == 1 or "norm" in name or not name.endswith(".weight")
+
+
+def value_problems(entries: Mapping[str, KeyValue]) -> Iterator[str]:
+    """Yield which hyperparameters are not finite, not of their range, or contradict one another."""
+    found = entries.get("general.architecture")
+    prefix = f"{found.value}." if found is not None and isinstance(found.value, str) else "\0"
+    values = {key.removeprefix(prefix): entry.value for key, entry in entries.items() if key.startswith(prefix)}
+    for key, entry in entries.items():
+        if key.startswith((prefix, "xielu.")):
+            yield from _entry_problems(key, key.removeprefix(prefix), entry)
+    yield from _expert_problems(prefix, values)
+    yield from _head_problems(prefix, values)
+    yield from _rope_problems(prefix, values)
+    yield from _tokenizer_problems(entries)
+
+
+def _entry_problems(full_key: str, key: str, entry: KeyValue) -> Iterator[str]:
+    if key in _RANGES and (entry.item_type in _FLOAT_TYPES or entry.item_type not in SCALARS):
+        yield f"{full_key} is not a whole number"
+        return
+    items = entry.value if isinstance(entry.value, tuple) else (entry.value,)
+    for value in items:
+        if isinstance(value, bool) or value is None or isinstance(value, str):
+            continue
+        low, high = _bounds_of(key, is_float=isinstance(value, float))
+        if not low <= value <= high:  # NaN is in no range
+            yield f"{full_key} is {value}, and can be {low:g} to {high:g} at most"
+            return
+
+
+def _bounds_of(key: str, *, is_float: bool) -> tuple[float, float]:
+    if key in _RANGES:
+        return _RANGES[key]
+    if not is_float:
+        return (-INTEGER_MAX if key in _MAY_BE_NEGATIVE else 0, INTEGER_MAX - 1)
+    if key.endswith("epsilon"):
+        return 0.0, EPSILON_MAX
+    if key in _POSITIVE:
+        return 1e-6, FLOAT_MAX
+    return (0.0 if key in _NOT_NEGATIVE else -FLOAT_MAX), FLOAT_MAX
+
+
+def _largest(value: Value | None) -> int:
+    items = value if isinstance(value, tuple) else (value,)
+    return max((int(item) for item in items if isinstance(item, int)), default=0)
+
+
+def _expert_problems(prefix: str, values: Mapping[str, Value | None]) -> Iterator[str]:
+    n_experts, n_used = _largest(values.get("expert_count")), _largest(values.get("expert_used_count"))
+    n_groups, n_groups_used = (
+        _largest(values.get("expert_group_count")),
+        _largest(values.get("expert_group_used_count")),
+    )
+    if n_used > n_experts or (n_experts and not n_used):
+        yield f"{prefix}expert_used_count is {n_used} of {n_experts} experts"
+    if n_groups and n_groups >= n_experts:
+        yield f"{prefix}expert_group_count is {n_groups} of {n_experts} experts"
+    if n_groups > 1 and (n_experts % n_groups or not 0 < n_groups_used < n_groups):
+        yield f"{prefix}expert_group_count is {n_groups}, {n_groups_used} of them used, of {n_experts} experts"
+
+
+def _per_layer(value: Value | None, n_layers: int) -> tuple[int, ...]:
+    items = value if isinstance(value, tuple) else (value,) * n_layers
+    return tuple(int(item) for item in items if isinstance(item, int))
+
+
+def _head_problems(prefix: str, values: Mapping[str, Value | None]) -> Iterator[str]:
+    n_layers = min(_largest(values.get("block_count")), LAYERS_MAX)
+    heads = _per_layer(values.get("attention.head_count"), n_layers)
+    shared = _per_layer(values.get("attention.head_count_kv"), n_layers)
+    for n_heads, n_kv in zip(heads, shared or heads, strict=False):
+        if n_kv > n_heads or (n_kv and n_heads % n_kv):
+            yield f"{prefix}attention.head_count is {n_heads}, which {n_kv} key and value heads cannot be shared by"
+            return
+
+
+def _rope_problems(prefix: str, values: Mapping[str, Value | None]) -> Iterator[str]:
+    scaling = values.get("rope.scaling.type")
+    if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
+        yield f"{prefix}rope.scaling.type is {scaling[:40]!r}, and can be {', '.join(_ROPE_SCALINGS)}"
+    for suffix in ("", "_swa"):
+        n_rotated = values.get(f"rope.dimension_count{suffix}")
+        width = values.get(f"attention.key_length{suffix}") or values.get("attention.key_length")
+        if isinstance(n_rotated, int) and n_rotated % 2:
+            yield f"{prefix}rope.dimension_count{suffix} is {n_rotated}, which are no pairs"
+        latent = values.get("attention.key_length_mla")  # of which only a part is cached and rotated
+        if isinstance(n_rotated, int) and isinstance(width, int) and n_rotated > width and not latent:
+            yield f"{prefix}rope.dimension_count{suffix} is {n_rotated} of {width} values of a head"
+
+
+def _tokenizer_problems(entries: Mapping[str, KeyValue]) -> Iterator[str]:
+    tokens = entries.get(TOKENS_KEY)
+    if tokens is not None and tokens.repeats:
+        yield f"{TOKENS_KEY} holds a text twice"

@@ -45,6 +45,7 @@ TEXT_BYTES_MAX = 4 * 1024 * 1024
 TOKENS_KEY = "tokenizer.ggml.tokens"
 _FORGOTTEN_BYTES = 1 << 20  # of the mapped file, once read: those pages count as this process's memory until then
 _STRINGS_AT_ONCE = 65_536
+_BYTE_TOKEN_BYTES = 8 + len("<0xNN>")
 
 STRING_TYPE = 8
 ARRAY_TYPE = 9
@@ -106,6 +107,7 @@ class KeyValue:
     end: int  # file offset past its last byte
     value: Value | None  # None for arrays longer than ARRAY_DECODED_MAX and for arrays of strings
     repeats: bool = False  # of TOKENS_KEY: whether some text is there twice
+    n_byte_tokens: int = 0  # of TOKENS_KEY: how many are called <0xNN>
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -336,13 +338,13 @@ class _Cursor:
             self.at = at
             self.forget()
 
-    def has_repeats(self, count: int) -> bool:
-        """Step over an array of strings; returns whether two that are not empty are the same.
+    def tokens(self, count: int) -> tuple[bool, int]:
+        """Step over the vocabulary; returns whether two texts in it are the same, and how many are called <0xNN>.
 
-        Told by hashes of 64 bits, whose key no file knows.
+        Told by hashes of 64 bits, whose key no file knows. Empty texts are left out: llama.cpp gives them names.
         """
         view, limit, at, unpack = self.view, self.limit, self.at, struct.Struct("<Q").unpack_from
-        hashes = array.array("q")
+        hashes, n_byte_tokens = array.array("q"), 0
         for left in range(count, 0, -_STRINGS_AT_ONCE):
             for _ in range(min(left, _STRINGS_AT_ONCE)):
                 if limit - at < 8:
@@ -352,17 +354,17 @@ class _Cursor:
                 if end > limit:
                     self.at = limit
                     self.need(1)
+                text = view[at + 8 : min(end, at + 8 + TOKEN_BYTES_MAX)]
                 if end - at - 8 > TOKEN_BYTES_MAX:
-                    raise ModelFileError(
-                        f"{self.path}: a token has {end - at - 8} bytes; at most {TOKEN_BYTES_MAX} are read"
-                    )
-                if end > at + 8:
-                    hashes.append(hash(view[at + 8 : end]))
+                    raise ModelFileError(f"{self.path}: a token has more than {TOKEN_BYTES_MAX} bytes")
+                if text:
+                    hashes.append(hash(text))
+                    n_byte_tokens += end - at == _BYTE_TOKEN_BYTES and text[:3] == b"<0x"
                 at = end
             self.at = at
             self.forget()
         ordered = np.sort(np.frombuffer(hashes, np.int64)) if hashes else np.zeros(0, np.int64)
-        return bool((ordered[1:] == ordered[:-1]).any())
+        return bool((ordered[1:] == ordered[:-1]).any()), n_byte_tokens
 
     def entry(self) -> KeyValue:
         start = self.at
@@ -385,13 +387,13 @@ class _Cursor:
 
     def array(self, key: str, start: int) -> KeyValue:
         item_type, length = self.u32(), self.u64()
-        value, repeats = None, False
+        value, repeats, n_byte_tokens = None, False, 0
         if item_type == STRING_TYPE:
             self.expect_items(length, 8, f"items of {key}")
             self.budget.take(self.path, "strings", length)
             if key == TOKENS_KEY:
                 self.budget.take(self.path, "tokens", length)
-                repeats = self.has_repeats(length)
+                repeats, n_byte_tokens = self.tokens(length)
             else:
                 self.skip_strings(length)
         else:
@@ -402,7 +404,7 @@ class _Cursor:
                 value = struct.unpack_from(f"<{length}{form[1]}", self.view, self.at)
             self.at += length * struct.calcsize(form)
             self.forget()
-        return KeyValue(key, ARRAY_TYPE, item_type, length, start, self.at, value, repeats)
+        return KeyValue(key, ARRAY_TYPE, item_type, length, start, self.at, value, repeats, n_byte_tokens)
 
     def tensor(self) -> _Described:
         name = self.name("tensor name", TENSOR_NAME_BYTES_MAX)

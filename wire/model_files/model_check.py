@@ -60,7 +60,23 @@ _MAY_BE_NEGATIVE = ("deepstack_mapping", "pooling_type", "rope.dimension_section
 _POSITIVE = ("rope.freq_base", "rope.freq_base_swa")
 _NOT_NEGATIVE = ("rope.scaling.factor", "rope.scale_linear", "rope.scaling.yarn_ext_factor")
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
-_BOOL_TYPE, _FLOAT_TYPES = 7, (6, 12)
+_FLOAT_TYPES = (6, 12)
+# Of decoders: byte-level, by pieces with tokens for bytes, and none at all.
+_TOKENIZERS = ("gpt2", "llama", "gemma4", "none", "no_vocab")
+_BY_PIECES = "llama"
+# Architectures whose graph asserts that keys are as wide as values, and those that rotate whole heads (the graph() of
+# each in llama.cpp's src/models). Elsewhere the shapes of tensors tell all.
+_EQUAL_WIDTHS = frozenset({
+    "apertus", "arcee", "bailingmoe2", "cohere2", "command-r", "deepseek", "dots1", "ernie4_5", "ernie4_5-moe",
+    "exaone", "exaone-moe", "exaone4", "falcon", "glm4moe", "gptneox", "granite", "granitemoe", "grok",
+    "hunyuan-moe", "internlm2", "llama", "llama4", "minimax-m2", "mistral3", "nemotron", "olmo", "olmo2", "olmoe", "orion",
+    "phi3", "phimoe", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+    "xverse",
+})  # fmt: skip
+_WHOLE_ROTATION = _EQUAL_WIDTHS - frozenset({
+    "bailingmoe2", "cohere2", "command-r", "glm4moe", "gptneox", "minimax-m2", "nemotron", "phi3", "phimoe",
+    "stablelm",
+})  # fmt: skip
 
 
 def check_header(file: GgufFile) -> None:
@@ -101,6 +117,7 @@ def value_problems(entries: Mapping[str, KeyValue]) -> Iterator[str]:
             yield from _entry_problems(key, key.removeprefix(prefix), entry)
     yield from _expert_problems(prefix, values)
     yield from _head_problems(prefix, values)
+    yield from _width_problems(prefix, values)
     yield from _rope_problems(prefix, values)
     yield from _tokenizer_problems(entries)
 
@@ -165,6 +182,20 @@ def _head_problems(prefix: str, values: Mapping[str, Value | None]) -> Iterator[
             return
 
 
+def _width_problems(prefix: str, values: Mapping[str, Value | None]) -> Iterator[str]:
+    architecture = prefix.removesuffix(".")
+    heads = _per_layer(values.get("attention.head_count"), 1)[:1]
+    by_default = _largest(values.get("embedding_length")) // heads[0] if heads and heads[0] else 0
+    keys, its_values, rotated = (
+        by_default if values.get(key) is None else _largest(values.get(key))
+        for key in ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    )
+    if architecture in _EQUAL_WIDTHS and keys != its_values:
+        yield f"{prefix}attention.key_length is {keys} and value_length {its_values}, which must be the same here"
+    if values.get("rope.dimension_count") is not None and architecture in _WHOLE_ROTATION and rotated != keys:
+        yield f"{prefix}rope.dimension_count is {rotated}, where all {keys} values of a head are rotated"
+
+
 def _rope_problems(prefix: str, values: Mapping[str, Value | None]) -> Iterator[str]:
     scaling = values.get("rope.scaling.type")
     if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
@@ -180,6 +211,10 @@ def _rope_problems(prefix: str, values: Mapping[str, Value | None]) -> Iterator[
 
 
 def _tokenizer_problems(entries: Mapping[str, KeyValue]) -> Iterator[str]:
-    tokens = entries.get(TOKENS_KEY)
+    tokens, kind = entries.get(TOKENS_KEY), entries.get("tokenizer.ggml.model")
+    if kind is not None and kind.value not in _TOKENIZERS:
+        yield f"tokenizer.ggml.model is {str(kind.value)[:40]!r}, and can be {', '.join(_TOKENIZERS)}"
     if tokens is not None and tokens.repeats:
         yield f"{TOKENS_KEY} holds a text twice"
+    if tokens is not None and kind is not None and kind.value == _BY_PIECES and tokens.n_byte_tokens < 256:
+        yield f"{TOKENS_KEY} has tokens for {tokens.n_byte_tokens} of 256 bytes, and llama.cpp looks for the others"

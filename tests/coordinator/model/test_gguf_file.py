@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from relayline.coordinator.model.gguf_file import open_model, read_entries
 from relayline.coordinator.model.gguf_write import F32, U32, TensorSlot, encode_array, encode_entry, encode_header
 from relayline.wire.common.errors import ModelFileError
+from relayline.wire.model_files import gguf_header
 from relayline.wire.model_files.gguf_header import HEADER_BYTES_MAX, TENSOR_TYPES, read_header
 from tests.support.tiny_models import make_tiny
 
@@ -126,6 +127,60 @@ def test_endless_header_is_not_read_on(tmp_path: Path) -> None:
         file.truncate(2 * HEADER_BYTES_MAX)
     with pytest.raises(ModelFileError, match="header is larger"):
         open_model(path)
+
+
+def header(n_tensors: int, n_entries: int) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, n_tensors, n_entries)
+
+
+def text(raw: bytes) -> bytes:
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def texts(key: bytes, count: int, raw: bytes = b"") -> bytes:
+    return text(key) + struct.pack("<IIQ", 9, 8, count) + text(raw) * count
+
+
+BOMBS = {
+    "entries": header(0, 5_000) + b"".join(text(b"%04d" % n) + struct.pack("<IB", 0, 1) for n in range(5_000)),
+    "tensors": header(20_000, 0) + (text(b"t") + struct.pack("<IQIQ", 1, 1, 0, 0)) * 20_000,
+    "texts in arrays": header(0, 1) + texts(b"a", gguf_header.STRINGS_MAX + 1),
+    "tokens": header(0, 1) + texts(b"tokenizer.ggml.tokens", gguf_header.TOKENS_MAX + 1),
+    "values in short arrays": header(0, 40)
+    + b"".join(text(b"%02d" % n) + struct.pack("<IIQ", 9, 0, 4_096) + bytes(4_096) for n in range(40)),
+    "bytes of text": header(0, 1) + text(b"general.name") + struct.pack("<I", 8) + text(b"a" * (5 << 20)),
+    "a metadata key has": header(0, 1) + text(b"k" * 2_000) + struct.pack("<IB", 0, 1),
+    "a tensor name has": header(1, 0) + text(b"t" * 64) + struct.pack("<IQIQ", 1, 1, 0, 0),
+    "a token has": header(0, 1) + texts(b"tokenizer.ggml.tokens", 1, b"x" * 70_000),
+}
+
+
+@pytest.mark.parametrize("words", BOMBS)
+def test_a_header_that_would_take_long_is_refused_by_a_bound(words: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(BOMBS[words] + bytes(64))
+    with pytest.raises(ModelFileError, match=words):
+        read_header(path)
+
+
+def test_shards_share_one_bound(tmp_path: Path) -> None:
+    budget = gguf_header.HeaderBudget(strings=5)
+    path = small_file(tmp_path / "m.gguf")
+    read_header(path, 0, budget)
+    with pytest.raises(ModelFileError, match="texts in arrays"):
+        read_header(path, 1, budget)
+
+
+def test_the_largest_known_vocabulary_passes(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    words = b"".join(text(b"token%06d" % n) for n in range(262_144))
+    listed = text(b"tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 262_144) + words
+    scores = text(b"tokenizer.ggml.scores") + struct.pack("<IIQ", 9, 6, 262_144) + bytes(4 * 262_144)
+    merges = texts(b"tokenizer.ggml.merges", 514_906, b"abcdef ghijkl")
+    path.write_bytes(header(0, 3) + listed + scores + merges)
+    entries = read_header(path).entries
+    assert [entry.length for entry in entries.values()] == [262_144, 262_144, 514_906]
+    assert not entries["tokenizer.ggml.tokens"].repeats
 
 
 @pytest.fixture(scope="module")

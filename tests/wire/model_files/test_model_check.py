@@ -1,0 +1,174 @@
+"""The one check of a header: what llama.cpp would die of is refused by `inspect`, `split`, fetch and load alike."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from llama_cpp import llama_cpp as llama
+
+from relayline.coordinator.model.gguf_write import F32, I32, U32, encode_array, encode_entry
+from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.model.split import split_model
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.stage.engine.artifact import open_artifact
+from relayline.wire.common.errors import ModelFileError
+from relayline.wire.model_files.gguf_header import TENSOR_TYPES, read_header
+from relayline.wire.model_files.model_check import PRODUCT_TYPES, check_header
+from tests.support.mutated_models import Draft, read_draft
+from tests.support.tiny_families import RECIPES
+from tests.support.tiny_models import make_tiny
+
+TYPES = {name: number for number, (name, _, _) in TENSOR_TYPES.items()}
+STRING = 8
+
+
+class CpuTraits(ctypes.Structure):
+    _fields_ = [("from_float", ctypes.c_void_p), ("vec_dot", ctypes.c_void_p)]
+
+
+def test_types_with_products_are_those_of_the_installed_ggml() -> None:
+    function = llama._lib.ggml_get_type_traits_cpu
+    function.restype = ctypes.POINTER(CpuTraits)
+    native = {
+        name
+        for number, (name, _, _) in TENSOR_TYPES.items()
+        if number < llama.GGML_TYPE_COUNT and function(number).contents.vec_dot
+    }
+    assert native == PRODUCT_TYPES
+
+
+def typed(name: str, kind: str) -> Callable[[Draft], None]:
+    def change(draft: Draft) -> None:
+        (index,) = [at for at, tensor in enumerate(draft.tensors) if tensor[0] == name]
+        _, dims, _, body = draft.tensors[index]
+        draft.tensors[index] = (name, dims, TYPES[kind], body)
+
+    return change
+
+
+def valued(key: str, type_id: int, value: float | str) -> Callable[[Draft], None]:
+    def change(draft: Draft) -> None:
+        draft.entries[key] = encode_entry(key, type_id, value)
+
+    return change
+
+
+def listed(key: str, item_type: int, values: tuple[float, ...]) -> Callable[[Draft], None]:
+    def change(draft: Draft) -> None:
+        draft.entries[key] = encode_array(key, item_type, values)
+
+    return change
+
+
+def without(key: str) -> Callable[[Draft], None]:
+    def change(draft: Draft) -> None:
+        del draft.entries[key]
+
+    return change
+
+
+def tokens(*texts: bytes) -> Callable[[Draft], None]:
+    key = b"tokenizer.ggml.tokens"
+
+    def change(draft: Draft) -> None:
+        body = b"".join(struct.pack("<Q", len(text)) + text for text in texts)
+        head = struct.pack("<Q", len(key)) + key + struct.pack("<IIQ", 9, STRING, len(texts))
+        draft.entries[key.decode()] = head + body
+
+    return change
+
+
+FAULTS: list[tuple[str, Callable[[Draft], None], str]] = [
+    *(
+        (f"matrix {kind}", typed("blk.0.ffn_up.weight", kind), f"is {kind}, which no product takes")
+        for kind in ("I8", "I16", "I32", "I64", "F64", "Q8_1")
+    ),
+    *(
+        (f"norm {kind}", typed("blk.0.attn_norm.weight", kind), f"is {kind}, and norms")
+        for kind in ("Q8_0", "F16", "BF16", "I64", "MXFP4")
+    ),
+    *((f"eps {value}", valued("llama.attention.layer_norm_rms_epsilon", F32, value), "epsilon is")
+      for value in (math.nan, math.inf, -1.0, 1e30)),
+    ("freq base", valued("llama.rope.freq_base", F32, math.nan), "freq_base is nan"),
+    ("freq base 0", valued("llama.rope.freq_base", F32, 0.0), "freq_base is 0"),
+    ("a float for a number", valued("llama.block_count", F32, 2.0), "block_count is not a whole number"),
+    ("layers", valued("llama.block_count", U32, 513), "block_count is 513"),
+    ("context", valued("llama.context_length", U32, 0xFFFFFFFF), "context_length is"),
+    ("window", valued("llama.attention.sliding_window", U32, 1 << 31), "sliding_window is"),
+    ("any number", valued("llama.something.else", I32, -5), "something.else is -5"),
+    ("any float", valued("llama.something.else", F32, -math.inf), "something.else is -inf"),
+    ("in a list", listed("llama.something.each", F32, (1.0, math.nan)), "something.each is nan"),
+    ("heads", valued("llama.attention.head_count_kv", U32, 3), "head_count is 4, which 3"),
+    ("experts", valued("llama.expert_used_count", U32, 2), "expert_used_count is 2 of 0"),
+    ("many experts", valued("llama.expert_count", U32, 100_000), "expert_count is 100000"),
+    ("keys", valued("llama.attention.key_length", U32, 4096), "key_length is 4096 and value_length 16"),
+    ("rotated", valued("llama.rope.dimension_count", U32, 8), "rope.dimension_count is 8, where"),
+    ("odd rotation", valued("llama.rope.dimension_count", U32, 15), "rope.dimension_count is 15"),
+    ("rope", valued("llama.rope.scaling.type", STRING, "spiral"), "rope.scaling.type is 'spiral'"),
+    ("another tokenizer", valued("tokenizer.ggml.model", STRING, "rwkv"), "tokenizer.ggml.model is 'rwkv'"),
+    ("no bytes", valued("tokenizer.ggml.model", STRING, "llama"), "tokens for 0 of 256 bytes"),
+    ("a text twice", tokens(b"a", b"b", b"a"), "holds a text twice"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("whole") / "m.gguf", n_layers=2, tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def split(whole: Path) -> Path:
+    split_model(whole, whole.with_name("split"), n_stages=2)
+    return whole.with_name("split")
+
+
+def rewritten(source: Path, change: Callable[[Draft], None], path: Path) -> Path:
+    draft = read_draft(source)
+    change(draft)
+    path.write_bytes(draft.encoded())
+    return path
+
+
+@pytest.mark.parametrize(("change", "words"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS])
+def test_a_damaged_model_is_refused_by_all_alike(
+    change: Callable[[Draft], None], words: str, whole: Path, split: Path, tmp_path: Path
+) -> None:
+    model = rewritten(whole, change, tmp_path / "model.gguf")
+    artifact = rewritten(split / "stage-1.gguf", change, tmp_path / "stage-1.gguf")  # the last one has a tokenizer
+    for refuse in (
+        lambda: inspect_model(model),
+        lambda: split_model(model, tmp_path / "out", n_stages=2),
+        lambda: open_artifact(artifact),
+        lambda: Tokenizer.load(model),
+    ):
+        with pytest.raises(ModelFileError) as caught:
+            refuse()
+        assert words in caught.value.message
+        assert "\n" not in caught.value.message
+    assert not (tmp_path / "out").exists()
+
+
+def test_empty_tokens_are_no_repeats(whole: Path, tmp_path: Path) -> None:
+    check_header(read_header(rewritten(whole, tokens(b"", b"a", b""), tmp_path / "m.gguf")))
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_models_of_every_family_pass(family: str, tmp_path: Path) -> None:
+    check_header(read_header(make_tiny(family, tmp_path / "m.gguf")))
+
+
+@pytest.mark.slow
+def test_no_mutation_ends_the_process_that_loads_it(tmp_path: Path) -> None:
+    """Inspect, split, load and decode, each in a process of its own; `tests.support.mutated_models` tries more."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.support.mutated_models", "60", "41"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

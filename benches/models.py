@@ -31,7 +31,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from benches.blocks import Bytes, random_rows
-from relayline.deploy.machine.directories import cache_dir
+from relayline.wire.common.places import cache_dir
 
 RECIPE: Final = 2  # raised whenever the same shape and type would give other bytes
 SEED: Final = 20_25

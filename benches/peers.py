@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benches.arguments import number
-from relayline.deploy.machine.directories import cache_dir
 from relayline.deploy.testing.paths import DEPLOY
+from relayline.wire.common.places import cache_dir
 
 TARGETS = ("llama-server", "llama-batched-bench", "ggml-rpc-server")
 BUILD_MINUTES = 10  # on 2 cores, for the message only

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benches.peers import LIBRARIES
-from relayline.deploy.machine.directories import cache_dir
+from relayline.wire.common.places import cache_dir
 
 # Deviations of the logits. Products with quantised weights round activations to 8 bits, which turns differences in the
 # last bit into visible ones: llama.cpp's own two kernels for Q4_0 (repacked, which a local model uses, and plain, which

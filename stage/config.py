@@ -23,6 +23,8 @@ class StageConfig:
 
     artifact: Path
     """The stage's own GGUF, made by `relayline split`."""
+    name: str = ""
+    """What the stage is called in a pipeline that it joined; empty: stage-INDEX."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 0

@@ -19,7 +19,7 @@ from benches.peers import (
     digest_of,
     pinned_version,
 )
-from relayline.deploy.machine.directories import cache_dir
+from relayline.wire.common.places import cache_dir
 
 TARGETS = ("llama-server", "llama-batched-bench")
 BACKENDS: dict[str, tuple[str, ...]] = {"cuda": ("-DGGML_CUDA=ON",), "cpu": ()}

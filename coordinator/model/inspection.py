@@ -160,7 +160,7 @@ def check_support(facts: ModelFacts, *, experimental: bool) -> None:
     """Raise UnsupportedArchitectureError for a model that cannot be split; `experimental` takes what may be tried."""
     if facts.refusal is None or (experimental and facts.may_be_tried):
         return
-    advice = "; --experimental tries it anyway" if facts.may_be_tried else ""
+    advice = "; `relayline split --experimental` tries it anyway" if facts.may_be_tried else ""
     raise UnsupportedArchitectureError(
         f"{facts.path}: this {facts.architecture} model cannot be split: {facts.refusal}{advice}"
     )

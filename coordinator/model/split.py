@@ -160,7 +160,7 @@ def _refuse_foreign(out_dir: Path) -> None:
         ours = {found.tokenizer.file, *(stage.file for stage in found.stages)}
     for path in sorted(out_dir.iterdir()):
         if ARTIFACT_NAME.match(path.name) and path.name not in ours and not _is_artifact(path):
-            raise UsageError(f"{path}: is from no split, and would be lost; move it away or give another --out")
+            raise UsageError(f"{path}: is from no split, and would be lost; move it away or give another directory")
 
 
 def _is_artifact(path: Path) -> bool:
@@ -198,7 +198,8 @@ class _Writer:
         free_bytes = shutil.disk_usage(self.out_dir).free
         if free_bytes < self.total_bytes + DISK_MARGIN_BYTES:
             raise ArtifactError(
-                f"{self.out_dir}: the split needs {self.total_bytes:,} bytes, but only {free_bytes:,} are free there"
+                f"{self.out_dir}: the split needs {self.total_bytes:,} bytes and {DISK_MARGIN_BYTES:,} to spare, but"
+                f" only {free_bytes:,} are free there"
             )
 
     def write_artifact(self, artifact: PlannedArtifact) -> str:

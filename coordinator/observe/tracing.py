@@ -66,6 +66,7 @@ class Tracing:
                 names.HTTP_REQUEST_METHOD: record.method,
                 names.HTTP_ROUTE: record.route,
                 names.URL_PATH: record.route,
+                names.HTTP_X_REQUEST_ID: [record.request_id],
             },
         )
         if span.is_recording():

@@ -13,8 +13,9 @@ import json
 import select
 import signal
 import subprocess
-import sys
 import threading
+
+from relayline.wire.common.child_command import module_command
 
 ANSWER_TIMEOUT_S = 30.0  # of the clock; the worker's own limit is of processor time
 _CAUSES: dict[int, str] = {
@@ -53,7 +54,7 @@ class GrammarChecker:
     def _ask(self, asked: bytes) -> bytes:
         """Return the worker's answer, nothing if it has died of the question."""
         if self._worker is None:
-            command = [sys.executable, "-m", "relayline.coordinator.text.grammar_worker"]
+            command = module_command("relayline.coordinator.text.grammar_worker")
             self._worker = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )

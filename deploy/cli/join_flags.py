@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from click.core import ParameterSource
 
 from relayline.deploy.cli.options import Address, AddressList, telemetry_config
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.places import cache_dir
 from relayline.wire.links.security import LinkSecurity, address_of
 from relayline.wire.telemetry.config import Level, TelemetryConfig
 
@@ -153,7 +153,7 @@ def stage_join(given: dict[str, Any], security: LinkSecurity) -> StageJoinConfig
 
 def default_cache() -> Path:
     """Return where fetched artifacts are kept: $XDG_CACHE_HOME/relayline/artifacts, ~/.cache without it."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relayline" / "artifacts"
+    return cache_dir() / "artifacts"
 
 
 def stage_telemetry(given: dict[str, Any]) -> Callable[[StageConfig, pb.StageOrder], StageConfig]:

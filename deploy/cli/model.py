@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +17,9 @@ from relayline.coordinator.model.inspection import ModelFacts, inspect_model
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.launch.progress import progress_bar
+from relayline.wire.common.child_command import module_command
 
 PROBE_TIMEOUT_S = 600.0  # loading one stage of a very large model from a cold disk
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def parse_cuts(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...] | None:
@@ -198,10 +197,9 @@ def _print_pipeline(pipeline: PipelineFile, out_dir: Path, *, unchanged: bool) -
 
 def probe_artifact(path: Path) -> str | None:
     """Run one artifact in a child process. Return None if it runs, else the reason as one line."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Without this ggml starts a debugger on itself to print where it aborted.
-    environment = {**os.environ, "GGML_NO_BACKTRACE": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "relayline.stage.engine.probe", str(path)]
+    environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}
+    command = module_command("relayline.stage.engine.probe", str(path))
     try:
         ended = subprocess.run(
             command,

@@ -13,6 +13,7 @@ from relayline.deploy.render.inside import notes
 from relayline.deploy.render.observability import DASHBOARDS_DIR
 from relayline.deploy.render.targets import TARGETS, render
 from relayline.deploy.render.write import write_files
+from relayline.wire.common.places import expanded
 
 
 @click.command("render", short_help="Write a manifest as Compose or Kubernetes files.")
@@ -42,7 +43,7 @@ def models_dir(manifest: Manifest, compose_dir: Path) -> str:
     if manifest.model_path is None or manifest.spec.model.path is None:
         return "."
     parent = manifest.model_path.parent
-    if Path(manifest.spec.model.path).expanduser().is_absolute():
+    if expanded(manifest.spec.model.path).is_absolute():
         return str(parent)
     relative = os.path.relpath(parent, compose_dir)
     return relative if relative.startswith(".") else f"./{relative}"

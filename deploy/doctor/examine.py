@@ -33,6 +33,7 @@ from relayline.deploy.machine.directories import cache_dir
 from relayline.deploy.machine.facts import available_memory_bytes
 from relayline.deploy.manifest import Manifest
 from relayline.wire.common.errors import RelaylineError
+from relayline.wire.common.places import cache_dir
 from relayline.wire.links.security import LinkSecurity
 
 

@@ -10,11 +10,11 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from relayline.deploy.doctor.report import Finding, failure, ok, warning
+from relayline.wire.common.child_command import code_command
 
 LLAMA_VERSION = "0.3.36"  # stage/ relies on this version's struct layout and tensor names
 LOAD_TIMEOUT_S = 30.0
@@ -85,7 +85,7 @@ os._exit(0)  # some backends take offence at exit, at what was not freed
 
 def look_native(*, wants_gpu: bool, program: str = _PROGRAM, cpuinfo: Path = Path("/proc/cpuinfo")) -> list[Finding]:
     """Load everything native, run one step of the demo model and judge it."""
-    command = [sys.executable, "-c", program, str(DEMO_MODEL)]
+    command = code_command(program, str(DEMO_MODEL))
     environment = os.environ | {"GGML_NO_BACKTRACE": "1"}  # a crash would wait for a debugger
     try:
         done = subprocess.run(

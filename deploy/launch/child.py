@@ -12,11 +12,11 @@ import json
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from relayline.deploy.machine.huge_pages import environment_of
+from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import StartError
 from relayline.wire.links.security import TOKEN_VARIABLE
 
@@ -87,10 +87,7 @@ class Child:
 
     async def _spawn(self) -> None:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "relayline.deploy.cli",
-            *self.arguments,
+            *module_command("relayline.deploy.cli", *self.arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -10,12 +10,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from relayline.deploy.launch.state import StateDir
 from relayline.deploy.launch.supervisor import Emit
+from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import RelaylineError, StartError, UsageError
 
 STOP_TIMEOUT_S = 60.0  # of a supervisor whose starter was interrupted: a drain and the stages' end
@@ -54,7 +54,7 @@ def start_detached(arguments: Sequence[str], directory: StateDir, emit: Emit) ->
     with os.fdopen(read_end, encoding="utf-8") as reports:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "relayline.deploy.cli", "up", *arguments, "--report-fd", str(write_end)],
+                module_command("relayline.deploy.cli", "up", *arguments, "--report-fd", str(write_end)),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -7,12 +7,14 @@ HF_HUB_OFFLINE and HF_ENDPOINT mean what they mean everywhere. Of a sharded set 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 from typing import NoReturn
 
 from relayline.wire.common.errors import ModelFileError, UsageError
 from relayline.wire.common.file_hash import sha256_of
+from relayline.wire.common.places import home
 
 SCHEME = "hf://"
 SHARDS_MAX = 4_096  # as many as a sharded set may have, see coordinator.model.gguf_file
@@ -98,6 +100,9 @@ def _from_hub(model: HubFile) -> Path:
 
 
 def _load(model: HubFile, file: str, revision: str) -> Path:
+    if not os.environ.get("XDG_CACHE_HOME"):
+        # It takes "~" for the home directory of a user who has none, which is one of this name where the user stands.
+        os.environ.setdefault("HF_HOME", str(home() / ".cache" / "huggingface"))
     import huggingface_hub  # here, because it is slow to import and most models are files
 
     try:

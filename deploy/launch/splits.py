@@ -8,8 +8,8 @@ from pathlib import Path
 from relayline.coordinator.model.inspection import content_key
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.launch.progress import progress_bar
-from relayline.deploy.machine.directories import cache_dir
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.places import cache_dir
 
 log = logging.getLogger("relayline.up")
 

@@ -25,6 +25,7 @@ import msgspec
 from relayline.deploy.launch.process_id import ProcessId, age_s, is_running
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.phase import HostState, Phase
+from relayline.wire.common.places import state_dir
 
 STATE_VERSION = 1
 
@@ -80,7 +81,7 @@ class LaunchState(msgspec.Struct, frozen=True):
 
 def state_root() -> Path:
     """Return where the state of all pipelines is kept."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "relayline"
+    return state_dir()
 
 
 class StateDir:

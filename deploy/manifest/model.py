@@ -15,6 +15,7 @@ from relayline.deploy.manifest.scalars import DnsLabel, FilePath, Host, Labels, 
 from relayline.deploy.manifest.stage import LayerRange, Link, Speed, Stage
 from relayline.stage.config import LANES_MAX
 from relayline.wire.common import bounds
+from relayline.wire.common.places import expanded
 
 API_VERSION = "relayline.dev/v1alpha1"
 KIND = "Pipeline"
@@ -303,7 +304,7 @@ class Manifest(Part):
 
     def resolve(self, path: str) -> Path:
         """Return one of the manifest's paths in full: `~` expanded, relative to the manifest's directory."""
-        return self._directory / Path(path).expanduser()
+        return self._directory / expanded(path)
 
     @property
     def model_path(self) -> Path | None:

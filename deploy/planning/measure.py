@@ -12,7 +12,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,9 +22,10 @@ import msgspec
 from relayline.coordinator.model.cuts import is_allowed, legal_cuts
 from relayline.coordinator.model.inspection import ModelFacts, content_key, inspect_model
 from relayline.coordinator.planner.speed import Sample, Speed, from_samples
-from relayline.deploy.machine.directories import cache_dir
 from relayline.stage.speed.machine_key import machine_facts
+from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import StartError
+from relayline.wire.common.places import cache_dir
 
 CACHE_VERSION = 4
 TURNS = 2  # of every slice
@@ -125,7 +125,7 @@ def _write(model: Path, directory: Path, cuts: tuple[int, ...], index: int) -> P
 
 def _calibrate(artifact: Path, arguments: Sequence[str], n_at_once: int) -> list[Sample]:
     """Calibrate one slice in several processes at once."""
-    command = [sys.executable, "-m", "relayline.deploy.cli", "calibrate", str(artifact), "--json", *arguments]
+    command = module_command("relayline.deploy.cli", "calibrate", str(artifact), "--json", *arguments)
     children = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(n_at_once)
     ]

@@ -121,7 +121,10 @@ def _coordinator(pipeline: Inside, models_dir: str) -> Mapping:
         "deploy": _resources(spec.coordinator.memory_gib, threads=0, on_gpu=False),
     }
     if pipeline.mounts_models:
-        source = f"${{RELAYLINE_MODELS:-{models_dir.replace('$', '$$')}}}"
+        if "}" in models_dir:  # it would end the variable, and Compose has no way to write it there
+            source = models_dir.replace("$", "$$")
+        else:
+            source = f"${{RELAYLINE_MODELS:-{models_dir.replace('$', '$$')}}}"
         models = {"type": "bind", "source": source, "target": inside.MODELS_DIR, "read_only": True}
         service["volumes"] = [*service["volumes"], models]
     else:

@@ -153,6 +153,7 @@ class JoinedStage:
 
     def _stage_config(self, path: Path, host: str, engine: pb.EngineSettings) -> StageConfig:
         return StageConfig(
+            name=self._config.name,
             artifact=path,
             host=host,
             port=self._config.port,

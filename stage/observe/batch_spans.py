@@ -128,6 +128,7 @@ class BatchSpans:
                 continue
             attributes = {
                 names.ATTR_STAGE_INDEX: self._stage_index,
+                names.ATTR_STAGE_NAME: self._constant.get(names.ATTR_STAGE_NAME, ""),
                 names.ATTR_BATCH_ID: self.batch_id(result),
                 names.ATTR_BATCH_ROWS: result.n_rows,
                 names.ATTR_FRAME_UPSTREAM_WAIT_NS: frame.upstream_wait_ns,

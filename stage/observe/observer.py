@@ -90,6 +90,7 @@ def _constants(artifact: StageArtifact, config: StageConfig) -> dict[str, Attrib
     """Return what is the same for every batch of a stage: where it stands, and what its policy was told."""
     return {
         names.ATTR_STAGE_INDEX: artifact.stage_index,
+        names.ATTR_STAGE_NAME: config.name or f"stage-{artifact.stage_index}",
         names.ATTR_STAGE_COUNT: artifact.stage_count,
         names.ATTR_LAYER_START: artifact.layer_start,
         names.ATTR_LAYER_END: artifact.layer_end,

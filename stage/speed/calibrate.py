@@ -34,6 +34,7 @@ from relayline.stage.engine.loading import MEASURING, Load
 from relayline.stage.engine.native import NativeEngine
 from relayline.stage.speed.curves import Curves
 from relayline.stage.speed.machine_key import machine_facts
+from relayline.wire.common import places
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS as TILE
 from relayline.wire.common.curve import LADDER
 
@@ -337,11 +338,7 @@ def fresh_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Load
 
 
 def _path(engine: NativeEngine, cache_dir: Path | None) -> Path:
-    return (cache_dir or _cache_dir()) / "curves" / f"{_key(engine)}.json"
-
-
-def _cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relayline"
+    return (cache_dir or places.cache_dir()) / "curves" / f"{_key(engine)}.json"
 
 
 def _key(engine: NativeEngine) -> str:

@@ -22,8 +22,8 @@ import pytest
 from google.protobuf import json_format
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanProto
 
-from relayline.deploy.machine.directories import cache_dir
 from relayline.deploy.testing.otlp_receiver import StoredSpan, stored
+from relayline.wire.common.places import cache_dir
 
 VERSION = "3.17.2"
 EXPERIMENT = "0"  # the one that is always there

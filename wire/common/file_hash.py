@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from relayline.wire.common.places import cache_dir
+
 _HASH_CHUNK_BYTES = 1 << 20
 
 Hashed = Callable[[float], None]  # told which share of the file has been read; what it raises ends the reading
@@ -24,11 +26,6 @@ class _Stamp(msgspec.Struct, frozen=True):
     mtime_ns: int
     inode: int
     sha256: str
-
-
-def cache_dir() -> Path:
-    """Return where this user's caches are kept: $XDG_CACHE_HOME/relayline, ~/.cache/relayline without it."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relayline"
 
 
 def _stamp_path(path: Path) -> Path:

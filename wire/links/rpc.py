@@ -44,6 +44,7 @@ _MESSAGE_SIZE: tuple[tuple[str, int], ...] = (
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *_KEEPALIVE,
     *_MESSAGE_SIZE,
+    ("grpc.enable_http_proxy", 0),  # http_proxy is for the web; stages are reached at the addresses they say
     ("grpc.enable_retries", 0),  # a lost stream is an epoch change, never a silent retry
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),

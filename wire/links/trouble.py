@@ -50,6 +50,6 @@ def retold(error: UnauthenticatedError, who: str) -> UnauthenticatedError:
 
 async def _note_in_the_clear(address: str, reason: Reason) -> None:
     """Let a server that speaks no TLS know who wanted it. Nothing but the reason is sent."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         with contextlib.suppress(grpc.aio.AioRpcError):
             await channel.unary_unary(NOTE_PREFIX + reason.value)(b"", timeout=NOTE_TIMEOUT_S)

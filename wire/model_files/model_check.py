@@ -69,8 +69,9 @@ _BY_PIECES = "llama"
 _EQUAL_WIDTHS = frozenset({
     "apertus", "arcee", "bailingmoe2", "cohere2", "command-r", "deepseek", "dots1", "ernie4_5", "ernie4_5-moe",
     "exaone", "exaone-moe", "exaone4", "falcon", "glm4moe", "gptneox", "granite", "granitemoe", "grok",
-    "hunyuan-moe", "internlm2", "llama", "llama4", "minimax-m2", "mistral3", "nemotron", "olmo", "olmo2", "olmoe", "orion",
-    "phi3", "phimoe", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+    "hunyuan-moe", "internlm2", "llama", "llama4", "minimax-m2", "mistral3", "nemotron", "olmo", "olmo2", "olmoe",
+    "orion", "phi3", "phimoe", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "seed_oss", "smollm3", "stablelm",
+    "starcoder2",
     "xverse",
 })  # fmt: skip
 _WHOLE_ROTATION = _EQUAL_WIDTHS - frozenset({

@@ -23,6 +23,8 @@ _EXPORTER_KEY = "OTEL_TRACES_EXPORTER"
 _ENTRY_POINTS = "opentelemetry_traces_exporter"
 _BY_PROTOCOL = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 _HTTP_PORT = 4318
+_TLS_KEYS = ("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "OTEL_EXPORTER_OTLP_CERTIFICATE")
+_INSECURE_KEYS = ("OTEL_EXPORTER_OTLP_TRACES_INSECURE", "OTEL_EXPORTER_OTLP_INSECURE")
 _TRACES_PATH = "/v1/traces"
 
 
@@ -33,6 +35,8 @@ def exporters(endpoint: str, environment: Mapping[str, str] | None = None) -> li
     the choice. Raises UsageError for an unknown exporter or protocol, and for values an exporter refuses.
     """
     given = os.environ if environment is None else environment
+    if not endpoint and "://" not in (known := _first(given, _ENDPOINT_KEYS)):
+        endpoint = _with_scheme(known, given)
     try:
         return [_build(name, endpoint) for name in chosen(endpoint, given)]
     except UsageError:
@@ -45,13 +49,46 @@ def chosen(endpoint: str, environment: Mapping[str, str]) -> list[str]:
     """Return the names of the exporters to use, as entry points. Pure. Raises UsageError."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return []
-    known = endpoint or _first(environment, _ENDPOINT_KEYS)
+    known = endpoint or _with_scheme(_first(environment, _ENDPOINT_KEYS), environment)
     asked = environment.get(_EXPORTER_KEY, "").strip()
     listed = [name.strip() for name in asked.split(",") if name.strip()] or (["otlp"] if known else [])
     if endpoint and not any(name.startswith("otlp") for name in listed):
         listed.append("otlp")  # a flag is more particular than a variable
     return list(dict.fromkeys(_protocol(known, environment) if name == "otlp" else name for name in listed
                               if name.lower() != "none"))  # fmt: skip
+
+
+def hint(endpoint: str, environment: Mapping[str, str]) -> str:
+    """Return what a person should know whose collector gets no spans: where they go, how, and what says so. Pure."""
+    known = endpoint or _with_scheme(_first(environment, _ENDPOINT_KEYS), environment)
+    protocols = [name for name, entry in _BY_PROTOCOL.items() if entry in chosen(endpoint, environment)]
+    if not known or not protocols:
+        return ""
+    where = f"they go to {known} as OTLP over {protocols[0]}"
+    if _first(environment, _PROTOCOL_KEYS):
+        return f"{where}, as {_PROTOCOL_KEYS[1]} says"
+    (other,) = (name for name in _BY_PROTOCOL if name not in protocols)
+    return f"{where}; if the collector speaks the other one there, set {_PROTOCOL_KEYS[1]}={other}"
+
+
+def _with_scheme(endpoint: str, environment: Mapping[str, str]) -> str:
+    """Return an endpoint that may be HOST:PORT alone as a URL; plaintext unless the variables ask for TLS."""
+    if not endpoint:
+        return ""
+    insecure = _first(environment, _INSECURE_KEYS).lower()
+    scheme = "https" if insecure == "false" or (not insecure and _first(environment, _TLS_KEYS)) else "http"
+    url = endpoint if "://" in endpoint else f"{scheme}://{endpoint}"
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and parts.hostname and (parts.port or "://" in endpoint)
+    except ValueError:  # a port that is none
+        is_one = False
+    if not is_one:
+        raise UsageError(
+            f"{_ENDPOINT_KEYS[1]} {endpoint!r} is not a collector's address; "
+            "give http://HOST:4317 for OTLP over gRPC or http://HOST:4318 over HTTP"
+        )
+    return url
 
 
 def _protocol(endpoint: str, environment: Mapping[str, str]) -> str:

@@ -46,9 +46,15 @@ class Pipe:
     """A tracer whose spans go to exporters. Every method but `plan_ids` may be called by any thread."""
 
     def __init__(
-        self, service_name: str, instance_id: str, sampler_ratio: float, exporters: Sequence[SpanExporter]
+        self,
+        service_name: str,
+        instance_id: str,
+        sampler_ratio: float,
+        exporters: Sequence[SpanExporter],
+        hint: str = "",
     ) -> None:
-        _route_sdk_log()
+        """`hint` is told where spans do not arrive: how they are sent, and what would change that."""
+        _route_sdk_log(hint)
         self._ids = _PlannedIds()
         self._provider = TracerProvider(
             # 1.0 is no wish of its own: then the SDK reads OTEL_TRACES_SAMPLER.
@@ -257,6 +263,7 @@ class _SdkLog(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._quiet_until_s = 0.0
+        self.hint = ""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.complain(record.getMessage())
@@ -267,7 +274,9 @@ class _SdkLog(logging.Handler):
             return
         self._quiet_until_s = now_s + COMPLAIN_EVERY_S
         line = " ".join(what.split())[:COMPLAINT_CHARS_MAX]
-        log.warning("spans do not reach the collector; serving goes on and counts them. The exporter says: %s", line)
+        hint = f"; {self.hint}" if self.hint else ""
+        text = "spans do not reach the collector%s. Serving goes on and counts them. The exporter says: %s"
+        log.warning(text, hint, line)
 
 
 _SDK_LOG = _SdkLog()
@@ -277,8 +286,9 @@ def _complain(what: str) -> None:
     _SDK_LOG.complain(what)
 
 
-def _route_sdk_log() -> None:
+def _route_sdk_log(hint: str) -> None:
     """Take the SDK's loggers over; they are the process's, so once is enough."""
+    _SDK_LOG.hint = hint
     sdk = logging.getLogger("opentelemetry")
     if _SDK_LOG not in sdk.handlers:
         sdk.addHandler(_SDK_LOG)

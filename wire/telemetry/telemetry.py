@@ -13,6 +13,7 @@ The OpenTelemetry SDK is imported only where spans have somewhere to go.
 from __future__ import annotations
 
 import enum
+import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -75,7 +76,8 @@ class Telemetry:
             return cls(config)
         from relayline.wire.telemetry.export import Pipe
 
-        return cls(config, Pipe(role.value, instance_id, config.sampler_ratio, exporters))
+        hint = telemetry_choice.hint(config.otlp_endpoint, os.environ)
+        return cls(config, Pipe(role.value, instance_id, config.sampler_ratio, exporters, hint))
 
     @property
     def is_exporting(self) -> bool:

@@ -293,7 +293,7 @@ def test_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatc
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(ArtifactError, match="but only 1,000 are free"):
+    with pytest.raises(ArtifactError, match=r"and 16,777,216 to spare, but only 1,000 are free"):
         split_model(make_tiny("llama", tmp_path / "m.gguf"), tmp_path / "out", n_stages=2)
     assert not (tmp_path / "out").exists()
 

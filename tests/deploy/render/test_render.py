@@ -211,6 +211,9 @@ def test_compose_takes_no_text_of_the_user_for_a_variable() -> None:
     files = render(parsed(SMALLEST + '  coordinator: {modelId: "a$HOME"}\n'), "compose", "/data/$x")
     assert "modelId: a$$HOME" in files["compose.yaml"]
     assert "${RELAYLINE_MODELS:-/data/$$x}" in files["compose.yaml"]
+    braced = yaml.safe_load(render(parsed(SMALLEST), "compose", "/data/}x/$y")["compose.yaml"])
+    (mount,) = [volume for volume in braced["services"]["coordinator"]["volumes"] if isinstance(volume, dict)]
+    assert mount["source"] == "/data/}x/$$y", "a brace would end the variable early"
 
 
 def test_a_gpu_stage_asks_for_a_gpu() -> None:

@@ -28,7 +28,7 @@ from relayline.stage.engine.loading import (
 from relayline.stage.engine.native import EngineConfig, NativeEngine
 from relayline.stage.joining.artifact_store import Slot, Writer, has_content
 from relayline.stage.process import load_stage, serve
-from relayline.stage.speed import calibrate as calibration
+from relayline.wire.common.places import cache_dir
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 MIB = 1 << 20
@@ -114,7 +114,7 @@ def test_steps_are_measured_no_further_and_nothing_is_remembered(
         load_stage(config, load)
     assert load.seen[-1][0] == MEASURING
     assert len(closed) == 1
-    assert not (calibration._cache_dir() / "curves").exists()
+    assert not (cache_dir() / "curves").exists()
 
 
 def test_a_file_is_hashed_no_further_and_not_taken_for_an_altered_one(

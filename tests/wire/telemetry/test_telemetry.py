@@ -91,10 +91,56 @@ def test_settings_that_cannot_be_used_are_refused(changes: dict[str, object], te
         ("", {"OTEL_TRACES_EXPORTER": " console , otlp,otlp"}, ["console", GRPC]),
         ("http://c:4317", {"OTEL_TRACES_EXPORTER": "none"}, [GRPC]),
         ("http://c:4317", {"OTEL_SDK_DISABLED": "True"}, []),
+        ("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "c:4317"}, [GRPC]),
+        ("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "10.0.0.5:4317"}, [GRPC]),
+        ("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "[::1]:4317"}, [GRPC]),
+        ("", {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "c:4318"}, [HTTP]),
+        ("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "c:4318/v1/traces"}, [HTTP]),
     ],
 )
 def test_the_variables_choose_the_exporters(endpoint: str, environment: dict[str, str], expected: list[str]) -> None:
     assert telemetry_choice.chosen(endpoint, environment) == expected
+
+
+@pytest.mark.parametrize("endpoint", ["localhost", "http://", "c:port", "http://c:99999", "tcp://c:4317", "/tmp/x"])
+def test_an_endpoint_that_is_none_is_one_clear_line(endpoint: str) -> None:
+    with pytest.raises(UsageError, match="is not a collector's address; give http://HOST:4317") as caught:
+        telemetry_choice.exporters("", {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint})
+    assert repr(endpoint) in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "variables", "expected"),
+    [
+        ("c:4317", {}, "http://c:4317"),
+        ("c:4317", {"OTEL_EXPORTER_OTLP_INSECURE": "false"}, "https://c:4317"),
+        ("c:4317", {"OTEL_EXPORTER_OTLP_CERTIFICATE": "/ca.pem"}, "https://c:4317"),
+        ("https://c:4317", {}, "https://c:4317"),
+    ],
+)
+def test_host_and_port_alone_are_plaintext_unless_tls_is_asked_for(
+    endpoint: str, variables: dict[str, str], expected: str
+) -> None:
+    hint = telemetry_choice.hint("", {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, **variables})
+    assert f"they go to {expected} as OTLP over grpc" in hint
+
+
+def test_a_collector_that_gets_nothing_may_speak_the_other_protocol(caplog: pytest.LogCaptureFixture) -> None:
+    """One that speaks HTTP at another port than 4318 is taken for gRPC: the line says so, and what to set."""
+    hint = telemetry_choice.hint("http://127.0.0.1:5318", {})
+    assert hint == (
+        "they go to http://127.0.0.1:5318 as OTLP over grpc; if the collector speaks the other one there, "
+        "set OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf"
+    )
+    assert telemetry_choice.hint("http://c:4318", {}).endswith("set OTEL_EXPORTER_OTLP_PROTOCOL=grpc")
+    told = telemetry_choice.hint("http://c:5318", {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+    assert told == "they go to http://c:5318 as OTLP over grpc, as OTEL_EXPORTER_OTLP_PROTOCOL says"
+    assert telemetry_choice.hint("", {"OTEL_TRACES_EXPORTER": "console"}) == ""
+    handler = telemetry_export._SdkLog()
+    handler.hint = hint
+    with caplog.at_level("WARNING", "relayline.telemetry"):
+        handler.complain("StatusCode.UNAVAILABLE")
+    assert hint in caplog.text
 
 
 def test_what_cannot_be_chosen_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:

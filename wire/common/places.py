@@ -1,0 +1,60 @@
+"""Where this user's files are kept: caches and state by the XDG variables, below the home directory without them.
+
+A user id that nobody knows, in a container for instance, has no home directory. Then a directory of its own in the
+system's temporary one stands in, so that every command works.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from relayline.wire.common.errors import UsageError
+
+
+def home() -> Path:
+    """Return the home directory, or what stands in for one. Raises UsageError if there is no place at all."""
+    try:
+        found = Path.home()
+    except RuntimeError:
+        return _stand_in()
+    is_root = found == Path("/")  # what containers make of HOME, and Python of an empty one
+    return _stand_in() if is_root and not os.access(found, os.W_OK) else found
+
+
+def cache_dir() -> Path:
+    """Return where caches are kept: $XDG_CACHE_HOME/relayline, ~/.cache/relayline without it. Raises UsageError."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "relayline"
+
+
+def state_dir() -> Path:
+    """Return where state is kept: $XDG_STATE_HOME/relayline, ~/.local/state/relayline without. Raises UsageError."""
+    return Path(os.environ.get("XDG_STATE_HOME") or home() / ".local" / "state") / "relayline"
+
+
+def expanded(path: str) -> Path:
+    """Return a path with `~` expanded. Raises UsageError for the home of a user that is not known."""
+    if path == "~" or path.startswith("~/"):
+        return home() / path[2:]
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{path}: there is no such user; write the path in full") from None
+
+
+def _stand_in() -> Path:
+    """Return a directory of this user alone. Others may write beside it, and may have made it: then it is not used."""
+    advice = "set HOME to a directory of yours, or XDG_CACHE_HOME and XDG_STATE_HOME"
+    try:
+        path = Path(tempfile.gettempdir()) / f"relayline-{os.getuid()}"
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise UsageError(
+            f"this user has no home directory and no place for temporary files ({error}); {advice}"
+        ) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UsageError(f"this user has no home directory, and {path} may be written by others; {advice}")
+    return path

@@ -38,7 +38,7 @@ from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.deploy.cli import load
 from relayline.deploy.cli.load import Request, Target
 from relayline.deploy.launch.demo_run import MODEL
-from relayline.deploy.launch.local import RESTARTS_MAX, LocalConfig, LocalPipeline, running
+from relayline.deploy.launch.local import RESTARTS, LocalConfig, LocalPipeline, running
 from relayline.deploy.launch.splits import split_for
 from relayline.wire.common.process import first_of
 
@@ -49,7 +49,7 @@ N_PROMPTS = 30
 LEAVING_SHARE = 0.15  # of all requests
 REQUEST_TIMEOUT_S = 150.0  # beyond the time that requests wait for a stage: whoever takes longer hangs
 QUIET_S = 15.0  # at the end, without faults
-DEATHS_WINDOW_S, DEATHS_MAX = 70.0, RESTARTS_MAX - 1  # of one stage: `up` gives up a stage that dies more often
+DEATHS_WINDOW_S, DEATHS_MAX = 70.0, RESTARTS.deaths_max - 1  # of one stage: `up` gives up a stage that dies more often
 KINDS, LINK_KINDS = ("kill", "kill", "end", "stop"), ("cut",)
 Inflict = Callable[["Fault"], Awaitable[bool]]  # returns whether there was anything to do it to
 

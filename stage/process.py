@@ -17,8 +17,9 @@ from grpc_health.v1.health import aio as grpc_health_aio
 from llama_cpp import llama_cpp as llama
 
 from relayline.stage.config import StageConfig
-from relayline.stage.engine.artifact import open_artifact, verify_artifact
+from relayline.stage.engine.artifact import StageArtifact, open_artifact, verify_artifact
 from relayline.stage.engine.embedding import EmbeddingTable
+from relayline.stage.engine.load_attempts import attempt
 from relayline.stage.engine.loading import Load, LoadStoppedError
 from relayline.stage.engine.native import EngineConfig, NativeEngine
 from relayline.stage.facts import StageFacts
@@ -80,6 +81,11 @@ def prepare_environment() -> None:
 def load_stage(config: StageConfig, load: Load | None = None) -> tuple[StageFacts, StepExecutor]:
     """Verify and load the artifact; takes as long as the disk needs. Raises LoadStoppedError when told to stop."""
     artifact = verify_artifact(config.artifact, load) if config.verify else open_artifact(config.artifact)
+    with attempt(config.artifact):
+        return _load(config, artifact, load)
+
+
+def _load(config: StageConfig, artifact: StageArtifact, load: Load | None) -> tuple[StageFacts, StepExecutor]:
     if config.gpu_layers and not llama.llama_supports_gpu_offload():
         log.warning("this build of llama.cpp cannot use a GPU: all layers run on the CPU; see `relayline doctor`")
     # Rows of a spare lane would be a micro-batch of their own where lanes have cells of their own.

@@ -19,6 +19,8 @@ class RestartPolicy:
     """Longest delay."""
     deaths_max: int = 5
     """Deaths in a row that are forgiven; the next one ends the pipeline."""
+    starts_max: int = 3
+    """Starts in a row that a native fault ended; then the pipeline ends. What was loaded is at fault."""
     healthy_s: float = 60.0
     """A process that was ready for so long starts with a clean record when it dies."""
 
@@ -29,15 +31,21 @@ class RestartHistory:
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self.n_deaths = 0
+        self._n_lost_starts = 0
 
     def died(self, ready_for_s: float, exit_code: int | None = None) -> float | None:
-        """Note a death after `ready_for_s` seconds of being ready; return the delay in seconds, None to give up."""
+        """Note a death after `ready_for_s` seconds of being ready; return the delay in seconds, None to give up.
+
+        ready_for_s is 0 for a process that died before. A negative exit code is the signal that ended it.
+        """
         if exit_code == EXIT_USAGE:
             return None
+        by_signal = exit_code is not None and exit_code < 0
         if ready_for_s >= self._policy.healthy_s:
             self.n_deaths = 0
         self.n_deaths += 1
-        if self.n_deaths > self._policy.deaths_max:
+        self._n_lost_starts = self._n_lost_starts + 1 if by_signal and not ready_for_s else 0
+        if self.n_deaths > self._policy.deaths_max or self._n_lost_starts >= self._policy.starts_max:
             return None
         return min(self._policy.max_s, self._policy.first_s * self._policy.factor ** (self.n_deaths - 1))
 

@@ -24,9 +24,9 @@ from relayline.wire.links.security import address_of
 
 log = logging.getLogger("relayline.up")
 
-RESTARTS_MAX = 5  # of one stage within RESTART_WINDOW_S; a stage that keeps dying ends the whole
-RESTART_WINDOW_S = 60.0
-RESTART_DELAY_S = 0.5
+# A stage that lived for so long after it was ready starts with a clean record; one that keeps dying ends the whole.
+RESTARTS = RestartPolicy(max_s=2.5, healthy_s=12.0)
+EXIT_USAGE = 2  # a stage that was told something impossible says the same next time
 STAGE_STOP_TIMEOUT_S = 10.0
 
 
@@ -155,24 +155,33 @@ class LocalPipeline:
             self._fail(f"{name} cannot be started again: {why}")
 
     async def _keep_alive(self, stage: Child) -> None:
-        starts_s: list[float] = []
+        """Start a stage that died again, until it dies again and again. It is ready when this begins."""
+        history, ready_s = RestartHistory(RESTARTS), time.monotonic()
         while True:
             await stage.exited.wait()
             if self._stopping.is_set():
                 return
-            now_s = time.monotonic()
-            starts_s = [at_s for at_s in starts_s if now_s - at_s < RESTART_WINDOW_S]
-            if len(starts_s) >= RESTARTS_MAX:
-                self._fail(f"{stage.cause_of_death()}; it died {RESTARTS_MAX} times in {RESTART_WINDOW_S:.0f} s")
+            ready_for_s = time.monotonic() - ready_s if ready_s else 0.0
+            delay_s = history.died(ready_for_s, by_signal=(stage.exit_code or 0) < 0)
+            cause = stage.cause_of_death()
+            if delay_s is None or stage.exit_code == EXIT_USAGE:
+                self._fail(f"{cause}; it died {history.n_deaths} times in a row" if history.n_deaths > 1 else cause)
                 return
-            starts_s.append(now_s)
-            log.warning("%s; starting it again", stage.cause_of_death())
+            log.warning("%s; starting it again", cause)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RESTART_DELAY_S * len(starts_s)):
+                async with asyncio.timeout(delay_s):
                     await self._stopping.wait()
             if self._stopping.is_set():
                 return
             await stage.start()
+            ready_s = await self._ready_s(stage)
+
+    async def _ready_s(self, stage: Child) -> float:
+        """Wait until a stage is ready; returns when that was, 0 if it died before."""
+        with contextlib.suppress(StartError):
+            await asyncio.shield(stage.ready)
+            return time.monotonic()
+        return 0.0
 
     async def _keep_coordinator(self, coordinator: Child) -> None:
         """Start a coordinator that has died again, as under a manifest: its stages still hold what they hold."""

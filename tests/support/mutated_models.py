@@ -273,7 +273,7 @@ def go_through(path: Path, directory: Path) -> None:
                     read_vocabulary(engine.vocab, engine.n_vocab)
 
 
-def outcome(path: Path, directory: Path, limit_s: int = 30) -> str:
+def outcome(path: Path, directory: Path, limit_s: int = 200) -> str:
     """Go through a model in a forked process; returns how it ended: ok, the line it was refused with, or its death."""
     read_end, write_end = os.pipe()
     pid = os.fork()

@@ -64,19 +64,18 @@ _FLOAT_TYPES = (6, 12)
 # Of decoders: byte-level, by pieces with tokens for bytes, and none at all.
 _TOKENIZERS = ("gpt2", "llama", "gemma4", "none", "no_vocab")
 _BY_PIECES = "llama"
-# Architectures whose graph asserts that keys are as wide as values, and those that rotate whole heads (the graph() of
+# Architectures whose graph takes keys to be as wide as values, and those that rotate whole heads (the graph() of
 # each in llama.cpp's src/models). Elsewhere the shapes of tensors tell all.
 _EQUAL_WIDTHS = frozenset({
     "apertus", "arcee", "bailingmoe2", "cohere2", "command-r", "deepseek", "dots1", "ernie4_5", "ernie4_5-moe",
-    "exaone", "exaone-moe", "exaone4", "falcon", "glm4moe", "gptneox", "granite", "granitemoe", "grok",
-    "hunyuan-moe", "internlm2", "llama", "llama4", "minimax-m2", "mistral3", "nemotron", "olmo", "olmo2", "olmoe",
-    "orion", "phi3", "phimoe", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "seed_oss", "smollm3", "stablelm",
-    "starcoder2",
-    "xverse",
+    "exaone", "exaone-moe", "exaone4", "falcon", "gemma", "gemma2", "gemma3", "glm4moe", "gpt-oss", "gptneox",
+    "granite", "granitemoe", "grok", "hunyuan-dense", "hunyuan-moe", "internlm2", "llama", "llama4", "minimax-m2",
+    "mistral3", "nemotron", "olmo", "olmo2", "olmoe", "orion", "phi3", "phimoe", "qwen2", "qwen2moe", "qwen3",
+    "qwen3moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "step35", "xverse",
 })  # fmt: skip
 _WHOLE_ROTATION = _EQUAL_WIDTHS - frozenset({
-    "bailingmoe2", "cohere2", "command-r", "glm4moe", "gptneox", "minimax-m2", "nemotron", "phi3", "phimoe",
-    "stablelm",
+    "bailingmoe2", "cohere2", "command-r", "gemma", "gemma2", "gemma3", "glm4moe", "gpt-oss", "gptneox",
+    "hunyuan-dense", "minimax-m2", "nemotron", "phi3", "phimoe", "stablelm", "step35",
 })  # fmt: skip
 
 

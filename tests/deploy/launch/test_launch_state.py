@@ -54,6 +54,14 @@ def test_a_process_that_was_told_something_impossible_is_given_up_at_once() -> N
     assert history.given_up("coordinator ended with exit code 2") == "coordinator ended with exit code 2"
 
 
+def test_starts_that_a_native_fault_ended_are_given_up_earlier() -> None:
+    history = RestartHistory(RestartPolicy(deaths_max=9, starts_max=3))
+    assert [history.died(0, -6) is None for _ in range(3)] == [False, False, True]
+    history = RestartHistory(RestartPolicy(deaths_max=9, starts_max=3))
+    lives = [(0.0, -6), (0.0, -6), (5.0, -6), (0.0, -6), (0.0, 1), (0.0, -6), (0.0, -6)]
+    assert None not in [history.died(ready_for_s, exit_code) for ready_for_s, exit_code in lives]
+
+
 # --- which process ----------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,125 @@
+"""An artifact whose loads end their processes is refused; `up --model` gives such a stage up."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayline.deploy.launch import local
+from relayline.deploy.launch.backoff import RestartPolicy
+from relayline.deploy.launch.local import LocalPipeline
+from relayline.stage.engine import load_attempts
+from relayline.stage.engine.load_attempts import DEATHS_MAX, attempt
+from relayline.wire.common.child_command import code_command
+from relayline.wire.common.errors import ArtifactError, ModelFileError, StartError
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from relayline.stage.engine.load_attempts import attempt
+with attempt(Path(sys.argv[1])):
+    os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+@pytest.fixture
+def artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "stage-1.gguf"
+    path.write_bytes(b"GGUF")
+    return path
+
+
+def die_of(artifact: Path) -> None:
+    done = subprocess.run(code_command(DIES, str(artifact)), timeout=60, check=False)
+    assert done.returncode == -signal.SIGSEGV
+
+
+def test_the_fourth_load_of_what_ended_three_processes_is_refused(artifact: Path) -> None:
+    for _ in range(DEATHS_MAX):
+        die_of(artifact)
+    with pytest.raises(ArtifactError, match="ended the process 3 times in a row") as caught, attempt(artifact):
+        pytest.fail("it was loaded once more")
+    assert "\n" not in caught.value.message
+    notes = Path(caught.value.message.rpartition(" remove ")[2])
+    assert len([*notes.iterdir()]) == DEATHS_MAX
+    for note in notes.iterdir():
+        os.utime(note, (0, time.time() - load_attempts.FORGOTTEN_S - 1))
+    with attempt(artifact):
+        pass
+
+
+def test_another_file_of_the_name_is_another_matter(artifact: Path) -> None:
+    for _ in range(DEATHS_MAX):
+        die_of(artifact)
+    artifact.write_bytes(b"GGUF, but longer")
+    with attempt(artifact):
+        pass
+
+
+def test_loads_that_end_otherwise_are_not_counted(artifact: Path) -> None:
+    for _ in range(DEATHS_MAX - 1):
+        die_of(artifact)
+    for _ in range(DEATHS_MAX):
+        with pytest.raises(ModelFileError), attempt(artifact):
+            raise ModelFileError("refused")
+    with attempt(artifact), attempt(artifact), attempt(artifact), attempt(artifact):
+        pass  # several stages of one artifact load at a time; then the deaths are forgotten
+    die_of(artifact)
+    with attempt(artifact):
+        pass
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason_not_to_load(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_bytes(b"")
+    with attempt(artifact):
+        pass
+
+
+# --- `up --model` -----------------------------------------------------------------------------------------------------
+
+
+class Dying:
+    """A child that dies by a signal before it is ready, at every start but its first."""
+
+    name = "stage-1"
+    exit_code = -signal.SIGSEGV
+
+    def __init__(self) -> None:
+        self.n_starts = 0
+        self.exited = asyncio.Event()
+        self.exited.set()
+        self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> None:
+        self.n_starts += 1
+        self.ready = asyncio.get_running_loop().create_future()
+        self.ready.set_exception(StartError("it died"))
+
+    def cause_of_death(self) -> str:
+        return "stage-1 ended with signal SIGSEGV"
+
+
+async def test_a_stage_that_dies_at_every_start_is_given_up_however_long_a_start_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local, "RESTARTS", RestartPolicy(first_s=0.001, max_s=0.001, healthy_s=10.0))
+    clock = itertools.count(1.0, 1000.0)
+    monkeypatch.setattr(local, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    pipeline = LocalPipeline.__new__(LocalPipeline)
+    pipeline._stopping, pipeline.failed = asyncio.Event(), asyncio.get_running_loop().create_future()
+    child = Dying()
+    async with asyncio.timeout(20):
+        await pipeline._keep_alive(child)  # type: ignore[arg-type]
+    with pytest.raises(StartError, match="SIGSEGV; it died 4 times in a row"):
+        pipeline.failed.result()
+    assert child.n_starts == 3

@@ -5,17 +5,16 @@ It is written last, so its presence means that every file it names is complete.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
 import msgspec
 
 from relayline.wire.common.errors import ArtifactError
+from relayline.wire.common.file_hash import sha256_of
 
 PIPELINE_NAME = "pipeline.json"
 PIPELINE_VERSION = 1
-HASH_CHUNK_BYTES = 8 * 1024 * 1024
 
 
 class SourceFile(msgspec.Struct, frozen=True):
@@ -129,14 +128,13 @@ def _check_size(path: Path, size_bytes: int) -> None:
         raise ArtifactError(f"{path}: has {found} bytes instead of {size_bytes}; split the model again")
 
 
-def check_artifact(path: Path, expected: StageFile | ArtifactFile) -> None:
-    """Read a whole artifact and raise ArtifactError unless its size and sha256 are the expected ones."""
+def check_artifact(path: Path, expected: StageFile | ArtifactFile, *, afresh: bool = True) -> None:
+    """Raise ArtifactError unless an artifact's size and sha256 are the expected ones.
+
+    The whole file is read; if it need not be `afresh`, only where it looks otherwise than when it was last read.
+    """
     _check_size(path, expected.size_bytes)
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    if digest.hexdigest() != expected.sha256:
+    if sha256_of(path, afresh=afresh) != expected.sha256:
         raise ArtifactError(f"{path}: its content is not what was split (sha256 differs); split the model again")
 
 

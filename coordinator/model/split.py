@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -37,7 +38,10 @@ from relayline.coordinator.model.pipeline_file import (
 )
 from relayline.coordinator.model.slices import PlannedArtifact, SplitPlan, plan_split
 from relayline.wire.common.errors import ArtifactError, ModelFileError, UnsupportedArchitectureError, UsageError
+from relayline.wire.common.file_hash import remember_sha256, sha256_of
 from relayline.wire.model_files.gguf_header import Tensor
+
+log = logging.getLogger("relayline.split")
 
 CHUNK_BYTES = 8 * 1024 * 1024
 DISK_MARGIN_BYTES = 16 * 1024 * 1024  # directories, pipeline.json and whatever else the disk serves meanwhile
@@ -142,12 +146,22 @@ def _as_text(name: str) -> str:
 
 
 def _finished(out_dir: Path, model: GgufModel, cuts: tuple[int, ...]) -> PipelineFile | None:
-    """Return the description of an earlier split of the same files at the same cuts, if it is complete."""
+    """Return the description of an earlier split of the same files at the same cuts, if it is whole and unaltered."""
     try:
         found = load_pipeline(out_dir)
     except ArtifactError:
         return None
-    return found if found.cuts == cuts and found.source.files == _identity(model) else None
+    if found.cuts != cuts or found.source.files != _identity(model):
+        return None
+    for entry in (found.tokenizer, *found.stages):
+        try:
+            is_whole = sha256_of(out_dir / entry.file) == entry.sha256  # remembered: it is rarely read
+        except OSError:
+            is_whole = False
+        if not is_whole:
+            log.warning("%s is not what was split; splitting the model again", out_dir / entry.file)
+            return None
+    return found
 
 
 def _refuse_foreign(out_dir: Path) -> None:
@@ -251,8 +265,9 @@ class _Writer:
                 raise ModelFileError(f"{file.path}: changed while it was being split; run the split again")
         pipeline = _described(plan, hashes, self.model, self.facts)
         (self.out_dir / PIPELINE_NAME).unlink(missing_ok=True)
-        for artifact in plan.artifacts:
-            _partial(self.out_dir / artifact.file).replace(self.out_dir / artifact.file)
+        for artifact, sha256 in zip(plan.artifacts, hashes, strict=True):
+            path = _partial(self.out_dir / artifact.file).replace(self.out_dir / artifact.file)
+            remember_sha256(path, path.stat(), sha256)
         current = {artifact.file for artifact in plan.artifacts}
         for path in self.out_dir.iterdir():
             if ARTIFACT_NAME.match(path.name) and path.name not in current:

@@ -24,8 +24,9 @@ COLORS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 @click.argument("manifest", type=click.Path(path_type=Path), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of lines.")
 @click.option("--timeout", type=FloatRange(0.1, 3_600), default=30.0, show_default=True, help="Seconds for each check.")
+@click.option("--deep", is_flag=True, help="Read all that was split or fetched, also what looks unchanged.")
 @click.pass_context
-def doctor_command(ctx: click.Context, /, manifest: Path | None, as_json: bool, timeout: float) -> None:
+def doctor_command(ctx: click.Context, /, manifest: Path | None, as_json: bool, timeout: float, deep: bool) -> None:
     """Examine this machine and, with MANIFEST, everything that it names: each line ok, warning or failure.
 
     Exit code 1 if there is any failure. Nothing is changed, and nothing is contacted that the manifest does not name.
@@ -35,11 +36,11 @@ def doctor_command(ctx: click.Context, /, manifest: Path | None, as_json: bool, 
     from relayline.deploy.manifest import load_manifest
 
     if manifest is None:
-        findings = asyncio.run(examine_machine(timeout))
+        findings = asyncio.run(examine_machine(timeout, deep=deep))
     else:
         loaded = load_manifest(manifest)
         same = next((one for one in launched(None) if one.state.name == loaded.name), None)
-        findings = asyncio.run(examine_manifest(loaded, same, timeout))
+        findings = asyncio.run(examine_manifest(loaded, same, timeout, deep=deep))
     if as_json:
         click.echo(
             json.dumps([dataclasses.asdict(found) | {"outcome": found.outcome.value} for found in findings], indent=2)

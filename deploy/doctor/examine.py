@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from relayline.deploy.doctor.files import look_keys, look_model, look_security, look_split, names_here
+from relayline.deploy.cli.join_flags import default_cache
+from relayline.deploy.doctor.files import look_caches, look_keys, look_model, look_security, look_split, names_here
 from relayline.deploy.doctor.host import (
     judge_memory,
     look_clock,
@@ -36,6 +37,8 @@ from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.places import cache_dir
 from relayline.wire.links.security import LinkSecurity
 
+DEEP_TIMEOUT_S = 24 * 3600.0  # reading all that was split takes as long as the disk needs
+
 
 def machine_probes(timeout_s: float) -> list[Probe]:
     """Return the probes that need no manifest."""
@@ -47,9 +50,17 @@ def machine_probes(timeout_s: float) -> list[Probe]:
     ]
 
 
-async def examine_machine(timeout_s: float) -> list[Finding]:
-    """Examine this machine without a manifest."""
+def _deep_probes(deep: bool) -> list[Probe]:
+    def look() -> list[Finding]:
+        return look_caches(cache_dir() / "splits", default_cache())
+
+    return [Probe("cache", look, DEEP_TIMEOUT_S)] if deep else []
+
+
+async def examine_machine(timeout_s: float, *, deep: bool = False) -> list[Finding]:
+    """Examine this machine without a manifest; `deep`: with all that was split or fetched here."""
     return await examine([
+        *_deep_probes(deep),
         *machine_probes(timeout_s),
         Probe("llama.cpp", functools.partial(look_native, wants_gpu=False), max(timeout_s, PROBE_TIMEOUT_S)),
         Probe("memory", lambda: [judge_memory(available_memory_bytes(), None)], timeout_s),
@@ -58,7 +69,9 @@ async def examine_machine(timeout_s: float) -> list[Finding]:
     ])  # fmt: skip
 
 
-async def examine_manifest(manifest: Manifest, launched: Launched | None, timeout_s: float) -> list[Finding]:
+async def examine_manifest(
+    manifest: Manifest, launched: Launched | None, timeout_s: float, *, deep: bool = False
+) -> list[Finding]:
     """Examine this machine and the hosts of a manifest. `launched` is the pipeline of that name, if there is one."""
     spec = manifest.spec
     running = launched is not None and launched.is_running
@@ -71,7 +84,8 @@ async def examine_manifest(manifest: Manifest, launched: Launched | None, timeou
         Probe("memory", functools.partial(_look_memory, manifest, running=running), timeout_s),
         Probe("open files", functools.partial(look_files, spec.context.lanes + spec.coordinator.queue), timeout_s),
         Probe("disk", lambda: look_disk(cache_dir(), writes_bytes(manifest)), timeout_s),
-        Probe("artifacts", lambda: look_split(split_of(manifest)), timeout_s),
+        Probe("artifacts", lambda: look_split(split_of(manifest), deep=deep), DEEP_TIMEOUT_S if deep else timeout_s),
+        *_deep_probes(deep),
         Probe("ports", functools.partial(look_ports, manifest, running=running), timeout_s),
         Probe("coordinator.host", functools.partial(look_coordinator_host, manifest), timeout_s),
         Probe("tls", lambda: security_findings, timeout_s),

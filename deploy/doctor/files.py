@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import stat
 from pathlib import Path
 
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.pipeline_file import (
-    HASH_CHUNK_BYTES,
     PIPELINE_NAME,
     ArtifactFile,
     PipelineFile,
@@ -17,9 +15,11 @@ from relayline.coordinator.model.pipeline_file import (
     check_artifact,
     load_pipeline,
 )
-from relayline.deploy.doctor.report import Finding, failure, ok, warning
+from relayline.deploy.doctor.report import Finding, Outcome, failure, ok, warning
 from relayline.deploy.manifest import Manifest, is_local
+from relayline.stage.joining.artifact_store import cached
 from relayline.wire.common.errors import ArtifactError, RelaylineError
+from relayline.wire.common.file_hash import sha256_of
 from relayline.wire.links.security import CERT_FILE, TOKEN_FILE, LinkSecurity, load_security
 from relayline.wire.links.tls_material import RENEW_DAYS, canonical_name, names_of, read_certificate
 
@@ -39,7 +39,7 @@ def look_model(manifest: Manifest) -> list[Finding]:
         return [failure("model", facts.refusal or f"{facts.architecture} is not supported", "choose a supported model")]
     findings = [ok("model", f"{path}: {facts.architecture}, {facts.n_layers} layers, {facts.file_bytes / MIB:.0f} MiB")]
     if manifest.spec.model.sha256 is not None:
-        found = _sha256(path)
+        found = sha256_of(path, afresh=True)
         if found != manifest.spec.model.sha256:
             findings.append(
                 failure(
@@ -51,16 +51,11 @@ def look_model(manifest: Manifest) -> list[Finding]:
     return findings
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+def look_split(directory: Path | None, *, deep: bool = False) -> list[Finding]:
+    """Look whether the files of a split still hold what was written. `directory` is None where none is known yet.
 
-
-def look_split(directory: Path | None) -> list[Finding]:
-    """Look whether the files of a split still hold what was written. `directory` is None where none is known yet."""
+    Files that look as they did when they were last hashed are read only if it is to be `deep`.
+    """
     if directory is None or not (directory / PIPELINE_NAME).exists():
         return [ok("artifacts", "the model has not been split yet; the first start does it")]
     try:
@@ -71,12 +66,31 @@ def look_split(directory: Path | None) -> list[Finding]:
     entries: list[ArtifactFile | StageFile] = [file.tokenizer, *file.stages]
     for entry in entries:
         try:
-            check_artifact(directory / entry.file, entry)
+            check_artifact(directory / entry.file, entry, afresh=deep)
         except (ArtifactError, OSError) as error:
             findings.append(
                 failure("artifacts", str(error), f"remove {directory}; the next start splits the model again")
             )
     return findings or [ok("artifacts", f"{len(file.stages) + 1} files in {directory} have their sha256")]
+
+
+def look_caches(splits: Path, fetched: Path) -> list[Finding]:
+    """Read every split and every fetched artifact of this user whole, also those that look as they did."""
+    findings: list[Finding] = []
+    directories = sorted(path.parent for path in splits.glob(f"*/{PIPELINE_NAME}"))
+    for directory in directories:
+        findings += [found for found in look_split(directory, deep=True) if found.outcome is not Outcome.OK]
+    n_fetched = 0
+    for entry in cached(fetched):
+        path = entry.directory / entry.file
+        if entry.is_whole:
+            n_fetched += 1
+            if sha256_of(path, afresh=True) != entry.directory.name:
+                findings.append(failure("artifacts", f"{path}: its content is not what was fetched (sha256 differs)",
+                                        "the next start fetches it again"))  # fmt: skip
+    return findings or [
+        ok("artifacts", f"{len(directories)} splits and {n_fetched} fetched artifacts have their sha256")
+    ]
 
 
 def look_security(manifest: Manifest, names: tuple[str, ...], own: Path) -> tuple[list[Finding], LinkSecurity | None]:

@@ -1,12 +1,15 @@
 """The sha256 of large files, remembered: a file is not read again while it looks as it did when it was last hashed.
 
-Every process checks what it loads; without this each start would read all weights twice.
+Every process checks what it loads; without this each start would read all weights twice. Whoever writes to a file moves
+its change time, also where the modification time is set back. What rots on the disk moves nothing: so a hash is
+remembered for some days only, and `relayline doctor --deep` reads everything.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import msgspec
 from relayline.wire.common.places import cache_dir
 
 _HASH_CHUNK_BYTES = 1 << 20
+REMEMBERED_S = 7 * 24 * 3600.0
 
 Hashed = Callable[[float], None]  # told which share of the file has been read; what it raises ends the reading
 
@@ -24,20 +28,32 @@ class _Stamp(msgspec.Struct, frozen=True):
 
     size_bytes: int
     mtime_ns: int
+    ctime_ns: int
     inode: int
+    device: int
+    hashed_s: float  # seconds since 1970
     sha256: str
+
+    def is_of(self, status: os.stat_result) -> bool:
+        """Return whether a file that looks like this is what was hashed, and not long ago."""
+        then = (self.size_bytes, self.mtime_ns, self.ctime_ns, self.inode, self.device)
+        now = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
+        return then == now and 0 <= time.time() - self.hashed_s < REMEMBERED_S
 
 
 def _stamp_path(path: Path) -> Path:
     return cache_dir() / "verified" / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
 
 
-def sha256_of(path: Path, hashed: Hashed = lambda share: None) -> str:
-    """Return the file's sha256, from the user's cache if the file looks as it did when it was last hashed."""
+def sha256_of(path: Path, hashed: Hashed = lambda share: None, *, afresh: bool = False) -> str:
+    """Return the file's sha256, from the user's cache if the file looks as it did when it was last hashed.
+
+    `afresh`: read the file in any case.
+    """
     status = path.stat()
     try:
         stamp = msgspec.json.decode(_stamp_path(path).read_bytes(), type=_Stamp)
-        if (stamp.size_bytes, stamp.mtime_ns, stamp.inode) == (status.st_size, status.st_mtime_ns, status.st_ino):
+        if not afresh and stamp.is_of(status):
             return stamp.sha256
     except (OSError, msgspec.DecodeError):
         pass  # no stamp, or none that can be used: hash the file
@@ -49,7 +65,15 @@ def sha256_of(path: Path, hashed: Hashed = lambda share: None) -> str:
 def remember_sha256(path: Path, status: os.stat_result, sha256: str) -> None:
     """Note what a file hashed to when it looked like `status`, so that `sha256_of` need not read it again."""
     stamp_path = _stamp_path(path)
-    stamp = _Stamp(status.st_size, status.st_mtime_ns, status.st_ino, sha256)
+    stamp = _Stamp(
+        size_bytes=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        ctime_ns=status.st_ctime_ns,
+        inode=status.st_ino,
+        device=status.st_dev,
+        hashed_s=time.time(),
+        sha256=sha256,
+    )
     try:
         stamp_path.parent.mkdir(parents=True, exist_ok=True)
         scratch = stamp_path.with_suffix(f".{os.getpid()}")

@@ -29,6 +29,7 @@ from relayline.wire.common.errors import (
     UsageError,
 )
 from relayline.wire.model_files.gguf_header import TENSOR_TYPES
+from relayline.wire.model_files.model_check import PRODUCT_TYPES
 from tests.support.shards import shard
 from tests.support.tiny_models import TOKENS, make_tiny
 
@@ -76,7 +77,7 @@ def write_typed(path: Path, kinds: list[str], n_embd: int = 256, n_vocab: int = 
 
 
 def test_tensors_are_copied_byte_for_byte_whatever_their_type(tmp_path: Path) -> None:
-    kinds = [name for name, _, _ in TENSOR_TYPES.values()]
+    kinds = [name for name, _, _ in TENSOR_TYPES.values() if name in PRODUCT_TYPES]
     assert {"IQ2_XXS", "MXFP4", "NVFP4", "Q4_K", "TQ1_0", "Q1_0", "Q2_0", "BF16"} <= set(kinds)
     model = write_typed(tmp_path / "m.gguf", kinds)
     source = bytes_of(model)

@@ -50,6 +50,7 @@ ARTIFACT_NAME = re.compile(r"^(stage-\d+|tokenizer)\.gguf$")
 
 Progress = Callable[[int, int], None]  # (bytes written so far, bytes in all)
 Probe = Callable[[Path], str | None]  # a stage artifact -> why llama.cpp cannot run it, or None
+Trial = Callable[[Sequence[Path]], str | None]  # all stage artifacts -> why llama.cpp cannot load one, or None
 
 
 def split_model(
@@ -61,11 +62,13 @@ def split_model(
     experimental: bool = False,
     progress: Progress | None = None,
     probe: Probe | None = None,
+    trial: Trial | None = None,
 ) -> PipelineFile:
     """Split a model into `out_dir` and return its description; do nothing if that was done already.
 
     Give either the number of stages or the cuts. `probe` is asked about every finished artifact of an experimental
-    split before anything looks finished. An earlier split in the directory stays valid until the new one is complete.
+    split before anything looks finished, `trial` about those of any split. An earlier split in the directory stays
+    valid until the new one is complete.
 
     Raises ModelFileError, UnsupportedArchitectureError, CutError, UsageError or ArtifactError (nothing written).
     """
@@ -89,7 +92,7 @@ def split_model(
         _refuse_foreign(out_dir)
         plan = plan_split(model, facts, family, model_key(model), cuts)
         try:
-            return _Writer(model, facts, out_dir, progress, None if facts.supported else probe).write(plan)
+            return _Writer(model, facts, out_dir, progress, None if facts.supported else probe, trial).write(plan)
         except OSError as error:
             raise ArtifactError(f"{out_dir}: cannot write the split: {error.strerror or error}") from error
 
@@ -104,7 +107,7 @@ def write_stages(source: Path, out_dir: Path, cuts: tuple[int, ...], indexes: Se
     family = families.family_of(facts.architecture)
     check_cuts(facts, cuts)
     stages = plan_split(model, facts, family, model_key(model), cuts).artifacts[1:]
-    writer = _Writer(model, facts, out_dir, None, None)
+    writer = _Writer(model, facts, out_dir, None, None, None)
     paths = []
     try:
         for index in indexes:
@@ -191,6 +194,7 @@ class _Writer:
     out_dir: Path
     progress: Progress | None
     probe: Probe | None
+    trial: Trial | None
     written_bytes: int = 0
     total_bytes: int = 0
 
@@ -201,6 +205,8 @@ class _Writer:
         self._check_space()
         try:
             hashes = [self.write_artifact(artifact) for artifact in plan.artifacts]
+            if self.trial is not None:
+                self._try(plan, self.trial)
             if self.probe is not None:
                 self._probe(plan)
             return self._publish(plan, hashes)
@@ -246,6 +252,11 @@ class _Writer:
                 _put_tensor(sources[artifact.trailer.file_index], artifact.trailer, buffer, put)
             os.fsync(out.fileno())
         return digest.hexdigest()
+
+    def _try(self, plan: SplitPlan, trial: Trial) -> None:
+        problem = trial([_partial(self.out_dir / item.file) for item in plan.artifacts if item.layers is not None])
+        if problem is not None:
+            raise ModelFileError(f"{self.model.path}: llama.cpp cannot load what it is split into: {problem}")
 
     def _probe(self, plan: SplitPlan) -> None:
         assert self.probe is not None

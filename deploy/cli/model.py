@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -168,6 +169,7 @@ def split_command(
             experimental=experimental,
             progress=progress,
             probe=probe_artifact,
+            trial=try_artifacts,
         )
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(pipeline), indent=2))
@@ -197,12 +199,20 @@ def _print_pipeline(pipeline: PipelineFile, out_dir: Path, *, unchanged: bool) -
 
 def probe_artifact(path: Path) -> str | None:
     """Run one artifact in a child process. Return None if it runs, else the reason as one line."""
+    return _in_child(str(path))
+
+
+def try_artifacts(paths: Sequence[Path]) -> str | None:
+    """Have llama.cpp make artifacts without their weights, in a child process. Return None or the reason, one line."""
+    return _in_child("--dry", *map(str, paths))
+
+
+def _in_child(*arguments: str) -> str | None:
     # Without this ggml starts a debugger on itself to print where it aborted.
     environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}
-    command = module_command("relayline.stage.engine.probe", str(path))
     try:
         ended = subprocess.run(
-            command,
+            module_command("relayline.stage.engine.probe", *arguments),
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -218,5 +228,5 @@ def probe_artifact(path: Path) -> str | None:
     if asserted:
         return f"llama.cpp aborted: {asserted[-1]}"
     if ended.returncode < 0:
-        return f"llama.cpp ended with signal {-ended.returncode}: {lines[-1] if lines else 'it said nothing'}"
+        return f"llama.cpp ended with {signal.Signals(-ended.returncode).name}: {lines[-1] if lines else 'no word'}"
     return lines[-1] if lines else f"the probe ended with exit code {ended.returncode}"

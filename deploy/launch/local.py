@@ -162,7 +162,7 @@ class LocalPipeline:
             if self._stopping.is_set():
                 return
             ready_for_s = time.monotonic() - ready_s if ready_s else 0.0
-            delay_s = history.died(ready_for_s, by_signal=(stage.exit_code or 0) < 0)
+            delay_s = history.died(ready_for_s, stage.exit_code)
             cause = stage.cause_of_death()
             if delay_s is None or stage.exit_code == EXIT_USAGE:
                 self._fail(f"{cause}; it died {history.n_deaths} times in a row" if history.n_deaths > 1 else cause)

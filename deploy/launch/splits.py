@@ -7,6 +7,7 @@ from pathlib import Path
 
 from relayline.coordinator.model.inspection import content_key
 from relayline.coordinator.model.split import split_model
+from relayline.deploy.cli.model import try_artifacts
 from relayline.deploy.launch.progress import progress_bar
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.places import cache_dir
@@ -35,5 +36,5 @@ def split_for(model: Path, n_stages: int | None, cuts: tuple[int, ...] | None, s
                 log.info("splitting %s", model.name, extra={"fields": {"bytes": total_bytes, "into": split_dir}})
             update(done_bytes, total_bytes)
 
-        split_model(model, split_dir, n_stages=n_stages, cuts=cuts, progress=tell)
+        split_model(model, split_dir, n_stages=n_stages, cuts=cuts, progress=tell, trial=try_artifacts)
     return split_dir

@@ -1,8 +1,9 @@
-"""Loads an artifact and decodes a few rows, in a process of its own: `python -m relayline.stage.engine.probe FILE`.
+"""Loads artifacts in a process of its own: `python -m relayline.stage.engine.probe [--dry] ARTIFACT...`.
 
 llama.cpp ends the process when an assertion of its own fails, and nothing in that process can report it. So whoever
 wants to know whether an artifact runs starts this and looks at how it ended: exit code 0 when it runs, 1 with one
-line on stderr when it is refused, a signal when it aborted.
+line on stderr when it is refused, a signal when it aborted. It decodes a few rows; `--dry` makes model, cache and graph
+without weights, which takes little time and memory however large the artifact is.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from llama_cpp import llama_cpp as llama
 
+from relayline.stage.engine import ggml
+from relayline.stage.engine.artifact import open_artifact
 from relayline.stage.engine.native import EngineConfig, NativeEngine
-from relayline.wire.common.errors import NativeError, RelaylineError
+from relayline.wire.common.errors import ModelFileError, NativeError, RelaylineError
 
 PREFILL_ROWS = 5  # a chunk, then single rows: the two shapes of graph that serving uses
 DECODE_STEPS = 2
+DRY_CTX_TOKENS, DRY_ROWS = 256, 8
 
 
 def probe(path: Path) -> None:
@@ -36,10 +41,36 @@ def probe(path: Path) -> None:
             position += n_rows
 
 
-def main() -> None:
-    """Probe the artifact named on the command line."""
+def dry(path: Path) -> None:
+    """Have llama.cpp make all of a model but its weights. Raises ArtifactError or ModelFileError."""
+    open_artifact(path)
+    ggml.LOG.watch()
+    llama.llama_backend_init()
+    params = llama.llama_model_default_params()
+    params.no_alloc, params.load_mode = True, llama.LLAMA_LOAD_MODE_NONE
+    model = llama.llama_model_load_from_file(bytes(path), params)
+    if not model:
+        raise ModelFileError(f"{path}: cannot be loaded: {ggml.LOG.reason('llama.cpp gave no reason')}")
     try:
-        probe(Path(sys.argv[1]))
+        options = llama.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = DRY_CTX_TOKENS, DRY_ROWS, DRY_ROWS, 1
+        context = llama.llama_init_from_model(model, options)
+        if not context:
+            raise ModelFileError(f"{path}: cannot be computed: {ggml.LOG.reason('llama.cpp gave no reason')}")
+        llama.llama_free(context)
+    finally:
+        llama.llama_model_free(model)
+
+
+def main() -> None:
+    """Probe the artifacts named on the command line."""
+    try:
+        if sys.argv[1] == "--dry":
+            for name in sys.argv[2:]:
+                print(name, flush=True)  # so that whoever started this knows which one ended it
+                dry(Path(name))
+        else:
+            probe(Path(sys.argv[1]))
     except RelaylineError as error:
         print(error.message, file=sys.stderr)
         sys.exit(1)

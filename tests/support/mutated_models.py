@@ -238,6 +238,7 @@ def go_through(path: Path, directory: Path) -> None:
     from relayline.coordinator.model.inspection import inspect_model
     from relayline.coordinator.model.split import split_model
     from relayline.coordinator.text.tokenizer import Tokenizer
+    from relayline.deploy.cli.model import try_artifacts
     from relayline.stage.engine.artifact import verify_artifact
     from relayline.stage.engine.embedding import EmbeddingTable
     from relayline.stage.engine.native import EngineConfig, NativeEngine
@@ -245,7 +246,7 @@ def go_through(path: Path, directory: Path) -> None:
 
     facts = inspect_model(path)
     n_stages = min(2, len(facts.legal_cuts) + 1)
-    pipeline = split_model(path, directory, n_stages=n_stages, experimental=True)
+    pipeline = split_model(path, directory, n_stages=n_stages, experimental=True, trial=try_artifacts)
     tokenizer = Tokenizer.load(directory / "tokenizer.gguf")
     if tokenizer.has_text:
         tokenizer.decode(tokenizer.encode("the <|user|>\n grüße \x00 \U0001f600")[:64])

@@ -18,6 +18,7 @@ from relayline.coordinator.model.gguf_write import F32, I32, U32, encode_array, 
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
 from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.cli.model import try_artifacts
 from relayline.stage.engine.artifact import open_artifact
 from relayline.wire.common.errors import ModelFileError
 from relayline.wire.model_files.gguf_header import TENSOR_TYPES, read_header
@@ -153,6 +154,17 @@ def test_a_damaged_model_is_refused_by_all_alike(
             refuse()
         assert words in caught.value.message
         assert "\n" not in caught.value.message
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_only_llama_cpp_can_tell_is_told_by_a_trial_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """Its graph follows a null pointer where a layer that chooses what is attended to lacks the keys to choose by."""
+    whole = make_tiny("glm-dsa:shared", tmp_path / "m.gguf")
+    draft = read_draft(whole)
+    draft.tensors = [tensor for tensor in draft.tensors if tensor[0] != "blk.6.indexer.attn_k.weight"]
+    whole.write_bytes(draft.encoded())
+    with pytest.raises(ModelFileError, match=r"cannot load what it is split into: llama\.cpp ended with SIGSEGV"):
+        split_model(whole, tmp_path / "out", n_stages=2, trial=try_artifacts)
     assert not (tmp_path / "out").exists()
 
 

@@ -9,6 +9,8 @@ import yaml
 from relayline.deploy.manifest.model import Manifest
 from relayline.deploy.manifest.text import is_string
 
+_OTHER_BREAKS = "\r\x85\u2028\u2029"  # line breaks to YAML 1.1 beside the usual one
+
 
 class BlockDumper(yaml.SafeDumper):
     """Block style, indented lists, no anchors, and quotes around every string that YAML 1.1 or 1.2 could misread."""
@@ -23,6 +25,8 @@ class BlockDumper(yaml.SafeDumper):
 
 
 def _represent_string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    if any(char in text for char in _OTHER_BREAKS):  # which only double quotes keep
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
     if "\n" in text:
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|")
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_string(text) else '"')

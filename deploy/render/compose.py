@@ -81,7 +81,7 @@ def _explanation(pipeline: Inside) -> str:
 def _base(pipeline: Inside, name: str, stage: Stage | None) -> Mapping:
     """Return what coordinator and stages have in common."""
     return {
-        "image": pipeline.image(on_gpu=stage is not None and stage.device == "gpu"),
+        "image": pipeline.image(on_gpu=stage is not None and stage.device == "gpu").replace("$", "$$"),
         "user": f"${{RELAYLINE_UID:-{inside.USER_ID}}}:${{RELAYLINE_GID:-{inside.USER_ID}}}",
         # Compose copies what a file holds as `content` into the container, which it cannot where that is read-only
         # (docker/compose#12031): so only services without such a config are.

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from relayline.deploy.cli import main as cli
 from relayline.deploy.launch.serving import flag_defaults
 from relayline.deploy.manifest import Manifest, load_manifest, parse_manifest
+from relayline.deploy.manifest.dump import dump_yaml
 from relayline.deploy.render import inside, observability
 from relayline.deploy.render.inside import notes
 from relayline.deploy.render.targets import TARGETS, render
@@ -214,6 +215,16 @@ def test_compose_takes_no_text_of_the_user_for_a_variable() -> None:
     braced = yaml.safe_load(render(parsed(SMALLEST), "compose", "/data/}x/$y")["compose.yaml"])
     (mount,) = [volume for volume in braced["services"]["coordinator"]["volumes"] if isinstance(volume, dict)]
     assert mount["source"] == "/data/}x/$$y", "a brace would end the variable early"
+    named = render(parsed(SMALLEST + '  deployment: {image: "a/$HOME"}\n'), "compose", "/data")["compose.yaml"]
+    assert yaml.safe_load(named)["services"]["coordinator"]["image"] == "a/$$HOME"
+
+
+@pytest.mark.parametrize("text", ["a\x85b", "a\u2028b: c", "\u2029", "a\rb", "a\nb\x85c", " - }x #\x85"])
+def test_line_breaks_of_yaml_are_text_like_any_other(text: str) -> None:
+    assert yaml.safe_load(dump_yaml({"key": text, "list": [text]})) == {"key": text, "list": [text]}
+    source = yaml.safe_load(render(parsed(SMALLEST), "compose", f"/data/{text}")["compose.yaml"])
+    (mount,) = [volume for volume in source["services"]["coordinator"]["volumes"] if isinstance(volume, dict)]
+    assert f"/data/{text}" in mount["source"]
 
 
 def test_a_gpu_stage_asks_for_a_gpu() -> None:

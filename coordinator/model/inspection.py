@@ -16,7 +16,7 @@ from pathlib import Path
 from relayline.coordinator.model import families
 from relayline.coordinator.model.cuts import legal_cuts
 from relayline.coordinator.model.first_layer import first_layer_refusal
-from relayline.coordinator.model.gguf_file import GgufModel, open_model, read_entries
+from relayline.coordinator.model.gguf_file import GgufModel, open_model
 from relayline.wire.common.bounds import N_EMBD_MAX
 from relayline.wire.common.errors import ModelFileError, UnsupportedArchitectureError
 from relayline.wire.common.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_CONTEXT, LongRope
@@ -32,6 +32,7 @@ GLOBAL_TENSORS = frozenset({
     "rope_freqs.weight", LONG_FACTORS, "rope_factors_short.weight",
 })  # fmt: skip
 SAMPLE_BYTES = 4_096
+HASH_CHUNK_BYTES = 1 << 20  # of one entry at a time: a vocabulary has tens of MiB
 KV_VALUE_BYTES = 2  # f16, the default cache type
 INDEXER_KEYS = "attention.indexer.key_length"
 
@@ -255,10 +256,14 @@ def content_key(path: Path) -> str:
 def model_key(model: GgufModel) -> str:
     """Return the content key of an opened model."""
     digest = hashlib.sha256()
-    for entry in read_entries(model, [key for key in model.entries if not key.startswith("split.")]):
-        digest.update(len(entry).to_bytes(8, "little") + entry)
     with ExitStack() as stack:
         files = [stack.enter_context(file.path.open("rb")) for file in model.files]
+        for key, entry in model.entries.items():
+            if not key.startswith("split."):
+                digest.update((entry.end - entry.start).to_bytes(8, "little"))
+                for start in range(entry.start, entry.end, HASH_CHUNK_BYTES):
+                    size_bytes = min(HASH_CHUNK_BYTES, entry.end - start)
+                    digest.update(os.pread(files[0].fileno(), size_bytes, start))
         for tensor in model.tensors.values():
             digest.update(f"{tensor.name} {tensor.dims} {tensor.type_id} {tensor.size_bytes}\n".encode())
             size_bytes = min(SAMPLE_BYTES, tensor.size_bytes)

@@ -24,6 +24,7 @@ from relayline.wire.model_files.model_check import check_header
 ARTIFACT_VERSIONS = (1, 2)  # of relayline.version; a split gives each slice the least one that runs it right
 PIPELINE_VERSION = 1  # of pipeline.json; raised on any incompatible change
 PIPELINE_FILE = "pipeline.json"
+_INTEGER_MAX, _FACTOR_MAX = 1 << 48, 1e9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,7 +89,9 @@ class _Reader:
     def integer(self, key: str) -> int:
         value = self._file.value(key)
         if isinstance(value, int) and not isinstance(value, bool):
-            return value
+            if 0 <= value <= _INTEGER_MAX:
+                return value
+            raise ArtifactError(f"{self._path}: metadata key {key} is {value}; split the model again")
         raise ArtifactError(f"{self._path}: metadata key {key} is missing or not an integer; split the model again")
 
     def text(self, key: str) -> str:
@@ -114,7 +117,10 @@ class _Reader:
 
     def factor(self, key: str) -> float:
         found = self._file.value(key)
-        return float(found) if isinstance(found, int | float) else 1.0
+        factor = float(found) if isinstance(found, int | float) else 1.0
+        if not 0 < abs(factor) < _FACTOR_MAX:  # nor NaN
+            raise ArtifactError(f"{self._path}: metadata key {key} is {factor}; split the model again")
+        return factor
 
 
 def open_artifact(path: Path) -> StageArtifact:

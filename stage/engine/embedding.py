@@ -31,7 +31,7 @@ class EmbeddingTable:
             raise ArtifactError(f"{artifact.path}: {traits.name} rows of {artifact.n_embd} values are not whole blocks")
         row_bytes = artifact.n_embd // traits.block_elements * traits.block_bytes
         end_bytes = section.offset_bytes + section.rows * row_bytes
-        if artifact.path.stat().st_size < end_bytes:
+        if not section.rows or artifact.path.stat().st_size < end_bytes:
             raise ArtifactError(f"{artifact.path}: ends before its embedding table does; copy it again")
         self.n_rows = section.rows
         self.n_embd = artifact.n_embd

@@ -20,7 +20,7 @@ from relayline.coordinator.model.split import split_model
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.cli.model import try_artifacts
 from relayline.stage.engine.artifact import open_artifact
-from relayline.wire.common.errors import ModelFileError
+from relayline.wire.common.errors import ArtifactError, ModelFileError
 from relayline.wire.model_files.gguf_header import TENSOR_TYPES, read_header
 from relayline.wire.model_files.model_check import PRODUCT_TYPES, check_header
 from tests.support.mutated_models import Draft, read_draft
@@ -184,3 +184,20 @@ def test_no_mutation_ends_the_process_that_loads_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.mutated_models", "60", "41"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "type_id", "value"),
+    [
+        ("relayline.output.scale", F32, math.nan),
+        ("relayline.output.scale", F32, 0.0),
+        ("relayline.n_vocab", I32, -1),
+        ("relayline.layer_end", I32, -2),
+    ],
+)
+def test_what_an_artifact_says_of_itself_is_checked_too(
+    key: str, type_id: int, value: float, split: Path, tmp_path: Path
+) -> None:
+    artifact = rewritten(split / "stage-1.gguf", valued(key, type_id, value), tmp_path / "stage-1.gguf")
+    with pytest.raises(ArtifactError, match=key):
+        open_artifact(artifact)

@@ -100,6 +100,7 @@ async def test_a_request_has_one_server_span_by_convention(
     assert said.pop(names.GEN_AI_USAGE_INPUT_TOKENS) == len(served.generator.requests[0].prompt_tokens)
     for left_out in (names.GEN_AI_USAGE_OUTPUT_TOKENS, names.GEN_AI_RESPONSE_FINISH_REASONS):
         said.pop(left_out)  # told by the pipeline, which is a fake here
+    assert said.pop("http.request.header.x-request-id") == ("mine",), "as the caller sent it"
     assert said == {
         "http.request.method": "POST", "http.route": route, "url.path": route, "url.scheme": "http",
         "http.response.status_code": 200, "server.address": "127.0.0.1",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,10 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
+from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
+from relayline.stage.config import StageConfig
+from relayline.stage.engine.artifact import open_artifact
+from relayline.stage.observe.observer import _constants
 from relayline.stage.queue_types import QueuedFrame
 from relayline.wire.common.errors import NativeError
 from relayline.wire.envelopes import trace_context
@@ -151,6 +156,7 @@ async def test_a_batch_span_is_linked_to_its_requests_and_says_how_the_batch_cam
     assert given[names.ATTR_BATCH_CLOSE_REASON] == "queue_drained"
     assert (given[names.ATTR_BATCH_QUEUED_ROWS_BEFORE], given[names.ATTR_BATCH_QUEUED_ROWS_AFTER]) == (5, 0)
     assert (given[names.ATTR_LAYER_START], given[names.ATTR_LAYER_END], given[names.ATTR_STAGE_COUNT]) == (1, 2, 2)
+    assert given[names.ATTR_STAGE_NAME] == "stage-1"
     assert (given[names.ATTR_POLICY], given[names.ATTR_POLICY_LANES_USED]) == ("auto", 4)
     assert given[names.ATTR_BATCH_DECODE_NS] > 0
     assert given[names.ATTR_BATCH_ENCODE_NS] > 0
@@ -277,6 +283,7 @@ async def test_level_frames_shows_every_frame_in_its_request_s_own_trace() -> No
     assert (frame.parent.trace_id, frame.parent.span_id) == named(request)
     given = dict(frame.attributes or {})
     assert (given[names.ATTR_FRAME_POSITION], given[names.ATTR_FRAME_ROWS], given[names.ATTR_BATCH_ID]) == (0, 2, "1:1")
+    assert given[names.ATTR_STAGE_NAME] == "stage-1"
     assert given[names.ATTR_FRAME_UPSTREAM_WAIT_NS] >= 0
     assert [context for context, _ in links(frame, names.LINK_BATCH)] == [ids_of(batch)]
     assert frame.start_time is not None
@@ -319,3 +326,9 @@ async def test_batches_are_asked_for_by_session_and_number() -> None:
             await one_token(one, session_id, trace_context.NONE)
         assert [record.step for record in (await batches(stage, session_ids=[6, 7])).batches] == [2, 3]
         assert [record.step for record in (await batches(stage, limit=1)).batches] == [3]
+
+
+def test_a_stage_that_joined_has_the_name_that_it_joined_by(tmp_path: Path) -> None:
+    (path,) = write_pipeline(tmp_path, TinyShape(), [])
+    said = _constants(open_artifact(path), StageConfig(path, name="laptop"))
+    assert said[names.ATTR_STAGE_NAME] == "laptop"

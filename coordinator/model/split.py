@@ -156,7 +156,8 @@ def _finished(out_dir: Path, model: GgufModel, cuts: tuple[int, ...]) -> Pipelin
         return None
     if found.cuts != cuts or found.source.files != _identity(model):
         return None
-    for entry in (found.tokenizer, *found.stages):
+    entries: list[ArtifactFile | StageFile] = [found.tokenizer, *found.stages]
+    for entry in entries:
         try:
             is_whole = sha256_of(out_dir / entry.file) == entry.sha256  # remembered: it is rarely read
         except OSError:

@@ -8,6 +8,7 @@ without weights, which takes little time and memory however large the artifact i
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 
@@ -47,7 +48,9 @@ def dry(path: Path) -> None:
     ggml.LOG.watch()
     llama.llama_backend_init()
     params = llama.llama_model_default_params()
-    params.no_alloc, params.load_mode = True, llama.LLAMA_LOAD_MODE_NONE
+    params.no_alloc, params.load_mode, params.n_gpu_layers = True, llama.LLAMA_LOAD_MODE_NONE, 0
+    no_devices = (ctypes.c_void_p * 1)()  # a GPU may be full with what runs
+    params.devices = ctypes.addressof(no_devices)
     model = llama.llama_model_load_from_file(bytes(path), params)
     if not model:
         raise ModelFileError(f"{path}: cannot be loaded: {ggml.LOG.reason('llama.cpp gave no reason')}")

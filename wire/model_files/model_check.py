@@ -6,6 +6,7 @@ no product takes. Whatever can be told of that from the header alone is told her
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -61,7 +62,7 @@ _POSITIVE = ("rope.freq_base", "rope.freq_base_swa")
 _NOT_NEGATIVE = ("rope.scaling.factor", "rope.scale_linear", "rope.scaling.yarn_ext_factor")
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 _FLOAT_TYPES = (6, 12)
-# Of decoders: byte-level, by pieces with tokens for bytes, and none at all.
+# Of _DECODERS: byte-level, by pieces with tokens for bytes, and none at all.
 _TOKENIZERS = ("gpt2", "llama", "gemma4", "none", "no_vocab")
 _BY_PIECES = "llama"
 # Architectures whose graph takes keys to be as wide as values, and those that rotate whole heads (the graph() of
@@ -77,6 +78,7 @@ _WHOLE_ROTATION = _EQUAL_WIDTHS - frozenset({
     "bailingmoe2", "cohere2", "command-r", "gemma", "gemma2", "gemma3", "glm4moe", "gpt-oss", "gptneox",
     "hunyuan-dense", "minimax-m2", "nemotron", "phi3", "phimoe", "stablelm", "step35",
 })  # fmt: skip
+_DECODERS = _EQUAL_WIDTHS | {"deepseek2", "deepseek32", "glm-dsa", "mimo2", "mistral4"}
 
 
 def check_header(file: GgufFile) -> None:
@@ -85,8 +87,9 @@ def check_header(file: GgufFile) -> None:
 
 
 def check_model(path: Path, entries: Mapping[str, KeyValue], tensors: Iterable[Tensor]) -> None:
-    """The same of a model's metadata and the tensors of all its files."""
-    for problem in (*tensor_problems(tensors), *value_problems(entries)):
+    """Raise ModelFileError for the metadata of a model and the tensors of all its files."""
+    problem = next(itertools.chain(tensor_problems(tensors), value_problems(entries)), None)
+    if problem is not None:
         raise ModelFileError(f"{path}: {problem}; the file is damaged, or no model that llama.cpp computes")
 
 
@@ -94,6 +97,8 @@ def tensor_problems(tensors: Iterable[Tensor]) -> Iterator[str]:
     """Yield what no product, sum or norm of llama.cpp's takes."""
     for tensor in tensors:
         kind = tensor.type_name
+        if "tid2eid" in tensor.name:  # numbers of experts by token, which are looked up
+            continue
         if is_elementwise(tensor):
             if kind != "F32":
                 yield f"tensor {tensor.name} is {kind}, and norms, biases and other vectors are computed in F32 alone"
@@ -104,6 +109,8 @@ def tensor_problems(tensors: Iterable[Tensor]) -> Iterator[str]:
 def is_elementwise(tensor: Tensor) -> bool:
     """Return whether a tensor is added or multiplied value by value, not as a matrix."""
     name = tensor.name
+    if "gate_inp" in name and name.endswith(".weight"):  # a product with one row where there is one shared expert
+        return False
     return math.prod(tensor.dims[1:]) == 1 or "norm" in name or not name.endswith(".weight")
 
 
@@ -119,7 +126,10 @@ def value_problems(entries: Mapping[str, KeyValue]) -> Iterator[str]:
     yield from _head_problems(prefix, values)
     yield from _width_problems(prefix, values)
     yield from _rope_problems(prefix, values)
-    yield from _tokenizer_problems(entries)
+    if prefix.removesuffix(".") in _DECODERS:
+        yield from _tokenizer_problems(entries)
+    if (tokens := entries.get(TOKENS_KEY)) is not None and tokens.repeats:
+        yield f"{TOKENS_KEY} holds a text twice"
 
 
 def _entry_problems(full_key: str, key: str, entry: KeyValue) -> Iterator[str]:
@@ -214,7 +224,5 @@ def _tokenizer_problems(entries: Mapping[str, KeyValue]) -> Iterator[str]:
     tokens, kind = entries.get(TOKENS_KEY), entries.get("tokenizer.ggml.model")
     if kind is not None and kind.value not in _TOKENIZERS:
         yield f"tokenizer.ggml.model is {str(kind.value)[:40]!r}, and can be {', '.join(_TOKENIZERS)}"
-    if tokens is not None and tokens.repeats:
-        yield f"{TOKENS_KEY} holds a text twice"
     if tokens is not None and kind is not None and kind.value == _BY_PIECES and tokens.n_byte_tokens < 256:
         yield f"{TOKENS_KEY} has tokens for {tokens.n_byte_tokens} of 256 bytes, and llama.cpp looks for the others"

@@ -65,8 +65,9 @@ def hint(endpoint: str, environment: Mapping[str, str]) -> str:
     if not known or not protocols:
         return ""
     where = f"they go to {known} as OTLP over {protocols[0]}"
-    if _first(environment, _PROTOCOL_KEYS):
-        return f"{where}, as {_PROTOCOL_KEYS[1]} says"
+    for key in _PROTOCOL_KEYS:
+        if environment.get(key, "").strip():
+            return f"{where}, as {key} says"
     (other,) = (name for name in _BY_PROTOCOL if name not in protocols)
     return f"{where}; if the collector speaks the other one there, set {_PROTOCOL_KEYS[1]}={other}"
 

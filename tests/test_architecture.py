@@ -17,7 +17,12 @@ PACKAGE = "relayline"
 # The floors of the house, lowest first: a module imports from its own floor and from those below it. A folder stands
 # for all modules in it that are not named themselves.
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "wire": (("wire/pb", "wire/__init__.py"), ("wire/common",), ("wire/envelopes",), ("wire/links", "wire/telemetry")),
+    "wire": (
+        ("wire/pb", "wire/__init__.py"),
+        ("wire/common",),
+        ("wire/envelopes", "wire/model_files"),
+        ("wire/links", "wire/telemetry"),
+    ),
     "stage": (
         ("stage/__init__.py", "stage/config.py", "stage/queue_types.py"),
         ("stage/engine", "stage/sampling"),

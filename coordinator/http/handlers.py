@@ -32,7 +32,7 @@ class Handlers:
         self._service = service
 
     async def health(self, _request: web.Request) -> web.StreamResponse:
-        """GET /health: 200 when a request would start at once, else 503 with the word of wire.common.phase that says why."""
+        """GET /health: 200 when a request would start at once, else 503 with the phase that says why."""
         phase = self._service.generator.phase
         if phase is Phase.READY:
             return json_response(b'{"status":"ok"}')

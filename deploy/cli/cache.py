@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from relayline.deploy.cli.join_flags import default_cache
+from relayline.wire.common.places import artifacts_dir
 
 MIB = 1 << 20
 
@@ -24,7 +24,7 @@ def cache_command(directory: Path | None, clear: bool, as_json: bool) -> None:
     """
     from relayline.stage.joining.artifact_store import cached, remove
 
-    cache = directory or default_cache()
+    cache = directory or artifacts_dir()
     entries = cached(cache)
     for entry in entries:
         removed = clear and remove(entry)

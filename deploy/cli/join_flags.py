@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from relayline.deploy.cli.options import Address, AddressList, telemetry_config
 from relayline.wire.common.errors import UsageError
-from relayline.wire.common.places import cache_dir
+from relayline.wire.common.places import artifacts_dir
 from relayline.wire.links.security import LinkSecurity, address_of
 from relayline.wire.telemetry.config import Level, TelemetryConfig
 
@@ -141,7 +141,7 @@ def stage_join(given: dict[str, Any], security: LinkSecurity) -> StageJoinConfig
     return JoinConfig(
         coordinator=address_of(*given["coordinator"]),
         name=given["name"],
-        cache=given["cache"] or default_cache(),
+        cache=given["cache"] or artifacts_dir(),
         host=host,
         port=port,
         advertise=given["advertise"],
@@ -149,11 +149,6 @@ def stage_join(given: dict[str, Any], security: LinkSecurity) -> StageJoinConfig
         always_fetch=given["always_fetch"],
         security=security,
     )
-
-
-def default_cache() -> Path:
-    """Return where fetched artifacts are kept: $XDG_CACHE_HOME/relayline/artifacts, ~/.cache without it."""
-    return cache_dir() / "artifacts"
 
 
 def stage_telemetry(given: dict[str, Any]) -> Callable[[StageConfig, pb.StageOrder], StageConfig]:

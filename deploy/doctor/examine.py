@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-from relayline.deploy.cli.join_flags import default_cache
 from relayline.deploy.doctor.files import look_caches, look_keys, look_model, look_security, look_split, names_here
 from relayline.deploy.doctor.host import (
     judge_memory,
@@ -30,11 +29,10 @@ from relayline.deploy.doctor.versions import look_versions
 from relayline.deploy.launch.control import Launched
 from relayline.deploy.launch.own_tls import directory_name
 from relayline.deploy.launch.state import StateDir, state_root
-from relayline.deploy.machine.directories import cache_dir
 from relayline.deploy.machine.facts import available_memory_bytes
 from relayline.deploy.manifest import Manifest
 from relayline.wire.common.errors import RelaylineError
-from relayline.wire.common.places import cache_dir
+from relayline.wire.common.places import artifacts_dir, cache_dir
 from relayline.wire.links.security import LinkSecurity
 
 DEEP_TIMEOUT_S = 24 * 3600.0  # reading all that was split takes as long as the disk needs
@@ -52,7 +50,7 @@ def machine_probes(timeout_s: float) -> list[Probe]:
 
 def _deep_probes(deep: bool) -> list[Probe]:
     def look() -> list[Finding]:
-        return look_caches(cache_dir() / "splits", default_cache())
+        return look_caches(cache_dir() / "splits", artifacts_dir())
 
     return [Probe("cache", look, DEEP_TIMEOUT_S)] if deep else []
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from relayline.coordinator.model.inspection import content_key
 from relayline.coordinator.model.split import split_model
-from relayline.deploy.cli.model import try_artifacts
 from relayline.deploy.launch.progress import progress_bar
+from relayline.deploy.launch.trial import try_artifacts
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.places import cache_dir
 

@@ -3,8 +3,8 @@
 A draw depends on nothing but the logits, the session's options, the token's position and, with penalties or a grammar,
 what the session has said: its noise is a hash of (seed, position, token), and the filters keep no state. So a session
 that was rebuilt elsewhere goes on exactly where it was, and sessions cannot influence one another. Small moves of the
-logits rarely change the pick (`stage.sampling.draws`), nor does a token that they move over the edge of a filter: unless it is
-the one picked, the others' noise stays as it is.
+logits rarely change the pick (`stage.sampling.draws`), nor does a token that they move over the edge of a filter:
+unless it is the one picked, the others' noise stays as it is.
 
 Order: biases and penalties (`stage.sampling.penalties`), what the grammar allows (`stage.sampling.constraint`), top-k,
 top-p, min-p, temperature, draw. The filters are llama.cpp's sampler chain. Temperature and draw are numpy's here:

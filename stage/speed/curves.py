@@ -136,8 +136,9 @@ class Curves:
     def padded_rows(self, shape: StepShape, rows_max: int) -> int:
         """Return the rows, those of a step without scratch rows or up to `rows_max`, that are predicted to be cheapest.
 
-        None of them makes a step tiled where there are tiles: all its rows would have other bits (coordinator.schedule.tiles).
-        Prompt rows do not cost what decode rows do, so beside them scratch rows must pay by what such a step costs.
+        None of them makes a step tiled where there are tiles: all its rows would have other bits
+        (coordinator.schedule.tiles). Prompt rows do not cost what decode rows do, so beside them scratch rows must pay
+        by what such a step costs.
         """
         if self.context_tiled_ns and shape.n_rows < ATTENTION_TILE_ROWS:
             rows_max = min(rows_max, ATTENTION_TILE_ROWS - 1)

@@ -76,7 +76,8 @@ def booby_trapped(tmp_path: Path) -> Path:
         (module_command("relayline.coordinator.text.grammar_worker"), 0),
         (
             code_command(
-                "import relayline.deploy.cli, relayline.stage.config, relayline.wire.common.bounds, sys; sys.exit(len(sys.argv))",
+                "import relayline.deploy.cli, relayline.stage.config, relayline.wire.common.bounds, sys; "
+                "sys.exit(len(sys.argv))",
                 "one",
             ),
             2,

@@ -1,7 +1,7 @@
 """Seeded mutations of tiny models, and what becomes of each from `inspect` to the first decoded rows.
 
-`python -m tests.support.mutated_models COUNT [SEED]` tries that many, each in a process of its own, and lists every one that
-ended a process instead of being refused.
+`python -m tests.support.mutated_models COUNT [SEED]` tries that many, each in a process of its own, and lists every one
+that ended a process instead of being refused.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def go_through(path: Path, directory: Path) -> None:
     from relayline.coordinator.model.inspection import inspect_model
     from relayline.coordinator.model.split import split_model
     from relayline.coordinator.text.tokenizer import Tokenizer
-    from relayline.deploy.cli.model import try_artifacts
+    from relayline.deploy.launch.trial import try_artifacts
     from relayline.stage.engine.artifact import verify_artifact
     from relayline.stage.engine.embedding import EmbeddingTable
     from relayline.stage.engine.native import EngineConfig, NativeEngine

@@ -29,6 +29,11 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "relayline"
 
 
+def artifacts_dir() -> Path:
+    """Return where fetched artifacts are kept: `artifacts` in the cache directory."""
+    return cache_dir() / "artifacts"
+
+
 def state_dir() -> Path:
     """Return where state is kept: $XDG_STATE_HOME/relayline, ~/.local/state/relayline without. Raises UsageError."""
     return Path(os.environ.get("XDG_STATE_HOME") or home() / ".local" / "state") / "relayline"

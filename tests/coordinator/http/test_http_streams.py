@@ -18,7 +18,7 @@ from relayline.coordinator.sessions.generation import GenerationRequest, TokenEv
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import NotReadyError, StageLostError
-from tests.support.http_support import WAIT_S, FakeGenerator, Gate, Served, Step, says, serving, tokens
+from tests.support.http_support import WAIT_S, FakeGenerator, Gate, Script, Served, Step, says, serving, tokens
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ async def test_headers_and_role_come_before_the_first_token(tokenizer: Tokenizer
 
 async def test_a_silent_stream_is_kept_alive(tokenizer: Tokenizer) -> None:
     gate = Gate()
-    generator = FakeGenerator(lambda request: [gate, *tokens(request, b"hi")])
+    generator = Asked(lambda request: [gate, *tokens(request, b"hi")])
     async with serving(tokenizer, generator, ping_interval_s=0.01) as served, streaming(served) as reply:
         assert [await reply.content.readline() for _ in range(4)] == [b": ping\n", b"\n"] * 2
         gate.opened.set()
@@ -221,6 +221,20 @@ async def test_leaving_a_merge_before_it_ran_closes_its_streams() -> None:
 # --- the status waits until it is known ------------------------------------------------------------------------------
 
 
+class Asked(FakeGenerator):
+    """Says when it has been asked three times whether it is ready, and was not."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+        self.asked_in_vain, self.n_vain = asyncio.Event(), 0
+
+    def is_ready(self) -> bool:
+        self.n_vain += not self.ready
+        if self.n_vain >= 3:
+            self.asked_in_vain.set()
+        return self.ready
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_answer_that_fails_before_its_first_token_has_the_status_of_that(
     tokenizer: Tokenizer, stream: bool
@@ -233,14 +247,13 @@ async def test_an_answer_that_fails_before_its_first_token_has_the_status_of_tha
 
 async def test_no_status_is_sent_while_a_stage_is_lost_and_pings_are_once_it_is_there(tokenizer: Tokenizer) -> None:
     gate = Gate()
-    generator = FakeGenerator(lambda request: [gate, *tokens(request, b"hi")])
+    generator = Asked(lambda request: [gate, *tokens(request, b"hi")])
     async with serving(tokenizer, generator, ping_interval_s=0.01) as served, aiohttp.ClientSession() as session:
-        generator.ready = True
         body = {"prompt": "x", "stream": True}
         asking = asyncio.create_task(session.post(f"{served.url}/v1/completions", json=body))
         await generator.streams_opened.wait()
         generator.ready = False  # the stage is lost as the request has just been admitted
-        await asyncio.sleep(0.1)  # ten pings' time
+        await generator.asked_in_vain.wait()  # whether the stage is there, for three pings' time
         assert not asking.done()
         generator.ready = True  # under way, and its prompt is long
         async with await asking as reply:

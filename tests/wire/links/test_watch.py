@@ -22,7 +22,7 @@ from relayline.wire.common.errors import ProtocolError, RelaylineError, StageLos
 from relayline.wire.links import rpc
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.links.silence import Silence, looks_of
-from relayline.wire.links.watch import Watch, answer, first_beat
+from relayline.wire.links.watch import Watch, answer, first_beat, until_silent
 from relayline.wire.pb.relayline.v1 import join_pb2 as join_pb
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.fakes import EPOCH, ROUTE
@@ -107,7 +107,6 @@ async def hangs(made: Peer, context: Any) -> None:
 async def breaks_after_three_beats(_: Peer, context: Any) -> None:
     for _ in range(3):
         await context.write(b"")
-        await asyncio.sleep(bounds.BEAT_EVERY_S)
     await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
 
 
@@ -117,14 +116,23 @@ class Told:
     def __init__(self) -> None:
         self.lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
         self.n_heard = 0
+        self.changed = asyncio.Event()
 
     def heard(self) -> None:
         self.n_heard += 1
+        self.changed.set()
 
     async def until_heard(self, n_times: int) -> None:
         async with asyncio.timeout(WAIT_S):
-            while self.n_heard < n_times:  # noqa: ASYNC110
-                await asyncio.sleep(bounds.BEAT_EVERY_S)
+            while self.n_heard < n_times:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+async def long_enough() -> None:
+    """Three times as long as a silence takes that is not forgiven."""
+    for _ in range(3):
+        await until_silent(Silence())
 
 
 def watch(address: str, told: Told) -> Watch:
@@ -192,7 +200,7 @@ async def test_a_link_whose_other_end_hangs_is_lost_while_nothing_is_sent(is_wat
             async with asyncio.timeout(WAIT_S):
                 assert "has not answered for" in (await lost).message
         else:
-            await asyncio.sleep(3 * bounds.LOST_AFTER_S)
+            await long_enough()
             assert not lost.done()
         await link.close()
 
@@ -204,7 +212,7 @@ async def test_a_link_that_is_stuck_behind_its_data_is_not_cut():
     async with peer(alive) as other:
         link = await RelayLink.open(other.address, hello, lost.set_result)
         stuck = asyncio.create_task(link._call.write(bytes(32 << 20)))
-        await asyncio.sleep(3 * bounds.LOST_AFTER_S)
+        await long_enough()
         assert not lost.done()
         stuck.cancel()
         await asyncio.gather(stuck, return_exceptions=True)
@@ -270,16 +278,18 @@ async def test_a_first_sign_that_is_none_is_refused():
 
 
 async def until_held(port: JoinPort, holder: bool) -> None:
-    place = port.roster._membership.places[0]
+    place, changed = port.roster._membership.places[0], asyncio.Event()
+    port.roster.on_change = lambda _: changed.set()
     async with asyncio.timeout(WAIT_S):
-        while (place.member is not None) is not holder:  # noqa: ASYNC110 - the roster tells nobody of it
-            await asyncio.sleep(bounds.BEAT_EVERY_S)
+        while (place.member is not None) is not holder:
+            changed.clear()
+            await changed.wait()
 
 
 async def test_a_member_that_hangs_loses_its_place_and_one_that_beats_keeps_it(tmp_path: Any):
     async with join_port(tmp_path) as port:
         member = await port.join()
-        await asyncio.sleep(3 * bounds.LOST_AFTER_S)
+        await long_enough()
         await until_held(port, holder=True)
         await member._writing.acquire()  # from here on it says nothing
         await until_held(port, holder=False)
@@ -322,7 +332,7 @@ async def test_ends_of_which_one_knows_nothing_of_beats_have_none(tmp_path: Any)
         await call.write(rpc.serialize(join_pb.StageReport(hello=old)))
         assert not join_pb.StageOrder.FromString(await call.read()).beats
         second = asyncio.create_task(call.read())
-        await asyncio.sleep(3 * bounds.LOST_AFTER_S)
+        await long_enough()
         assert not second.done()
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)

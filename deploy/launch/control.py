@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from relayline.wire.common.phase import HostState, Phase
 
 ANSWER_TIMEOUT_S = 5.0  # of the coordinator, for what runs now; it asks its stages for up to two seconds
 ANSWER_BYTES_MAX = 4 << 20
+REFUSED = "the coordinator answers"  # and not with what was asked for
 KILL_WAIT_S = 10.0
 
 
@@ -95,7 +97,7 @@ def describe(pipeline: Launched) -> dict[str, Any]:
     running = pipeline.is_running
     live, problem = _live(state) if running and state.url else (None, "")
     phase, phase_s = _phase(pipeline, live, is_answering=not problem)
-    if problem and (word := _health(state)) is not None:  # /v1/pipeline asks for a key, /health does not
+    if problem.startswith(REFUSED) and (word := _health(state)) is not None:  # /health asks for no key
         phase, phase_s = word, None
     stages = {stage.get("name"): stage for stage in live["stages"]} if live is not None else {}
     return {
@@ -153,8 +155,8 @@ def _live(state: LaunchState) -> tuple[dict[str, Any] | None, str]:
     if problem:
         return None, f"the coordinator does not answer: {problem}"
     if status != 200:
-        return None, f"the coordinator answers {status}" + (": an API key is needed" if status == 401 else "")
-    return (found, "") if isinstance(found, dict) and "stages" in found else (None, "it answers something else")
+        return None, f"{REFUSED} {status}" + (": an API key is needed" if status == 401 else "")
+    return (found, "") if isinstance(found, dict) and "stages" in found else (None, f"{REFUSED} something else")
 
 
 def _health(state: LaunchState) -> Phase | None:
@@ -177,7 +179,7 @@ def _asked(url: str, headers: dict[str, str]) -> tuple[int, Any, str]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, _json(error.read(ANSWER_BYTES_MAX)), ""
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         return 0, None, str(getattr(error, "reason", error))
 
 

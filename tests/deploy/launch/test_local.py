@@ -145,7 +145,7 @@ async def no_process(*_: Any, **__: Any) -> None:
 async def test_a_stage_that_cannot_be_started_again_ends_the_whole(
     pipeline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "RESTART_DELAY_S", 0.0)
+    monkeypatch.setattr(local, "RESTARTS", RestartPolicy(first_s=0.0))
     whole, stage = pipeline(), Ending()
     whole.stages = [stage]
     await stage.start()
@@ -160,7 +160,7 @@ async def test_a_stage_that_cannot_be_started_again_ends_the_whole(
 async def test_nothing_is_started_again_while_the_coordinator_drains(
     pipeline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "RESTART_DELAY_S", 3_600.0)
+    monkeypatch.setattr(local, "RESTARTS", RestartPolicy(first_s=3_600.0, max_s=3_600.0))
     whole, stage = pipeline(), Ending()
 
     class Draining(Child):

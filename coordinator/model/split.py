@@ -67,7 +67,7 @@ def split_model(
     """Split a model into `out_dir` and return its description; do nothing if that was done already.
 
     Give either the number of stages or the cuts. `probe` is asked about every finished artifact of an experimental
-    split before anything looks finished, `trial` about those of any split. An earlier split in the directory stays
+    split before anything looks finished, `trial` about those of others. An earlier split in the directory stays
     valid until the new one is complete.
 
     Raises ModelFileError, UnsupportedArchitectureError, CutError, UsageError or ArtifactError (nothing written).
@@ -92,7 +92,8 @@ def split_model(
         _refuse_foreign(out_dir)
         plan = plan_split(model, facts, family, model_key(model), cuts)
         try:
-            return _Writer(model, facts, out_dir, progress, None if facts.supported else probe, trial).write(plan)
+            asked = (None, trial) if facts.supported else (probe, None)  # a probe tries what a trial does, and more
+            return _Writer(model, facts, out_dir, progress, *asked).write(plan)
         except OSError as error:
             raise ArtifactError(f"{out_dir}: cannot write the split: {error.strerror or error}") from error
 

@@ -96,7 +96,7 @@ def test_without_a_tokenizer_text_is_refused_and_ids_still_have_a_vocabulary(tex
 def test_files_that_are_not_tokenizers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     garbage = tmp_path / "garbage.gguf"
     garbage.write_bytes(b"not a gguf at all")
-    with pytest.raises(ModelFileError, match=r"garbage\.gguf: cannot load its tokenizer: .+"):
+    with pytest.raises(ModelFileError, match=r"garbage\.gguf: not a GGUF file"):
         Tokenizer.load(garbage)
     with pytest.raises(ModelFileError, match="no such tokenizer file"):
         Tokenizer.load(tmp_path / "absent.gguf")

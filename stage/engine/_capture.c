@@ -54,11 +54,11 @@ static int32_t copy_rows(struct relayline_capture * capture, const struct ggml_t
     if (capture->element_size(tensor) != sizeof(float) || !capture->is_contiguous(tensor)) {
         return CAPTURE_NOT_F32;
     }
-    const uint64_t n_floats = (uint64_t) capture->nbytes(tensor) / sizeof(float);
-    if (n_floats == 0 || n_floats % capture->row_floats != 0) {
+    const uint64_t n_bytes = capture->nbytes(tensor), n_floats = n_bytes / sizeof(float);
+    if (n_floats == 0 || n_bytes % sizeof(float) != 0 || capture->row_floats == 0 || n_floats % capture->row_floats != 0) {
         return CAPTURE_NOT_WHOLE_ROWS;
     }
-    if (n_floats > capture->capacity - capture->written) {
+    if (capture->written > capture->capacity || n_floats > capture->capacity - capture->written) {
         return CAPTURE_OVERFLOW;
     }
     capture->tensor_get(tensor, capture->destination + capture->written, 0, (size_t) n_floats * sizeof(float));

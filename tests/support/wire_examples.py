@@ -104,38 +104,59 @@ EXAMPLES: dict[str, pb.Envelope] = {
 }
 
 
-def canonical(message: pb.Envelope) -> bytes:
-    """Every fixed field in order, present even when zero; exponents with every f16 payload; drafts packed."""
+def _head(message: pb.Envelope) -> bytes:
+    """Header and frames, every fixed field in order, present even when zero."""
     parts = [
         struct.pack(
             "<BIBQBIBI", 0x0D, message.epoch, 0x11, message.sequence, 0x1D, message.dtype, 0x25, message.n_rows
         ),
         struct.pack("<BIBQBI", 0x2D, message.width, 0x31, message.sent_ns, 0x3D, message.n_frames),
-        b"\x62\x19" + message.batch_trace,
+        b"\x62\x19" + (message.batch_trace or bytes(25)),
     ]
     for each in message.frames:
         parts += [
             struct.pack("<BBBQBIBI", 0x42, 83, 0x09, each.session_id, 0x15, each.epoch, 0x1D, each.position),
             struct.pack("<BIBIBQ", 0x25, each.n_rows, 0x2D, each.flags, 0x31, each.argument),
-            struct.pack("<BQBQBB", 0x39, each.checksum, 0x41, each.enqueued_ns, 0x4A, 25) + each.trace,
+            struct.pack("<BQBQBB", 0x39, each.checksum, 0x41, each.enqueued_ns, 0x4A, 25) + (each.trace or bytes(25)),
         ]
-    parts.append(b"\x4a" + varint(len(message.payload)) + message.payload)
-    if message.dtype == 2 and (message.n_rows or message.row_exponents):
-        exponents = message.row_exponents or bytes(message.n_rows)
-        parts.append(b"\x52" + varint(len(exponents)) + exponents)
+    return b"".join(parts)
+
+
+def _tail(message: pb.Envelope, exponents: bytes) -> bytes:
+    parts = [b"\x52" + varint(len(exponents)) + exponents] if exponents else []
     for options in message.options:
         parts.append(b"\x5a" + varint(options.ByteSize()) + options.SerializeToString())
     if message.draft_tokens:
         packed = struct.pack(f"<{len(message.draft_tokens)}I", *message.draft_tokens)
         parts.append(b"\x6a" + varint(len(packed)) + packed)
+    return b"".join(parts)
+
+
+def _sum(head: bytes, tail: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(tail, xxhash.xxh3_64_intdigest(head))
+
+
+def canonical(message: pb.Envelope) -> bytes:
+    """Every fixed field in order, present even when zero; exponents with every f16 payload; drafts packed."""
+    head = _head(message)
+    tail = _tail(message, message.row_exponents or bytes(message.n_rows if message.dtype == 2 else 0))
+    parts = [head, b"\x4a" + varint(len(message.payload)) + message.payload, tail]
     if message.HasField("open"):
         parts.append(pb.Envelope(open=message.open).SerializeToString())
-    return b"".join(parts)
+    return b"".join((*parts, struct.pack("<BQ", 0x71, _sum(head, tail))))
+
+
+def sealed(message: pb.Envelope) -> pb.Envelope:
+    """A copy with its checksum, as any program would make it."""
+    copy = pb.Envelope()
+    copy.CopyFrom(message)
+    copy.checksum = _sum(_head(message), _tail(message, message.row_exponents))
+    return copy
 
 
 def library(message: pb.Envelope) -> bytes:
     """As any program would send it: zero fields left out."""
-    return message.SerializeToString()
+    return sealed(message).SerializeToString()
 
 
 def varint(value: int) -> bytes:
@@ -146,7 +167,7 @@ def varint(value: int) -> bytes:
 def reordered(message: pb.Envelope) -> bytes:
     """The fields in reverse order, repeated ones in theirs."""
     parts = []
-    for descriptor, value in message.ListFields():
+    for descriptor, value in sealed(message).ListFields():
         part = pb.Envelope()
         if hasattr(value, "extend"):
             getattr(part, descriptor.name).extend(value)
@@ -164,8 +185,7 @@ UNKNOWN_FIELDS = (b"\xa0\x06\x05", b"\xa1\x06" + bytes(8), b"\xa2\x06\x03abc")
 
 def with_unknown_fields(message: pb.Envelope) -> bytes:
     """Fields this version does not know, before, after, and within each frame."""
-    extended = pb.Envelope()
-    extended.CopyFrom(message)
+    extended = sealed(message)
     for each in extended.frames:
         each.MergeFromString(b"".join(UNKNOWN_FIELDS))
     return UNKNOWN_FIELDS[0] + extended.SerializeToString() + b"".join(UNKNOWN_FIELDS)

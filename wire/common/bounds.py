@@ -5,7 +5,7 @@ A bound that a user may lower is a configuration field whose default and ceiling
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 5  # raised on any incompatible change of the contract; checked in every handshake
+PROTOCOL_VERSION = 6  # raised on any incompatible change of the contract; checked in every handshake
 
 N_EMBD_MAX = 32_768  # widest hidden state accepted; twice the widest open model of 2026
 ROWS_PER_ENVELOPE_MAX = 2_048  # rows of one native step, hence of one envelope; also the ceiling of --max-rows
@@ -21,14 +21,25 @@ GRAMMAR_ITEMS_MAX = 1_000  # ways in which a grammar may be understood at once: 
 GRAMMAR_TOKENS_MAX = 32_768  # tokens that a session with a grammar may generate: each of its opens tells them all
 PLAIN_OPTIONS_BYTES_MAX = 7_168  # serialized SessionOptions of one open frame, of a session without a grammar
 OPTIONS_BYTES_MAX = 200 * 1024  # of any session
-OPTIONS_PER_ENVELOPE_BYTES_MAX = 28 * 1024 * 1024  # of all open frames of one envelope
+OPTIONS_PER_ENVELOPE_BYTES_MAX = 2 * 1024 * 1024  # of all open frames of one envelope; what is more follows in another
 CTX_TOKENS_MAX = 1 << 20  # tokens per stream
 DRAFT_TOKENS_MAX = 31  # tokens drafted behind one row; with it they are half a tile of attention; ceiling of --draft
 DRAFTED_ROWS_MAX = 32  # rows that drafts may add to one envelope: the last stage has room for the logits of so many
 
 # One message holds at most the payload of a full step in the exact (f32) dtype, plus headers and options.
-HEADERS_BYTES_MAX = 32 * 1024 * 1024
+HEADERS_BYTES_MAX = 3 * 1024 * 1024
 ENVELOPE_BYTES_MAX = ROWS_PER_ENVELOPE_MAX * N_EMBD_MAX * 4 + HEADERS_BYTES_MAX
+# What is read by the protobuf library, see wire.envelopes.messages:
+MESSAGE_COST_BYTES_MAX = (
+    4 * 1024 * 1024
+)  # memory that reading one may take beyond its own size; what takes more is refused
+MESSAGE_FIELDS_MAX = 1 << 21  # fields of one message; looking at so many takes some 10 ms
+UNARY_BYTES_MAX = 64 * 1024  # of a request, an answer, a handshake, a report; but for these, which are longer:
+ORDER_BYTES_MAX = 4 * 1024 * 1024  # a stage's order holds pipeline.json, some hundred bytes for each layer and tensor
+STATUS_BYTES_MAX = 512 * 1024  # an answer with recent waits and step intervals holds ten thousand of up to ten bytes
+BATCHES_BYTES_MAX = 4 * 1024 * 1024  # an answer with all batches that a stage remembers
+FETCH_CHUNK_BYTES_MAX = 1024 * 1024  # a piece of an artifact with what is said around it
+RETURN_BYTES_MAX = 64 * 1024 * 1024  # one step's samples: a hundred with all logits of a large vocabulary
 BYTES_IN_FLIGHT_DEFAULT = 64 * 1024 * 1024  # credit window of one link: payload sent but not yet decoded
 # A receiver returns credit when it owes this part of the window: rarely enough that steady decode needs hardly any
 # replies. A sender lets any envelope go while less than this part is in flight, since that much may never come back.
@@ -56,6 +67,6 @@ assert HEADERS_BYTES_MAX >= FRAMES_PER_ENVELOPE_MAX * 256 + OPTIONS_PER_ENVELOPE
 # A token of a vocabulary of up to 2^28 takes four bytes, a bias four more.
 assert PLAIN_OPTIONS_BYTES_MAX >= 4 * PENALTY_TOKENS_MAX + 8 * LOGIT_BIAS_MAX + 512
 assert OPTIONS_BYTES_MAX >= PLAIN_OPTIONS_BYTES_MAX + 4 * GRAMMAR_TOKENS_MAX + GRAMMAR_BYTES_MAX
-assert OPTIONS_PER_ENVELOPE_BYTES_MAX >= FRAMES_PER_ENVELOPE_MAX * PLAIN_OPTIONS_BYTES_MAX  # only grammars fill it up
+assert OPTIONS_PER_ENVELOPE_BYTES_MAX >= 8 * OPTIONS_BYTES_MAX  # some sessions always open together
 assert 3 * ERROR_TEXT_BYTES_MAX < 8 * 1024
 assert 4 * BEAT_EVERY_S <= QUIET_AFTER_S < LOST_AFTER_S <= 12 - 2 * BEAT_EVERY_S

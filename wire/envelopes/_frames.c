@@ -24,7 +24,9 @@
 #define PAYLOAD_TAG 0x4A
 #define EXPONENTS_TAG 0x52
 #define ORDINARY_FLAGS 3u /* Flag.PREFILL and Flag.WANTS_SAMPLE */
-#define LEAD_BYTES_MAX 6  /* a tag and the size of what follows, of 32 bits in sevens */
+#define CHECKSUM_TAG 0x71
+#define CHECKSUM_BYTES 9   /* tag and value; always the last bytes of a message */
+#define LEAD_BYTES_MAX 11  /* a tag and a size of up to 64 bits in sevens: room for whatever a header may say */
 #define DTYPE_F16 2
 
 static const uint8_t ITEM_BYTES[] = {0, 4, 2, 4}; /* of dtypes: token ids, f16, f32 */
@@ -65,8 +67,8 @@ static void put_u64(uint8_t * at, uint64_t value) {
     memcpy(at, &value, sizeof value);
 }
 
-/* What stands before a length-delimited field; returns how many bytes. */
-static size_t write_lead(uint8_t * into, uint8_t tag, uint64_t size) {
+/* What stands before a length-delimited field; returns how many bytes, LEAD_BYTES_MAX at most. */
+static size_t write_lead(uint8_t into[LEAD_BYTES_MAX], uint8_t tag, uint64_t size) {
     size_t n = 0;
     into[n++] = tag;
     for (; size > 0x7F; size >>= 7) {
@@ -79,14 +81,21 @@ static size_t write_lead(uint8_t * into, uint8_t tag, uint64_t size) {
 static int has_lead(const uint8_t * message, uint64_t length, uint64_t at, uint8_t tag, uint64_t size, size_t * n) {
     uint8_t lead[LEAD_BYTES_MAX];
     *n = write_lead(lead, tag, size);
-    return length >= at + *n && memcmp(message + at, lead, *n) == 0;
+    return at <= length && *n <= length - at && memcmp(message + at, lead, *n) == 0;
 }
 
-/* The checksum of some bytes by the function given; -1 with an error set. */
-static int checksum_of(PyObject * checksum, const uint8_t * bytes, uint64_t n, uint64_t * sum) {
-    PyObject * view = PyMemoryView_FromMemory((char *) (uintptr_t) bytes, (Py_ssize_t) n, PyBUF_READ);
-    PyObject * found = view == NULL ? NULL : PyObject_CallOneArg(checksum, view);
-    Py_XDECREF(view);
+/* The checksum of some bytes by the function given, which may be seeded; -1 with an error set. */
+static int seeded_checksum_of(PyObject * checksum, const uint8_t * bytes, uint64_t n, const uint64_t * seed, uint64_t * sum) {
+    PyObject * args[2] = {PyMemoryView_FromMemory((char *) (uintptr_t) bytes, (Py_ssize_t) n, PyBUF_READ), NULL};
+    if (args[0] != NULL && seed != NULL) {
+        args[1] = PyLong_FromUnsignedLongLong(*seed);
+    }
+    PyObject * found = NULL;
+    if (args[0] != NULL && (seed == NULL || args[1] != NULL)) {
+        found = PyObject_Vectorcall(checksum, args, seed == NULL ? 1 : 2, NULL);
+    }
+    Py_XDECREF(args[0]);
+    Py_XDECREF(args[1]);
     if (found == NULL) {
         return -1;
     }
@@ -95,10 +104,17 @@ static int checksum_of(PyObject * checksum, const uint8_t * bytes, uint64_t n, u
     return *sum == (uint64_t) -1 && PyErr_Occurred() ? -1 : 0;
 }
 
+static int checksum_of(PyObject * checksum, const uint8_t * bytes, uint64_t n, uint64_t * sum) {
+    return seeded_checksum_of(checksum, bytes, n, NULL, sum);
+}
+
 /* What a message says of itself, and where things are in it. */
 struct layout {
     const uint8_t * frames;
+    const uint8_t * frames_end;
     const uint8_t * payload;
+    const uint8_t * payload_end;
+    const uint8_t * checksum; /* its tag: what everything else ends with */
     uint32_t n_frames, n_rows, dtype, width;
     uint64_t row_bytes;
 };
@@ -121,31 +137,54 @@ static int lay_out(const uint8_t * message, uint64_t length, struct layout * fou
         return 0;
     }
     found->row_bytes = (uint64_t) ITEM_BYTES[found->dtype] * found->width;
-    if (found->n_rows > length || found->row_bytes > length) {
-        return 0; /* so that products below stay within 64 bits */
+    if (found->row_bytes > length || found->n_rows > length / found->row_bytes) {
+        return 0; /* before the product is looked at: it may have 66 bits */
+    }
+    if (length < HEADER_BYTES + CHECKSUM_BYTES || message[length - CHECKSUM_BYTES] != CHECKSUM_TAG) {
+        return 0;
     }
     const uint64_t frames_end = HEADER_BYTES + (uint64_t) FRAME_BYTES * found->n_frames;
-    const uint64_t payload_bytes = found->n_rows * found->row_bytes;
+    const uint64_t payload_bytes = found->n_rows * found->row_bytes, end = length - CHECKSUM_BYTES;
     size_t lead_bytes;
-    if (!has_lead(message, length, frames_end, PAYLOAD_TAG, payload_bytes, &lead_bytes)) {
+    if (!has_lead(message, end, frames_end, PAYLOAD_TAG, payload_bytes, &lead_bytes)) {
+        return 0;
+    }
+    uint64_t at = frames_end + lead_bytes;
+    if (payload_bytes > end - at) {
         return 0;
     }
     found->frames = message + HEADER_BYTES;
-    found->payload = message + frames_end + lead_bytes;
-    uint64_t at = frames_end + lead_bytes + payload_bytes;
-    if (at > length || at == length) {
-        return at == length;
+    found->frames_end = message + frames_end;
+    found->payload = message + at;
+    at += payload_bytes;
+    found->payload_end = message + at;
+    found->checksum = message + end;
+    if (at == end) {
+        return 1;
     }
-    if (found->dtype != DTYPE_F16 || !has_lead(message, length, at, EXPONENTS_TAG, found->n_rows, &lead_bytes) ||
-        at + lead_bytes + found->n_rows != length) {
+    if (found->dtype != DTYPE_F16 || !has_lead(message, end, at, EXPONENTS_TAG, found->n_rows, &lead_bytes) ||
+        end - at - lead_bytes != found->n_rows) {
         return 0;
     }
-    for (at += lead_bytes; at < length; at++) {
+    for (at += lead_bytes; at < end; at++) {
         if (message[at] != 0) {
             return 0;
         }
     }
     return 1;
+}
+
+/* Whether everything around the rows is as it was sent: 1 or 0, -1 with an error set. */
+static int is_whole(const uint8_t * message, const struct layout * found, PyObject * checksum) {
+    uint64_t head, sum;
+    if (checksum_of(checksum, message, (uint64_t) (found->frames_end - message), &head) < 0) {
+        return -1;
+    }
+    const uint64_t tail_bytes = (uint64_t) (found->checksum - found->payload_end);
+    if (seeded_checksum_of(checksum, found->payload_end, tail_bytes, &head, &sum) < 0) {
+        return -1;
+    }
+    return sum == u64(found->checksum + 1);
 }
 
 /* One frame's fields as a tuple, see wire.frames.Head. */
@@ -210,13 +249,18 @@ static PyObject * frames_read(PyObject * module, PyObject * const * args, Py_ssi
     if (heads == NULL) {
         return NULL;
     }
+    PyObject_GC_UnTrack(heads); /* nobody may come upon a list with holes while checksums are computed */
     uint32_t most_rows = 0;
     uint64_t last_position = 0;
-    const int is_plain = read_frames(&found, args[1], heads, &most_rows, &last_position);
+    int is_plain = is_whole(message, &found, args[1]);
+    if (is_plain > 0) {
+        is_plain = read_frames(&found, args[1], heads, &most_rows, &last_position);
+    }
     if (is_plain <= 0) {
         Py_DECREF(heads);
         return is_plain < 0 ? NULL : Py_NewRef(Py_None);
     }
+    PyObject_GC_Track(heads);
     return Py_BuildValue("(IKIIIKNnIKy#)", u32(message + 1), (unsigned long long) u64(message + 6), found.dtype,
                          found.n_rows, found.width, (unsigned long long) u64(message + 30), heads,
                          (Py_ssize_t) (found.payload - message), most_rows, (unsigned long long) last_position,
@@ -253,38 +297,47 @@ static int write_frame(uint8_t * frame, PyObject * head, uint64_t sum) {
     return 0;
 }
 
+/* Writes the record of one frame whose rows stand at `at`; returns their bytes, -1 with an error set. */
+static int64_t write_one(uint8_t * bytes, uint64_t length, uint64_t at, uint64_t frame_at, PyObject * head,
+                         uint64_t row_bytes, PyObject * checksum) {
+    if (!PyTuple_Check(head) || PyTuple_GET_SIZE(head) < 4) {
+        PyErr_SetString(PyExc_TypeError, "a head is a tuple of a frame's fields");
+        return -1;
+    }
+    const unsigned long n_rows = PyLong_AsUnsignedLong(PyTuple_GET_ITEM(head, 3));
+    if (n_rows == (unsigned long) -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (n_rows > UINT32_MAX || at > length || n_rows > (row_bytes ? (length - at) / row_bytes : 0)) {
+        PyErr_SetString(PyExc_ValueError, "more rows than the message has room for");
+        return -1;
+    }
+    uint64_t sum = 0;
+    if (n_rows > 0 && checksum_of(checksum, bytes + at, n_rows * row_bytes, &sum) < 0) {
+        return -1;
+    }
+    return write_frame(bytes + frame_at, head, sum) < 0 ? -1 : (int64_t) (n_rows * row_bytes);
+}
+
 /* Writes the records of all frames, with the checksums of their rows; 0, or -1 with an error set. */
 static int write_frames(const Py_buffer * message, PyObject * heads, uint64_t payload_at, uint64_t row_bytes,
                         PyObject * checksum) {
     uint8_t * bytes = message->buf;
     const uint64_t length = (uint64_t) message->len;
     uint64_t at = payload_at;
-    if (HEADER_BYTES + (uint64_t) FRAME_BYTES * (uint64_t) PyList_GET_SIZE(heads) > payload_at) {
-        PyErr_SetString(PyExc_ValueError, "more frames than the message has room for");
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(heads); i++) {
-        PyObject * head = PyList_GET_ITEM(heads, i);
-        if (!PyTuple_Check(head) || PyTuple_GET_SIZE(head) < 4) {
-            PyErr_SetString(PyExc_TypeError, "a head is a tuple of a frame's fields");
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(heads); i++) { /* the function for checksums might change the list */
+        const uint64_t frame_at = HEADER_BYTES + (uint64_t) FRAME_BYTES * (uint64_t) i;
+        if (payload_at > length || payload_at < FRAME_BYTES || frame_at > payload_at - FRAME_BYTES) {
+            PyErr_SetString(PyExc_ValueError, "more frames than the message has room for");
             return -1;
         }
-        const unsigned long n_rows = PyLong_AsUnsignedLong(PyTuple_GET_ITEM(head, 3));
-        if (n_rows == (unsigned long) -1 && PyErr_Occurred()) {
+        PyObject * head = Py_NewRef(PyList_GET_ITEM(heads, i));
+        const int64_t n_bytes = write_one(bytes, length, at, frame_at, head, row_bytes, checksum);
+        Py_DECREF(head);
+        if (n_bytes < 0) {
             return -1;
         }
-        if (n_rows > UINT32_MAX || at > length || n_rows > (row_bytes ? (length - at) / row_bytes : 0)) {
-            PyErr_SetString(PyExc_ValueError, "more rows than the message has room for");
-            return -1;
-        }
-        uint64_t sum = 0;
-        if (n_rows > 0 && checksum_of(checksum, bytes + at, n_rows * row_bytes, &sum) < 0) {
-            return -1;
-        }
-        if (write_frame(bytes + HEADER_BYTES + (size_t) FRAME_BYTES * (size_t) i, head, sum) < 0) {
-            return -1;
-        }
-        at += n_rows * row_bytes;
+        at += (uint64_t) n_bytes;
     }
     return 0;
 }

@@ -9,9 +9,9 @@ from relayline.wire.envelopes.frames import Head
 # position of any frame's rows, batch_trace
 Plain = tuple[int, int, int, int, int, int, list[Head], int, int, int, bytes]
 
-def read(message: bytes, checksum: Callable[[Any], int], frames_max: int, /) -> Plain | None:
+def read(message: bytes, checksum: Callable[..., int], frames_max: int, /) -> Plain | None:
     """Read a message whole; None for any that is not plain, or not right, or has more frames. Other bounds are not
-    looked at."""
+    looked at. `checksum(data)` and `checksum(data, seed)` give the sums of wire.envelope."""
 
 def write(
     message: memoryview, heads: list[Head], payload_at: int, row_bytes: int, checksum: Callable[[Any], int], /

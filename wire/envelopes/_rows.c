@@ -288,14 +288,15 @@ static uint32_t decode_rows(const uint8_t * rows, uint8_t * out, const int8_t * 
 
 /* --- Python ---------------------------------------------------------------------------------------------------------- */
 
-/* Take a C-contiguous buffer of `n_dim` dimensions whose elements have the struct code `code`. */
+/* Take a C-contiguous buffer of `n_dim` dimensions whose elements have the struct code `code`, in this host's order. */
 static int take(PyObject * object, Py_buffer * view, char code, int n_dim, int flags) {
     if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | flags) < 0) {
         return -1;
     }
-    const char * format = view->format;
-    const char actual = format[0] != '\0' ? format[strlen(format) - 1] : '\0';
-    if (actual != code || view->ndim != n_dim) {
+    const char * format = view->format == NULL ? "B" : view->format; /* as the buffer protocol reads its absence */
+    const char * actual = format + (format[0] != '\0' && strchr("@=<", format[0]) != NULL);
+    const Py_ssize_t item_bytes = code == 'f' ? 4 : code == 'e' ? 2 : 1;
+    if (actual[0] != code || actual[1] != '\0' || view->itemsize != item_bytes || view->ndim != n_dim) {
         PyErr_Format(PyExc_ValueError, "expected a %d-dimensional array of '%c', got %d of '%s'", n_dim, code, view->ndim, format);
         PyBuffer_Release(view);
         return -1;
@@ -340,7 +341,7 @@ static int right_count(Py_ssize_t n_given, Py_ssize_t n_wanted) {
 }
 
 static PyThreadState * release_gil(const Py_buffer * rows) {
-    return rows->shape[0] * rows->shape[1] >= RELEASE_GIL_FLOATS ? PyEval_SaveThread() : NULL;
+    return rows->len / (Py_ssize_t) rows->itemsize >= RELEASE_GIL_FLOATS ? PyEval_SaveThread() : NULL;
 }
 
 static void take_gil(PyThreadState * state) {
@@ -439,7 +440,7 @@ static PyObject * rows_use(PyObject * module, PyObject * name) {
     (void) module;
     const char * wanted = PyUnicode_AsUTF8(name);
     const char * previous = active->name;
-    if (wanted == NULL) {
+    if (wanted == NULL) { /* no text, or one that is no UTF-8 */
         return NULL;
     }
     if (strcmp(wanted, portable.name) == 0) {

@@ -30,6 +30,9 @@ from relayline.wire.common import bounds
 from relayline.wire.common.errors import InternalError
 from relayline.wire.envelopes import _frames, frames, trace_context
 from relayline.wire.envelopes.envelope import (
+    CHECKSUM,
+    CHECKSUM_BYTES,
+    CHECKSUM_TAG,
     DTYPE_F16,
     EXPONENTS_TAG,
     HEADER,
@@ -39,6 +42,7 @@ from relayline.wire.envelopes.envelope import (
     PAYLOAD_TAG,
     checksum,
     lead_of,
+    rest_checksum,
 )
 from relayline.wire.envelopes.frames import Head
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -56,7 +60,7 @@ class Buffer:
     """
 
     __slots__ = (
-        "_bytes", "_constants", "_no_exponents", "_payload_at",
+        "_bytes", "_constants", "_end", "_head", "_no_exponents", "_payload_at", "_tail",
         "exponents", "frames", "message", "payload", "payload_bytes", "shape",
     )  # fmt: skip
 
@@ -72,21 +76,31 @@ class Buffer:
         self._payload_at = payload_at = lead_at + len(lead)
         tail_at = payload_at + payload_bytes
         exponents_at = tail_at + len(tail)
-        self.message = bytes(exponents_at + (n_rows if tail else 0))
+        self._end = end = exponents_at + (n_rows if tail else 0)
+        self.message = bytes(end + CHECKSUM_BYTES)
         self._bytes = _writable(self.message)
+        self._head, self._tail = self._bytes[:lead_at], self._bytes[tail_at:end]
         self._bytes[lead_at:payload_at] = lead
         self._bytes[tail_at:exponents_at] = tail
         raw = np.frombuffer(self._bytes, dtype=np.uint8)
         self.frames: frames.Records = raw[HEADER_BYTES:lead_at].view(frames.FRAME_DTYPE)
         self.payload: npt.NDArray[Any] = raw[payload_at:tail_at].view(element).reshape(n_rows, width)
-        self.exponents = raw[exponents_at:].view(np.int8)
-        self._no_exponents = (slice(exponents_at, len(self.message)), bytes(len(self.message) - exponents_at))
+        self.exponents = raw[exponents_at:end].view(np.int8)
+        self._no_exponents = (slice(exponents_at, end), bytes(end - exponents_at))
         frames.stamp_tags(self.frames)
 
     def scale_nothing(self) -> None:
         """Say that no row is scaled."""
         at, zeros = self._no_exponents
         self._bytes[at] = zeros  # numpy takes several times as long for as few bytes
+
+    def close(self, extras: bytes = b"") -> bytes:
+        """Write the checksum of everything but the rows and return the message, with extras in it if there are any."""
+        if not extras:
+            CHECKSUM.pack_into(self._bytes, self._end, CHECKSUM_TAG, rest_checksum(self._head, self._tail))
+            return self.message
+        total = rest_checksum(self._head, b"".join((self._tail, extras)))
+        return b"".join((self._bytes[: self._end], extras, CHECKSUM.pack(CHECKSUM_TAG, total)))
 
     def seal(
         self,
@@ -96,7 +110,7 @@ class Buffer:
         batch_trace: bytes = trace_context.NONE,
         heads: list[Head] | None = None,
     ) -> None:
-        """Fill the header and every data frame's checksum; the last step before sending.
+        """Fill the header and every data frame's checksum; what is left is `with_extras`.
 
         batch_trace: 25 bytes, the context of the batch that computed these rows. heads: the frames, one for each of the
         buffer's, for a sender that has not filled `frames`; their checksums are ignored. Raises InternalError when the
@@ -189,6 +203,5 @@ def with_extras(
     else:
         buffer.exponents[:] = exponents
     if not options and not draft_tokens:
-        return buffer.message
-    extras = pb.Envelope(options=options, draft_tokens=draft_tokens)
-    return b"".join((buffer.message, extras.SerializeToString()))
+        return buffer.close()
+    return buffer.close(pb.Envelope(options=options, draft_tokens=draft_tokens).SerializeToString())

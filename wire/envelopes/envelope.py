@@ -4,6 +4,10 @@ A message of a given shape (frames, rows) always has the same length and the sam
 `wire/envelopes/buffers.py` writes. It is read by views without copying, and most at once (`_frames.c`). Anything else
 goes through the protobuf library into the same `EnvelopeView`: other languages may write the fields as they like.
 
+Every byte is under a checksum: each frame's rows under the frame's own, everything around the rows under the
+envelope's. That one is the xxh3-64 of the tail, seeded by the xxh3-64 of the head. The head is the header and the
+frames in the canonical layout. The tail is what a protobuf library writes for row exponents, options and draft tokens.
+
 Bytes from the network either become an `EnvelopeView` whose every count, size and checksum holds, or ProtocolError.
 """
 
@@ -43,6 +47,9 @@ PAYLOAD_TAG = 0x4A  # field 9, length-delimited
 EXPONENTS_TAG = 0x52  # field 10, length-delimited
 _OPTIONS_TAG = 0x5A  # field 11, length-delimited
 _DRAFTS_TAG = 0x6A  # field 13, length-delimited
+CHECKSUM = struct.Struct("<BQ")  # tag and value of field 14: the last bytes of every canonical message
+CHECKSUM_TAG = 0x71
+CHECKSUM_BYTES = CHECKSUM.size
 _OPEN, _DRAFTED = frames.Flag.OPEN, frames.Flag.DRAFTED
 _GUESSED = frames.Flag.GUESSED
 _EITHER = _DRAFTED | _GUESSED
@@ -50,14 +57,21 @@ _DRAFT = _DRAFTED | frames.Flag.WANTS_SAMPLE  # what a drafted frame's flags are
 _CONTROL, _ALL_FLAGS = frames.CONTROL, frames.CONTROL | frames.Flag.PREFILL | _DRAFT | _GUESSED
 
 # What ENVELOPE_BYTES_MAX allows for around the rows, see wire.common.bounds.
-assert bounds.FRAMES_PER_ENVELOPE_MAX * frames.FRAME_BYTES + HEADER_BYTES + 6 * bounds.ROWS_PER_ENVELOPE_MAX <= (
-    bounds.FRAMES_PER_ENVELOPE_MAX * 256
+assert (
+    bounds.FRAMES_PER_ENVELOPE_MAX * frames.FRAME_BYTES
+    + HEADER_BYTES
+    + CHECKSUM_BYTES
+    + 6 * bounds.ROWS_PER_ENVELOPE_MAX
+    <= bounds.FRAMES_PER_ENVELOPE_MAX * 256
 )
 
+checksum = xxhash.xxh3_64_intdigest
+"""The 64-bit XXH3 of some bytes, with a seed if one is given."""
 
-def checksum(payload: Any) -> int:
-    """Return the 64-bit XXH3 of a frame's payload bytes."""
-    return xxhash.xxh3_64_intdigest(payload)
+
+def rest_checksum(head: Any, tail: Any) -> int:
+    """Return the checksum of everything around an envelope's rows, see the module's docstring."""
+    return checksum(tail, checksum(head))
 
 
 def _varint(value: int) -> bytes:
@@ -150,14 +164,19 @@ def _parse_canonical(message: bytes) -> tuple[EnvelopeView, memoryview] | None:
     lead = lead_of(PAYLOAD_TAG, payload_bytes)
     lead_at = HEADER_BYTES + n_frames * frames.FRAME_BYTES
     payload_at = lead_at + len(lead)
-    payload_end = payload_at + payload_bytes
-    if message[lead_at:payload_at] != lead or len(message) < payload_end:
+    payload_end, end = payload_at + payload_bytes, len(message) - CHECKSUM_BYTES
+    if end < payload_end or message[end] != CHECKSUM_TAG or message[lead_at:payload_at] != lead:
         return None
-    extras = _parse_extras(message, payload_end)
-    if extras is None or not frames.has_canonical_tags(message, HEADER_BYTES, n_frames):
+    if not frames.has_canonical_tags(message, HEADER_BYTES, n_frames):
         return None
-    records = memoryview(message)[HEADER_BYTES:lead_at]
-    view = EnvelopeView(
+    view = memoryview(message)
+    if rest_checksum(view[:lead_at], view[payload_end:end]) != CHECKSUM.unpack_from(message, end)[1]:
+        return None  # altered, or extras that are right and written in another way
+    extras = _parse_extras(message, payload_end, end)
+    if extras is None:
+        return None
+    records = view[HEADER_BYTES:lead_at]
+    found = EnvelopeView(
         epoch=epoch,
         sequence=sequence,
         dtype=dtype,
@@ -172,27 +191,27 @@ def _parse_canonical(message: bytes) -> tuple[EnvelopeView, memoryview] | None:
         records=records,
         batch_trace=header[16],
     )
-    return view, memoryview(message)[payload_at:payload_end]
+    return found, view[payload_at:payload_end]
 
 
-def _parse_extras(message: bytes, at: int) -> tuple[bytes, list[pb.SessionOptions], tuple[int, ...]] | None:
-    """Read exponents, options and drafts that follow a payload; None if anything else follows, whole or cut."""
+def _parse_extras(message: bytes, at: int, end: int) -> tuple[bytes, list[pb.SessionOptions], tuple[int, ...]] | None:
+    """Read exponents, options and drafts between two places; None if anything else is there, whole or cut."""
     exponents, options, drafts = b"", [], b""
-    while at < len(message):
+    while at < end:
         tag, size_bytes, shift = message[at], 0, 0
         if tag not in (EXPONENTS_TAG, _OPTIONS_TAG, _DRAFTS_TAG):
             return None
         while True:
             at += 1
-            if at == len(message) or shift > 28:
+            if at == end or shift > 28:
                 return None
             size_bytes |= (message[at] & 0x7F) << shift
             shift += 7
             if message[at] < 0x80:
                 break
-        field = message[at + 1 : at + 1 + size_bytes]
-        if len(field) != size_bytes:
+        if size_bytes > end - at - 1:
             return None
+        field = message[at + 1 : at + 1 + size_bytes]
         if tag == _OPTIONS_TAG:
             options.append(_message(pb.SessionOptions, field))
         elif tag == _DRAFTS_TAG:
@@ -240,6 +259,10 @@ def _parse_any(data: bytes) -> tuple[EnvelopeView, memoryview]:
         raise ProtocolError("row exponents do not match the rows")
     payload = np.frombuffer(message.payload, dtype=element).reshape(message.n_rows, message.width)
     records = memoryview(_records(message).tobytes())
+    tail = pb.Envelope(row_exponents=message.row_exponents, options=message.options, draft_tokens=message.draft_tokens)
+    batch_trace = _trace(message.batch_trace)
+    if rest_checksum(_header_of(message, batch_trace) + records, tail.SerializeToString()) != message.checksum:
+        raise ChecksumError("an envelope's headers do not match their checksum; the sender may repeat the step")
     view = EnvelopeView(
         epoch=message.epoch,
         sequence=message.sequence,
@@ -253,9 +276,16 @@ def _parse_any(data: bytes) -> tuple[EnvelopeView, memoryview]:
         draft_tokens=tuple(message.draft_tokens),
         payload_bytes=len(message.payload),
         records=records,
-        batch_trace=_trace(message.batch_trace),
+        batch_trace=batch_trace,
     )
     return view, memoryview(message.payload)
+
+
+def _header_of(message: pb.Envelope, batch_trace: bytes) -> bytes:
+    """Return a message's header in the canonical layout."""
+    t1, t2, t3, t4, t5, t6, t7, t8 = HEADER_TAGS
+    head = (t1, message.epoch, t2, message.sequence, t3, message.dtype, t4, message.n_rows, t5, message.width)
+    return HEADER.pack(*head, t6, message.sent_ns, t7, message.n_frames, t8, frames.TRACE_BYTES, batch_trace)
 
 
 def _records(message: pb.Envelope) -> frames.Records:

@@ -20,7 +20,7 @@ from relayline.stage.routes import Route
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ProtocolError
 from relayline.wire.envelopes.buffers import Buffer, with_extras
-from relayline.wire.envelopes.envelope import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS, EnvelopeView, parse
+from relayline.wire.envelopes.envelope import CHECKSUM_BYTES, DTYPE_F16, DTYPE_F32, DTYPE_TOKENS, EnvelopeView, parse
 from relayline.wire.envelopes.frames import Flag, Head
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.wire_examples import ENCODINGS, EXAMPLES, canonical, envelope, frame, library, varint
@@ -31,11 +31,13 @@ each_name = pytest.mark.parametrize("name", NAMES)
 each_encoding = pytest.mark.parametrize("encode", ENCODINGS.values(), ids=ENCODINGS.keys())
 
 
-def without_drafts(name: str) -> tuple[bytes, list[int]]:
-    """An example's bytes as if it had no drafts, and these."""
+def without_drafts(name: str, drafts: list[int] | None = None) -> tuple[bytes, bytes, list[int]]:
+    """An example's bytes without its drafts, the checksum that it has with them (or with others), and these."""
     message = copy.deepcopy(EXAMPLES[name])
-    del message.draft_tokens[:]
-    return canonical(message), list(EXAMPLES[name].draft_tokens)
+    drafts = list(message.draft_tokens) if drafts is None else drafts
+    message.draft_tokens[:] = drafts
+    whole = canonical(message)
+    return whole[:-CHECKSUM_BYTES].removesuffix(packed(drafts)), whole[-CHECKSUM_BYTES:], drafts
 
 
 def one_by_one(tokens: list[int]) -> bytes:
@@ -59,18 +61,19 @@ WAYS: dict[str, Callable[[list[int]], bytes]] = {
 @each_name
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_write_them_is_read(name: str, way: str) -> None:
-    rest, drafts = without_drafts(name)
-    data = rest + WAYS[way](drafts)
+    rest, check, drafts = without_drafts(name)
+    data = rest + WAYS[way](drafts) + check
     assert parse(data).draft_tokens == tuple(drafts)
     assert list(pb.Envelope.FromString(data).draft_tokens) == drafts
-    assert parse(WAYS[way](drafts) + rest).draft_tokens == tuple(drafts), "before everything else"
+    assert parse(WAYS[way](drafts) + rest + check).draft_tokens == tuple(drafts), "before everything else"
 
 
 @each_name
 def test_only_the_drafts_of_its_rows(name: str) -> None:
     """Cut, too many, too few, or of no whole number of tokens, in one part or several: refused by every reader."""
-    rest, drafts = without_drafts(name)
+    rest, check, drafts = without_drafts(name)
     whole = packed(drafts)
+    assert parse(rest + whole + check).draft_tokens == tuple(drafts)
     for tail in (
         b"",
         *(whole[:n_bytes] for n_bytes in range(1, len(whole))),
@@ -82,7 +85,7 @@ def test_only_the_drafts_of_its_rows(name: str) -> None:
         b"\x6a\x01" + whole[2:3] + b"\x6a\x0b" + whole[3:],  # twelve bytes in parts that are no tokens
     ):
         with pytest.raises(ProtocolError):
-            parse(rest + tail)
+            parse(rest + tail + check)
 
 
 def _flags(index: int, flags: int) -> Callable[[pb.Envelope], None]:
@@ -144,12 +147,12 @@ def test_rows_of_a_drafted_frame_are_bounded(encode: Callable[[pb.Envelope], byt
 @pytest.mark.parametrize("way", [packed, one_by_one, lambda tokens: b"".join(packed([token]) for token in tokens)])
 def test_more_drafts_than_any_envelope_has_rows_are_refused_unread(way: Callable[[list[int]], bytes]) -> None:
     """A message may have hundreds of megabytes, and a token as Python's integer ten times its four bytes."""
-    rest, _ = without_drafts("guessed tokens")
     most = bounds.ROWS_PER_ENVELOPE_MAX
+    rest, check, _ = without_drafts("guessed tokens", [7] * most)
     with pytest.raises(ProtocolError, match=f"3 drafted rows came with {most}"):
-        parse(rest + way([7] * most))
+        parse(rest + way([7] * most) + check)
     with pytest.raises(ProtocolError, match=f"draft tokens are over the limit of {most}"):
-        parse(rest + way([7] * (most + 1)))
+        parse(rest + way([7] * (most + 1)) + check)
 
 
 # --- any frames together ----------------------------------------------------------------------------------------------

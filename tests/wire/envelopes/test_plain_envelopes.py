@@ -13,7 +13,21 @@ from relayline.wire.common import bounds
 from relayline.wire.common.errors import InternalError, ProtocolError
 from relayline.wire.envelopes import _frames, envelope
 from relayline.wire.envelopes.buffers import Buffer, with_extras
-from relayline.wire.envelopes.envelope import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS, HEADER_BYTES, NUMPY_DTYPE, checksum
+from relayline.wire.envelopes.envelope import (
+    CHECKSUM,
+    CHECKSUM_BYTES,
+    CHECKSUM_TAG,
+    DTYPE_F16,
+    DTYPE_F32,
+    DTYPE_TOKENS,
+    HEADER,
+    HEADER_BYTES,
+    NUMPY_DTYPE,
+    PAYLOAD_TAG,
+    checksum,
+    lead_of,
+    rest_checksum,
+)
 from relayline.wire.envelopes.frames import FRAME_BYTES, TRACE_BYTES, Flag, Head, read_heads
 
 FRAMES_MAX = bounds.FRAMES_PER_ENVELOPE_MAX
@@ -41,6 +55,15 @@ def message_of(made: list[Head], dtype: int, width: int, **extras: Any) -> bytes
     buffer.seal(7, 9, 11, bytes(range(TRACE_BYTES)), made)
     sent = with_extras(buffer, extras.get("exponents"), [], extras.get("drafts", ()))
     return bytes(bytearray(sent))
+
+
+def seal_again(message: bytearray, n_frames: int) -> None:
+    """Write the checksum that an altered message would have if it had been sent so."""
+    head_end = HEADER_BYTES + FRAME_BYTES * n_frames
+    n_rows, width = (int.from_bytes(message[at : at + 4], "little") for at in (20, 25))
+    tail_at = head_end + len(lead_of(PAYLOAD_TAG, 2 * n_rows * width)) + 2 * n_rows * width
+    end = len(message) - CHECKSUM_BYTES
+    CHECKSUM.pack_into(message, end, CHECKSUM_TAG, rest_checksum(message[:head_end], message[tail_at:end]))
 
 
 def in_full(message: bytes) -> envelope.EnvelopeView:
@@ -91,7 +114,30 @@ def test_a_header_with_another_tag_is_not_plain(at: int) -> None:
     message = bytearray(message_of([_head()], DTYPE_F16, 4))
     assert _frames.read(bytes(message), checksum, FRAMES_MAX)
     message[at] ^= 1
+    seal_again(message, 1)
     assert _frames.read(bytes(message), checksum, FRAMES_MAX) is None
+
+
+@pytest.mark.parametrize("size_bytes", [200, 2**18 - 1, 2**18, 2**20 + 7, 2**24])
+@pytest.mark.parametrize("dtype", [DTYPE_TOKENS, DTYPE_F16, DTYPE_F32])
+@pytest.mark.parametrize("few", ["rows", "values", "frames"])
+def test_a_header_may_announce_any_payload(size_bytes: int, dtype: int, few: str) -> None:
+    """As many rows, values and frames as a header of 32 bits can say: up to 66 bits of payload."""
+    most = min(2**32 - 1, size_bytes)
+    width = size_bytes // NUMPY_DTYPE[dtype].itemsize
+    for n_rows, values in ((most, width), (most, 2**32 - 1), (2**32 - 1, 2**32 - 1), (2**32 - 1, 1), (1, 2**32 - 1)):
+        n_rows, values, n_frames = (
+            1 if few == "rows" else n_rows,
+            1 if few == "values" else values,
+            1 if few == "frames" else 2**32 - 1,
+        )
+        fields = (1, 0x11, 0, 0x1D, dtype, 0x25, n_rows, 0x2D, values, 0x31, 0, 0x3D, n_frames)
+        head = HEADER.pack(0x0D, *fields, 0x62, TRACE_BYTES, bytes(TRACE_BYTES))
+        end = CHECKSUM.pack(CHECKSUM_TAG, 0)
+        message = head + bytes(size_bytes - len(head) - len(end)) + end
+        assert _frames.read(message, checksum, FRAMES_MAX) is None
+        with pytest.raises(ProtocolError):
+            envelope.parse(message)
 
 
 def test_no_tag_of_a_frame_goes_unlooked_at() -> None:
@@ -100,6 +146,8 @@ def test_no_tag_of_a_frame_goes_unlooked_at() -> None:
     for at in range(FRAME_BYTES):
         altered = bytearray(message)
         altered[HEADER_BYTES + FRAME_BYTES + at] ^= 0x80
+        assert _frames.read(bytes(altered), checksum, FRAMES_MAX) is None, at
+        seal_again(altered, 2)
         found = _frames.read(bytes(altered), checksum, FRAMES_MAX)
         assert (found is not None) == (at in fields), at
 

@@ -123,7 +123,7 @@ class Driver:
         records["enqueued_ns"] = now_ns
         self._sequence += 1
         buffer.seal(EPOCH, self._sequence, now_ns)
-        await link.send(buffer, buffer.message)
+        await link.send(buffer, with_extras(buffer, None, []))
 
 
 @asynccontextmanager

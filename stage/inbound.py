@@ -8,13 +8,14 @@ import time
 from typing import Any
 
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from relayline.stage.engine.artifact import StageArtifact
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.routes import Route
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import HandshakeError, ProtocolError, StaleEpochError
+from relayline.wire.common.texts import printable
+from relayline.wire.envelopes import messages
 from relayline.wire.envelopes.envelope import NUMPY_DTYPE, EnvelopeView, parse
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -35,24 +36,23 @@ class Inbound:
         self._dtype: int = hello.dtype
         self._width = 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd
         self._context = context
+        self.n_envelopes = 0  # that have come; each says its number
         self._owed_bytes = 0
         self._replying: asyncio.Task[None] | None = None
         self._closed = False
 
     @staticmethod
-    def hello(message: Any) -> pb.LinkOpen:
-        """Read the first message of a stream. Raises ProtocolError."""
-        if not isinstance(message, bytes):
-            raise ProtocolError("the link closed before its handshake")
-        try:
-            envelope = pb.Envelope.FromString(message)
-        except DecodeError as error:
-            raise ProtocolError("the first message is not a relayline envelope") from error
+    def hello(message: Any, route: Route) -> pb.LinkOpen:
+        """Read the first message of a stream that named this route. Raises ProtocolError, HandshakeError."""
+        envelope = messages.read(pb.Envelope, message, "handshake")
         if not envelope.HasField("open") or envelope.dtype or envelope.frames:
             raise ProtocolError("a link must begin with its handshake and nothing else")
-        if envelope.open.dtype not in NUMPY_DTYPE:
-            raise ProtocolError(f"unknown dtype {envelope.open.dtype}")
-        return envelope.open
+        hello = envelope.open
+        if hello.dtype not in NUMPY_DTYPE:
+            raise ProtocolError(f"unknown dtype {hello.dtype}")
+        if (hello.route_id, hello.epoch) != (route.route_id, route.epoch):
+            raise HandshakeError("the handshake is for another route or epoch than the stream")
+        return hello
 
     async def accept(self) -> None:
         """Tell the neighbour that it may send, and how much."""
@@ -67,6 +67,10 @@ class Inbound:
         view = parse(message, max_rows=self._max_rows)
         if view.epoch != self.route.epoch:
             raise _stale(self.route.epoch)
+        self.n_envelopes += 1
+        if view.sequence != self.n_envelopes:
+            text = f"envelope {view.sequence} came where {self.n_envelopes} was due: one was lost or doubled"
+            raise ProtocolError(text)
         if view.dtype != self._dtype or view.width != self._width:
             raise ProtocolError(f"envelope of dtype {view.dtype} and width {view.width} does not fit the handshake")
         return view
@@ -144,8 +148,8 @@ def check_fit(hello: pb.LinkOpen, artifact: StageArtifact) -> None:
         f"{what} {theirs} here {ours}"
         for what, theirs, ours in (
             ("protocol", hello.protocol_version, bounds.PROTOCOL_VERSION),
-            ("pipeline", hello.pipeline_id[:12], artifact.pipeline_id[:12]),
-            ("model", hello.source_sha256[:12], artifact.source_sha256[:12]),
+            ("pipeline", printable(hello.pipeline_id[:12]), artifact.pipeline_id[:12]),
+            ("model", printable(hello.source_sha256[:12]), artifact.source_sha256[:12]),
             ("next layer", hello.next_layer, artifact.layer_start),
             ("width", hello.n_embd, artifact.n_embd),
         )

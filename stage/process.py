@@ -40,6 +40,7 @@ from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
 from relayline.wire.common.curve import PAD_SEARCH_ROWS, CostCurve
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.process import first_of, run
+from relayline.wire.envelopes.envelope import bytes_max_of
 from relayline.wire.links import rpc
 from relayline.wire.links.listening import Listener
 from relayline.wire.links.security import address_of
@@ -178,7 +179,9 @@ async def serve(
     watch = StepWatch(facts.curves.predict_ns)
     watchdog = asyncio.create_task(watch_steps(lambda: runner.running, watch, crash))
     watchdog.add_done_callback(task_ended)
-    listener = Listener(config.security, f"stage {facts.artifact.stage_index}")
+    artifact = facts.artifact
+    receive_bytes_max = bytes_max_of(1 if artifact.is_first else artifact.n_embd)
+    listener = Listener(config.security, f"stage {artifact.stage_index}", receive_bytes_max)
     server = listener.server
     server.add_generic_rpc_handlers((service.handlers(),))
     health = grpc_health_aio.HealthServicer()

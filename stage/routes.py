@@ -37,6 +37,7 @@ class Route:
     def __init__(self, route_id: int, epoch: int, stage_index: int, link: RelayLink | None) -> None:
         self.route_id, self.epoch, self.stage_index = route_id, epoch, stage_index
         self.link = link
+        self.envelopes_in = self.n_returned = 0  # envelopes that have come, messages that have gone to the coordinator
         self.has_upstream = False  # one upstream neighbour per epoch; another link is a mistake
         self.ended = asyncio.Event()  # upstream handlers and the sender leave when the epoch is over
         self.reason: RelaylineError = StaleEpochError(f"epoch {epoch} of this route is over")
@@ -53,6 +54,11 @@ class Route:
         """Remove a Return stream."""
         if listener in self._listeners:
             self._listeners.remove(listener)
+
+    @property
+    def is_reporting(self) -> bool:
+        """Whether messages to the coordinator wait."""
+        return any(not listener.queue.empty() for listener in self._listeners)
 
     def report(self, output: RouteOutput) -> None:
         """Pass one step's samples, faults and summaries to the coordinator as one message."""

@@ -32,6 +32,7 @@ from relayline.wire.common.errors import (
 )
 from relayline.wire.common.process import first_of
 from relayline.wire.envelopes.envelope import EnvelopeView
+from relayline.wire.envelopes.returns import ReturnWriter
 from relayline.wire.links import rpc
 from relayline.wire.links.eager import Begun
 from relayline.wire.links.refusals import peer_of
@@ -92,7 +93,7 @@ class StageService:
                 "SetTelemetry": unary(self._observer.set_telemetry, parser(pb.TelemetrySettings), serialize),
                 "Relay": grpc.stream_stream_rpc_method_handler(self.relay, None, serialize),
                 "Watch": grpc.stream_stream_rpc_method_handler(self.watch, None, None),
-                "Return": grpc.unary_stream_rpc_method_handler(self.return_, parser(pb.ReturnRequest), serialize),
+                "Return": grpc.unary_stream_rpc_method_handler(self.return_, parser(pb.ReturnRequest), None),
             },
         )
 
@@ -271,8 +272,20 @@ class StageService:
         message.queued_rows = self.runner.queued_rows
         message.kv_per_lane = self._facts.config.layout_used == "per-lane"
         self._facts.curves.tell(message)
+        if (route := self._routes.get(request.route_id)) is not None:
+            message.route.CopyFrom(self._work_of(route))
         message.now_ns = time.monotonic_ns()
         return message
+
+    def _work_of(self, route: Route) -> pb.RouteWork:
+        return pb.RouteWork(
+            epoch=route.epoch,
+            envelopes_in=route.envelopes_in,
+            envelopes_out=route.link.envelopes_sent if route.link is not None else 0,
+            returned=route.n_returned,
+            is_sending=route.is_reporting or self.runner.queued_frames > QUEUED_FRAMES_MAX,
+            session_ids=self.runner.session_ids(route.route_id),
+        )
 
     def gauges(self) -> Gauges:
         """Return what this stage holds at this moment, for its metrics."""
@@ -328,28 +341,33 @@ class StageService:
 
     def _take(self, inbound: Inbound, view: EnvelopeView) -> None:
         self._stats.envelopes_in += 1
+        inbound.route.envelopes_in += 1
         self._stats.payload_bytes_in += view.payload_bytes
         for frame in self.runner.push(inbound.frames(view)):
             frame.give_credit()
 
     async def _accept(self, context: Context) -> tuple[Route, pb.LinkOpen]:
-        """Read and check the first message of a Relay stream."""
+        """Read and check the first message of a Relay stream, unless its metadata name no route that waits for it."""
+        route = self._awaited(*rpc.route_of(context.invocation_metadata()))
         try:
             async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
                 first = await context.read()
         except TimeoutError as error:
             raise ProtocolError("no handshake came on this link") from error
-        hello = Inbound.hello(first)
-        artifact = self._facts.artifact
-        route = self._routes.get(hello.route_id)
-        if route is not None and hello.epoch < route.epoch:
-            raise StaleEpochError(f"epoch {hello.epoch} is over, this stage is at {route.epoch}")
-        if route is None or hello.epoch != route.epoch:
-            raise HandshakeError(f"stage {artifact.stage_index} has not been configured for this route and epoch")
+        hello = Inbound.hello(first, route)
+        check_fit(hello, self._facts.artifact)
+        return self._awaited(route.route_id, route.epoch), hello  # another stream may have come meanwhile
+
+    def _awaited(self, route_id: int, epoch: int) -> Route:
+        """Return the route of this epoch that has no upstream link yet. Raises StaleEpochError, HandshakeError."""
+        route, stage = self._routes.get(route_id), f"stage {self._facts.artifact.stage_index}"
+        if route is not None and epoch < route.epoch:
+            raise StaleEpochError(f"epoch {epoch} is over, this stage is at {route.epoch}")
+        if route is None or epoch != route.epoch:
+            raise HandshakeError(f"{stage} has not been configured for this route and epoch")
         if route.has_upstream:
-            raise HandshakeError(f"stage {artifact.stage_index} already has an upstream link for this route and epoch")
-        check_fit(hello, artifact)
-        return route, hello
+            raise HandshakeError(f"{stage} already has an upstream link for this route and epoch")
+        return route
 
     def _upstream_left(self, route: Route) -> None:
         """End the epoch of a vanished upstream: without its closes the sessions would stay for ever."""
@@ -368,10 +386,12 @@ class StageService:
         route = self._routes.get(request.route_id)
         if route is None or route.epoch != request.epoch:
             await rpc.abort(context, StaleEpochError(f"this stage is not at epoch {request.epoch} of the route"))
-        listener = route.listen()
+        listener, writer = route.listen(), ReturnWriter()
         try:
             while (message := await listener.queue.get()) is not None:
-                await context.write(message)
+                for data in writer.write(message):
+                    await context.write(data)
+                    route.n_returned += 1
             await rpc.abort(context, route.reason)
         finally:
             route.unlisten(listener)

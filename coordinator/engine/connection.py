@@ -6,15 +6,17 @@ import asyncio
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.schedule.overhead import HOST_STEP_NS, Held
 from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.coordinator.sessions.silence import LOOK_EVERY_S, TRANSIT_MAX_S, Silence, UnderWay, Work
 from relayline.wire.common import bounds
 from relayline.wire.common.curve import CostCurve
-from relayline.wire.common.errors import HandshakeError, RelaylineError
+from relayline.wire.common.errors import HandshakeError, RelaylineError, StageLostError
 from relayline.wire.common.tasks import end_task
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
@@ -43,6 +45,7 @@ class Connection:
         self.held = {session_id: min(at_stage.get(session_id, 0) for at_stage in held) for session_id in sessions}
         self.link: RelayLink
         self._refresher: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
 
     @property
     def n_lanes(self) -> int:
@@ -143,10 +146,22 @@ class Connection:
         """Let `refresh_costs` run for as long as this connection stands."""
         self._refresher = asyncio.create_task(refresh_costs(self, audiences, update))
 
+    def keep_watch(
+        self,
+        route_id: int,
+        under_way: Callable[[], UnderWay],
+        is_idle: Callable[[], bool],
+        on_silent: Callable[[set[int]], None],
+        on_lost: Callable[[RelaylineError], None],
+    ) -> None:
+        """Let `watch_silence` run for as long as this connection stands."""
+        self._watcher = asyncio.create_task(watch_silence(self, route_id, under_way, is_idle, on_silent, on_lost))
+
     async def close(self) -> None:
         """Close every stream of this epoch; what sessions hold stays at the stages for a while."""
-        if self._refresher is not None:
-            await end_task(self._refresher)
+        for task in (self._refresher, self._watcher):
+            if task is not None:
+                await end_task(task)
         await self.link.close()
         await asyncio.gather(*(stage.close() for stage in self.stages), return_exceptions=True)
 
@@ -181,6 +196,52 @@ async def refresh_costs(
             is_failing = True
         else:
             is_failing = False
+
+
+async def watch_silence(
+    connection: Connection,
+    route_id: int,
+    under_way: Callable[[], UnderWay],
+    is_idle: Callable[[], bool],
+    on_silent: Callable[[set[int]], None],
+    on_lost: Callable[[RelaylineError], None],
+) -> None:
+    """Look for ever after sessions that wait for what nobody has, see coordinator.sessions.silence.
+
+    `is_idle` says whether nothing waits to leave for stage 0. Sessions that are lost are told to `on_silent`, a link
+    that lost a message to `on_lost`.
+    """
+    silence = Silence()
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        silent = silence.silent(under_way(), time.monotonic_ns())
+        if not silent:
+            continue
+        works = await _works_now(connection, route_id)
+        silent &= silence.silent(under_way(), now_ns := time.monotonic_ns())
+        if works is None or not is_idle():
+            continue
+        sent = connection.link.envelopes_sent
+        if lost := silence.lost(silent, sent, works):
+            on_silent(lost)
+        if (broken := silence.broken_way(sent, works, now_ns)) is not None:
+            way, index = ("to", broken) if broken < len(works) else ("back from", broken - len(works))
+            text = f"a message on its way {way} stage {index} has not arrived for {TRANSIT_MAX_S:.0f} s"
+            on_lost(StageLostError(f"{text}, though its link stands"))
+
+
+async def _works_now(connection: Connection, route_id: int) -> list[Work] | None:
+    """Ask every stage what it has of the route; None unless all tell, of this epoch."""
+    asked = (stage.status(with_recent=False, route_id=route_id) for stage in connection.stages)
+    statuses = await asyncio.gather(*asked)
+    works: list[Work] = []
+    for stage, status in zip(connection.stages, statuses, strict=True):
+        if status is None or status.route.epoch != connection.epoch:
+            return None
+        said = status.route
+        counts = (said.envelopes_in, said.envelopes_out, said.returned, stage.returns.n_messages)
+        works.append(Work(*counts, said.is_sending, frozenset(said.session_ids)))
+    return works
 
 
 async def _costs_now(connection: Connection) -> tuple[list[StageCost], list[Held]]:

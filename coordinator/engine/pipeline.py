@@ -36,6 +36,7 @@ from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.coordinator.sessions.prefixes import Prefixes
 from relayline.coordinator.sessions.request_log import StreamRecord
 from relayline.coordinator.sessions.session import OutFrame, Session, State
+from relayline.coordinator.sessions.silence import SILENT_S
 from relayline.coordinator.sessions.streams import AUDIENCE_MAX, Audience, SessionStream, sharing_key
 from relayline.coordinator.sessions.suspects import Suspects, given_up
 from relayline.coordinator.sessions.turnover import Turnover
@@ -279,6 +280,7 @@ class Pipeline:
         self._sender = TokenSender(connection.link, self.epoch, self._on_lost)
         self._scheduler = Scheduler(self.config.schedule, planner, may_draft=connection.rewinds)
         connection.keep_costs(self._audiences, self._scheduler.refresh)
+        connection.keep_watch(self._route_id, self._scheduler.under_way, self._is_sent, self._on_silent, self._on_lost)
         self._observer.connected(len(self.file.stages))
         self._availability.enter(Phase.READY, time.monotonic_ns())
         self.ready.set()
@@ -439,6 +441,19 @@ class Pipeline:
                 self._start(session)
             return
         self._fail(session, error)
+
+    def _is_sent(self) -> bool:
+        return self._sender is not None and self._sender.is_idle()
+
+    def _on_silent(self, session_ids: Iterable[int]) -> None:
+        """Take it for a fault of theirs that nobody has anything of these sessions any more."""
+        text = f"nothing came for {SILENT_S:.0f} s and no stage has anything of it any more"
+        for session_id in session_ids:
+            last, label = len(self.file.stages) - 1, StageLostError.label
+            self._on_fault(
+                pb.SessionFault(session_id=session_id, stage_index=last, label=label, message=text, retryable=True)
+            )
+        self._dispatch()
 
     def _keep_trying(self) -> None:
         if self._trying is None and self._admission.is_short:

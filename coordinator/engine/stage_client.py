@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import HandshakeError, InternalError, ProtocolError, RelaylineError, StageLostError
 from relayline.wire.common.tasks import end_task
+from relayline.wire.common.texts import printable, tidy
+from relayline.wire.envelopes.returns import ReturnReader
 from relayline.wire.links import rpc
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.links.trouble import explained
@@ -42,6 +43,7 @@ class StageClient:
         """Raises UsageError when `security` does not allow a link to `address`."""
         self.address, self._security = address, security
         self._channel = rpc.open_channel(address, security)
+        self.returns = ReturnReader(f"the stage at {address}")
         self._reader: asyncio.Task[None] | None = None
         self._watch: Watch | None = None
 
@@ -54,6 +56,7 @@ class StageClient:
             )
         except StageLostError as error:
             raise await explained(error, self.address, self._security) from error
+        tidy(facts)
         if facts.protocol_version != bounds.PROTOCOL_VERSION:
             raise HandshakeError(
                 f"{self.address} speaks protocol {facts.protocol_version}, this coordinator "
@@ -74,8 +77,10 @@ class StageClient:
             raise ProtocolError(f"{self.address} says that it holds {len(answer.held)} sessions")
         return {held.session_id: held.n_tokens for held in answer.held}
 
-    async def status(self, *, with_recent: bool) -> pb.StatusResponse | None:
-        """Return live counters (with_recent: also waits and step intervals), None if there is no answer in time.
+    async def status(self, *, with_recent: bool, route_id: int = 0) -> pb.StatusResponse | None:
+        """Return live counters, None if there is no answer in time.
+
+        with_recent: also waits and step intervals. route_id: also what the stage has of that route.
 
         Step times are moved to this process's clock, see clock_offset_ns; steps from before that clock began are left
         out, since it has no time for them.
@@ -85,13 +90,15 @@ class StageClient:
             status: pb.StatusResponse = await rpc.call(
                 self._channel,
                 "Status",
-                pb.StatusRequest(with_recent=with_recent),
+                pb.StatusRequest(with_recent=with_recent, route_id=route_id),
                 pb.StatusResponse,
                 self.address,
                 STATUS_TIMEOUT_S,
+                bounds.STATUS_BYTES_MAX,
             )
         except RelaylineError:
             return None
+        tidy(status)
         offset_ns = clock_offset_ns(sent_ns, time.monotonic_ns(), status.now_ns)
         steps = zip(status.step_start_ns, status.step_end_ns, strict=False)
         moved = [(start_ns + offset_ns, end_ns + offset_ns) for start_ns, end_ns in steps]
@@ -109,13 +116,20 @@ class StageClient:
         request = pb.BatchesRequest(session_ids=session_ids)
         try:
             found: pb.BatchesResponse = await rpc.call(
-                self._channel, "Batches", request, pb.BatchesResponse, self.address, STATUS_TIMEOUT_S
+                self._channel,
+                "Batches",
+                request,
+                pb.BatchesResponse,
+                self.address,
+                STATUS_TIMEOUT_S,
+                bounds.BATCHES_BYTES_MAX,
             )
         except RelaylineError:
             return None
         offset_ns = clock_offset_ns(sent_ns, time.monotonic_ns(), found.now_ns)
         for batch in found.batches:
             batch.start_ns = max(0, batch.start_ns + offset_ns)
+            batch.close_reason = printable(batch.close_reason, bounds.PEER_NAME_CHARS_MAX)
         return found
 
     async def set_telemetry(self, wanted: pb.TelemetrySettings) -> pb.TelemetrySettings | None:
@@ -152,7 +166,7 @@ class StageClient:
             raise rpc.typed(error, self.address) from error
         except TimeoutError as error:
             raise StageLostError(f"{self.address} did not open its return stream") from error
-        if not isinstance(first, bytes) or not self._parse(first).subscribed:
+        if not self.returns.read(first).subscribed:
             raise ProtocolError(f"{self.address} opened its return stream with something else")
         self._reader = asyncio.create_task(self._read(call, on_message, on_lost))
         route = (request.route_id, request.epoch)
@@ -168,7 +182,7 @@ class StageClient:
         error: RelaylineError = StageLostError(f"stage at {self.address} closed its return stream")
         try:
             while isinstance(message := await call.read(), bytes):
-                on_message(self._parse(message))
+                on_message(self.returns.read(message))
         except grpc.aio.AioRpcError as failure:
             error = rpc.typed(failure, f"stage at {self.address}")
         except ProtocolError as failure:
@@ -177,12 +191,6 @@ class StageClient:
             log.exception("taking an answer of %s failed", self.address)
             error = InternalError(f"taking an answer of {self.address} failed: {failure}")
         on_lost(error)
-
-    def _parse(self, message: bytes) -> pb.ReturnEnvelope:
-        try:
-            return pb.ReturnEnvelope.FromString(message)
-        except DecodeError as error:
-            raise ProtocolError(f"{self.address} sent a return message that cannot be read") from error
 
     async def close(self) -> None:
         """Close everything towards this stage."""

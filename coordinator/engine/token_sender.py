@@ -39,6 +39,10 @@ class TokenSender:
         self._all_sent.clear()
         self._wake.set()
 
+    def is_idle(self) -> bool:
+        """Whether everything that was pushed has been handed to gRPC."""
+        return self._all_sent.is_set()
+
     async def flush(self, timeout_s: float) -> None:
         """Wait until everything queued has been handed to gRPC, or can no longer be, or the time is over."""
         sent = asyncio.ensure_future(self._all_sent.wait())

@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from relayline.coordinator.engine.membership import Introduction, Membership
 from relayline.coordinator.engine.roster import JoinedRoster
@@ -33,6 +32,8 @@ from relayline.wire.common.errors import (
 )
 from relayline.wire.common.phase import HostState
 from relayline.wire.common.process import first_of
+from relayline.wire.common.texts import tidy
+from relayline.wire.envelopes import messages
 from relayline.wire.links import rpc
 from relayline.wire.links.listening import Listener
 from relayline.wire.links.refusals import peer_of
@@ -266,10 +267,9 @@ def _parse(message: Any) -> pb.StageReport | None:
     """Read one report; None at the end of the stream. Raises ProtocolError."""
     if not isinstance(message, bytes):
         return None
-    try:
-        return pb.StageReport.FromString(message)
-    except DecodeError as error:
-        raise ProtocolError("a stage's report cannot be read") from error
+    report = messages.read(pb.StageReport, message, "report", who="a stage")
+    tidy(report, bounds.PEER_TEXT_CHARS_MAX if report.HasField("failure") else bounds.PEER_NAME_CHARS_MAX)
+    return report
 
 
 @contextlib.asynccontextmanager

@@ -66,6 +66,10 @@ class Flights:
         """Return how many of a kind are under way."""
         return self._n[kind]
 
+    def under_way(self) -> dict[int, tuple[int, int]]:
+        """Return of each session with rows under way where the first of them end, and how many frames they are."""
+        return {session_id: (positions[0], len(positions)) for session_id, positions in self._positions.items()}
+
     @property
     def n_chunks_running(self) -> int:
         """Flights with prompt rows that have followed each other without a pause, until now."""

@@ -156,6 +156,10 @@ class Scheduler:
         if held:
             self._overhead.stages_held(held)
 
+    def under_way(self) -> dict[int, tuple[int, int]]:
+        """Return what each session with rows under way waits for, see coordinator.sessions.silence."""
+        return self._flights.under_way()
+
     # --- decisions ----------------------------------------------------------------------------------------------------
 
     def plan(self) -> GroupPlan:

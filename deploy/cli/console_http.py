@@ -12,6 +12,7 @@ import aiohttp
 import click
 
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.texts import printable_values
 
 TIMEOUT_S = 15.0
 KEY_VARIABLE = "RELAYLINE_API_KEY"
@@ -42,10 +43,10 @@ def key_headers(api_key: str) -> dict[str, str]:
 
 
 def parsed(body: bytes) -> Any:
-    """Return the JSON of an answer, None for what is no JSON."""
+    """Return the JSON of an answer with every text fit for a terminal, None for what is no JSON."""
     try:
-        return json.loads(body)
-    except ValueError:
+        return printable_values(json.loads(body))
+    except (ValueError, RecursionError):
         return None
 
 

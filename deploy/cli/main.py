@@ -14,7 +14,9 @@ import sys
 import click
 
 from relayline.deploy.machine.huge_pages import start_anew
+from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError, UsageError
+from relayline.wire.common.texts import printable
 
 # name -> (module, attribute), in the order that --help lists them: a pipeline from a manifest, models, the single
 # processes, and looking at what runs.
@@ -96,5 +98,6 @@ def main() -> None:
 
 def _end(code: int, *messages: str) -> None:
     for message in messages:
-        click.echo(f"relayline: error: {' '.join(message.split())}", err=True)
+        line = printable(" ".join(message.split()), bounds.LOG_VALUE_CHARS_MAX)  # files and peers may have a say in it
+        click.echo(f"relayline: error: {line}", err=True)
     sys.exit(code)

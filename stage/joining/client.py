@@ -13,10 +13,10 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import HandshakeError, ProtocolError, RelaylineError, StageLostError
+from relayline.wire.envelopes import messages
 from relayline.wire.links import rpc
 from relayline.wire.links.security import LinkSecurity
 from relayline.wire.links.silence import Silence, silent_text
@@ -91,11 +91,10 @@ class Member:
         call = stream(request)
         try:
             while isinstance(data := await call.read(), bytes):
-                yield pb.FetchChunk.FromString(data)
+                what, limit = "piece of the artifact", bounds.FETCH_CHUNK_BYTES_MAX
+                yield messages.read(pb.FetchChunk, data, what, bytes_max=limit, who=self.peer)
         except grpc.aio.AioRpcError as error:
             raise rpc.typed(error, self.peer) from error
-        except DecodeError as error:
-            raise ProtocolError(f"{self.peer} sent a piece of the artifact that cannot be read") from error
         finally:
             call.cancel()
 
@@ -153,13 +152,11 @@ async def _introduce(channel: grpc.aio.Channel, hello: pb.StageHello, peer: str)
         data = await call.read()
         if not isinstance(data, bytes):
             raise StageLostError(f"{peer} ended the membership")
-        return call, pb.StageOrder.FromString(data)
+        return call, messages.read(pb.StageOrder, data, "order", bytes_max=bounds.ORDER_BYTES_MAX, who=peer)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             raise HandshakeError(f"{peer} lets no stages join; give the address of its --join-listen") from error
         raise rpc.typed(error, peer) from error
-    except DecodeError as error:
-        raise ProtocolError(f"{peer} answered with something that is no order") from error
 
 
 def introduction(name: str, process_id: str) -> pb.StageHello:

@@ -124,6 +124,11 @@ class Batcher:
             self._remove_head(frame)
         return Step(controls, frames, choice.close_reason, now_ns, before, self.queued_rows)
 
+    def session_ids(self, route_id: int) -> set[int]:
+        """Return the sessions of a route of which anything waits."""
+        waiting = [frame.session_key for frame in self._whole] + list(self._sessions)
+        return {session_id for route, session_id in waiting if route == route_id}
+
     def __len__(self) -> int:
         return self._n_frames
 

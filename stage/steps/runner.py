@@ -16,6 +16,7 @@ the thread stops taking steps, the queue holds its frames, and upstream runs out
 from __future__ import annotations
 
 import asyncio
+import collections
 import os
 import threading
 import time
@@ -54,6 +55,7 @@ class Runner:
         self._bell = _Bell()
         self._calls: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
         self._outbox_steps = 0
+        self._latest: collections.deque[Step] = collections.deque(maxlen=OUTBOX_STEPS_MAX)  # steps that were taken last
         self._stopping = False
         self.running: Step | None = None  # what the engine computes now; written by the decode thread
         before_bytes = threading.stack_size(STACK_BYTES)
@@ -83,6 +85,14 @@ class Runner:
         """Forget the waiting frames of a route."""
         with self._bell.lock:
             return self._batcher.drop_route(route_id)
+
+    def session_ids(self, route_id: int) -> set[int]:
+        """Return the sessions of a route of which anything waits, runs, or may not have left the process yet."""
+        with self._bell.lock:
+            found = self._batcher.session_ids(route_id)
+            steps = list(self._latest) if self._outbox_steps else []
+        taken = [frame.session_key for step in steps for frame in (*step.controls, *step.frames)]
+        return found | {session_id for route, session_id in taken if route == route_id}
 
     def sent(self) -> None:
         """Say that one step's result has left the process (or never will)."""
@@ -140,6 +150,7 @@ class Runner:
                     step = self._batcher.take(time.monotonic_ns())
                     if step is not None:
                         self._outbox_steps += 1
+                        self._latest.append(step)
                         break
                 self._bell.wait()
         for function, future in calls:

@@ -25,7 +25,7 @@ from tests.support.fakes import (
     rows_frame,
     step_of,
 )
-from tests.support.served_stage import Coordinator, envelope_of, served
+from tests.support.served_stage import Coordinator, served
 from tests.support.stage_links import (
     OTHER,
     PREFILL,
@@ -51,7 +51,7 @@ async def test_frames_of_an_old_epoch_are_refused_and_change_nothing(where: str)
 
         stage.service._end_route = held  # type: ignore[method-assign]
         stale = [control(1, Flag.CLOSE), rows_frame(1, 0, 2, SAMPLE), control(9, Flag.OPEN)]
-        await one.call.write(envelope_of(*stale, epoch=one.epoch if where == "frame" else EPOCH))
+        await one.write(*stale, epoch=one.epoch if where == "frame" else EPOCH)
         assert isinstance(await one.refusal(), StaleEpochError)
         assert await stage.settled() == before
         assert (len(stage.engine.steps), stage.executor.sessions.cancelled) == (n_steps, set())
@@ -200,6 +200,9 @@ class LostContext:
     def __init__(self, hello: pb.LinkOpen, failure: Exception | None) -> None:
         self._hello, self._failure = hello, failure
         self.writing = asyncio.Event()
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return rpc.route_metadata(self._hello.route_id, self._hello.epoch)
 
     async def read(self) -> bytes:
         return rpc.serialize(pb.Envelope(open=self._hello))

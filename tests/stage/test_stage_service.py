@@ -223,13 +223,47 @@ async def test_a_second_upstream_is_refused_and_the_first_goes_on() -> None:
 )
 async def test_a_link_that_does_not_begin_with_a_handshake_is_refused(message: bytes) -> None:
     async with served() as stage, Coordinator(stage) as one:
+        await one.configure()
         with pytest.raises(ProtocolError):
-            await one.first_message(message)
+            await one.first_message(message, rpc.route_metadata(one.route_id, one.epoch))
+
+
+@pytest.mark.parametrize("form", ["", "7", "0123456789abcdef-0000000g", "f" * 16 + "-" + "f" * 8])
+async def test_a_stream_that_names_no_route_of_ours_is_refused_unread(form: str) -> None:
+    """Whatever it holds: the refusal comes although nothing is ever sent."""
+    async with served() as stage, Coordinator(stage) as one:
+        one.call = one.channel.stream_stream(rpc.method("Relay"))(metadata=(("relayline-route", form),) if form else ())
+        error = await one.refusal()
+        assert isinstance(error, HandshakeError)
+        assert ("configured" if len(form) == 25 and "g" not in form else "protocol 6") in error.message
+
+
+async def test_a_handshake_for_another_route_than_the_stream_is_refused() -> None:
+    async with served() as stage, Coordinator(stage) as one, Coordinator(stage, OTHER) as two:
+        await one.configure()
+        await two.configure()
+        with pytest.raises(HandshakeError, match="another route"):
+            await one.first_message(
+                rpc.serialize(pb.Envelope(open=one.hello())), rpc.route_metadata(two.route_id, two.epoch)
+            )
+
+
+@pytest.mark.parametrize("sequence", [1, 3, 2**64 - 1], ids=["doubled", "one lost", "far off"])
+async def test_a_lost_or_doubled_envelope_ends_its_link(sequence: int) -> None:
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        await one.send(*prompt(1))
+        await one.reply()
+        await one.write(rows_frame(1, 3, 1, SAMPLE), sequence=sequence)
+        error = await one.refusal()
+        assert isinstance(error, ProtocolError)
+        assert f"envelope {sequence} came where 2 was due" in error.message
 
 
 async def test_a_link_that_closes_before_its_handshake_is_refused() -> None:
     async with served() as stage, Coordinator(stage) as one:
-        one.call = one.channel.stream_stream(rpc.method("Relay"))()
+        await one.configure()
+        one.call = one.channel.stream_stream(rpc.method("Relay"))(metadata=rpc.route_metadata(one.route_id, one.epoch))
         await one.call.done_writing()
         assert isinstance(await one.refusal(), ProtocolError)
 
@@ -256,7 +290,7 @@ async def test_a_stage_that_stops_begins_no_epoch() -> None:
 
 
 def altered(position: int) -> bytes:
-    message = bytearray(envelope_of(rows_frame(1, 3, 1, SAMPLE)))
+    message = bytearray(envelope_of(rows_frame(1, 3, 1, SAMPLE), sequence=2))
     message[position] ^= 0x41
     return bytes(message)
 
@@ -264,12 +298,14 @@ def altered(position: int) -> bytes:
 GARBAGE = {
     "noise": random.Random(1).randbytes(300),
     "empty": b"",
-    "truncated": envelope_of(rows_frame(1, 3, 1, SAMPLE))[:-3],
-    "altered payload": altered(-1),
+    "truncated": envelope_of(rows_frame(1, 3, 1, SAMPLE), sequence=2)[:-3],
+    "altered payload": altered(-20),
     "handshake again": rpc.serialize(pb.Envelope(open=pb.LinkOpen(route_id=ROUTE))),
-    "another width": envelope_of(rows_frame(1, 3, np.ones((1, 7), np.float32), SAMPLE)),
-    "another dtype": envelope_of(rows_frame(1, 3, np.ones((1, WIDTH), np.float16), SAMPLE), dtype=envelope.DTYPE_F16),
-    "frame wider than a step": envelope_of(rows_frame(1, 3, MAX_ROWS + 1)),
+    "another width": envelope_of(rows_frame(1, 3, np.ones((1, 7), np.float32), SAMPLE), sequence=2),
+    "another dtype": envelope_of(
+        rows_frame(1, 3, np.ones((1, WIDTH), np.float16), SAMPLE), dtype=envelope.DTYPE_F16, sequence=2
+    ),
+    "frame wider than a step": envelope_of(rows_frame(1, 3, MAX_ROWS + 1), sequence=2),
 }
 
 

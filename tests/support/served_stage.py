@@ -136,14 +136,17 @@ class Coordinator:
 
     async def upstream(self, **changes: Any) -> pb.LinkAccepted:
         """Open the link as an upstream neighbour. Raises the typed refusal."""
-        return await self.first_message(rpc.serialize(pb.Envelope(open=self.hello(**changes))))
+        hello = self.hello(**changes)
+        metadata = rpc.route_metadata(hello.route_id, hello.epoch)
+        return await self.first_message(rpc.serialize(pb.Envelope(open=hello)), metadata)
 
-    async def first_message(self, message: bytes) -> pb.LinkAccepted:
+    async def first_message(self, message: bytes, metadata: tuple[tuple[str, str], ...] = ()) -> pb.LinkAccepted:
         """Open a stream with these bytes. Raises the typed refusal."""
+        self.n_sent = 0
         for n_left in reversed(range(HANDSHAKE_TRIES)):
             self.call = self.channel.stream_stream(
                 rpc.method("Relay"), request_serializer=None, response_deserializer=rpc.parser(pb.LinkReply)
-            )()
+            )(metadata=metadata)
             try:
                 await self.call.write(message)
                 reply = await self.call.read()
@@ -163,7 +166,12 @@ class Coordinator:
 
     async def send(self, *frames: QueuedFrame) -> None:
         """Send frames as one envelope."""
-        await self.call.write(envelope_of(*frames, epoch=self.epoch, width=1 if self.stage.artifact.is_first else None))
+        await self.write(*frames, width=1 if self.stage.artifact.is_first else None)
+
+    async def write(self, *frames: QueuedFrame, **form: Any) -> None:
+        """Send frames as one envelope of another form."""
+        self.n_sent += 1
+        await self.call.write(envelope_of(*frames, **({"epoch": self.epoch, "sequence": self.n_sent} | form)))
 
     async def reply(self) -> pb.ReturnEnvelope:
         """The next message of the return stream."""
@@ -181,7 +189,9 @@ class Coordinator:
         raise AssertionError("the link ended without an error")
 
 
-def envelope_of(*frames: QueuedFrame, epoch: int = EPOCH, width: int | None = None, dtype: int = DTYPE_F32) -> bytes:
+def envelope_of(
+    *frames: QueuedFrame, epoch: int = EPOCH, width: int | None = None, dtype: int = DTYPE_F32, sequence: int = 1
+) -> bytes:
     """The message that carries these frames; width 1 means that their rows are token ids."""
     rows = [frame.payload for frame in frames if frame.payload is not None]
     if width == 1:
@@ -190,6 +200,6 @@ def envelope_of(*frames: QueuedFrame, epoch: int = EPOCH, width: int | None = No
     buffer = Buffer(dtype, width, len(frames), sum(map(len, rows)))
     if rows:
         buffer.payload[:] = np.concatenate(rows)
-    buffer.seal(epoch, 1, 0, heads=heads_of(list(frames)))
+    buffer.seal(epoch, sequence, 0, heads=heads_of(list(frames)))
     options = [frame.options for frame in frames if frame.options is not None]
     return with_extras(buffer, None, options, drafts_of(list(frames)))

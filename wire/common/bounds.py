@@ -39,12 +39,16 @@ ORDER_BYTES_MAX = 4 * 1024 * 1024  # a stage's order holds pipeline.json, some h
 STATUS_BYTES_MAX = 512 * 1024  # an answer with recent waits and step intervals holds ten thousand of up to ten bytes
 BATCHES_BYTES_MAX = 4 * 1024 * 1024  # an answer with all batches that a stage remembers
 FETCH_CHUNK_BYTES_MAX = 1024 * 1024  # a piece of an artifact with what is said around it
-RETURN_BYTES_MAX = 64 * 1024 * 1024  # one step's samples: a hundred with all logits of a large vocabulary
+RETURN_BYTES_MAX = 4 * 1024 * 1024  # of one message to the coordinator; a sample with all logits of 1e6 tokens fits
+RETURN_SPLIT_BYTES = RETURN_BYTES_MAX // 2  # a step that has more to say says it in several messages
 BYTES_IN_FLIGHT_DEFAULT = 64 * 1024 * 1024  # credit window of one link: payload sent but not yet decoded
 # A receiver returns credit when it owes this part of the window: rarely enough that steady decode needs hardly any
 # replies. A sender lets any envelope go while less than this part is in flight, since that much may never come back.
 CREDIT_HELD_DIVISOR = 4
 ERROR_TEXT_BYTES_MAX = 2_000  # longer native messages are cut; percent-encoded it still fits gRPC's 8 KiB of metadata
+PEER_TEXT_CHARS_MAX = ERROR_TEXT_BYTES_MAX  # of what another process says, in a log, an answer or on a terminal
+PEER_NAME_CHARS_MAX = 128  # of a name that it says: of a stage, a host, a version, an instance
+LOG_VALUE_CHARS_MAX = 4_000  # of one line's text and of each of its fields, whoever made it
 LOGPROBS_MAX = 20  # the OpenAI API's ceiling for top_logprobs
 
 HANDSHAKE_TIMEOUT_S = 10.0  # both ends are up when a handshake starts, so this covers a slow link only
@@ -70,3 +74,4 @@ assert OPTIONS_BYTES_MAX >= PLAIN_OPTIONS_BYTES_MAX + 4 * GRAMMAR_TOKENS_MAX + G
 assert OPTIONS_PER_ENVELOPE_BYTES_MAX >= 8 * OPTIONS_BYTES_MAX  # some sessions always open together
 assert 3 * ERROR_TEXT_BYTES_MAX < 8 * 1024
 assert 4 * BEAT_EVERY_S <= QUIET_AFTER_S < LOST_AFTER_S <= 12 - 2 * BEAT_EVERY_S
+assert max(RETURN_BYTES_MAX, BATCHES_BYTES_MAX) <= ORDER_BYTES_MAX  # which every channel takes

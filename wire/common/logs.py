@@ -1,6 +1,9 @@
 """Structured logs for every process: human lines by default, one JSON object per line with --log-json.
 
 Fields go in `extra={"fields": {...}}`; both formats print them. Logs go to stderr: stdout belongs to results.
+
+Whoever made a text that is logged, one record is one line of bounded length (but for a traceback of ours), and nothing
+in it is obeyed by a terminal.
 """
 
 from __future__ import annotations
@@ -9,15 +12,32 @@ import datetime
 import json
 import logging
 import sys
+from typing import Any
+
+from relayline.wire.common import bounds
+from relayline.wire.common.texts import printable
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return getattr(record, "fields", {})
+
+
+def _text(value: object) -> str:
+    return printable(str(value), bounds.LOG_VALUE_CHARS_MAX)
+
+
+def _traceback(text: str) -> str:
+    """Of its lines, each is made printable: the last one tells what somebody may have sent."""
+    return "\n".join(map(_text, text.split("\n")))
 
 
 class _HumanFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        fields = getattr(record, "fields", {})
+        fields = _fields(record)
         clock = datetime.datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
-        tail = "".join(f" {key}={value}" for key, value in fields.items())
-        line = f"{clock} {record.levelname.lower():<7} {record.getMessage()}{tail}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        tail = "".join(f" {key}={_text(value)}" for key, value in fields.items())
+        line = f"{clock} {record.levelname.lower():<7} {_text(record.getMessage())}{tail}"
+        return f"{line}\n{_traceback(self.formatException(record.exc_info))}" if record.exc_info else line
 
 
 class _JsonFormatter(logging.Formatter):
@@ -31,11 +51,11 @@ class _JsonFormatter(logging.Formatter):
             "time": clock,
             "level": record.levelname.lower(),
             "role": self._role,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
+            "message": _text(record.getMessage()),
+            **{key: _text(value) if isinstance(value, str) else value for key, value in _fields(record).items()},
         }
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = _traceback(self.formatException(record.exc_info))
         return json.dumps(line, default=str)
 
 

@@ -21,7 +21,7 @@
 enum kind { UNKNOWN = 0, SINGLE = 1, REPEATED = 2, TEXT = 3, MESSAGE = 4 };
 
 /* Beside what a value itself takes: */
-#define SINGLE_BYTES 2u    /* nothing is allocated; this bounds the time */
+#define SINGLE_BYTES 1u    /* nothing is allocated; this bounds the time */
 #define ELEMENT_BYTES 16u  /* a place in an array that grows by doubling */
 #define TEXT_BYTES 32u     /* where it is and how long, in an array that grows by doubling */
 #define UNKNOWN_BYTES 48u  /* its note among the fields that nobody knows */

@@ -27,6 +27,7 @@ from relayline.wire.common import bounds
 from relayline.wire.common.errors import ChecksumError, ProtocolError
 from relayline.wire.envelopes import _frames, frames, trace_context
 from relayline.wire.envelopes.frames import FRAME_DTYPE, Head
+from relayline.wire.envelopes.messages import check_cost, split
 from relayline.wire.envelopes.rows import EXPONENT_MAX
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -45,6 +46,7 @@ HEADER_TAGS = (0x0D, 0x11, 0x1D, 0x25, 0x2D, 0x31, 0x3D, 0x62)
 HEADER_BYTES = HEADER.size
 PAYLOAD_TAG = 0x4A  # field 9, length-delimited
 EXPONENTS_TAG = 0x52  # field 10, length-delimited
+_PAYLOAD = PAYLOAD_TAG >> 3
 _OPTIONS_TAG = 0x5A  # field 11, length-delimited
 _DRAFTS_TAG = 0x6A  # field 13, length-delimited
 CHECKSUM = struct.Struct("<BQ")  # tag and value of field 14: the last bytes of every canonical message
@@ -81,6 +83,11 @@ def _varint(value: int) -> bytes:
         value >>= 7
     encoded.append(value)
     return bytes(encoded)
+
+
+def bytes_max_of(width: int) -> int:
+    """Return the most bytes that an envelope of rows of so many values may have, in any dtype."""
+    return bounds.HEADERS_BYTES_MAX + bounds.ROWS_PER_ENVELOPE_MAX * width * 4
 
 
 @functools.lru_cache(maxsize=256)
@@ -172,6 +179,8 @@ def _parse_canonical(message: bytes) -> tuple[EnvelopeView, memoryview] | None:
     view = memoryview(message)
     if rest_checksum(view[:lead_at], view[payload_end:end]) != CHECKSUM.unpack_from(message, end)[1]:
         return None  # altered, or extras that are right and written in another way
+    if end - payload_end > bounds.ROWS_PER_ENVELOPE_MAX + 8:  # else these are but exponents
+        check_cost(pb.Envelope, message[payload_end:end], "envelope")
     extras = _parse_extras(message, payload_end, end)
     if extras is None:
         return None
@@ -196,7 +205,8 @@ def _parse_canonical(message: bytes) -> tuple[EnvelopeView, memoryview] | None:
 
 def _parse_extras(message: bytes, at: int, end: int) -> tuple[bytes, list[pb.SessionOptions], tuple[int, ...]] | None:
     """Read exponents, options and drafts between two places; None if anything else is there, whole or cut."""
-    exponents, options, drafts = b"", [], b""
+    exponents = drafts = b""
+    options: list[pb.SessionOptions] = []
     while at < end:
         tag, size_bytes, shift = message[at], 0, 0
         if tag not in (EXPONENTS_TAG, _OPTIONS_TAG, _DRAFTS_TAG):
@@ -213,6 +223,8 @@ def _parse_extras(message: bytes, at: int, end: int) -> tuple[bytes, list[pb.Ses
             return None
         field = message[at + 1 : at + 1 + size_bytes]
         if tag == _OPTIONS_TAG:
+            if len(options) == bounds.FRAMES_PER_ENVELOPE_MAX:
+                raise ProtocolError(f"envelope holds more than {len(options)} session options")
             options.append(_message(pb.SessionOptions, field))
         elif tag == _DRAFTS_TAG:
             if size_bytes % 4:
@@ -238,8 +250,13 @@ def _exponents(data: bytes) -> npt.NDArray[np.int8] | None:
 
 
 def _parse_any(data: bytes) -> tuple[EnvelopeView, memoryview]:
-    """Read any valid protobuf encoding of an Envelope. Also returns the payload's bytes."""
-    message: pb.Envelope = _message(pb.Envelope, data)
+    """Read any valid protobuf encoding of an Envelope. Also returns the payload's bytes, which are not copied."""
+    parts = split(data, _PAYLOAD)
+    if parts is None:
+        raise ProtocolError("message is not a relayline envelope; is something else talking to this port?")
+    rows, rest = parts
+    check_cost(pb.Envelope, rest, "envelope")
+    message: pb.Envelope = _message(pb.Envelope, rest)
     if message.HasField("open"):
         raise ProtocolError("a handshake came in the middle of a link")
     if message.dtype not in NUMPY_DTYPE:
@@ -251,13 +268,13 @@ def _parse_any(data: bytes) -> tuple[EnvelopeView, memoryview]:
     _check_shape(message.n_rows, message.width)
     _check_drafts(len(message.draft_tokens))
     element = NUMPY_DTYPE[message.dtype]
-    if message.width * message.n_rows * element.itemsize != len(message.payload):
+    if message.width * message.n_rows * element.itemsize != len(rows):
         raise ProtocolError(
-            f"payload has {len(message.payload)} bytes, but {message.n_rows} rows of {message.width} were announced"
+            f"payload has {len(rows)} bytes, but {message.n_rows} rows of {message.width} were announced"
         )
     if message.row_exponents and len(message.row_exponents) != message.n_rows:
         raise ProtocolError("row exponents do not match the rows")
-    payload = np.frombuffer(message.payload, dtype=element).reshape(message.n_rows, message.width)
+    payload = np.frombuffer(rows, dtype=element).reshape(message.n_rows, message.width)
     records = memoryview(_records(message).tobytes())
     tail = pb.Envelope(row_exponents=message.row_exponents, options=message.options, draft_tokens=message.draft_tokens)
     batch_trace = _trace(message.batch_trace)
@@ -274,11 +291,11 @@ def _parse_any(data: bytes) -> tuple[EnvelopeView, memoryview]:
         exponents=_exponents(message.row_exponents),
         options=list(message.options),
         draft_tokens=tuple(message.draft_tokens),
-        payload_bytes=len(message.payload),
+        payload_bytes=len(rows),
         records=records,
         batch_trace=batch_trace,
     )
-    return view, memoryview(message.payload)
+    return view, rows
 
 
 def _header_of(message: pb.Envelope, batch_trace: bytes) -> bytes:

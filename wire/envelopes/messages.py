@@ -1,7 +1,7 @@
-"""Reading protobuf messages of others: nothing is parsed before its size and its cost in memory are known to be bounded.
+"""Reading protobuf messages of others: nothing is parsed before its size and its cost in memory are known.
 
-Two bytes of a message may become a hundred in the protobuf library's memory, for instance as an empty message within
-it. So whatever comes over a link is weighed first (`_weigh.c` walks over the bytes), and refused where reading would
+Two bytes of a message may become a hundred in the protobuf library's memory, as an empty message within it does. So
+whatever comes over a link is weighed first (`_weigh.c` walks over the bytes), and refused where reading would
 take more than MESSAGE_COST_BYTES_MAX beyond its own size. Small messages can't cost that much and are read at once.
 """
 
@@ -23,7 +23,7 @@ _UNKNOWN, _SINGLE, _REPEATED, _TEXT, _MESSAGE = range(5)  # as in _weigh.c
 _COST_PER_BYTE_MAX = 128
 _UNWEIGHED_BYTES_MAX = bounds.MESSAGE_COST_BYTES_MAX // _COST_PER_BYTE_MAX
 _ELEMENT_BYTES = 16  # as in _weigh.c
-_HEAD_BYTES = 24  # of a message in memory, beside its fields
+_HEAD_BYTES = 32  # of a message in memory, beside its fields
 _MAP_ENTRY_BYTES = 160  # of an entry of a map with its place in a hash table that grows by doubling
 
 _VARINT, _FIXED32, _FIXED64 = 0, 4, 8
@@ -50,7 +50,7 @@ class _Parsed(Protocol):
     """Any generated message class."""
 
     @classmethod
-    def FromString(cls, s: bytes) -> Any: ...  # noqa: D102, N802
+    def FromString(cls, s: bytes) -> Any: ...
 
 
 M = TypeVar("M", bound=_Parsed)
@@ -64,14 +64,14 @@ def read(
     `what` names the message and `who` its sender in the error. Raises ProtocolError, never anything else.
     """
     if not isinstance(data, bytes):
-        raise ProtocolError(f"{who} sent no {what}")
+        raise ProtocolError(f"{who} closed without {what}")
     if len(data) > bytes_max:
-        raise ProtocolError(f"{who} sent a {what} of {len(data)} bytes, over the limit of {bytes_max}")
+        raise ProtocolError(f"what {who} sent as {what} has {len(data)} bytes, over the limit of {bytes_max}")
     check_cost(kind, data, what, who)
     try:
         parsed: M = kind.FromString(data)
     except DecodeError as error:
-        raise ProtocolError(f"{who} sent a {what} that cannot be read") from error
+        raise ProtocolError(f"what {who} sent as {what} cannot be read") from error
     return parsed
 
 
@@ -82,7 +82,7 @@ def check_cost(kind: type[Any], data: bytes, what: str, who: str = "the other en
     cost_max = len(data) + bounds.MESSAGE_COST_BYTES_MAX
     table, root = _table(kind.DESCRIPTOR)
     if _weigh.weigh(data, table, root, cost_max, bounds.MESSAGE_FIELDS_MAX) > cost_max:
-        raise ProtocolError(f"{who} sent a {what} of {len(data)} bytes with more parts in it than may be read")
+        raise ProtocolError(f"what {who} sent as {what} has more parts in its {len(data)} bytes than may be read")
 
 
 def split(data: bytes, number: int) -> tuple[memoryview, bytes] | None:
@@ -109,7 +109,7 @@ def _table(root: Descriptor) -> tuple[bytes, int]:
         row = [0] * (_weigh.FIELD_NUMBER_MAX + 1)
         row[0] = _MAP_ENTRY_BYTES if descriptor.GetOptions().map_entry else _HEAD_BYTES
         for field in descriptor.fields:
-            if field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type not in known:
+            if field.message_type is not None and field.message_type not in known:
                 known.append(field.message_type)
             assert field.number <= _weigh.FIELD_NUMBER_MAX, field.full_name
             place_bytes, row[field.number] = _entry(field, known)
@@ -121,7 +121,7 @@ def _table(root: Descriptor) -> tuple[bytes, int]:
 
 def _entry(field: FieldDescriptor, known: list[Descriptor]) -> tuple[int, int]:
     """Return how many bytes a field takes in its message, and what the table says of it."""
-    if field.type == FieldDescriptor.TYPE_MESSAGE:
+    if field.message_type is not None:
         is_map = field.message_type.GetOptions().map_entry
         return 16 if is_map else 8, _MESSAGE | known.index(field.message_type) << 16
     if field.type in _TEXTS:

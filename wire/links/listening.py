@@ -11,8 +11,10 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from relayline.wire.common.errors import StartError, UnauthenticatedError
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import ProtocolError, StartError, UnauthenticatedError
 from relayline.wire.links import rpc
 from relayline.wire.links.refusals import NOTE_PREFIX, Reason, RefusalLog, peer_of, reason_named
 from relayline.wire.links.security import LinkSecurity, address_of, check_listen, warn_listen
@@ -37,13 +39,19 @@ class Listener:
     Make it, register handlers with `server`, call `add_port`, start `server`; call `close` after it has stopped.
     """
 
-    def __init__(self, security: LinkSecurity, who: str) -> None:
-        """`who` names this end in its own log and to a refused caller, e.g. "stage 1"."""
+    def __init__(self, security: LinkSecurity, who: str, receive_bytes_max: int = bounds.UNARY_BYTES_MAX) -> None:
+        """`who` names this end in its own log and to a refused caller, e.g. "stage 1".
+
+        No message to this port may be longer than receive_bytes_max, and none of a call that sends but one longer than
+        UNARY_BYTES_MAX.
+        """
         self._security, self._who = security, who
         self._refusals = RefusalLog()
         self._welcome: Callable[[tuple[str, int]], None] = lambda _: None
         self._close: Callable[[], None] = lambda: None
-        self.server = grpc.aio.server(interceptors=(_Gate(self),), options=SERVER_OPTIONS)
+        self.server = grpc.aio.server(
+            interceptors=(_Gate(self),), options=(*SERVER_OPTIONS, rpc.receive_limit(receive_bytes_max))
+        )
 
     def add_port(self, host: str, port: int) -> int:
         """Listen on host:port (0 takes a free port); return the port. For a host "unix:PATH" the port means nothing.
@@ -78,6 +86,16 @@ class Listener:
     def called(self, peer: str) -> None:
         """Take note that a connection, by gRPC's name of its peer, got as far as a call."""
         self._welcome(peer_of(peer))
+
+    async def read_request(self, data: Any, parse: Callable[[bytes], Any], context: Context) -> Any:
+        """Parse the one request of a call. One that is too long or can't be read ends the call, and is logged once."""
+        try:
+            if len(data) > bounds.UNARY_BYTES_MAX:
+                raise ProtocolError(f"a request of {len(data)} bytes is over the limit of {bounds.UNARY_BYTES_MAX}")
+            return parse(data)
+        except (ProtocolError, DecodeError) as error:
+            self.refused(peer_of(context.peer())[0], Reason.MALFORMED)
+            await rpc.abort(context, error if isinstance(error, ProtocolError) else ProtocolError("not a request"))
 
     def close(self) -> None:
         """Stop watching the port."""
@@ -114,7 +132,7 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     ) -> grpc.RpcMethodHandler:
         reason = self._listener.judge(handler_call_details.method, handler_call_details.invocation_metadata)
         if reason is None:
-            return _noting(await continuation(handler_call_details), self._listener.called)
+            return _noting(await continuation(handler_call_details), self._listener)
 
         async def refuse(requests: Any, context: Context) -> None:
             self._listener.called(context.peer())
@@ -124,18 +142,24 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _noting(handler: grpc.RpcMethodHandler | None, called: Callable[[str], None]) -> grpc.RpcMethodHandler | None:
-    """Return the handler with `called(peer)` before it. A handler of another form than ours is left as it is."""
+def _noting(handler: grpc.RpcMethodHandler | None, listener: Listener) -> grpc.RpcMethodHandler | None:
+    """Return the handler with what the listener does before it. A handler of another form than ours is left as it is.
+
+    The request of a call that sends one is parsed here: gRPC would write a traceback into the log where that fails.
+    """
     if handler is None:
         return None
     kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
     kind, inner = next((kind, getattr(handler, kind)) for kind in kinds if getattr(handler, kind) is not None)
     if not inspect.iscoroutinefunction(inner):
         return handler
+    parse = handler.request_deserializer if kind.startswith("unary") else None
 
     async def noted(request: Any, context: Context) -> Any:
-        called(context.peer())
+        listener.called(context.peer())
+        if parse is not None:
+            request = await listener.read_request(request, parse, context)
         return await inner(request, context)
 
     make = getattr(grpc, f"{kind}_rpc_method_handler")
-    return make(noted, handler.request_deserializer, handler.response_serializer)
+    return make(noted, None if parse else handler.request_deserializer, handler.response_serializer)

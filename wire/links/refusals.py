@@ -34,6 +34,7 @@ class Reason(enum.Enum):
     PLAINTEXT_CLIENT = "plaintext-client"
     TOKEN_MISSING = "token-missing"
     TOKEN_WRONG = "token-wrong"
+    MALFORMED = "malformed"
     UNKNOWN = "unknown"
 
 
@@ -51,6 +52,7 @@ SAID_OF_CLIENT: dict[Reason, str] = {
     Reason.PLAINTEXT_CLIENT: "it speaks plaintext and this end TLS; give it --tls DIR",
     Reason.TOKEN_MISSING: "it sent no join token",
     Reason.TOKEN_WRONG: "it sent a wrong join token",
+    Reason.MALFORMED: "it sent a call that cannot be read; something else may be talking to this port",
     Reason.UNKNOWN: "it gave up, or one of the certificates is not accepted by the other end",
 }
 

@@ -14,11 +14,12 @@ from collections.abc import Callable
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ProtocolError, RelaylineError, StageLostError, again
 from relayline.wire.common.tasks import end_task
+from relayline.wire.common.texts import printable
+from relayline.wire.envelopes import messages
 from relayline.wire.envelopes.buffers import Buffer, BufferPool
 from relayline.wire.links import rpc
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
@@ -79,7 +80,7 @@ class RelayLink:
         it cannot be reached within HANDSHAKE_TIMEOUT_S, UnauthenticatedError when certificates or the token are not
         accepted, UsageError when `security` does not allow this link, ProtocolError when something else answers.
         """
-        channel = rpc.open_channel(address, security)
+        channel = rpc.open_channel(address, security, bounds.UNARY_BYTES_MAX)
         try:
             async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
                 call, accepted = await _shake_hands(channel, address, hello)
@@ -148,14 +149,15 @@ class RelayLink:
     async def _read_credits(self) -> None:
         try:
             while isinstance(data := await self._call.read(), bytes):
-                self._in_flight_bytes = max(0, self._in_flight_bytes - pb.LinkReply.FromString(data).credit_bytes)
+                reply = messages.read(pb.LinkReply, data, "reply", who=self.address)
+                self._in_flight_bytes = max(0, self._in_flight_bytes - reply.credit_bytes)
                 self._credit_changed.set()
-            detail = await self._call.details()
-            error: RelaylineError = StageLostError(f"{self.address} closed the link: {detail or 'no reason given'}")
+            detail = printable(await self._call.details() or "no reason given")
+            error: RelaylineError = StageLostError(f"{self.address} closed the link: {detail}")
         except grpc.aio.AioRpcError as failure:
             error = rpc.typed(failure, self.address)
-        except DecodeError:
-            error = ProtocolError(f"{self.address} sent a reply that is not one")
+        except ProtocolError as failure:
+            error = failure
             self._call.cancel()
         except asyncio.CancelledError:
             if self._closing or rpc.task_is_cancelled():
@@ -187,9 +189,12 @@ class RelayLink:
         await self._channel.close()
 
 
-async def _say(channel: grpc.aio.Channel, message: bytes) -> tuple[grpc.aio.StreamStreamCall[bytes, bytes], object]:
+async def _say(
+    channel: grpc.aio.Channel, message: bytes, metadata: tuple[tuple[str, str], ...]
+) -> tuple[grpc.aio.StreamStreamCall[bytes, bytes], object]:
     # Replies are parsed later: grpc.aio turns one that its deserializer refuses into None and goes on.
-    call = channel.stream_stream(rpc.method("Relay"), request_serializer=None, response_deserializer=None)()
+    open_call = channel.stream_stream(rpc.method("Relay"), request_serializer=None, response_deserializer=None)
+    call = open_call(metadata=metadata)
     try:
         await call.write(message)
     except asyncio.InvalidStateError:
@@ -204,18 +209,17 @@ async def _shake_hands(
     try:
         for n_left in reversed(range(HANDSHAKE_TRIES)):
             try:
-                call, data = await _say(channel, message)
+                call, data = await _say(channel, message, rpc.route_metadata(hello.route_id, hello.epoch))
                 break
             except grpc.aio.AioRpcError as error:  # nothing has been accepted yet: asked once more, it says why
                 if not (n_left and rpc.was_cut_short(error)):
                     raise
         if not isinstance(data, bytes):
-            raise StageLostError(f"{address} closed the link: {await call.details() or 'no reason given'}")
-        reply = pb.LinkReply.FromString(data)
+            detail = printable(await call.details() or "no reason given")
+            raise StageLostError(f"{address} closed the link: {detail}")
+        reply = messages.read(pb.LinkReply, data, "answer to the handshake", who=address)
     except grpc.aio.AioRpcError as error:
         raise rpc.typed(error, address) from error
-    except DecodeError as error:
-        raise ProtocolError(f"{address} answered the handshake with something else") from error
     if not reply.HasField("accepted"):
         raise ProtocolError(f"{address} answered the handshake with something else")
     return call, reply.accepted

@@ -6,12 +6,12 @@ Envelopes cross as ready-made bytes (no serializer), everything else as protobuf
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
@@ -24,10 +24,14 @@ from relayline.wire.common.errors import (
     from_wire,
     grpc_status,
 )
+from relayline.wire.common.texts import printable
+from relayline.wire.envelopes import messages
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity, check_connect
 
 SERVICE = "relayline.v1.StageService"
 _LABEL_KEY = "relayline-error"
+_ROUTE_KEY = "relayline-route"
+_ROUTE_FORM = re.compile("([0-9a-f]{16})-([0-9a-f]{8})")
 _CALL_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 _KEEPALIVE: tuple[tuple[str, int], ...] = (
@@ -37,13 +41,10 @@ _KEEPALIVE: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.ping_timeout_ms", bounds.PING_TIMEOUT_MS),
 )
-_MESSAGE_SIZE: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", bounds.ENVELOPE_BYTES_MAX),
-    ("grpc.max_send_message_length", bounds.ENVELOPE_BYTES_MAX),
-)
+_SENT_SIZE: tuple[tuple[str, int], ...] = (("grpc.max_send_message_length", bounds.ENVELOPE_BYTES_MAX),)
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *_KEEPALIVE,
-    *_MESSAGE_SIZE,
+    *_SENT_SIZE,
     ("grpc.enable_http_proxy", 0),  # http_proxy is for the web; stages are reached at the addresses they say
     ("grpc.enable_retries", 0),  # a lost stream is an epoch change, never a silent retry
     ("grpc.initial_reconnect_backoff_ms", 200),
@@ -52,7 +53,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_KEEPALIVE,
-    *_MESSAGE_SIZE,
+    *_SENT_SIZE,
     # gRPC ignores unknown keys in silence; this is the one that stops GOAWAY "too_many_pings" (a test holds it).
     ("grpc.http2.min_ping_interval_without_data_ms", bounds.KEEPALIVE_TIME_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
@@ -65,21 +66,47 @@ def method(name: str) -> str:
     return f"/{SERVICE}/{name}"
 
 
-def open_channel(address: str, security: LinkSecurity = PLAINTEXT) -> grpc.aio.Channel:
+def route_metadata(route_id: int, epoch: int) -> tuple[tuple[str, str], ...]:
+    """Return the metadata with which a stream of envelopes names its route, so that it's known before any message."""
+    return ((_ROUTE_KEY, f"{route_id:016x}-{epoch:08x}"),)
+
+
+def route_of(metadata: Any) -> tuple[int, int]:
+    """Return (route_id, epoch) of a stream of envelopes. Raises HandshakeError where it names none."""
+    said = next((value for key, value in metadata or () if key == _ROUTE_KEY), "")
+    found = _ROUTE_FORM.fullmatch(said) if isinstance(said, str) else None
+    if found is None:
+        raise HandshakeError(
+            f"the stream names no route; protocol {bounds.PROTOCOL_VERSION} is spoken here, run the same relayline "
+            "version on both ends"
+        )
+    return int(found[1], 16), int(found[2], 16)
+
+
+def receive_limit(bytes_max: int) -> tuple[str, int]:
+    """Return the option with which gRPC refuses longer messages by what their first bytes announce, unread."""
+    return "grpc.max_receive_message_length", bytes_max
+
+
+def open_channel(
+    address: str, security: LinkSecurity = PLAINTEXT, receive_bytes_max: int = bounds.ORDER_BYTES_MAX
+) -> grpc.aio.Channel:
     """Open a channel as `security` says; must be called inside the running event loop.
 
-    With TLS both sides show certificates and the server's must carry the host of `address`. With a token every call
-    carries it. Raises UsageError when plaintext would leave this machine unasked, or the TLS material cannot be read.
+    No answer, nor a message of a stream of answers, may be longer than receive_bytes_max. With TLS both sides show
+    certificates and the server's must carry the host of `address`. With a token every call carries it. Raises
+    UsageError when plaintext would leave this machine unasked, or the TLS material cannot be read.
     """
     check_connect(address, security)
+    options = (*CHANNEL_OPTIONS, receive_limit(receive_bytes_max))
     if security.is_tls:
         from relayline.wire.links.tls_material import read_material  # loads cryptography, which plaintext does not need
 
         material = read_material(*security.files)
         credentials = grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
-        channel = grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        channel = grpc.aio.secure_channel(address, credentials, options=options)
     else:
-        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        channel = grpc.aio.insecure_channel(address, options=options)
     return TokenChannel(channel, security.metadata) if security.metadata else channel
 
 
@@ -121,9 +148,13 @@ def serialize(message: Any) -> bytes:
     return encoded
 
 
-def parser(message_type: type[Any]) -> Callable[[bytes], Any]:
-    """Return a deserializer for gRPC. Bytes that do not parse end a server's call; a client's call gives None."""
-    return message_type.FromString  # type: ignore[no-any-return]
+def parser(message_type: type[Any], bytes_max: int = bounds.UNARY_BYTES_MAX) -> Callable[[bytes], Any]:
+    """Return a deserializer for gRPC that raises ProtocolError; behind a `wire.links.listening.Listener` callers are told."""
+
+    def parse(data: bytes) -> Any:
+        return messages.read(message_type, data, message_type.DESCRIPTOR.name, bytes_max=bytes_max)
+
+    return parse
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RelaylineError) -> NoReturn:
@@ -135,10 +166,10 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RelaylineErr
 
 def typed(error: grpc.aio.AioRpcError, peer: str) -> RelaylineError:
     """Turn a failed call to `peer` back into the typed error its server raised, or into the loss of that peer."""
+    detail = printable(error.details() or error.code().name)
     for key, value in error.trailing_metadata() or ():
         if key == _LABEL_KEY and isinstance(value, str) and value in STATUS:
-            return from_wire(value, error.details() or value)
-    detail = (error.details() or error.code().name).splitlines()[0]
+            return from_wire(value, detail)
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return StageLostError(f"{peer} cannot be reached ({detail})")
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -168,12 +199,18 @@ def task_is_cancelled() -> bool:
 
 
 async def call(
-    channel: grpc.aio.Channel, name: str, request: Any, reply: type[Any], peer: str, timeout_s: float
+    channel: grpc.aio.Channel,
+    name: str,
+    request: Any,
+    reply: type[Any],
+    peer: str,
+    timeout_s: float,
+    bytes_max: int = bounds.UNARY_BYTES_MAX,
 ) -> Any:
     """Make one unary call.
 
     Raises the typed error of the other side, StageLostError if it cannot be reached or the channel is closed before it
-    answers, ProtocolError if its reply is not one.
+    answers, ProtocolError if its reply is not one, or longer than bytes_max.
     """
     try:
         unary = channel.unary_unary(method(name), request_serializer=serialize, response_deserializer=None)
@@ -186,7 +223,4 @@ async def call(
         if task_is_cancelled():
             raise
         raise StageLostError(f"the connection to {peer} was closed before it answered {name}") from error
-    try:
-        return reply.FromString(data)
-    except DecodeError as error:
-        raise ProtocolError(f"{peer} answered {name} with something else") from error
+    return messages.read(reply, data, f"answer to {name}", bytes_max=bytes_max, who=peer)

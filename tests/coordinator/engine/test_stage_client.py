@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,8 @@ from relayline.coordinator.engine.connection import refresh_costs, stage_cost
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.schedule.overhead import HOST_STEP_NS, Held
 from relayline.coordinator.schedule.stage_cost import StageCost
-from relayline.wire.common.errors import InternalError, ProtocolError, RelaylineError, StageLostError
+from relayline.wire.common.errors import ChecksumError, InternalError, ProtocolError, RelaylineError, StageLostError
+from relayline.wire.envelopes.returns import ReturnWriter
 from relayline.wire.links import rpc
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -41,11 +42,12 @@ def stumble(message: pb.ReturnEnvelope) -> None:
     [
         ((), StageLostError, "closed its return stream"),
         ((b"\xff",), ProtocolError, "cannot be read"),
-        ((pb.ReturnEnvelope(epoch=1).SerializeToString(),), InternalError, "a bug of ours"),
+        ((pb.ReturnEnvelope(epoch=1).SerializeToString() * 5,), ChecksumError, "checksum"),
+        (ReturnWriter().write(pb.ReturnEnvelope(epoch=1)), InternalError, "a bug of ours"),
     ],
 )
 async def test_every_end_of_the_return_stream_is_told(
-    messages: tuple[bytes, ...], error: type[RelaylineError], text: str
+    messages: Sequence[bytes], error: type[RelaylineError], text: str
 ) -> None:
     client = StageClient("127.0.0.1:1")
     lost: list[RelaylineError] = []

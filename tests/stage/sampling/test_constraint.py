@@ -275,10 +275,10 @@ def test_an_open_tells_all_that_was_said() -> None:
 
 
 def test_opens_with_grammars_leave_in_envelopes_that_fit() -> None:
-    for grammar, per_envelope in ((GRAMMAR, 143), ("", bounds.FRAMES_PER_ENVELOPE_MAX)):
+    for grammar, per_envelope in ((GRAMMAR, 10), ("", 292)):
         frames = [OutFrame(session_of(grammar), 0, (), Flag.OPEN) for _ in range(per_envelope + 1)]
         assert [len(envelope) for envelope in _within_bounds(frames)] == [per_envelope, 1]
-    assert bounds.OPTIONS_PER_ENVELOPE_BYTES_MAX // bounds.OPTIONS_BYTES_MAX == 143
+    assert bounds.OPTIONS_PER_ENVELOPE_BYTES_MAX // bounds.OPTIONS_BYTES_MAX == 10
 
 
 def test_a_step_takes_no_more_opens_than_its_envelope_holds() -> None:

@@ -22,7 +22,7 @@ from relayline.wire.envelopes.envelope import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS
 from relayline.wire.envelopes.frames import TRACE_BYTES, set_traces
 from relayline.wire.envelopes.rows import RowEncoder, decode_f16
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
-from tests.support.wire_examples import TRACE
+from tests.support.wire_examples import TRACE, library
 
 N_ROWS, WIDTH = 8, 4096
 PAYLOAD_BYTES = N_ROWS * WIDTH * 2
@@ -77,9 +77,9 @@ class Naive(Path):
             pb.Frame(session_id=row, position=sequence, n_rows=1, checksum=checksum(payload[row]), trace=TRACE)
             for row in range(N_ROWS)
         ]
-        message = pb.Envelope(
-            dtype=2, n_rows=N_ROWS, width=WIDTH, n_frames=N_ROWS, frames=frames, payload=payload.tobytes()
-        ).SerializeToString()
+        message = library(
+            pb.Envelope(dtype=2, n_rows=N_ROWS, width=WIDTH, n_frames=N_ROWS, frames=frames, payload=payload.tobytes())
+        )
         self.received = parse(message).payload.astype(np.float32)
 
 

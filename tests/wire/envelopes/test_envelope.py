@@ -247,7 +247,7 @@ BROKEN: dict[str, tuple[str, Callable[[pb.Envelope], None], str]] = {
     "an open without options": ("a prompt opens a session", lambda message: message.options.pop(), "0 session options"),
     "options without an open": ("exact rows", lambda message: message.options.add(), "1 session options"),
     "options over OPTIONS_BYTES_MAX": ("a prompt opens a session", _wide_options, "over the limit of 204800"),
-    "options over OPTIONS_PER_ENVELOPE_BYTES_MAX": ("a prompt opens a session", _many_options, "limit of 29360128"),
+    "options over OPTIONS_PER_ENVELOPE_BYTES_MAX": ("a prompt opens a session", _many_options, "limit of 2097152"),
     "too few exponents": ("scaled f16 rows", _set(row_exponents=b"\x01"), "exponents"),
     "too many exponents": ("scaled f16 rows", _set(row_exponents=b"\x01\x01\x01\x01"), "exponents"),
     "exponents of exact rows": ("exact rows", _set(row_exponents=b"\x01\x01"), "exponents"),

@@ -344,7 +344,7 @@ class CutShort:
         if self.n_left == 0:
             return call
         self.n_left -= 1
-        return lambda: self
+        return lambda **_: self
 
     async def write(self, _: bytes) -> None:
         reason = 'Failed "execute_batch": (<grpc._cython.cygrpc.SendMessageOperation object at 0x7f5b>,)'
@@ -377,6 +377,23 @@ async def test_nobody_there_is_a_lost_stage_and_no_riddle(ids: Identities):
         taken.bind(("127.0.0.2", 0))
         with pytest.raises(StageLostError, match="cannot be reached"):
             await describe(f"127.0.0.2:{taken.getsockname()[1]}", security_of(ids.box2))
+
+
+HEALTH = "/grpc.health.v1.Health/Check"
+
+
+@pytest.mark.parametrize("method", [rpc.method("Describe"), HEALTH])
+@pytest.mark.parametrize("request_", [b"\xff\xff\xff", bytes(bounds.UNARY_BYTES_MAX + 1), bytes(5_000_000)])
+async def test_a_malformed_call_is_one_line_and_no_traceback(
+    method: str, request_: bytes, lines: Lines, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(PLAINTEXT, "127.0.0.1") as server, rpc.open_channel(server.address) as channel:
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(method)(request_)
+            assert caught.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert len(lines.lines) == (len(request_) <= bounds.UNARY_BYTES_MAX), "gRPC itself refuses what is too long"
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
 
 
 # --- strangers, who do not say what they were refused for -------------------------------------------------------------

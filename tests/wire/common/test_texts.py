@@ -1,0 +1,100 @@
+"""Goal: what another process says reaches a person as bounded, printable text, wherever it is shown.
+
+Method: hostile text goes through the functions, through a log formatter of each kind, and through a membership.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from relayline.wire.common import bounds, logs
+from relayline.wire.common.texts import KEYS_MAX, printable, printable_values, tidy
+from relayline.wire.pb.relayline.v1 import join_pb2
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+HOSTILE = (
+    "\x1b[31mred\x1b[0m",
+    "two\nlines\r\x00",
+    "\x9b2J clears by C1",
+    "\x7f\x08\x08",
+    "left\u202eright",
+    "in\u200bvisible\u2028line",
+    "half \ud800 pair",
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_control_characters_are_told_and_not_obeyed(text: str) -> None:
+    shown = printable(text)
+    assert shown.isprintable()
+    assert shown != text
+    assert shown.encode("ascii").decode("unicode_escape").encode("utf-16", "surrogatepass") == text.encode(
+        "utf-16", "surrogatepass"
+    ), "nothing is lost"
+
+
+@pytest.mark.parametrize("text", ["", "stage 1 of 3", "größer, 模型, δ"])
+def test_ordinary_text_stays_as_it_is(text: str) -> None:
+    assert printable(text) is text
+
+
+@given(st.text(), st.integers(0, 20))
+def test_any_text_is_printable_and_bounded(text: str, chars_max: int) -> None:
+    shown = printable(text, chars_max)
+    assert shown.isprintable()
+    assert len(shown) <= 10 * chars_max + 40
+
+
+def test_what_is_cut_says_how_much() -> None:
+    assert printable("a" * 5_000, 10) == "aaaaaaaaaa... (4990 more characters)"
+
+
+def test_values_of_an_answer() -> None:
+    found = printable_values({"\x1b": ["\n", 1, None, {"x": "\x07"}], "n": 1.5})
+    assert found == {"\\x1b": ["\\n", 1, None, {"x": "\\x07"}], "n": 1.5}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("text", [*HOSTILE, "x" * (16 << 20)])
+def test_one_record_is_one_bounded_line(text: str, as_json: bool) -> None:
+    formatter = logs._JsonFormatter("stage") if as_json else logs._HumanFormatter()
+    record = logging.LogRecord("x", logging.WARNING, "", 0, "stage %s left", (text,), None)
+    record.fields = {"name": text, "n": 5}
+    line = formatter.format(record)
+    assert line.isprintable()
+    assert len(line) < 8 * bounds.LOG_VALUE_CHARS_MAX
+    assert not as_json or json.loads(line)["n"] == 5
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_traceback_has_its_lines_and_no_other(as_json: bool) -> None:
+    formatter = logs._JsonFormatter("stage") if as_json else logs._HumanFormatter()
+    try:
+        raise ValueError("\x1b[2J" + "x" * 100_000)
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, "", 0, "failed", (), sys.exc_info())
+    text = formatter.format(record)
+    shown = json.loads(text)["exception"] if as_json else text
+    assert all(line.isprintable() for line in shown.split("\n"))
+    assert "\\x1b[2Jxxx" in shown
+    assert len(text) < 4 * bounds.LOG_VALUE_CHARS_MAX
+
+
+def test_texts_of_messages_are_tidied_however_deep() -> None:
+    report = join_pb2.StageReport(hello={"name": "\x1b" * 500, "process_id": "p", "host": {"hostname": "a\nb"}})
+    tidy(report)
+    assert report.hello.name.isprintable()
+    assert len(report.hello.name) < 5 * bounds.PEER_NAME_CHARS_MAX
+    assert (report.hello.process_id, report.hello.host.hostname) == ("p", "a\\nb")
+    status = pb.StatusResponse(faults_by_label={"\n": 3, "native": 4}, steps_by_rows={1: 2})
+    tidy(status)
+    assert dict(status.faults_by_label) == {"\\n": 3, "native": 4}
+    status = pb.StatusResponse(close_reasons={str(number): number for number in range(500)})
+    tidy(status)
+    assert len(status.close_reasons) == KEYS_MAX

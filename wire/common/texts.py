@@ -1,0 +1,66 @@
+"""Text of another process before a person or a log sees it: bounded, and nothing in it that a terminal obeys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from relayline.wire.common import bounds
+
+KEYS_MAX = 64  # of a map from names that another process sends; there are some twenty labels and reasons
+
+
+def printable(text: str, chars_max: int = bounds.PEER_TEXT_CHARS_MAX) -> str:
+    """Return text as one line that is safe to print: long text cut, and control characters as backslash escapes.
+
+    What counts as one is whatever Unicode does not call printable: escape sequences, line ends, marks that turn the
+    direction of writing, invisible characters, halves of surrogate pairs.
+    """
+    n_more = len(text) - chars_max
+    kept = text[:chars_max] if n_more > 0 else text
+    if not kept.isprintable():
+        kept = "".join([each if each.isprintable() else _escaped(each) for each in kept])
+    return f"{kept}... ({n_more} more characters)" if n_more > 0 else kept
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def printable_values(value: Any) -> Any:
+    """Return JSON-like data with every text in it, names of fields included, made printable."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable_values(key): printable_values(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [printable_values(each) for each in value]
+    return value
+
+
+def tidy(message: Message, chars_max: int = bounds.PEER_NAME_CHARS_MAX) -> None:
+    """Make every text of a received message printable, in place: of it, of messages in it, and keys of its maps.
+
+    Not for long lists of messages, which are walked through one by one.
+    """
+    for field, value in message.ListFields():
+        if field.type == FieldDescriptor.TYPE_STRING and not field.is_repeated:
+            if (plain := printable(value, chars_max)) != value:
+                setattr(message, field.name, plain)
+        elif field.message_type is None:
+            continue
+        elif field.message_type.GetOptions().map_entry:
+            if field.message_type.fields_by_name["key"].type == FieldDescriptor.TYPE_STRING:
+                _tidy_keys(value, chars_max)
+        else:
+            for each in value if field.is_repeated else (value,):
+                tidy(each, chars_max)
+
+
+def _tidy_keys(found: Any, chars_max: int) -> None:
+    kept = {printable(key, chars_max): found[key] for key in sorted(found)[:KEYS_MAX]}
+    if kept.keys() != set(found):
+        found.clear()
+        found.update(kept)

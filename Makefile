@@ -32,14 +32,14 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist lo
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup rebuild anew demo test test-quick test-store check proto lock bench clean
+.PHONY: help setup rebuild anew demo test test-quick test-store check check-native proto lock bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 setup: $(STAMP) ## create .venv and install relayline with its development tools; LATEST=1 for the newest versions
 
-$(STAMP): pyproject.toml $(CONSTRAINTS) stage/engine/_capture.c $(wildcard wire/envelopes/_*.c deploy/build/*.cmake deploy/build/*.cpp deploy/build/*.h $(BUILT_WITH)) $(REBUILD)
+$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) stage/engine/_capture.c $(wildcard wire/*/_*.c deploy/build/*.cmake deploy/build/*.cpp deploy/build/*.h $(BUILT_WITH)) $(REBUILD)
 	@echo "[1/3] environment in $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("relayline needs Python 3.11 or newer; name one with PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -76,6 +76,9 @@ check: setup ## style, types, generated stubs
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python deploy/build/protos.py --check
+
+check-native: setup ## the C extensions under AddressSanitizer and UBSan: table tests and a seeded fuzz; SEED=N repeats one
+	@$(BIN)/python deploy/build/check_native.py $(if $(SEED),--seed $(SEED)) $(if $(FUZZ_SECONDS),--seconds $(FUZZ_SECONDS))
 
 proto: setup ## make the protobuf stubs anew
 	@$(BIN)/python deploy/build/protos.py

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 
+import hypothesis
 import pytest
 import pytest_asyncio
 
 THREADS_OF_OURS = ("decode",)
+
+# Under sanitizers (deploy/build/check_native.py) everything takes many times as long, and a fuzz follows.
+hypothesis.settings.register_profile("sanitized", max_examples=20, deadline=None)
+if "RELAYLINE_SANITIZED" in os.environ:
+    hypothesis.settings.load_profile("sanitized")
 
 # A worker of pytest-xdist ignores Ctrl-C, and so would every process that a test starts in it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

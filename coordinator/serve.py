@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.process import run
 from relayline.wire.links.security import address_of, check_connects
+from relayline.wire.links.tls_server import server_context
 from relayline.wire.telemetry.config import TelemetryConfig
 
 log = logging.getLogger("relayline.coordinator")
@@ -50,6 +52,8 @@ class ServeConfig:
     """File with the keys that the HTTP API demands, see coordinator.http.api_keys; None demands none."""
     protect_metrics: bool = False
     """Whether /metrics needs a key too."""
+    http_tls: tuple[Path, Path] | None = None
+    """Certificate (with intermediates) and private key of the HTTP API, PEM; None serves it in the clear."""
     chat_template_file: Path | None = None
     """Jinja template for chats; None takes the model's own."""
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
@@ -124,6 +128,7 @@ async def _serve(
     model_id = config.model_id or file.model_name
     limits = HttpLimits()
     chat = _chat_template(tokenizer, config.chat_template_file)
+    context = _http_context(config.http_tls)
     async with contextlib.AsyncExitStack() as stack:
         pushed_level = config.telemetry.level if config.push_level else None
         observer = await stack.enter_async_context(observed(config.telemetry, file.model_name, pushed_level))
@@ -131,11 +136,17 @@ async def _serve(
         control = TelemetryControl(observer, lambda: pipeline.stages)
         app = make_app(pipeline, tokenizer, chat, model_id, int(time.time()), limits, control)
         stack.enter_context(
-            protect_http(app, config.host, config.api_keys_file, protect_metrics=config.protect_metrics)
+            protect_http(
+                app,
+                config.host,
+                config.api_keys_file,
+                protect_metrics=config.protect_metrics,
+                is_tls=context is not None,
+            )
         )
         # The API answers while the stages still load: /health says 503 until they are ready.
-        runner, port = await start_http(app, config.host, config.port)
-        url = f"http://{address_of(config.host, port)}"
+        runner, port = await start_http(app, config.host, config.port, context=context)
+        url = f"{'http' if context is None else 'https'}://{address_of(config.host, port)}"
         stack.push_async_callback(runner.cleanup)
         if config.join is not None and joined is not None:
             joining = serve_joining(config.join, config.pipeline_dir, file, joined, config.pipeline.security)
@@ -146,6 +157,16 @@ async def _serve(
             stopping,
             lambda: on_ready(Ready(url, model_id, len(file.stages), pipeline.n_lanes, pipeline.ctx_tokens)),
         )
+
+
+def _http_context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:
+    """Return the TLS of the HTTP API. Raises UsageError for files that cannot be used."""
+    if files is None:
+        return None
+    from relayline.wire.links.tls_material import check_pair  # loads cryptography, which plaintext does not need
+
+    cert, key = files
+    return server_context(cert, key, check=lambda: check_pair(cert, key))
 
 
 def _chat_template(tokenizer: Tokenizer, path: Path | None) -> ChatTemplate:

@@ -9,6 +9,7 @@ from pathlib import Path
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.kv_layout import KV_LAYOUTS, choose_layout
+from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity, check_listen
 from relayline.wire.telemetry.config import TelemetryConfig
 
@@ -57,10 +58,13 @@ class StageConfig:
     """Check the artifact's sha256 against pipeline.json (remembered, so the second start is quick)."""
     security: LinkSecurity = PLAINTEXT
     """Certificates and join token of every link, listening and connecting."""
+    coordinator: Identity | None = None
+    """The one coordinator that may give this stage work over TLS; None: any of the CA's."""
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     """How much is traced and where spans go."""
     metrics: tuple[str, int] | None = None
-    """Host and port of the HTTP endpoint /metrics; port 0 lets the system choose; None serves no metrics."""
+    """Host and port of the HTTP endpoint /metrics, which beyond loopback has the links' TLS; port 0 lets the system
+    choose; None serves no metrics."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for the first value out of range."""
@@ -83,6 +87,8 @@ class StageConfig:
         if self.kv_layout not in KV_LAYOUTS:
             raise UsageError(f"--kv-layout {self.kv_layout} is unknown; choose one of {', '.join(KV_LAYOUTS)}")
         check_listen(self.host, self.security, "this stage")  # here, because loading the artifact may take long
+        if self.metrics is not None:
+            check_listen(self.metrics[0], self.security, "the metrics port")
 
     @property
     def layout_used(self) -> str:

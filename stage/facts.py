@@ -23,6 +23,7 @@ class StageFacts:
     rewinds: bool = True  # a lane can always be taken back by some positions, see `NativeEngine.check_rewind`
     instance_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     metrics_address: str = ""  # host:port of /metrics; empty when it is not served
+    name: str = ""  # what its credential says which stage it is; empty without one
 
     def describe(self) -> pb.DescribeResponse:
         """Return the answer to Describe: what the stage holds, what it can take, and what its steps cost by now."""
@@ -46,6 +47,7 @@ class StageFacts:
             max_rows=config.max_rows,
             rewinds=self.rewinds,
             instance_id=self.instance_id,
+            name=self.name,
         )
         self.curves.tell(message)
         return message

@@ -43,6 +43,7 @@ from relayline.wire.common.process import first_of, run
 from relayline.wire.envelopes.envelope import bytes_max_of
 from relayline.wire.links import rpc
 from relayline.wire.links.listening import Listener
+from relayline.wire.links.revocation import Revocations
 from relayline.wire.links.security import address_of
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.telemetry import Role, Telemetry
@@ -114,7 +115,9 @@ def _load(config: StageConfig, artifact: StageArtifact, load: Load | None) -> tu
         engine.close()
         raise
     rewinds = not engine.window or config.layout_used == "per-lane"
-    facts = StageFacts(artifact, config, importlib.metadata.version("relayline"), curves, rewinds)
+    facts = StageFacts(
+        artifact, config, importlib.metadata.version("relayline"), curves, rewinds, name=own_name(config)
+    )
     executor = StepExecutor(
         engine,
         LaneTable(config.n_lanes, config.ctx_tokens),
@@ -125,6 +128,12 @@ def _load(config: StageConfig, artifact: StageArtifact, load: Load | None) -> tu
         vocabulary=read_vocabulary(engine.vocab, engine.n_vocab) if engine.is_last else None,
     )
     return facts, executor
+
+
+def own_name(config: StageConfig) -> str:
+    """Return which stage its credential says that this is, empty without one."""
+    identity = config.security.identity
+    return identity.name if identity is not None else ""
 
 
 def make_policy(config: StageConfig, curves: Curves) -> Policy:
@@ -173,22 +182,23 @@ async def serve(
             crash(error)
 
     runner = Runner(batcher, executor, service.deliver, crash, service.account)
-    service.attach(runner)
+    artifact = facts.artifact
+    receive_bytes_max = bytes_max_of(1 if artifact.is_first else artifact.n_embd)
+    who = f"stage {artifact.stage_index}"
+    listener = Listener(config.security, who, receive_bytes_max, config.coordinator)
+    service.attach(runner, listener.guard)
     sender = asyncio.create_task(service.send_forever())
     sender.add_done_callback(task_ended)
     watch = StepWatch(facts.curves.predict_ns)
     watchdog = asyncio.create_task(watch_steps(lambda: runner.running, watch, crash))
     watchdog.add_done_callback(task_ended)
-    artifact = facts.artifact
-    receive_bytes_max = bytes_max_of(1 if artifact.is_first else artifact.n_embd)
-    listener = Listener(config.security, f"stage {artifact.stage_index}", receive_bytes_max)
     server = listener.server
     server.add_generic_rpc_handlers((service.handlers(),))
     health = grpc_health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     try:
         port = listener.add_port(config.host, config.port)
-        async with metrics(facts, stats, telemetry, service) as metrics_address:
+        async with metrics(facts, stats, telemetry, service, listener.guard.revocations) as metrics_address:
             await server.start()
             for name in ("", rpc.SERVICE):
                 await health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -228,9 +238,9 @@ def start_telemetry(facts: StageFacts) -> Telemetry:
 
 @contextlib.asynccontextmanager
 async def metrics(
-    facts: StageFacts, stats: StageStats, telemetry: Telemetry, service: StageService
+    facts: StageFacts, stats: StageStats, telemetry: Telemetry, service: StageService, revocations: Revocations
 ) -> AsyncIterator[str]:
-    """Serve /metrics if the configuration says where; yields the address, empty if not. Raises StartError."""
+    """Serve /metrics if the configuration says where; yields the address, empty if not. Raises as serve_metrics."""
     artifact, config = facts.artifact, facts.config
     if config.metrics is None:
         yield ""
@@ -242,5 +252,6 @@ async def metrics(
         "policy": config.policy,
         "version": facts.software_version,
     }
-    async with serve_metrics(config.metrics, StageCollector(info, stats, telemetry, service.gauges)) as address:
+    collector = StageCollector(info, stats, telemetry, service.gauges)
+    async with serve_metrics(config.metrics, collector, config.security, revocations) as address:
         yield address

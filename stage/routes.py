@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hmac
 from collections.abc import Callable
 
 from relayline.stage.steps.step_types import RouteOutput
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import RelaylineError, StageLostError, StaleEpochError
+from relayline.wire.common.errors import RelaylineError, StageLostError, StaleEpochError, UnauthenticatedError
 from relayline.wire.links.relay_link import RelayLink
+from relayline.wire.links.roles import Identity
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 RETURN_QUEUE_MAX = 1_024  # unread return messages of a coordinator; one that lags further is cut off
@@ -31,17 +33,63 @@ class Listener:
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Upstream:
+    """Whom a route takes work from, as its coordinator said."""
+
+    shown_pass: str = ""
+    """What it shows; empty: nothing."""
+    name: str = ""
+    """The upstream stage's name in its credential; empty: the coordinator itself, or a stage without credentials."""
+
+
+ANY_UPSTREAM = Upstream()
+
+
 class Route:
     """One coordinator's use of this stage at one epoch."""
 
-    def __init__(self, route_id: int, epoch: int, stage_index: int, link: RelayLink | None) -> None:
+    def __init__(
+        self,
+        route_id: int,
+        epoch: int,
+        stage_index: int,
+        link: RelayLink | None,
+        upstream: Upstream = ANY_UPSTREAM,
+        owner: Identity | None = None,
+    ) -> None:
+        """`owner`: the coordinator that began it; None where links have no credentials."""
         self.route_id, self.epoch, self.stage_index = route_id, epoch, stage_index
-        self.link = link
+        self.link, self.owner, self._upstream = link, owner, upstream
         self.envelopes_in = self.n_returned = 0  # envelopes that have come, messages that have gone to the coordinator
         self.has_upstream = False  # one upstream neighbour per epoch; another link is a mistake
         self.ended = asyncio.Event()  # upstream handlers and the sender leave when the epoch is over
         self.reason: RelaylineError = StaleEpochError(f"epoch {epoch} of this route is over")
         self._listeners: list[Listener] = []
+
+    def check_owner(self, who: Identity | None) -> None:
+        """Raise UnauthenticatedError unless `who` is the coordinator that began this route."""
+        if who != self.owner:
+            raise UnauthenticatedError(f"this route of stage {self.stage_index} belongs to {self.owner}, not to {who}")
+
+    def check_upstream(self, who: Identity | None, shown_pass: str) -> None:
+        """Raise UnauthenticatedError unless `who` may send work here: see `Upstream`."""
+        expected = self._upstream
+        if not hmac.compare_digest(shown_pass.encode(), expected.shown_pass.encode()):
+            raise UnauthenticatedError(f"stage {self.stage_index} takes no work without the pass of its epoch")
+        if who is None:
+            return
+        is_right = who.name == expected.name if expected.name else who == self.owner
+        if not is_right:
+            told = f"stage {expected.name}" if expected.name else "its coordinator"
+            raise UnauthenticatedError(f"stage {self.stage_index} takes work from {told}, not from {who}")
+
+    def check_watcher(self, who: Identity | None, shown_pass: str) -> None:
+        """Raise UnauthenticatedError unless `who` uses this route: its coordinator, or what is upstream."""
+        if not hmac.compare_digest(shown_pass.encode(), self._upstream.shown_pass.encode()):
+            raise UnauthenticatedError(f"stage {self.stage_index} is watched by nobody without the pass of its epoch")
+        if who is not None and who != self.owner and who.name != self._upstream.name:
+            raise UnauthenticatedError(f"stage {self.stage_index} is not watched by {who}")
 
     def listen(self) -> Listener:
         """Add a Return stream."""

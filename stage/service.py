@@ -15,7 +15,7 @@ from relayline.stage.inbound import Inbound, check_fit, hello_of
 from relayline.stage.observe.metrics import Gauges
 from relayline.stage.observe.observer import StageObserver
 from relayline.stage.observe.stats import StageStats
-from relayline.stage.routes import ROUTES_MAX, UNUSED_S, LeftRoutes, Route
+from relayline.stage.routes import ROUTES_MAX, UNUSED_S, LeftRoutes, Route, Upstream
 from relayline.stage.steps.runner import Runner
 from relayline.stage.steps.step import StepExecutor
 from relayline.stage.steps.step_types import RouteOutput, RouteWiring, StepResult
@@ -35,6 +35,7 @@ from relayline.wire.envelopes.envelope import EnvelopeView
 from relayline.wire.envelopes.returns import ReturnWriter
 from relayline.wire.links import rpc
 from relayline.wire.links.eager import Begun
+from relayline.wire.links.guard import Guard, caller
 from relayline.wire.links.refusals import peer_of
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.links.silence import Silence, silent_text
@@ -74,11 +75,12 @@ class StageService:
         self._started_ns = time.monotonic_ns()
         self._tasks: set[asyncio.Task[None]] = set()
         self._watches: set[asyncio.Task[bool]] = set()  # at most as many as there are open calls
+        self._guard: Guard | None = None
         self.runner: Runner  # set by attach, before the server starts
 
-    def attach(self, runner: Runner) -> None:
-        """Connect the decode thread."""
-        self.runner = runner
+    def attach(self, runner: Runner, guard: Guard | None = None) -> None:
+        """Connect the decode thread, and the guard of the port that takes lists of what is revoked."""
+        self.runner, self._guard = runner, guard
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """Return the generic handler to register with a server."""
@@ -91,6 +93,7 @@ class StageService:
                 "Status": unary(self.status, parser(pb.StatusRequest), serialize),
                 "Batches": unary(self._observer.batches, parser(pb.BatchesRequest), serialize),
                 "SetTelemetry": unary(self._observer.set_telemetry, parser(pb.TelemetrySettings), serialize),
+                "Revoke": unary(self._revoke, parser(pb.RevocationList), serialize),
                 "Relay": grpc.stream_stream_rpc_method_handler(self.relay, None, serialize),
                 "Watch": grpc.stream_stream_rpc_method_handler(self.watch, None, None),
                 "Return": grpc.unary_stream_rpc_method_handler(self.return_, parser(pb.ReturnRequest), None),
@@ -177,6 +180,18 @@ class StageService:
             raise
         return pb.ConfigureResponse(held=[pb.HeldSession(session_id=key, n_tokens=n) for key, n in held.items()])
 
+    async def _revoke(self, request: pb.RevocationList, context: Context) -> pb.RevocationsKnown:
+        """Take the CA's list of revoked certificates from the coordinator; calls of their holders end."""
+        number = 0
+        if self._guard is not None:
+            try:
+                if self._guard.revocations.offer(request.crl_pem):
+                    self._guard.end_revoked()
+            except RelaylineError as error:
+                await rpc.abort(context, error)
+            number = self._guard.revocations.number
+        return pb.RevocationsKnown(number=number)
+
     async def _begin(self, request: pb.ConfigureRequest) -> dict[int, int]:
         async with self._configuring:
             return await self._configure(request)
@@ -206,6 +221,8 @@ class StageService:
         if bool(request.next_address) == artifact.is_last:
             raise HandshakeError("only the last stage has no downstream neighbour")
         previous = self._routes.get(request.route_id)
+        if previous is not None:
+            previous.check_owner(caller())
         if previous is not None and request.epoch <= previous.epoch:
             raise StaleEpochError(f"epoch {request.epoch} is not newer than {previous.epoch}")
         if previous is None and len(self._routes) >= ROUTES_MAX:
@@ -217,7 +234,8 @@ class StageService:
         if previous is not None:
             await self._end_route(previous)
         link = await self._connect(request) if request.next_address else None
-        route = Route(request.route_id, request.epoch, artifact.stage_index, link)
+        upstream = Upstream(request.upstream_pass, request.upstream_name)
+        route = Route(request.route_id, request.epoch, artifact.stage_index, link, upstream, caller())
         wiring = RouteWiring(request.epoch, link.pool if link else None)
         held: dict[int, int] = await self.runner.call(lambda: self._executor.begin_route(request.route_id, wiring))
         self._routes[request.route_id] = route
@@ -242,7 +260,8 @@ class StageService:
                 self._link_lost(route, error)
 
         try:
-            return await RelayLink.open(request.next_address, hello, on_lost, self._facts.config.security)
+            security = self._facts.config.security
+            return await RelayLink.open(request.next_address, hello, on_lost, security, request.next_pass)
         except UnauthenticatedError as error:
             raise retold(error, f"stage {artifact.stage_index}") from error
 
@@ -386,6 +405,10 @@ class StageService:
         route = self._routes.get(request.route_id)
         if route is None or route.epoch != request.epoch:
             await rpc.abort(context, StaleEpochError(f"this stage is not at epoch {request.epoch} of the route"))
+        try:
+            route.check_owner(caller())
+        except RelaylineError as error:
+            await rpc.abort(context, error)
         listener, writer = route.listen(), ReturnWriter()
         try:
             while (message := await listener.queue.get()) is not None:
@@ -400,6 +423,10 @@ class StageService:
         """Give signs of life to whoever uses a route, and end its epoch once there are none from that side."""
         try:
             hello = await first_beat(context)
+            route = self._routes.get(hello.route_id)
+            if route is None or route.epoch != hello.epoch:
+                raise StaleEpochError(f"this stage is not at epoch {hello.epoch} of the route")
+            route.check_watcher(caller(), pass_of(context))
         except RelaylineError as error:
             await rpc.abort(context, error)
         answering = asyncio.create_task(answer(context, Silence()))
@@ -448,3 +475,9 @@ async def _sending(route: Route, output: RouteOutput) -> int:
     payload_bytes = buffer.payload_bytes
     await link.send(buffer, output.message)
     return payload_bytes
+
+
+def pass_of(context: Context) -> str:
+    """Return the pass that a Relay call shows in its metadata, empty for none."""
+    shown = next((value for key, value in context.invocation_metadata() or () if key == rpc.PASS_KEY), "")
+    return shown.decode(errors="replace") if isinstance(shown, bytes) else str(shown)

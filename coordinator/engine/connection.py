@@ -6,9 +6,11 @@ import asyncio
 import functools
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 
+from relayline.coordinator.engine.revoking import check_servers, keep_told, tell
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.schedule.overhead import HOST_STEP_NS, Held
@@ -19,11 +21,14 @@ from relayline.wire.common.curve import CostCurve
 from relayline.wire.common.errors import HandshakeError, RelaylineError, StageLostError
 from relayline.wire.common.tasks import end_task
 from relayline.wire.links.relay_link import RelayLink
+from relayline.wire.links.revocation import Revocations
+from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 log = logging.getLogger("relayline.coordinator")
 
+PASS_BYTES = 16
 CURVE_REFRESH_S = 1.0  # between looks at what the stages have learned; batches never wait for it
 
 
@@ -46,6 +51,7 @@ class Connection:
         self.link: RelayLink
         self._refresher: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._revoker: asyncio.Task[None] | None = None
 
     @property
     def n_lanes(self) -> int:
@@ -90,21 +96,31 @@ class Connection:
         epoch: int,
         wire_dtype: int,
         security: LinkSecurity = PLAINTEXT,
+        who: Sequence[Identity | None] = (),
+        revocations: Revocations | None = None,
         on_return: Callable[[pb.ReturnEnvelope], None],
         on_lost: Callable[[RelaylineError], None],
         on_heard: Callable[[int], None] = lambda index: None,
     ) -> Connection:
-        """Check, configure (downstream first) and connect every stage.
+        """Check, configure (downstream first) and connect every stage; `who` says of each which stage it is.
 
         `on_heard` is called with the index of a stage whenever it gives a sign of life.
         Raises HandshakeError when stages do not fit the pipeline or each other, StageLostError when one cannot be
         reached, UnauthenticatedError when one refuses us or we it, NotReadyError when one stops or was started anew
         meanwhile; then nothing stays open.
         """
-        stages = [StageClient(address, security) for address in addresses]
+        stages = [
+            StageClient(address, security, peer, revocations.generation(peer) if revocations and peer else 0)
+            for address, peer in zip(addresses, who or [None] * len(addresses), strict=True)
+        ]
+        passes = [secrets.token_hex(PASS_BYTES) for _ in stages]
         try:
+            if revocations is not None:
+                await check_servers(addresses, security, revocations)
             facts = await _describe_all(stages)
             check_stages(addresses, facts, pipeline)
+            if revocations is not None:
+                await tell(stages, revocations)
             held: list[dict[int, int]] = []
             for index in reversed(range(len(stages))):
                 request = pb.ConfigureRequest(
@@ -116,13 +132,16 @@ class Connection:
                     next_address=addresses[index + 1] if index + 1 < len(addresses) else "",
                     wire_dtype=pb.Dtype.Name(wire_dtype),
                     instance_id=facts[index].instance_id,
+                    upstream_pass=passes[index],
+                    next_pass=passes[index + 1] if index + 1 < len(passes) else "",
+                    upstream_name=facts[index - 1].name if index else "",
                 )
                 held.append(await stages[index].configure(request))
             connection = cls(epoch, stages, facts, held)
             subscription = pb.ReturnRequest(route_id=route_id, epoch=epoch)
             await asyncio.gather(
                 *(
-                    stage.listen(subscription, on_return, on_lost, functools.partial(on_heard, index))
+                    stage.listen(subscription, on_return, on_lost, functools.partial(on_heard, index), passes[index])
                     for index, stage in enumerate(stages)
                 )
             )
@@ -136,7 +155,11 @@ class Connection:
                 n_embd=pipeline.n_embd,
                 dtype=pb.DTYPE_TOKENS,
             )
-            connection.link = await RelayLink.open(addresses[0], hello, on_lost, security, is_watched=False)
+            connection.link = await RelayLink.open(
+                addresses[0], hello, on_lost, security, passes[0], is_watched=False
+            )
+            if revocations is not None:
+                connection.keep_told(revocations, security, on_lost)
         except BaseException:
             await asyncio.gather(*(stage.close() for stage in stages), return_exceptions=True)
             raise
@@ -157,9 +180,15 @@ class Connection:
         """Let `watch_silence` run for as long as this connection stands."""
         self._watcher = asyncio.create_task(watch_silence(self, route_id, under_way, is_idle, on_silent, on_lost))
 
+    def keep_told(
+        self, revocations: Revocations, security: LinkSecurity, on_lost: Callable[[RelaylineError], None]
+    ) -> None:
+        """Let `coordinator.engine.revoking.keep_told` run for as long as this connection stands."""
+        self._revoker = asyncio.create_task(keep_told(revocations, self.stages, security, on_lost))
+
     async def close(self) -> None:
         """Close every stream of this epoch; what sessions hold stays at the stages for a while."""
-        for task in (self._refresher, self._watcher):
+        for task in (self._refresher, self._watcher, self._revoker):
             if task is not None:
                 await end_task(task)
         await self.link.close()

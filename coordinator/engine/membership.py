@@ -8,11 +8,12 @@ same process may always take its own place again, because its older membership i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import HandshakeError, PlaceTakenError, UsageError
+from relayline.wire.common.errors import HandshakeError, PlaceTakenError, UnauthenticatedError, UsageError
 from relayline.wire.common.phase import HostState
+from relayline.wire.links.roles import Credential
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class Introduction:
     system: str = ""
     n_cores: int = 0
     memory_bytes: int = 0
+    credential: Credential | None = None
+    """What it has shown; None where links have no credentials."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,12 +50,15 @@ class Place:
     failure: str = ""  # why the last member left, when it said so
     process_id: str = ""  # of the member, or of the last one
     n_restarts: int = 0  # processes that have held it, but for the first
+    holder: Credential | None = None  # whose credential the name is bound to, also while that member is away
 
 
 class Membership:
     """The places of one pipeline. Times are monotonic nanoseconds of the caller."""
 
     def __init__(self, names: Sequence[str], software_version: str, now_ns: int) -> None:
+        self.is_revoked: Callable[[Credential], bool] = lambda credential: False
+        """Whether a name may pass on from the holder of this credential to another."""
         self.places = [Place(index, name, since_ns=now_ns) for index, name in enumerate(names)]
         self._software_version = software_version
         self._tickets = 0
@@ -60,13 +66,15 @@ class Membership:
     def check(self, who: Introduction) -> Place:
         """Return the place that this stage may take.
 
-        Raises UsageError for an unknown name, HandshakeError for another version, and PlaceTakenError while another
+        Raises UsageError for an unknown name, UnauthenticatedError for a credential of another stage or one other than
+        the first that joined under the name, HandshakeError for another version, and PlaceTakenError while another
         process holds the place.
         """
         place = next((place for place in self.places if place.name == who.name), None)
         if place is None:
             known = ", ".join(place.name for place in self.places)
             raise UsageError(f"this pipeline has no stage {who.name!r}; its stages are {known}")
+        self._check_credential(place, who.credential)
         if who.protocol_version != bounds.PROTOCOL_VERSION:
             raise HandshakeError(
                 f"stage {who.name} speaks protocol {who.protocol_version}, this coordinator {bounds.PROTOCOL_VERSION}; "
@@ -85,11 +93,22 @@ class Membership:
             )
         return place
 
+    def _check_credential(self, place: Place, shown: Credential | None) -> None:
+        identity = shown.identity if shown is not None else None
+        if identity is not None and identity.name != place.name:
+            raise UnauthenticatedError(f"this credential is of {identity}; it cannot join as {place.name}")
+        holder = place.holder
+        if holder is not None and identity != holder.identity and not self.is_revoked(holder):
+            raise UnauthenticatedError(
+                f"the name {place.name} belongs to {holder.identity}, which joined first; to move it, revoke that "
+                "credential with `relayline certs revoke`, or start the coordinator anew"
+            )
+
     def join(self, who: Introduction, now_ns: int) -> int:
         """Give a stage its place and return the ticket of this membership. Raises as `check`."""
         place = self.check(who)
         self._tickets += 1
-        place.ticket, place.member = self._tickets, who
+        place.ticket, place.member, place.holder = self._tickets, who, who.credential or place.holder
         place.n_restarts += place.process_id not in ("", who.process_id)
         place.process_id = who.process_id
         place.address = place.instance_id = place.failure = ""

@@ -52,6 +52,7 @@ from relayline.wire.common.errors import (
 )
 from relayline.wire.common.phase import Phase as Phase
 from relayline.wire.common.process import first_of
+from relayline.wire.links.revocation import Revocations
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 log = logging.getLogger("relayline.coordinator")
@@ -68,8 +69,10 @@ class Pipeline:
         roster: Roster | None = None,
         observer: Observer | None = None,
     ) -> None:
+        """Raises UsageError for a list of revoked credentials that cannot be used."""
         self.config, self.file, self._is_end = config, file, is_end
-        self._roster = roster or StaticRoster(config.addresses)
+        self._roster = roster or StaticRoster(config.addresses, config.names)
+        self._revocations = Revocations(config.security)
         self._observer = observer or Observer()
         self._roster.watch(self._on_lost, self._on_heard)
         names = [str(stage.get("name") or f"stage {index}") for index, stage in enumerate(self._roster.describe())]
@@ -263,6 +266,8 @@ class Pipeline:
             epoch=self.epoch,
             wire_dtype=self.config.wire_dtype,
             security=self.config.security,
+            who=self._roster.identities(),
+            revocations=self._revocations,
             on_return=self._on_return,
             on_lost=self._on_lost,
             on_heard=self._on_heard,

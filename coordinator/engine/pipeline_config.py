@@ -31,5 +31,7 @@ class PipelineConfig:
     """How long requests that ran when a stage was lost wait for it to come back."""
     lost_wait_s: float = 15.0
     """How long after a loss new requests wait for their first token; then they are refused with 503."""
+    names: tuple[str, ...] = ()
+    """Names of the stages at `addresses`, as their join tokens say them; empty: stage-0, stage-1 and so on."""
     security: LinkSecurity = PLAINTEXT
     """Certificates and join token of the links to the stages."""

@@ -15,7 +15,8 @@ from typing import Protocol
 from relayline.coordinator.engine.membership import Introduction, Membership, Place
 from relayline.wire.common.errors import RelaylineError, StageLostError
 from relayline.wire.common.phase import HostState
-from relayline.wire.links.security import host_of, is_loopback
+from relayline.wire.links.roles import Credential, Identity, Role
+from relayline.wire.links.security import credential_host, host_of, is_loopback
 
 log = logging.getLogger("relayline.coordinator")
 
@@ -42,6 +43,9 @@ class Roster(Protocol):
     def addresses(self) -> Sequence[str]:
         """Return what is known of the addresses now, in layer order; empty strings for unknown ones."""
 
+    def identities(self) -> Sequence[Identity | None]:
+        """Return which stage is at each address, in layer order; None for one that is not known."""
+
     def missing(self) -> list[str]:
         """Return the names of the stages that are waited for."""
 
@@ -49,13 +53,19 @@ class Roster(Protocol):
         """Return JSON-ready facts of each stage in layer order."""
 
 
+def default_names(n_stages: int) -> tuple[str, ...]:
+    """Return what stages are called where nobody names them."""
+    return tuple(f"stage-{index}" for index in range(n_stages))
+
+
 class StaticRoster:
     """Addresses that were given at the start."""
 
     joins = False
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], names: Sequence[str] = ()) -> None:
         self._addresses = tuple(addresses)
+        self._names = tuple(names) or default_names(len(self._addresses))
 
     async def present(self) -> tuple[str, ...]:
         """Return the addresses; whether somebody is there shows when they are called."""
@@ -67,6 +77,11 @@ class StaticRoster:
     def addresses(self) -> Sequence[str]:
         """Return the addresses."""
         return self._addresses
+
+    def identities(self) -> Sequence[Identity | None]:
+        """Return the stages that are to be there: of a name each, on the host of its address."""
+        named = zip(self._addresses, self._names, strict=False)
+        return [Identity(Role.STAGE, credential_host(host_of(address)), name) for address, name in named]
 
     def missing(self) -> list[str]:
         """Return nothing: nobody is waited for."""
@@ -107,6 +122,15 @@ class JoinedRoster:
     def addresses(self) -> Sequence[str]:
         """Return the addresses known now."""
         return [place.address for place in self._membership.places]
+
+    def identities(self) -> Sequence[Identity | None]:
+        """Return what the members' credentials state."""
+        shown = [place.member.credential if place.member is not None else None for place in self._membership.places]
+        return [credential.identity if credential is not None else None for credential in shown]
+
+    def ask_of_revoked(self, is_revoked: Callable[[Credential], bool]) -> None:
+        """Let a name pass on to another holder once `is_revoked` says so of its credential."""
+        self._membership.is_revoked = is_revoked
 
     def missing(self) -> list[str]:
         """Return the names of the places that do not serve."""

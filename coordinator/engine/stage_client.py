@@ -16,6 +16,7 @@ from relayline.wire.common.tasks import end_task
 from relayline.wire.common.texts import printable, tidy
 from relayline.wire.envelopes.returns import ReturnReader
 from relayline.wire.links import rpc
+from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.links.trouble import explained
 from relayline.wire.links.watch import Watch
@@ -39,10 +40,15 @@ def clock_offset_ns(sent_ns: int, received_ns: int, theirs_ns: int) -> int:
 class StageClient:
     """One stage as seen from the coordinator. Event loop only."""
 
-    def __init__(self, address: str, security: LinkSecurity = PLAINTEXT) -> None:
-        """Raises UsageError when `security` does not allow a link to `address`."""
+    def __init__(
+        self, address: str, security: LinkSecurity = PLAINTEXT, who: Identity | None = None, generation: int = 0
+    ) -> None:
+        """`who`: the stage that is there, and `generation` how often its token was revoked, see LinkSecurity.shown_to.
+
+        Raises UsageError when `security` does not allow a link to `address`.
+        """
         self.address, self._security = address, security
-        self._channel = rpc.open_channel(address, security)
+        self._channel = rpc.open_channel(address, security, who, generation)
         self.returns = ReturnReader(f"the stage at {address}")
         self._reader: asyncio.Task[None] | None = None
         self._watch: Watch | None = None
@@ -76,6 +82,12 @@ class StageClient:
         if len(answer.held) > bounds.SESSIONS_PER_LINK_MAX:
             raise ProtocolError(f"{self.address} says that it holds {len(answer.held)} sessions")
         return {held.session_id: held.n_tokens for held in answer.held}
+
+    async def revoke(self, crl_pem: bytes) -> None:
+        """Hand the stage a list of revoked certificates. Raises the stage's typed refusal, or its loss."""
+        request = pb.RevocationList(crl_pem=crl_pem)
+        timeout_s = bounds.HANDSHAKE_TIMEOUT_S
+        await rpc.call(self._channel, "Revoke", request, pb.RevocationsKnown, self.address, timeout_s)
 
     async def status(self, *, with_recent: bool, route_id: int = 0) -> pb.StatusResponse | None:
         """Return live counters, None if there is no answer in time.
@@ -148,6 +160,7 @@ class StageClient:
         on_message: Callable[[pb.ReturnEnvelope], None],
         on_lost: Callable[[RelaylineError], None],
         on_heard: Callable[[], None] = lambda: None,
+        shown_pass: str = "",
     ) -> None:
         """Subscribe to samples and faults, and watch the stage; returns once nothing can be missed any more.
 
@@ -171,7 +184,9 @@ class StageClient:
         self._reader = asyncio.create_task(self._read(call, on_message, on_lost))
         route = (request.route_id, request.epoch)
         who = f"stage at {self.address}"
-        self._watch = Watch(self.address, route, on_lost, self._security, who=who, on_heard=on_heard)
+        self._watch = Watch(
+            self.address, route, on_lost, self._security, shown_pass=shown_pass, who=who, on_heard=on_heard
+        )
 
     async def _read(
         self,

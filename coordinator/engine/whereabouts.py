@@ -11,23 +11,27 @@ import asyncio
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.links import rpc
+from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import LinkSecurity, address_of, is_loopback
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 LOOK_S = 3.0  # for an answer at an address; what is wrong must be said within 15 s
 
 
-async def whereabouts(name: str, told: str, seen: str, port: int, security: LinkSecurity) -> tuple[str, str]:
+async def whereabouts(
+    name: str, told: str, seen: str, port: int, security: LinkSecurity, who: Identity | None = None
+) -> tuple[str, str]:
     """Return the address (host:port) of a stage, and a line for the log where it is not what the stage said.
 
-    `told` is the host that it reports, empty for none; `seen` is the one that its membership comes from.
+    `told` is the host that it reports, empty for none; `seen` is the one that its membership comes from, and `who`
+    what its credential states.
     """
     if told in ("", seen):
         return address_of(seen, port), ""
     said, other = address_of(told, port), address_of(seen, port)
     if is_loopback(seen) and not is_loopback(told):  # this very host, where neighbours on others would not find it
         return said, ""
-    at_said, at_other = await asyncio.gather(_trouble(said, security), _trouble(other, security))
+    at_said, at_other = await asyncio.gather(_trouble(said, security, who), _trouble(other, security, who))
     if not at_said:
         return said, ""
     if not at_other:
@@ -39,11 +43,11 @@ async def whereabouts(name: str, told: str, seen: str, port: int, security: Link
     )
 
 
-async def _trouble(address: str, security: LinkSecurity) -> str:
+async def _trouble(address: str, security: LinkSecurity, who: Identity | None) -> str:
     """Return why no stage answers at an address, empty if one does."""
     request = pb.DescribeRequest(protocol_version=bounds.PROTOCOL_VERSION)
     try:
-        channel = rpc.open_channel(address, security)
+        channel = rpc.open_channel(address, security, who)
     except RelaylineError as error:
         return error.message
     try:

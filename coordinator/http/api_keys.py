@@ -116,12 +116,13 @@ def _read(path: Path) -> str:
 
 
 def protect_http(
-    app: web.Application, host: str, path: Path | None, *, protect_metrics: bool
+    app: web.Application, host: str, path: Path | None, *, protect_metrics: bool, is_tls: bool = False
 ) -> contextlib.AbstractContextManager[None]:
     """Demand the keys in `path`, if one is given, of everybody who asks at `host`.
 
-    Within the returned context SIGHUP reads the file again. Without keys an address beyond this machine is warned
-    about. Raises UsageError. Call it on the event loop, before the app is started.
+    Within the returned context SIGHUP reads the file again. An address beyond this machine is warned about where it
+    demands no keys, and where keys travel in the clear. Raises UsageError. Call it on the event loop, before the app is
+    started.
     """
     if path is None:
         if protect_metrics:
@@ -130,6 +131,8 @@ def protect_http(
             log.warning("the API on %s is open to everyone who reaches it; --api-keys FILE closes it", host)
         return contextlib.nullcontext()
     keys = ApiKeys(path)
+    if not (is_tls or is_loopback(host)):
+        log.warning("API keys travel to %s in PLAINTEXT: give --http-cert and --http-key, or a proxy with TLS", host)
     log.info("the API demands a key, known: %s", keys.shown)
     require_keys(app, keys, protect_metrics=protect_metrics)
     return _reread_on_hangup(keys)

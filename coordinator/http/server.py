@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ssl
 
 from aiohttp import web
 
@@ -11,9 +12,15 @@ from relayline.wire.links.security import address_of
 
 
 async def start_http(
-    app: web.Application, host: str, port: int, *, shutdown_timeout_s: float = 1.0
+    app: web.Application,
+    host: str,
+    port: int,
+    *,
+    shutdown_timeout_s: float = 1.0,
+    context: ssl.SSLContext | None = None,
 ) -> tuple[web.AppRunner, int]:
-    """Serve `app` on host:port (port 0 takes a free one); return the runner, and the port that it got.
+    """Serve `app` on host:port (port 0 takes a free one), over TLS with a `context`; return the runner, and the port
+    that it got.
 
     Handlers are cancelled when their client goes away, which is what frees its lanes. Stop with `runner.cleanup()`,
     which waits `shutdown_timeout_s` for running requests; drain before it. Raises StartError when the address cannot
@@ -24,7 +31,7 @@ async def start_http(
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, ssl_context=context).start()
     except OSError as error:
         await runner.cleanup()
         if error.errno == errno.EADDRINUSE:

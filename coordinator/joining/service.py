@@ -35,8 +35,10 @@ from relayline.wire.common.process import first_of
 from relayline.wire.common.texts import tidy
 from relayline.wire.envelopes import messages
 from relayline.wire.links import rpc
+from relayline.wire.links.guard import caller, credential
 from relayline.wire.links.listening import Listener
 from relayline.wire.links.refusals import peer_of
+from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity, address_of
 from relayline.wire.links.silence import Silence, silent_text
 from relayline.wire.links.watch import beat, until_silent
@@ -64,6 +66,7 @@ class _Membership:
     secret: bytes
     replaced: asyncio.Event
     beats: bool  # whether it gives signs of life and takes ours
+    owner: Identity | None = None
     silence: Silence = dataclasses.field(default_factory=Silence)
     fetching: bool = False
 
@@ -79,7 +82,8 @@ class JoinService:
         roster: JoinedRoster,
         security: LinkSecurity = PLAINTEXT,
     ) -> None:
-        """`security` is that of links to the stages."""
+        """`security` is that of links to the stages; its identity is what this coordinator's certificate states."""
+        self._own = security.identity.uri if security.identity is not None else ""
         self._config, self._directory, self._file, self._roster = config, directory, file, roster
         self._security = security
         self._pipeline_json = (directory / PIPELINE_NAME).read_bytes()
@@ -162,6 +166,7 @@ class JoinService:
             facts.system,
             facts.n_cores,
             facts.memory_bytes,
+            credential(),
         )
         ticket = self._roster.join(who)
         place = self._roster.place_of(ticket)
@@ -169,7 +174,8 @@ class JoinService:
         earlier = self._members.get(place.index)
         if earlier is not None:
             earlier.replaced.set()
-        member = _Membership(ticket, place.index, secrets.token_bytes(TICKET_BYTES), asyncio.Event(), hello.beats)
+        secret = secrets.token_bytes(TICKET_BYTES)
+        member = _Membership(ticket, place.index, secret, asyncio.Event(), hello.beats, caller())
         self._members[place.index] = member
         return member
 
@@ -191,6 +197,7 @@ class JoinService:
             telemetry=settings.telemetry.message(),
             ticket=secret,
             beats=beats,
+            coordinator=self._own,
         )
 
     async def _read(self, context: Context, member: _Membership) -> None:
@@ -214,7 +221,7 @@ class JoinService:
 
     async def _whereabouts(self, member: _Membership, serving: pb.StageServing, seen: str) -> str:
         name = self._config.stages[member.index].name
-        address, line = await whereabouts(name, serving.host, seen, serving.port, self._security)
+        address, line = await whereabouts(name, serving.host, seen, serving.port, self._security, member.owner)
         if line:
             log.warning("%s", line)
         return address
@@ -242,7 +249,7 @@ class JoinService:
     def _member(self, request: pb.FetchRequest) -> _Membership:
         """Return whose ticket this is. Nothing in the request names a file, so nothing else can be had."""
         for member in self._members.values():
-            if secrets.compare_digest(member.secret, request.ticket):
+            if secrets.compare_digest(member.secret, request.ticket) and member.owner == caller():
                 size_bytes = self._file.stages[member.index].size_bytes
                 if request.offset > size_bytes:
                     raise ArtifactError(f"offset {request.offset} is beyond the artifact's {size_bytes} bytes")
@@ -279,6 +286,7 @@ async def serve_joining(
     """Let stages join for the length of a with block; yields the address (host:port). Raises StartError, UsageError."""
     service = JoinService(config, directory, file, roster, security)
     listener = Listener(security, "the coordinator")
+    roster.ask_of_revoked(listener.guard.revocations.is_revoked)
     listener.server.add_generic_rpc_handlers((service.handlers(),))
     try:
         port = listener.add_port(config.host, config.port)

@@ -19,6 +19,8 @@ from relayline.deploy.certify.workload import N_LANES, PREFILL_CHUNK_ROWS, Run, 
 from relayline.deploy.launch.child import Child
 from relayline.deploy.launch.local import STAGE_STOP_TIMEOUT_S, stage_child
 from relayline.wire.common.errors import ProtocolError, StageLostError
+from relayline.wire.links import role_tokens
+from relayline.wire.links.security import LinkSecurity
 
 PIPELINE_END_TIMEOUT_S = 2.0  # of the last closes, which a dead stage never takes
 
@@ -62,19 +64,27 @@ async def run_split(
     Raises StartError if a stage does not start, StageLostError if one dies later (its own last words are the message),
     and whatever a session ends with. No process is left behind, however this ends.
     """
-    async with _stages(config, on_line) as stages:
+    root = role_tokens.new_root()
+    async with _stages(config, on_line, root) as stages:
         watch = asyncio.create_task(_first_death(stages))
         try:
-            return await _unless(watch, _drive(config, stages, batches, n_tokens, on_token))
+            return await _unless(watch, _drive(config, stages, root, batches, n_tokens, on_token))
         finally:
             await _end(watch)
 
 
 @contextlib.asynccontextmanager
-async def _stages(config: SplitConfig, on_line: OnLine) -> AsyncIterator[list[Child]]:
+async def _stages(config: SplitConfig, on_line: OnLine, root: str) -> AsyncIterator[list[Child]]:
     file = load_pipeline(config.directory)
     stages = [
-        stage_child(index, config.directory / stage.file, config.stage_arguments, on_line, n_threads=config.n_threads)
+        stage_child(
+            index,
+            config.directory / stage.file,
+            config.stage_arguments,
+            on_line,
+            n_threads=config.n_threads,
+            root=root,
+        )
         for index, stage in enumerate(file.stages)
     ]
     try:
@@ -98,6 +108,7 @@ async def _first_death(stages: Sequence[Child]) -> None:
 async def _drive(
     config: SplitConfig,
     stages: Sequence[Child],
+    root: str,
     batches: Sequence[Sequence[Script]],
     n_tokens: int,
     on_token: Callable[[], None],
@@ -106,6 +117,7 @@ async def _drive(
     pipeline_config = PipelineConfig(
         addresses=tuple([stage.ready.result()["address"] for stage in stages]),
         wire_dtype=config.wire_dtype,
+        security=LinkSecurity(token=root),
         # One decode flight for all: sessions that run at once meet in it, however late one of them comes.
         schedule=ScheduleConfig("fixed", n_groups=1, group_rows=N_LANES, chunk_rows=PREFILL_CHUNK_ROWS, draft=0),
     )

@@ -1,4 +1,4 @@
-"""`relayline certs`: the CA of a pipeline, its per-host certificates and its join token."""
+"""`relayline certs`: the CA of a pipeline, the certificates and join tokens of its processes, and their revocation."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from pathlib import Path
 import click
 
 from relayline.wire.common.errors import UsageError
+from relayline.wire.links.roles import Identity, Role
+from relayline.wire.links.security import TOKEN_FILE, credential_host
 
 DIRECTORY = click.Path(path_type=Path)
 
 
 @click.group("certs", short_help="Make and show the certificates of a pipeline.")
 def certs_command() -> None:
-    """Make the certificates that keep a pipeline's links private, and show what is in them.
+    """Make the credentials that keep a pipeline's links private, show and revoke them.
 
-    `init` once, on a machine that you trust; `issue` there for every host; copy each host its own directory and start
-    its processes with --tls DIRECTORY. The CA's key (ca-key.pem) never leaves the machine where it was made.
+    `init` once, on a machine that you trust; `issue` there for every process, which says what it may do: coordinate, be
+    the stage of one name, or read metrics. Copy each process its own directory and start it with --tls DIRECTORY (or,
+    for plaintext links, with --token-file DIRECTORY/token). The CA's key (ca-key.pem) never leaves the machine where
+    it was made.
     """
 
 
@@ -32,7 +36,8 @@ def init_command(directory: Path, name: str) -> None:
     authority = init_authority(directory, name, _now())
     click.echo(f"made the CA of {name} in {directory}, valid until {_day(authority.not_valid_after_utc)}")
     click.echo(f"keep {directory / CA_KEY_FILE} secret: whoever has it can join the pipeline")
-    click.echo(f"next, for every host: relayline certs issue {directory} HOST")
+    click.echo(f"next: relayline certs issue {directory} HOST --coordinator")
+    click.echo(f"and for every stage: relayline certs issue {directory} HOST --stage NAME")
 
 
 def _addresses(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
@@ -44,26 +49,87 @@ def _addresses(_: click.Context, __: click.Parameter, given: tuple[str, ...]) ->
     return given
 
 
+def _one_role(coordinator: bool, stage: str, monitor: bool) -> tuple[Role, str]:
+    """Return role and stage name of flags. Raises UsageError unless one is given."""
+    if sum((coordinator, bool(stage), monitor)) != 1:
+        raise UsageError("say what the process may do: --coordinator, --stage NAME or --monitor; one of them")
+    return (Role.COORDINATOR if coordinator else Role.MONITOR if monitor else Role.STAGE), stage
+
+
 @certs_command.command("issue")
 @click.argument("directory", type=DIRECTORY)
 @click.argument("host")
+@click.option("--coordinator", is_flag=True, help="For the coordinator on HOST.")
+@click.option("--stage", default="", metavar="NAME", help="For the stage of this name on HOST.")
+@click.option(
+    "--monitor", is_flag=True, help="For a Prometheus on HOST: it may read stages' metrics, and nothing else."
+)
 @click.option("--ip", "ips", multiple=True, callback=_addresses, help="Further IP address; may be repeated.")
 @click.option("--dns", multiple=True, help="Further DNS name, e.g. of a Kubernetes service; may be repeated.")
 @click.option("--days", type=int, default=365, show_default=True, help="How long it is valid.")
-@click.option("--out", type=DIRECTORY, default=None, help="Where to put it [default: DIRECTORY/HOST].")
+@click.option("--out", type=DIRECTORY, default=None, help="Where to put it [default: DIRECTORY/NAME].")
 def issue_command(
-    directory: Path, host: str, ips: tuple[str, ...], dns: tuple[str, ...], days: int, out: Path | None
+    directory: Path,
+    host: str,
+    coordinator: bool,
+    stage: str,
+    monitor: bool,
+    ips: tuple[str, ...],
+    dns: tuple[str, ...],
+    days: int,
+    out: Path | None,
 ) -> None:
-    """Make HOST (a name or an IP address) its own directory: ca.pem, cert.pem, key.pem and the join token.
+    """Make a process on HOST (a name or an IP address) its own directory: ca.pem, cert.pem, key.pem and a join token.
 
     Called again it renews; running processes take up the new certificate with their next connection.
     """
     from relayline.deploy.launch.certificates import issue
 
-    out = out or directory / host.strip("[]").replace(":", "-").replace("*", "any")
-    made = issue(directory, host, (*ips, *dns), days, out, _now())
-    click.echo(f"made {made.directory} for {', '.join(made.names)}, valid until {_day(made.expires)}")
-    click.echo(f"copy it to {host} and start its processes with: --tls {made.directory.name}")
+    role, name = _one_role(coordinator, stage, monitor)
+    out = out or directory / (name or role.value)
+    made = issue(directory, host, (*ips, *dns), days, out, _now(), role=role, stage=name)
+    click.echo(
+        f"made {made.directory} of {made.identity}, for {', '.join(made.names)}, valid until {_day(made.expires)}"
+    )
+    click.echo(f"copy it to {host} and start its process with: --tls {made.directory.name}")
+
+
+@certs_command.command("revoke")
+@click.argument("directory", type=DIRECTORY)
+@click.option("--coordinator", is_flag=True, help="Those of coordinators.")
+@click.option("--stage", default="", metavar="NAME", help="Those of the stage of this name.")
+@click.option("--monitor", is_flag=True, help="Those that read metrics.")
+@click.option("--host", default="", help="Those of this host [default: of any].")
+def revoke_command(directory: Path, coordinator: bool, stage: str, monitor: bool, host: str) -> None:
+    """Revoke credentials that the CA in DIRECTORY has issued; all others go on.
+
+    Writes crl.pem (certificates) and `revoked` (join tokens) into DIRECTORY and the directories of processes in it.
+    Running processes look for them in their --tls directory, or beside their token file, every second. It is enough to
+    bring both to the coordinator: it refuses the revoked from then on, and hands the first, which the CA has signed, to
+    every stage. Issue the process a new credential to let it in again.
+    """
+    from relayline.deploy.launch.certificates import CA_KEY_FILE, revoke, revoke_token
+
+    if not (coordinator or stage or monitor or host):
+        raise UsageError("say whose: --coordinator, --stage NAME, --monitor or --host HOST")
+    role, name = _one_role(coordinator, stage, monitor) if coordinator or stage or monitor else (None, "")
+    where = credential_host(host) if host else ""
+    if not (directory / CA_KEY_FILE).exists() and (directory / TOKEN_FILE).exists():
+        if role is not Role.STAGE or not where:
+            raise UsageError(f"{directory} has no CA but join tokens of stages; give --stage NAME and --host HOST")
+        revoke_token(directory, Identity(Role.STAGE, where, name))
+        click.echo(f"revoked the join token of stage {name} on {where}")
+        return
+
+    def wanted(identity: Identity) -> bool:
+        return role in (None, identity.role) and name in ("", identity.name) and where in ("", identity.host)
+
+    done = revoke(directory, wanted, _now())
+    click.echo(f"revoked: {', '.join(done.identities)}")
+    click.echo(f"crl.pem and revoked are now in {', '.join(map(str, done.written))}")
+    click.echo("bring both to the coordinator's --tls directory if that is elsewhere; no process needs a restart")
+    if role in (None, Role.COORDINATOR) and any(text.startswith(Role.COORDINATOR.value) for text in done.identities):
+        click.echo("a coordinator's join token cannot be revoked: for links without TLS make a new directory with init")
 
 
 @certs_command.command("show")
@@ -72,7 +138,7 @@ def issue_command(
 def show_command(ctx: click.Context, directory: Path) -> None:
     """Show whose certificates are in DIRECTORY and until when; exit code 1 if one has expired or they do not fit."""
     from relayline.wire.links.security import CA_FILE, CERT_FILE, KEY_FILE
-    from relayline.wire.links.tls_material import check_material, names_of, read_certificate
+    from relayline.wire.links.tls_material import check_material, identity_of, names_of, read_certificate
 
     if not (directory / CA_FILE).exists():
         raise UsageError(f"{directory / CA_FILE} is missing; `relayline certs init` or `issue` makes it")
@@ -87,6 +153,7 @@ def show_command(ctx: click.Context, directory: Path) -> None:
         click.echo(f"{file}: {cert.subject.rfc4514_string()}, from {cert.issuer.rfc4514_string()}")
         click.echo(f"  valid until {_day(cert.not_valid_after_utc)}: {state}")
         if file == CERT_FILE:
+            click.echo(f"  of {identity_of(cert) or 'no role: it is refused; issue it anew'}")
             click.echo(f"  for {', '.join(names_of(cert)) or 'no name: nobody can connect to it'}")
     if is_good and (directory / CERT_FILE).exists():
         try:

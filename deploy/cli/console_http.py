@@ -86,6 +86,9 @@ class Coordinator:
             async with self._session.get(f"{self.url}{path}") as response:
                 body = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if isinstance(error, aiohttp.ClientConnectorCertificateError):
+                text = "its certificate is not trusted here; name the CA's file in SSL_CERT_FILE"
+                raise StartError(f"{self.url}: {text} ({error.certificate_error})") from error
             # What the system says is clearer than aiohttp's sentence about it.
             cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else None
             reason = os.strerror(cause.errno) if cause and cause.errno else str(error) or type(error).__name__

@@ -32,9 +32,7 @@ TOLD_BY_ORDER = (*ENGINE_FLAGS, "policy", "no_verify")
 def serve_join_options(command: Command) -> Command:
     """Add the coordinator's flags: given addresses, or stages that join. The engine flags apply to the latter."""
     for option in (
-        click.option(
-            "--names", default="", help="Names of the stages that join, in layer order [default: stage-0,...]."
-        ),
+        click.option("--names", default="", help="Names of the stages, in layer order [default: stage-0,...]."),
         click.option("--join-listen", type=Address(), help="Let stages join here instead of giving --stages."),
         click.option("--stages", type=AddressList(), help="Stage addresses in layer order."),
     ):
@@ -71,14 +69,14 @@ def _explicit(given: dict[str, Any], names: tuple[str, ...]) -> list[str]:
 
 def coordinator_join(given: dict[str, Any], n_stages: int) -> JoinConfig | None:
     """Return how stages join, None where their addresses are given. Raises UsageError for both, or neither."""
+    from relayline.coordinator.engine.roster import default_names
     from relayline.coordinator.joining.config import EngineOrder, JoinConfig, JoiningStage
 
     if (given["join_listen"] is None) == (given["stages"] is None):
         raise UsageError("give --stages with every address, or --join-listen to let stages join; one of them")
     if given["join_listen"] is None:
-        engine_flags = _explicit(given, ENGINE_FLAGS)
-        if engine_flags or given["names"]:
-            raise UsageError(f"{(engine_flags or ['--names'])[0]} tells stages that join; it needs --join-listen")
+        if engine_flags := _explicit(given, ENGINE_FLAGS):
+            raise UsageError(f"{engine_flags[0]} tells stages that join; it needs --join-listen")
         return None
     engine = EngineOrder(
         ctx_tokens=given["ctx"],
@@ -91,13 +89,14 @@ def coordinator_join(given: dict[str, Any], n_stages: int) -> JoinConfig | None:
         policy=given["policy"],
         calibrate=not given["no_calibrate"],
     )
-    names = [name.strip() for name in given["names"].split(",")] if given["names"] else _default_names(n_stages)
+    names = given_names(given) or default_names(n_stages)
     host, port = given["join_listen"]
     return JoinConfig(tuple(JoiningStage(name, engine) for name in names), host, port)
 
 
-def _default_names(n_stages: int) -> list[str]:
-    return [f"stage-{index}" for index in range(n_stages)]
+def given_names(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the stages' names in layer order, none where the user gave none."""
+    return tuple(name.strip() for name in given["names"].split(",")) if given["names"] else ()
 
 
 def joinable_event(joinable: Joinable) -> dict[str, Any]:
@@ -163,7 +162,9 @@ def stage_telemetry(given: dict[str, Any]) -> Callable[[StageConfig, pb.StageOrd
             otlp_endpoint=mine.otlp_endpoint if "--otlp-endpoint" in explicit else theirs.otlp_endpoint,
             sampler_ratio=mine.sampler_ratio if "--trace-sample" in explicit else theirs.sampler_ratio,
         )
-        ordered = (config.host, theirs.metrics_port) if theirs.metrics_port else None
+        # Plaintext never leaves loopback because a coordinator says so.
+        host = config.host if config.security.is_tls else "127.0.0.1"
+        ordered = (host, theirs.metrics_port) if theirs.metrics_port else None
         return dataclasses.replace(config, telemetry=telemetry, metrics=metrics or ordered)
 
     return adapt

@@ -14,6 +14,7 @@ from relayline.wire.common import bounds
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.kv_layout import KV_LAYOUTS, LONG_LANE_TOKENS
 from relayline.wire.envelopes.envelope import DTYPE_BY_NAME
+from relayline.wire.links.roles import Role
 from relayline.wire.links.security import LinkSecurity, address_of, load_security
 from relayline.wire.telemetry.config import LEVEL_NAMES, Level, TelemetryConfig
 
@@ -159,13 +160,16 @@ engine_options = _apply(
 
 security_options = _apply(
     click.option("--tls", "tls_dir", type=click.Path(path_type=Path), default=None,
-                 help="Directory with ca.pem, cert.pem, key.pem, token from `relayline certs`; links are mutual TLS."),
+                 help="This process's directory from `relayline certs issue`; links are mutual TLS."),
     click.option("--insecure", is_flag=True, help="Allow plaintext links beyond this machine; anyone can read them."),
     click.option("--token-file", type=click.Path(path_type=Path), default=None,
                  help="File with the join token [default: RELAYLINE_TOKEN, or `token` in the --tls directory]."),
 )  # fmt: skip
 
 http_security_options = _apply(
+    click.option("--http-cert", type=click.Path(path_type=Path), default=None,
+                 help="Certificate (PEM) with which the HTTP API is HTTPS; renewed files are taken up by themselves."),
+    click.option("--http-key", type=click.Path(path_type=Path), default=None, help="Private key of --http-cert (PEM)."),
     click.option("--api-keys", type=click.Path(path_type=Path), default=None,
                  help="File with one API key (or NAME: KEY) a line; read again on SIGHUP [default: no key is needed]."),
     click.option("--protect-metrics", is_flag=True, help="Demand an API key for /metrics too."),
@@ -177,14 +181,28 @@ chat_template_option = click.option(
 )  # fmt: skip
 
 
-def security_from(given: dict[str, Any]) -> LinkSecurity:
-    """Turn the flags of `security_options` (and a `token`, where a command has one) into checked link security.
+def security_from(given: dict[str, Any], role: Role) -> LinkSecurity:
+    """Turn the flags of `security_options` (and a `token`, where a command has one) into checked link security of a
+    process of this role, and of this `name` if one is given.
 
     Call it after the logs are set up: it may warn. Raises UsageError.
     """
     return load_security(
-        given["tls_dir"], token=given.get("token") or "", token_file=given["token_file"], insecure=given["insecure"]
+        given["tls_dir"],
+        token=given.get("token") or "",
+        token_file=given["token_file"],
+        insecure=given["insecure"],
+        role=role,
+        name=(given.get("name") or "") if role is Role.STAGE else "",
     )
+
+
+def http_tls_from(given: dict[str, Any]) -> tuple[Path, Path] | None:
+    """Return certificate and key of the HTTP API, None for plain HTTP. Raises UsageError for one without the other."""
+    cert, key = given["http_cert"], given["http_key"]
+    if (cert is None) != (key is None):
+        raise UsageError("--http-cert and --http-key go together; give both or none")
+    return (cert, key) if cert is not None else None
 
 
 telemetry_options = _apply(

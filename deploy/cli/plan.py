@@ -204,7 +204,7 @@ def _url_of(manifest: Manifest) -> str:
     host = "127.0.0.1" if http.host in ("0.0.0.0", "::") else http.host
     if not http.port:
         raise UsageError("the manifest leaves the port to the system; say where the coordinator is with --url")
-    return f"http://{address_of(host, http.port)}"
+    return f"{'http' if http.tls is None else 'https'}://{address_of(host, http.port)}"
 
 
 async def _looks(url: str, seconds: float) -> tuple[dict[str, Any], dict[str, Any], float]:

@@ -14,6 +14,7 @@ import click
 
 from relayline.deploy.cli.join_flags import (
     coordinator_join,
+    given_names,
     joinable_event,
     member_event,
     serve_join_options,
@@ -30,6 +31,7 @@ from relayline.deploy.cli.options import (
     content_option,
     engine_options,
     http_security_options,
+    http_tls_from,
     is_given,
     log_options,
     pipeline_options,
@@ -44,6 +46,7 @@ from relayline.deploy.launch.serving import for_each_stage, manifest_option, ser
 from relayline.deploy.machine.cores import keep_to
 from relayline.wire.common import logs
 from relayline.wire.envelopes.envelope import DTYPE_BY_NAME
+from relayline.wire.links.roles import Role
 
 if TYPE_CHECKING:
     from relayline.coordinator.engine.membership import Place
@@ -75,7 +78,12 @@ def _watch_stdin() -> None:
 @click.option("--cores", type=CoreList(), default=None, help="Cores that it keeps to, as 0-3,8 [default: any].")
 @click.option("--no-verify", is_flag=True, help="Do not check the artifact's sha256.")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
-@click.option("--metrics", type=Address(), default=None, help="Where to serve Prometheus metrics [default: nowhere].")
+@click.option(
+    "--metrics",
+    type=Address(),
+    default=None,
+    help="Where to serve Prometheus metrics; with --tls over TLS beyond loopback [default: nowhere].",
+)
 @telemetry_options
 @policy_option
 @engine_options
@@ -94,7 +102,7 @@ def stage_command(**given: Any) -> None:
     logs.setup("stage", as_json=given["log_json"], verbose=given["verbose"])
     if given["cores"]:
         keep_to(given["cores"])
-    security = security_from(given)
+    security = security_from(given, Role.STAGE)
     joining = stage_join(given, security)
     if given["exit_with_stdin"]:
         _watch_stdin()
@@ -139,11 +147,19 @@ def _on_stage_ready(given: dict[str, Any]) -> Callable[[str, StageFacts], None]:
             },
             f"stage {artifact.stage_index} of {artifact.stage_count} "
             f"(layers {artifact.layer_start}-{artifact.layer_end - 1}) ready on {address}"
-            + (f", metrics on http://{facts.metrics_address}/metrics" if facts.metrics_address else ""),
+            + (f", metrics on {metrics_url(facts)}" if facts.metrics_address else ""),
             as_json=given["as_json"],
         )
 
     return on_ready
+
+
+def metrics_url(facts: StageFacts) -> str:
+    """Return where a stage's metrics are read."""
+    from relayline.stage.observe.metrics import is_private
+
+    host = facts.config.metrics[0] if facts.config.metrics is not None else ""
+    return f"{'https' if is_private(host, facts.config.security) else 'http'}://{facts.metrics_address}/metrics"
 
 
 def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
@@ -196,19 +212,20 @@ def serve_command(**given: Any) -> None:
 
     logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
     check_engine(given)
-    host, port = given["http"]
+    (host, port), https = given["http"], http_tls_from(given)
     directory = served_directory(given["directory"], given["manifest"])
     config = ServeConfig(
         pipeline_dir=directory,
         pipeline=PipelineConfig(
             addresses=given["stages"] or (),
+            names=given_names(given),
             wire_dtype=DTYPE_BY_NAME[given["wire"]],
             schedule=schedule_config(given),
             share=not given["no_share"],
             prefix_lanes=given["prefix_lanes"],
             waiting_max=given["queue"],
             lost_wait_s=given["lost_wait"],
-            security=security_from(given),
+            security=security_from(given, Role.COORDINATOR),
         ),
         host=host,
         port=port,
@@ -218,6 +235,7 @@ def serve_command(**given: Any) -> None:
         ),
         api_keys_file=given["api_keys"],
         protect_metrics=given["protect_metrics"],
+        http_tls=https,
         chat_template_file=given["chat_template"],
         telemetry=telemetry_config(given, content=given["trace_content"]),
         push_level=is_given("trace_level"),

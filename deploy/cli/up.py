@@ -20,6 +20,7 @@ from relayline.deploy.cli.options import (
     content_option,
     engine_options,
     http_security_options,
+    http_tls_from,
     is_given,
     log_options,
     pipeline_options,
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 # Flags of the form with --model alone: a manifest says these things of every single stage.
 MODEL_ONLY = (
-    "n_stages", "cuts", "threads", "no_pin", "split_dir", "gpu_layers", "api_keys", "protect_metrics", "chat_template",
+    "n_stages", "cuts", "threads", "no_pin", "split_dir", "gpu_layers", "api_keys", "protect_metrics", "http_cert",
+    "http_key", "chat_template",
 )  # fmt: skip
 MANIFEST_ONLY = ("state_dir", "detach")
 
@@ -97,6 +99,10 @@ def _up_model(given: dict[str, Any]) -> None:
 
     check_engine(given)
     check_draft(given)
+    if (https := http_tls_from(given)) is not None:
+        from relayline.wire.links.tls_material import check_pair
+
+        check_pair(*https)  # the coordinator would find out after the split
     if given["chat_template"]:
         read_template(given["chat_template"])  # the coordinator would find out after the split
     if given["http"][1] and (problem := port_problem(*given["http"])):
@@ -127,6 +133,7 @@ def _up_model(given: dict[str, Any]) -> None:
             *(("--api-keys", str(given["api_keys"])) if given["api_keys"] else ()),
             *(("--chat-template", str(given["chat_template"])) if given["chat_template"] else ()),
             *(("--protect-metrics",) if given["protect_metrics"] else ()),
+            *(forwarded([("--http-cert", https[0]), ("--http-key", https[1])]) if https is not None else ()),
             *_telemetry_flags(given),
             *(("--trace-content",) if given["trace_content"] else ()),
             *_log_flags(given),

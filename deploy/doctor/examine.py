@@ -27,12 +27,13 @@ from relayline.deploy.doctor.plan import needed_memory_bytes, split_of, writes_b
 from relayline.deploy.doctor.report import Finding, Probe, examine, failure
 from relayline.deploy.doctor.versions import look_versions
 from relayline.deploy.launch.control import Launched
-from relayline.deploy.launch.own_tls import directory_name
+from relayline.deploy.launch.own_tls import host_of_stage
 from relayline.deploy.launch.state import StateDir, state_root
 from relayline.deploy.machine.facts import available_memory_bytes
 from relayline.deploy.manifest import Manifest
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.places import artifacts_dir, cache_dir
+from relayline.wire.links.roles import COORDINATOR_DIR
 from relayline.wire.links.security import LinkSecurity
 
 DEEP_TIMEOUT_S = 24 * 3600.0  # reading all that was split takes as long as the disk needs
@@ -91,12 +92,14 @@ async def examine_manifest(
     ]
     for host, (what, port) in hosts_of(manifest).items():
         probes.append(Probe(f"host {host}", functools.partial(look_host, host, what, port), timeout_s))
+    hosts = {stage.name: host_of_stage(manifest, stage) for stage in manifest.stages}
     if running and launched is not None:
         if launched.state.url:
             probes.append(Probe("coordinator", functools.partial(look_coordinator, launched.state.url), timeout_s))
         for record in launched.state.processes:
             if record.role == "stage" and record.address and record.state == "ready" and security is not None:
-                probe = functools.partial(look_stage, record.name, record.address, security)
+                host = hosts.get(record.name, "")
+                probe = functools.partial(look_stage, record.name, record.address, host, security)
                 probes.append(Probe(f"stage {record.name}", probe, timeout_s))
     if spec.telemetry.otlp_endpoint:
         probes.append(Probe("otlp", functools.partial(look_otlp, spec.telemetry.otlp_endpoint), timeout_s))
@@ -105,7 +108,7 @@ async def examine_manifest(
 
 def _security(manifest: Manifest) -> tuple[list[Finding], LinkSecurity | None]:
     try:
-        own = StateDir(state_root() / manifest.name).tls / directory_name(manifest.spec.coordinator.host)
+        own = StateDir(state_root() / manifest.name).tls / COORDINATOR_DIR
         return look_security(manifest, names_here(manifest), own)
     except RelaylineError as error:
         return [failure("tls", error.message, "see `relayline certs --help`")], None

@@ -16,10 +16,12 @@ from relayline.coordinator.model.pipeline_file import (
     load_pipeline,
 )
 from relayline.deploy.doctor.report import Finding, Outcome, failure, ok, warning
+from relayline.deploy.launch.own_tls import JOIN_DIR
 from relayline.deploy.manifest import Manifest, is_local
 from relayline.stage.joining.artifact_store import cached
 from relayline.wire.common.errors import ArtifactError, RelaylineError
 from relayline.wire.common.file_hash import sha256_of
+from relayline.wire.links.roles import Role
 from relayline.wire.links.security import CERT_FILE, TOKEN_FILE, LinkSecurity, load_security
 from relayline.wire.links.tls_material import RENEW_DAYS, canonical_name, names_of, read_certificate
 
@@ -102,10 +104,10 @@ def look_security(manifest: Manifest, names: tuple[str, ...], own: Path) -> tupl
     wire = manifest.spec.wire
     token_file = manifest.resolve(wire.token_file) if wire.token_file is not None else None
     if not manifest.uses_tls:
-        made = own.parent.parent / TOKEN_FILE
-        if token_file is None and not manifest.all_local and made.exists():
+        made = own.parent.parent / JOIN_DIR / TOKEN_FILE
+        if token_file is None and made.exists():
             token_file = made  # by `relayline up`
-        security = load_security(None, token_file=token_file, insecure=not manifest.all_local)
+        security = load_security(None, token_file=token_file, insecure=not manifest.all_local, role=Role.COORDINATOR)
         if manifest.all_local:
             return [ok("tls", "not needed: every process is on this machine")], security
         return [warning("tls", "wire.tls.mode is off: activations and prompts cross the network in the clear",
@@ -114,13 +116,13 @@ def look_security(manifest: Manifest, names: tuple[str, ...], own: Path) -> tupl
     if wire.tls.directory is None and not (own / CERT_FILE).exists():
         return [ok("tls", f"`relayline up` will make its own material in {own.parent}")], None
     try:
-        security = load_security(directory, token_file=token_file)
+        security = load_security(directory, token_file=token_file, role=Role.COORDINATOR)
         findings = [_certificate(directory, names)]
     except (RelaylineError, OSError) as error:
         return [failure("tls", str(error), "see `relayline certs --help`")], None
     if not security.token:
-        findings.append(warning("join token", "none: whoever has a certificate of this CA may join",
-                                "`relayline certs init` makes one; name it in wire.tokenFile"))  # fmt: skip
+        findings.append(warning("join token", "none: a stage's certificate is enough to join",
+                                "`relayline certs issue` makes one beside the certificate"))  # fmt: skip
     else:
         findings.append(ok("join token", "there"))
     return findings, security

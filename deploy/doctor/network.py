@@ -16,7 +16,9 @@ from relayline.deploy.doctor.report import Finding, failure, in_daemon, ok, warn
 from relayline.deploy.launch.ports import port_problem, wanted_ports
 from relayline.deploy.manifest import Manifest, is_local
 from relayline.wire.common.errors import RelaylineError
-from relayline.wire.links.security import LinkSecurity, address_of
+from relayline.wire.links.revocation import Revocations
+from relayline.wire.links.roles import Identity, Role
+from relayline.wire.links.security import LinkSecurity, address_of, credential_host
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CONNECT_TIMEOUT_S = 5.0
@@ -87,12 +89,16 @@ async def look_host(host: str, what: str, port: int) -> list[Finding]:
     return [ok(check, f"{where} port {port} ({what}) can be reached")]
 
 
-async def look_stage(name: str, address: str, security: LinkSecurity) -> list[Finding]:
-    """Ask a stage for its version and its clock; a stage that is not there is no finding of its own."""
+async def look_stage(name: str, address: str, host: str, security: LinkSecurity) -> list[Finding]:
+    """Ask a stage for its version and its clock; a stage that is not there is no finding of its own.
+
+    `host` is the one that its credential is for.
+    """
     client = None
     check = f"stage {name}"
     try:
-        client = StageClient(address, security)
+        who = Identity(Role.STAGE, credential_host(host), name)
+        client = StageClient(address, security, who, Revocations(security).generation(who))
         async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
             facts = await client.describe()
             first = await client.status(with_recent=False)

@@ -1,4 +1,11 @@
-"""Makes the CA, the per-host certificates and the join token of a pipeline. Files only; nothing is sent anywhere."""
+"""Makes the CA of a pipeline, and for each process its certificate and join token; revokes them. Files only.
+
+DIRECTORY/ca.pem, ca-key.pem    the CA
+DIRECTORY/token                 the coordinator's join token, from which the stages' follow
+DIRECTORY/issued                a line for every certificate: serial number, when it ends, identity
+DIRECTORY/crl.pem, revoked      what is revoked, see wire.links.revocation
+DIRECTORY/NAME/                 what one process needs and nothing else
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,7 @@ import ipaddress
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -18,15 +25,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from relayline.wire.common.errors import UsageError
-from relayline.wire.links.security import CA_FILE, CERT_FILE, KEY_FILE, TOKEN_FILE, read_token
+from relayline.wire.links import role_tokens
+from relayline.wire.links.revocation import CRL_BYTES_MAX, CRL_FILE, REVOKED_FILE, read_crl
+from relayline.wire.links.roles import NAME, TAKEN_NAMES, Identity, Role, identity_named
+from relayline.wire.links.security import CA_FILE, CERT_FILE, KEY_FILE, TOKEN_FILE, credential_host, read_token
 from relayline.wire.links.tls_material import canonical_name, check_dates, read_certificate
 
-CA_KEY_FILE = "ca-key.pem"
+CA_KEY_FILE, ISSUED_FILE = "ca-key.pem", "issued"
 CA_DAYS = 3_652  # ten years: renewing a CA means touching every host
 CERT_DAYS_DEFAULT, CERT_DAYS_MAX = 365, 825
 BACKDATED = datetime.timedelta(hours=1)  # a host whose clock is a little slow can use a new certificate at once
-TOKEN_BYTES = 32
-_PRIVATE, _PUBLIC = 0o600, 0o644
+PRIVATE, _PUBLIC = 0o600, 0o644
 _DNS_NAME = re.compile(
     r"(?=.{1,253}$)(\*\.)?([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*"
 )
@@ -38,7 +47,9 @@ class Issued:
     """What one `issue` made."""
 
     directory: Path
-    """Holds ca.pem, cert.pem, key.pem and token: everything that the host needs, and nothing else."""
+    """Holds ca.pem, cert.pem, key.pem and token: everything that the process needs, and nothing else."""
+    identity: Identity
+    """What certificate and token state."""
     names: tuple[str, ...]
     """DNS names and IP addresses in the certificate."""
     expires: datetime.datetime
@@ -67,18 +78,31 @@ def init_authority(directory: Path, name: str, now: datetime.datetime) -> x509.C
     )
     directory.mkdir(parents=True, exist_ok=True)
     # The certificate comes last: a directory with ca.pem is complete.
-    write_file(directory / CA_KEY_FILE, _key_pem(key), _PRIVATE)
-    write_file(directory / TOKEN_FILE, secrets.token_urlsafe(TOKEN_BYTES).encode() + b"\n", _PRIVATE)
+    write_file(directory / CA_KEY_FILE, _key_pem(key), PRIVATE)
+    write_file(directory / TOKEN_FILE, role_tokens.new_root().encode() + b"\n", PRIVATE)
     write_file(directory / CA_FILE, cert.public_bytes(serialization.Encoding.PEM), _PUBLIC)
     return cert
 
 
-def issue(directory: Path, host: str, names: Sequence[str], days: int, out: Path, now: datetime.datetime) -> Issued:
-    """Make a certificate for `host` and further names (DNS or IP) into `out`, signed by the CA in `directory`.
+def issue(
+    directory: Path,
+    host: str,
+    names: Sequence[str],
+    days: int,
+    out: Path,
+    now: datetime.datetime,
+    *,
+    role: Role,
+    stage: str = "",
+) -> Issued:
+    """Make the credential of one process on `host` into `out`: a certificate, signed by the CA in `directory`, and its
+    join token, both of which state `role` and the name of the `stage`. A monitor has a certificate alone.
 
-    Renews when `out` holds a certificate of this CA already. localhost and the loopback addresses 127.0.0.1 and ::1
-    are always in it, so that a host's own processes can use the same files. Raises UsageError.
+    `names` are further names of the host (DNS or IP). Renews when `out` holds a certificate of this CA already.
+    localhost and the loopback addresses 127.0.0.1 and ::1 are always in it, since neighbours may run on the same host.
+    Raises UsageError.
     """
+    check_stage_name(role, stage)
     if not 1 <= days <= CERT_DAYS_MAX:
         raise UsageError(f"--days {days} is outside 1..{CERT_DAYS_MAX}")
     authority, authority_key = _load_authority(directory)
@@ -86,7 +110,10 @@ def issue(directory: Path, host: str, names: Sequence[str], days: int, out: Path
     ours = authority.public_bytes(serialization.Encoding.PEM)
     if (out / CA_FILE).exists() and (out / CA_FILE).read_bytes() != ours:
         raise UsageError(f"{out} holds certificates of another CA; choose another directory with --out")
-    alternatives = _alternatives([host, *names, "localhost", "127.0.0.1", "::1"])
+    hosts = _alternatives([host, *names, "localhost", "127.0.0.1", "::1"])
+    identity = Identity(role, credential_host(host), stage)
+    alternatives = [*hosts, x509.UniformResourceIdentifier(identity.uri)]
+    token = issued_token(directory, identity) if role is not Role.MONITOR else ""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host[:_COMMON_NAME_CHARS_MAX])])
     days = min(days, (authority.not_valid_after_utc - now).days)
@@ -102,13 +129,164 @@ def issue(directory: Path, host: str, names: Sequence[str], days: int, out: Path
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
         .sign(authority_key, hashes.SHA256())
     )
-    token = read_token(directory / TOKEN_FILE)
+    _record(directory, cert, identity)
     out.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_file(out / KEY_FILE, _key_pem(key), _PRIVATE)
+    write_file(out / KEY_FILE, _key_pem(key), PRIVATE)
     write_file(out / CERT_FILE, cert.public_bytes(serialization.Encoding.PEM), _PUBLIC)
     write_file(out / CA_FILE, ours, _PUBLIC)
-    write_file(out / TOKEN_FILE, token.encode() + b"\n", _PRIVATE)
-    return Issued(out, tuple(str(name.value) for name in alternatives), cert.not_valid_after_utc)
+    if token:
+        write_file(out / TOKEN_FILE, token.encode() + b"\n", PRIVATE)
+    _copy_lists(directory, out)
+    return Issued(out, identity, tuple(str(name.value) for name in hosts), cert.not_valid_after_utc)
+
+
+def check_stage_name(role: Role, stage: str) -> None:
+    """Raise UsageError unless a stage's credential names a stage, and no other one does."""
+    if (role is Role.STAGE) != bool(stage):
+        raise UsageError("a stage's credential says its name, and no other one does")
+    if stage and not NAME.fullmatch(stage):
+        raise UsageError(f"stage name {stage!r} is not a DNS label; use lower-case letters, digits and hyphens")
+    if stage in TAKEN_NAMES:
+        raise UsageError(f"no stage can be named {stage!r}: that is another role; choose another name")
+
+
+def issued_token(directory: Path, identity: Identity, file: str = TOKEN_FILE) -> str:
+    """Return the join token of a process, made from the coordinator's in `directory`. Raises UsageError."""
+    root = read_token(directory / file)
+    found = role_tokens.read(root)
+    if found is None or found.role is not Role.COORDINATOR:
+        raise UsageError(
+            f"{directory / file} is no coordinator's join token, or one of an older version; make a new directory with "
+            "`relayline certs init`"
+        )
+    if identity.role is Role.COORDINATOR:
+        return root
+    return role_tokens.token_for(root, identity, _revoked_names(directory).count(str(identity)))
+
+
+# --- revoking ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Revoked:
+    """What one `revoke` revoked."""
+
+    identities: tuple[str, ...]
+    """Each once, as `stage NAME on HOST`."""
+    written: tuple[Path, ...]
+    """Directories that have the lists now."""
+
+
+def revoke(directory: Path, wanted: Callable[[Identity], bool], now: datetime.datetime) -> Revoked:
+    """Revoke certificate and join token of everybody in `directory`'s records that is `wanted`.
+
+    The lists are put into `directory` and every directory of this CA below it, where running processes see them within
+    seconds. Raises UsageError when nobody is wanted, or the list would grow beyond what processes read.
+    """
+    authority, authority_key = _load_authority(directory)
+    records = [record for record in _records(directory) if record.ends > now]
+    chosen = [record for record in records if wanted(record.identity)]
+    if not chosen:
+        known = ", ".join(sorted({str(record.identity) for record in records}))
+        raise UsageError(f"{directory} has issued no such credential that is still valid; it has: {known or 'none'}")
+    before = revoked_serials(directory)
+    fresh = [record for record in chosen if record.serial not in before]
+    identities = tuple(dict.fromkeys(str(record.identity) for record in fresh))
+    if not fresh:
+        raise UsageError(f"revoked already: {', '.join(dict.fromkeys(str(record.identity) for record in chosen))}")
+    serials = [record.serial for record in records if record.serial in before or record in fresh]
+    pem = _signed_list(authority, authority_key, serials, _crl_number(directory) + 1, now)
+    if len(pem) > CRL_BYTES_MAX:
+        raise UsageError(f"the list of revoked certificates would be larger than {CRL_BYTES_MAX} bytes; make a new CA")
+    write_file(directory / CRL_FILE, pem, _PUBLIC)
+    _add_names(directory, [name for name in identities if name.startswith(Role.STAGE.value)])
+    ours = authority.public_bytes(serialization.Encoding.PEM)
+    places = sorted(path.parent for path in directory.glob(f"*/{CA_FILE}") if path.read_bytes() == ours)
+    for place in places:
+        _copy_lists(directory, place)
+    return Revoked(identities, (directory, *places))
+
+
+def revoke_token(directory: Path, stage: Identity) -> None:
+    """Revoke a stage's join token in a directory with a coordinator's token and no CA."""
+    _add_names(directory, [str(stage)])
+
+
+def revoked_serials(directory: Path) -> frozenset[int]:
+    """Return the serial numbers of the certificates that the CA in `directory` has revoked. Raises UsageError."""
+    path = directory / CRL_FILE
+    return read_crl(path.read_bytes(), directory / CA_FILE, str(path))[1] if path.exists() else frozenset()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Record:
+    serial: int
+    ends: datetime.datetime
+    identity: Identity
+
+
+def _record(directory: Path, cert: x509.Certificate, identity: Identity) -> None:
+    path = directory / ISSUED_FILE
+    before = path.read_bytes() if path.exists() else b""
+    line = f"{cert.serial_number:x} {cert.not_valid_after_utc.isoformat()} {identity.uri}\n"
+    write_file(path, before + line.encode(), PRIVATE)
+
+
+def _records(directory: Path) -> list[_Record]:
+    """Return what the CA has issued, oldest first. Raises UsageError for a line that cannot be read."""
+    path = directory / ISSUED_FILE
+    found = []
+    for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), 1):
+        try:
+            serial, ends, uri = line.split()
+            identity = identity_named(uri)
+            if identity is None:
+                raise ValueError(uri)
+            found.append(_Record(int(serial, 16), datetime.datetime.fromisoformat(ends), identity))
+        except ValueError as error:
+            raise UsageError(f"{path}:{number}: this is no line of `relayline certs issue`") from error
+    return found
+
+
+def _signed_list(
+    authority: x509.Certificate,
+    authority_key: ec.EllipticCurvePrivateKey,
+    serials: Sequence[int],
+    number: int,
+    now: datetime.datetime,
+) -> bytes:
+    builder = (
+        x509.CertificateRevocationListBuilder()
+        .issuer_name(authority.subject)
+        .last_update(now - BACKDATED)
+        .next_update(authority.not_valid_after_utc)
+        .add_extension(x509.CRLNumber(number), critical=False)
+    )
+    for serial in serials:
+        entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now - BACKDATED).build()
+        builder = builder.add_revoked_certificate(entry)
+    return builder.sign(authority_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def _crl_number(directory: Path) -> int:
+    path = directory / CRL_FILE
+    return read_crl(path.read_bytes(), directory / CA_FILE, str(path))[0] if path.exists() else 0
+
+
+def _revoked_names(directory: Path) -> list[str]:
+    path = directory / REVOKED_FILE
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _add_names(directory: Path, names: Sequence[str]) -> None:
+    text = "".join(f"{line}\n" for line in (*_revoked_names(directory), *names))
+    write_file(directory / REVOKED_FILE, text.encode(), _PUBLIC)
+
+
+def _copy_lists(directory: Path, out: Path) -> None:
+    for name in (CRL_FILE, REVOKED_FILE):
+        if (directory / name).exists():
+            write_file(out / name, (directory / name).read_bytes(), _PUBLIC)
 
 
 def write_file(path: Path, data: bytes, mode: int) -> None:

@@ -27,18 +27,20 @@ LINE_BYTES_MAX = 1 << 20
 NATIVE_FAULTS = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE}  # a library's, most likely
 # What a supervisor cannot hand on as flags: secrets, which others would see in the process list, and who may use the
 # API, for which `relayline up` has no flags of its own.
-KEPT_VARIABLES = (TOKEN_VARIABLE, "RELAYLINE_API_KEY", "RELAYLINE_API_KEYS", "RELAYLINE_PROTECT_METRICS")
+KEPT_VARIABLES = ("RELAYLINE_API_KEY", "RELAYLINE_API_KEYS", "RELAYLINE_PROTECT_METRICS")
 
 
-def child_environment() -> dict[str, str]:
-    """Return the environment without the variables that stand for flags of the supervisor.
+def child_environment(token: str = "") -> dict[str, str]:
+    """Return the environment without the variables that stand for flags of the supervisor, and with a child's own
+    join token: other users can read neither environment nor token, while a command line is for everyone.
 
     It has read them, and says them to its children as flags or in the manifest. To a child they would be flags that
     it was given besides, and `relayline serve` refuses flags that do not go with --stages.
     """
-    return {
+    kept = {
         name: value for name, value in os.environ.items() if not name.startswith("RELAYLINE_") or name in KEPT_VARIABLES
     }
+    return kept | ({TOKEN_VARIABLE: token} if token else {})
 
 
 class Child:

@@ -14,12 +14,15 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from relayline.coordinator.engine.roster import default_names
 from relayline.coordinator.model.pipeline_file import PipelineFile, load_pipeline
 from relayline.deploy.launch.backoff import RestartHistory, RestartPolicy
-from relayline.deploy.launch.child import Child
+from relayline.deploy.launch.child import Child, child_environment
 from relayline.deploy.machine.cores import Cores, shares, write_cores
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import StartError
+from relayline.wire.links import role_tokens
+from relayline.wire.links.roles import Identity, Role
 from relayline.wire.links.security import address_of
 
 log = logging.getLogger("relayline.up")
@@ -69,18 +72,27 @@ def stage_child(
     n_threads: int,
     listen: str = "127.0.0.1:0",
     cores: Cores = (),
+    root: str = "",
 ) -> Child:
     """Return one stage of this machine as a child that has not been started; `arguments` are passed on.
 
-    `cores`: those that it keeps to; none: it may run on any.
+    `cores`: those that it keeps to; none: it may run on any. `root`: the coordinator's join token, from which the
+    stage gets its own; empty: it takes work from everyone on this machine.
     """
+    token = role_tokens.token_for(root, local_identity(index), 0) if root else ""
     kept = ("--cores", write_cores(cores)) if cores else ()
     return Child(
         f"stage-{index}",
         ("stage", "--artifact", str(artifact), "--listen", listen, "--threads", str(n_threads),
          *kept, "--json", "--exit-with-stdin", *arguments),
         on_line,
+        environment=child_environment(token),
     )  # fmt: skip
+
+
+def local_identity(index: int) -> Identity:
+    """Return how the coordinator of given addresses knows a stage of this machine."""
+    return Identity(Role.STAGE, "localhost", default_names(index + 1)[index])
 
 
 class LocalPipeline:
@@ -93,6 +105,8 @@ class LocalPipeline:
         self.coordinator: Child | None = None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_line = on_line
+        self.root = role_tokens.new_root()
+        """The coordinator's join token. Without one every user of this machine could give the stages work."""
         self._cores: list[Cores] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
@@ -111,7 +125,12 @@ class LocalPipeline:
         log.info("loading %s", self.file.model_name, extra={"fields": fields})
         await asyncio.gather(*(stage.start() for stage in self.stages))
         addresses = await asyncio.gather(*map(self._address, self.stages))
-        self.coordinator = Child("coordinator", self._serve_arguments(addresses, self.config.http), self._on_line)
+        self.coordinator = Child(
+            "coordinator",
+            self._serve_arguments(addresses, self.config.http),
+            self._on_line,
+            environment=child_environment(self.root),
+        )
         await self.coordinator.start()
         ready = await self.coordinator.ready
         for index, address in enumerate(addresses):
@@ -140,7 +159,10 @@ class LocalPipeline:
         artifact = self.config.pipeline_dir / self.file.stages[index].file
         arguments = self.config.stage_arguments
         cores = self._cores[index]
-        return stage_child(index, artifact, arguments, self._on_line, n_threads=n_threads, listen=listen, cores=cores)
+        return stage_child(
+            index, artifact, arguments, self._on_line,
+            n_threads=n_threads, listen=listen, cores=cores, root=self.root,
+        )  # fmt: skip
 
     def _watch(self, name: str, watching: Coroutine[Any, Any, None]) -> None:
         watcher = asyncio.create_task(watching)

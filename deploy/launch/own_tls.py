@@ -1,27 +1,40 @@
-"""TLS material or a join token that the launcher makes itself, for a manifest that needs some and names none.
+"""Credentials that the launcher makes itself, for a manifest that needs some and names none.
 
-STATE/tls/            the CA of this pipeline: ca.pem, ca-key.pem, token
-STATE/tls/HOST/       what one host needs; the one of this machine is named after coordinator.host
+STATE/tls/              the CA of this pipeline, see deploy.launch.certificates
+STATE/tls/coordinator/  what the coordinator needs
+STATE/tls/NAME/         what the stage of that name needs
+STATE/join/token        the coordinator's join token, where links are plaintext
+STATE/join/NAME.token   a stage's, also where the manifest names the coordinator's
 """
 
 from __future__ import annotations
 
 import datetime
-import secrets
 from pathlib import Path
 
-from relayline.deploy.launch.certificates import CA_KEY_FILE, TOKEN_BYTES, init_authority, issue, write_file
-from relayline.deploy.manifest import Manifest
-from relayline.wire.links.security import CA_FILE, CERT_FILE, TOKEN_FILE
-from relayline.wire.links.tls_material import RENEW_DAYS, canonical_name, names_of, read_certificate
+from relayline.deploy.launch.certificates import (
+    CA_KEY_FILE,
+    PRIVATE,
+    init_authority,
+    issue,
+    issued_token,
+    revoked_serials,
+    write_file,
+)
+from relayline.deploy.manifest import Manifest, Stage
+from relayline.wire.links import role_tokens
+from relayline.wire.links.roles import COORDINATOR_DIR, Identity, Role
+from relayline.wire.links.security import CA_FILE, CERT_FILE, TOKEN_FILE, credential_host, read_token
+from relayline.wire.links.tls_material import RENEW_DAYS, canonical_name, identity_of, names_of, read_certificate
 
+JOIN_DIR = "join"  # in the state directory
 DAYS_VALID = 365
 NAME_CHARS_MAX = 60  # of a CA's name
 
 
-def directory_name(host: str) -> str:
-    """Return the name of a host's directory, the same that `relayline certs issue` chooses."""
-    return host.strip("[]").replace(":", "-").replace("*", "any")
+def host_of_stage(manifest: Manifest, stage: Stage) -> str:
+    """Return the host under which others know a stage: the coordinator's for those of this machine."""
+    return manifest.spec.coordinator.host if stage.is_local else stage.host
 
 
 def needs_own_tls(manifest: Manifest) -> bool:
@@ -30,40 +43,75 @@ def needs_own_tls(manifest: Manifest) -> bool:
 
 
 def make_own_tls(manifest: Manifest, root: Path, now: datetime.datetime | None = None) -> Path:
-    """Make a CA below `root` and a directory for every host, as far as they are not there and valid.
+    """Make a CA below `root` and a directory for every process, as far as they are not there and valid.
 
-    Returns the directory of this machine. Raises UsageError and OSError.
+    Returns the coordinator's directory. Raises UsageError and OSError.
     """
     now = now or datetime.datetime.now(datetime.UTC)
     if not (root / CA_FILE).exists():
         for file in (CA_KEY_FILE, TOKEN_FILE):  # of an attempt that was cut short, from which nothing can be issued
             (root / file).unlink(missing_ok=True)
         init_authority(root, manifest.name[:NAME_CHARS_MAX], now)
-    here = manifest.spec.coordinator.host
-    hosts = dict.fromkeys([here, *(stage.host for stage in manifest.stages if not stage.is_local)])
-    for host in hosts:
-        out = root / directory_name(host)
-        if not _is_good(out / CERT_FILE, host, now):
-            issue(root, host, (), DAYS_VALID, out, now)
-    return root / directory_name(here)
+    wanted = {COORDINATOR_DIR: Identity(Role.COORDINATOR, manifest.spec.coordinator.host)}
+    wanted |= {
+        stage.name: Identity(Role.STAGE, host_of_stage(manifest, stage), stage.name) for stage in manifest.stages
+    }
+    revoked = revoked_serials(root)
+    for name, identity in wanted.items():
+        out = root / name
+        if not _is_good(out / CERT_FILE, identity, revoked, now):
+            issue(root, identity.host, (), DAYS_VALID, out, now, role=identity.role, stage=identity.name)
+    return root / COORDINATOR_DIR
 
 
 def needs_own_token(manifest: Manifest) -> bool:
-    """Return whether stages join from other hosts in the clear, and nobody says with which token."""
-    return not (manifest.uses_tls or manifest.all_local) and manifest.spec.wire.token_file is None
+    """Return whether links are plaintext and nobody says with which token.
+
+    On loopback too: without one every user of this machine could talk to the stages.
+    """
+    return not manifest.uses_tls and manifest.spec.wire.token_file is None
 
 
 def make_own_token(path: Path) -> Path:
-    """Put a join token at `path` unless there is one: without TLS nothing else tells a stage of this pipeline from
-    another. Returns `path`. Raises OSError."""
+    """Put a coordinator's join token at `path` unless there is one. Returns `path`. Raises UsageError, OSError."""
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, secrets.token_urlsafe(TOKEN_BYTES).encode() + b"\n", 0o600)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_file(path, role_tokens.new_root().encode() + b"\n", PRIVATE)
     return path
 
 
-def _is_good(path: Path, host: str, now: datetime.datetime) -> bool:
+def makes_stage_tokens(manifest: Manifest) -> bool:
+    """Return whether stages get token files that are made from the manifest's, rather than those beside their
+    certificates, or none."""
+    return manifest.spec.wire.token_file is not None
+
+
+def make_stage_tokens(manifest: Manifest, directory: Path) -> None:
+    """Put every stage's join token into `directory`, made from the coordinator's. Raises UsageError, OSError."""
+    given = manifest.spec.wire.token_file
+    assert given is not None
+    source = manifest.resolve(given)
+    read_token(source)
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for stage in manifest.stages:
+        identity = Identity(Role.STAGE, credential_host(host_of_stage(manifest, stage)), stage.name)
+        token = issued_token(source.parent, identity, source.name)
+        write_file(stage_token(directory, stage), token.encode() + b"\n", PRIVATE)
+
+
+def stage_token(directory: Path, stage: Stage) -> Path:
+    """Return where a stage's own token file lies."""
+    return directory / f"{stage.name}.token"
+
+
+def _is_good(path: Path, wanted: Identity, revoked: frozenset[int], now: datetime.datetime) -> bool:
     if not path.exists():
         return False
     certificate = read_certificate(path)
-    return canonical_name(host) in names_of(certificate) and (certificate.not_valid_after_utc - now).days >= RENEW_DAYS
+    stated = Identity(wanted.role, credential_host(wanted.host), wanted.name)
+    return (
+        identity_of(certificate) == stated
+        and canonical_name(wanted.host) in names_of(certificate)
+        and certificate.serial_number not in revoked
+        and (certificate.not_valid_after_utc - now).days >= RENEW_DAYS
+    )

@@ -15,7 +15,15 @@ from typing import Any
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.pipeline_file import PipelineFile, load_pipeline
 from relayline.deploy.launch.model_source import resolve_model
-from relayline.deploy.launch.own_tls import make_own_tls, make_own_token, needs_own_tls, needs_own_token
+from relayline.deploy.launch.own_tls import (
+    JOIN_DIR,
+    make_own_tls,
+    make_own_token,
+    make_stage_tokens,
+    makes_stage_tokens,
+    needs_own_tls,
+    needs_own_token,
+)
 from relayline.deploy.launch.splits import split_for
 from relayline.deploy.machine.cores import shares, write_cores
 from relayline.deploy.manifest import Manifest, Stage
@@ -46,8 +54,8 @@ def prepare(
     split: Split | None = None,
     own_tls: Path | None = None,
 ) -> Prepared:
-    """Find the model, choose the cuts, split it; with `own_tls`, make TLS material there, or without TLS
-    a join token beside it, if the manifest names none.
+    """Find the model, choose the cuts, split it; with `own_tls`, make TLS material there, or without TLS join tokens
+    in `join` beside it, as far as the manifest names none.
 
     Raises UsageError (what the manifest asks for does not fit the model or the machines), ModelFileError,
     UnsupportedArchitectureError, ArtifactError.
@@ -60,8 +68,10 @@ def prepare(
         material = make_own_tls(manifest, own_tls)
         manifest = override(manifest, {"wire.tls.directory": str(material.absolute())})
     if own_tls is not None and needs_own_token(manifest):
-        token = make_own_token(own_tls.parent / TOKEN_FILE)
+        token = make_own_token(own_tls.parent / JOIN_DIR / TOKEN_FILE)
         manifest = override(manifest, {"wire.tokenFile": str(token.absolute())})
+    if own_tls is not None and makes_stage_tokens(manifest):
+        make_stage_tokens(manifest, own_tls.parent / JOIN_DIR)
     return Prepared(settle(manifest, model, file), directory, file)
 
 
@@ -116,6 +126,8 @@ def settle(manifest: Manifest, model: Path, file: PipelineFile) -> Manifest:
     spec["model"] = {"path": str(model.absolute())}
     for part, key in (
         (spec["coordinator"], "apiKeysFile"),
+        (spec["coordinator"]["http"].get("tls", {}), "certFile"),
+        (spec["coordinator"]["http"].get("tls", {}), "keyFile"),
         (spec["wire"], "tokenFile"),
         (spec["wire"]["tls"], "directory"),
     ):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from relayline.deploy.launch.arrange import arrange
+from relayline.deploy.launch.arrange import arrange, stage_directory
 from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.log_files import LOG_BYTES_MAX, LOG_OLD_FILES, RotatedFile
@@ -22,7 +22,9 @@ from relayline.deploy.launch.supervisor import COORDINATOR, Emit, Supervisor
 from relayline.deploy.manifest import Manifest, is_local
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.process import first_of
-from relayline.wire.links.security import LinkSecurity, load_security
+from relayline.wire.links.roles import Role
+from relayline.wire.links.security import load_security
+from relayline.wire.links.tls_material import check_pair
 
 log = logging.getLogger("relayline.up")
 
@@ -70,17 +72,23 @@ def ready_to_start(manifest: Manifest, directory: StateDir) -> Prepared:
         log.warning("coordinator.host is %s, where stages on other hosts cannot reach it; set it in the manifest",
                     manifest.spec.coordinator.host)  # fmt: skip
     prepared = prepare(manifest, choose=planned_cuts, own_tls=directory.tls)
-    load_security_of(prepared.manifest)
+    check_security(prepared.manifest)
     return prepared
 
 
-def load_security_of(manifest: Manifest) -> LinkSecurity:
-    """Return the links' security for processes of this machine, checked. Raises UsageError."""
-    wire = manifest.spec.wire
+def check_security(manifest: Manifest) -> None:
+    """Check the credentials of the processes of this machine. Raises UsageError."""
+    wire, http = manifest.spec.wire, manifest.spec.coordinator.http
+    if http.tls is not None:
+        check_pair(manifest.resolve(http.tls.cert_file), manifest.resolve(http.tls.key_file))
     token_file = manifest.resolve(wire.token_file) if wire.token_file is not None else None
     if not manifest.uses_tls or wire.tls.directory is None:
-        return load_security(None, token_file=token_file, insecure=not manifest.all_local)
-    return load_security(manifest.resolve(wire.tls.directory), token_file=token_file)
+        load_security(None, token_file=token_file, insecure=not manifest.all_local, role=Role.COORDINATOR)
+        return
+    load_security(manifest.resolve(wire.tls.directory), token_file=token_file, role=Role.COORDINATOR)
+    for stage in manifest.stages:
+        if stage.is_local:
+            load_security(stage_directory(manifest, stage), role=Role.STAGE, name=stage.name)
 
 
 def launch(

@@ -5,6 +5,7 @@
         state.json                      what runs, replaced whole at every change
         manifest.json                   the manifest with every choice made, which the coordinator reads
         tls/                            material of a manifest that needs TLS and names no directory
+        join/                           join tokens that the launcher made
         logs/PROCESS.log                one rotated log for each process, `up.log` for the supervisor
 
 A lock that nobody holds is stale, however the file looks: the kernel lets go of it when its holder ends.

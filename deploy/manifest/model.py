@@ -75,6 +75,15 @@ class Context(Part):
     streams either."""
 
 
+class HttpTls(Part):
+    """What clients of the HTTP API are shown. Files that are renewed are taken up without a restart."""
+
+    cert_file: FilePath
+    """Certificate (PEM), followed by intermediates if there are any."""
+    key_file: FilePath
+    """Its private key (PEM, without passphrase)."""
+
+
 class Http(Part):
     """Where clients connect."""
 
@@ -82,6 +91,8 @@ class Http(Part):
     """Address to listen on; 0.0.0.0 for every interface."""
     port: Port = 8_080
     """Port to listen on; 0 lets the system choose."""
+    tls: HttpTls | None = None
+    """Makes the API HTTPS."""
 
 
 class Coordinator(Part):
@@ -112,7 +123,8 @@ class Tls(Part):
     """auto: whenever a stage is not on loopback. required: always. off: never, and every process warns beyond
     loopback."""
     directory: FilePath | None = None
-    """Directory made by `relayline certs` (ca.pem, cert.pem, key.pem). Without it the launcher keeps one of its own."""
+    """The coordinator's directory, made by `relayline certs issue --coordinator`; those of the stages are beside it,
+    under their names. Without it the launcher makes all of them."""
 
 
 class Wire(Part):
@@ -123,7 +135,8 @@ class Wire(Part):
     tls: Tls = Tls()
     """Mutual TLS."""
     token_file: FilePath | None = None
-    """File with the join token. Without it, the file `token` of the TLS directory, if there is one."""
+    """File with the coordinator's join token, from which the launcher makes the stages'. Without it, with TLS, the
+    tokens are those of the TLS directories; without TLS the launcher makes them."""
 
 
 def _draft_tag(value: Any) -> str:
@@ -180,10 +193,11 @@ class Secrets(Part):
     """Names of existing secrets; a rendered deployment refers to them and holds none of their content."""
 
     tls: DnsLabel | None = None
-    """Prefix of the secrets with ca.pem, cert.pem and key.pem, one per process: PREFIX-coordinator, PREFIX-STAGE. By
-    default NAME-tls."""
+    """Prefix of the secrets with ca.pem, cert.pem, key.pem and token, one per process: PREFIX-coordinator and
+    PREFIX-STAGE. By default NAME-tls."""
     token: DnsLabel | None = None
-    """Secret with the join token under the key `token`; by default NAME-join."""
+    """Without TLS: prefix of the secrets with the join token under the key `token`, one per process. By default
+    NAME-join."""
     api_keys: DnsLabel | None = None
     """Secret with the key file under the key `keys`; by default NAME-api-keys, used when apiKeysFile is set."""
     hf_token: DnsLabel | None = None

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from relayline.deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Manifest
 from relayline.deploy.manifest.stage import Stage
 from relayline.deploy.render import inside, observability
 from relayline.deploy.render.document import Mapping, without_none, yaml_file
 from relayline.deploy.render.inside import Inside, check_names
 from relayline.wire.common.errors import UsageError
+from relayline.wire.links.roles import MONITOR_DIR
 
 TARGET = "compose"
 COORDINATOR = "coordinator"
 TLS_SOURCE = "./tls"
+MONITOR_SOURCE = f"{TLS_SOURCE}/{MONITOR_DIR}"
 API_KEYS_SOURCE = "./api-keys"
 TAKEN = frozenset({COORDINATOR, *observability.SERVICES})
 
-# What a health check runs: the image has no curl, but Python is there in any case.
+# What a health check runs: the image has no curl, but Python is there in any case. A stage's port is open exactly while
+# it serves, and can be connected to without a certificate.
 _HEALTHY = (
     "import http.client as h; c = h.HTTPConnection('127.0.0.1', {port}, timeout=4); "
     "c.request('GET', '{path}'); exit(c.getresponse().status != 200)"
 )
+_OPEN = "import socket; socket.create_connection(('127.0.0.1', {port}), 4)"
 
 
 def render(manifest: Manifest, models_dir: str) -> str:
@@ -39,15 +41,17 @@ def render(manifest: Manifest, models_dir: str) -> str:
         "services": {
             COORDINATOR: _coordinator(pipeline, models_dir),
             **{stage.name: _stage(pipeline, stage) for stage in stages},
-            **observability.services(),
+            **observability.services(MONITOR_SOURCE if pipeline.uses_tls else None),
         },
         "configs": {
             "pipeline": {"content": pipeline.manifest_text()},
             **observability.configs(
-                f"{COORDINATOR}:{inside.HTTP_PORT}", [f"{stage.name}:{METRICS_PORT}" for stage in stages]
+                f"{COORDINATOR}:{inside.HTTP_PORT}",
+                [f"{stage.name}:{METRICS_PORT}" for stage in stages],
+                is_tls=pipeline.uses_tls,
             ),
         },
-        "secrets": _secrets(pipeline),
+        **({"secrets": {"api-keys": {"file": API_KEYS_SOURCE}}} if pipeline.uses_api_keys else {}),
         "volumes": {
             f"{COORDINATOR}-state": {},
             **{f"{stage.name}-state": {} for stage in stages},
@@ -60,10 +64,12 @@ def render(manifest: Manifest, models_dir: str) -> str:
 
 
 def _explanation(pipeline: Inside) -> str:
-    names = [COORDINATOR, *(stage.name for stage in pipeline.manifest.stages)]
+    names = [stage.name for stage in pipeline.manifest.stages]
     lines = ["", "Once, beside this file:", f"  relayline certs init {TLS_SOURCE} --name {pipeline.manifest.name}"]
+    lines.append(f"  relayline certs issue {TLS_SOURCE} {COORDINATOR} --coordinator")
+    lines += [f"  relayline certs issue {TLS_SOURCE} {name} --stage {name}" for name in names]
     if pipeline.uses_tls:
-        lines += [f"  relayline certs issue {TLS_SOURCE} {name}" for name in names]
+        lines.append(f"  relayline certs issue {TLS_SOURCE} prometheus --monitor && chmod -R a+rX {MONITOR_SOURCE}")
     if pipeline.uses_api_keys:
         lines.append(f"  put one API key per line into {API_KEYS_SOURCE}")
     n_shared = sum(stage.threads == 0 for stage in pipeline.manifest.stages)
@@ -93,7 +99,7 @@ def _base(pipeline: Inside, name: str, stage: Stage | None) -> Mapping:
         "restart": "unless-stopped",
         "environment": {"OTEL_EXPORTER_OTLP_ENDPOINT": "${OTEL_EXPORTER_OTLP_ENDPOINT:-}"},
         "secrets": _secret_mounts(pipeline, name),
-        "volumes": [f"{name}-state:{inside.STATE_DIR}"],
+        "volumes": [f"{name}-state:{inside.STATE_DIR}", _credential(pipeline, name)],
     }
 
 
@@ -115,7 +121,7 @@ def _coordinator(pipeline: Inside, models_dir: str) -> Mapping:
         "configs": [{"source": "pipeline", "target": inside.MANIFEST_FILE}],
         # Compose stops dependents first: so the coordinator drains while its stages still run.
         "depends_on": {stage.name: {"condition": "service_started"} for stage in pipeline.manifest.stages},
-        "healthcheck": _healthcheck(inside.HTTP_PORT, "/health"),
+        "healthcheck": _healthcheck(_HEALTHY.format(port=inside.HTTP_PORT, path="/health")),
         "stop_grace_period": f"{inside.COORDINATOR_GRACE_S}s",
         "labels": dict(pipeline.manifest.metadata.labels),
         "deploy": _resources(spec.coordinator.memory_gib, threads=0, on_gpu=False),
@@ -140,7 +146,7 @@ def _stage(pipeline: Inside, stage: Stage) -> Mapping:
     service |= {
         "command": command,
         "expose": [str(STAGE_PORT), str(METRICS_PORT)],
-        "healthcheck": _healthcheck(METRICS_PORT, "/metrics"),
+        "healthcheck": _healthcheck(_OPEN.format(port=STAGE_PORT)),
         "stop_grace_period": f"{inside.STAGE_GRACE_S}s",
         "cpuset": stage.kept_cores or None,
         "labels": {**pipeline.manifest.metadata.labels, **stage.labels},
@@ -149,9 +155,9 @@ def _stage(pipeline: Inside, stage: Stage) -> Mapping:
     return without_none(service)
 
 
-def _healthcheck(port: int, path: str) -> Mapping:
+def _healthcheck(script: str) -> Mapping:
     return {
-        "test": ["CMD", "python3", "-c", _HEALTHY.format(port=port, path=path)],
+        "test": ["CMD", "python3", "-c", script],
         "interval": "10s",
         "timeout": "5s",
         "retries": 3,
@@ -172,27 +178,14 @@ def _resources(memory_gib: float | None, *, threads: int, on_gpu: bool) -> Mappi
     return {"resources": resources} if resources else None
 
 
-def _secrets(pipeline: Inside) -> Mapping:
-    secrets: dict[str, Any] = {"join-token": {"file": f"{TLS_SOURCE}/token"}}
-    if pipeline.uses_api_keys:
-        secrets["api-keys"] = {"file": API_KEYS_SOURCE}
-    if pipeline.uses_tls:
-        for name in (COORDINATOR, *(stage.name for stage in pipeline.manifest.stages)):
-            for file in inside.TLS_FILES:
-                secrets[_tls_secret(name, file)] = {"file": f"{TLS_SOURCE}/{name}/{file}"}
-    return secrets
+def _secret_mounts(pipeline: Inside, name: str) -> list[Mapping] | None:
+    if not pipeline.uses_api_keys or name != COORDINATOR:
+        return None
+    return [{"source": "api-keys", "target": inside.API_KEYS_FILE}]
 
 
-def _secret_mounts(pipeline: Inside, name: str) -> list[Mapping]:
-    mounts = [{"source": "join-token", "target": inside.TOKEN_FILE}]
-    if pipeline.uses_api_keys and name == COORDINATOR:
-        mounts.append({"source": "api-keys", "target": inside.API_KEYS_FILE})
-    if pipeline.uses_tls:
-        mounts += [
-            {"source": _tls_secret(name, file), "target": f"{inside.TLS_DIR}/{file}"} for file in inside.TLS_FILES
-        ]
-    return mounts
-
-
-def _tls_secret(name: str, file: str) -> str:
-    return f"tls-{name}-{file.removesuffix('.pem')}"
+def _credential(pipeline: Inside, name: str) -> Mapping:
+    """Return the mount of a process's own directory: as a whole, so that what is renewed or revoked there is seen."""
+    source = f"{TLS_SOURCE}/{name}"
+    bind = {"create_host_path": False}  # a missing one is an error, not an empty directory of root's
+    return {"type": "bind", "source": source, "target": pipeline.credential_dir, "read_only": True, "bind": bind}

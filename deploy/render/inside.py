@@ -26,7 +26,7 @@ API_KEYS_DIR = "/etc/relayline/api-keys"
 API_KEYS_FILE = f"{API_KEYS_DIR}/keys"
 MODELS_DIR = "/models"
 STATE_DIR = "/var/lib/relayline"  # XDG_CACHE_HOME of the image: models from the hub, splits, artifacts, cost curves
-TLS_FILES = ("ca.pem", "cert.pem", "key.pem")
+CREDENTIAL_FILES = ("ca.pem", "cert.pem", "key.pem", "token")  # of a process with TLS; without, the last alone
 
 COORDINATOR_GRACE_S = 60  # drain, and time to tell the stages
 STAGE_GRACE_S = 75  # stages outlive the coordinator's drain
@@ -80,8 +80,17 @@ class Inside:
                 "--cache", f"{STATE_DIR}/artifacts", *self._link_flags(), "--log-json"]  # fmt: skip
 
     def _link_flags(self) -> tuple[str, ...]:
-        tls = ("--tls", TLS_DIR) if self.uses_tls else ("--insecure",)
-        return (*tls, "--token-file", TOKEN_FILE)
+        return ("--tls", TLS_DIR) if self.uses_tls else ("--insecure", "--token-file", TOKEN_FILE)
+
+    @property
+    def credential_dir(self) -> str:
+        """Where a container has its own directory of `relayline certs issue`."""
+        return TLS_DIR if self.uses_tls else TOKEN_DIR
+
+    @property
+    def credential_files(self) -> tuple[str, ...]:
+        """What a process needs of it."""
+        return CREDENTIAL_FILES if self.uses_tls else CREDENTIAL_FILES[-1:]
 
     def manifest_text(self) -> str:
         """Return the manifest that the coordinator reads in its container."""
@@ -94,7 +103,9 @@ class Inside:
                 "coordinator": spec.coordinator.model_copy(
                     update={
                         "host": self.coordinator_host,
-                        "http": spec.coordinator.http.model_copy(update={"host": "0.0.0.0", "port": HTTP_PORT}),
+                        "http": spec.coordinator.http.model_copy(
+                            update={"host": "0.0.0.0", "port": HTTP_PORT, "tls": None}
+                        ),
                         "join_port": JOIN_PORT,
                         "api_keys_file": API_KEYS_FILE if self.uses_api_keys else None,
                     }
@@ -107,7 +118,7 @@ class Inside:
                                 "directory": TLS_DIR if self.uses_tls else None,
                             }
                         ),
-                        "token_file": TOKEN_FILE,
+                        "token_file": None if self.uses_tls else TOKEN_FILE,
                     }
                 ),
                 "deployment": Deployment(),
@@ -139,6 +150,10 @@ def check_names(manifest: Manifest, taken: frozenset[str]) -> None:
 def notes(manifest: Manifest, *, in_kubernetes: bool) -> list[str]:
     """Return what the renderer could not carry over or had to guess, one line each, for stderr."""
     found = []
+    if manifest.spec.coordinator.http.tls is not None:
+        found.append(
+            "relayline.coordinator.http.tls is left out: give the proxy or ingress before this deployment the TLS"
+        )
     for stage in manifest.stages:
         if in_kubernetes and stage.memory_gib is None:
             found.append(f"stage {stage.name!r} has no memoryGib, so its pod asks for no memory; see `relayline plan`")

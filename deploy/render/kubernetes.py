@@ -37,7 +37,9 @@ def render(manifest: Manifest) -> dict[str, str]:
     ready = api_service(pipeline, manifest.name, pods.selector(manifest.name, pods.COORDINATOR))
     coordinator = [("", _coordinator_deployment(pipeline)), ("", ready), (_JOIN_NOTE, _join_service(pipeline))]
     return {
-        "config.yaml": yaml_file(TARGET, manifest.name, explanation(pipeline, _tls_lines(pipeline)), config(pipeline)),
+        "config.yaml": yaml_file(
+            TARGET, manifest.name, explanation(pipeline, _secret_lines(pipeline)), config(pipeline)
+        ),
         "coordinator.yaml": yaml_file(TARGET, manifest.name, "", coordinator),
         "stages.yaml": yaml_file(TARGET, manifest.name, "", stages),
     }
@@ -89,13 +91,15 @@ def pod_metadata(pipeline: Inside, component: str, extra: Mapping | None = None)
     own = {**pipeline.manifest.metadata.labels, **(extra or {})}
     port = inside.HTTP_PORT if component == pods.COORDINATOR else METRICS_PORT
     annotations = {"prometheus.io/scrape": "true", "prometheus.io/port": str(port)}
+    if component != pods.COORDINATOR and pipeline.uses_tls:
+        annotations["prometheus.io/scheme"] = "https"
     if component == pods.COORDINATOR:
         digest = hashlib.sha256(pipeline.manifest_text().encode()).hexdigest()
         annotations["relayline.dev/manifest-sha256"] = digest
     return {"labels": pods.labels(pipeline.manifest.name, component, version(), own), "annotations": annotations}
 
 
-def explanation(pipeline: Inside, tls_lines: list[str]) -> str:
+def explanation(pipeline: Inside, secret_lines: list[str]) -> str:
     """Return how to make the secrets that the rendered objects refer to."""
     namespace = pipeline.manifest.spec.deployment.namespace
     kubectl = f"kubectl -n {namespace}" if namespace else "kubectl"
@@ -104,29 +108,32 @@ def explanation(pipeline: Inside, tls_lines: list[str]) -> str:
         "",
         "No secret is in these files. Make them once:",
         f"  relayline certs init tls --name {pipeline.manifest.name}",
-        f"  {make} {pods.token_secret(pipeline)} --from-file=tls/token",
     ]
-    lines += [f"  {line.replace('KUBECTL', make)}" for line in tls_lines]
+    lines += [f"  {line.replace('KUBECTL', make)}" for line in secret_lines]
     if pipeline.uses_api_keys:
         name = pipeline.manifest.spec.deployment.secrets.api_keys or f"{pipeline.manifest.name}-api-keys"
         lines.append(f"  {make} {name} --from-file=keys=api-keys   # a file with one API key per line")
     if pipeline.mounts_models:
         lines += [f"Put the model's file(s) into the volume of the claim {pods.models_claim(pipeline)}, at its top."]
+    lines.append("After `relayline certs revoke tls ...` make the coordinator's secret anew: it tells the stages.")
+    if pipeline.uses_tls:
+        lines.append("A Prometheus reads stages' metrics over TLS: relayline certs issue tls prometheus --monitor")
     return "\n".join(lines)
 
 
-def _tls_lines(pipeline: Inside) -> list[str]:
-    if not pipeline.uses_tls:
-        return []
-    hosts = {pods.COORDINATOR: pipeline.coordinator_host}
-    hosts |= {stage.name: pipeline.stage_host(stage) for stage in pipeline.manifest.stages}
-    lines = []
-    for name, host in hosts.items():
-        lines += [
-            f"relayline certs issue tls {host}",
-            f"KUBECTL {pods.tls_secret(pipeline, name)} --from-file=tls/{host}",
-        ]
+def _secret_lines(pipeline: Inside) -> list[str]:
+    coordinator = pipeline.coordinator_host
+    lines = [f"relayline certs issue tls {coordinator} --coordinator", from_files(pipeline, pods.COORDINATOR)]
+    for stage in pipeline.manifest.stages:
+        lines.append(f"relayline certs issue tls {pipeline.stage_host(stage)} --stage {stage.name}")
+        lines.append(from_files(pipeline, stage.name))
     return lines
+
+
+def from_files(pipeline: Inside, process: str) -> str:
+    """Return how to make the secret of one process from its directory."""
+    source = f"tls/{process}" if pipeline.uses_tls else f"tls/{process}/token"
+    return f"KUBECTL {pods.credential_secret(pipeline, process)} --from-file={source}"
 
 
 def config(pipeline: Inside, *, is_shared: bool = False) -> list[tuple[str, Mapping]]:
@@ -239,7 +246,7 @@ def _stage_set(pipeline: Inside, stage: Stage) -> Mapping:
     own = {"relayline.dev/stage": stage.name}
     args = pipeline.stage_command(join=pipeline.coordinator_host, name=stage.name, advertise=pipeline.stage_host(stage))
     need = pods.Need(stage.threads, stage.memory_gib, stage.device == "gpu")
-    pod = pods.stage_spec(pipeline, args, need, tls_name=stage.name, state=None)
+    pod = pods.stage_spec(pipeline, args, need, process=stage.name, state=None)
     if stage.node_selector:
         pod["nodeSelector"] = dict(stage.node_selector)
     return {

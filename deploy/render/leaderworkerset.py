@@ -31,7 +31,7 @@ def render(manifest: Manifest) -> dict[str, str]:
     spec = manifest.spec.model_copy(update={"stages": renamed})
     pipeline = Inside(manifest.model_copy(update={"spec": spec}), manifest.name, lambda stage: stage.name)
     names = ", ".join(f"stage-{index} is {stage.name}" for index, stage in enumerate(manifest.stages, 1))
-    text = kubernetes.explanation(pipeline, _tls_lines(pipeline))
+    text = kubernetes.explanation(pipeline, _secret_lines(pipeline))
     api = kubernetes.api_service(
         pipeline, f"{manifest.name}-api", {**pods.selector(manifest.name, pods.COORDINATOR), **_LEADER}
     )
@@ -53,18 +53,20 @@ def _check_equal(stages: tuple[Stage, ...]) -> None:
             )
 
 
-def _tls_lines(pipeline: Inside) -> list[str]:
-    if not pipeline.uses_tls:
-        return []
+def _secret_lines(pipeline: Inside) -> list[str]:
     namespace = pipeline.manifest.spec.deployment.namespace or "default"
     host = f"*.{pipeline.manifest.name}.{namespace}"  # of every pod of the set
+    names = [stage.name for stage in pipeline.manifest.stages]
+    files = " ".join(
+        f"--from-file={pods.worker_key(name, file)}=tls/{name}/{file}"
+        for name in names
+        for file in pipeline.credential_files
+    )
     return [
-        line
-        for name in (pods.COORDINATOR, "stages")
-        for line in (
-            f"relayline certs issue tls '{host}' --out tls/{name}",
-            f"KUBECTL {pods.tls_secret(pipeline, name)} --from-file=tls/{name}",
-        )
+        f"relayline certs issue tls '{host}' --coordinator",
+        kubernetes.from_files(pipeline, pods.COORDINATOR),
+        *(f"relayline certs issue tls '{host}' --stage {name}" for name in names),
+        f"KUBECTL {pods.credential_secret(pipeline, 'stages')} {files}",
     ]
 
 
@@ -82,7 +84,14 @@ def _worker_set(pipeline: Inside) -> Mapping:
         name="stage-$(LWS_WORKER_INDEX)",
         advertise=f"$(POD_NAME).{manifest.name}.$(POD_NAMESPACE)",
     )
-    worker = pods.stage_spec(pipeline, args, need, tls_name="stages", state=_own_volume(pipeline, storage.stage_gib))
+    worker = pods.stage_spec(
+        pipeline,
+        args,
+        need,
+        process="stages",
+        state=_own_volume(pipeline, storage.stage_gib),
+        workers=[stage.name for stage in stages],
+    )
     if stages[0].node_selector:
         worker["nodeSelector"] = dict(stages[0].node_selector)
     leader = pods.coordinator_spec(pipeline, state=_own_volume(pipeline, storage.model_gib))

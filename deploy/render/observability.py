@@ -20,8 +20,16 @@ OTLP_ENDPOINT = "http://jaeger:4317"
 DASHBOARDS_DIR = "dashboards"
 
 
-def services() -> dict[str, Any]:
-    """Return the three services; each is reached from this machine only."""
+TLS_DIR = "/etc/prometheus/tls"
+
+
+def services(monitor_source: str | None) -> dict[str, Any]:
+    """Return the three services; each is reached from this machine only.
+
+    `monitor_source`: directory of the credential with which Prometheus reads stages' metrics; None without TLS.
+    """
+    credential: dict[str, Any] = {"type": "bind", "source": monitor_source, "target": TLS_DIR, "read_only": True}
+    credential |= {"bind": {"create_host_path": False}}
     return {
         "jaeger": {
             "image": JAEGER_IMAGE,
@@ -35,7 +43,7 @@ def services() -> dict[str, Any]:
             "profiles": [PROFILE],
             "ports": ["127.0.0.1:9090:9090"],
             "configs": [{"source": "prometheus", "target": "/etc/prometheus/prometheus.yml"}],
-            "volumes": ["prometheus-data:/prometheus"],
+            "volumes": ["prometheus-data:/prometheus", *([credential] if monitor_source else [])],
             "restart": "unless-stopped",
         },
         "grafana": {
@@ -62,18 +70,22 @@ def services() -> dict[str, Any]:
     }
 
 
-def configs(coordinator: str, stages: Sequence[str]) -> dict[str, Any]:
-    """Return the three services' configuration files; arguments are the "host:port" to scrape."""
+def configs(coordinator: str, stages: Sequence[str], *, is_tls: bool) -> dict[str, Any]:
+    """Return the three services' configuration files; arguments are the "host:port" to scrape. `is_tls`: of stages."""
+    files = {"ca_file": "ca.pem", "cert_file": "cert.pem", "key_file": "key.pem"}
+    tls = {"scheme": "https", "tls_config": {key: f"{TLS_DIR}/{file}" for key, file in files.items()}}
     scrape = {
         "global": {"scrape_interval": "5s"},
         "scrape_configs": [
             {
                 "job_name": "relayline",
-                "static_configs": [
-                    {"targets": [coordinator], "labels": {"role": "coordinator"}},
-                    {"targets": list(stages), "labels": {"role": "stage"}},
-                ],
-            }
+                "static_configs": [{"targets": [coordinator], "labels": {"role": "coordinator"}}],
+            },
+            {
+                "job_name": "relayline-stages",
+                **(tls if is_tls else {}),
+                "static_configs": [{"targets": list(stages), "labels": {"role": "stage"}}],
+            },
         ],
     }
     sources = {

@@ -1,7 +1,7 @@
 """Pod templates of coordinator and stages, the same in plain Kubernetes and in a LeaderWorkerSet.
 
 Probes of a stage: without TLS the standard gRPC health service. With mutual TLS the kubelet, which has no certificate,
-could not ask it; it asks for the stage's metrics instead, a port that is open exactly while the stage serves.
+could not ask it, nor for metrics; it connects to the stage's port instead, which is open only while the stage serves.
 """
 
 from __future__ import annotations
@@ -61,9 +61,11 @@ def coordinator_spec(pipeline: Inside, *, state: Mapping) -> Mapping:
     env: list[Mapping] = []
     if secrets.hf_token is not None:
         env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secrets.hf_token, "key": "token"}}})
-    volumes = [_config_volume(pipeline), *_link_volumes(pipeline, COORDINATOR)]
+    volumes = [_config_volume(pipeline), *_link_volumes(pipeline, COORDINATOR, ())]
     if pipeline.uses_api_keys:
-        volumes.append(_secret_volume("api-keys", secrets.api_keys or f"{pipeline.manifest.name}-api-keys", ("keys",)))
+        volumes.append(
+            _secret_volume("api-keys", secrets.api_keys or f"{pipeline.manifest.name}-api-keys", {"keys": "keys"})
+        )
     mounts = [
         {"name": "manifest", "mountPath": str(inside.MANIFEST_FILE), "subPath": "pipeline.yaml", "readOnly": True}
     ]
@@ -89,10 +91,22 @@ def coordinator_spec(pipeline: Inside, *, state: Mapping) -> Mapping:
     return _pod(pipeline, container, volumes, mounts, state, inside.COORDINATOR_GRACE_S + PRE_STOP_S)
 
 
-def stage_spec(pipeline: Inside, args: Sequence[str], need: Need, *, tls_name: str, state: Mapping | None) -> Mapping:
-    """Return a stage's pod spec. `tls_name` ends the name of its TLS secret; without `state` a claim gives it."""
-    check = _http("/metrics", "metrics") if pipeline.uses_tls else {"grpc": {"port": STAGE_PORT}}
-    volumes = _link_volumes(pipeline, tls_name)
+def stage_spec(
+    pipeline: Inside,
+    args: Sequence[str],
+    need: Need,
+    *,
+    process: str,
+    state: Mapping | None,
+    workers: Sequence[str] = (),
+) -> Mapping:
+    """Return a stage's pod spec. `process` ends the name of its secret; without `state` a claim gives it.
+
+    `workers`: names of the stages that share this template. Their secret has the files of all, and each container
+    sees those of its own worker index.
+    """
+    check = {"tcpSocket": {"port": "grpc"}} if pipeline.uses_tls else {"grpc": {"port": STAGE_PORT}}
+    volumes = _link_volumes(pipeline, process, workers)
     container = {
         "name": STAGE,
         "image": pipeline.image(on_gpu=need.on_gpu),
@@ -106,6 +120,8 @@ def stage_spec(pipeline: Inside, args: Sequence[str], need: Need, *, tls_name: s
         "resources": resources(need, pipeline.manifest.spec.deployment.gpu_resource),
     }
     mounts = [_mount(volume["name"]) for volume in volumes]
+    if workers:
+        mounts = [mount | {"subPathExpr": "stage-$(LWS_WORKER_INDEX)"} for mount in mounts]
     return _pod(pipeline, container, volumes, mounts, state, inside.STAGE_GRACE_S)
 
 
@@ -125,14 +141,11 @@ def models_claim(pipeline: Inside) -> str:
     return f"{pipeline.manifest.name}-models"
 
 
-def tls_secret(pipeline: Inside, process: str) -> str:
-    """Return the name of a process's TLS secret."""
-    return f"{pipeline.manifest.spec.deployment.secrets.tls or pipeline.manifest.name + '-tls'}-{process}"
-
-
-def token_secret(pipeline: Inside) -> str:
-    """Return the name of the join token's secret."""
-    return pipeline.manifest.spec.deployment.secrets.token or f"{pipeline.manifest.name}-join"
+def credential_secret(pipeline: Inside, process: str) -> str:
+    """Return the name of the secret with a process's certificate and join token, without TLS with the token alone."""
+    secrets, name = pipeline.manifest.spec.deployment.secrets, pipeline.manifest.name
+    prefix = (secrets.tls or f"{name}-tls") if pipeline.uses_tls else (secrets.token or f"{name}-join")
+    return f"{prefix}-{process}"
 
 
 def spread(name: str) -> Mapping:
@@ -211,13 +224,20 @@ def _config_volume(pipeline: Inside) -> Mapping:
     return {"name": "manifest", "configMap": {"name": f"{pipeline.manifest.name}-manifest"}}
 
 
-def _link_volumes(pipeline: Inside, process: str) -> list[Mapping]:
-    volumes = [_secret_volume("join", token_secret(pipeline), ("token",))]
-    if pipeline.uses_tls:
-        volumes.append(_secret_volume("tls", tls_secret(pipeline, process), inside.TLS_FILES))
-    return volumes
+def worker_key(worker: str, file: str) -> str:
+    """Return the key under which a secret of several stages has one's file."""
+    return f"{worker}-{file}"
 
 
-def _secret_volume(volume: str, secret: str, keys: Sequence[str]) -> Mapping:
-    items: list[Any] = [{"key": key, "path": key} for key in keys]
-    return {"name": volume, "secret": {"secretName": secret, "defaultMode": SECRET_MODE, "items": items}}
+def _link_volumes(pipeline: Inside, process: str, workers: Sequence[str]) -> list[Mapping]:
+    """Return the volume with a process's credential. The whole secret, where it is one process's: a list of what is
+    revoked comes into it later, and is seen without a restart."""
+    files = pipeline.credential_files
+    paths = {worker_key(worker, file): f"{worker}/{file}" for worker in workers for file in files}
+    return [_secret_volume("tls" if pipeline.uses_tls else "join", credential_secret(pipeline, process), paths)]
+
+
+def _secret_volume(volume: str, secret: str, paths: Mapping) -> Mapping:
+    items: list[Any] = [{"key": key, "path": path} for key, path in paths.items()]
+    described = {"secretName": secret, "defaultMode": SECRET_MODE, "items": items or None}
+    return {"name": volume, "secret": without_none(described)}

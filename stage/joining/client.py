@@ -18,6 +18,7 @@ from relayline.wire.common import bounds
 from relayline.wire.common.errors import HandshakeError, ProtocolError, RelaylineError, StageLostError
 from relayline.wire.envelopes import messages
 from relayline.wire.links import rpc
+from relayline.wire.links.roles import Role
 from relayline.wire.links.security import LinkSecurity
 from relayline.wire.links.silence import Silence, silent_text
 from relayline.wire.links.trouble import explained
@@ -54,7 +55,7 @@ class Member:
         HandshakeError when something else answers; then nothing stays open.
         """
         peer = f"the coordinator at {address}"
-        channel = rpc.open_channel(address, security)
+        channel = rpc.open_channel(address, security, Role.COORDINATOR)
         try:
             async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
                 call, order = await _introduce(channel, hello, peer)
@@ -68,7 +69,7 @@ class Member:
         except BaseException:
             await channel.close()
             raise
-        return cls(channel, rpc.open_channel(address, security), call, order, peer)
+        return cls(channel, rpc.open_channel(address, security, Role.COORDINATOR), call, order, peer)
 
     async def report(self, **report: Any) -> None:
         """Send one report (a field of StageReport by name). One that cannot be sent any more is dropped: see `lost`."""

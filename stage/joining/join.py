@@ -31,6 +31,7 @@ from relayline.wire.common.errors import (
     StaleEpochError,
 )
 from relayline.wire.common.process import first_of, run
+from relayline.wire.links.roles import identity_named
 from relayline.wire.links.security import check_listen
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
@@ -123,7 +124,7 @@ class JoinedStage:
 
     async def _serve(self, member: Member, path: Path, host: str, load: Load, stop: asyncio.Future[Any]) -> None:
         order = member.order
-        config = self._adapt(self._stage_config(path, host, order.engine), order)
+        config = self._adapt(self._stage_config(path, host, order.engine, order.coordinator), order)
         async with serve(config, load) as (address, facts, crashed):
             artifact = facts.artifact
             if (artifact.pipeline_id, artifact.stage_index) != (order.pipeline_id, order.stage_index):
@@ -151,7 +152,7 @@ class JoinedStage:
             return None
         return getting.result()
 
-    def _stage_config(self, path: Path, host: str, engine: pb.EngineSettings) -> StageConfig:
+    def _stage_config(self, path: Path, host: str, engine: pb.EngineSettings, coordinator: str) -> StageConfig:
         return StageConfig(
             name=self._config.name,
             artifact=path,
@@ -168,6 +169,7 @@ class JoinedStage:
             policy=engine.policy,
             calibrate=engine.calibrate,
             security=self._config.security,
+            coordinator=identity_named(coordinator),
         )
 
     async def _stay(
@@ -282,9 +284,10 @@ def _teller(member: Member) -> Tell:
 
 def same_work(one: pb.StageOrder, other: pb.StageOrder) -> bool:
     """Return whether two orders lead to the same engine, so that a loaded one can go on."""
-    return (one.pipeline_id, one.stage_index, one.artifact.sha256, one.engine) == (
+    return (one.pipeline_id, one.stage_index, one.artifact.sha256, one.engine, one.coordinator) == (
         other.pipeline_id,
         other.stage_index,
         other.artifact.sha256,
         other.engine,
+        other.coordinator,
     )

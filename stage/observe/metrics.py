@@ -17,11 +17,15 @@ from prometheus_client.exposition import choose_encoder
 
 from relayline.stage.observe.stats import WAIT_BUCKETS_NS, StageStats
 from relayline.wire.common.errors import StartError
-from relayline.wire.links.security import address_of
+from relayline.wire.links.revocation import Revocations
+from relayline.wire.links.roles import CALLS, METRICS
+from relayline.wire.links.security import PLAINTEXT, LinkSecurity, address_of, check_listen, is_loopback, warn_listen
+from relayline.wire.links.tls_server import credential_of_peer, server_context
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.telemetry import Telemetry
 
 ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1_024, 2_048)
+WHO = "the metrics port"
 _SECONDS = 1e-9
 
 
@@ -156,17 +160,56 @@ def _cumulative(counts: Mapping[int, int]) -> list[tuple[str, int]]:
     return [*buckets, ("+Inf", sum(counts.values()))]
 
 
+def is_private(host: str, security: LinkSecurity) -> bool:
+    """Return whether metrics on `host` take the links' TLS: everywhere but on loopback."""
+    return security.is_tls and not is_loopback(host)
+
+
+def refusal_of(request: web.Request, revocations: Revocations) -> str:
+    """Return why a client that came over TLS may not read metrics, empty where it may."""
+    shown = credential_of_peer(request.transport.get_extra_info("peercert") if request.transport else None)
+    if shown.identity is None:
+        return "this certificate says no role; issue one with `relayline certs issue --monitor`"
+    revocations.look()
+    if revocations.is_revoked(shown):
+        return f"the credential of {shown.identity} is revoked"
+    if shown.identity.role not in CALLS[METRICS].roles:
+        return f"{shown.identity} may not read metrics; issue a certificate with `relayline certs issue --monitor`"
+    return ""
+
+
 @contextlib.asynccontextmanager
-async def serve_metrics(address: tuple[str, int], collector: StageCollector) -> AsyncIterator[str]:
+async def serve_metrics(
+    address: tuple[str, int],
+    collector: StageCollector,
+    security: LinkSecurity = PLAINTEXT,
+    revocations: Revocations | None = None,
+) -> AsyncIterator[str]:
     """Serve GET /metrics inside the running loop; yields the address, host:port.
 
-    Raises StartError when the port cannot be taken.
+    Beyond loopback it is served over the links' TLS, to the roles of the table of calls. Raises StartError when the
+    port cannot be taken, UsageError where it would be plaintext unasked or the TLS material cannot be used.
     """
+    host, port = address
+    check_listen(host, security, WHO)
+    warn_listen(host, security, WHO)
+    private = is_private(host, security)
+    known = revocations or Revocations(security)
+    context = None
+    if private:
+        from relayline.wire.links.tls_material import (
+            check_material,  # loads cryptography, which plaintext does not need
+        )
+
+        ca, cert, key = security.files
+        context = server_context(cert, key, ca, lambda: check_material(ca, cert, key))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     ProcessCollector(registry=registry)
 
     async def answer(request: web.Request) -> web.Response:
+        if private and (refusal := refusal_of(request, known)):
+            return web.Response(status=403, text=refusal + "\n")
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 
@@ -174,9 +217,8 @@ async def serve_metrics(address: tuple[str, int], collector: StageCollector) -> 
     app.router.add_get("/metrics", answer)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    host, port = address
     try:
-        site = web.TCPSite(runner, host, port)
+        site = web.TCPSite(runner, host, port, ssl_context=context)
         try:
             await site.start()
         except OSError as error:

@@ -34,12 +34,14 @@ class Site:
         self._running: list[Running] = []
         self._do("split", DEMO, "--stages", "4", "--out", directory / "split")
         self._do("certs", "init", directory / "ca")
+        issue = ("certs", "issue", directory / "ca")
+        self._do(*issue, hosts[0].address, "--coordinator", "--out", hosts[0].disk / "coordinator")
         for name, host in self.hosts.items():
-            self._do("certs", "issue", directory / "ca", host.address, "--out", host.disk / "tls", "--dns", name)
+            self._do(*issue, host.address, "--stage", name, "--out", host.disk / "tls", "--dns", name)
         self.join = f"{hosts[0].address}:7000"
         self.coordinator = self._start(
             hosts[0], "serve", "--pipeline", directory / "split", "--join-listen", self.join, "--names",
-            ",".join(NAMES), "--http", f"{hosts[0].address}:8080", "--tls", hosts[0].disk / "tls",
+            ",".join(NAMES), "--http", f"{hosts[0].address}:8080", "--tls", hosts[0].disk / "coordinator",
             "--ctx", "512", "--lanes", "16", "--no-calibrate", "--wire", "f32", "--kv-type", "f32",
         )  # fmt: skip
 
@@ -116,7 +118,8 @@ async def test_four_hosts_join_over_mutual_tls_and_survive_the_loss_of_one(site:
 
 async def test_who_has_no_certificate_of_this_pipeline_is_kept_out(site: Site, tmp_path: Path) -> None:
     site._do("certs", "init", tmp_path / "other")
-    site._do("certs", "issue", tmp_path / "other", site.hosts["box4"].address, "--out", tmp_path / "tls")
+    address = site.hosts["box4"].address
+    site._do("certs", "issue", tmp_path / "other", address, "--stage", "box4", "--out", tmp_path / "tls")
     shutil.copy(site.hosts["box4"].disk / "tls" / "token", tmp_path / "tls" / "token")
     with pytest.raises(AssertionError, match=r"exit code 1: .*does not come from the CA in"):
         await asyncio.to_thread(site.stage, "box4", "--tls", str(tmp_path / "tls"))

@@ -5,8 +5,8 @@ Every address is a loopback one, but certificates and names are checked as betwe
 
 from __future__ import annotations
 
+import asyncio
 import json
-import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,8 +15,13 @@ from typing import Any
 
 import pytest
 
+from relayline.coordinator.engine.stage_client import StageClient
+from relayline.deploy.launch.certificates import issue, revoke
 from relayline.deploy.testing.processes import Running, relayline, running
-from tests.support.identities import Identities, make_identities
+from relayline.wire.common.errors import UnauthenticatedError
+from relayline.wire.links.roles import Role
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from tests.support.identities import NOW, Identities, make_identities, security_of
 from tests.support.tiny_models import make_tiny
 
 pytestmark = pytest.mark.slow  # real processes, started many times
@@ -79,7 +84,7 @@ def test_a_private_pipeline_answers(split: Path, ids: Identities, stages: tuple[
     keys = tmp_path / "keys"
     keys.write_text(f"test: {KEY}\n")
     keys.chmod(0o600)
-    with running(*serve(split, stages, "--tls", ids.box1, "--api-keys", keys)) as coordinator:
+    with running(*serve(split, stages, "--tls", ids.coordinator, "--api-keys", keys)) as coordinator:
         url = coordinator.event["url"]
         status, reply = ask(url, KEY)
         assert (status, reply["usage"]["completion_tokens"]) == (200, 5), reply
@@ -110,26 +115,47 @@ def test_strangers(
         assert not any(".cc:" in line or "Traceback" in line for line in stage.lines), stage.stderr
 
 
-def test_a_wrong_token(split: Path, ids: Identities, stages: tuple[Running, Running], tmp_path: Path):
-    (tmp_path / "token").write_text("another-token-0123456789")
-    done = relayline(*serve(split, stages, "--tls", ids.box1, "--token-file", tmp_path / "token"))
-    assert done.returncode == 1
-    refusing, _, what = last_line(done).partition(" does")
-    assert what.startswith(" not accept this join token")
-    stages[int(refusing[-1])].wait_for_log(f"{refusing} refused 127.0.0.1: it sent a wrong join token")
+def test_a_host_of_the_pipeline_that_is_no_coordinator(
+    split: Path, ids: Identities, stages: tuple[Running, Running], tmp_path: Path
+):
+    """Its certificate is of the same CA: refused at its start, and by the stages where it talks to them itself."""
+    done = relayline(*serve(split, stages, "--tls", ids.box2))
+    assert done.returncode == 2
+    assert "is a stage's, and this is a coordinator; make one with `relayline certs issue" in last_line(done)
+
+    async def take_over() -> list[str]:
+        said = []
+        for stage in stages:
+            client = StageClient(stage.event["address"], security_of(ids.box2))
+            with pytest.raises(UnauthenticatedError) as caught:
+                await client.describe()
+            said.append(caught.value.message)
+            assert await client.set_telemetry(pb.TelemetrySettings(level=pb.TELEMETRY_LEVEL_FRAMES)) is None
+            assert await client.status(with_recent=False) is None
+            await client.close()
+        return said
+
+    assert asyncio.run(take_over()) == [
+        f"stage {index} refuses this call: this credential is of another role" for index in (0, 1)
+    ]
+    stages[0].wait_for_log("stage 0 refused 127.0.0.1: its credential does not allow this call (stage box2 on box2")
 
 
-def test_stages_that_refuse_each_other(split: Path, ids: Identities, stages: tuple[Running, Running], tmp_path: Path):
-    """The link between stages is checked like every other: here the first stage has no token to show."""
-    shutil.copytree(ids.box1, tmp_path / "tls", ignore=shutil.ignore_patterns("token"))
+def test_a_stage_whose_credential_is_revoked_gets_no_link(
+    split: Path, ids: Identities, stages: tuple[Running, Running], tmp_path: Path
+):
+    """The link between stages is checked like every other. The second stage hears of it from the coordinator."""
     arguments = ("stage", *SMALL, "--artifact", split / "stage-0.gguf", "--listen", "127.0.0.1:0")
-    says = "stage 0 gets no link to its neighbour: stage 1 asks for a join token; give --token-file FILE"
-    with running(*arguments, "--tls", tmp_path / "tls") as tokenless:
-        done = relayline(*serve(split, (tokenless, stages[1]), "--tls", ids.box1))
+    issue(ids.ca, "box5", [], 1, tmp_path / "tls", NOW, role=Role.STAGE, stage="box5")
+    with running(*arguments, "--tls", tmp_path / "tls") as first:
+        revoked = revoke(ids.ca, lambda identity: identity.name == "box5", NOW)
+        assert revoked.identities == ("stage box5 on box5",)
+        done = relayline(*serve(split, (first, stages[1]), "--tls", ids.coordinator))
         assert done.returncode == 1
-        assert last_line(done).startswith(says)
-        tokenless.wait_for_log(says)
-        stages[1].wait_for_log("stage 1 refused 127.0.0.1: it sent no join token")
+        says = "stage 0 gets no link to its neighbour: stage 1 refuses this credential: it is revoked"
+        assert last_line(done) == says
+        first.wait_for_log(says)
+        stages[1].wait_for_log("stage 1 refused 127.0.0.1: its credential is revoked (stage box5 on box5 called Relay)")
 
 
 def test_plaintext_beyond_this_machine_is_refused(split: Path):

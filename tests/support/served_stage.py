@@ -27,6 +27,8 @@ from relayline.wire.envelopes.buffers import Buffer, with_extras
 from relayline.wire.envelopes.envelope import DTYPE_F32, DTYPE_TOKENS
 from relayline.wire.links import rpc
 from relayline.wire.links.relay_link import HANDSHAKE_TRIES
+from relayline.wire.links.roles import Identity
+from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry.telemetry import Telemetry
 from tests.support.fakes import CTX, EPOCH, MAX_ROWS, ROUTE, WIDTH, FakeEmbeddings, FakeEngine, new_facts
@@ -86,12 +88,15 @@ async def served(
 class Coordinator:
     """The least that uses one stage as a route: configure, listen, an upstream link, frames as bytes."""
 
-    def __init__(self, stage: StageUnderTest, route_id: int = ROUTE, epoch: int = EPOCH) -> None:
+    def __init__(
+        self, stage: StageUnderTest, route_id: int = ROUTE, epoch: int = EPOCH, *,
+        security: LinkSecurity = PLAINTEXT, to: Identity | None = None,
+    ) -> None:  # fmt: skip
         self.stage, self.route_id, self.epoch = stage, route_id, epoch
-        self.client = StageClient(stage.address)
+        self.client = StageClient(stage.address, security, to)
         self.returned: asyncio.Queue[pb.ReturnEnvelope] = asyncio.Queue()
         self.lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
-        self.channel = rpc.open_channel(stage.address)
+        self.channel = rpc.open_channel(stage.address, security, to)
         self.call: Any = None
         self.held: dict[int, int] = {}  # what the stage said when the epoch began
 

@@ -1,13 +1,13 @@
-"""The listening side of a link: a gRPC server with its port, its certificates and its check of the join token."""
+"""The listening side of a link: a gRPC server with its port, its certificates and its check of every caller."""
 
 from __future__ import annotations
 
-import hmac
+import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 import grpc.aio
@@ -16,20 +16,24 @@ from google.protobuf.message import DecodeError
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ProtocolError, StartError, UnauthenticatedError
 from relayline.wire.links import rpc
+from relayline.wire.links.guard import CallerRefusedError, Guard
 from relayline.wire.links.refusals import NOTE_PREFIX, Reason, RefusalLog, peer_of, reason_named
-from relayline.wire.links.security import LinkSecurity, address_of, check_listen, warn_listen
+from relayline.wire.links.roles import Identity
+from relayline.wire.links.security import LinkSecurity, address_of, check_listen, is_loopback, warn_listen
 
 log = logging.getLogger("relayline.security")
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-HEALTH_PREFIX = "/grpc.health.v1.Health/"  # probes of Kubernetes and of load balancers carry no token
 TLS_HANDSHAKE_TIMEOUT_MS = 10_000  # a connection that never finishes its handshake is closed after this long
 SERVER_OPTIONS = (*rpc.SERVER_OPTIONS, ("grpc.server_handshake_timeout_ms", TLS_HANDSHAKE_TIMEOUT_MS))
 
 _TOLD_CLIENT = {
     Reason.TOKEN_MISSING: "asks for a join token; give --token-file FILE, RELAYLINE_TOKEN or --tls DIR",
-    Reason.TOKEN_WRONG: "does not accept this join token; use the one that `relayline certs init` made",
+    Reason.TOKEN_WRONG: "does not accept this join token; `relayline certs issue` makes each process its own",
+    Reason.ROLE_NONE: "refuses this certificate: it says no role; issue it anew with `relayline certs issue`",
+    Reason.ROLE_WRONG: "refuses this call: this credential is of another role",
+    Reason.REVOKED: "refuses this credential: it is revoked",
 }
 
 
@@ -37,15 +41,23 @@ class Listener:
     """One gRPC server on one port, with its security. Event loop only.
 
     Make it, register handlers with `server`, call `add_port`, start `server`; call `close` after it has stopped.
+    Raises UsageError for a revocation list that cannot be used.
     """
 
-    def __init__(self, security: LinkSecurity, who: str, receive_bytes_max: int = bounds.UNARY_BYTES_MAX) -> None:
-        """`who` names this end in its own log and to a refused caller, e.g. "stage 1".
+    def __init__(
+        self,
+        security: LinkSecurity,
+        who: str,
+        receive_bytes_max: int = bounds.UNARY_BYTES_MAX,
+        coordinator: Identity | None = None,
+    ) -> None:
+        """`who` names this end in its own log and to a refused caller, e.g. "stage 1"; `coordinator` as in Guard.
 
         No message to this port may be longer than receive_bytes_max, and none of a call that sends but one longer than
         UNARY_BYTES_MAX.
         """
         self._security, self._who = security, who
+        self.guard = Guard(security, coordinator)
         self._refusals = RefusalLog()
         self._welcome: Callable[[tuple[str, int]], None] = lambda _: None
         self._close: Callable[[], None] = lambda: None
@@ -61,6 +73,8 @@ class Listener:
         """
         check_listen(host, self._security, self._who)
         warn_listen(host, self._security, self._who)
+        if not (self._security.is_tls or self._security.token or is_loopback(host)):
+            log.warning("%s asks for no join token: everyone who reaches %s can give it work", self._who, host)
         address = host if host.startswith(("unix:", "unix-abstract:")) else address_of(host, port)
         try:
             if not self._security.is_tls:
@@ -77,9 +91,9 @@ class Listener:
         doorkeeper.port = int(self.server.add_secure_port(address, doorkeeper.credentials()))
         return doorkeeper.port
 
-    def refused(self, host: str, reason: Reason) -> None:
+    def refused(self, host: str, reason: Reason, detail: str = "") -> None:
         """Log that `host` was refused, unless the same was logged just now."""
-        line = self._refusals.line(time.monotonic_ns(), self._who, host, reason)
+        line = self._refusals.line(time.monotonic_ns(), self._who, host, reason, detail)
         if line is not None:
             log.warning("%s", line)
 
@@ -100,29 +114,17 @@ class Listener:
     def close(self) -> None:
         """Stop watching the port."""
         self._close()
+        self.guard.close()
 
-    def judge(self, method: str, metadata: Any) -> Reason | None:
-        """Return why a call must be refused, None if it may go on."""
-        if method.startswith(NOTE_PREFIX):
-            return reason_named(method.removeprefix(NOTE_PREFIX)) or Reason.UNKNOWN
-        if not self._security.token or method.startswith(HEALTH_PREFIX):
-            return None
-        sent = next((value for key, value in metadata or () if key == "authorization"), None)
-        if sent is None:
-            return Reason.TOKEN_MISSING
-        expected = f"Bearer {self._security.token}".encode()
-        given = sent if isinstance(sent, bytes) else sent.encode()
-        return None if hmac.compare_digest(given, expected) else Reason.TOKEN_WRONG
-
-    async def refuse(self, reason: Reason, context: Context) -> None:
+    async def refuse(self, reason: Reason, context: Context, detail: str = "") -> NoReturn:
         """End a call with the reason, and log it."""
         host, _ = peer_of(context.peer())
-        self.refused(host, reason)
+        self.refused(host, reason, detail)
         await rpc.abort(context, UnauthenticatedError(f"{self._who} {_TOLD_CLIENT.get(reason, 'has taken note')}"))
 
 
 class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Stands before every handler: the token is checked, the caller's connection is known to be good."""
+    """Stands before every handler: the caller is checked, its connection is known to be good."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
@@ -130,9 +132,10 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> grpc.RpcMethodHandler:
-        reason = self._listener.judge(handler_call_details.method, handler_call_details.invocation_metadata)
-        if reason is None:
-            return _noting(await continuation(handler_call_details), self._listener)
+        method = handler_call_details.method
+        if not method.startswith(NOTE_PREFIX):
+            return _guarded(await continuation(handler_call_details), method, self._listener)
+        reason = reason_named(method.removeprefix(NOTE_PREFIX)) or Reason.UNKNOWN
 
         async def refuse(requests: Any, context: Context) -> None:
             self._listener.called(context.peer())
@@ -142,24 +145,49 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _noting(handler: grpc.RpcMethodHandler | None, listener: Listener) -> grpc.RpcMethodHandler | None:
-    """Return the handler with what the listener does before it. A handler of another form than ours is left as it is.
+def _guarded(handler: grpc.RpcMethodHandler | None, method: str, listener: Listener) -> grpc.RpcMethodHandler | None:
+    """Return the handler behind the check of its caller; None, to which gRPC says UNIMPLEMENTED, without one.
 
-    The request of a call that sends one is parsed here: gRPC would write a traceback into the log where that fails.
+    The request of a call that sends one is parsed here, behind that check: gRPC would parse it before, and write a
+    traceback into the log where that fails.
     """
     if handler is None:
         return None
     kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
     kind, inner = next((kind, getattr(handler, kind)) for kind in kinds if getattr(handler, kind) is not None)
-    if not inspect.iscoroutinefunction(inner):
-        return handler
+    guard = listener.guard
     parse = handler.request_deserializer if kind.startswith("unary") else None
 
-    async def noted(request: Any, context: Context) -> Any:
+    async def checked(requests: Any, context: Context) -> Any:
         listener.called(context.peer())
+        try:
+            shown = guard.check(method, context)
+        except CallerRefusedError as refusal:
+            await listener.refuse(refusal.reason, context, refusal.detail)
         if parse is not None:
-            request = await listener.read_request(request, parse, context)
-        return await inner(request, context)
+            requests = await listener.read_request(requests, parse, context)
+        async with guard.admitted(shown) as revoked:
+            if kind == "unary_unary":
+                return await inner(requests, context)
+            await _until_revoked(inner(requests, context), revoked)
+        if revoked.is_set():
+            await listener.refuse(Reason.REVOKED, context, str(shown.identity) if shown is not None else "")
+        return None
 
+    if not inspect.iscoroutinefunction(inner):
+        return None  # of a form that could not be checked; ours are coroutines
     make = getattr(grpc, f"{kind}_rpc_method_handler")
-    return make(noted, None if parse else handler.request_deserializer, handler.response_serializer)
+    return make(checked, None if parse else handler.request_deserializer, handler.response_serializer)
+
+
+async def _until_revoked(call: Coroutine[Any, Any, None], revoked: asyncio.Event) -> None:
+    """Let a stream's handler run until it is done or its caller is revoked. Raises what the handler raises."""
+    running, ending = asyncio.ensure_future(call), asyncio.ensure_future(revoked.wait())
+    try:
+        await asyncio.wait({running, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+    finally:
+        for task in (running, ending):
+            task.cancel()
+        await asyncio.gather(running, ending, return_exceptions=True)

@@ -35,6 +35,9 @@ class Reason(enum.Enum):
     TOKEN_MISSING = "token-missing"
     TOKEN_WRONG = "token-wrong"
     MALFORMED = "malformed"
+    ROLE_NONE = "role-none"
+    ROLE_WRONG = "role-wrong"
+    REVOKED = "revoked"
     UNKNOWN = "unknown"
 
 
@@ -53,6 +56,9 @@ SAID_OF_CLIENT: dict[Reason, str] = {
     Reason.TOKEN_MISSING: "it sent no join token",
     Reason.TOKEN_WRONG: "it sent a wrong join token",
     Reason.MALFORMED: "it sent a call that cannot be read; something else may be talking to this port",
+    Reason.ROLE_NONE: "its certificate says no role; issue it anew with `relayline certs issue`",
+    Reason.ROLE_WRONG: "its credential does not allow this call",
+    Reason.REVOKED: "its credential is revoked",
     Reason.UNKNOWN: "it gave up, or one of the certificates is not accepted by the other end",
 }
 
@@ -69,8 +75,11 @@ class RefusalLog:
     def __init__(self) -> None:
         self._said: OrderedDict[tuple[str, Reason], _Said] = OrderedDict()
 
-    def line(self, now_ns: int, who: str, host: str, reason: Reason) -> str | None:
-        """Return the line for a refusal at `now_ns` (monotonic) by `who`, None while the same was said just now."""
+    def line(self, now_ns: int, who: str, host: str, reason: Reason, detail: str = "") -> str | None:
+        """Return the line for a refusal at `now_ns` (monotonic) by `who`, None while the same was said just now.
+
+        `detail` is said besides and holds nothing that the refused host could choose freely.
+        """
         said = self._said.get((host, reason))
         if said is not None and now_ns - said.at_ns < QUIET_NS:
             said.unsaid += 1
@@ -81,7 +90,8 @@ class RefusalLog:
         while len(self._said) > HOSTS_MAX:
             self._said.popitem(last=False)
         what = "was left before its first call by" if reason is Reason.UNKNOWN else "refused"
-        return f"{who} {what} {host}: {SAID_OF_CLIENT[reason]}{again}"
+        besides = f" ({detail})" if detail else ""
+        return f"{who} {what} {host}: {SAID_OF_CLIENT[reason]}{besides}{again}"
 
 
 def reason_named(name: str) -> Reason | None:

@@ -68,10 +68,11 @@ class RelayLink:
         hello: pb.LinkOpen,
         on_lost: OnLost,
         security: LinkSecurity = PLAINTEXT,
+        shown_pass: str = "",
         *,
         is_watched: bool = True,
     ) -> RelayLink:
-        """Connect, say who we are and wait to be accepted.
+        """Connect, say who we are and wait to be accepted; `shown_pass` is what the coordinator gave out for this link.
 
         `on_lost` is called once, from the event loop, if the link breaks later, and where the link `is_watched` also
         once the other side gives no sign of life.
@@ -80,10 +81,10 @@ class RelayLink:
         it cannot be reached within HANDSHAKE_TIMEOUT_S, UnauthenticatedError when certificates or the token are not
         accepted, UsageError when `security` does not allow this link, ProtocolError when something else answers.
         """
-        channel = rpc.open_channel(address, security, bounds.UNARY_BYTES_MAX)
+        channel = rpc.open_channel(address, security, receive_bytes_max=bounds.UNARY_BYTES_MAX)
         try:
             async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
-                call, accepted = await _shake_hands(channel, address, hello)
+                call, accepted = await _shake_hands(channel, address, hello, shown_pass)
         except TimeoutError as error:
             await channel.close()
             limit_s = bounds.HANDSHAKE_TIMEOUT_S
@@ -98,7 +99,7 @@ class RelayLink:
         width = 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd
         link = cls(address, channel, call, accepted, BufferPool(hello.dtype, width), on_lost)
         if is_watched:
-            link._watch = Watch(address, (hello.route_id, hello.epoch), link._silent, security)
+            link._watch = Watch(address, (hello.route_id, hello.epoch), link._silent, security, shown_pass=shown_pass)
         return link
 
     def figures(self) -> dict[str, int]:
@@ -203,13 +204,14 @@ async def _say(
 
 
 async def _shake_hands(
-    channel: grpc.aio.Channel, address: str, hello: pb.LinkOpen
+    channel: grpc.aio.Channel, address: str, hello: pb.LinkOpen, shown_pass: str
 ) -> tuple[grpc.aio.StreamStreamCall[bytes, bytes], pb.LinkAccepted]:
     message = rpc.serialize(pb.Envelope(open=hello))
+    metadata = rpc.route_metadata(hello.route_id, hello.epoch) + rpc.pass_metadata(shown_pass)
     try:
         for n_left in reversed(range(HANDSHAKE_TRIES)):
             try:
-                call, data = await _say(channel, message, rpc.route_metadata(hello.route_id, hello.epoch))
+                call, data = await _say(channel, message, metadata)
                 break
             except grpc.aio.AioRpcError as error:  # nothing has been accepted yet: asked once more, it says why
                 if not (n_left and rpc.was_cut_short(error)):

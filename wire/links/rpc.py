@@ -26,10 +26,12 @@ from relayline.wire.common.errors import (
 )
 from relayline.wire.common.texts import printable
 from relayline.wire.envelopes import messages
+from relayline.wire.links.roles import Identity, Role
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity, check_connect
 
 SERVICE = "relayline.v1.StageService"
 _LABEL_KEY = "relayline-error"
+PASS_KEY = "relayline-pass"  # metadata of a Relay call: what the coordinator gave to both neighbours
 _ROUTE_KEY = "relayline-route"
 _ROUTE_FORM = re.compile("([0-9a-f]{16})-([0-9a-f]{8})")
 _CALL_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
@@ -71,6 +73,11 @@ def route_metadata(route_id: int, epoch: int) -> tuple[tuple[str, str], ...]:
     return ((_ROUTE_KEY, f"{route_id:016x}-{epoch:08x}"),)
 
 
+def pass_metadata(shown_pass: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata with which a neighbour shows the pass of a route; nothing for none."""
+    return ((PASS_KEY, shown_pass),) if shown_pass else ()
+
+
 def route_of(metadata: Any) -> tuple[int, int]:
     """Return (route_id, epoch) of a stream of envelopes. Raises HandshakeError where it names none."""
     said = next((value for key, value in metadata or () if key == _ROUTE_KEY), "")
@@ -89,13 +96,19 @@ def receive_limit(bytes_max: int) -> tuple[str, int]:
 
 
 def open_channel(
-    address: str, security: LinkSecurity = PLAINTEXT, receive_bytes_max: int = bounds.ORDER_BYTES_MAX
+    address: str,
+    security: LinkSecurity = PLAINTEXT,
+    to: Identity | Role | None = None,
+    generation: int = 0,
+    *,
+    receive_bytes_max: int = bounds.ORDER_BYTES_MAX,
 ) -> grpc.aio.Channel:
     """Open a channel as `security` says; must be called inside the running event loop.
 
     No answer, nor a message of a stream of answers, may be longer than receive_bytes_max. With TLS both sides show
-    certificates and the server's must carry the host of `address`. With a token every call carries it. Raises
-    UsageError when plaintext would leave this machine unasked, or the TLS material cannot be read.
+    certificates and the server's must carry the host of `address`. With a token every call carries what it proves to
+    `to` (see LinkSecurity.shown_to), nothing where `to` is None. Raises UsageError when plaintext would leave this
+    machine unasked, or the TLS material cannot be read.
     """
     check_connect(address, security)
     options = (*CHANNEL_OPTIONS, receive_limit(receive_bytes_max))
@@ -107,7 +120,8 @@ def open_channel(
         channel = grpc.aio.secure_channel(address, credentials, options=options)
     else:
         channel = grpc.aio.insecure_channel(address, options=options)
-    return TokenChannel(channel, security.metadata) if security.metadata else channel
+    shown = security.shown_to(to, generation)
+    return TokenChannel(channel, shown) if shown else channel
 
 
 class TokenChannel:

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from relayline.wire.common.errors import InternalError, UsageError
+from relayline.wire.links import role_tokens
+from relayline.wire.links.roles import Identity, Role
 
 log = logging.getLogger("relayline.security")
 
@@ -33,9 +35,12 @@ class LinkSecurity:
     key: Path | None = None
     """Private key of `cert` (PEM, without passphrase)."""
     token: str = dataclasses.field(default="", repr=False)
-    """Join token: sent with every call, demanded of every caller. Empty asks for none."""
+    """Join token, see wire.links.role_tokens: what it proves is shown to the other end, and demanded of callers. Empty shows
+    and demands nothing."""
     insecure: bool = False
     """Whether plaintext may leave this machine (--insecure)."""
+    token_file: Path | None = dataclasses.field(default=None, compare=False)
+    """Where the token was read, None for one that came otherwise."""
 
     def __post_init__(self) -> None:
         """Raise UsageError when only a part of the TLS material is given, or the token is not usable."""
@@ -58,9 +63,44 @@ class LinkSecurity:
         return self.ca, self.cert, self.key
 
     @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call carries: the token as `authorization: Bearer ...`, or nothing."""
-        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+    def directory(self) -> Path | None:
+        """Where lists of what is revoked lie: beside the certificate, else beside the token; None for nowhere."""
+        beside = self.cert or self.token_file
+        return beside.parent if beside is not None else None
+
+    @property
+    def identity(self) -> Identity | None:
+        """What this process's own credential states; None without one, and for a coordinator's token.
+
+        Raises UsageError for a certificate that states nothing.
+        """
+        if self.cert is not None:
+            from relayline.wire.links.tls_material import (
+                own_identity,  # loads cryptography, which plaintext does not need
+            )
+
+            return own_identity(self.cert)
+        token = role_tokens.read(self.token)
+        return token.identity if token is not None else None
+
+    def shown_to(self, peer: Identity | Role | None, generation: int = 0) -> tuple[tuple[str, str], ...]:
+        """Return the metadata that proves to `peer` what this process is: `authorization: Bearer ...`, or nothing.
+
+        A stage shows itself to a coordinator only (give its role), the coordinator to the stage that it names;
+        `generation` is how often that stage's token was revoked.
+        """
+        if not self.token or peer is None:
+            return ()
+        token, shown = role_tokens.read(self.token), self.token
+        if token is not None and token.role is Role.STAGE:
+            shown = role_tokens.join_proof(token)
+        elif token is not None:
+            if self.is_tls or not isinstance(peer, Identity):
+                return ()  # the certificate says it
+            shown = role_tokens.coordinator_proof(self.token, peer, generation)
+        elif not isinstance(peer, Role):
+            return ()
+        return (("authorization", f"Bearer {shown}"),)
 
 
 PLAINTEXT = LinkSecurity()
@@ -73,29 +113,53 @@ def load_security(
     token_file: Path | None = None,
     insecure: bool = False,
     environment: Mapping[str, str] = os.environ,
+    role: Role | None = None,
+    name: str = "",
 ) -> LinkSecurity:
     """Return the security that flags and environment ask for, checked.
 
     `directory` holds ca.pem, cert.pem, key.pem and maybe a token, as `relayline certs issue` makes it; None is
-    plaintext. The token is the first of: `token`, `token_file`, RELAYLINE_TOKEN, the directory's own. Raises UsageError
-    with one line for material that is missing, unreadable, expired, not yet valid or does not belong together.
+    plaintext. The token is the first of: `token`, `token_file`, RELAYLINE_TOKEN, the directory's own. With `role` the
+    credentials must be of that role, and with `name` of the stage of that name. Raises UsageError with one line for
+    material that is missing, unreadable, expired, not yet valid, of another role or does not belong together.
     """
     if token and token_file is not None:
         raise UsageError("give the join token or a file with it, not both")
     token = token or (read_token(token_file) if token_file is not None else "") or environment.get(TOKEN_VARIABLE, "")
     if directory is None:
-        return LinkSecurity(token=token.strip(), insecure=insecure)
+        return checked_role(LinkSecurity(token=token.strip(), insecure=insecure, token_file=token_file), role, name)
     if insecure:
         raise UsageError("--tls and --insecure contradict each other; give one of them")
     if not directory.is_dir():
-        raise UsageError(f"--tls {directory} is not a directory; `relayline certs issue` makes one")
+        of_stage = f" HOST --stage {name}" if name else ""
+        raise UsageError(f"--tls {directory} is not a directory; `relayline certs issue`{of_stage} makes one")
     if not token and (directory / TOKEN_FILE).exists():
         token = read_token(directory / TOKEN_FILE)
     files = (directory / CA_FILE, directory / CERT_FILE, directory / KEY_FILE)
     from relayline.wire.links.tls_material import check_material  # loads cryptography, which plaintext does not need
 
     check_material(*files)
-    return LinkSecurity(*files, token.strip())
+    return checked_role(LinkSecurity(*files, token.strip(), token_file=token_file), role, name)
+
+
+def checked_role(security: LinkSecurity, role: Role | None, name: str = "") -> LinkSecurity:
+    """Return `security` if its credentials are of `role` and `name` (None, empty: any). Raises UsageError."""
+    wanted = "--coordinator" if role is Role.COORDINATOR else f"--stage {name or 'NAME'}"
+    remedy = f"make one with `relayline certs issue CA-DIR HOST {wanted}`"
+    if security.token:
+        token = role_tokens.read(security.token)
+        if token is None:
+            raise UsageError(f"the join token says no role, as those of older versions; {remedy}")
+        if role is not None and token.role is not role:
+            raise UsageError(f"the join token is a {token.role.value}'s, and this is a {role.value}; {remedy}")
+        if name and token.identity is not None and token.identity.name != name:
+            raise UsageError(f"the join token is of {token.identity}, and this is stage {name}; {remedy}")
+    if security.cert is not None and (identity := security.identity) is not None:
+        if role is not None and identity.role is not role:
+            raise UsageError(f"{security.cert} is of {identity}, and this is a {role.value}; {remedy}")
+        if name and identity.name != name:
+            raise UsageError(f"{security.cert} is of {identity}, and this is stage {name}; {remedy}")
+    return security
 
 
 def check_token(token: str, what: str) -> None:
@@ -150,6 +214,11 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback
+
+
+def credential_host(host: str) -> str:
+    """Return a host as credentials name it: every loopback address, and a unix socket, is localhost."""
+    return "localhost" if is_loopback(host) else host.strip().strip("[]").lower().rstrip(".")
 
 
 def check_listen(host: str, security: LinkSecurity, who: str) -> None:

@@ -15,12 +15,14 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, Pub
 
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.refusals import Reason
+from relayline.wire.links.roles import Credential, Identity, identity_among
 
 log = logging.getLogger("relayline.security")
 
 RENEW_DAYS = 14  # a certificate with less left than this is warned about at the start
 _PEM_BYTES_MAX = 1 << 20  # a chain of many certificates is a few KiB; more is not one
 _OTHERS = 0o007
+WHERE_FROM = "give the files of your web server's certificate, or of `relayline certs issue`"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +68,21 @@ def check_material(ca: Path, cert: Path, key: Path, now: datetime.datetime | Non
     return material
 
 
+def check_pair(cert: Path, key: Path, now: datetime.datetime | None = None) -> None:
+    """Raise UsageError, with one line, for the first thing that is wrong with the certificate and key of a server that
+    anybody may connect to; warn as `check_material` does."""
+    now = now or datetime.datetime.now(datetime.UTC)
+    own = _certificates(_read(cert, WHERE_FROM), cert)[0]
+    if _public_bytes(_private_key(_read(key, WHERE_FROM), key).public_key()) != _public_bytes(own.public_key()):
+        raise UsageError(f"{key} does not belong to {cert}; give the key that the certificate was requested with")
+    check_dates(own, cert, now, "renew it where it comes from")
+    if key.stat().st_mode & _OTHERS:
+        log.warning("%s can be read by every user of this machine; run: chmod 600 %s", key, key)
+    days_left = (own.not_valid_after_utc - now).days
+    if days_left < RENEW_DAYS:
+        log.warning("%s expires in %d days", cert, days_left)
+
+
 def first_fault(ca: Path, cert: Path) -> Reason | None:
     """Return for which fault of its own a client with this material is refused, None if there is none to see here."""
     try:
@@ -100,7 +117,7 @@ def canonical_name(host: str) -> str:
 
 
 def names_of(cert: x509.Certificate) -> list[str]:
-    """Return the DNS names and IP addresses that a certificate stands for."""
+    """Return the DNS names and IP addresses that a certificate stands for, its role left out."""
     try:
         names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -108,16 +125,54 @@ def names_of(cert: x509.Certificate) -> list[str]:
     return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
 
 
-def _read(path: Path) -> bytes:
+def identity_of(cert: x509.Certificate) -> Identity | None:
+    """Return the role, name and host that a certificate states, None where it states none."""
+    try:
+        names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return None
+    return identity_among(names.get_values_for_type(x509.UniformResourceIdentifier))
+
+
+def credential_of(pem: bytes) -> Credential:
+    """Return what a caller's certificate states, nothing for one that cannot be read."""
+    try:
+        cert = x509.load_pem_x509_certificate(pem)
+        return Credential(identity_of(cert), cert.serial_number)
+    except ValueError:
+        return Credential(None, 0)
+
+
+def credential_of_der(der: bytes) -> Credential:
+    """Return the same of a certificate in DER."""
+    try:
+        cert = x509.load_der_x509_certificate(der)
+        return Credential(identity_of(cert), cert.serial_number)
+    except ValueError:
+        return Credential(None, 0)
+
+
+def own_identity(path: Path) -> Identity:
+    """Return what this process's certificate states. Raises UsageError where it states nothing."""
+    found = identity_of(read_certificate(path))
+    if found is None:
+        raise UsageError(
+            f"{path} says no role, as those of older versions; make a new one with "
+            "`relayline certs issue CA-DIR HOST --coordinator` or `--stage NAME`"
+        )
+    return found
+
+
+def _read(path: Path, remedy: str = "`relayline certs issue` makes it") -> bytes:
     try:
         with path.open("rb") as file:
             found = file.read(_PEM_BYTES_MAX)
     except FileNotFoundError as error:
-        raise UsageError(f"{path} is missing; `relayline certs issue` makes it") from error
+        raise UsageError(f"{path} is missing; {remedy}") from error
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
     if not found.strip():
-        raise UsageError(f"{path} is empty; `relayline certs issue` makes it anew")
+        raise UsageError(f"{path} is empty; {remedy}")
     return found
 
 

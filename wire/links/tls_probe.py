@@ -56,6 +56,21 @@ def probe(address: str, security: LinkSecurity) -> Finding | None:
         return None
 
 
+def server_certificate(address: str, security: LinkSecurity) -> bytes:
+    """Return the certificate (DER) that host:port `address` shows and that `security` trusts.
+
+    Empty where there is none to see: gRPC finds out the same and says why.
+    """
+    try:
+        with (
+            _connected(address) as raw,
+            _verifying(security).wrap_socket(raw, server_hostname=host_of(address)) as link,
+        ):
+            return link.getpeercert(binary_form=True) or b""
+    except OSError:
+        return b""
+
+
 def knock(address: str, reason: Reason) -> None:
     """Tell the other end why there will be no link, in the clear part of one more handshake; errors are ignored."""
     with contextlib.suppress(OSError, ValueError), _connected(address) as raw:
@@ -98,12 +113,7 @@ def said_to_client(found: Finding, address: str, security: LinkSecurity) -> str:
 
 
 def _probe_tls(address: str, security: LinkSecurity) -> Finding | None:
-    ca, cert, key = security.files
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_verify_locations(ca)
-    context.load_cert_chain(cert, key)
-    context.set_alpn_protocols(["h2", ALPN_PROBE])
+    context = _verifying(security)
     try:
         with _connected(address) as raw, context.wrap_socket(raw, server_hostname=host_of(address)) as link:
             greeting = link.recv(1)  # under TLS 1.3 a client is refused after its side of the handshake
@@ -150,6 +160,16 @@ def _certificate_of(address: str) -> bytes:
     context.set_alpn_protocols(["h2", ALPN_PROBE])
     with _connected(address) as raw, context.wrap_socket(raw) as link:
         return link.getpeercert(binary_form=True) or b""
+
+
+def _verifying(security: LinkSecurity) -> ssl.SSLContext:
+    ca, cert, key = security.files
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_verify_locations(ca)
+    context.load_cert_chain(cert, key)
+    context.set_alpn_protocols(["h2", ALPN_PROBE])
+    return context
 
 
 def _unverified() -> ssl.SSLContext:

@@ -16,11 +16,11 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ProtocolError, RelaylineError, StageLostError
 from relayline.wire.common.process import first_of
+from relayline.wire.envelopes import messages
 from relayline.wire.links import rpc
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.links.silence import Silence, silent_text
@@ -54,10 +54,11 @@ async def first_beat(context: Any) -> pb.Beat:
             message = await context.read()
     except TimeoutError as error:
         raise ProtocolError("no first sign of life came on this call") from error
-    try:
-        return pb.Beat.FromString(message) if isinstance(message, bytes) else pb.Beat()
-    except DecodeError as error:
-        raise ProtocolError("the first sign of life is not one") from error
+    if not isinstance(message, bytes):
+        return pb.Beat()
+    if len(message) > bounds.UNARY_BYTES_MAX:
+        raise ProtocolError(f"a first sign of life of {len(message)} bytes is over the limit")
+    return messages.read(pb.Beat, message, "first sign of life")
 
 
 async def answer(context: Any, silence: Silence) -> bool:
@@ -90,18 +91,20 @@ class Watch:
         on_silent: Callable[[RelaylineError], None],
         security: LinkSecurity = PLAINTEXT,
         *,
+        shown_pass: str = "",
         who: str = "",
         on_heard: OnHeard = lambda: None,
     ) -> None:
         """`route` (id, epoch) is what the peer ends should this end go silent.
 
-        `on_silent` is called at most once, `on_heard` at every sign of life. `who` names the peer in the loss. Raises
+        `shown_pass` is what the coordinator gave out for that route. `on_silent` is called at most once, `on_heard` at every sign of life. `who` names the peer in the loss. Raises
         UsageError when `security` does not allow a link to `address`.
         """
         self._who = who or address
         self._hello = rpc.serialize(pb.Beat(route_id=route[0], epoch=route[1]))
         self._on_heard, self._silence = on_heard, Silence()
-        self._channel = rpc.open_channel(address, security)
+        self._metadata = rpc.pass_metadata(shown_pass)
+        self._channel = rpc.open_channel(address, security, receive_bytes_max=bounds.UNARY_BYTES_MAX)
         self._task = asyncio.create_task(self._run(on_silent))
 
     async def _run(self, on_silent: Callable[[RelaylineError], None]) -> None:
@@ -120,7 +123,7 @@ class Watch:
         """Beat and listen, on one call after the other; returns once it shows that the peer does not know of this."""
         stream = self._channel.stream_stream(rpc.method("Watch"), request_serializer=None, response_deserializer=None)
         while True:
-            call = stream()
+            call = stream(metadata=self._metadata)
             beating = asyncio.create_task(self._beat(call))
             try:
                 while isinstance(await call.read(), bytes):

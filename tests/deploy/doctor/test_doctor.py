@@ -25,6 +25,7 @@ from relayline.deploy.launch.certificates import init_authority, issue
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.testing.processes import relayline, running
 from relayline.wire.common.errors import UsageError
+from relayline.wire.links.roles import Role
 from relayline.wire.links.security import PLAINTEXT
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.tiny_models import make_tiny
@@ -278,24 +279,24 @@ def test_tls(tmp_path: Path) -> None:
 
     def look(wire: str, spec: str = APART) -> list[Finding]:
         manifest = manifest_of(tmp_path, f"{spec}  wire: {{{wire}}}\n")
-        return files.look_security(manifest, files.names_here(manifest), tmp_path / "own" / "head.test")[0]
+        return files.look_security(manifest, files.names_here(manifest), tmp_path / "own" / "coordinator")[0]
 
     assert one(look("", spec="")).found.startswith("not needed")
     assert one(look("tls: {mode: off}")).outcome is WARNING
     assert "will make its own" in one(look("")).found
     assert one(look("tls: {directory: nowhere}")).outcome is FAILURE
-    issue(tmp_path / "ca", "head.test", (), 365, tmp_path / "good", now)
+    issue(tmp_path / "ca", "head.test", (), 365, tmp_path / "good", now, role=Role.COORDINATOR)
     assert [found.outcome for found in look("tls: {directory: good}")] == [OK, OK]
     (tmp_path / "good" / "token").unlink()
     assert [found.outcome for found in look("tls: {directory: good}")] == [OK, WARNING]
-    issue(tmp_path / "ca", "other.test", (), 365, tmp_path / "other", now)
+    issue(tmp_path / "ca", "other.test", (), 365, tmp_path / "other", now, role=Role.COORDINATOR)
     other = look("tls: {directory: other}")[0]
     assert (other.outcome, "not for head.test" in other.found) == (FAILURE, True)
-    issue(tmp_path / "ca", "head.test", (), 5, tmp_path / "soon", now)
+    issue(tmp_path / "ca", "head.test", (), 5, tmp_path / "soon", now, role=Role.COORDINATOR)
     assert look("tls: {directory: soon}")[0].outcome is WARNING
-    issue(tmp_path / "ca", "head.test", (), 5, tmp_path / "late", long_ago)
+    issue(tmp_path / "ca", "head.test", (), 5, tmp_path / "late", long_ago, role=Role.COORDINATOR)
     assert "expired" in one(look("tls: {directory: late}")).found
-    issue(tmp_path / "ca", "head.test", (), 365, tmp_path / "own" / "head.test", now)
+    issue(tmp_path / "ca", "head.test", (), 365, tmp_path / "own" / "coordinator", now, role=Role.COORDINATOR)
     assert [found.outcome for found in look("")] == [OK, OK]
 
 
@@ -361,8 +362,8 @@ async def test_stages_and_their_clocks(model: Path, tmp_path: Path) -> None:
     artifact = tmp_path / "split" / "stage-1.gguf"
     with running("stage", "--artifact", artifact, "--ctx", "64", "--lanes", "2", "--no-calibrate", "--json") as stage:
         address = stage.event["address"]
-        assert [found.outcome for found in await network.look_stage("b", address, PLAINTEXT)] == [OK, OK]
-    assert one(await network.look_stage("b", address, PLAINTEXT)).outcome is FAILURE
+        assert [found.outcome for found in await network.look_stage("b", address, "localhost", PLAINTEXT)] == [OK, OK]
+    assert one(await network.look_stage("b", address, "localhost", PLAINTEXT)).outcome is FAILURE
     version = importlib.metadata.version("relayline")
     assert network.judge_version("stage b", version, version).outcome is OK
     assert network.judge_version("stage b", "9.9.9", version).outcome is WARNING

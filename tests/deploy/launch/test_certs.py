@@ -11,11 +11,13 @@ from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from relayline.deploy.launch import certificates
-from relayline.deploy.launch.certificates import CERT_DAYS_MAX, init_authority, issue, write_file
+from relayline.deploy.launch.certificates import CERT_DAYS_MAX, init_authority, issue, revoke, write_file
 from relayline.deploy.testing.processes import relayline
-from relayline.wire.common.errors import UsageError
+from relayline.wire.common.errors import ProtocolError, UsageError
+from relayline.wire.links.revocation import CRL_BYTES_MAX, Revocations
+from relayline.wire.links.roles import Role
 from relayline.wire.links.security import load_security, read_token
-from relayline.wire.links.tls_material import names_of, read_certificate
+from relayline.wire.links.tls_material import credential_of, names_of, read_certificate
 from tests.support.identities import DAY, NOW
 
 
@@ -42,7 +44,9 @@ def test_the_authority(ca: Path):
 
 
 def test_a_host_gets_all_it_needs_and_nothing_else(ca: Path):
-    made = issue(ca, "Box1.lan", ["10.0.0.7", "fd00::7", "*.stage.svc"], 100, ca / "box1", NOW)
+    names = ["10.0.0.7", "fd00::7", "*.stage.svc"]
+    made = issue(ca, "Box1.lan", names, 100, ca / "box1", NOW, role=Role.STAGE, stage="alpha")
+    assert str(made.identity) == "stage alpha on box1.lan"
     assert made.names == ("box1.lan", "10.0.0.7", "fd00::7", "*.stage.svc", "localhost", "127.0.0.1", "::1")
     assert sorted(path.name for path in made.directory.iterdir()) == ["ca.pem", "cert.pem", "key.pem", "token"]
     assert mode(made.directory) == 0o700
@@ -56,11 +60,13 @@ def test_a_host_gets_all_it_needs_and_nothing_else(ca: Path):
     addresses = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert ipaddress.ip_address("10.0.0.7") in addresses.get_values_for_type(x509.IPAddress)
     assert not cert.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-    assert load_security(made.directory, environment={}).token == read_token(ca / "token")
+    token = load_security(made.directory, environment={}, role=Role.STAGE, name="alpha").token
+    assert token.startswith("stage/alpha/box1.lan/")
+    assert read_token(ca / "token").partition("/")[2] not in token
 
 
 def test_a_certificate_never_outlives_its_ca(ca: Path):
-    made = issue(ca, "box1", [], 800, ca / "box1", NOW + 3_600 * DAY)
+    made = issue(ca, "box1", [], 800, ca / "box1", NOW + 3_600 * DAY, role=Role.COORDINATOR)
     assert made.expires <= read_certificate(ca / "ca.pem").not_valid_after_utc
 
 
@@ -75,35 +81,41 @@ def test_init_overwrites_nothing(ca: Path):
 
 
 def test_issue_again_renews_and_keeps_to_its_ca(ca: Path, tmp_path: Path):
-    first = issue(ca, "box1", [], 10, ca / "box1", NOW)
-    second = issue(ca, "box1", [], 20, ca / "box1", NOW)
+    first = issue(ca, "box1", [], 10, ca / "box1", NOW, role=Role.COORDINATOR)
+    second = issue(ca, "box1", [], 20, ca / "box1", NOW, role=Role.COORDINATOR)
     assert second.expires > first.expires
     load_security(ca / "box1", environment={})
     init_authority(tmp_path / "other", "other", NOW)
     with pytest.raises(UsageError, match="another CA"):
-        issue(tmp_path / "other", "box1", [], 10, ca / "box1", NOW)
+        issue(tmp_path / "other", "box1", [], 10, ca / "box1", NOW, role=Role.COORDINATOR)
 
 
 @pytest.mark.parametrize("name", ["a b", "-box", "box-", "", "a..b", "ä", "10.0.0.0/8", "a*.b", "x" * 64])
 def test_what_is_no_name_of_a_host(name: str, ca: Path):
     with pytest.raises(UsageError, match="neither an IP address nor a host name"):
-        issue(ca, name, [], 10, ca / "x", NOW)
+        issue(ca, name, [], 10, ca / "x", NOW, role=Role.COORDINATOR)
     assert not (ca / "x").exists()
 
 
 def test_refusals(ca: Path, tmp_path: Path):
     for days in (0, CERT_DAYS_MAX + 1):
         with pytest.raises(UsageError, match="--days"):
-            issue(ca, "box1", [], days, ca / "x", NOW)
+            issue(ca, "box1", [], days, ca / "x", NOW, role=Role.COORDINATOR)
     with pytest.raises(UsageError, match=r"not where the CA lives"):
-        issue(tmp_path, "box1", [], 10, ca / "x", NOW)
+        issue(tmp_path, "box1", [], 10, ca / "x", NOW, role=Role.COORDINATOR)
     with pytest.raises(UsageError, match=r"ca\.pem expired on .*certs init"):
-        issue(ca, "box1", [], 10, ca / "x", NOW + 4_000 * DAY)
+        issue(ca, "box1", [], 10, ca / "x", NOW + 4_000 * DAY, role=Role.COORDINATOR)
+    for role, stage, says in (
+        (Role.STAGE, "", "says its name"), (Role.COORDINATOR, "a", "says its name"),
+        (Role.STAGE, "A_b", "not a DNS label"), (Role.STAGE, "monitor", "another role"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=says):
+            issue(ca, "box1", [], 10, ca / "x", NOW, role=role, stage=stage)
     with pytest.raises(UsageError, match="--name has 0 characters"):
         init_authority(tmp_path / "y", "", NOW)
     (ca / "ca-key.pem").write_text("nonsense")
     with pytest.raises(UsageError, match="not a PEM private key"):
-        issue(ca, "box1", [], 10, ca / "x", NOW)
+        issue(ca, "box1", [], 10, ca / "x", NOW, role=Role.COORDINATOR)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -124,12 +136,18 @@ def test_the_command(tmp_path: Path):
     ca = tmp_path / "ca"
     made = relayline("certs", "init", ca, "--name", "small")
     assert (made.returncode, made.stdout.splitlines()[0].split(", valid")[0]) == (0, f"made the CA of small in {ca}")
-    made = relayline("certs", "issue", ca, "box1", "--ip", "10.0.0.7", "--dns", "box1.lan", "--days", "30")
+    for flags in ((), ("--coordinator", "--stage", "alpha")):
+        refused = relayline("certs", "issue", ca, "box1", *flags)
+        assert (refused.returncode, "--coordinator, --stage NAME or --monitor" in refused.stderr) == (2, True)
+    names = ("--ip", "10.0.0.7", "--dns", "box1.lan")
+    made = relayline("certs", "issue", ca, "box1", "--stage", "alpha", *names, "--days", "30")
     assert made.returncode == 0, made.stderr
-    assert f"made {ca}/box1 for box1, 10.0.0.7, box1.lan, localhost, 127.0.0.1, ::1, valid until" in made.stdout
-    shown = relayline("certs", "show", ca / "box1")
+    text = f"made {ca}/alpha of stage alpha on box1, for box1, 10.0.0.7, box1.lan, localhost, 127.0.0.1, ::1, valid"
+    assert text in made.stdout
+    shown = relayline("certs", "show", ca / "alpha")
     assert shown.returncode == 0
     assert shown.stdout.splitlines()[2] == "cert.pem: CN=box1, from CN=small CA"
+    assert "  of stage alpha on box1" in shown.stdout
     assert "expires in 29 days" in shown.stdout
     assert relayline("certs", "show", ca).returncode == 0  # the CA's own place has no cert.pem
     again = relayline("certs", "init", ca)
@@ -137,13 +155,66 @@ def test_the_command(tmp_path: Path):
     assert f"{ca}/ca.pem exists" in again.stderr
 
 
+def test_revoking(ca: Path, tmp_path: Path):
+    for name in ("alpha", "beta"):
+        issue(ca, "box1", [], 10, ca / name, NOW, role=Role.STAGE, stage=name)
+    issue(ca, "head", [], 10, ca / "coordinator", NOW, role=Role.COORDINATOR)
+    old, kept = read_token(ca / "alpha" / "token"), read_token(ca / "beta" / "token")
+    with pytest.raises(UsageError, match=r"no such credential .* coordinator on head, stage alpha on box1"):
+        revoke(ca, lambda identity: identity.name == "gamma", NOW)
+    done = revoke(ca, lambda identity: identity.name == "alpha", NOW)
+    assert done.identities == ("stage alpha on box1",)
+    assert set(done.written) == {ca, ca / "alpha", ca / "beta", ca / "coordinator"}
+    known = Revocations(load_security(ca / "coordinator", environment={}))
+    for name, is_revoked in (("alpha", True), ("beta", False), ("coordinator", False)):
+        credential = credential_of((ca / name / "cert.pem").read_bytes())
+        assert known.is_revoked(credential) == is_revoked
+    with pytest.raises(UsageError, match="revoked already: stage alpha on box1"):
+        revoke(ca, lambda identity: identity.name == "alpha", NOW)
+    again = issue(ca, "box1", [], 10, ca / "alpha", NOW, role=Role.STAGE, stage="alpha")
+    assert not known.is_revoked(credential_of((again.directory / "cert.pem").read_bytes()))
+    assert read_token(ca / "alpha" / "token") != old
+    assert issue(ca, "box1", [], 10, ca / "beta", NOW, role=Role.STAGE, stage="beta")
+    assert read_token(ca / "beta" / "token") == kept
+    revoke(ca, lambda identity: identity.host == "box1", NOW)
+    assert known.look()
+    assert not known.look()
+    assert known.number == 2
+    shown = relayline("certs", "revoke", ca, "--coordinator")
+    assert (shown.returncode, shown.stdout.splitlines()[0]) == (0, "revoked: coordinator on head")
+    assert relayline("certs", "revoke", ca).returncode == 2
+
+
+def test_lists_of_others_and_nonsense_revoke_nothing(ca: Path, tmp_path: Path):
+    issue(ca, "box1", [], 10, ca / "alpha", NOW, role=Role.STAGE, stage="alpha")
+    known = Revocations(load_security(ca / "alpha", environment={}))
+    init_authority(tmp_path / "other", "other", NOW)
+    issue(tmp_path / "other", "box1", [], 10, tmp_path / "other" / "a", NOW, role=Role.STAGE, stage="a")
+    revoke(tmp_path / "other", lambda _: True, NOW)
+    foreign = (tmp_path / "other" / "crl.pem").read_bytes()
+    for found in (foreign, b"nonsense", b"x" * (CRL_BYTES_MAX + 1)):
+        with pytest.raises(ProtocolError, match="cannot be used"):
+            known.offer(found)
+        (ca / "alpha" / "crl.pem").write_bytes(found)
+        assert not known.look()
+        assert known.number == 0
+        with pytest.raises(UsageError):
+            Revocations(load_security(ca / "alpha", environment={}))
+    revoke(ca, lambda _: True, NOW)
+    assert known.offer((ca / "crl.pem").read_bytes())
+    assert not known.offer((ca / "crl.pem").read_bytes()), "nothing new"
+    (ca / "alpha" / "crl.pem").unlink()
+    known.look()
+    assert known.number == 1, "what was revoked stays revoked"
+
+
 def test_show_fails_for_what_has_expired_or_does_not_fit(tmp_path: Path):
     init_authority(tmp_path / "ca", "small", NOW - 30 * DAY)
-    issue(tmp_path / "ca", "box1", [], 10, tmp_path / "ca" / "box1", NOW - 20 * DAY)
+    issue(tmp_path / "ca", "box1", [], 10, tmp_path / "ca" / "box1", NOW - 20 * DAY, role=Role.COORDINATOR)
     shown = relayline("certs", "show", tmp_path / "ca" / "box1")
     assert shown.returncode == 1
     assert ": EXPIRED" in shown.stdout
-    issue(tmp_path / "ca", "box2", [], 10, tmp_path / "ca" / "box2", NOW)
+    issue(tmp_path / "ca", "box2", [], 10, tmp_path / "ca" / "box2", NOW, role=Role.COORDINATOR)
     (tmp_path / "ca" / "box2" / "key.pem").unlink()
     shown = relayline("certs", "show", tmp_path / "ca" / "box2")
     assert shown.returncode == 1

@@ -18,7 +18,7 @@ from relayline.deploy.cli.up_manifest import changes_of, up_manifest
 from relayline.deploy.doctor.files import look_security, names_here
 from relayline.deploy.doctor.report import Outcome
 from relayline.deploy.launch.arrange import arrange
-from relayline.deploy.launch.own_tls import make_own_tls, make_own_token, needs_own_token
+from relayline.deploy.launch.own_tls import make_own_tls, make_own_token, make_stage_tokens, needs_own_token
 from relayline.deploy.launch.plan import LocalStage, RemoteStage
 from relayline.deploy.launch.ports import port_problem, wanted_ports
 from relayline.deploy.launch.prepare import override, settle, threads_for
@@ -33,6 +33,7 @@ from relayline.deploy.manifest.load import ManifestError
 from relayline.deploy.testing.processes import relayline
 from relayline.wire.common.bounds import DRAFT_TOKENS_MAX
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.links.roles import Role
 from relayline.wire.links.security import load_security, read_token
 from tests.support.tiny_models import make_tiny
 
@@ -190,11 +191,17 @@ def test_what_is_started_here_and_what_elsewhere(tmp_path: Path) -> None:
     assert plan.http == ("0.0.0.0", 9_000)
     assert plan.serve_arguments == ("--manifest", str(tmp_path / "settled.json"), "--verbose")
     assert here.arguments[:4] == ("--listen", "0.0.0.0:0", "--advertise", "head")
-    assert ("--tls", str(tmp_path / "tls" / "head")) == here.arguments[6:8]
+    assert ("--tls", str(tmp_path / "tls" / "here")) == here.arguments[6:8], "not the coordinator's"
+    assert ("--token-file", str(tmp_path / "join" / "here.token")) == here.arguments[8:10]
     assert box1.arguments[:4] == ("--listen", "0.0.0.0:50051", "--advertise", "box1")
-    assert box1.arguments[-4:] == ("--tls", "box1", "--token-file", "secret")
+    assert box1.arguments[-4:] == ("--tls", "box1", "--token-file", "box1.token")
+    assert box1.arguments[4:6] == ("--metrics", "box1:9464"), "over TLS, for who shows a certificate"
     assert box2.arguments[1] == "0.0.0.0:7000"
-    assert box1.bring == (tmp_path / "tls" / "box1", tmp_path / "secret")
+    assert box1.bring == (tmp_path / "tls" / "box1", tmp_path / "join" / "box1.token")
+    clear = FOUR.replace("tls: {directory: tls/head}, tokenFile: secret", "tls: {mode: off}")
+    _, far, _ = arrange(manifest_of(clear, tmp_path), tmp_path / "four.yaml", tmp_path / "settled.json").stages
+    assert isinstance(far, RemoteStage)
+    assert far.arguments[4:] == ("--metrics", "127.0.0.1:9464", "--insecure")
 
 
 def test_on_one_machine_nothing_listens_beyond_it(tmp_path: Path) -> None:
@@ -203,6 +210,9 @@ def test_on_one_machine_nothing_listens_beyond_it(tmp_path: Path) -> None:
     assert not plan.remote
     for stage in plan.local:
         assert stage.arguments == ("--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0")
+    settled = manifest_of(SMALL + "  wire: {tokenFile: /state/join/token}\n", tmp_path)
+    for stage in arrange(settled, tmp_path / "small.yaml", tmp_path / "settled.json").local:
+        assert stage.arguments[-2:] == ("--token-file", str(tmp_path / "join" / f"{stage.name}.token"))
 
 
 def test_serve_takes_its_defaults_from_the_manifest(tmp_path: Path) -> None:
@@ -274,10 +284,12 @@ def test_the_launcher_makes_tls_material_once_and_renews_it(tmp_path: Path) -> N
     text = FOUR.replace("tls: {directory: tls/head}, tokenFile: secret", "tls: {mode: auto}")
     manifest = manifest_of(text, tmp_path)
     here = make_own_tls(manifest, tmp_path / "own")
-    assert here == tmp_path / "own" / "head"
-    security = load_security(here, environment={})
-    assert security.token
-    assert load_security(tmp_path / "own" / "10.0.0.2", environment={}).token == security.token
+    assert here == tmp_path / "own" / "coordinator"
+    load_security(here, environment={}, role=Role.COORDINATOR)
+    stages = [load_security(tmp_path / "own" / name, environment={}, name=name) for name in ("here", "box1", "box2")]
+    assert [str(stage.identity) for stage in stages] == [
+        "stage here on head", "stage box1 on box1", "stage box2 on 10.0.0.2"]  # fmt: skip
+    assert len({stage.token for stage in stages}) == 3
     before = (here / "cert.pem").read_bytes()
     make_own_tls(manifest, tmp_path / "own")
     assert (here / "cert.pem").read_bytes() == before
@@ -291,7 +303,7 @@ def test_certificates_of_hosts_written_otherwise_are_not_made_anew(tmp_path: Pat
     manifest = manifest_of(text, tmp_path)
     here = make_own_tls(manifest, tmp_path / "own")
     before = {path: path.read_bytes() for path in sorted(here.parent.rglob("cert.pem"))}
-    assert len(before) == 3
+    assert len(before) == 4
     make_own_tls(manifest, tmp_path / "own")
     assert {path: path.read_bytes() for path in before} == before
     findings, _ = look_security(manifest, names_here(manifest), here)
@@ -311,12 +323,22 @@ def test_a_ca_that_was_cut_short_is_made_anew(left: list[str], tmp_path: Path) -
 def test_without_tls_the_launcher_makes_a_token_once(tmp_path: Path) -> None:
     clear = SMALL + "  stages: [{name: a}, {name: b, host: box}]\n  wire: {tls: {mode: off}}\n"
     assert needs_own_token(manifest_of(clear, tmp_path))
-    assert not needs_own_token(manifest_of(SMALL, tmp_path))
+    assert needs_own_token(manifest_of(SMALL, tmp_path)), "other users of this machine could use its stages"
     assert not needs_own_token(manifest_of(clear.replace("{tls", "{tokenFile: own, tls"), tmp_path))
     made = make_own_token(tmp_path / "state" / "token")
     token = read_token(made)
     assert made.stat().st_mode & 0o777 == 0o600
     assert read_token(make_own_token(made)) == token
+    manifest = override(manifest_of(clear, tmp_path), {"wire.tokenFile": str(made)})
+    make_stage_tokens(manifest, tmp_path / "join")
+    found = {path.name: read_token(path) for path in (tmp_path / "join").iterdir()}
+    assert sorted(found) == ["a.token", "b.token"]
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in (tmp_path / "join").iterdir())
+    assert found["b.token"].startswith("stage/b/box/"), "says whose it is"
+    assert token.partition("/")[2] not in "".join(found.values())
+    made.write_text("a-token-without-a-role")
+    with pytest.raises(UsageError, match=r"is no coordinator's join token, or one of an older version"):
+        make_stage_tokens(manifest, tmp_path / "join")
 
 
 def test_lines_for_people() -> None:

@@ -37,7 +37,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_children_inherit_everything_but_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {
-        "RELAYLINE_TOKEN": "join",
         "RELAYLINE_API_KEY": "key",
         "RELAYLINE_API_KEYS": "keys",
         "RELAYLINE_PROTECT_METRICS": "1",
@@ -46,12 +45,15 @@ def test_children_inherit_everything_but_flags(monkeypatch: pytest.MonkeyPatch) 
         "LD_LIBRARY_PATH": "/opt/cuda",
     }
     flags = ("RELAYLINE_CTX", "RELAYLINE_LANES", "RELAYLINE_JOIN_LISTEN", "RELAYLINE_NAMES", "RELAYLINE_HTTP")
+    monkeypatch.setenv("RELAYLINE_TOKEN", "the supervisor's own")
     for name, value in kept.items() | {(flag, "1") for flag in flags}:
         monkeypatch.setenv(name, value)
     environment = child_environment()
     assert {name: environment.get(name) for name in kept} == kept
     assert not environment.keys() & set(flags)
     assert environment["PATH"]
+    assert "RELAYLINE_TOKEN" not in environment, "every child has one of its own"
+    assert child_environment("a-token")["RELAYLINE_TOKEN"] == "a-token"
 
 
 def test_variables_are_flags_of_up_and_not_of_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,17 +16,21 @@ from typing import Any
 import aiohttp
 import pytest
 
+from relayline.coordinator.engine.stage_client import StageClient
 from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.log_files import last_lines
 from relayline.deploy.launch.prepare import prepare
 from relayline.deploy.launch.run import supervise
-from relayline.deploy.launch.state import StateDir
+from relayline.deploy.launch.state import StateDir, state_root
 from relayline.deploy.launch.supervisor import Supervisor
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.deploy.testing.processes import COMMAND, TIMEOUT_S, relayline, wait_gone
-from relayline.wire.common.errors import StartError
+from relayline.wire.common.errors import StartError, UnauthenticatedError
+from relayline.wire.links import role_tokens
+from relayline.wire.links.roles import Identity, Role
+from relayline.wire.links.security import LinkSecurity
 from tests.support.http_client import Client, assert_same_greedy, tokens_of
 
 pytestmark = pytest.mark.slow  # real processes, started many times
@@ -370,3 +374,31 @@ def test_another_host_gets_its_one_command(home: Path) -> None:
             finally:
                 stage.terminate()
                 stage.communicate(timeout=TIMEOUT_S)
+
+
+def command_line(pid: int) -> str:
+    """What every user sees of a process."""
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+async def test_other_users_of_the_machine_cannot_talk_to_the_stages(home: Path) -> None:
+    """Neither with nothing to show nor with another pipeline's token; no command line shows the token."""
+    with up(write_manifest(home, "kept", stages="2")) as running:
+        running.ready()
+        tokens = sorted((state_root() / "kept" / "join").iterdir())
+        assert [path.name for path in tokens] == ["stage-0.token", "stage-1.token", "token"]
+        assert {path.stat().st_mode & 0o777 for path in tokens} == {0o600}
+        processes = status("kept")["processes"]
+        for entry in processes:
+            shown = command_line(entry["pid"])
+            assert not any(path.read_text().strip() in shown for path in tokens)
+        for entry in processes[1:]:
+            who = Identity(Role.STAGE, "localhost", entry["name"])
+            for token in ("", role_tokens.new_root()):
+                client = StageClient(entry["address"], LinkSecurity(token=token), who)
+                with pytest.raises(UnauthenticatedError, match="join token"):
+                    await client.describe()
+                await client.close()
+            client = StageClient(entry["address"], LinkSecurity(token=tokens[-1].read_text().strip()), who)
+            assert (await client.describe()).name == entry["name"]
+            await client.close()

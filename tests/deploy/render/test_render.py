@@ -154,7 +154,9 @@ def test_the_coordinator_gets_a_manifest_of_its_own(target: str) -> None:
     flags = flag_defaults(contained)
     assert flags["http"] == ("0.0.0.0", inside.HTTP_PORT)
     assert flags["tls_dir"] == Path(inside.TLS_DIR)
-    assert flags["token_file"] == Path(inside.TOKEN_FILE)
+    assert "token_file" not in flags, "each process's own is beside its certificate"
+    clear = contained_manifest(render(parsed(SMALLEST + "  wire: {tls: {mode: off}}\n"), target))
+    assert flag_defaults(clear)["token_file"] == Path(inside.TOKEN_FILE)
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
@@ -266,7 +268,8 @@ def test_a_stage_advertises_the_name_that_its_certificate_is_made_for() -> None:
         args = stage_set["spec"]["template"]["spec"]["containers"][0]["args"]
         host = args[args.index("--advertise") + 1]
         assert host == f"{stage_set['metadata']['name']}-0.{stage_set['spec']['serviceName']}"
-        assert f"certs issue tls {host}\n" in files["config.yaml"]
+        name = args[args.index("--name") + 1]
+        assert f"certs issue tls {host} --stage {name}\n" in files["config.yaml"]
 
 
 def test_probes_are_grpc_where_links_are_in_the_clear() -> None:
@@ -275,7 +278,29 @@ def test_probes_are_grpc_where_links_are_in_the_clear() -> None:
     assert container["readinessProbe"]["grpc"] == {"port": 50_051}
     assert "--insecure" in container["args"]
     (private, *_) = of_kind(rendered("kubernetes", "kubernetes"), "StatefulSet")
-    assert private["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]["port"] == "metrics"
+    assert private["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["tcpSocket"]["port"] == "grpc"
+
+
+def test_every_process_has_a_credential_of_its_own() -> None:
+    for case, n_processes in ((("kubernetes", "kubernetes"), 4), (("plaintext", "kubernetes"), 3)):
+        pods = [*of_kind(rendered(*case), "StatefulSet"), *of_kind(rendered(*case), "Deployment")]
+        volumes = [volume for pod in pods for volume in pod["spec"]["template"]["spec"]["volumes"]]
+        secrets = [v["secret"]["secretName"] for v in volumes if v["name"] in ("tls", "join")]
+        assert len(set(secrets)) == len(secrets) == n_processes
+    services = documents(rendered("gpu-and-cpu", "compose"))[0]["services"]
+    mounts = [mount for service in services.values() for mount in service.get("volumes", ()) if isinstance(mount, dict)]
+    sources = {mount["source"] for mount in mounts if "tls" in mount["source"]}
+    assert sources == {f"./tls/{name}" for name in ("coordinator", "card", "processor", "second-box", "monitor")}
+
+
+def test_workers_of_one_template_see_their_own_credential_only() -> None:
+    (group,) = of_kind(rendered("replicas", "leaderworkerset"), "LeaderWorkerSet")
+    spec = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    (volume,) = [volume for volume in spec["volumes"] if volume["name"] == "tls"]
+    paths = {item["path"] for item in volume["secret"]["items"]}
+    assert paths == {f"stage-{n}/{file}" for n in (1, 2) for file in ("ca.pem", "cert.pem", "key.pem", "token")}
+    (mount,) = [mount for mount in spec["containers"][0]["volumeMounts"] if mount["name"] == "tls"]
+    assert mount["subPathExpr"] == "stage-$(LWS_WORKER_INDEX)"
 
 
 def test_no_rendered_file_holds_a_secret() -> None:

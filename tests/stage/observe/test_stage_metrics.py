@@ -6,6 +6,7 @@ HTTP from a real stage of a tiny model.
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 
 import aiohttp
@@ -13,17 +14,20 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from relayline.deploy.launch.certificates import revoke
 from relayline.deploy.testing.processes import relayline, running
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage.config import StageConfig
-from relayline.stage.observe.metrics import Gauges, StageCollector
+from relayline.stage.observe.metrics import Gauges, StageCollector, serve_metrics
 from relayline.stage.observe.stats import WAIT_BUCKETS_NS, StageStats
 from relayline.stage.process import serve
-from relayline.wire.common.errors import StartError
+from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.envelopes.frames import Flag
+from relayline.wire.links.roles import Role
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.telemetry import Level, Telemetry, TelemetryConfig
 from tests.support.fakes import FakeEngine, control, new_executor, rows_frame, step_of
+from tests.support.identities import NOW, make_identities, security_of
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -225,3 +229,42 @@ def test_a_mistaken_variable_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
     assert done.returncode == 2
     assert "OTEL_TRACES_EXPORTER 'tape' is unknown" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+async def test_beyond_loopback_metrics_are_for_who_may_read_them(tmp_path: Path) -> None:
+    ids = make_identities(tmp_path / "ids")
+    collector = StageCollector({"stage": "1"}, StageStats(), Telemetry(), lambda: Gauges(0, 0, 0, 0, 0, 0, 0))
+
+    async def ask(port: int, who: Path | None) -> tuple[int, str]:
+        context = ssl.create_default_context(cafile=str(ids.ca / "ca.pem"))
+        if who is not None:
+            context.load_cert_chain(who / "cert.pem", who / "key.pem")
+        url = f"https://127.0.0.1:{port}/metrics"
+        async with aiohttp.ClientSession() as session, session.get(url, ssl=context) as response:
+            return response.status, await response.text()
+
+    with pytest.raises(UsageError, match=r"the metrics port would listen on .*, beyond this machine, without TLS"):
+        async with serve_metrics(("0.0.0.0", 0), collector):
+            pass
+    async with serve_metrics(("0.0.0.0", 0), collector, security_of(ids.box1)) as address:
+        port = int(address.rpartition(":")[2])
+        for who in (ids.monitor, ids.coordinator):
+            status, text = await ask(port, who)
+            assert (status, names.METRIC_STEPS in text) == (200, True)
+        assert await ask(port, ids.box2) == (
+            403, "stage box2 on box2 may not read metrics; issue a certificate with `relayline certs issue --monitor`\n"
+        )  # fmt: skip
+        for who in (None, ids.stranger):
+            with pytest.raises((aiohttp.ClientError, OSError)):
+                await ask(port, who)
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises((aiohttp.ClientError, OSError)):
+                await session.get(f"http://127.0.0.1:{port}/metrics")
+        revoke(ids.ca, lambda identity: identity.role is Role.MONITOR, NOW)
+        assert await ask(port, ids.monitor) == (403, "the credential of monitor on head is revoked\n")
+    async with (
+        serve_metrics(("127.0.0.1", 0), collector, security_of(ids.box1)) as address,
+        aiohttp.ClientSession() as session,
+        session.get(f"http://{address}/metrics") as response,
+    ):
+        assert response.status == 200, "on loopback as ever"

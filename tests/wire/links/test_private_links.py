@@ -27,17 +27,20 @@ from grpc_health.v1.health import aio as grpc_health_aio
 from relayline.deploy.launch.certificates import issue
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError, StageLostError, UnauthenticatedError
-from relayline.wire.links import listening, rpc
+from relayline.wire.links import listening, role_tokens, rpc
 from relayline.wire.links.doorkeeper import LOOKS_PER_S_MAX
 from relayline.wire.links.listening import Listener
 from relayline.wire.links.relay_link import RelayLink
+from relayline.wire.links.roles import Identity, Role
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.links.trouble import explained
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.identities import NOW, Identities, make_identities, security_of
 
 WAIT_S = 20
-TOKEN = "0123456789abcdef"
+ROOT = role_tokens.new_root()
+STAGE = Identity(Role.STAGE, "localhost", "box1")
+STAGE_TOKEN = role_tokens.token_for(ROOT, STAGE, 0)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +128,7 @@ async def serving(security: LinkSecurity, host: str = "127.0.0.2") -> AsyncItera
 
 async def describe(address: str, security: LinkSecurity) -> pb.DescribeResponse:
     """What a coordinator does first with a stage."""
-    channel = rpc.open_channel(address, security)
+    channel = rpc.open_channel(address, security, STAGE)
     try:
         return await rpc.call(channel, "Describe", pb.DescribeRequest(), pb.DescribeResponse, address, WAIT_S)
     except StageLostError as error:
@@ -150,60 +153,57 @@ async def refusal(address: str, security: LinkSecurity) -> str:
 )
 async def test_both_show_certificates_that_carry_the_name(listen: str, connect: str, ids: Identities):
     async with serving(security_of(ids.box1), listen) as server:
-        assert (await describe(f"{connect}:{server.port}", security_of(ids.box2))).n_embd == 7
+        assert (await describe(f"{connect}:{server.port}", security_of(ids.coordinator))).n_embd == 7
 
 
 async def test_the_name_of_a_kubernetes_service_is_checked_as_a_name(ids: Identities, tmp_path: Path):
     """The name is not resolvable here, so gRPC is told where it lives; the check of the name is the same."""
     name = "small-stage-0.small-stage.default.svc.cluster.local"
-    issue(ids.ca, name, [], 30, tmp_path / "pod", NOW)
+    issue(ids.ca, name, [], 30, tmp_path / "pod", NOW, role=Role.STAGE, stage="stage-0")
     async with serving(security_of(tmp_path / "pod")) as server:
         for asked, is_right in ((name, True), ("small-stage-1.small-stage.default.svc.cluster.local", False)):
-            material = [path.read_bytes() for path in security_of(ids.box2).files]
+            material = [path.read_bytes() for path in security_of(ids.coordinator).files]
             credentials = grpc.ssl_channel_credentials(material[0], material[2], material[1])
             options = (("grpc.ssl_target_name_override", asked),)
             async with grpc.aio.secure_channel(server.address, credentials, options) as channel:
                 call = channel.unary_unary(rpc.method("Describe"))
-                metadata = security_of(ids.box2).metadata
                 if is_right:
-                    assert await call(b"", metadata=metadata)
+                    assert await call(b"")
                 else:
                     with pytest.raises(grpc.aio.AioRpcError, match="Hostname Verification"):
-                        await call(b"", metadata=metadata)
+                        await call(b"")
 
 
-async def test_every_kind_of_call_carries_the_token(ids: Identities):
-    security = security_of(ids.box1)
+async def test_a_coordinator_proves_itself_to_a_stage_without_showing_its_token():
+    root, stage = role_tokens.new_root(), Identity(Role.STAGE, "localhost", "box1")
+    security = LinkSecurity(token=role_tokens.token_for(root, stage, 0))
     async with serving(security) as server:
-        channel = rpc.open_channel(server.address, security)
+        channel = rpc.open_channel(server.address, LinkSecurity(token=root), stage)
         await rpc.call(channel, "Describe", pb.DescribeRequest(), pb.DescribeResponse, "b", WAIT_S)
         await channel.unary_stream(rpc.method("Return"))(b"", metadata=(("x-mine", "kept"),)).read()
         hello = pb.LinkOpen(dtype=pb.DTYPE_TOKENS, n_embd=1)
-        link = await RelayLink.open(server.address, hello, lambda _: None, security)
+        link = await RelayLink.open(server.address, hello, lambda _: None, LinkSecurity(token=root), "a-pass")
         await link.close()
         await channel.close()
-        assert [sent["authorization"] for sent in server.metadata] == [f"Bearer {security.token}"] * 3
+        proof = f"Bearer {role_tokens.coordinator_proof(root, stage, 0)}"
+        assert [sent.get("authorization") for sent in server.metadata] == [proof, proof, None]
         assert server.metadata[1]["x-mine"] == "kept"
-
-
-async def test_the_token_works_in_the_clear_on_this_machine():
-    security = LinkSecurity(token=TOKEN)
-    async with serving(security) as server:
-        assert (await describe(server.address, security)).n_embd == 7
+        assert server.metadata[2][rpc.PASS_KEY] == "a-pass"
+        assert root.partition("/")[2] not in str(server.metadata)
 
 
 async def test_health_needs_no_token(ids: Identities):
-    async with serving(LinkSecurity(token=TOKEN)) as server, rpc.open_channel(server.address) as channel:
+    async with serving(LinkSecurity(token=STAGE_TOKEN)) as server, rpc.open_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_a_unix_socket_is_this_machine(tmp_path: Path):
-    listener = Listener(LinkSecurity(token=TOKEN), "stage 1")
+    listener = Listener(LinkSecurity(token=STAGE_TOKEN), "stage 1")
     listener.add_port(f"unix:{tmp_path / 's'}", 0)
     await listener.server.start()
-    async with rpc.open_channel(f"unix:{tmp_path / 's'}", LinkSecurity(token=TOKEN)) as channel:
+    async with rpc.open_channel(f"unix:{tmp_path / 's'}", LinkSecurity(token=ROOT), STAGE) as channel:
         with pytest.raises(RelaylineError, match="not a relayline stage"):
             await rpc.call(channel, "Describe", pb.DescribeRequest(), pb.DescribeResponse, "b", WAIT_S)
     await listener.server.stop(None)
@@ -251,7 +251,7 @@ async def test_a_client_whose_certificate_is_not_valid_yet(ids: Identities, line
 
 async def test_a_server_whose_certificate_has_expired(ids: Identities, lines: Lines):
     async with serving(security_of(ids.expired)) as server:
-        message = await refusal(server.address, security_of(ids.box2))
+        message = await refusal(server.address, security_of(ids.coordinator))
         assert message.startswith(f"the certificate of {server.address} has expired (20")
         assert message.endswith(" UTC); renew it there with `relayline certs issue`")
         assert await lines.until(1) == [
@@ -261,7 +261,7 @@ async def test_a_server_whose_certificate_has_expired(ids: Identities, lines: Li
 
 async def test_a_server_that_is_called_by_another_name(ids: Identities, lines: Lines):
     async with serving(security_of(ids.box1), "127.0.0.3") as server:
-        assert await refusal(server.address, security_of(ids.box2)) == (
+        assert await refusal(server.address, security_of(ids.coordinator)) == (
             f"the certificate of {server.address} is for box1, localhost, 127.0.0.2, 127.0.0.1, ::1, "
             "not for 127.0.0.3; issue one with that name too (`relayline certs issue --ip` or `--dns`)"
         )
@@ -292,7 +292,7 @@ async def test_who_hangs_up_before_anybody_has_seen_a_certificate_refuses_none(r
     async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as forwarder:
         address = f"127.0.0.1:{forwarder.sockets[0].getsockname()[1]}"
         with pytest.raises(StageLostError):
-            await describe(address, security_of(ids.box2))
+            await describe(address, security_of(ids.coordinator))
         if reads:
             assert await refusal(address, security_of(ids.expired)) == (
                 f"{address} refuses our certificate {ids.expired}/cert.pem: it has expired; "
@@ -302,7 +302,7 @@ async def test_who_hangs_up_before_anybody_has_seen_a_certificate_refuses_none(r
 
 async def test_a_server_that_speaks_plaintext(ids: Identities, lines: Lines):
     async with serving(PLAINTEXT) as server:
-        assert await refusal(server.address, security_of(ids.box2)) == (
+        assert await refusal(server.address, security_of(ids.coordinator)) == (
             f"{server.address} does not speak TLS; start it with --tls DIR as well"
         )
         assert await lines.until(1) == [
@@ -315,17 +315,18 @@ async def test_a_server_that_speaks_plaintext(ids: Identities, lines: Lines):
     ("sent", "to_client", "to_server"),
     [
         ("", "asks for a join token; give --token-file FILE, RELAYLINE_TOKEN or --tls DIR", "it sent no join token"),
-        (TOKEN, "does not accept this join token; use the one that `relayline certs init` made",
+        (role_tokens.new_root(), "does not accept this join token; `relayline certs issue` makes each process its own",
          "it sent a wrong join token"),
     ],
 )  # fmt: skip
-async def test_a_missing_or_wrong_token(sent: str, to_client: str, to_server: str, ids: Identities, lines: Lines):
-    async with serving(security_of(ids.box1)) as server:
+async def test_a_missing_or_wrong_token(sent: str, to_client: str, to_server: str, lines: Lines):
+    async with serving(LinkSecurity(token=STAGE_TOKEN)) as server:
         for _ in range(3):
-            assert await refusal(server.address, security_of(ids.box2, sent)) == f"stage 1 {to_client}"
-        hello = pb.LinkOpen(dtype=pb.DTYPE_TOKENS, n_embd=1)
-        with pytest.raises(UnauthenticatedError):
-            await RelayLink.open(server.address, hello, lambda _: None, security_of(ids.box2, sent))
+            channel = rpc.open_channel(server.address, LinkSecurity(token=sent), STAGE)
+            with pytest.raises(UnauthenticatedError) as caught:
+                await rpc.call(channel, "Describe", pb.DescribeRequest(), pb.DescribeResponse, "b", WAIT_S)
+            assert caught.value.message == f"stage 1 {to_client}"
+            await channel.close()
         assert lines.lines == [f"stage 1 refused 127.0.0.1: {to_server}"]  # said once
         assert server.metadata == []
 
@@ -361,7 +362,7 @@ async def test_a_refusal_that_crosses_the_first_message_is_asked_for_again(
     async with serving(security_of(ids.box1)) as server:
         hello = pb.LinkOpen(dtype=pb.DTYPE_TOKENS, n_embd=1)
         with pytest.raises(expected):
-            await RelayLink.open(server.address, hello, lambda _: None, security_of(ids.box2, ""))
+            await RelayLink.open(server.address, hello, lambda _: None, security_of(ids.monitor))
 
 
 async def test_a_link_between_stages_says_it_too(ids: Identities, lines: Lines):
@@ -376,7 +377,7 @@ async def test_nobody_there_is_a_lost_stage_and_no_riddle(ids: Identities):
     with socket.socket() as taken:
         taken.bind(("127.0.0.2", 0))
         with pytest.raises(StageLostError, match="cannot be reached"):
-            await describe(f"127.0.0.2:{taken.getsockname()[1]}", security_of(ids.box2))
+            await describe(f"127.0.0.2:{taken.getsockname()[1]}", security_of(ids.coordinator))
 
 
 HEALTH = "/grpc.health.v1.Health/Check"
@@ -411,9 +412,9 @@ def shake_hands(port: int) -> None:
 
 async def test_a_stranger_is_noticed_and_a_guest_who_leaves_early_is_not(ids: Identities, lines: Lines):
     async with serving(security_of(ids.box1)) as server:
-        await describe(server.address, security_of(ids.box2))
+        await describe(server.address, security_of(ids.coordinator))
         await asyncio.to_thread(shake_hands, server.port)
-        await describe(server.address, security_of(ids.box2))
+        await describe(server.address, security_of(ids.coordinator))
         assert await lines.until(1) == [
             "stage 1 was left before its first call by 127.0.0.1: "
             "it gave up, or one of the certificates is not accepted by the other end"
@@ -425,7 +426,7 @@ async def test_port_checks_and_noise_do_no_harm(ids: Identities, lines: Lines):
         for said in (b"", b"\x00" * 100, b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"):
             with socket.create_connection(("127.0.0.2", server.port), WAIT_S) as raw:
                 raw.sendall(said)
-        assert (await describe(server.address, security_of(ids.box2))).n_embd == 7
+        assert (await describe(server.address, security_of(ids.coordinator))).n_embd == 7
         assert "it speaks plaintext" in (await lines.until(1))[0]
 
 
@@ -435,7 +436,7 @@ async def test_a_crowd_that_says_nothing_keeps_nobody_out(ids: Identities, lines
         with contextlib.ExitStack() as crowd:
             for _ in range(3 * LOOKS_PER_S_MAX):
                 crowd.enter_context(socket.create_connection(("127.0.0.2", server.port), WAIT_S))
-            assert (await describe(server.address, security_of(ids.box2))).n_embd == 7
+            assert (await describe(server.address, security_of(ids.coordinator))).n_embd == 7
         assert lines.lines == []
 
 
@@ -467,13 +468,13 @@ async def test_a_renewed_certificate_is_taken_up_without_a_restart(ids: Identiti
     own = tmp_path / "tls"
     shutil.copytree(ids.box1, own)
     async with serving(security_of(own)) as server:
-        before = await asyncio.to_thread(certificate_shown, server.port, security_of(ids.box2))
-        issue(ids.ca, "box1", ["127.0.0.2"], 60, own, NOW)
-        after = await asyncio.to_thread(certificate_shown, server.port, security_of(ids.box2))
+        before = await asyncio.to_thread(certificate_shown, server.port, security_of(ids.coordinator))
+        issue(ids.ca, "box1", ["127.0.0.2"], 60, own, NOW, role=Role.STAGE, stage="box1")
+        after = await asyncio.to_thread(certificate_shown, server.port, security_of(ids.coordinator))
         assert after != before
         assert lines.lines == [f"took up the renewed certificate {own}/cert.pem"]
         (own / "key.pem").write_bytes((ids.box2 / "key.pem").read_bytes())  # half a renewal
-        assert await asyncio.to_thread(certificate_shown, server.port, security_of(ids.box2)) == after
+        assert await asyncio.to_thread(certificate_shown, server.port, security_of(ids.coordinator)) == after
         assert lines.lines[1].startswith(f"keeping the old certificate: {own}/key.pem does not belong to")
 
 

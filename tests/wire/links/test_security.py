@@ -16,6 +16,7 @@ from relayline.stage.config import StageConfig
 from relayline.wire.common.errors import InternalError, UsageError
 from relayline.wire.links import rpc
 from relayline.wire.links.refusals import HOSTS_MAX, QUIET_NS, SAID_OF_CLIENT, Reason, RefusalLog, peer_of, reason_named
+from relayline.wire.links.roles import Role
 from relayline.wire.links.security import (
     PLAINTEXT,
     LinkSecurity,
@@ -118,12 +119,13 @@ def test_insecure_warns_once(caplog: pytest.LogCaptureFixture):
 
 def test_the_token_comes_from_the_nearest_place(ids: Identities, tmp_path: Path):
     file = tmp_path / "token"
-    file.write_text(f"{TOKEN}-file\n")
-    environment = {"RELAYLINE_TOKEN": f"{TOKEN}-variable"}
+    file.write_text(f"coordinator/{TOKEN}-file\n")
+    environment = {"RELAYLINE_TOKEN": f"coordinator/{TOKEN}-variable"}
     assert load_security(None, environment={}) == PLAINTEXT
-    assert load_security(None, token=f"{TOKEN}-flag", environment=environment).token == f"{TOKEN}-flag"
-    assert load_security(None, token_file=file, environment=environment).token == f"{TOKEN}-file"
-    assert load_security(ids.box1, environment=environment).token == f"{TOKEN}-variable"
+    flag = f"coordinator/{TOKEN}-flag"
+    assert load_security(None, token=flag, environment=environment).token == flag
+    assert load_security(None, token_file=file, environment=environment).token == f"coordinator/{TOKEN}-file"
+    assert load_security(ids.box1, environment=environment).token == f"coordinator/{TOKEN}-variable"
     assert load_security(ids.box1, environment={}) == security_of(ids.box1)
     assert load_security(None, insecure=True, environment={}) == LinkSecurity(insecure=True)
 
@@ -132,7 +134,10 @@ def test_the_token_is_in_no_text(ids: Identities):
     security = security_of(ids.box1)
     assert security.token
     assert security.token not in repr(security)
-    assert security.metadata == (("authorization", f"Bearer {security.token}"),)
+    shown = security.shown_to(Role.COORDINATOR)
+    assert shown[0][0] == "authorization"
+    assert security.token not in shown[0][1], "only what it proves travels"
+    assert security.shown_to(None) == ()
 
 
 @pytest.mark.parametrize(

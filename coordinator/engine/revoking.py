@@ -1,0 +1,64 @@
+"""What a coordinator does about revoked credentials: tells the stages, and leaves stages whose own is revoked.
+
+gRPC does not say which certificate a server shows, so it is looked at in a handshake beside, and only where anything is
+revoked at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from relayline.coordinator.engine.stage_client import StageClient
+from relayline.wire.common.errors import RelaylineError, UnauthenticatedError
+from relayline.wire.links.revocation import LOOK_S, Revocations
+from relayline.wire.links.security import LinkSecurity
+
+log = logging.getLogger("relayline.coordinator")
+
+
+async def check_servers(addresses: Sequence[str], security: LinkSecurity, revocations: Revocations) -> None:
+    """Raise UnauthenticatedError if a stage's own certificate is revoked."""
+    if not (security.is_tls and revocations.crl_pem):
+        return
+    from relayline.wire.links.tls_material import credential_of_der  # loads cryptography, which plaintext does not need
+    from relayline.wire.links.tls_probe import server_certificate
+
+    shown = await asyncio.gather(*(asyncio.to_thread(server_certificate, address, security) for address in addresses))
+    for address, der in zip(addresses, shown, strict=True):
+        if der and revocations.is_revoked(credential := credential_of_der(der)):
+            raise UnauthenticatedError(f"the credential of {address} ({credential.identity}) is revoked")
+
+
+async def tell(stages: Sequence[StageClient], revocations: Revocations) -> None:
+    """Hand the list of revoked certificates, if there is one, to every stage. Raises what the first one fails with."""
+    if revocations.crl_pem:
+        await asyncio.gather(*(stage.revoke(revocations.crl_pem) for stage in stages))
+
+
+async def keep_told(
+    revocations: Revocations,
+    stages: Sequence[StageClient],
+    security: LinkSecurity,
+    on_lost: Callable[[RelaylineError], None],
+) -> None:
+    """Do both again whenever more is revoked; `on_lost` is told of a stage that has to be left.
+
+    Ends only by being cancelled.
+    """
+    seen = revocations.version
+    while True:
+        await asyncio.sleep(LOOK_S)
+        revocations.look()
+        if revocations.version == seen:
+            continue
+        seen = revocations.version
+        try:
+            await tell(stages, revocations)
+        except RelaylineError as error:  # it is told again with the next epoch
+            log.warning("a stage does not know yet what is revoked: %s", error.message)
+        try:
+            await check_servers([stage.address for stage in stages], security, revocations)
+        except UnauthenticatedError as error:
+            on_lost(error)

@@ -1,0 +1,141 @@
+"""Who may make which call: roles, the identity that a credential states, and one table of calls. Pure.
+
+A certificate states its identity as a URI among its subject alternative names, a join token in its own text
+(`wire.links.role_tokens`). Every check of a caller, on links, at the join port and at the metrics, is derived from `CALLS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections.abc import Sequence
+
+SCHEME = "relayline"
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")  # of a stage: a DNS label
+_HOST = re.compile(r"[A-Za-z0-9*_.:%-]{1,253}")
+COORDINATOR_DIR, MONITOR_DIR = "coordinator", "monitor"  # names of directories, hence of no stage
+TAKEN_NAMES = frozenset({COORDINATOR_DIR, MONITOR_DIR})
+
+
+class Role(enum.Enum):
+    """What a credential is for."""
+
+    COORDINATOR = "coordinator"
+    STAGE = "stage"
+    MONITOR = "monitor"
+    """Reads metrics, and nothing else."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Identity:
+    """What a credential says of its holder. A renewed credential states the same."""
+
+    role: Role
+    host: str
+    """Host that it was issued for."""
+    name: str = ""
+    """Name of the stage; empty for the other roles."""
+
+    def __str__(self) -> str:
+        return f"{self.role.value} {self.name} on {self.host}" if self.name else f"{self.role.value} on {self.host}"
+
+    @property
+    def uri(self) -> str:
+        """The form in which a certificate states it."""
+        return ":".join((SCHEME, self.role.value, *([self.name] if self.name else []), self.host))
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether name and host can be those of its role."""
+        named = NAME.fullmatch(self.name) is not None if self.role is Role.STAGE else not self.name
+        return named and _HOST.fullmatch(self.host) is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Credential:
+    """One credential that somebody has shown."""
+
+    identity: Identity | None
+    """None for a certificate that states nothing; it may be shown where anybody is let in."""
+    serial: int
+    """Serial number of the certificate; of a token, how often tokens of the same name and host were revoked before."""
+
+
+def identity_named(uri: str) -> Identity | None:
+    """Return the identity that a URI states, None where it states none."""
+    scheme, _, rest = uri.partition(":")
+    word, _, rest = rest.partition(":")
+    role = next((role for role in Role if role.value == word), None)
+    if scheme != SCHEME or role is None:
+        return None
+    name, _, host = rest.partition(":") if role is Role.STAGE else ("", "", rest)
+    found = Identity(role, host, name)
+    return found if found.is_valid else None
+
+
+def identity_among(uris: Sequence[str]) -> Identity | None:
+    """Return the one identity among a certificate's URIs; None where there is none, or more than one."""
+    found = {identity for uri in uris if (identity := identity_named(uri)) is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+class Proof(enum.Enum):
+    """What a caller shows on a plaintext link between ends that have join tokens."""
+
+    NONE = "none"
+    COORDINATOR = "coordinator"
+    """Made from the stage's own key, which besides it only the coordinator can derive."""
+    STAGE = "stage"
+    """Made from the caller's key, which the coordinator derives."""
+    PASS = "pass"
+    """The pass of this epoch, which the coordinator gave to both neighbours."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """Who may make one call."""
+
+    roles: frozenset[Role]
+    """Roles that a certificate may state."""
+    proof: Proof
+    """What is shown where there are no certificates."""
+    further: str = ""
+    """What the handler checks besides."""
+
+
+_COORDINATOR = frozenset({Role.COORDINATOR})
+_STAGE = frozenset({Role.STAGE})
+ANYBODY = frozenset(Role)
+
+_STAGE_SERVICE, _PIPELINE_SERVICE = "/relayline.v1.StageService/", "/relayline.v1.PipelineService/"
+METRICS = "GET /metrics"
+HEALTH_PREFIX = "/grpc.health.v1.Health/"
+
+CALLS: dict[str, Call] = {
+    _STAGE_SERVICE + "Describe": Call(_COORDINATOR, Proof.COORDINATOR),
+    _STAGE_SERVICE + "Configure": Call(_COORDINATOR, Proof.COORDINATOR, "a route stays with whoever began it"),
+    _STAGE_SERVICE + "Status": Call(_COORDINATOR, Proof.COORDINATOR),
+    _STAGE_SERVICE + "Batches": Call(_COORDINATOR, Proof.COORDINATOR),
+    _STAGE_SERVICE + "SetTelemetry": Call(_COORDINATOR, Proof.COORDINATOR),
+    _STAGE_SERVICE + "Revoke": Call(_COORDINATOR, Proof.COORDINATOR, "the list is signed by the CA"),
+    _STAGE_SERVICE + "Return": Call(_COORDINATOR, Proof.COORDINATOR, "a route stays with whoever began it"),
+    _STAGE_SERVICE + "Relay": Call(
+        _COORDINATOR | _STAGE, Proof.PASS, "the route's own coordinator or the stage that it named, with the pass"
+    ),
+    _STAGE_SERVICE + "Watch": Call(
+        _COORDINATOR | _STAGE, Proof.PASS, "the route's own coordinator or the stage before this one, with the pass"
+    ),
+    _PIPELINE_SERVICE + "Join": Call(_STAGE, Proof.STAGE, "the name is the credential's, and bound to its holder"),
+    _PIPELINE_SERVICE + "Fetch": Call(_STAGE, Proof.STAGE, "the ticket is the caller's own"),
+    METRICS: Call(frozenset({Role.MONITOR, Role.COORDINATOR}), Proof.NONE),
+}
+_HEALTH = Call(ANYBODY, Proof.NONE)
+
+
+def call_named(method: str) -> Call | None:
+    """Return who may call a method, None for one that nobody may."""
+    return _HEALTH if method.startswith(HEALTH_PREFIX) else CALLS.get(method)

@@ -54,6 +54,10 @@ class ServeConfig:
     """Whether /metrics needs a key too."""
     http_tls: tuple[Path, Path] | None = None
     """Certificate (with intermediates) and private key of the HTTP API, PEM; None serves it in the clear."""
+    allow_hosts: tuple[str, ...] = ()
+    """Names under which web pages may find the HTTP API, beside those of loopback, see coordinator.http.web_pages."""
+    connections_per_address: int | None = None
+    """Connections to the HTTP API from one address; 0 for any number, None for the default."""
     chat_template_file: Path | None = None
     """Jinja template for chats; None takes the model's own."""
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
@@ -126,7 +130,7 @@ async def _serve(
     if joined is not None:
         joined.on_change = on_member
     model_id = config.model_id or file.model_name
-    limits = HttpLimits()
+    limits = _limits(config)
     chat = _chat_template(tokenizer, config.chat_template_file)
     context = _http_context(config.http_tls)
     async with contextlib.AsyncExitStack() as stack:
@@ -142,6 +146,7 @@ async def _serve(
                 config.api_keys_file,
                 protect_metrics=config.protect_metrics,
                 is_tls=context is not None,
+                allow_hosts=config.allow_hosts,
             )
         )
         # The API answers while the stages still load: /health says 503 until they are ready.
@@ -167,6 +172,17 @@ def _http_context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:
 
     cert, key = files
     return server_context(cert, key, check=lambda: check_pair(cert, key))
+
+
+def _limits(config: ServeConfig) -> HttpLimits:
+    """Return the bounds of the HTTP side: whoever may stand in the line may also be connected."""
+    limits = HttpLimits()
+    per_address = config.connections_per_address
+    return dataclasses.replace(
+        limits,
+        connections_max=limits.connections_max + config.pipeline.waiting_max,
+        connections_per_address_max=limits.connections_per_address_max if per_address is None else per_address,
+    )
 
 
 def _chat_template(tokenizer: Tokenizer, path: Path | None) -> ChatTemplate:

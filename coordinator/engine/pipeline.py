@@ -125,6 +125,10 @@ class Pipeline:
         """Raise NotReadyError unless a request would be admitted now: also while a lost stage is waited for."""
         self._availability.check(time.monotonic_ns())
 
+    def check_room(self) -> None:
+        """Raise OverloadedError where the line is full."""
+        self._admission.check_room(self._wait_s)
+
     def open(self, request: GenerationRequest) -> SessionStream:
         """Admit and start a request; see Generator.open."""
         self.check_ready()

@@ -8,13 +8,14 @@ import hashlib
 import hmac
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from aiohttp import web
 
 from relayline.coordinator.http import shapes
 from relayline.coordinator.http.errors import plain_body
+from relayline.coordinator.http.web_pages import keep_pages_out, page_rule
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.security import is_loopback
 
@@ -116,14 +117,23 @@ def _read(path: Path) -> str:
 
 
 def protect_http(
-    app: web.Application, host: str, path: Path | None, *, protect_metrics: bool, is_tls: bool = False
+    app: web.Application,
+    host: str,
+    path: Path | None,
+    *,
+    protect_metrics: bool,
+    is_tls: bool = False,
+    allow_hosts: Sequence[str] = (),
 ) -> contextlib.AbstractContextManager[None]:
     """Demand the keys in `path`, if one is given, of everybody who asks at `host`.
 
     Within the returned context SIGHUP reads the file again. An address beyond this machine is warned about where it
-    demands no keys, and where keys travel in the clear. Raises UsageError. Call it on the event loop, before the app is
-    started.
+    demands no keys, and where keys travel in the clear. Without keys web pages are kept out, but for those that
+    `allow_hosts` names. Raises UsageError. Call it on the event loop, before the app is started.
     """
+    rule = page_rule(host, allow_hosts)
+    if path is None or allow_hosts:
+        keep_pages_out(app, rule)
     if path is None:
         if protect_metrics:
             raise UsageError("--protect-metrics needs --api-keys FILE")

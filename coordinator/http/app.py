@@ -13,6 +13,7 @@ from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.middleware import add_request_id, errors_as_json, request_id
 from relayline.coordinator.http.observe import note_status, observing
+from relayline.coordinator.http.server import LIMITS
 from relayline.coordinator.http.service import Service
 from relayline.coordinator.http.telemetry_handlers import TelemetryHandlers
 from relayline.coordinator.observe.observer import Observer
@@ -48,6 +49,7 @@ def make_app(
     telemetry = TelemetryHandlers(control)
     middlewares = [observing(observer, request_id), errors_as_json]
     app = web.Application(client_max_size=limits.body_bytes_max, middlewares=middlewares)
+    app[LIMITS] = limits
     app.on_response_prepare.append(add_request_id)
     app.on_response_prepare.append(note_status)
     app.add_routes(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from relayline.wire.common.errors import (
@@ -25,6 +27,15 @@ _CODES = {
     ModelNotFoundError.label: "model_not_found",
 }
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error"}
+
+
+class HttpRefusal(Exception):
+    """A request that the web server itself refuses, whatever it asks for: how it was sent is wrong, or too much."""
+
+    def __init__(self, status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, dict(headers or {})
+        self.body = plain_body(status, message, code)
 
 
 class ErrorDetail(msgspec.Struct):
@@ -55,7 +66,8 @@ def error_body(error: RelaylineError) -> ErrorBody:
 
 def plain_body(status: int, message: str, code: str) -> ErrorBody:
     """Return the body of an error that the web server itself found (no such route, body too large)."""
-    return ErrorBody(ErrorDetail(message, "invalid_request_error" if status < 500 else "server_error", None, code))
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return ErrorBody(ErrorDetail(message, kind, None, code))
 
 
 def retry_after_s(error: RelaylineError) -> int | None:

@@ -72,6 +72,7 @@ class Handlers:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
         service = self._service
+        self._check_taken(request)
         body = decode_body(await request.read(), CompletionBody)
         model = validation.check_model(body.model, service.model_id, service.limits)
         plan = await service.shaped(validation.plan_completion(body, service.limits, random_seed()))
@@ -90,6 +91,7 @@ class Handlers:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
         service = self._service
+        self._check_taken(request)
         body = decode_body(await request.read(), ChatBody)
         model = validation.check_model(body.model, service.model_id, service.limits)
         plan = validation.plan_chat(body, service.limits, random_seed())
@@ -122,6 +124,14 @@ class Handlers:
         """POST /detokenize: token ids to text, special tokens by name."""
         raw, tokenizer = await request.read(), self._service.tokenizer
         return json_response(await self._service.aside(len(raw), lambda: _detokenized(raw, tokenizer)))
+
+    def _check_taken(self, request: web.Request) -> None:
+        """Refuse before a long body is read what would be refused after. Raises NotReadyError, OverloadedError."""
+        n_bytes = request.content_length
+        is_long = request.can_read_body if n_bytes is None else n_bytes > self._service.limits.body_free_bytes
+        if is_long:
+            self._service.generator.check_ready()
+            self._service.generator.check_room()
 
     def _model(self) -> shapes.Model:
         return shapes.Model(self._service.model_id, self._service.created)

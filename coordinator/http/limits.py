@@ -19,4 +19,17 @@ class HttpLimits:
     backlog_events_max: int = 256  # tokens read from the pipeline and not yet written, per request
     ping_interval_s: float = 15.0  # an SSE comment after this long without a token, so that proxies keep the connection
     write_timeout_s: float = 30.0  # a reader that takes nothing for this long loses its request and frees its lanes
+    head_timeout_s: float = 15.0  # for a request's headers, from its first byte or from a connection's start
+    head_bytes_max: int = 64 * 1024  # of a request's line and headers together
+    idle_timeout_s: float = 75.0  # between two requests; more than the 60 s after which load balancers give up theirs
+    body_stall_s: float = 15.0  # without a byte of a body that is being read
+    body_grace_s: float = 20.0  # for a body, beside the time that it takes at the slowest rate
+    body_rate_min: int = 8 * 1024  # bytes per second of a body, the slowest
+    bodies_bytes_max: int = 64 * 1024 * 1024  # of all bodies that have been read and not been worked on yet
+    body_free_bytes: int = 64 * 1024  # of each body are not counted there: ordinary requests always find room
+    linger_s: float = 2.0  # a refused client may go on sending for this long, unread, so that it gets its answer
+    linger_bytes_max: int = 16 * 1024 * 1024
+    close_timeout_s: float = 10.0  # for what is written when a connection closes; a client that reads none is cut off
+    connections_max: int = 4_096  # fewer where the system allows fewer open files
+    connections_per_address_max: int = 512  # 0: no bound; none for loopback, where everybody behind a proxy comes from
     any_model_name: bool = False  # answer under whatever name is asked for; for conformance suites with fixed names

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from relayline.coordinator.http import shapes
-from relayline.coordinator.http.errors import ErrorBody, error_body, plain_body, retry_headers
+from relayline.coordinator.http.body import Request
+from relayline.coordinator.http.errors import ErrorBody, HttpRefusal, error_body, plain_body, retry_headers
 from relayline.coordinator.http.observe import CLIENT_GONE, note_failure
 from relayline.coordinator.http.sse import ClientGoneError
 from relayline.wire.common.errors import InternalError, RelaylineError, http_status
@@ -51,7 +52,13 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn every failure before the first byte into a status and an error body."""
     try:
+        if isinstance(request, Request):
+            request.check_expected()
         return await handler(request)
+    except HttpRefusal as refusal:
+        if refusal.status == 400:
+            log.warning("%s's request cannot be read: %s", request.remote, refusal)
+        return refused(refusal)
     except RelaylineError as error:
         if http_status(error) >= 500:
             log.warning("%s %s: %s: %s [%s]", request.method, request.path, error.label, error, request_id(request))
@@ -60,10 +67,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPException as error:
         return _plain_failure(request, error)
     except web.RequestPayloadError:
-        text = "the request body cannot be read; is it what its Content-Encoding says?"
-        reply = _respond(plain_body(400, text, "bad_body"), 400, {})
-        reply.force_close()  # nobody knows where the next request begins
-        return reply
+        return refused(HttpRefusal(400, "the request body does not come as its headers say", "bad_body"))
     except ClientGoneError as gone:
         log.info("%s %s: %s [%s]", request.method, request.path, gone, request_id(request))
         note_failure(request, CLIENT_GONE)
@@ -74,6 +78,13 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         if _STARTED_KEY in request:
             return _cut_off(request)
         return _failure(InternalError(f"internal error; the server's log has the details under {request_id(request)}"))
+
+
+def refused(refusal: HttpRefusal) -> web.Response:
+    """Return the reply to a request that the web server refuses; the connection ends with it."""
+    reply = _respond(refusal.body, refusal.status, refusal.headers)
+    reply.force_close()
+    return reply
 
 
 def _cut_off(request: web.Request) -> web.Response:

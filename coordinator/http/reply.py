@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from relayline.coordinator.http import shapes
+from relayline.coordinator.http.body import Request
 from relayline.coordinator.http.choice import ChoiceState, Growth, Scored
 from relayline.coordinator.http.dialects import Dialect
 from relayline.coordinator.http.errors import error_body
@@ -25,6 +26,8 @@ log = logging.getLogger("relayline.http")
 async def run(request: web.Request, service: Service, job: Job, dialect: Dialect) -> web.StreamResponse:
     """Admit the job and answer it in the form that it asks for. Raises the refusal, before any byte is sent."""
     streams = await open_streams(service.generator, job.requests)
+    if isinstance(request, Request):
+        request.body_done()  # all that it says is in the job
     async with Merge(streams, service.limits.backlog_events_max) as merge:
         if job.plan.stream:
             return await _stream(request, service, job, dialect, merge)
@@ -57,6 +60,7 @@ async def _stream(
     grown: list[list[Growth]] | None = [[] for _ in states] if wants_content(service.observer, request) else None
     opening = [dialect.opening_event(index, job.prompt_of(index).echo) for index in range(len(states))]
     await writer.send([event for event in opening if event is not None])
+    is_whole = True
     while True:
         arrivals, first = first or await merge.next(service.limits.ping_interval_s), []
         if not arrivals:
@@ -67,10 +71,11 @@ async def _stream(
             for arrival in arrivals:
                 events += _events(dialect, job, states, merge, arrival, grown)
         except Exception as error:
-            # The status is long sent. The event makes OpenAI's clients raise; without [DONE] no one takes it for whole.
+            # The status is long sent. The event makes OpenAI's clients raise; for all others the connection is cut.
             told = error if isinstance(error, RelaylineError) else _unforeseen(request)
             note_failure(request, told.label)
             events.append(shapes.encode(error_body(told)))
+            is_whole = False
             break
         if not _is_open(states):
             events += [dialect.usage_event(_usage(job, states))] if job.plan.include_usage else []
@@ -79,8 +84,11 @@ async def _stream(
         await writer.send(events)
     if grown is not None:
         note_output(request, [_sum(parts) for parts in grown])
-    await writer.finish(events)
-    note_whole(request)
+    if is_whole:
+        await writer.finish(events)
+        note_whole(request)
+    else:
+        await writer.cut(events)
     return writer.response
 
 

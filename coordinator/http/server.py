@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ssl
 
 from aiohttp import web
 
+from relayline.coordinator.http.connection import Server
+from relayline.coordinator.http.limits import HttpLimits
 from relayline.wire.common.errors import StartError
 from relayline.wire.links.security import address_of
+
+LIMITS = web.AppKey("limits", HttpLimits)  # of an application, where it has any of its own
+
+
+class _Runner(web.AppRunner):
+    """aiohttp's runner, with connections of ours."""
+
+    async def _make_server(self) -> web.Server:
+        server = await super()._make_server()
+        return Server(server, self.app.get(LIMITS, HttpLimits()), asyncio.get_running_loop())
 
 
 async def start_http(
@@ -28,7 +41,7 @@ async def start_http(
     """
     if not 0 <= port <= 65535:  # checked here because uvloop would listen on the port modulo 65536
         raise StartError(f"{port} is not a port; use 0 to 65535")
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
+    runner = _Runner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port, ssl_context=context).start()

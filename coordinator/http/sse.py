@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import struct
 from collections.abc import AsyncIterator, Iterable, Mapping
 
 from aiohttp import web
+
+from relayline.coordinator.http.body import Request
 
 PING = b": ping\n\n"
 DONE = b"[DONE]"
@@ -16,6 +20,10 @@ HEADERS: Mapping[str, str] = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would otherwise collect the stream
 }
+
+
+_RESET_ON_CLOSE, _CLOSE_IN_ORDER = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
+_LAST_READ_S = 0.2  # for a client to take the last events, before a reset may take them from it
 
 
 class ClientGoneError(Exception):
@@ -29,12 +37,18 @@ class EventWriter:
         self._request = request
         self._write_timeout_s, self._ping_interval_s = write_timeout_s, ping_interval_s
         self._written_s = asyncio.get_running_loop().time()
+        self._is_ended = False  # nothing may stand behind the last events
+        self._is_chunked = request.version >= (1, 1)
         self.response = web.StreamResponse(headers=HEADERS)
 
     async def start(self) -> None:
         """Send status 200 and the headers at once."""
+        if not self._is_chunked:
+            self._on_close(_RESET_ON_CLOSE)
         async with self._bounded():
             await self.response.prepare(self._request)
+        if isinstance(self._request, Request):
+            self._request.answers_knocks(self._knock)
 
     async def send(self, events: Iterable[bytes]) -> None:
         """Send events in one write. Raises ClientGoneError; a client that reads nothing is cut off.
@@ -53,7 +67,38 @@ class EventWriter:
 
     async def finish(self, events: Iterable[bytes]) -> None:
         """Send the last events and end the reply in the same write: who has read the last event has all of it."""
+        self._is_ended = True
+        if not self._is_chunked:
+            self._on_close(_CLOSE_IN_ORDER)
         await self._write(_framed(events), is_last=True)
+
+    async def cut(self, events: Iterable[bytes]) -> None:
+        """Send the last events of an answer that is not whole, and end the connection so that no client thinks it is.
+
+        The final chunk is never sent. In HTTP/1.0 the end of the connection is the end of the answer: there it is
+        reset, as it is however this process ends meanwhile.
+        """
+        self._is_ended = True
+        await self._write(_framed(events))
+        transport = self._request.transport
+        if transport is None:
+            return
+        if not self._is_chunked:
+            await asyncio.sleep(_LAST_READ_S)
+        transport.close()
+
+    def _knock(self) -> None:
+        """Send a ping without waiting: a client that has gone answers it with a reset."""
+        transport = self._request.transport
+        if not self._is_ended and transport is not None and not transport.is_closing():
+            transport.write(b"%x\r\n%b\r\n" % (len(PING), PING) if self._is_chunked else PING)
+
+    def _on_close(self, linger: bytes) -> None:
+        """Say how the connection ends, whoever ends it: the system keeps to this even if the process is killed."""
+        transport = self._request.transport
+        link = transport.get_extra_info("socket") if transport is not None else None
+        if link is not None:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
     async def _write(self, payload: bytes, *, is_last: bool = False) -> None:
         self._written_s = asyncio.get_running_loop().time()

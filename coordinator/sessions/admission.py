@@ -47,12 +47,16 @@ class Admission:
         if not self.waiting and len(self.running) < self._n_ours:
             self._run(session)
             return True
-        if len(self.waiting) >= self.waiting_max:
+        self.check_room(wait_s)
+        self.waiting.append(session)
+        return False
+
+    def check_room(self, wait_s: Callable[[], int]) -> None:
+        """Raise OverloadedError where the line is full; `wait_s` says for how many seconds that is expected."""
+        if (self.waiting or len(self.running) >= self._n_ours) and len(self.waiting) >= self.waiting_max:
             line = f"all {self.n_lanes} lanes are taken and {len(self.waiting)} requests already wait"
             after_s = wait_s()
             raise OverloadedError(f"{line}; that is expected to take {after_s} s, try again then", after_s)
-        self.waiting.append(session)
-        return False
 
     def _run(self, session: Session) -> None:
         """Give the session the lowest lane that is free: streams that travel together then have neighbouring ones."""

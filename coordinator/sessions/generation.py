@@ -113,6 +113,9 @@ class Generator(Protocol):
         comes out of its stream if the stage does not come back in that time.
         """
 
+    def check_room(self) -> None:
+        """Raise OverloadedError where a request would be refused now whatever it asks for: before its body is read."""
+
     async def describe(self, since_ns: int | None = None) -> dict[str, object]:
         """Return the JSON-ready topology and live counters shown by GET /v1/pipeline.
 

@@ -173,6 +173,11 @@ http_security_options = _apply(
     click.option("--api-keys", type=click.Path(path_type=Path), default=None,
                  help="File with one API key (or NAME: KEY) a line; read again on SIGHUP [default: no key is needed]."),
     click.option("--protect-metrics", is_flag=True, help="Demand an API key for /metrics too."),
+    click.option("--allow-host", "allow_hosts", multiple=True, metavar="NAME",
+                 help="Also answer web pages of this host, and clients that call the server so; may be repeated "
+                 "[default: without --api-keys only loopback names on loopback, and no pages of other hosts]."),
+    click.option("--connections-per-address", type=click.IntRange(0, 1_000_000), default=512, show_default=True,
+                 help="HTTP connections from one address beyond this machine, such as a proxy's; 0 for any number."),
 )  # fmt: skip
 
 chat_template_option = click.option(

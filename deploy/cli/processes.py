@@ -236,6 +236,8 @@ def serve_command(**given: Any) -> None:
         api_keys_file=given["api_keys"],
         protect_metrics=given["protect_metrics"],
         http_tls=https,
+        allow_hosts=tuple(given["allow_hosts"]),
+        connections_per_address=given["connections_per_address"],
         chat_template_file=given["chat_template"],
         telemetry=telemetry_config(given, content=given["trace_content"]),
         push_level=is_given("trace_level"),

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # Flags of the form with --model alone: a manifest says these things of every single stage.
 MODEL_ONLY = (
     "n_stages", "cuts", "threads", "no_pin", "split_dir", "gpu_layers", "api_keys", "protect_metrics", "http_cert",
-    "http_key", "chat_template",
+    "http_key", "chat_template", "allow_hosts", "connections_per_address",
 )  # fmt: skip
 MANIFEST_ONLY = ("state_dir", "detach")
 
@@ -134,6 +134,8 @@ def _up_model(given: dict[str, Any]) -> None:
             *(("--chat-template", str(given["chat_template"])) if given["chat_template"] else ()),
             *(("--protect-metrics",) if given["protect_metrics"] else ()),
             *(forwarded([("--http-cert", https[0]), ("--http-key", https[1])]) if https is not None else ()),
+            *(flag for name in given["allow_hosts"] for flag in ("--allow-host", name)),
+            "--connections-per-address", str(given["connections_per_address"]),
             *_telemetry_flags(given),
             *(("--trace-content",) if given["trace_content"] else ()),
             *_log_flags(given),

@@ -47,6 +47,8 @@ def flag_defaults(manifest: Manifest) -> dict[str, Any]:
         "names": ",".join(stage.name for stage in manifest.stages),
         "join_listen": (join_host(manifest), manifest.join_port),
         "http": (http.host, http.port),
+        "allow_hosts": spec.coordinator.allow_hosts,
+        "connections_per_address": http.connections_per_address,
         "model_id": spec.coordinator.model_id,
         "queue": spec.coordinator.queue,
         "lost_wait": spec.coordinator.lost_wait_seconds,

@@ -20,6 +20,7 @@ from relayline.wire.common.places import expanded
 API_VERSION = "relayline.dev/v1alpha1"
 KIND = "Pipeline"
 STAGES_MAX = 64
+ALLOWED_HOSTS_MAX = 64
 STAGE_PORT = 50_051  # of a stage's first place on another host, and inside containers
 JOIN_PORT = 50_050  # of the coordinator, where other hosts have to find it
 METRICS_PORT = 9_464  # as Prometheus's exporter allocations give to OpenTelemetry
@@ -93,6 +94,8 @@ class Http(Part):
     """Port to listen on; 0 lets the system choose."""
     tls: HttpTls | None = None
     """Makes the API HTTPS."""
+    connections_per_address: Annotated[int, Field(ge=0, le=1_000_000)] = 512
+    """Connections from one address beyond this machine, such as a proxy's; 0 for any number."""
 
 
 class Coordinator(Part):
@@ -112,6 +115,9 @@ class Coordinator(Part):
     """Model name in the API; empty for the model's own."""
     api_keys_file: FilePath | None = None
     """File with one API key per line; with it, requests need `Authorization: Bearer KEY`."""
+    allow_hosts: Annotated[tuple[Host, ...], Field(max_length=ALLOWED_HOSTS_MAX)] = ()
+    """Hosts whose web pages may use the API, and names under which it may be called; without API keys, on loopback,
+    only those of loopback may otherwise."""
     memory_gib: Annotated[float, Field(gt=0, le=1e5)] | None = None
     """Memory limit of its container, in GiB."""
 

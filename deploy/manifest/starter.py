@@ -108,6 +108,7 @@ spec:
   #   http: {{host: 127.0.0.1, port: 8080}}
   #   queue: 256                 # requests that may wait; one more gets 429
   #   apiKeysFile: keys.txt      # one key per line
+  #   allowHosts: [chat.example] # whose web pages may use the API, and names that it may be called by
 
   # wire:
   #   dtype: f16                 # f32 is exact and twice the bytes

@@ -94,6 +94,7 @@ class FakeGenerator:
         self.ctx_tokens = ctx_tokens
         self.ready, self.otherwise = True, Phase.LOADING
         self.refusals: list[Exception | None] = []
+        self.full: Exception | None = None  # refuses long bodies unread
         self.closing: Gate | None = None
         self.requests: list[GenerationRequest] = []
         self.streams: list[FakeStream] = []
@@ -109,6 +110,10 @@ class FakeGenerator:
     def check_ready(self) -> None:
         if not self.ready:
             raise NotReadyError("the pipeline is not ready")
+
+    def check_room(self) -> None:
+        if self.full is not None:
+            raise self.full
 
     async def describe(self, since_ns: int | None = None) -> dict[str, object]:
         return {"stages": [{"index": 0, "rows_per_step": {"1": 3}}], "asked_since_ns": since_ns}

@@ -87,6 +87,8 @@ def _field(field: FieldInfo) -> st.SearchStrategy[Any]:
 def _value(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
     """Values of a type with its constraints, as JSON has them."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is tuple and arguments[1:] == (...,):
+        return st.lists(_value(arguments[0]), max_size=3)
     if origin is typing.Annotated:
         base, *more = arguments
         flat = [item for extra in more for item in (extra.metadata if isinstance(extra, FieldInfo) else [extra])]

@@ -59,6 +59,9 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+_REASON_CHARS_MAX = 300  # of what a client sent, as far as a log line shows it
+
+
 class _ClientFaults(logging.Filter):
     """Tells in a line what is no HTTP, or no body of the encoding that it says: its client's fault, not ours to trace.
 
@@ -70,7 +73,8 @@ class _ClientFaults(logging.Filter):
         fault = record.exc_info[1] if record.exc_info else None
         if type(fault).__module__ in ("aiohttp.http_exceptions", "aiohttp.web_protocol"):
             whose = f"{record.args[0]}'s" if isinstance(record.args, tuple) and record.args else "a client's"
-            reason = " ".join(str(fault).split()).removeprefix("400, message: ")
+            text = " ".join(str(fault).split()).removeprefix("400, message: ")[:_REASON_CHARS_MAX]
+            reason = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
             record.msg, record.args = f"{whose} request cannot be read: {reason}", ()
             record.levelno, record.levelname = logging.WARNING, "WARNING"
             record.exc_info = record.exc_text = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
 import signal
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -11,17 +13,29 @@ import uvloop
 
 Result = TypeVar("Result")
 
+OPEN_FILES_MAX = 65_536  # what a process raises its own limit to; some systems allow a thousand million
+
 
 async def first_of(*futures: asyncio.Future[Any]) -> None:
     """Wait until one of the futures is done; raises nothing of theirs."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
+def raise_open_files() -> None:
+    """Raise this process's limit of open files as far as it may, up to OPEN_FILES_MAX: every connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_MAX)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a system that has a lower limit of its own keeps to that
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def run(main: Callable[[asyncio.Event], Awaitable[Result]]) -> Result:
     """Run `main(stopping)` under uvloop; `stopping` is set by the first SIGINT or SIGTERM.
 
-    A second signal ends the process at once, with its default action.
+    A second signal ends the process at once, with its default action. The limit of open files is raised.
     """
+    raise_open_files()
 
     async def supervised() -> Result:
         stopping = asyncio.Event()

@@ -218,3 +218,17 @@ async def test_an_open_api_beyond_this_machine_is_warned_about(tokenizer: Tokeni
     assert caplog.records[0].getMessage() == (
         "the API on 0.0.0.0 is open to everyone who reaches it; --api-keys FILE closes it"
     )
+
+
+async def test_without_a_key_no_body_is_asked_for_or_awaited(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(FILE)
+    async with serving(tokenizer, path) as url, asyncio.timeout(WAIT_S):
+        for more in ("", "Expect: 100-continue\r\n", "Content-Encoding: gzip\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n{more}\r\n"
+            writer.write(head.encode())
+            said = await reader.read()  # to the end of the connection
+            assert said.startswith(b"HTTP/1.1 401 ")
+            assert b"connection: close" in said.lower()
+            writer.close()

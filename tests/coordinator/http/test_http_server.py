@@ -171,6 +171,7 @@ async def test_body_limits_and_encodings(tokenizer: Tokenizer) -> None:
     [
         (b"Content-Length: 3\r\nContent-Encoding: gzip\r\n\r\nabc", "Can not decode content-encoding: gzip"),
         (b"Content-Length: x\r\n\r\n", "Invalid character in Content-Length"),
+        (b"Content-Length: " + b"x" * 4_000 + b"\r\n\r\n", "Invalid character in Content-Length"),
     ],
 )
 async def test_what_is_no_http_is_logged_in_a_line(
@@ -189,6 +190,8 @@ async def test_what_is_no_http_is_logged_in_a_line(
         writer.close()
     (line,) = logged.getvalue().splitlines()
     assert "warning" in line
+    assert len(line) < 400
+    assert line.isprintable()
     assert f"request cannot be read: {told}" in line
 
 

@@ -142,12 +142,13 @@ async def test_a_silent_stream_is_kept_alive(tokenizer: Tokenizer) -> None:
         assert (await reply.read()).endswith(b"data: [DONE]\n\n")
 
 
-async def test_a_broken_stream_ends_with_its_error_and_no_done(tokenizer: Tokenizer) -> None:
+async def test_a_broken_stream_ends_with_its_error_and_no_done_and_does_not_look_whole(tokenizer: Tokenizer) -> None:
     generator = FakeGenerator(lambda request: [*tokens(request, b"h", ends=False), StageLostError("stage 1 is gone")])
     async with serving(tokenizer, generator) as served, streaming(served) as reply:
         assert reply.status == 200
-        _, failure, end = (await reply.read()).split(b"\n\n")
-    assert end == b""
+        _, failure = [(await reply.content.readuntil(b"\n\n")).removesuffix(b"\n\n") for _ in range(2)]
+        with pytest.raises(aiohttp.ClientPayloadError, match="not completed"):
+            await reply.read()
     assert json.loads(failure.removeprefix(b"data: ")) == {
         "error": {
             "message": "stage 1 is gone",

@@ -1,0 +1,220 @@
+"""Reading a request's body: never more than its bound, never for ever, and never unpacked where others wait.
+
+A body is read when a handler asks for it, so one of a request that is refused before is not read at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from aiohttp import hdrs, web
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from relayline.coordinator.http.errors import HttpRefusal
+from relayline.coordinator.http.limits import HttpLimits
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+CODINGS = "gzip, deflate"
+_IDENTITY = ("", "identity")
+_PIECE_BYTES = 64 * 1024  # of packed bytes that are looked at at once; what is left of one is copied per gzip member
+_UNPACKED_BYTES = 256 * 1024  # of unpacked bytes that are made at once
+_MEMBERS_MAX = 1_024  # of one gzip body
+_INLINE_BYTES = 256 * 1024  # pieces of this many bytes together are joined where they came in
+_FRAMED_FREE_BYTES = 1024 * 1024
+_FRAMED_SHARE_MAX = 1.5  # bytes on the wire for one of a body: chunks of ten bytes and more have less
+
+
+class BodyRoom:
+    """Counts the bytes of all bodies that are held, which have a bound together."""
+
+    def __init__(self, n_max: int, n_free: int) -> None:
+        """`n_free` bytes of each body are not counted."""
+        self._n_max, self._n_free = n_max, n_free
+        self.n_held = 0
+
+    def grown(self, n_counted: int, n_bytes: int) -> int:
+        """Return how many bytes of a body count now that it has `n_bytes`, of which `n_counted` counted before.
+
+        Raises HttpRefusal where there is no room.
+        """
+        n_wanted = max(n_counted, n_bytes - self._n_free)
+        if self.n_held + n_wanted - n_counted > self._n_max:
+            text = f"{self._n_max} bytes of other requests' bodies are being worked on; try again shortly"
+            raise HttpRefusal(503, text, "overloaded", {"Retry-After": "1"})
+        self.n_held += n_wanted - n_counted
+        return n_wanted
+
+    def give_back(self, n_counted: int) -> None:
+        """A body is no longer held."""
+        self.n_held -= n_counted
+
+
+class Link(Protocol):
+    """What reading a body needs of its connection and its server."""
+
+    limits: HttpLimits
+    room: BodyRoom
+    unpacking: Executor
+    body_wire_bytes: int  # of the body that came last, framing included
+    knock: Callable[[], None] | None  # sends a byte of an answer that is being streamed
+
+    def waits(self, *, for_client: bool) -> None:
+        """Say whether a request waits for its client now."""
+
+
+class Request(web.Request):
+    """A request whose `read` keeps the bounds of its server."""
+
+    ATTRS = web.Request.ATTRS | {"expects", "_link", "_n_counted"}
+
+    def __init__(self, message: Any, payload: Any, protocol: Any, *more: Any, **options: Any) -> None:
+        """See web.Request. What the client expects is answered when its body is asked for, not before."""
+        self.expects: str = message.headers.get(hdrs.EXPECT, "")
+        if self.expects:
+            headers = CIMultiDict(message.headers)
+            del headers[hdrs.EXPECT]
+            message = message._replace(headers=CIMultiDictProxy(headers))
+        super().__init__(message, payload, protocol, *more, **options)
+        self._link: Link = protocol
+        self._n_counted = 0
+
+    async def read(self) -> bytes:
+        """Return the body, unpacked; once, since nobody else keeps it. Raises HttpRefusal, RequestPayloadError."""
+        limits = self._link.limits
+        coding = self._coding()
+        if (self.content_length or 0) > limits.body_bytes_max:
+            raise self._too_large()
+        if self.expects and self.version >= (1, 1) and not self.content.is_eof() and self.transport is not None:
+            self.transport.write(CONTINUE)
+        self._link.waits(for_client=True)
+        try:
+            parts, n_bytes = await self._parts()
+        finally:
+            self._link.waits(for_client=False)
+        if coding in _IDENTITY:
+            return await _joined(parts, n_bytes)
+        unpacked = await asyncio.get_running_loop().run_in_executor(
+            self._link.unpacking, unpack, parts, coding, limits.body_bytes_max
+        )
+        if unpacked is None:
+            raise self._too_large()
+        self._count(len(unpacked))
+        return unpacked
+
+    def body_done(self) -> None:
+        """What the body says has been taken over: it is not held any more."""
+        self._link.room.give_back(self._n_counted)
+        self._n_counted = 0
+
+    def answers_knocks(self, knock: Callable[[], None]) -> None:
+        """Say how to find out, amid a streamed answer, whether the client has gone: `knock` sends it a byte."""
+        self._link.knock = knock
+
+    def check_expected(self) -> None:
+        """Raise HttpRefusal where the client expects what this server does not know."""
+        if self.expects and self.version >= (1, 1) and self.expects.strip().lower() != "100-continue":
+            raise HttpRefusal(417, f"Expect: {self.expects[:100]!r} is not known here", "expectation_failed")
+
+    async def _parts(self) -> tuple[list[bytes], int]:
+        limits, loop = self._link.limits, asyncio.get_running_loop()
+        begun_s, n_bytes = loop.time(), 0
+        parts: list[bytes] = []
+        while True:
+            left_s = begun_s + limits.body_grace_s + n_bytes / limits.body_rate_min - loop.time()
+            try:
+                async with asyncio.timeout(min(limits.body_stall_s, left_s)):
+                    part = await self.content.readany()
+            except TimeoutError:
+                raise HttpRefusal(408, f"the body came too slowly: {n_bytes} bytes so far", "timeout") from None
+            if not part:
+                return parts, n_bytes
+            parts.append(part)
+            n_bytes += len(part)
+            if n_bytes > limits.body_bytes_max:
+                raise self._too_large()
+            self._count(n_bytes)
+            if self._link.body_wire_bytes > n_bytes * _FRAMED_SHARE_MAX + _FRAMED_FREE_BYTES:
+                raise HttpRefusal(400, "the body comes in chunks of a few bytes; send larger ones", "bad_body")
+            await asyncio.sleep(0)  # where more is there already nothing else would let others run
+
+    def _coding(self) -> str:
+        codings = [each.strip().lower() for each in self.headers.getall(hdrs.CONTENT_ENCODING, [])]
+        coding = ",".join(codings).removeprefix("x-")
+        if coding not in (*_IDENTITY, "gzip", "deflate"):
+            text = f"Content-Encoding: {coding[:100]!r} is not known here; send {CODINGS}, or the body as it is"
+            raise HttpRefusal(415, text, "unsupported_encoding", {hdrs.ACCEPT_ENCODING: CODINGS})
+        return coding
+
+    def _count(self, n_bytes: int) -> None:
+        self._n_counted = self._link.room.grown(self._n_counted, n_bytes)
+
+    def _too_large(self) -> HttpRefusal:
+        return HttpRefusal(413, f"the body is larger than {self._link.limits.body_bytes_max} bytes", "body_too_large")
+
+
+async def _joined(parts: list[bytes], n_bytes: int) -> bytes:
+    if len(parts) == 1:
+        return parts[0]
+    if n_bytes <= _INLINE_BYTES:
+        return b"".join(parts)
+    return await asyncio.to_thread(b"".join, parts)  # copying megabytes takes milliseconds, without Python's lock
+
+
+def unpack(parts: list[bytes], coding: str, n_max: int) -> bytes | None:
+    """Return what a gzip or deflate body holds; None once that is more than `n_max` bytes. For a thread.
+
+    Raises HttpRefusal for what is not of that coding, or not all of it. `parts` is emptied.
+    """
+    if not parts:
+        return b""
+    make = _inflaters(coding, parts)
+    inflater, n_members = make(), 1
+    unpacked: list[bytes] = []
+    n_unpacked = 0
+    for packed in _pieces(parts):
+        while packed or not inflater.eof:
+            if inflater.eof:
+                n_members += 1
+                if coding != "gzip" or n_members > _MEMBERS_MAX:
+                    raise _not_packed(coding)
+                inflater = make()
+            try:
+                part = inflater.decompress(packed, _UNPACKED_BYTES)
+            except zlib.error:
+                raise _not_packed(coding) from None
+            n_unpacked += len(part)
+            if n_unpacked > n_max:
+                return None
+            unpacked.append(part)
+            packed = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
+            if not (part or packed):
+                break  # it wants the next piece
+    if not inflater.eof:
+        raise _not_packed(coding)
+    return b"".join(unpacked)
+
+
+def _inflaters(coding: str, parts: list[bytes]) -> Callable[[], Any]:
+    if coding == "gzip":
+        return lambda: zlib.decompressobj(16 + zlib.MAX_WBITS)
+    # RFC 9110's deflate has zlib's header, but some senders leave it out.
+    has_header = bool(parts) and parts[0][0] & 0x0F == 8
+    return lambda: zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
+
+
+def _pieces(parts: list[bytes]) -> Any:
+    parts.reverse()
+    while parts:
+        part = parts.pop()
+        for at in range(0, len(part), _PIECE_BYTES):
+            yield part[at : at + _PIECE_BYTES]
+
+
+def _not_packed(coding: str) -> HttpRefusal:
+    return HttpRefusal(400, f"Can not decode content-encoding: {coding}; is the body that, and all of it?", "bad_body")

@@ -16,7 +16,7 @@ from relayline.coordinator.engine.membership import Place
 from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.api_keys import protect_http
-from relayline.coordinator.http.app import make_app
+from relayline.coordinator.http.app import TEMPLATE_FAULT, make_app
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import start_http
 from relayline.coordinator.joining.config import JoinConfig
@@ -139,6 +139,10 @@ async def _serve(
         pipeline = Pipeline(config.pipeline, file, tokenizer.is_end, joined, observer)
         control = TelemetryControl(observer, lambda: pipeline.stages)
         app = make_app(pipeline, tokenizer, chat, model_id, int(time.time()), limits, control)
+        if app[TEMPLATE_FAULT]:
+            if config.chat_template_file is not None:
+                raise UsageError(f"chat template {config.chat_template_file}: {app[TEMPLATE_FAULT]}")
+            log.warning("%s", app[TEMPLATE_FAULT])
         stack.enter_context(
             protect_http(
                 app,

@@ -15,7 +15,9 @@ from relayline.stage.inbound import Inbound, check_fit, hello_of
 from relayline.stage.observe.metrics import Gauges
 from relayline.stage.observe.observer import StageObserver
 from relayline.stage.observe.stats import StageStats
+from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.routes import ROUTES_MAX, UNUSED_S, LeftRoutes, Route, Upstream
+from relayline.stage.sampling.grammars import Holds
 from relayline.stage.steps.runner import Runner
 from relayline.stage.steps.step import StepExecutor
 from relayline.stage.steps.step_types import RouteOutput, RouteWiring, StepResult
@@ -76,6 +78,7 @@ class StageService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._watches: set[asyncio.Task[bool]] = set()  # at most as many as there are open calls
         self._guard: Guard | None = None
+        self._holds = Holds(executor.sessions.begin_grammar, self._push)
         self.runner: Runner  # set by attach, before the server starts
 
     def attach(self, runner: Runner, guard: Guard | None = None) -> None:
@@ -271,6 +274,7 @@ class StageService:
             return
         route.end()
         del self._routes[route.route_id]
+        self._holds.drop_route(route.route_id)
         self.runner.drop_route(route.route_id)
         self._stepped.set()  # a reader of another route may wait for these frames to be gone, and no step may follow
         if await self.runner.call(lambda: self._executor.leave_route(route.route_id)):
@@ -362,7 +366,11 @@ class StageService:
         self._stats.envelopes_in += 1
         inbound.route.envelopes_in += 1
         self._stats.payload_bytes_in += view.payload_bytes
-        for frame in self.runner.push(inbound.frames(view)):
+        frames = inbound.frames(view)
+        self._push(self._holds.sift(frames) if view.options or self._holds else frames)
+
+    def _push(self, frames: list[QueuedFrame]) -> None:
+        for frame in self.runner.push(frames):
             frame.give_credit()
 
     async def _accept(self, context: Context) -> tuple[Route, pb.LinkOpen]:

@@ -86,6 +86,8 @@ PURE_CORES = (
     "coordinator/planner/speed.py",
     "coordinator/planner/whatif.py",
     "coordinator/text/detokenize.py",
+    "coordinator/http/fair_line.py",
+    "coordinator/text/special_tokens.py",
     "stage/steps/padding.py",
     "stage/observe/ring.py",
     "stage/observe/summaries.py",

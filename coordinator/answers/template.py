@@ -69,13 +69,15 @@ class ToolStyle:
 class Conversation:
     """One model's way of having tools and thoughts. Made once."""
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, style: ToolStyle | None = None) -> None:
+        """`style` is what the template does about tools; without one, it is rendered to find that out."""
         self._template, self._tool_template = template, template.for_tools
         source = template.source or ""
         self.is_harmony = is_harmony(source)
         known = (THOUGHT,) if self.is_harmony else THINKING
         self.thinking: Thinking | None = next((each for each in known if each.close in source), None)
-        self.style = _harmony_style(self._tool_template) if self.is_harmony else _style_of(self._tool_template)
+        find_out = _harmony_style if self.is_harmony else _style_of
+        self.style = style or find_out(self._tool_template)
         self.marks = control_marks(tokenizer, self.style.syntax, self.thinking)
         self._tokenizer, self._shown = tokenizer, frozenset(self.marks.values())
 

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from relayline.coordinator.http import shapes
 from relayline.coordinator.http.errors import plain_body
+from relayline.coordinator.http.service import CLIENT
 from relayline.coordinator.http.web_pages import keep_pages_out, page_rule
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.security import is_loopback
@@ -168,6 +169,7 @@ def require_keys(app: web.Application, keys: ApiKeys, *, protect_metrics: bool) 
             return await handler(request)
         sent = request.headers.get("Authorization", "")
         if sent[: len(_BEARER)].lower() == _BEARER and keys.accepts(sent[len(_BEARER) :].strip()):
+            request[CLIENT] = hashlib.sha256(sent.encode(errors="surrogateescape")).hexdigest()
             return await handler(request)
         return _refused("incorrect API key" if sent else "no API key; send it as `Authorization: Bearer KEY`")
 

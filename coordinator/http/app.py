@@ -8,11 +8,13 @@ from aiohttp import web
 
 from relayline.coordinator.answers.template import Conversation
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
+from relayline.coordinator.http.body_pool import BodyPool, find_style
 from relayline.coordinator.http.choice import Speller
 from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.middleware import add_request_id, errors_as_json, request_id
 from relayline.coordinator.http.observe import note_status, observing
+from relayline.coordinator.http.preparing import setting_of
 from relayline.coordinator.http.server import LIMITS
 from relayline.coordinator.http.service import Service
 from relayline.coordinator.http.telemetry_handlers import TelemetryHandlers
@@ -20,6 +22,8 @@ from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.generation import Generator
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
+
+TEMPLATE_FAULT = web.AppKey("template_fault", str)  # why the chat template cannot be used, or empty
 
 
 def make_app(
@@ -41,15 +45,33 @@ def make_app(
     limits = limits or HttpLimits()
     control = control or TelemetryControl(Observer(), tuple)
     observer = control.observer
-    conversation = Conversation(chat, tokenizer)
+    setting = setting_of(model_id, limits, chat)
+    style = setting.style = find_style(setting, tokenizer.path)
+    conversation = Conversation(chat, tokenizer, style.tool_style())
+    pool = BodyPool(setting, tokenizer)
     service = Service(
-        generator, tokenizer, Speller(tokenizer), conversation, model_id, created, _fingerprint(), limits, observer
+        generator,
+        tokenizer,
+        Speller(tokenizer),
+        conversation,
+        model_id,
+        created,
+        _fingerprint(),
+        limits,
+        observer,
+        pool,
     )
     handlers = Handlers(service)
     telemetry = TelemetryHandlers(control)
     middlewares = [observing(observer, request_id), errors_as_json]
     app = web.Application(client_max_size=limits.body_bytes_max, middlewares=middlewares)
     app[LIMITS] = limits
+    app[TEMPLATE_FAULT] = style.fault
+
+    async def close_pool(_app: web.Application) -> None:
+        pool.close()
+
+    app.on_cleanup.append(close_pool)
     app.on_response_prepare.append(add_request_id)
     app.on_response_prepare.append(note_status)
     app.add_routes(

@@ -12,13 +12,20 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from relayline.wire.common.bounds import BIAS_MAX, LOGIT_BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX
+from relayline.wire.common.bounds import BIAS_MAX, CTX_TOKENS_MAX, LOGIT_BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX
 from relayline.wire.common.errors import InvalidRequestError
+
+MESSAGES_MAX = 16_384  # of one chat; each is some tokens of a prompt
+PARTS_MAX = 16_384  # of one message
+CALLS_MAX = 1_024  # tools called in one turn
+CHOICES_MAX = 16_384  # that an answer may be one of: as many as its grammar has room for
 
 Positive = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-PENALTY_MAX, le=PENALTY_MAX)]
 Bias = Annotated[float, Meta(ge=-BIAS_MAX, le=BIAS_MAX)]
+Choices = Annotated[list[str], Meta(max_length=CHOICES_MAX)]
+Tokens = Annotated[list[int], Meta(max_length=CTX_TOKENS_MAX)]
 LogprobCount = Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)]
 
 
@@ -52,7 +59,7 @@ class StructuredOutputs(Struct, rename={"json_schema": "json"}, forbid_unknown_f
 
     json_schema: Json = NO_JSON
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -81,7 +88,7 @@ class GenerationBody(Struct, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Json = NO_JSON  # as vLLM had it before
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
     json_schema: Json = NO_JSON  # as llama-server has it, like the next
     grammar: str | None = None
@@ -100,7 +107,7 @@ class GenerationBody(Struct, kw_only=True):
 class CompletionBody(GenerationBody, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: str | list[int | str | list[int]]
+    prompt: str | Annotated[list[int | str | list[int]], Meta(max_length=CTX_TOKENS_MAX)]
     logprobs: LogprobCount | None = None
     echo: bool | None = None
     best_of: Positive | None = None
@@ -111,17 +118,17 @@ class MessageBody(Struct, kw_only=True, omit_defaults=True):
     """One chat message. Only `role` and `content` have a meaning here; the rest is for the model's template."""
 
     role: Annotated[str, Meta(min_length=1)]
-    content: str | list[Any] | None = None
+    content: str | Annotated[list[Any], Meta(max_length=PARTS_MAX)] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: Annotated[list[Any], Meta(max_length=CALLS_MAX)] | None = None
     tool_call_id: str | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[MessageBody], Meta(min_length=1)]
+    messages: Annotated[list[MessageBody], Meta(min_length=1, max_length=MESSAGES_MAX)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
@@ -145,7 +152,7 @@ class TokenizeBody(Struct, kw_only=True):
 class DetokenizeBody(Struct, kw_only=True):
     """POST /detokenize, as llama-server has it."""
 
-    tokens: list[int]
+    tokens: Tokens
 
 
 class TelemetryBody(Struct, forbid_unknown_fields=True):
@@ -161,7 +168,7 @@ _AT = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 
 
-def decode_body(raw: bytes, kind: type[Body]) -> Body:
+def decode_body(raw: bytes | bytearray, kind: type[Body]) -> Body:
     """Return the body of a request as `kind`.
 
     Raises InvalidRequestError, naming the field in `param` when one is to blame.

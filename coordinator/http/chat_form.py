@@ -51,11 +51,6 @@ class ChatForm:
         return AnswerReader(thinking, is_thinking=self.is_thinking, calls=calls)
 
 
-def form_of(plan: Plan, conversation: Conversation, prompt: str) -> ChatForm:
-    """Return the form of the answers to a rendered prompt."""
-    return ChatForm(conversation, plan.offered, plan.splits_reasoning, conversation.is_thinking(prompt))
-
-
 def chat_grammar(plan: Plan, form: ChatForm) -> str:
     """Return the grammar that leads the answers, "" for none. May take a second: not for the event loop.
 
@@ -70,7 +65,7 @@ def chat_grammar(plan: Plan, form: ChatForm) -> str:
 def _chat_grammar(plan: Plan, form: ChatForm) -> str:
     offered, conversation = plan.offered, form.conversation
     answer = grammar_of(plan.shape) if plan.shape else ""
-    if offered is not None and (offered.is_required or offered.strict or offered.leaves_some or answer):
+    if offered is not None and (offered.needs_grammar or answer):
         if plan.shape and plan.shape.is_json and not conversation.style.syntax.trigger:
             text = "this model writes calls as plain JSON, which nothing tells from such an answer; send one of the two"
             raise InvalidRequestError(f"{plan.shape.param}: not together with tools: {text}", plan.shape.param)

@@ -14,8 +14,7 @@ class HttpLimits:
     choices_max: int = 128  # prompts times `n` of one request
     stops_max: int = 16  # stop strings of one request; OpenAI allows 4, llama-server any number
     stop_chars_max: int = 256  # length of one stop string; each token's text is compared with every beginning of it
-    prediction_chars_max: int = 4 * 1024 * 1024  # all of it is tokenised, however little a stream may hold
-    text_inline_bytes_max: int = 32 * 1024  # what is longer, prompts of a request together, is tokenised in a thread
+    prediction_chars_max: int = 4 * 1024 * 1024  # of it, as much is tokenised as a stream may hold
     backlog_events_max: int = 256  # tokens read from the pipeline and not yet written, per request
     ping_interval_s: float = 15.0  # an SSE comment after this long without a token, so that proxies keep the connection
     write_timeout_s: float = 30.0  # a reader that takes nothing for this long loses its request and frees its lanes

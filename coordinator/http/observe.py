@@ -109,10 +109,10 @@ def note_plan(observer: Observer, request: web.Request, plan: Plan, model: str, 
     observer.tracing.describe(record, attributes)
 
 
-def note_prompts(request: web.Request, start_ns: int, prompt_lengths: Sequence[int]) -> None:
-    """Say that the prompts have been tokenised since `start_ns`, and how long each is in tokens."""
+def note_prompts(request: web.Request, start_ns: int, end_ns: int, prompt_lengths: Sequence[int]) -> None:
+    """Say when the prompts were tokenised (of the monotonic clock), and how long each is in tokens."""
     record = request[RECORD]
-    record.tokenize_start_ns, record.tokenize_end_ns = start_ns, time.monotonic_ns()
+    record.tokenize_start_ns, record.tokenize_end_ns = start_ns, end_ns
     record.n_prompt = sum(prompt_lengths)
 
 
@@ -122,16 +122,15 @@ def wants_content(observer: Observer, request: web.Request) -> bool:
     return observer.telemetry.config.content and record is not None and record.span is not None
 
 
-def note_input(request: web.Request, messages: Sequence[tuple[str, str]]) -> None:
-    """Record the prompt itself, as (role, text) pairs."""
-    parts = [{"role": role, "parts": [{"type": "text", "content": text}]} for role, text in messages]
-    _set(request, names.GEN_AI_INPUT_MESSAGES, parts)
+def note_input(request: web.Request, messages: str) -> None:
+    """Record the prompt itself, as JSON of messages."""
+    _set(request, names.GEN_AI_INPUT_MESSAGES, messages)
 
 
 def note_output(request: web.Request, choices: Sequence[Growth]) -> None:
     """Record the answer: what each choice said in all, thought, and called."""
     messages = [{"role": "assistant", "parts": _parts(whole)} for whole in choices]
-    _set(request, names.GEN_AI_OUTPUT_MESSAGES, messages)
+    _set(request, names.GEN_AI_OUTPUT_MESSAGES, json.dumps(messages))
 
 
 def _parts(whole: Growth) -> list[dict[str, str]]:
@@ -144,10 +143,10 @@ def _parts(whole: Growth) -> list[dict[str, str]]:
     return parts
 
 
-def _set(request: web.Request, name: str, messages: object) -> None:
+def _set(request: web.Request, name: str, messages: str) -> None:
     span = request[RECORD].span
     if span is not None:
-        span.set_attribute(name, json.dumps(messages))
+        span.set_attribute(name, messages)
 
 
 def _addresses(request: web.Request) -> dict[str, AttributeValue]:

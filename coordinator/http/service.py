@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import ipaddress
 import secrets
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+from aiohttp import web
 
 from relayline.coordinator.answers.template import Conversation
-from relayline.coordinator.http.chat_form import ChatForm, chat_grammar
+from relayline.coordinator.http.body_pool import BodyPool
+from relayline.coordinator.http.chat_form import ChatForm
 from relayline.coordinator.http.choice import ChoiceState, Speller
 from relayline.coordinator.http.dialects import Header
 from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.structure import grammar_of
+from relayline.coordinator.http.preparing import Asked, Prepared, unpacked
 from relayline.coordinator.http.validation import Plan, check_tokens, fit_tokens
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.generation import GenerationRequest, Generator, TokenStream
 from relayline.coordinator.sessions.request_log import RequestRecord
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.wire.common.errors import InvalidRequestError
 
-T = TypeVar("T")
+YIELD_BYTES = 64 * 1024  # of a packed prompt: a fraction of a millisecond
+CLIENT = web.RequestKey("client", str)  # by the key that it has shown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,59 +42,33 @@ class Service:
     fingerprint: str
     limits: HttpLimits
     observer: Observer
+    pool: BodyPool
 
-    async def aside(self, size: int, work: Callable[[], T]) -> T:
-        """Return what `work` returns for `size` characters or tokens; a lot of them does not hold up the event loop."""
-        return work() if size <= self.limits.text_inline_bytes_max else await asyncio.to_thread(work)
+    async def prepared(self, route: Literal["completions", "chat"], request: web.Request, *, content: bool) -> Prepared:
+        """Return a body as it was read, checked and tokenised by a worker. Raises what is wrong with it.
 
-    async def prompts(self, sent: Sequence[str | list[int]], *, echo: bool) -> list[Prompt]:
-        """Return the prompts of a completion body, each sent as text or as token ids.
-
-        Raises InvalidRequestError for text when the model has no tokenizer.
+        `content`: with its prompts as JSON, for telemetry.
         """
-        return await self.aside(sum(map(len, sent)), lambda: [self._prompt(each, echo) for each in sent])
+        asked = Asked(route, self.generator.ctx_tokens, random_seed(), content)
+        raw = await request.read()
+        answer = await self.pool.ask(client_of(request), asked, raw)
+        return msgspec.msgpack.decode(answer, type=Prepared)
 
-    def _prompt(self, sent: str | list[int], echo: bool) -> Prompt:
-        if isinstance(sent, str):
-            return Prompt(tuple(self.tokenizer.encode(sent)), sent if echo else "")
-        return Prompt(tuple(sent), self.tokenizer.decode(sent) if echo else "")
+    async def answered(self, route: Literal["tokenize", "detokenize"], request: web.Request) -> bytes:
+        """Return a worker's answer to a body. Raises what is wrong with it."""
+        raw = await request.read()
+        return await self.pool.ask(client_of(request), Asked(route, self.generator.ctx_tokens), raw)
 
-    async def prediction(self, plan: Plan) -> tuple[int, ...]:
-        """Return the token ids of what the client expects the answer to be like, as many as a stream may hold.
-
-        Special tokens that it spells out are text, as in an answer. Raises InvalidRequestError for text when the model
-        has no tokenizer, and for token ids outside its vocabulary.
-        """
-        text, tokenizer = plan.prediction, self.tokenizer
-        if not text:
-            return ()
-        if isinstance(text, tuple):
-            check_tokens(text, tokenizer.n_vocab, "prediction")
-            return text[: self.generator.ctx_tokens]
-        if not tokenizer.has_text:
-            raise InvalidRequestError("prediction: this model has no tokenizer", param="prediction")
-        ids = await self.aside(len(text), lambda: tokenizer.encode(text, add_special=False, parse_special=False))
-        return tuple(ids[: self.generator.ctx_tokens])
-
-    async def shaped(self, plan: Plan, form: ChatForm | None = None) -> Plan:
-        """Return the plan with the grammar that its shape and its tools ask for; `form` is a chat's.
+    async def shaped(self, prepared: Prepared, request: web.Request) -> Plan:
+        """Return the plan with the grammar that its shape and its tools ask for.
 
         Raises InvalidRequestError where there is none.
         """
-        shape = plan.shape
-        if shape is None and plan.offered is None:
+        plan = prepared.plan
+        if not prepared.grammar_task:
             return plan
-        if shape is not None and not self.tokenizer.has_text:
-            raise InvalidRequestError(f"{shape.param}: this model has no tokenizer", param=shape.param)
-        if form is not None:
-            grammar = await asyncio.to_thread(chat_grammar, plan, form)
-        else:
-            grammar = await asyncio.to_thread(grammar_of, shape) if shape else ""
+        grammar = (await self.pool.ask(client_of(request), Asked("grammar"), prepared.grammar_task)).decode()
         return dataclasses.replace(plan, sampling=dataclasses.replace(plan.sampling, grammar=grammar))
-
-    async def encode_chat(self, text: str) -> list[int]:
-        """Return the token ids of a rendered chat. Raises InvalidRequestError when the model has no tokenizer."""
-        return await self.aside(len(text), lambda: self.tokenizer.encode_chat(text))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,6 +122,29 @@ class Job:
         ]
 
 
+async def unpacked_prompts(prepared: Prepared) -> list[Prompt]:
+    """Return the prompts of a prepared request, without holding up others for long: some have a million tokens."""
+    prompts = []
+    for at, tokens in enumerate(prepared.prompts):
+        if at and len(tokens) > YIELD_BYTES:
+            await asyncio.sleep(0)
+        prompts.append(Prompt(unpacked(tokens), prepared.echoes[at] if prepared.echoes else ""))
+    return prompts
+
+
+def client_of(request: web.Request) -> str:
+    """Return who sent a request: the key that it has shown, or its address; of IPv6 the network."""
+    if CLIENT in request:
+        return request[CLIENT]
+    try:
+        address = ipaddress.ip_address(request.remote or "")
+    except ValueError:  # of a Unix socket
+        return request.remote or ""
+    if isinstance(address, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))  # whoever has one address has all of these
+    return str(address)
+
+
 def random_seed() -> int:
     """Return a seed for a request that brought none (u64)."""
     return secrets.randbits(64)
@@ -158,7 +160,7 @@ def make_job(
     form: ChatForm | None = None,
     prediction: tuple[int, ...] = (),
 ) -> Job:
-    """Check prompts against vocabulary and context and lay out one generation request per choice.
+    """Check prompts against the context and lay out one generation request per choice.
 
     Raises InvalidRequestError or ContextLengthError naming `param`, NotReadyError while the context is not known.
     """
@@ -168,7 +170,6 @@ def make_job(
     check_tokens([token for token, _ in plan.sampling.logit_bias], service.tokenizer.n_vocab, "logit_bias")
     requests: list[GenerationRequest] = []
     for prompt in prompts:
-        check_tokens(prompt.tokens, service.tokenizer.n_vocab, param)
         max_tokens = fit_tokens(len(prompt.tokens), plan, ctx_tokens, param)
         for choice in range(plan.n):
             requests.append(

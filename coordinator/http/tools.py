@@ -24,34 +24,34 @@ class Offered:
     shown: tuple[Mapping[str, Any], ...]  # as the client sent them, for the prompt
     schemas: Mapping[str, Schema]  # of the arguments, by the name of the tools that may be called
     strict: frozenset[str]  # of these: whose calls must fit their schema
+    types: Mapping[str, Types]  # of each tool's arguments: JSON types
     is_required: bool
     is_parallel: bool
+    leaves_some: bool  # some tools are shown that may not be called
 
     @property
-    def leaves_some(self) -> bool:
-        """Whether some tools are shown that may not be called."""
-        return len(self.schemas) < len(self.shown)
-
-    @property
-    def types(self) -> dict[str, Types]:
-        """The JSON types of each tool's arguments."""
-        return {name: _types(schema) for name, schema in self.schemas.items()}
+    def needs_grammar(self) -> bool:
+        """Whether answers must be led, for the tools' sake alone."""
+        return self.is_required or bool(self.strict) or self.leaves_some
 
 
 def offered_by(body: ChatBody) -> Offered | None:
     """Return what a body offers, None for no tool or where none may be called. Raises InvalidRequestError."""
+    if len(body.tools or ()) > TOOLS_MAX:
+        raise InvalidRequestError(f"tools: at most {TOOLS_MAX}, got {len(body.tools or ())}", param="tools")
     tools = [_function(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
-    if len(tools) > TOOLS_MAX:
-        raise InvalidRequestError(f"tools: at most {TOOLS_MAX}, got {len(tools)}", param="tools")
     by_name = {tool["name"]: tool for tool in tools}
     if len(by_name) < len(tools):
         raise InvalidRequestError("tools: two have the same name", param="tools")
     mode, names = _choice(body.tool_choice, by_name)
     if not tools or mode == "none":
         return None
+    schemas = {name: _parameters(by_name[name]) for name in names}
     return Offered(
         shown=tuple(body.tools or ()),
-        schemas={name: _parameters(by_name[name]) for name in names},
+        schemas=schemas,
+        types={name: _types(schema) for name, schema in schemas.items()},
+        leaves_some=len(schemas) < len(tools),
         strict=frozenset(name for name in names if by_name[name].get("strict")),
         is_required=mode == "required",
         is_parallel=body.parallel_tool_calls is not False,

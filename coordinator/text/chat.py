@@ -1,13 +1,16 @@
 """Chat messages to one prompt text, by the model's own Jinja template.
 
 Templates come with the model, hence from strangers: they run in Jinja's immutable sandbox, and whatever they raise is
-the request's error, not ours. This module knows message dictionaries and text; it knows no HTTP and no token ids.
+the request's error, not ours. They may also never end, or fill the memory, while they run or while they are compiled:
+so a coordinator does both in processes that may die of it (`coordinator/http/body_worker.py`). This module knows
+message dictionaries and text; it knows no HTTP and no token ids.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -83,19 +86,29 @@ class ChatTemplate:
     ) -> None:
         """`source` None means that the model has no template; rendering then always refuses.
 
-        A template that does not compile is kept as its error and refuses likewise: completions still work.
+        It is compiled when first needed. One that does not compile refuses likewise: completions still work.
         `for_tools` is the one that the model has for chats with tools, where that is another.
         """
         self.source, self.for_tools = source, for_tools or self
+        self.bos_text, self.eos_text = bos_text, eos_text
         self._specials = {"bos_token": bos_text, "eos_token": eos_text}
         self._knows_developer = source is not None and "developer" in source
-        self._template: jinja2.Template | None = None
-        self._refusal = "this model has no chat template; use /v1/completions"
-        if source is not None:
-            try:
-                self._template = _environment().from_string(source)
-            except jinja2.TemplateError as error:
-                self._refusal = f"this model's chat template does not compile ({error}); use /v1/completions"
+
+    @functools.cached_property
+    def _compiled(self) -> tuple[jinja2.Template | None, str]:
+        """The template, or why there is none."""
+        if self.source is None:
+            return None, "this model has no chat template; use /v1/completions"
+        try:
+            return _environment().from_string(self.source), ""
+        except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError) as error:
+            # Python's own errors are those of the code that is made of it: nested too deeply, or a number too long.
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            return None, f"this model's chat template does not compile ({reason[0]}); use /v1/completions"
+
+    def fault(self) -> str:
+        """Return why a template does not compile; nothing where it does, and where there is none."""
+        return self._compiled[1] if self.source is not None else ""
 
     def render(
         self,
@@ -110,13 +123,16 @@ class ChatTemplate:
         that call tools have the `form` that it takes. Raises InvalidRequestError (param `messages`) without a template,
         for a part that is not text, and when the template itself refuses.
         """
-        if self._template is None:
-            raise InvalidRequestError(self._refusal, param="messages")
+        template, refusal = self._compiled
+        if template is None:
+            raise InvalidRequestError(refusal, param="messages")
         plain = [self._plain(message, index, form) for index, message in enumerate(messages)]
         try:
             # Without any, `tools` stays undefined: templates made for tools iterate over it, and None would stop them.
             known = {"add_generation_prompt": True, **variables, **self._specials, "messages": plain}
-            return self._template.render(known)
+            return template.render(known)
+        except MemoryError:
+            raise
         except Exception as error:
             # A template written for other message shapes fails in any way at all; the shapes came from the client.
             reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -140,15 +156,18 @@ class ChatTemplate:
 
 
 def read_template(path: Path) -> str:
-    """Return a template's text from a file. Raises UsageError where that cannot be read, or does not compile."""
+    """Return a template's text from a file. Raises UsageError where that cannot be read, or is no template.
+
+    It is parsed only: what compiling it costs is up to whoever wrote it.
+    """
     try:
         source = path.read_text(encoding="utf-8")
-        _environment().from_string(source)
+        _environment().parse(source)
     except OSError as error:
         raise UsageError(f"chat template {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"chat template {path}: not UTF-8 at byte {error.start}") from error
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, RecursionError) as error:
         raise UsageError(f"chat template {path}: does not compile ({error})") from error
     return source
 

@@ -16,7 +16,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from relayline.wire.common.bounds import GRAMMAR_ITEMS_MAX
 
-CPU_S_MAX = 0.5  # of one grammar; the last stage takes as long for it, and all streams wait. Honest ones take 0.06
+CPU_S_MAX = 0.5  # of one grammar; a thread of the last stage takes as long for it. Honest ones take 0.06
 MEMORY_BYTES_MAX = 2 << 30
 STACK_BYTES_MAX = 4 << 20  # far less than stages have (stage/steps/runner.py): what fits here fits there
 _TOKEN = re.compile(r"<[^<>\s]+>")  # a model's own, by name or number: none of ours

@@ -8,6 +8,7 @@ state of a tokenisation on the stack of its caller, and the caches here only eve
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import weakref
 from pathlib import Path
@@ -15,12 +16,20 @@ from typing import Any
 
 import llama_cpp
 
-from relayline.wire.common.errors import InvalidRequestError, ModelFileError
+from relayline.coordinator.text.special_tokens import Special, SpecialTokens, TooManyError
+from relayline.wire.common.bounds import CTX_TOKENS_MAX
+from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, ModelFileError
 from relayline.wire.model_files.gguf_header import read_header
 from relayline.wire.model_files.model_check import check_header
 
 _VOCAB_TYPE_NONE = 0  # LLAMA_VOCAB_TYPE_NONE: `tokenizer.ggml.model` is "none"
+_DIRECT_BYTES_MAX = 256  # of a text that llama.cpp may look through for special tokens itself
 _LOG_LEVEL_ERROR = 4
+_UNKNOWN = llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+_CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
+_USER_DEFINED = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+_LSTRIP = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP
+_RSTRIP = llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP
 _META_TEXT_BYTES_MAX = 4096
 
 
@@ -55,8 +64,9 @@ _LOG = _LogSink()
 class Tokenizer:
     """The vocabulary of one model. Make it with `load`."""
 
-    def __init__(self, model: Any) -> None:
-        """`model` is a llama_model pointer whose ownership passes to this object."""
+    def __init__(self, model: Any, path: Path) -> None:
+        """`model` is a llama_model pointer whose ownership passes to this object, read from `path`."""
+        self.path = path
         vocab = llama_cpp.llama_model_get_vocab(model)
         self._vocab = vocab
         self._release = weakref.finalize(self, llama_cpp.llama_model_free, model)
@@ -87,7 +97,7 @@ class Tokenizer:
         if not model:
             reason = _LOG.first_error() or "llama.cpp gave no reason"
             raise ModelFileError(f"{path}: cannot load its tokenizer: {reason}")
-        return cls(model)
+        return cls(model, path)
 
     @property
     def bos_text(self) -> str:
@@ -99,16 +109,83 @@ class Tokenizer:
         """The text of the end-of-sequence token; empty if there is none."""
         return self._special_text(self.eos)
 
-    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Return the token ids of `text`.
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        parse_special: bool = True,
+        ctx_tokens: int = CTX_TOKENS_MAX,
+        param: str = "prompt",
+    ) -> list[int]:
+        """Return the token ids of `text`, at most `ctx_tokens` and those that the vocabulary adds.
 
         `add_special` adds what the vocabulary itself asks for around a prompt (usually a begin token, often nothing);
-        `parse_special` reads the text of special tokens as those tokens. Raises InvalidRequestError when the model has
-        no tokenizer.
+        `parse_special` reads the text of special tokens as those tokens. Raises InvalidRequestError naming `param` when
+        the model has no tokenizer; ContextLengthError, before much is done, for a text that cannot fit.
         """
         if not self.has_text:
-            raise InvalidRequestError("this model has no tokenizer; send token ids", param="prompt")
+            raise InvalidRequestError("this model has no tokenizer; send token ids", param=param)
+        self.check_size(text, ctx_tokens, param)
         raw = text.encode("utf-8", errors="replace")  # a lone surrogate is not text any vocabulary knows
+        if len(raw) <= _DIRECT_BYTES_MAX:
+            return self._encode(raw, add_special=add_special, parse_special=parse_special)
+        try:
+            ids = self._pieces_of(raw, parse_special, ctx_tokens)
+        except TooManyError:
+            raise ContextLengthError(f"{param}: it has more than {ctx_tokens} tokens, the context", param) from None
+        before, after = self._around if add_special else ([], [])
+        return [*before, *ids, *after]
+
+    def check_size(self, text: str, ctx_tokens: int, param: str) -> None:
+        """Raise ContextLengthError for a text that is too long for `ctx_tokens`, whatever its tokens are."""
+        # No character has less than one byte, and no token covers more than the longest does.
+        if len(text) > ctx_tokens and len(text) > ctx_tokens * self.longest_piece_bytes:
+            raise ContextLengthError(
+                f"{param}: {len(text)} characters cannot fit {ctx_tokens} tokens, "
+                f"of which none covers more than {self.longest_piece_bytes} bytes; shorten it",
+                param,
+            )
+
+    @functools.cached_property
+    def longest_piece_bytes(self) -> int:
+        """The most bytes of text that one token stands for. Found out when first asked for: 0.5 s for 128,000."""
+        pieces = (len(self._read_piece(token, special=True)) for token in range(self.n_vocab))
+        return max(1, max(pieces, default=1)) if self.has_text else 1
+
+    @functools.cached_property
+    def _specials(self) -> SpecialTokens:
+        flags = _CONTROL | _USER_DEFINED | _UNKNOWN
+        found = []
+        for token in range(self.n_vocab):
+            attributes = llama_cpp.llama_vocab_get_attr(self._vocab, token)
+            text = llama_cpp.llama_vocab_get_text(self._vocab, token) if attributes & flags else b""
+            if text:
+                is_control = bool(attributes & (_CONTROL | _UNKNOWN))
+                found.append(Special(token, text, is_control, bool(attributes & _LSTRIP), bool(attributes & _RSTRIP)))
+        return SpecialTokens(found, lambda raw: self._encode(raw, add_special=False, parse_special=True))
+
+    @functools.cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The tokens that the vocabulary adds before and behind a text."""
+        plain = self._encode(b"a", add_special=False, parse_special=False)
+        whole = self._encode(b"a", add_special=True, parse_special=False)
+        at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
+        return whole[:at], whole[at + len(plain) :]
+
+    def _pieces_of(self, raw: bytes, parse_special: bool, n_max: int) -> list[int]:
+        ids: list[int] = []
+        for part in self._specials.split(raw, parse_special=parse_special, n_max=n_max):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids += self._encode(part, add_special=False, parse_special=False)
+            if len(ids) > n_max:
+                raise TooManyError
+        return ids
+
+    def _encode(self, raw: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Return llama.cpp's own tokenisation."""
         room = len(raw) + 8
         while True:
             ids = (ctypes.c_int32 * room)()
@@ -117,13 +194,13 @@ class Tokenizer:
                 return ids[:n_tokens]
             room = -n_tokens
 
-    def encode_chat(self, rendered: str) -> list[int]:
-        """Return the token ids of a rendered chat template.
+    def encode_chat(self, rendered: str, ctx_tokens: int = CTX_TOKENS_MAX) -> list[int]:
+        """Return the token ids of a rendered chat template. Raises as `encode`.
 
         Templates write their special tokens out, often the begin token too. It is added only when the vocabulary wants
         one and the template did not write it, so there is never a second.
         """
-        ids = self.encode(rendered, add_special=False)
+        ids = self.encode(rendered, add_special=False, ctx_tokens=ctx_tokens, param="messages")
         if self.adds_bos and self.bos is not None and ids[:1] != [self.bos]:
             ids.insert(0, self.bos)
         return ids
@@ -149,6 +226,11 @@ class Tokenizer:
     def decode(self, tokens: list[int] | tuple[int, ...], *, special: bool = True) -> str:
         """Return the text of a token sequence; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(self.piece(token, special=special) for token in tokens).decode("utf-8", errors="replace")
+
+    def warm(self) -> None:
+        """Find out now what is otherwise found out for the first text."""
+        if self.has_text:
+            _ = self.longest_piece_bytes, self._specials, self._around
 
     def close(self) -> None:
         """Free the native vocabulary. The object must not be used afterwards."""

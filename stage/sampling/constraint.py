@@ -13,18 +13,18 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from relayline.wire.common.bounds import GRAMMAR_BYTES_MAX, GRAMMAR_ITEMS_MAX, GRAMMAR_TOKENS_MAX
+from relayline.stage.sampling.grammars import grammars
+from relayline.wire.common.bounds import GRAMMAR_BYTES_MAX, GRAMMAR_TOKENS_MAX
 from relayline.wire.common.errors import InternalError, InvalidRequestError, ProtocolError
 
-# Beside its own limits of time and memory; and errors without a dump of its state.
-_LIMITS = LLParserLimits(max_items_in_row=GRAMMAR_ITEMS_MAX, verbose_errors=False)
 _NOTHING = np.float32(-np.inf)
 # Around every grammar. llguidance would spell out all text that leaves no choice, at each token, and tokenise it: half
 # a second and hundreds of megabytes for a kilobyte of grammar. And with vocabularies that put a blank before every text
@@ -79,7 +79,8 @@ class Constraint:
     def __init__(self, vocabulary: LLTokenizer | None, grammar: str, said: Sequence[int]) -> None:
         """`said` are all tokens that the session has been given already.
 
-        Raises ProtocolError for what no coordinator sends, InvalidRequestError for a grammar that cannot be used.
+        Raises ProtocolError for what no coordinator sends, InvalidRequestError for a grammar that cannot be used, if
+        that is known by now; else `apply` does.
         """
         if len(grammar.encode()) > GRAMMAR_BYTES_MAX or len(said) > GRAMMAR_TOKENS_MAX:
             raise ProtocolError(f"a grammar of {len(grammar)} characters after {len(said)} tokens is too long")
@@ -87,10 +88,10 @@ class Constraint:
             raise InvalidRequestError("this model's vocabulary has no text, or no end: it cannot follow a grammar")
         if max(said, default=0) >= vocabulary.vocab_size:
             raise ProtocolError(f"a token said before is none of the vocabulary's {vocabulary.vocab_size}")
-        self._vocabulary, self._grammar = vocabulary, _without_forcing(grammar)
+        self._start = begin(vocabulary, grammar)
         self._said = list(said)
         self._first: int | None = None  # position of the first token of these; the first pick tells
-        self._matcher = self._restarted()
+        self._matcher = self._restarted() if self._start.done() else None
 
     def apply(self, position: int, logits: npt.NDArray[np.float32]) -> None:
         """Take all chance from tokens that do not fit at `position`: their `logits` (f32 [n_vocab]) become -inf.
@@ -98,15 +99,17 @@ class Constraint:
         Raises InvalidRequestError where the grammar is too complex, InternalError for a position behind the next.
         """
         self._go_to(position)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        _check(self._matcher)
+        matcher = self._matcher = self._matcher or self._restarted()
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        _check(matcher)
         fits = np.unpackbits(bits, count=logits.size, bitorder="little").view(np.bool_)
         np.copyto(logits, _NOTHING, where=~fits)
 
     def said(self, token: int) -> None:
         """Note what was picked from what `apply` has left."""
-        self._matcher.consume_token(token)
-        _check(self._matcher)
+        if self._matcher is not None:  # else it reads this with the rest
+            self._matcher.consume_token(token)
+            _check(self._matcher)
         self._said.append(token)
 
     def _go_to(self, position: int) -> None:
@@ -123,10 +126,17 @@ class Constraint:
 
     def _restarted(self) -> LLMatcher:
         """Return a matcher that has read what was said. (Its `rollback` goes one token too far behind an end token.)"""
-        matcher = LLMatcher(self._vocabulary, self._grammar, log_level=0, limits=_LIMITS)
+        matcher = (
+            self._start.result().deep_copy()
+        )  # sessions wait for it before they pick (stage.sampling.grammars.Holds)
         matcher.consume_tokens(self._said)
         _check(matcher)
         return matcher
+
+
+def begin(vocabulary: LLTokenizer, grammar: str) -> Future[LLMatcher]:
+    """Begin to make a grammar ready, if nobody has yet. Raises InvalidRequestError for JSON that is none."""
+    return grammars.ready(vocabulary, _without_forcing(grammar))
 
 
 def _without_forcing(grammar: str) -> str:

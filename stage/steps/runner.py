@@ -24,13 +24,13 @@ from collections.abc import Callable
 from typing import Any
 
 from relayline.stage.queue_types import QueuedFrame, Step
+from relayline.stage.sampling.grammars import STACK_BYTES
 from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.step import StepExecutor
 from relayline.stage.steps.step_types import StepResult
 from relayline.wire.common.errors import InternalError
 from relayline.wire.envelopes.frames import Flag
 
-STACK_BYTES = 64 << 20  # of the decode thread, as far as used: grammars recurse (coordinator/text/grammar_check.py)
 OUTBOX_STEPS_MAX = 4  # steps computed but not yet sent; enough to hide the send behind the next decode
 
 

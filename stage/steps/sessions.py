@@ -6,13 +6,17 @@ Sessions are named by QueuedFrame.session_key: (route_id, session_id). When an e
 
 from __future__ import annotations
 
-from llguidance import LLTokenizer
+from concurrent.futures import Future
+
+from llguidance import LLMatcher, LLTokenizer
 
 from relayline.stage.queue_types import QueuedFrame
+from relayline.stage.sampling.constraint import begin
 from relayline.stage.sampling.penalties import biases_of
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
 from relayline.stage.steps.lanes import LaneTable
 from relayline.stage.steps.step_types import Engine
+from relayline.wire.common.errors import InvalidRequestError
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -28,6 +32,15 @@ class Sessions:
         # Reported sessions: what follows a fault in the pipeline cannot fit either, and is dropped without a word until
         # the session begins again. Bounded by SESSIONS_PER_LINK_MAX; past it every frame is reported.
         self.broken: set[tuple[int, int]] = set()
+
+    def begin_grammar(self, grammar: str) -> Future[LLMatcher] | None:
+        """Begin to make a grammar ready, None where nothing follows it here, or it is none. Any thread."""
+        if self._vocabulary is None:
+            return None
+        try:
+            return begin(self._vocabulary, grammar)
+        except InvalidRequestError:
+            return None  # its opening says so
 
     def control(self, frame: QueuedFrame) -> None:
         """Do what a control says. Raises RelaylineError, and nothing has changed, where it cannot be."""

@@ -17,7 +17,10 @@ BIAS_MAX = 100.0  # of a token's logit, either way; as the OpenAI API has it
 PENALTY_TOKENS_MAX = 1_024  # latest tokens of a stream that its penalties look at
 LOGIT_BIAS_MAX = 300  # tokens of one logit_bias; the OpenAI API's ceiling
 GRAMMAR_BYTES_MAX = 64 * 1024  # UTF-8 of one session's grammar; most have one KiB
-GRAMMAR_ITEMS_MAX = 1_000  # ways in which a grammar may be understood at once: one token of the worst costs 30 ms then
+# Ways in which a grammar may be understood at once. The worst grammars cost their cube for a token: 300 some 12 ms. An
+# object of 64 properties that may all be left out needs as many.
+GRAMMAR_ITEMS_MAX = 300
+GRAMMAR_LEXER_FUEL_MAX = 50_000  # llguidance's measure of work on regular expressions, for one token: under 20 ms
 GRAMMAR_TOKENS_MAX = 32_768  # tokens that a session with a grammar may generate: each of its opens tells them all
 PLAIN_OPTIONS_BYTES_MAX = 7_168  # serialized SessionOptions of one open frame, of a session without a grammar
 OPTIONS_BYTES_MAX = 200 * 1024  # of any session

@@ -128,7 +128,7 @@ def test_text_without_a_choice_is_not_spelt_out(vocabulary: LLTokenizer, monkeyp
 @pytest.mark.parametrize("grammar", ["{", '{"grammars": []}', '{"grammars": 5}', '{"grammars": [5]}', "[" * 9, "{" * 9])
 def test_what_is_no_grammar_is_refused(vocabulary: LLTokenizer, grammar: str) -> None:
     with pytest.raises(InvalidRequestError):
-        Constraint(vocabulary, grammar, [])
+        Constraint(vocabulary, grammar, []).apply(0, np.zeros(N_VOCAB, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_what_no_coordinator_sends_is_refused(vocabulary: LLTokenizer) -> None:
         Constraint(vocabulary, GRAMMAR, [N_VOCAB])
     for grammar in ("start: (", "start: <|nothing|>", "{", '{"grammars": 5}'):
         with pytest.raises(InvalidRequestError, match=r"the grammar cannot be followed: [^\n]+$"):
-            Constraint(vocabulary, grammar, ())
+            Constraint(vocabulary, grammar, ()).apply(0, np.zeros(N_VOCAB, np.float32))
 
 
 def test_a_vocabulary_without_text_follows_none(tmp_path: Path) -> None:

@@ -1,0 +1,347 @@
+"""From the bytes of a body to what the pipeline is asked for: everything whose cost grows with the body.
+
+It runs in a process of its own (`coordinator/http/body_worker.py`): a body may be megabytes of brackets, a text may be
+one word of a megabyte, a model's chat template comes from strangers. What goes back is small, and typed.
+"""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import functools
+import json
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from relayline.coordinator.answers.harmony import HARMONY
+from relayline.coordinator.answers.syntax import HERMES, SYNTAXES
+from relayline.coordinator.answers.template import Conversation, ToolStyle
+from relayline.coordinator.http import shapes, validation
+from relayline.coordinator.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode_body
+from relayline.coordinator.http.chat_form import ChatForm, chat_grammar
+from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.structure import grammar_of
+from relayline.coordinator.http.validation import Plan
+from relayline.coordinator.text.chat import CallForm, ChatTemplate
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.wire.common.bounds import CTX_TOKENS_MAX
+from relayline.wire.common.errors import ContextLengthError, InvalidRequestError
+
+Route = Literal["style", "completions", "chat", "tokenize", "detokenize", "grammar"]
+Phase = Literal["reading", "template", "tokens"]  # what was being done when it took too much
+
+PROMPT_TOKENS_MAX = CTX_TOKENS_MAX  # of one request, all its prompts together
+TOKENS_PER_PART = 4_096  # of a long answer to /tokenize
+_MAX_TOKENS_MAX = (1 << 64) - 1  # more than any context holds, and the most that msgpack can carry
+_SYNTAXES = {syntax.label: syntax for syntax in (*SYNTAXES, HERMES, HARMONY)}
+
+
+class Style(Struct):
+    """A ToolStyle by name."""
+
+    syntax: str
+    writes_calls: bool
+    shows_tools: bool
+    arguments_as_text: bool
+    content_is_none: bool
+    is_parallel: bool
+    fault: str = ""  # why the template cannot be used
+
+    @classmethod
+    def of(cls, style: ToolStyle, fault: str = "") -> Style:
+        """Name a style."""
+        form = style.form
+        return cls(
+            style.syntax.label,
+            style.writes_calls,
+            style.shows_tools,
+            form.arguments_as_text,
+            form.content_is_none,
+            style.is_parallel,
+            fault,
+        )
+
+    def tool_style(self) -> ToolStyle:
+        """Return the style."""
+        form = CallForm(self.arguments_as_text, self.content_is_none)
+        return ToolStyle(_SYNTAXES[self.syntax], self.writes_calls, self.shows_tools, form, self.is_parallel)
+
+
+class Setting(Struct):
+    """What all requests to one application share."""
+
+    model_id: str
+    limits: HttpLimits
+    template: str | None
+    tool_template: str | None  # where chats with tools have another
+    bos_text: str
+    eos_text: str
+    style: Style | None = None  # None until it has been found out
+
+
+class Asked(Struct):
+    """What is asked of a worker; the body comes beside it."""
+
+    route: Route
+    ctx_tokens: int = 0  # 0 while that is not known
+    seed: int = 0  # for a request that brings none
+    wants_content: bool = False  # prompts as JSON, for telemetry
+
+
+class Prepared(Struct):
+    """A checked request."""
+
+    model: str
+    plan: Plan  # without what only its grammar is made of, and without the text of its prediction
+    prompts: list[bytes]  # i32 token ids, each inside the vocabulary
+    echoes: list[str]  # the prompts as text, empty without `echo`
+    prediction: bytes  # i32 token ids
+    is_thinking: bool  # the prompt of a chat has begun the model's thoughts
+    grammar_task: bytes  # for the route "grammar"; empty where there is none to be made
+    input_json: str  # what telemetry records of the prompts, where wanted
+    start_ns: int  # of tokenising; of the monotonic clock
+    end_ns: int
+
+
+class Shop:
+    """Does what workers are asked for, for one application."""
+
+    def __init__(self, setting: Setting, tokenizer: Tokenizer) -> None:
+        """Nothing is done yet that could take long."""
+        self._setting, self._tokenizer = setting, tokenizer
+        self._made: Conversation | None = None
+
+    def answer(self, asked: Asked, raw: bytes | bytearray, enter: Callable[[Phase], None]) -> bytes:
+        """Return the answer to one request, as its route has it; `enter` is told what is begun. Raises its errors."""
+        enter("reading")
+        if asked.route == "style":
+            enter("template")
+            return msgspec.msgpack.encode(self._style())
+        if asked.route == "grammar":
+            return self._grammar(bytes(raw)).encode()
+        ctx_tokens = asked.ctx_tokens or CTX_TOKENS_MAX
+        if asked.route == "tokenize":
+            return self._tokenized(raw, enter)
+        if asked.route == "detokenize":
+            return self._detokenized(raw)
+        prepare = self._chat if asked.route == "chat" else self._completion
+        return msgspec.msgpack.encode(prepare(asked, raw, ctx_tokens, enter))
+
+    def _style(self) -> Style:
+        chat = _chat_template(self._setting)
+        fault = chat.fault()
+        return Style.of(Conversation(chat, self._tokenizer).style, fault)
+
+    def _conversation(self) -> Conversation:
+        if self._made is None:
+            style = self._setting.style
+            self._made = Conversation(
+                _chat_template(self._setting), self._tokenizer, style.tool_style() if style else None
+            )
+        return self._made
+
+    def _completion(
+        self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]
+    ) -> Prepared:
+        limits, tokenizer = self._setting.limits, self._tokenizer
+        body = decode_body(raw, CompletionBody)
+        model = validation.check_model(body.model, self._setting.model_id, limits)
+        plan = validation.plan_completion(body, limits, asked.seed)
+        self._check_shape(plan)
+        sent = validation.split_prompt(body.prompt, plan.n, limits)
+        enter("tokens")
+        start_ns = time.monotonic_ns()
+        _check_fit([len(each) for each in sent if not isinstance(each, str)], ctx_tokens)
+        prompts: list[list[int]] = []
+        for each in sent:
+            if isinstance(each, str):
+                prompts.append(tokenizer.encode(each, ctx_tokens=ctx_tokens))
+            else:
+                validation.check_tokens(each, tokenizer.n_vocab, "prompt")
+                prompts.append(each)
+            _check_fit(list(map(len, prompts)), ctx_tokens)
+        echoes = [each if isinstance(each, str) else tokenizer.decode(each) for each in sent] if plan.echo else []
+        prediction = self._prediction(plan, ctx_tokens)
+        texts = [("user", tokenizer.decode(prompt)) for prompt in prompts] if asked.wants_content else []
+        task = _task(plan, None) if plan.shape else b""
+        return Prepared(
+            model=model,
+            plan=_lean(plan),
+            prompts=[_packed(prompt) for prompt in prompts],
+            echoes=echoes,
+            prediction=_packed(prediction),
+            is_thinking=False,
+            grammar_task=task,
+            input_json=_messages_json(texts),
+            start_ns=start_ns,
+            end_ns=time.monotonic_ns(),
+        )
+
+    def _chat(self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]) -> Prepared:
+        limits, tokenizer = self._setting.limits, self._tokenizer
+        body = decode_body(raw, ChatBody)
+        model = validation.check_model(body.model, self._setting.model_id, limits)
+        plan = validation.plan_chat(body, limits, asked.seed)
+        if not tokenizer.has_text:
+            text = "this model has no tokenizer; send token ids to /v1/completions"
+            raise InvalidRequestError(text, param="messages")
+        self._check_shape(plan)
+        if self._setting.style is not None and self._setting.style.fault:
+            raise InvalidRequestError(self._setting.style.fault, param="messages")
+        messages = [msgspec.to_builtins(message) for message in body.messages]
+        shown = plan.offered.shown if plan.offered else ()
+        enter("template")
+        conversation = self._conversation()
+        variables = conversation.variables(body.reasoning_effort, body.chat_template_kwargs or {})
+        rendered = conversation.render(messages, shown, variables)
+        is_thinking = conversation.is_thinking(rendered)
+        enter("tokens")
+        start_ns = time.monotonic_ns()
+        prompt = tokenizer.encode_chat(rendered, ctx_tokens)
+        prediction = self._prediction(plan, ctx_tokens)
+        texts = [(message["role"], _text(message)) for message in messages] if asked.wants_content else []
+        offered = plan.offered
+        has_grammar = plan.shape is not None or (offered is not None and offered.needs_grammar)
+        return Prepared(
+            model=model,
+            plan=_lean(plan),
+            prompts=[_packed(prompt)],
+            echoes=[],
+            prediction=_packed(prediction),
+            is_thinking=is_thinking,
+            grammar_task=_task(plan, is_thinking) if has_grammar else b"",
+            input_json=_messages_json(texts),
+            start_ns=start_ns,
+            end_ns=time.monotonic_ns(),
+        )
+
+    def _check_shape(self, plan: Plan) -> None:
+        if plan.shape is not None and not self._tokenizer.has_text:
+            raise InvalidRequestError(f"{plan.shape.param}: this model has no tokenizer", param=plan.shape.param)
+
+    def _prediction(self, plan: Plan, ctx_tokens: int) -> Sequence[int]:
+        """Return the token ids of what the client expects the answer to be like, as many as a stream may hold.
+
+        Special tokens that it spells out are text, as in an answer. Raises InvalidRequestError for text when the model
+        has no tokenizer, and for token ids outside its vocabulary.
+        """
+        text, tokenizer = plan.prediction, self._tokenizer
+        if not text:
+            return ()
+        if isinstance(text, tuple):
+            validation.check_tokens(text, tokenizer.n_vocab, "prediction")
+            return text[:ctx_tokens]
+        if not tokenizer.has_text:
+            raise InvalidRequestError("prediction: this model has no tokenizer", param="prediction")
+        # Of a longer one only the beginning could be generated.
+        text = text[: ctx_tokens * tokenizer.longest_piece_bytes] if len(text) > ctx_tokens else text
+        n_max = max(ctx_tokens, len(text.encode(errors="replace")))
+        ids = tokenizer.encode(text, add_special=False, parse_special=False, ctx_tokens=n_max, param="prediction")
+        return ids[:ctx_tokens]
+
+    def _grammar(self, task: bytes) -> str:
+        plan, is_thinking = pickle.loads(task)  # made by `_completion` or `_chat`, in a process like this one
+        if is_thinking is None:
+            return grammar_of(plan.shape) if plan.shape else ""
+        return chat_grammar(plan, ChatForm(self._conversation(), plan.offered, plan.splits_reasoning, is_thinking))
+
+    def _tokenized(self, raw: bytes | bytearray, enter: Callable[[Phase], None]) -> bytes:
+        body, tokenizer = decode_body(raw, TokenizeBody), self._tokenizer
+        enter("tokens")
+        ids = tokenizer.encode(
+            body.content,
+            add_special=body.add_special,
+            parse_special=body.parse_special,
+            param="content",
+        )
+        parts: list[bytes] = []
+        for at in range(0, len(ids), TOKENS_PER_PART):
+            part: list[Any] = ids[at : at + TOKENS_PER_PART]
+            if body.with_pieces:
+                part = [{"id": token, "piece": _piece(tokenizer.piece(token, special=True))} for token in part]
+            parts.append(shapes.encode(part)[1:-1])
+        return b'{"tokens":[' + b",".join(parts) + b"]}"
+
+    def _detokenized(self, raw: bytes | bytearray) -> bytes:
+        body = decode_body(raw, DetokenizeBody)
+        validation.check_tokens(body.tokens, self._tokenizer.n_vocab, "tokens")
+        return shapes.encode({"content": self._tokenizer.decode(body.tokens)})
+
+
+def setting_of(model_id: str, limits: HttpLimits, chat: ChatTemplate) -> Setting:
+    """Return the setting of an application."""
+    tool_template = chat.for_tools.source if chat.for_tools is not chat else None
+    return Setting(model_id, limits, chat.source, tool_template, chat.bos_text, chat.eos_text)
+
+
+def unpacked(tokens: bytes) -> tuple[int, ...]:
+    """Return token ids as a worker packed them."""
+    found = array.array("i")
+    found.frombytes(tokens)
+    return tuple(found)
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    return array.array("i", tokens).tobytes()
+
+
+def _chat_template(setting: Setting) -> ChatTemplate:
+    template = functools.partial(ChatTemplate, bos_text=setting.bos_text, eos_text=setting.eos_text)
+    of_tools = template(setting.tool_template) if setting.tool_template is not None else None
+    return template(setting.template, for_tools=of_tools)
+
+
+def _check_fit(lengths: Sequence[int], ctx_tokens: int) -> None:
+    """Raise ContextLengthError for prompts of these lengths, in tokens, that cannot fit."""
+    longest = max(lengths, default=0)
+    if longest > ctx_tokens:
+        raise ContextLengthError(f"prompt: {longest} tokens are more than the context of {ctx_tokens}", "prompt")
+    if sum(lengths) > PROMPT_TOKENS_MAX:
+        raise ContextLengthError(
+            f"prompt: the prompts of one request have at most {PROMPT_TOKENS_MAX} tokens", "prompt"
+        )
+
+
+def _task(plan: Plan, is_thinking: bool | None) -> bytes:
+    """Return what a grammar is made of, for the route "grammar"; `is_thinking`: of a chat."""
+    if plan.offered:
+        plan = dataclasses.replace(plan, offered=dataclasses.replace(plan.offered, shown=()))
+    try:
+        return pickle.dumps((plan, is_thinking))
+    except RecursionError:
+        raise InvalidRequestError("tools: a schema is nested too deeply", param="tools") from None
+
+
+def _lean(plan: Plan) -> Plan:
+    """Return the plan without what nobody needs any more who did not make it."""
+    return dataclasses.replace(
+        plan,
+        max_tokens=None if plan.max_tokens is None else min(plan.max_tokens, _MAX_TOKENS_MAX),
+        prediction="",
+        shape=dataclasses.replace(plan.shape, texts=()) if plan.shape else None,
+        offered=dataclasses.replace(plan.offered, shown=(), schemas={}) if plan.offered else None,
+    )
+
+
+def _messages_json(messages: Sequence[tuple[str, str]]) -> str:
+    parts = [{"role": role, "parts": [{"type": "text", "content": text}]} for role, text in messages]
+    return json.dumps(parts) if parts else ""
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """Return a chat message's text; parts of other kinds have none."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+
+
+def _piece(raw: bytes) -> str | list[int]:
+    """Return a piece as text, or as its bytes when it is only part of a character."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)

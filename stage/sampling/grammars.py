@@ -1,0 +1,127 @@
+"""Grammars are made ready beside the decode thread, and who waits for one holds nobody else up.
+
+A grammar of some kilobytes takes llguidance 2 ms, one of 64 KiB a tenth of a second, and all streams of a stage share
+its decode thread. So two threads of their own make them (llguidance lets others run meanwhile), each text once. Of a
+session whose grammar is not ready, what the decode thread would pick with is held back; its opening, its copies and all
+of its prompt but the end go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from relayline.stage.queue_types import QueuedFrame
+from relayline.wire.common.bounds import GRAMMAR_ITEMS_MAX, GRAMMAR_LEXER_FUEL_MAX
+from relayline.wire.envelopes.frames import Flag
+
+STACK_BYTES = (
+    64 << 20
+)  # of a thread that grammars run in, as far as used: they recurse (coordinator/text/grammar_check.py)
+READY_MAX = 64  # grammars that are kept ready, each of at most GRAMMAR_BYTES_MAX as text
+N_THREADS = 2
+# Beside its own limits of time and memory; and errors without a dump of its state.
+LIMITS = LLParserLimits(
+    max_items_in_row=GRAMMAR_ITEMS_MAX, step_lexer_fuel=GRAMMAR_LEXER_FUEL_MAX, verbose_errors=False
+)
+
+
+class Grammars:
+    """The grammars that were used last, ready to be followed from their beginning. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        # With its vocabulary, so that the number of that is nobody else's.
+        self._ready: collections.OrderedDict[tuple[int, str], tuple[LLTokenizer, Future[LLMatcher]]]
+        self._ready = collections.OrderedDict()
+
+    def ready(self, vocabulary: LLTokenizer, grammar: str) -> Future[LLMatcher]:
+        """Return a matcher that has read nothing, to be copied; it may be one with an error. Begun when first asked."""
+        key = (id(vocabulary), grammar)
+        with self._lock:
+            if key in self._ready:
+                self._ready.move_to_end(key)
+            else:
+                self._ready[key] = (vocabulary, self._submit(vocabulary, grammar))
+            found = self._ready[key][1]
+            while len(self._ready) > READY_MAX:
+                self._ready.popitem(last=False)
+        return found
+
+    def _submit(self, vocabulary: LLTokenizer, grammar: str) -> Future[LLMatcher]:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(N_THREADS, "grammar")
+        before_bytes = threading.stack_size(STACK_BYTES)  # of the thread that this may start
+        try:
+            return self._threads.submit(LLMatcher, vocabulary, grammar, log_level=0, limits=LIMITS)
+        finally:
+            threading.stack_size(before_bytes)
+
+
+grammars = Grammars()  # of this process
+
+
+class Holds:
+    """The frames that wait until the grammars of their sessions are ready. Event loop only."""
+
+    def __init__(self, begin: Callable[[str], Future[LLMatcher] | None], push: Callable[[list[QueuedFrame]], None]):
+        """`begin` starts to make a grammar ready, None where nothing follows one here; `push` takes what was held."""
+        self._begin, self._push = begin, push
+        self._held: dict[tuple[int, int], list[QueuedFrame]] = {}  # sessions that wait for one another share a list
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def sift(self, frames: list[QueuedFrame]) -> list[QueuedFrame]:
+        """Return the frames that may go on now, in order; the others follow once their grammars are ready."""
+        return [frame for frame in frames if not self._holds(frame)]
+
+    def drop_route(self, route_id: int) -> None:
+        """Forget what a route's sessions wait with."""
+        self._held = {key: frames for key, frames in self._held.items() if key[0] != route_id}
+
+    def _holds(self, frame: QueuedFrame) -> bool:
+        key = frame.session_key
+        grammar = frame.options.grammar if frame.options is not None else ""
+        if grammar and not self._held.get(key):  # else it opens once more, and comes behind what is held
+            self._open(key, grammar)
+            return False
+        if not self._held:
+            return False
+        source = self._held.get((frame.route_id, frame.argument)) if frame.flags & Flag.COPY_PREFIX else None
+        if source:  # what it copies is not there yet
+            self._held[key] = source
+        held = self._held.get(key)
+        if held is None or not (source or held or frame.flags & Flag.WANTS_SAMPLE):
+            return False
+        held.append(frame)
+        return True
+
+    def _open(self, key: tuple[int, int], grammar: str) -> None:
+        future = self._begin(grammar)
+        if future is None or future.done():
+            self._held.pop(key, None)
+            return
+        frames: list[QueuedFrame] = []
+        self._held[key] = frames
+        loop = asyncio.get_running_loop()
+
+        def is_ready(_future: Future[LLMatcher]) -> None:
+            with contextlib.suppress(RuntimeError):  # the stage has ended meanwhile
+                loop.call_soon_threadsafe(self._release, frames)
+
+        future.add_done_callback(is_ready)
+
+    def _release(self, frames: list[QueuedFrame]) -> None:
+        keys = [key for key, held in self._held.items() if held is frames]
+        for key in keys:
+            del self._held[key]
+        if keys and frames:
+            self._push(frames)

@@ -1,0 +1,218 @@
+"""Bodies that take too much end a worker's process and one request, nothing else; nobody works for who has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import http_support as support
+import msgspec
+import pytest
+from aiohttp.test_utils import make_mocked_request
+from http_support import WAIT_S, serving
+
+from relayline.coordinator.http import body_pool
+from relayline.coordinator.http.body_pool import INLINE_BYTES_MAX, BodyPool, find_style
+from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.preparing import Asked, Prepared, setting_of, unpacked
+from relayline.coordinator.http.service import CLIENT, client_of
+from relayline.coordinator.text.chat import ChatTemplate
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.wire.common.errors import ContextLengthError, InvalidRequestError
+
+N_TIMES = "{% for a in range(n) %}{% for b in range(n) %}{% for c in range(n) %}{% endfor %}{% endfor %}{% endfor %}hi"
+ENDLESS = "{% set n = 99999 %}" + N_TIMES
+# Of each kind one: endless, and large, while it is rendered or already while it is compiled.
+HOSTILE = {
+    "endless": ENDLESS,
+    "power": "{{ (10**(10**8)) % 7 }}",
+    "long text": "{{ ('a' * 8000000000)|length }}",
+    "wide format": "{{ '%8000000000d' % 1 }}",
+    "long list": "{% set x = [0] * 1000000000 %}",
+    "doubling": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "long answer": "{% for a in range(90000) %}{{ 'x' * 90000 }}{% endfor %}",
+    "itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "brackets": "{{ " + "(" * 5_000 + "1" + ")" * 5_000 + " }}",
+}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(support.write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
+
+
+def pool_of(tokenizer: Tokenizer, template: str = support.CHATML) -> BodyPool:
+    return BodyPool(setting_of("m", HttpLimits(), ChatTemplate(template)), tokenizer)
+
+
+@pytest.fixture
+async def pool(tokenizer: Tokenizer) -> AsyncIterator[BodyPool]:
+    made = pool_of(tokenizer)
+    yield made
+    made.close()
+
+
+async def completed(pool: BodyPool, body: Any, *, ctx_tokens: int = 512, client: str = "a") -> Prepared:
+    raw = body if isinstance(body, bytes) else json.dumps({**body, "user": "x" * INLINE_BYTES_MAX}).encode()
+    answer = await pool.ask(client, Asked("completions", ctx_tokens), raw)
+    return msgspec.msgpack.decode(answer, type=Prepared)
+
+
+@pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE.keys())
+async def test_a_hostile_template_costs_its_chats_and_nothing_else(tokenizer: Tokenizer, template: str) -> None:
+    async with serving(tokenizer, template=template) as served, aiohttp.ClientSession(served.url) as session:
+        async with session.post("/v1/chat/completions", json=CHAT) as reply:
+            assert reply.status == 400
+            error = (await reply.json())["error"]
+        assert error["param"] == "messages"
+        assert "\n" not in error["message"]
+        async with session.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}) as reply:
+            assert reply.status == 200
+
+
+async def test_a_template_that_a_request_makes_endless_ends(tokenizer: Tokenizer) -> None:
+    pool = pool_of(tokenizer, N_TIMES)
+    for n, is_refused in ((2, False), (99_999, True), (2, False)):
+        raw = json.dumps({**CHAT, "chat_template_kwargs": {"n": n}}).encode()
+        asking = pool.ask("a", Asked("chat", 512), raw)
+        if is_refused:
+            with pytest.raises(InvalidRequestError, match="template takes too much time or memory") as caught:
+                await asking
+            assert caught.value.param == "messages"
+        else:
+            prepared = msgspec.msgpack.decode(await asking, type=Prepared)
+            assert unpacked(prepared.prompts[0]) == tuple(tokenizer.encode("hi"))
+    pool.close()
+
+
+def test_a_style_is_found_in_a_process_that_may_die_of_it(tokenizer: Tokenizer) -> None:
+    fine = find_style(setting_of("m", HttpLimits(), ChatTemplate(support.CHATML)), tokenizer.path)
+    assert fine.fault == ""
+    endless = find_style(setting_of("m", HttpLimits(), ChatTemplate(ENDLESS)), tokenizer.path)
+    assert "too much time or memory" in endless.fault
+    broken = find_style(setting_of("m", HttpLimits(), ChatTemplate("{% if %}")), tokenizer.path)
+    assert "does not compile" in broken.fault
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":"x","unknown":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt":"x","prediction":[' + b"{}," * 5_000_000 + b"{}]}",
+        b'{"prompt":[' + b'"",' * 5_000_000 + b'""]}',
+        b'{"prompt":"x","stop":[' + b'"",' * 5_000_000 + b'""]}',
+    ],
+    ids=["deep", "objects", "prompts", "stops"],
+)
+async def test_bodies_of_many_values_are_refused_and_the_next_is_read(pool: BodyPool, body: bytes) -> None:
+    with pytest.raises(InvalidRequestError):
+        await completed(pool, body)
+    assert unpacked((await completed(pool, {"prompt": [104]})).prompts[0]) == (104,)
+
+
+async def test_a_text_that_cannot_fit_is_refused_by_its_size(pool: BodyPool, tokenizer: Tokenizer) -> None:
+    with pytest.raises(ContextLengthError, match="cannot fit 512 tokens"):
+        await completed(pool, {"prompt": "x" * (512 * tokenizer.longest_piece_bytes + 1)})
+    with pytest.raises(ContextLengthError, match="more than the context"):
+        await completed(pool, {"prompt": [1] * 513})
+
+
+async def test_what_a_short_body_cannot_do_soon_is_done_with_the_long_ones(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_pool, "QUICK_CPU_S_MAX", 1e-6)  # less than any body takes
+    pool = pool_of(tokenizer)
+    assert unpacked((await completed(pool, {"prompt": "h" * 400})).prompts[0]) == (104,) * 400
+    pool.close()
+
+
+async def test_workers_stop_when_nobody_waits_for_them(tokenizer: Tokenizer) -> None:
+    """Two requests of one client: the second begins when the first is given up, not when that would have ended."""
+    pool = pool_of(tokenizer, N_TIMES)
+    pool._quick = pool._long  # no other worker could have done it
+    raw = json.dumps({**CHAT, "chat_template_kwargs": {"n": 99_999}}).encode()
+    first = asyncio.create_task(pool.ask("a", Asked("chat", 512), raw))
+    second = asyncio.create_task(completed(pool, {"prompt": [104]}))
+    third = asyncio.create_task(completed(pool, {"prompt": [105]}))
+    await asyncio.sleep(0)
+    assert pool._long._line._n_working == {"a": 1}
+    third.cancel()
+    await asyncio.sleep(0)
+    assert not second.done()
+    first.cancel()
+    assert unpacked((await asyncio.wait_for(second, WAIT_S)).prompts[0]) == (104,)
+    assert first.cancelled() or await asyncio.gather(first, return_exceptions=True)
+    assert not pool._long._turns
+    pool.close()
+
+
+async def test_one_clients_long_requests_leave_the_others_a_worker(tokenizer: Tokenizer) -> None:
+    pool = pool_of(tokenizer, N_TIMES)
+    pool._quick = pool._long
+    raw = json.dumps({**CHAT, "chat_template_kwargs": {"n": 99_999}}).encode()
+    crowd = [asyncio.create_task(pool.ask("a", Asked("chat", 512), raw)) for _ in range(8)]
+    found = await asyncio.wait_for(completed(pool, {"prompt": [104]}, client="b"), WAIT_S)
+    assert unpacked(found.prompts[0]) == (104,)
+    assert sum(task.done() for task in crowd) < len(crowd)
+    for task in crowd:
+        task.cancel()
+    await asyncio.gather(*crowd, return_exceptions=True)
+    pool.close()
+
+
+async def test_a_fork_server_that_was_killed_is_started_again(pool: BodyPool) -> None:
+    assert unpacked((await completed(pool, {"prompt": [104]})).prompts[0]) == (104,)
+    process = body_pool.fork_server._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    pool._quick.close()
+    pool._quick._is_closed = False
+    for _ in range(2):
+        assert unpacked((await completed(pool, {"prompt": [104]})).prompts[0]) == (104,)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("192.0.2.1", "192.0.2.1", True),
+        ("192.0.2.1", "192.0.2.2", False),
+        ("2001:db8::1", "2001:db8::ffff:2", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+    ],
+)
+def test_clients_are_told_apart_by_key_or_by_address(one: str, other: str, is_same: bool) -> None:
+    requests = [make_mocked_request("POST", "/").clone(remote=address) for address in (one, other)]
+    assert (client_of(requests[0]) == client_of(requests[1])) == is_same
+    for request, key in zip(requests, ("a", "b"), strict=True):
+        request[CLIENT] = key
+    assert client_of(requests[0]) != client_of(requests[1])
+
+
+@pytest.mark.parametrize("is_quick", [True, False])
+async def test_the_smallest_bodies_are_read_at_once_where_that_is_cheap(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, is_quick: bool
+) -> None:
+    monkeypatch.setattr(body_pool, "INLINE_START_S_MAX", WAIT_S if is_quick else 0)
+    pool = pool_of(tokenizer)
+    n_forks = 0
+    fork = body_pool.fork_server.fork
+
+    def counted(path: Any) -> Any:
+        nonlocal n_forks
+        n_forks += 1
+        return fork(path)
+
+    monkeypatch.setattr(body_pool.fork_server, "fork", counted)
+    asked = Asked("completions", 512)
+    found = [await pool.ask("a", asked, b'{"prompt":"hello"}'), await pool.ask("a", asked, b'{"prompt":"<|bos|>"}')]
+    prompts = [unpacked(msgspec.msgpack.decode(each, type=Prepared).prompts[0]) for each in found]
+    assert prompts == [tuple(tokenizer.encode("hello")), (support.BOS,)]
+    assert n_forks == (0 if is_quick else 1)
+    await pool.ask("a", Asked("chat", 512), json.dumps(CHAT).encode())
+    assert n_forks == 1
+    pool.close()

@@ -1,0 +1,128 @@
+"""Grammars are made beside the decode thread: who waits for one, waits alone, and in order."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+import relayline.stage.sampling.grammars
+from relayline.coordinator.text.grammar_worker import Bytes
+from relayline.stage.queue_types import QueuedFrame
+from relayline.stage.sampling.grammars import Grammars, Holds
+from relayline.wire.envelopes.frames import Flag
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from tests.support.fakes import control, rows_frame
+
+LAST = Flag.PREFILL | Flag.WANTS_SAMPLE
+GRAMMAR = pb.SessionOptions(grammar="slow")
+
+
+class World:
+    """Grammars that are ready when a test says so."""
+
+    def __init__(self) -> None:
+        self.futures: dict[str, Future[Any]] = {}
+        self.pushed: list[QueuedFrame] = []
+        self.holds = Holds(self._begin, self.pushed.extend)
+
+    def _begin(self, grammar: str) -> Future[Any]:
+        return self.futures.setdefault(grammar, Future())
+
+    async def ready(self, grammar: str = "slow") -> None:
+        self.futures[grammar].set_result(None)
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+async def test_what_needs_a_grammar_waits_for_it_and_nothing_else_does(world: World) -> None:
+    opening, start = control(1, Flag.OPEN, options=GRAMMAR), rows_frame(1, 0, 4, Flag.PREFILL)
+    other = [control(2, Flag.OPEN), rows_frame(2, 0, 4, LAST), rows_frame(2, 4, 1, Flag.WANTS_SAMPLE)]
+    last, trim = rows_frame(1, 4, 2, LAST), control(1, Flag.TRIM, 5)
+    assert world.holds.sift([opening, start, last, *other, trim]) == [opening, start, *other]
+    assert world.pushed == []
+    await world.ready()
+    assert world.pushed == [last, trim]
+    assert not world.holds
+    row = rows_frame(1, 6, 1, Flag.WANTS_SAMPLE)
+    assert world.holds.sift([row]) == [row]
+
+
+async def test_a_grammar_that_is_ready_holds_nothing(world: World) -> None:
+    frames = [control(1, Flag.OPEN, options=GRAMMAR), rows_frame(1, 0, 2, LAST)]
+    world.holds.sift([frames[0]])
+    await world.ready()
+    assert world.holds.sift(frames) == frames
+
+
+async def test_who_copies_what_is_held_waits_with_it(world: World) -> None:
+    """Choices of one prompt copy it from the first, whose last rows are not computed yet."""
+    last = rows_frame(1, 0, 2, LAST)
+    copy, row, close = control(2, Flag.COPY_PREFIX, 1, argument=1), rows_frame(2, 1, 1, LAST), control(2, Flag.CLOSE)
+    opening = control(2, Flag.OPEN)
+    assert world.holds.sift([control(1, Flag.OPEN, options=GRAMMAR), last, opening])[-1] is opening
+    assert world.holds.sift([copy, row, close]) == []
+    await world.ready()
+    assert world.pushed == [last, copy, row, close]
+
+
+async def test_a_close_comes_behind_what_is_held_and_a_route_takes_all_along(world: World) -> None:
+    last, close = rows_frame(1, 0, 2, LAST), control(1, Flag.CLOSE)
+    world.holds.sift([control(1, Flag.OPEN, options=GRAMMAR), last])
+    assert world.holds.sift([close]) == []
+    world.holds.drop_route(last.route_id)
+    await world.ready()
+    assert world.pushed == []
+
+
+async def test_who_opens_once_more_comes_behind_what_is_held(world: World) -> None:
+    last, close, again = rows_frame(1, 0, 2, LAST), control(1, Flag.CLOSE), control(1, Flag.OPEN, options=GRAMMAR)
+    world.holds.sift([control(1, Flag.OPEN, options=GRAMMAR), last, close])
+    assert world.holds.sift([again]) == []
+    await world.ready()
+    assert world.pushed == [last, close, again]
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(Bytes()))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+
+    def make(vocabulary: LLTokenizer, grammar: str, **options: Any) -> LLMatcher:
+        found.append(threading.current_thread().name)
+        return LLMatcher(vocabulary, grammar, **options)
+
+    monkeypatch.setattr(stage.grammars, "LLMatcher", make)
+    return found
+
+
+def test_each_grammar_is_made_once_in_a_thread_of_its_own(vocabulary: LLTokenizer, made: list[str]) -> None:
+    grammars = Grammars()
+    one = grammars.ready(vocabulary, 'start: "a"').result()
+    assert grammars.ready(vocabulary, 'start: "a"').result() is one
+    assert [name.startswith("grammar") for name in made] == [True]
+    copies = [one.deep_copy(), one.deep_copy()]
+    copies[0].consume_token(ord("a"))
+    assert copies[0].is_accepting()
+    assert not copies[1].is_accepting()
+
+
+def test_so_many_are_kept_ready(vocabulary: LLTokenizer, made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage.grammars, "READY_MAX", 2)
+    grammars = Grammars()
+    for text in "abca":
+        grammars.ready(vocabulary, f'start: "{text}"').result()
+    assert len(made) == 4
+    assert len(grammars._ready) == 2

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import collections
 import dataclasses
 import json
 import sys
@@ -79,6 +80,11 @@ class Bar:
     positions: tuple[int, ...]  # first positions of the request's frames; empty for a batch without it
 
 
+def _taken_ns(span: StoredSpan) -> int:
+    """Return when a batch stopped waiting; its span begins when its first row arrived."""
+    return next((event.at_ns for event in span.events if event.name == names.EVENT_CLOSED), span.start_ns)
+
+
 def bars_of(found: Rebuilt, session: Session, zero_ns: int) -> list[Bar]:
     """Return every batch of the run, in time order."""
 
@@ -86,7 +92,7 @@ def bars_of(found: Rebuilt, session: Session, zero_ns: int) -> list[Bar]:
         mine = [member for member in batch.members if member.session == session.session]
         return Bar(
             batch.stage,
-            (batch.span.start_ns - zero_ns) / 1e6,
+            (_taken_ns(batch.span) - zero_ns) / 1e6,
             (batch.span.end_ns - zero_ns) / 1e6,
             max((member.wait_ns for member in mine), default=0) / 1e6,
             batch.n_rows,
@@ -109,7 +115,10 @@ def chosen(found: Rebuilt, request_id: str) -> Session:
     """Return the request to draw: the one asked for, else the one with the most batches (the last of equals)."""
     if request_id:
         return next(session for session in found.sessions if session.request_id == request_id)
-    return max(found.sessions, key=lambda each: (len(each.decode_span.links), each.decode_span.end_ns))
+    n_batches = collections.Counter(
+        name for batch in found.batches.values() for name in {member.session for member in batch.members}
+    )
+    return max(found.sessions, key=lambda each: (n_batches[each.session], each.decode_span.end_ns))
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
@@ -149,8 +158,7 @@ def _phases(axis: Any, spans: Sequence[StoredSpan], zero_ns: int, y: float) -> N
     for span in spans:
         if span.name in colours:
             left, width = (span.start_ns - zero_ns) / 1e6, (span.end_ns - span.start_ns) / 1e6
-            label = span.name.removeprefix("relayline.")
-            axis.barh(y, width, left=left, height=0.4, color=colours[span.name], label=label)
+            axis.barh(y, width, left=left, height=0.4, color=colours[span.name], label=span.name)
     axis.legend(loc="upper left", fontsize=7, ncols=3, bbox_to_anchor=(0, 1.12), frameon=False)
 
 

@@ -41,7 +41,7 @@ class ServeConfig:
     pipeline_dir: Path
     """Directory with pipeline.json and tokenizer.gguf; the stages' artifacts need not be here."""
     pipeline: PipelineConfig
-    """Stage addresses and how to drive them."""
+    """Stage addresses and how to drive them; without a name of its own the pipeline is called as its model is."""
     host: str = "127.0.0.1"
     """Address of the HTTP API."""
     port: int = 8080
@@ -135,8 +135,11 @@ async def _serve(
     context = _http_context(config.http_tls)
     async with contextlib.AsyncExitStack() as stack:
         pushed_level = config.telemetry.level if config.push_level else None
-        observer = await stack.enter_async_context(observed(config.telemetry, file.model_name, pushed_level))
-        pipeline = Pipeline(config.pipeline, file, tokenizer.is_end, joined, observer)
+        named = _named(config, file)
+        observer = await stack.enter_async_context(
+            observed(config.telemetry, file.model_name, pushed_level, named.name)
+        )
+        pipeline = Pipeline(named, file, tokenizer.is_end, joined, observer)
         control = TelemetryControl(observer, lambda: pipeline.stages)
         app = make_app(pipeline, tokenizer, chat, model_id, int(time.time()), limits, control)
         if app[TEMPLATE_FAULT]:
@@ -187,6 +190,12 @@ def _limits(config: ServeConfig) -> HttpLimits:
         connections_max=limits.connections_max + config.pipeline.waiting_max,
         connections_per_address_max=limits.connections_per_address_max if per_address is None else per_address,
     )
+
+
+def _named(config: ServeConfig, file: PipelineFile) -> PipelineConfig:
+    """Return the pipeline's configuration with the names that people know it and its stages by."""
+    stages = tuple(stage.name for stage in config.join.stages) if config.join is not None else ()
+    return dataclasses.replace(config.pipeline, name=config.pipeline.name or file.model_name, stage_names=stages)
 
 
 def _chat_template(tokenizer: Tokenizer, path: Path | None) -> ChatTemplate:

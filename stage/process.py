@@ -232,8 +232,15 @@ async def _unless(crashed: asyncio.Future[None], work: Callable[[], Coroutine[An
 
 def start_telemetry(facts: StageFacts) -> Telemetry:
     """Start what the stage's configuration says of telemetry. Raises UsageError for OTEL_* that cannot be used."""
-    instance = f"{facts.artifact.stage_index}@{socket.gethostname()}"
-    return Telemetry.start(Role.STAGE, instance, facts.config.telemetry)
+    artifact = facts.artifact
+    return Telemetry.start(
+        Role.STAGE,
+        f"{socket.gethostname()}:{os.getpid()}",
+        facts.config.telemetry,
+        stage_index=artifact.stage_index,
+        layers=(artifact.layer_start, artifact.layer_end),
+        pipeline_name=artifact.pipeline_id[:12],  # until the coordinator says how people call it
+    )
 
 
 @contextlib.asynccontextmanager

@@ -119,6 +119,7 @@ class Route:
             faults=output.faults,
             progress=output.progress,
             summaries=output.summaries,
+            batch_trace=output.context,
         )
         for listener in list(self._listeners):
             if listener.queue.full():

@@ -33,6 +33,7 @@ from relayline.wire.common.errors import (
     UnauthenticatedError,
 )
 from relayline.wire.common.process import first_of
+from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.envelope import EnvelopeView
 from relayline.wire.envelopes.returns import ReturnWriter
 from relayline.wire.links import rpc
@@ -95,6 +96,7 @@ class StageService:
                 "Configure": unary(self.configure, parser(pb.ConfigureRequest), serialize),
                 "Status": unary(self.status, parser(pb.StatusRequest), serialize),
                 "Batches": unary(self._observer.batches, parser(pb.BatchesRequest), serialize),
+                "Beat": unary(self._observer.beat, parser(pb.BeatRequest), serialize),
                 "SetTelemetry": unary(self._observer.set_telemetry, parser(pb.TelemetrySettings), serialize),
                 "Revoke": unary(self._revoke, parser(pb.RevocationList), serialize),
                 "Relay": grpc.stream_stream_rpc_method_handler(self.relay, None, serialize),
@@ -114,6 +116,8 @@ class StageService:
                 continue  # buffers of an ended epoch go with their link
             for fault in output.faults:
                 self._stats.faults_by_label[fault.label] += 1
+            if result.context != trace_context.NONE:
+                output.context = result.context
             route.report(output)
             if output.buffer is not None and route.link is not None:
                 sends.append((route, output, None))
@@ -242,6 +246,7 @@ class StageService:
         wiring = RouteWiring(request.epoch, link.pool if link else None)
         held: dict[int, int] = await self.runner.call(lambda: self._executor.begin_route(request.route_id, wiring))
         self._routes[request.route_id] = route
+        self._observer.configured(request)
         asyncio.get_running_loop().call_later(UNUSED_S, self._unused, route.route_id, route.epoch)
         if held:  # the coordinator has been told of it, and needs the time to open it
             self._left.left(request.route_id, len(self._routes))
@@ -285,7 +290,7 @@ class StageService:
 
     async def status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         """Report live counters."""
-        message = self._stats.message(with_recent=request.with_recent)
+        message = self._stats.message(with_recent=request.with_recent, with_steps=request.with_steps)
         message.stage_index = self._facts.artifact.stage_index
         message.instance_id = self._facts.instance_id
         message.uptime_ns = time.monotonic_ns() - self._started_ns

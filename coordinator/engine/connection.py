@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 
+from relayline.coordinator.engine.heartbeat import Heartbeat
 from relayline.coordinator.engine.revoking import check_servers, keep_told, tell
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.model.pipeline_file import PipelineFile
@@ -49,9 +50,8 @@ class Connection:
         # Of every session that any stage knows, how many tokens all of them hold.
         self.held = {session_id: min(at_stage.get(session_id, 0) for at_stage in held) for session_id in sessions}
         self.link: RelayLink
-        self._refresher: asyncio.Task[None] | None = None
-        self._watcher: asyncio.Task[None] | None = None
-        self._revoker: asyncio.Task[None] | None = None
+        self.heartbeat = Heartbeat(stages)
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def n_lanes(self) -> int:
@@ -98,6 +98,8 @@ class Connection:
         security: LinkSecurity = PLAINTEXT,
         who: Sequence[Identity | None] = (),
         revocations: Revocations | None = None,
+        name: str = "",
+        stage_names: Sequence[str] = (),
         on_return: Callable[[pb.ReturnEnvelope], None],
         on_lost: Callable[[RelaylineError], None],
         on_heard: Callable[[int], None] = lambda index: None,
@@ -135,13 +137,21 @@ class Connection:
                     upstream_pass=passes[index],
                     next_pass=passes[index + 1] if index + 1 < len(passes) else "",
                     upstream_name=facts[index - 1].name if index else "",
+                    pipeline_name=name,
+                    stage_name=stage_names[index] if index < len(stage_names) else "",
                 )
                 held.append(await stages[index].configure(request))
             connection = cls(epoch, stages, facts, held)
             subscription = pb.ReturnRequest(route_id=route_id, epoch=epoch)
             await asyncio.gather(
                 *(
-                    stage.listen(subscription, on_return, on_lost, functools.partial(on_heard, index), passes[index])
+                    stage.listen(
+                        subscription,
+                        on_return,
+                        functools.partial(_lost_at, index, on_lost),
+                        functools.partial(on_heard, index),
+                        passes[index],
+                    )
                     for index, stage in enumerate(stages)
                 )
             )
@@ -155,19 +165,24 @@ class Connection:
                 n_embd=pipeline.n_embd,
                 dtype=pb.DTYPE_TOKENS,
             )
-            connection.link = await RelayLink.open(
-                addresses[0], hello, on_lost, security, passes[0], is_watched=False
-            )
+            connection.link = await RelayLink.open(addresses[0], hello, on_lost, security, passes[0], is_watched=False)
             if revocations is not None:
                 connection.keep_told(revocations, security, on_lost)
+            await connection.heartbeat.first()
         except BaseException:
             await asyncio.gather(*(stage.close() for stage in stages), return_exceptions=True)
             raise
         return connection
 
     def keep_costs(self, audiences: Sized, update: Callable[[list[StageCost], list[Held]], None]) -> None:
-        """Let `refresh_costs` run for as long as this connection stands."""
-        self._refresher = asyncio.create_task(refresh_costs(self, audiences, update))
+        """Let `refresh_costs` and the heartbeat run for as long as this connection stands."""
+        self._tasks.append(asyncio.create_task(refresh_costs(self, audiences, update)))
+        self._tasks.append(asyncio.create_task(self.heartbeat.keep(audiences)))
+
+    async def statuses(self, *, with_recent: bool = False) -> list[pb.StatusResponse | None]:
+        """Ask every stage for its counters and its latest steps (with_recent: and waits); None: no answer."""
+        asking = (stage.status(with_recent=with_recent, with_steps=True) for stage in self.stages)
+        return list(await asyncio.gather(*asking))
 
     def keep_watch(
         self,
@@ -178,21 +193,25 @@ class Connection:
         on_lost: Callable[[RelaylineError], None],
     ) -> None:
         """Let `watch_silence` run for as long as this connection stands."""
-        self._watcher = asyncio.create_task(watch_silence(self, route_id, under_way, is_idle, on_silent, on_lost))
+        watching = watch_silence(self, route_id, under_way, is_idle, on_silent, on_lost)
+        self._tasks.append(asyncio.create_task(watching))
 
     def keep_told(
         self, revocations: Revocations, security: LinkSecurity, on_lost: Callable[[RelaylineError], None]
     ) -> None:
         """Let `coordinator.engine.revoking.keep_told` run for as long as this connection stands."""
-        self._revoker = asyncio.create_task(keep_told(revocations, self.stages, security, on_lost))
+        self._tasks.append(asyncio.create_task(keep_told(revocations, self.stages, security, on_lost)))
 
     async def close(self) -> None:
         """Close every stream of this epoch; what sessions hold stays at the stages for a while."""
-        for task in (self._refresher, self._watcher, self._revoker):
-            if task is not None:
-                await end_task(task)
+        await asyncio.gather(*map(end_task, self._tasks))
         await self.link.close()
         await asyncio.gather(*(stage.close() for stage in self.stages), return_exceptions=True)
+
+
+def _lost_at(index: int, on_lost: Callable[[RelaylineError], None], error: RelaylineError) -> None:
+    error.stage_index = index
+    on_lost(error)
 
 
 async def _describe_all(stages: Sequence[StageClient]) -> list[pb.DescribeResponse]:

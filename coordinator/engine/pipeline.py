@@ -27,6 +27,7 @@ from relayline.coordinator.engine.telemetry_control import greet
 from relayline.coordinator.engine.token_sender import TokenSender
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.observe.description import describe_pipeline, describe_stages, overlap_since
+from relayline.coordinator.observe.losses import lost_stage
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.scheduler import Scheduler
@@ -272,6 +273,8 @@ class Pipeline:
             security=self.config.security,
             who=self._roster.identities(),
             revocations=self._revocations,
+            name=self.config.name,
+            stage_names=self.config.stage_names,
             on_return=self._on_return,
             on_lost=self._on_lost,
             on_heard=self._on_heard,
@@ -286,11 +289,11 @@ class Pipeline:
         self._admission.resize(connection.n_lanes, connection.ctx_tokens)
         for session in self._admission.unfit():
             self._fail(session, self._admission.too_long(session))
-        self._sender = TokenSender(connection.link, self.epoch, self._on_lost)
+        self._sender = TokenSender(connection.link, self.epoch, self._on_lost, self._observer.passes.sent)
         self._scheduler = Scheduler(self.config.schedule, planner, may_draft=connection.rewinds)
         connection.keep_costs(self._audiences, self._scheduler.refresh)
         connection.keep_watch(self._route_id, self._scheduler.under_way, self._is_sent, self._on_silent, self._on_lost)
-        self._observer.connected(len(self.file.stages))
+        self._observer.connected(len(self.file.stages), connection.statuses)
         self._availability.enter(Phase.READY, time.monotonic_ns())
         self.ready.set()
         starting = self._suspects.starting(self._admission.running.values())
@@ -305,7 +308,8 @@ class Pipeline:
         self.ready.clear()
         fields = {"epoch": self.epoch, "reason": error.message, "paused": len(self._admission.running)}
         log.warning("pipeline lost, recovering", extra={"fields": fields})
-        self._observer.lost(error.message, time.monotonic_ns())
+        stage = lost_stage(error, [stage.address for stage in self.stages], self.config.stage_names)
+        self._observer.lost(error.message, time.monotonic_ns(), stage)
         self._pause(error)
         await self._teardown()
 
@@ -368,8 +372,8 @@ class Pipeline:
         try:
             self._start_all(self._scheduler.orphans())
             for envelope in self._scheduler.take(now_ns):
-                self._observer.sent(envelope, now_ns)
-                self._sender.push(envelope)
+                context = self._observer.sent(envelope, now_ns)
+                self._sender.push(envelope, context, now_ns)
         except Exception as error:  # a bug of ours: the next epoch begins with a new scheduler
             log.exception("deciding what leaves failed")
             self._on_lost(InternalError(f"deciding what leaves failed: {error}"))
@@ -396,6 +400,7 @@ class Pipeline:
         finally:
             for tell in tellings:
                 tell()
+        self._observer.returned(message, now_ns)
         self._observer.summarised(message.summaries)
         for fault in message.faults:
             self._on_fault(fault)
@@ -475,7 +480,7 @@ class Pipeline:
         self._keep_trying()
 
     def _fail(self, session: Session, error: RelaylineError) -> None:
-        session.record.error = error.label
+        session.record.error, session.record.error_text = error.label, error.message
         self._audiences[session.session_id].put(error)
         self._finish(session, session.cancel())
 

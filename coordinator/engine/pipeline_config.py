@@ -18,6 +18,10 @@ class PipelineConfig:
     """Dtype of activations between stages (wire.envelopes.envelope.DTYPE_F16 or DTYPE_F32)."""
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     """How decode rows are grouped and prompts cut into chunks."""
+    name: str = ""
+    """What people call the pipeline, for telemetry."""
+    stage_names: tuple[str, ...] = ()
+    """What they call its stages, in layer order; empty where they have no names."""
     share: bool = True
     """Whether identical deterministic requests in flight share one session."""
     prefix_lanes: int | None = 0

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import grpc
 import grpc.aio
@@ -35,6 +36,14 @@ def clock_offset_ns(sent_ns: int, received_ns: int, theirs_ns: int) -> int:
     where the middle would be wrong by half of what the call took. Pure.
     """
     return 0 if sent_ns <= theirs_ns <= received_ns else (sent_ns + received_ns) // 2 - theirs_ns
+
+
+class RoundTrip(NamedTuple):
+    """A question and its answer, in nanoseconds of monotonic clocks: ours, ours and the peer's."""
+
+    sent_ns: int
+    received_ns: int
+    theirs_ns: int
 
 
 class StageClient:
@@ -89,10 +98,13 @@ class StageClient:
         timeout_s = bounds.HANDSHAKE_TIMEOUT_S
         await rpc.call(self._channel, "Revoke", request, pb.RevocationsKnown, self.address, timeout_s)
 
-    async def status(self, *, with_recent: bool, route_id: int = 0) -> pb.StatusResponse | None:
+    async def status(
+        self, *, with_recent: bool, with_steps: bool = False, route_id: int = 0
+    ) -> pb.StatusResponse | None:
         """Return live counters, None if there is no answer in time.
 
-        with_recent: also waits and step intervals. route_id: also what the stage has of that route.
+        with_recent: also the recent waits and step intervals; with_steps: the step intervals alone. route_id: also
+        what the stage has of that route.
 
         Step times are moved to this process's clock, see clock_offset_ns; steps from before that clock began are left
         out, since it has no time for them.
@@ -102,7 +114,7 @@ class StageClient:
             status: pb.StatusResponse = await rpc.call(
                 self._channel,
                 "Status",
-                pb.StatusRequest(with_recent=with_recent, route_id=route_id),
+                pb.StatusRequest(with_recent=with_recent, with_steps=with_steps, route_id=route_id),
                 pb.StatusResponse,
                 self.address,
                 STATUS_TIMEOUT_S,
@@ -143,6 +155,17 @@ class StageClient:
             batch.start_ns = max(0, batch.start_ns + offset_ns)
             batch.close_reason = printable(batch.close_reason, bounds.PEER_NAME_CHARS_MAX)
         return found
+
+    async def beat(self, told: pb.BeatRequest) -> RoundTrip | None:
+        """Tell the stage what is known of its clock and ask for its time; None if there is no answer in time."""
+        sent_ns = time.monotonic_ns()
+        try:
+            answer: pb.BeatResponse = await rpc.call(
+                self._channel, "Beat", told, pb.BeatResponse, self.address, STATUS_TIMEOUT_S
+            )
+        except RelaylineError:
+            return None
+        return RoundTrip(sent_ns, time.monotonic_ns(), answer.now_ns)
 
     async def set_telemetry(self, wanted: pb.TelemetrySettings) -> pb.TelemetrySettings | None:
         """Set how much the stage traces (UNSPECIFIED leaves it) and return what holds now, None without an answer."""

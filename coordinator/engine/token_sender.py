@@ -7,17 +7,22 @@ import collections
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from relayline.coordinator.sessions.session import OutFrame
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import InternalError, RelaylineError
 from relayline.wire.common.tasks import end_task
+from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.buffers import with_extras
 from relayline.wire.envelopes.frames import Flag, set_traces
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 log = logging.getLogger("relayline.coordinator")
+
+_FIELD_BYTES = 8  # tag and length of a text, at most
+_Waiting: TypeAlias = "tuple[list[OutFrame], bytes, int]"  # frames, their trace context, when they were chosen
 
 
 class TokenSender:
@@ -26,16 +31,28 @@ class TokenSender:
     Bounded: a session has at most its history queued here, sessions are bounded by lanes.
     """
 
-    def __init__(self, link: RelayLink, epoch: int, on_error: Callable[[RelaylineError], None]) -> None:
-        self._link, self._epoch, self._on_error = link, epoch, on_error
-        self._waiting: collections.deque[list[OutFrame]] = collections.deque()
+    def __init__(
+        self,
+        link: RelayLink,
+        epoch: int,
+        on_error: Callable[[RelaylineError], None],
+        on_sent: Callable[[bytes, Sequence[OutFrame], int, int], None] = lambda context, frames, chosen_ns, sent_ns: (
+            None
+        ),
+    ) -> None:
+        """`on_sent(context, frames, chosen_ns, sent_ns)` is called for what has left with a sampled context."""
+        self._link, self._epoch, self._on_error, self._on_sent = link, epoch, on_error, on_sent
+        self._waiting: collections.deque[_Waiting] = collections.deque()
         self._wake, self._all_sent = asyncio.Event(), asyncio.Event()
         self._sequence = 0
         self._task = asyncio.create_task(self._run())
 
-    def push(self, envelope: Iterable[OutFrame]) -> None:
-        """Queue frames that stay together; they leave at the end of this turn of the loop."""
-        self._waiting.extend(_within_bounds(list(envelope)))
+    def push(self, envelope: Iterable[OutFrame], context: bytes = trace_context.NONE, chosen_ns: int = 0) -> None:
+        """Queue frames that stay together; they leave at the end of this turn of the loop.
+
+        context: 25 bytes, of the root of the trace of passes that they belong to. chosen_ns: when they were chosen.
+        """
+        self._waiting.extend([(frames, context, chosen_ns) for frames in _within_bounds(list(envelope))])
         self._all_sent.clear()
         self._wake.set()
 
@@ -57,7 +74,10 @@ class TokenSender:
         try:
             while True:
                 while self._waiting:
-                    await self._send(self._waiting.popleft())
+                    frames, context, chosen_ns = self._waiting.popleft()
+                    await self._send(frames, context)
+                    if context != trace_context.NONE:
+                        self._on_sent(context, frames, chosen_ns, self._link.handed_ns)
                 self._all_sent.set()
                 self._wake.clear()
                 await self._wake.wait()
@@ -67,7 +87,7 @@ class TokenSender:
             log.exception("sending to stage 0 failed")
             self._on_error(InternalError(f"sending to stage 0 failed: {error}"))
 
-    async def _send(self, batch: Sequence[OutFrame]) -> None:
+    async def _send(self, batch: Sequence[OutFrame], context: bytes) -> None:
         now_ns = time.monotonic_ns()
         tokens = [token for frame in batch for token in frame.tokens]
         buffer = self._link.pool.lease(len(batch), len(tokens))
@@ -82,7 +102,7 @@ class TokenSender:
         records["enqueued_ns"] = now_ns
         set_traces(records, [frame.session.record.trace for frame in batch])
         self._sequence += 1
-        buffer.seal(self._epoch, self._sequence, now_ns)
+        buffer.seal(self._epoch, self._sequence, now_ns, context)
         options = [_options(frame) for frame in batch if frame.flags & Flag.OPEN]
         drafts = [token for frame in batch if frame.flags & Flag.DRAFTED for token in frame.tokens]
         await self._link.send(buffer, with_extras(buffer, None, options, drafts))
@@ -115,7 +135,7 @@ def _options(frame: OutFrame) -> pb.SessionOptions:
     session, request, sampling = frame.session, frame.session.request, frame.session.request.sampling
     said = session.history[len(request.prompt_tokens) : session.n_opened] if sampling.looks_back else []
     n_said_max = bounds.GRAMMAR_TOKENS_MAX if sampling.grammar else bounds.PENALTY_TOKENS_MAX
-    return pb.SessionOptions(
+    options = pb.SessionOptions(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
@@ -131,3 +151,8 @@ def _options(frame: OutFrame) -> pb.SessionOptions:
         biases=[bias for _, bias in sampling.logit_bias],
         grammar=sampling.grammar,
     )
+    # Telemetry takes what room is left: no request fails for it.
+    baggage = session.record.baggage
+    if baggage and options.ByteSize() + len(baggage) + _FIELD_BYTES <= _options_bytes_max(frame):
+        options.baggage = baggage
+    return options

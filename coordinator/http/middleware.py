@@ -12,8 +12,9 @@ from aiohttp import web
 from relayline.coordinator.http import shapes
 from relayline.coordinator.http.body import Request
 from relayline.coordinator.http.errors import ErrorBody, HttpRefusal, error_body, plain_body, retry_headers
-from relayline.coordinator.http.observe import CLIENT_GONE, note_failure
+from relayline.coordinator.http.observe import note_failure
 from relayline.coordinator.http.sse import ClientGoneError
+from relayline.coordinator.observe.tracing import CLIENT_GONE
 from relayline.wire.common.errors import InternalError, RelaylineError, http_status
 
 log = logging.getLogger("relayline.http")
@@ -62,7 +63,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except RelaylineError as error:
         if http_status(error) >= 500:
             log.warning("%s %s: %s: %s [%s]", request.method, request.path, error.label, error, request_id(request))
-        note_failure(request, error.label)
+        note_failure(request, error.label, error.message)
         return _cut_off(request) if _STARTED_KEY in request else _failure(error)
     except web.HTTPException as error:
         return _plain_failure(request, error)

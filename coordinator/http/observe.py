@@ -13,6 +13,7 @@ from aiohttp import web
 from relayline.coordinator.http.choice import Growth
 from relayline.coordinator.http.validation import Plan
 from relayline.coordinator.observe.observer import Observer
+from relayline.coordinator.observe.tracing import CLIENT_GONE
 from relayline.coordinator.sessions.request_log import RequestRecord
 from relayline.wire.telemetry import names
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 RECORD = web.RequestKey("record", RequestRecord)
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+ERROR_CHARS_MAX = 1_000  # of an error's text, on spans
 INTEGER_MAX = (1 << 63) - 1  # what an attribute holds; a larger number would spoil the export of its whole batch
-CLIENT_GONE = "client_gone"  # error.type of a request whose client closed the connection
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -72,11 +73,12 @@ def note_whole(request: web.Request) -> None:
         record.is_whole = True
 
 
-def note_failure(request: web.Request, label: str) -> None:
-    """Say why a request fails."""
+def note_failure(request: web.Request, label: str, text: str = "") -> None:
+    """Say why a request fails: the error's label, and what it says."""
     record = request.get(RECORD)
     if record is not None:
-        record.error = label
+        # It may quote what the caller sent: a lone surrogate would spoil the export of a whole batch of spans.
+        record.error, record.error_text = label, text[:ERROR_CHARS_MAX].encode("utf-8", "replace").decode()
 
 
 def note_plan(observer: Observer, request: web.Request, plan: Plan, model: str, completion_id: str) -> None:

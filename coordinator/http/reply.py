@@ -73,7 +73,7 @@ async def _stream(
         except Exception as error:
             # The status is long sent. The event makes OpenAI's clients raise; for all others the connection is cut.
             told = error if isinstance(error, RelaylineError) else _unforeseen(request)
-            note_failure(request, told.label)
+            note_failure(request, told.label, told.message)
             events.append(shapes.encode(error_body(told)))
             is_whole = False
             break

@@ -29,7 +29,7 @@ def describe_pipeline(
         "architecture": file.architecture,
         "pipeline_id": file.pipeline_id,
         **live,
-        "overlap": overlap([_steps(status) if status else [] for status in statuses]),
+        "overlap": overlap([steps_of(status) if status else [] for status in statuses]),
         "stages": list(stages),
     }
 
@@ -45,17 +45,18 @@ def overlap_since(statuses: Sequence[pb.StatusResponse | None], since_ns: int | 
     if since_ns is None:
         return {}
     known = [status for status in statuses if status is not None]
-    from_ns = max([since_ns, *(_known_from_ns(status, now_ns) for status in known)])
+    from_ns = max([since_ns, *(known_from_ns(status, now_ns) for status in known)])
     is_whole = len(known) == len(statuses)
-    shares = overlap_between(list(map(_steps, known)), from_ns, now_ns) if is_whole else {}
+    shares = overlap_between(list(map(steps_of, known)), from_ns, now_ns) if is_whole else {}
     return {"overlap": shares, "overlap_since_ns": from_ns}
 
 
-def _steps(status: pb.StatusResponse) -> list[Interval]:
+def steps_of(status: pb.StatusResponse) -> list[Interval]:
+    """Return when the stage was in native decode, as far as it remembers."""
     return list(zip(status.step_start_ns, status.step_end_ns, strict=True))
 
 
-def _known_from_ns(status: pb.StatusResponse, now_ns: int) -> int:
+def known_from_ns(status: pb.StatusResponse, now_ns: int) -> int:
     """Return since when `status` names every native step of its stage: its start, unless it has forgotten some."""
     if status.n_steps > len(status.step_start_ns) > 0:
         return status.step_start_ns[0]

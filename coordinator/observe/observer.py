@@ -9,22 +9,15 @@ A session's spans stay open for at most SUMMARY_WAIT_S after its end, until ever
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from relayline.coordinator.observe.pass_traces import PassTraces, StatusesOf
 from relayline.coordinator.observe.request_metrics import RequestMetrics
 from relayline.coordinator.observe.tracing import Tracing
 from relayline.coordinator.sessions.generation import GenerationRequest
-from relayline.coordinator.sessions.request_log import (
-    BATCHES_MAX,
-    RequestLog,
-    RequestRecord,
-    SessionRecord,
-    StreamRecord,
-)
+from relayline.coordinator.sessions.request_log import RequestLog, RequestRecord, SessionRecord, StreamRecord
 from relayline.coordinator.sessions.session import OutFrame
 from relayline.wire.envelopes.frames import Flag
-from relayline.wire.envelopes.trace_context import IDS_BYTES
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.telemetry import Level, Telemetry
@@ -54,13 +47,13 @@ class Observer:
         """
         self.telemetry = telemetry or Telemetry()
         self.tracing = Tracing(self.telemetry, sampler_ratio)
+        self.passes = PassTraces(self.telemetry, later, lambda: self.tracing.sampler_ratio)
         self.metrics = RequestMetrics(model_name)
         self.log = RequestLog()
         self.pushed_level = pushed_level
         self._later = later
         self._sessions: dict[int, SessionRecord] = {}  # running ones and those that wait for summaries
         self._awaited: set[int] = set()
-        self._unfinished: set[Iterator[None]] = set()
         self._n_stages = 0
         self.n_connections = 0
         self.n_tokens = 0  # generated since the start
@@ -91,6 +84,8 @@ class Observer:
         session.looks_for_prefix = request.cache_prompt
         session.admitted_ns = now_ns
         session.origin = self._stream(session, request, now_ns)
+        if request.record is not None and request.record.span is not None:
+            session.baggage = request.record.baggage
         self._sessions[session_id] = session
         return session.origin
 
@@ -117,13 +112,14 @@ class Observer:
             session.event(names.EVENT_RESUMED, now_ns)
         session.is_paused = False
 
-    def sent(self, frames: Iterable[OutFrame], now_ns: int) -> None:
-        """An envelope leaves for stage 0."""
+    def sent(self, frames: Sequence[OutFrame], now_ns: int) -> bytes:
+        """An envelope leaves for stage 0; returns the trace context that it carries."""
         for frame in frames:
             if frame.flags & Flag.PREFILL:
                 frame.session.record.chunk(frame.position, len(frame.tokens), now_ns)
             elif frame.flags & Flag.DRAFTED:
                 self._drafted(frame.session.record, frame.n_drafted)
+        return self.passes.leaves(frames, now_ns)
 
     def _drafted(self, session: SessionRecord, n_tokens: int) -> None:
         session.n_drafted += n_tokens
@@ -160,6 +156,7 @@ class Observer:
             self.n_copied_tokens += session.n_copied
             self.metrics.read(session.n_prompt if session.looks_for_prefix else 0, session.n_copied)
             self.tracing.first_token(session)
+            session.next_phase()
 
     def figures(self) -> dict[str, int]:
         """Return the tokens since the start, for GET /v1/pipeline.
@@ -184,6 +181,7 @@ class Observer:
         if session.ended_ns:
             return
         session.end(now_ns)
+        self.passes.session_ended(session.session_id)
         self.metrics.session_ended(session)
         waits = (
             self._later is not None
@@ -224,46 +222,42 @@ class Observer:
         session.is_final = True
         self._sessions.pop(session.session_id, None)
         self._awaited.discard(session.session_id)
-        self._go_on(self._last_words(session))
-
-    def _last_words(self, session: SessionRecord) -> Iterator[None]:
-        yield from self.tracing.final(session, self._n_stages)
-        for stage in session.stages.values():
-            stage.batches.clear()  # the ring keeps the sums; batches are asked of the stages
-
-    def _go_on(self, work: Iterator[None]) -> None:
-        """Do work piece by piece, with the event loop's other work in between."""
-        self._unfinished.add(work)
-        for _ in work:
-            if self._later is not None:
-                self._later(0.0, lambda: self._go_on(work))
-                return
-        self._unfinished.discard(work)
+        self.tracing.final(session, self._n_stages)
 
     # --- the pipeline side: life of the connection --------------------------------------------------------------------
 
-    def connected(self, n_stages: int) -> None:
+    def returned(self, message: pb.ReturnEnvelope, now_ns: int) -> None:
+        """What a stage answered has been dealt with, which arrived at now_ns; what follows from it has left."""
+        self.passes.returned(message, now_ns)
+
+    def connected(self, n_stages: int, statuses: StatusesOf | None = None) -> None:
         """All stages stand at a new epoch. Paused sessions start again from their history, each when its turn comes."""
         self._n_stages = n_stages
+        self.passes.connected(n_stages, statuses)
         self.n_connections += 1
         if self.n_connections > 1:
             self.metrics.recoveries.inc()
 
-    def lost(self, why: str, now_ns: int) -> None:
-        """The connection is gone; running sessions pause, and no stage will sum anything up."""
+    def lost(self, why: str, now_ns: int, stage: int | None = None) -> None:
+        """The connection is gone; running sessions pause, and no stage will sum anything up.
+
+        `stage` is the index of the one that was lost, where it is known.
+        """
+        self.passes.lost(why, now_ns)
         for session in self._sessions.values():
             if session.started_ns and not session.ended_ns and not session.is_paused:
                 session.is_paused = True
-                session.event(names.EVENT_PAUSED, now_ns, why)
-        self.close()
+                session.event(names.EVENT_PAUSED, now_ns, why, stage)
+        self._finalize_all()
 
     def close(self) -> None:
-        """End what only waits for summaries."""
+        """End what only waits: for summaries, for answers of passes."""
+        self._finalize_all()
+        self.passes.close()
+
+    def _finalize_all(self) -> None:
         for session_id in list(self._awaited):
             self._finalize(self._sessions[session_id])
-        for work in list(self._unfinished):
-            collections.deque(work, maxlen=0)
-        self._unfinished.clear()
 
 
 def _add_summary(session: SessionRecord, summary: pb.SessionSummary) -> None:
@@ -276,10 +270,3 @@ def _add_summary(session: SessionRecord, summary: pb.SessionSummary) -> None:
     stage.batch_rows_sum += summary.batch_rows_sum
     stage.batch_rows_max = max(stage.batch_rows_max, summary.batch_rows_max)
     stage.decode_ns += summary.decode_ns
-    room = max(0, BATCHES_MAX - len(stage.batches))
-    batches = [
-        (step, summary.batches[at * IDS_BYTES : (at + 1) * IDS_BYTES])
-        for at, step in enumerate(summary.batch_steps[: len(summary.batches) // IDS_BYTES])
-    ]
-    stage.batches += batches[:room]
-    stage.n_batches_dropped += summary.n_batches_dropped + max(0, len(batches) - room)

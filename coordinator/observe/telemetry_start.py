@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import platform
+import os
+import socket
 from collections.abc import AsyncIterator
 
 from relayline.coordinator.observe.observer import Observer
@@ -15,7 +16,7 @@ from relayline.wire.telemetry.telemetry import Role, Telemetry
 
 @contextlib.asynccontextmanager
 async def observed(
-    config: TelemetryConfig, model_name: str, pushed_level: Level | None = None
+    config: TelemetryConfig, model_name: str, pushed_level: Level | None = None, pipeline_name: str = ""
 ) -> AsyncIterator[Observer]:
     """Yield the observer of this process; at the end, what waits is ended and flushed, within telemetry's own bound.
 
@@ -24,7 +25,8 @@ async def observed(
     """
     # The share of requests is drawn by the observer, where it can be changed while the process runs.
     whole = dataclasses.replace(config, sampler_ratio=1.0)
-    telemetry = Telemetry.start(Role.COORDINATOR, f"coordinator@{platform.node() or 'localhost'}", whole)
+    instance = f"{socket.gethostname()}:{os.getpid()}"
+    telemetry = Telemetry.start(Role.COORDINATOR, instance, whole, pipeline_name=pipeline_name or model_name)
     observer = Observer(
         telemetry,
         model_name=model_name,

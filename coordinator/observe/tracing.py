@@ -1,11 +1,14 @@
 """Spans of requests, made from their records: one trace per HTTP request.
 
-    POST /v1/completions                     SERVER, continues the caller's trace
-      relayline.tokenize
-      relayline.queue                        per choice, from admission to a lane
-      relayline.prefill                      per choice, to the first token
-        relayline.prefill.chunk              levels batches and frames
-      relayline.decode                       per choice, to the last token; links to the batches it was in
+    POST /v1/completions       SERVER, continues the caller's trace; the only one with gen_ai.*
+      tokenize
+      queue                    per choice, from admission to a lane
+      prefill                  per choice, to the first token; links to the seconds of passes that it was in
+        prefill chunk          levels batches and frames
+        batches                levels batches and frames: one of each stage, which makes it (stage.observe.request_spans)
+      decode                   per choice, to the last token; links as prefill does
+        batches
+        recovery               from the loss of a stage until the session goes on
 
 The spans of prefill and decode are started early because frames carry their context; everything they say is added at
 the end, when the stages have summed up. A request that shares another's session has one decode span that links to the
@@ -15,15 +18,18 @@ session's own.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+import re
+import urllib.parse
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from opentelemetry import propagate, trace
+from opentelemetry import baggage, propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from relayline.coordinator.sessions.request_log import (
-    BATCHES_MAX,
+    BAGGAGE_BYTES_MAX,
+    EventRecord,
     RequestRecord,
     SessionRecord,
     StageRecord,
@@ -38,7 +44,10 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
 SERVER_ERROR = 500
-LINKS_PER_TURN = 128  # some 2 ms of work
+BAGGAGE_ENTRIES_MAX = 16
+_BAGGAGE_KEY = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token, as W3C has it
+S = 1e9  # nanoseconds in a second
+CLIENT_GONE = "client_gone"  # error.type of a request whose client closed the connection
 
 
 class Tracing:
@@ -54,7 +63,10 @@ class Tracing:
         """Start the server span, under the caller's span if its headers name one, unless it is not to be traced."""
         if not self.telemetry.records(Level.SUMMARY):
             return
-        parent = trace.get_current_span(propagate.extract(carrier, Context())).get_span_context()
+        # A header may hold bytes that are no UTF-8; propagators raise for what Python makes of them.
+        readable = {name: value.encode("utf-8", "replace").decode() for name, value in carrier.items()}
+        context = propagate.extract(readable, Context())
+        parent, entries = trace.get_current_span(context).get_span_context(), _baggage_of(context)
         if not parent.is_valid and random.random() >= self.sampler_ratio:
             return
         span = self.telemetry.start_span(
@@ -66,10 +78,14 @@ class Tracing:
                 names.HTTP_REQUEST_METHOD: record.method,
                 names.HTTP_ROUTE: record.route,
                 names.URL_PATH: record.route,
-                names.HTTP_X_REQUEST_ID: [record.request_id],
+                names.HTTP_RESPONSE_ID: record.request_id,
+                **{f"{names.BAGGAGE}{key}": value for key, value in entries.items()},
             },
         )
+        if carrier.get("x-request-id") == record.request_id:
+            span.set_attribute(names.HTTP_REQUEST_ID, record.request_id)
         if span.is_recording():
+            record.baggage = _header_of(entries)
             record.span = span
             record.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
 
@@ -100,15 +116,26 @@ class Tracing:
             attributes[names.GEN_AI_RESPONSE_ID] = attributes[names.ATTR_REQUEST_ID] = record.completion_id
         if first_ns:
             first_chunk_ns = max(0, min(first_ns) - record.received_ns)
-            attributes[names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = first_chunk_ns * 1e-9
+            attributes[names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = first_chunk_ns / 1e9
         span.set_attributes(attributes)
         if record.error:
-            span.set_attribute(names.ERROR_TYPE, record.error)
-            if not 400 <= record.status < SERVER_ERROR:
-                span.set_status(Status(StatusCode.ERROR))
+            self._say_error(record, span)
         span.end(record.ended_ns + record.unix_offset_ns)
         # The ring keeps the record; later spans need no more of this one than its context.
         record.span = trace.NonRecordingSpan(span.get_span_context())
+
+    @staticmethod
+    def _say_error(record: RequestRecord, span: Span) -> None:
+        cause = record.error_text or record.error
+        span.set_attribute(names.ERROR_TYPE, record.error)
+        is_refusal = 400 <= record.status < SERVER_ERROR
+        if record.error == CLIENT_GONE:
+            what, cause = "cancelled", "the client closed the connection"
+        else:
+            what = "refused" if is_refusal or not record.streams else "failed"
+        span.add_event(what, {names.EVENT_ATTR_CAUSE: cause}, timestamp=record.ended_ns + record.unix_offset_ns)
+        if not is_refusal:  # that is the caller's error, as the conventions have it, not the server's
+            span.set_status(Status(StatusCode.ERROR, cause))
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
@@ -131,11 +158,8 @@ class Tracing:
         session.decode_span = self._child(record, names.SPAN_DECODE, session.first_token_ns, 0, identity)
         session.trace = context_of(session.decode_span)
 
-    def final(self, session: SessionRecord, n_stages: int) -> Iterator[None]:
-        """Everything is known: say it and end the session's spans at their true ends.
-
-        Yields where somebody else may be served in between: thousands of links take a while.
-        """
+    def final(self, session: SessionRecord, n_stages: int) -> None:
+        """Everything is known: say it and end the session's spans at their true ends."""
         record = _request_of(session)
         if record is None or record.span is None:
             return
@@ -145,11 +169,14 @@ class Tracing:
         self._end_prefill(record, session, session.prefill_span)
         last = session.decode_span or session.prefill_span
         last.set_attributes(_session_attributes(session) | _stage_attributes(session.stages, n_stages))
-        yield from _link_batches(last, session)
+        _link_passes(last, session.passes)
+        if session.n_passes_dropped:
+            last.set_attribute(names.ATTR_LINKS_DROPPED, session.n_passes_dropped)
         for event in session.events:
             detail = {"detail": event.detail} if event.detail else None
             last.add_event(event.name, detail, timestamp=event.at_ns + record.unix_offset_ns)
-        _say_failure(last, session)
+        self._recoveries(record, session, last)
+        _say_failure(last, session, record)
         last.end(session.ended_ns + record.unix_offset_ns)
         session.prefill_span = session.decode_span = None
 
@@ -157,7 +184,7 @@ class Tracing:
         end_ns = session.first_token_ns or session.ended_ns
         span.set_attributes(
             {
-                names.GEN_AI_USAGE_INPUT_TOKENS: session.n_prompt,
+                names.ATTR_PROMPT_TOKENS: session.n_prompt,
                 names.ATTR_CHUNKS: len(session.chunks) + session.n_chunks_dropped,
             }
         )
@@ -168,7 +195,22 @@ class Tracing:
                 until_ns = chunk.answered_ns or session.ended_ns
                 self._child(record, names.SPAN_PREFILL_CHUNK, chunk.sent_ns, until_ns, rows, parent)
         if session.decode_span is not None:
+            _link_passes(span, session.prefill_passes)
             span.end(end_ns + record.unix_offset_ns)
+
+    def _recoveries(self, record: RequestRecord, session: SessionRecord, last: Span) -> None:
+        """Make a span of each pause: from a loss until the session goes on, or its end."""
+        paused: EventRecord | None = None
+        for event in [*session.events, EventRecord(names.EVENT_RESUMED, session.ended_ns)]:
+            if event.name == names.EVENT_PAUSED:
+                paused = event
+            elif event.name == names.EVENT_RESUMED and paused is not None:
+                attributes: dict[str, AttributeValue] = {names.ATTR_LOST_CAUSE: paused.detail}
+                if paused.stage is not None:
+                    attributes[names.ATTR_LOST_STAGE] = paused.stage
+                name, parent = names.SPAN_RECOVERY, last.get_span_context()
+                self._child(record, name, paused.at_ns, max(event.at_ns, paused.at_ns + 1), attributes, parent)
+                paused = None
 
     # --- requests that share a session --------------------------------------------------------------------------------
 
@@ -196,14 +238,13 @@ class Tracing:
         reason, error = stream.outcome()
         span.set_attributes(
             {
-                names.GEN_AI_USAGE_INPUT_TOKENS: stream.session.n_prompt,
-                names.GEN_AI_USAGE_OUTPUT_TOKENS: stream.n_tokens,
-                names.GEN_AI_RESPONSE_FINISH_REASONS: [reason],
+                names.ATTR_PROMPT_TOKENS: stream.session.n_prompt,
+                names.ATTR_GENERATED_TOKENS: stream.n_tokens,
+                names.ATTR_FINISH_REASON: reason,
             }
         )
         if error:
-            span.set_attribute(names.ERROR_TYPE, error)
-            span.set_status(Status(StatusCode.ERROR))
+            _fail(span, error, stream.session.error_text or error, stream.ended_ns + record.unix_offset_ns)
         span.end(stream.ended_ns + record.unix_offset_ns)
         stream.span = None
 
@@ -253,21 +294,21 @@ def _identity(record: RequestRecord, session: SessionRecord) -> dict[str, Attrib
 
 def _session_attributes(session: SessionRecord) -> dict[str, AttributeValue]:
     found: dict[str, AttributeValue] = {
-        names.GEN_AI_USAGE_INPUT_TOKENS: session.n_prompt,
-        names.GEN_AI_USAGE_OUTPUT_TOKENS: session.n_tokens,
-        names.ATTR_QUEUE_NS: session.started_ns - session.admitted_ns,
+        names.ATTR_PROMPT_TOKENS: session.n_prompt,
+        names.ATTR_GENERATED_TOKENS: session.n_tokens,
+        names.ATTR_QUEUE: (session.started_ns - session.admitted_ns) / S,
         names.ATTR_RECOVERIES: sum(event.name == names.EVENT_RESUMED for event in session.events),
     }
     if session.n_drafted:
         found[names.ATTR_DRAFTED] = session.n_drafted
         found[names.ATTR_ACCEPTED] = session.n_accepted
     if session.first_token_ns:
-        found[names.ATTR_TTFT_NS] = session.first_token_ns - session.admitted_ns
+        found[names.ATTR_TTFT] = (session.first_token_ns - session.admitted_ns) / S
     if session.gaps.n:
-        found[names.ATTR_ITL_MEAN_NS] = session.gaps.mean_ns
-        found[names.ATTR_ITL_P50_NS] = session.gaps.p50_ns
-        found[names.ATTR_ITL_P95_NS] = session.gaps.p95_ns
-        found[names.ATTR_ITL_MAX_NS] = session.gaps.max_ns
+        found[names.ATTR_ITL_MEAN] = session.gaps.mean_ns / S
+        found[names.ATTR_ITL_P50] = session.gaps.p50_ns / S
+        found[names.ATTR_ITL_P95] = session.gaps.p95_ns / S
+        found[names.ATTR_ITL_MAX] = session.gaps.max_ns / S
     return found
 
 
@@ -281,47 +322,51 @@ def _stage_attributes(stages: Mapping[int, StageRecord], n_stages: int) -> dict[
         names.ATTR_STAGE_STEPS: [row.n_prefill_steps + row.n_decode_steps for row in rows],
         names.ATTR_STAGE_BATCH_ROWS_MEAN: [row.batch_rows_mean for row in rows],
         names.ATTR_STAGE_BATCH_ROWS_MAX: [row.batch_rows_max for row in rows],
-        names.ATTR_STAGE_WAIT_SUM_NS: [row.prefill_wait_ns + row.decode_wait_ns for row in rows],
-        names.ATTR_STAGE_PREFILL_WAIT_NS: [row.prefill_wait_ns for row in rows],
-        names.ATTR_STAGE_DECODE_WAIT_NS: [row.decode_wait_ns for row in rows],
-        names.ATTR_STAGE_WAIT_MAX_NS: [row.wait_max_ns for row in rows],
-        names.ATTR_STAGE_DECODE_NS: [row.decode_ns for row in rows],
+        names.ATTR_STAGE_WAIT_SUM: [(row.prefill_wait_ns + row.decode_wait_ns) / S for row in rows],
+        names.ATTR_STAGE_PREFILL_WAIT: [row.prefill_wait_ns / S for row in rows],
+        names.ATTR_STAGE_DECODE_WAIT: [row.decode_wait_ns / S for row in rows],
+        names.ATTR_STAGE_WAIT_MAX: [row.wait_max_ns / S for row in rows],
+        names.ATTR_STAGE_DECODE: [row.decode_ns / S for row in rows],
     }
 
 
-def _link_batches(span: Span, session: SessionRecord) -> Iterator[None]:
-    """Link to the recorded batches and name them; Jaeger shows a link only on the span that holds it.
-
-    Where there are more than a span may hold, every stage keeps its share of the oldest.
-    """
-    if not session.stages:
-        return
-    share = BATCHES_MAX // len(session.stages)
-    found = [(index, step, ids) for index, stage in sorted(session.stages.items()) for step, ids in stage.batches]
-    linked = [
-        (index, step, ids)
-        for index, stage in sorted(session.stages.items())
-        for step, ids in stage.batches[:share]
-    ]  # fmt: skip
-    for number, (index, step, ids) in enumerate(linked, start=1):
-        if number % LINKS_PER_TURN == 0:
-            yield
-        context = trace_context.unpack(ids)
+def _link_passes(span: Span, roots: list[bytes]) -> None:
+    """Link to the traces of passes that a phase was in; Jaeger shows a link only on the span that holds it."""
+    for root in roots:
+        context = trace_context.unpack(root)
         if context is not None:
-            batch_id = f"{index}:{step}"
-            span.add_link(context, {names.ATTR_LINK: names.LINK_BATCH, names.ATTR_BATCH_ID: batch_id})
-    if found:
-        span.set_attribute(names.ATTR_BATCH_IDS, [f"{index}:{step}" for index, step, _ in found])
-    n_dropped = len(found) - len(linked) + sum(stage.n_batches_dropped for stage in session.stages.values())
-    if n_dropped:
-        span.set_attribute(names.ATTR_LINKS_DROPPED, n_dropped)
+            span.add_link(context, {names.ATTR_LINK: names.LINK_PASSES})
 
 
-def _say_failure(span: Span, session: SessionRecord) -> None:
+def _say_failure(span: Span, session: SessionRecord, record: RequestRecord) -> None:
     origin = session.origin
     reason = (origin.finish_reason if origin is not None else "") or session.finish_reason
     error = "" if reason else session.error or "cancelled"
-    span.set_attribute(names.GEN_AI_RESPONSE_FINISH_REASONS, [reason or ("error" if session.error else "abort")])
+    span.set_attribute(names.ATTR_FINISH_REASON, reason or ("error" if session.error else "abort"))
     if error:
-        span.set_attribute(names.ERROR_TYPE, error)
-        span.set_status(Status(StatusCode.ERROR))
+        _fail(span, error, session.error_text or record.error_text or error, session.ended_ns + record.unix_offset_ns)
+
+
+def _fail(span: Span, error: str, cause: str, at_ns: int) -> None:
+    """Say that a session failed or was cancelled, and why."""
+    span.set_attribute(names.ERROR_TYPE, error)
+    what = "cancelled" if error == "cancelled" else "failed"
+    span.add_event(what, {names.EVENT_ATTR_CAUSE: cause}, timestamp=at_ns)
+    span.set_status(Status(StatusCode.ERROR, cause))
+
+
+def _baggage_of(context: Context) -> dict[str, str]:
+    """Return the caller's baggage, without what is no entry or would not fit: a header may hold any bytes."""
+    found: dict[str, str] = {}
+    n_bytes = 0
+    for key, value in baggage.get_all(context).items():
+        text = str(value).encode("utf-8", "replace").decode()
+        n_bytes += len(key) + len(urllib.parse.quote(text)) + len("=,")
+        if _BAGGAGE_KEY.fullmatch(key) and len(found) < BAGGAGE_ENTRIES_MAX and n_bytes <= BAGGAGE_BYTES_MAX:
+            found[key] = text
+    return found
+
+
+def _header_of(entries: Mapping[str, str]) -> str:
+    """Return baggage as W3C's header says it."""
+    return ",".join(f"{key}={urllib.parse.quote(value)}" for key, value in entries.items())

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 RING_REQUESTS_MAX = 512  # requests that the ring remembers; with their chunks and events some 2 MB
 CHUNKS_MAX = 256  # prefill chunks of one session that are remembered; later ones are only counted
 EVENTS_MAX = 64  # pauses, resumptions and replays of one session that are remembered
-BATCHES_MAX = 4_096  # recorded batches of one session that its span links to, over all stages; as many per stage here
+PASSES_MAX = 128  # traces of passes that a phase of a session links to, the latest; about two minutes of them
+BAGGAGE_BYTES_MAX = 2_048  # of a request's W3C baggage; a longer one is not passed on
 NO_TRACE = bytes(TRACE_BYTES)
 
 
@@ -45,6 +46,7 @@ class EventRecord:
     name: str
     at_ns: int
     detail: str = ""
+    stage: int | None = None  # that was lost, where it is known
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,8 +61,6 @@ class StageRecord:
     batch_rows_sum: int = 0
     batch_rows_max: int = 0
     decode_ns: int = 0
-    n_batches_dropped: int = 0
-    batches: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)  # (step, 24-byte context of its span)
 
     @property
     def batch_rows_mean(self) -> float:
@@ -98,6 +98,11 @@ class SessionRecord:
     ended_ns: int = 0
     finish_reason: str = ""
     error: str = ""  # label of the error that ended it
+    error_text: str = ""  # and what it says
+    baggage: str = ""  # of its request, as W3C's header says it; travels with its opens
+    passes: list[bytes] = dataclasses.field(default_factory=list)  # roots of traces of passes in this phase, 25 bytes
+    prefill_passes: list[bytes] = dataclasses.field(default_factory=list)  # and of the phase before
+    n_passes_dropped: int = 0
     n_chunks_dropped: int = 0
     chunks: list[ChunkRecord] = dataclasses.field(default_factory=list)
     events: list[EventRecord] = dataclasses.field(default_factory=list)
@@ -142,10 +147,23 @@ class SessionRecord:
                 chunk.answered_ns = now_ns
                 return
 
-    def event(self, name: str, now_ns: int, detail: str = "") -> None:
+    def event(self, name: str, now_ns: int, detail: str = "", stage: int | None = None) -> None:
         """Note an event; beyond EVENTS_MAX they are forgotten."""
         if len(self.events) < EVENTS_MAX:
-            self.events.append(EventRecord(name, now_ns, detail))
+            self.events.append(EventRecord(name, now_ns, detail, stage))
+
+    def passed(self, root: bytes) -> None:
+        """Note that a row of it left in a pass of this trace."""
+        if self.passes and self.passes[-1] is root:
+            return  # nearly always
+        self.passes.append(root)
+        if len(self.passes) > PASSES_MAX:
+            del self.passes[0]
+            self.n_passes_dropped += 1
+
+    def next_phase(self) -> None:
+        """The prompt has been read; what leaves from here on belongs to the next phase."""
+        self.prefill_passes, self.passes = self.passes, []
 
     def end(self, now_ns: int) -> None:
         """Note the end and condense the times between tokens."""
@@ -199,6 +217,8 @@ class RequestRecord:
     model: str = ""
     status: int = 0
     error: str = ""
+    error_text: str = ""  # what the client is told of it
+    baggage: str = ""  # W3C's, as a header says it
     is_whole: bool = False  # all of a streamed answer has been handed over; closing the connection loses nothing now
     n_prompt: int = 0
     tokenize_start_ns: int = 0

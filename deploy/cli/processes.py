@@ -226,6 +226,7 @@ def serve_command(**given: Any) -> None:
             waiting_max=given["queue"],
             lost_wait_s=given["lost_wait"],
             security=security_from(given, Role.COORDINATOR),
+            name=given["manifest"].name if given["manifest"] is not None else "",
         ),
         host=host,
         port=port,

@@ -89,6 +89,11 @@ def _show_stream(console: Console, stream: dict[str, Any], found: dict[str, Any]
         console.print(f"  [yellow]{event['name']} at {_ms(event['at_ms'])}{detail}[/yellow]")
     if any(event["name"] == EVENT_RESUMED for event in stream["events"]):
         console.print("  sums count from the last resumption on; a stage that was started anew forgot earlier batches")
+    passes = dict.fromkeys(
+        batch["trace_id"] for stage in stream["stages"] for batch in stage.get("batches", ()) if batch.get("trace_id")
+    )
+    if passes:
+        console.print(f"  passes in {len(passes)} trace{'s' * (len(passes) != 1)}, the last {list(passes)[-1]}")
     names: dict[str, str] = {}
     for stage in stream["stages"]:
         _show_stage(console, stage, names, rows_max)

@@ -47,6 +47,15 @@ class Link:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """One event of a stored span."""
+
+    name: str
+    at_ns: int
+    attributes: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StoredSpan:
     """One span as it came over the wire; ids in hex, times in ns of the wall clock."""
 
@@ -62,6 +71,9 @@ class StoredSpan:
     n_dropped_links: int
     n_dropped_attributes: int
     is_error: bool
+    status_text: str
+    events: tuple[Event, ...]
+    n_dropped_events: int
     resource: dict[str, Any]
 
     @property
@@ -108,6 +120,9 @@ def stored(span: SpanProto, resource: dict[str, Any]) -> StoredSpan:
         n_dropped_links=span.dropped_links_count,
         n_dropped_attributes=span.dropped_attributes_count,
         is_error=span.status.code == 2,
+        status_text=span.status.message,
+        events=tuple(Event(event.name, event.time_unix_nano, _attributes(event.attributes)) for event in span.events),
+        n_dropped_events=span.dropped_events_count,
         resource=resource,
     )
 

@@ -15,6 +15,14 @@ from pathlib import Path
 
 TIMEOUT_S = 60.0
 COMMAND = (sys.executable, "-m", "relayline.deploy.cli")
+# The same with clocks that are ahead, as another host's may be: both are read through the module `time`.
+SKEWED = """
+import sys, time
+skew_ns, monotonic_ns, time_ns = int(sys.argv.pop(1)), time.monotonic_ns, time.time_ns
+time.monotonic_ns, time.time_ns = lambda: monotonic_ns() + skew_ns, lambda: time_ns() + skew_ns
+from relayline.deploy.cli import main
+sys.exit(main())
+"""
 
 
 def relayline(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
@@ -27,10 +35,11 @@ def relayline(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subproces
 class Running:
     """One long-running command. `event` is its ready line; `stderr` what it logged until now."""
 
-    def __init__(self, arguments: Sequence[str | Path], prefix: Sequence[str] = ()) -> None:
-        """`prefix` is a command that runs another one, such as `ip netns exec`."""
+    def __init__(self, arguments: Sequence[str | Path], prefix: Sequence[str] = (), skew_s: float = 0.0) -> None:
+        """`prefix` is a command that runs another one, such as `ip netns exec`. Its clocks are ahead by `skew_s`."""
+        command = COMMAND if not skew_s else (sys.executable, "-c", SKEWED, str(round(skew_s * 1e9)))
         self.process = subprocess.Popen(
-            [*prefix, *COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*prefix, *command, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self.lines: list[str] = []
         self._new_line = threading.Condition()
@@ -86,9 +95,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(*arguments: str | Path) -> Iterator[Running]:
+def running(*arguments: str | Path, skew_s: float = 0.0) -> Iterator[Running]:
     """Run a command for the length of a with block."""
-    started = Running(arguments)
+    started = Running(arguments, skew_s=skew_s)
     try:
         yield started
     finally:

@@ -39,7 +39,7 @@ class Batch:
     n_rows: int
     members: tuple[Member, ...]
     requests: tuple[tuple[str, str], ...]  # contexts of the member links, in the order of the members
-    upstream: tuple[tuple[str, str], ...]  # contexts of the batches that its rows came from
+    upstream: tuple[tuple[str, str], ...]  # contexts of what its rows came from: its parent first, then the others
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,7 +99,8 @@ def batch_of(span: StoredSpan) -> Batch:
     assert found[names.ATTR_BATCH_ROWS] == sum(member.n_rows for member in members)
     assert found[names.ATTR_BATCH_FRAMES] == len(members)
     assert found[names.ATTR_BATCH_SESSIONS] == len({member.session for member in members})
-    assert span.parent_id == "", "a batch belongs to no single request: it is the root of its own trace"
+    assert span.parent_id, "a batch is below the root of its second of passes, or below the batch of the stage before"
+    assert span.name in names.BATCH_NAMES
     assert span.n_dropped_links == span.n_dropped_attributes == 0
     by_kind = {
         kind: tuple((link.trace_id, link.span_id) for link in span.links if link.attributes[names.ATTR_LINK] == kind)
@@ -108,7 +109,7 @@ def batch_of(span: StoredSpan) -> Batch:
     assert len(by_kind[names.LINK_MEMBER]) + len(by_kind[names.LINK_UPSTREAM_BATCH]) == len(span.links)
     return Batch(
         span, stage, step, found[names.ATTR_BATCH_ROWS], members,
-        by_kind[names.LINK_MEMBER], by_kind[names.LINK_UPSTREAM_BATCH],
+        by_kind[names.LINK_MEMBER], ((span.trace_id, span.parent_id), *by_kind[names.LINK_UPSTREAM_BATCH]),
     )  # fmt: skip
 
 
@@ -119,8 +120,8 @@ def session_of(span: StoredSpan) -> Session:
         session=found[names.ATTR_SESSION_ID],
         request_id=found[names.ATTR_REQUEST_ID],
         trace_id=span.trace_id,
-        n_prompt=found[names.GEN_AI_USAGE_INPUT_TOKENS],
-        n_generated=found[names.GEN_AI_USAGE_OUTPUT_TOKENS],
+        n_prompt=found[names.ATTR_PROMPT_TOKENS],
+        n_generated=found[names.ATTR_GENERATED_TOKENS],
         decode_span=span,
     )
 
@@ -128,7 +129,7 @@ def session_of(span: StoredSpan) -> Session:
 def rebuild(spans: Iterable[StoredSpan]) -> Rebuilt:
     """Sort spans into sessions and batches."""
     spans = list(spans)
-    batches = [batch_of(span) for span in spans if span.name == names.SPAN_BATCH]
+    batches = [batch_of(span) for span in spans if is_batch(span)]
     found = Rebuilt(
         sessions=tuple(session_of(span) for span in spans if span.name == names.SPAN_DECODE),
         batches={(batch.stage, batch.step): batch for batch in batches},
@@ -138,8 +139,17 @@ def rebuild(spans: Iterable[StoredSpan]) -> Rebuilt:
     return found
 
 
+def is_batch(span: StoredSpan) -> bool:
+    """Whether a span is of a native batched decode; a frame of it has the same name."""
+    return names.ATTR_BATCH_STEP in span.attributes
+
+
 def is_complete(spans: Iterable[StoredSpan], n_steps: int, n_requests: int) -> bool:
     """Whether all spans of every request and of every native step have come: processes send theirs in any order."""
+    spans = list(spans)
     found = collections.Counter(span.name for span in spans)
-    is_ended = found[ROUTE] == found[names.SPAN_DECODE] == n_requests
-    return is_ended and found[names.SPAN_BATCH] >= n_steps
+    is_ended = found[names.SPAN_BATCHES] >= n_requests  # a stage's last span of a request comes with its close
+    roots = {span.context for span in spans if span.name in names.PASSES_NAMES}
+    of_passes = {(span.trace_id, span.parent_id) for span in spans if span.name == names.SPAN_SEND}
+    is_ended &= found[ROUTE] == found[names.SPAN_DECODE] == n_requests
+    return is_ended and of_passes <= roots and sum(map(is_batch, spans)) >= n_steps

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -54,8 +54,12 @@ def traced_pipeline(
     ctx: int = 512,
     lanes: int = 16,
     more: Sequence[str] = (),
+    skews_s: Mapping[int, float] | None = None,
 ) -> Iterator[Traced]:
-    """Run stages and coordinator as processes of their own; `environment` is added to theirs (OTEL_*)."""
+    """Run stages and coordinator as processes of their own; `environment` is added to theirs (OTEL_*).
+
+    skews_s: by how much the clocks of some stages, by index, are ahead.
+    """
     split_model(DEMO, directory, n_stages=n_stages)
     file = load_pipeline(directory)
     # Spans come soon after their end instead of once a second; nothing is lost by it, tests are merely quicker.
@@ -68,7 +72,8 @@ def traced_pipeline(
             arguments = ["stage", "--artifact", directory / stage.file, "--listen", "127.0.0.1:0", "--json",
                          "--ctx", str(ctx), "--lanes", str(lanes), "--threads", "1", "--trace-level", level,
                          "--metrics", "127.0.0.1:0"]  # fmt: skip
-            processes.append(stack.enter_context(running(*map(str, arguments))))
+            skew_s = (skews_s or {}).get(stage.index, 0.0)
+            processes.append(stack.enter_context(running(*map(str, arguments), skew_s=skew_s)))
         stages = tuple(str(process.event["address"]) for process in processes)
         metrics = tuple(f"http://{process.event['metrics']}/metrics" for process in processes)
         arguments = ["serve", "--pipeline", directory, "--stages", ",".join(stages), "--http", "127.0.0.1:0", "--json",
@@ -78,14 +83,17 @@ def traced_pipeline(
         yield Traced(event["url"], event["model"], stages, metrics, tuple(processes))
 
 
-async def ask(session: aiohttp.ClientSession, traced: Traced, prompt: str, n_tokens: int = 40) -> dict[str, Any]:
+async def ask(
+    session: aiohttp.ClientSession, traced: Traced, prompt: str, n_tokens: int = 40, request_id: str = ""
+) -> dict[str, Any]:
     """Stream one greedy completion; returns id, n_tokens and the usage that the server reports."""
     body = {
         "model": traced.model, "prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": n_tokens,
         "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True,
     }  # fmt: skip
     found: dict[str, Any] = {"id": "", "tokens": [], "usage": None}
-    async with session.post(f"{traced.url}/v1/completions", json=body) as response:
+    headers = {"x-request-id": request_id} if request_id else {}
+    async with session.post(f"{traced.url}/v1/completions", json=body, headers=headers) as response:
         assert response.status == 200, await response.text()
         async for line in response.content:
             if line.startswith(b"data: {"):
@@ -98,10 +106,14 @@ async def ask(session: aiohttp.ClientSession, traced: Traced, prompt: str, n_tok
     return found
 
 
-async def ask_all(traced: Traced, prompts: Sequence[str] = PROMPTS, n_tokens: int = 40) -> list[dict[str, Any]]:
-    """Stream all prompts at once."""
+async def ask_all(
+    traced: Traced, prompts: Sequence[str] = PROMPTS, n_tokens: int = 40, *, request_ids: bool = False
+) -> list[dict[str, Any]]:
+    """Stream all prompts at once, as callers that name their requests `caller-0`, `caller-1`, ... or do not."""
+    ids = [f"caller-{index}" if request_ids else "" for index in range(len(prompts))]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        return list(await asyncio.gather(*(ask(session, traced, prompt, n_tokens) for prompt in prompts)))
+        asking = [ask(session, traced, prompt, n_tokens, name) for prompt, name in zip(prompts, ids, strict=True)]
+        return list(await asyncio.gather(*asking))
 
 
 async def text_of(url: str) -> str:

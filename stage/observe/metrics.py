@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.samples import Exemplar
 
 from relayline.stage.observe.stats import WAIT_BUCKETS_NS, StageStats
 from relayline.wire.common.errors import StartError
@@ -80,7 +82,10 @@ class StageCollector:
         yield self._histogram(
             names.METRIC_FRAME_WAIT,
             "Wait of a frame from its arrival to the start of its step",
-            list(zip([*ends, "+Inf"], counts, strict=True)),
+            [
+                (end, count, _exemplar(found))
+                for end, count, found in zip([*ends, "+Inf"], counts, stats.exemplars, strict=True)
+            ],
             stats.wait_sum_ns * _SECONDS,
         )
 
@@ -148,10 +153,18 @@ class StageCollector:
             family.add_metric([self._stage, *given], value)
         return family
 
-    def _histogram(self, name: str, text: str, buckets: list[tuple[str, int]], total: float) -> Metric:
+    def _histogram(self, name: str, text: str, buckets: Sequence[tuple[Any, ...]], total: float) -> Metric:
         family = HistogramMetricFamily(name, text, labels=[names.LABEL_STAGE])
         family.add_metric([self._stage], buckets, total)
         return family
+
+
+def _exemplar(found: tuple[str, int] | None) -> Exemplar | None:
+    """Return what leads from a bucket to a second of passes; only who asks for OpenMetrics is shown it."""
+    if found is None:
+        return None
+    trace_id, wait_ns = found
+    return Exemplar({names.LABEL_TRACE: trace_id}, wait_ns * _SECONDS)
 
 
 def _cumulative(counts: Mapping[int, int]) -> list[tuple[str, int]]:

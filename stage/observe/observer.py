@@ -20,6 +20,7 @@ from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.steps.step_types import StepResult
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry import names
+from relayline.wire.telemetry.clock import Clock
 from relayline.wire.telemetry.telemetry import Level, Telemetry
 
 if TYPE_CHECKING:
@@ -41,25 +42,40 @@ class StageObserver:
     ) -> None:
         self.telemetry, self.ring = telemetry, BatchRing()
         self._stage_index, self._instance_id, self._lanes_used = artifact.stage_index, instance_id, lanes_used
+        self._layers = artifact.layer_start, artifact.layer_end
         self._summaries = Summaries(artifact.stage_index)
         self.spans = BatchSpans(telemetry, artifact.stage_index, _constants(artifact, config))
+
+    def configured(self, request: pb.ConfigureRequest) -> None:
+        """Hear by which names people know this stage; before any of its frames comes."""
+        self.telemetry.identify(
+            stage_index=self._stage_index,
+            layers=self._layers,
+            pipeline_name=request.pipeline_name or None,
+            stage_name=request.stage_name or None,
+        )
 
     def step_done(self, result: StepResult) -> list[tuple[QueuedFrame, pb.SessionSummary]]:
         """Take note of a step; returns the summaries of the sessions that it closed."""
         if self.telemetry.level is Level.OFF:
             return []
-        if result.number:
+        if result.number or result.closed:
             # After the sends of this step, which are the next thing that the loop will come to.
             asyncio.get_running_loop().call_soon(self._remember, result)
         return self._summaries.step_done(result)
 
     def _remember(self, result: StepResult) -> None:
-        self.ring.add(Entry.of(result))
+        if result.number:
+            self.ring.add(Entry.of(result))
         self.spans.step_done(result, self._lanes_used())
 
     def route_ended(self, route_id: int) -> None:
         """Forget the sessions of a route."""
         self._summaries.forget(route_id)
+        self.spans.finish(route_id)
+        # The last steps of the route may still be on their way to `_remember`, two turns of the loop at most.
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self.spans.finish, route_id)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -81,9 +97,18 @@ class StageObserver:
         level = Level.from_wire(request.level)
         if level is not None:
             self.telemetry.level = level
+            if level < Level.BATCHES:
+                self.spans.finish()
             if level is Level.OFF:
                 self._summaries.forget()
         return self.telemetry.level.settings()
+
+    async def beat(self, request: pb.BeatRequest, context: Any) -> pb.BeatResponse:
+        """Say what time it is here, and take what the coordinator knows of it."""
+        now_ns = time.monotonic_ns()
+        if request.knows_clock:
+            self.telemetry.set_clock(Clock(request.unix_offset_ns, request.uncertainty_ns))
+        return pb.BeatResponse(now_ns=now_ns)
 
 
 def _constants(artifact: StageArtifact, config: StageConfig) -> dict[str, AttributeValue]:

@@ -9,6 +9,7 @@ import bisect
 import collections
 
 from relayline.stage.steps.step_types import StepResult
+from relayline.wire.envelopes import trace_context
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 RECENT_WAITS_MAX = 8_192  # frame waits kept for percentiles
@@ -31,6 +32,8 @@ class StageStats:
         self.recent_wait_ns: collections.deque[int] = collections.deque(maxlen=RECENT_WAITS_MAX)
         self.recent_steps_ns: collections.deque[tuple[int, int]] = collections.deque(maxlen=RECENT_STEPS_MAX)
         self.waits_by_bucket = [0] * (len(WAIT_BUCKETS_NS) + 1)  # the last one has no upper end
+        # The latest recorded batch whose longest wait fell into each bucket: its trace, and that wait.
+        self.exemplars: list[tuple[str, int] | None] = [None] * (len(WAIT_BUCKETS_NS) + 1)
         self.wait_sum_ns = self.encode_ns = 0
         self.predicted_ns = self.measured_ns = 0  # of the steps for which the cost curves said anything
         self.n_decode_frames = self.decode_held_ns = 0  # held: waiting and in native steps
@@ -48,6 +51,10 @@ class StageStats:
         self.wait_sum_ns += sum(waits_ns)
         if not result.number:
             return
+        if result.context != trace_context.NONE:
+            longest_ns = max(waits_ns)
+            trace_id = result.context[: trace_context.TRACE_ID_BYTES].hex()
+            self.exemplars[bisect.bisect_left(WAIT_BUCKETS_NS, longest_ns)] = (trace_id, longest_ns)
         self.steps_by_rows[result.n_rows] += 1
         self.steps_by_sessions[len(waits_ns)] += 1
         self.close_reasons[result.close_reason] += 1
@@ -66,7 +73,7 @@ class StageStats:
             self.predicted_ns += result.predicted_ns
             self.measured_ns += result.decode_ns
 
-    def message(self, *, with_recent: bool) -> pb.StatusResponse:
+    def message(self, *, with_recent: bool, with_steps: bool = False) -> pb.StatusResponse:
         """Return the counters in wire form; the caller adds what it knows of lanes and queues."""
         message = pb.StatusResponse(
             steps_by_rows=dict(self.steps_by_rows),
@@ -88,6 +95,7 @@ class StageStats:
         )
         if with_recent:
             message.recent_wait_ns.extend(self.recent_wait_ns)
+        if with_recent or with_steps:
             message.step_start_ns.extend(start_ns for start_ns, _ in self.recent_steps_ns)
             message.step_end_ns.extend(end_ns for _, end_ns in self.recent_steps_ns)
         return message

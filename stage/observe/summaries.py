@@ -9,10 +9,7 @@ import dataclasses
 
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.steps.step_types import StepResult
-from relayline.wire.envelopes import trace_context
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
-
-BATCHES_PER_SESSION_MAX = 4_096  # recorded batch spans named in one summary, 24 bytes each; later ones are counted
 
 
 @dataclasses.dataclass(slots=True)
@@ -27,19 +24,6 @@ class Totals:
     batch_rows_sum: int = 0
     batch_rows_max: int = 0
     decode_ns: int = 0
-    batches: bytearray = dataclasses.field(default_factory=bytearray)
-    batch_steps: list[int] = dataclasses.field(default_factory=list)
-    n_batches_dropped: int = 0
-
-    def link(self, frame: QueuedFrame, result: StepResult) -> None:
-        """Note the span of a step, if this frame's request is traced."""
-        if not trace_context.is_sampled(frame.trace):
-            return
-        if len(self.batches) < BATCHES_PER_SESSION_MAX * trace_context.IDS_BYTES:
-            self.batches += result.context[: trace_context.IDS_BYTES]
-            self.batch_steps.append(result.number)
-        else:
-            self.n_batches_dropped += 1
 
 
 class Summaries:
@@ -59,7 +43,6 @@ class Summaries:
         """
         ended = [(close, self._end(close)) for close in result.closed]
         taken_ns, decode_ns, n_rows = result.step.taken_ns, result.decode_ns, result.n_rows
-        has_span = result.context != trace_context.NONE
         for frame in result.members:  # the only work per frame and step at level summary, hence no call in it
             totals = self._totals.get(frame.session_key)
             if totals is None:
@@ -77,8 +60,6 @@ class Summaries:
             if wait_ns > totals.wait_max_ns:
                 totals.wait_max_ns = wait_ns
             totals.decode_ns += decode_ns
-            if has_span:
-                totals.link(frame, result)
         return ended
 
     def forget(self, route_id: int | None = None) -> None:
@@ -98,7 +79,4 @@ class Summaries:
             batch_rows_sum=totals.batch_rows_sum,
             batch_rows_max=totals.batch_rows_max,
             decode_ns=totals.decode_ns,
-            batches=bytes(totals.batches),
-            batch_steps=totals.batch_steps,
-            n_batches_dropped=totals.n_batches_dropped,
         )

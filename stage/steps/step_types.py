@@ -57,6 +57,7 @@ class RouteOutput:
     faults: list[pb.SessionFault] = dataclasses.field(default_factory=list)
     progress: list[pb.Progress] = dataclasses.field(default_factory=list)
     summaries: list[pb.SessionSummary] = dataclasses.field(default_factory=list)
+    context: bytes = b""  # 25 bytes, of the batch's span; empty when none is recorded
 
 
 @dataclasses.dataclass(slots=True)

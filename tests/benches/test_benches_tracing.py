@@ -65,6 +65,9 @@ def test_without_off_the_figures_stand_alone(capsys: pytest.CaptureFixture[str])
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
+PASSES = bytes(range(16, 32))
+
+
 def value(given: Any) -> AnyValue:
     if isinstance(given, list):
         return AnyValue(array_value=ArrayValue(values=map(value, given)))
@@ -78,11 +81,13 @@ def pairs(given: dict[str, Any]) -> list[KeyValue]:
 def batch(stage: int, step: int, start_ms: int, positions: dict[str, int], parent: Span) -> Span:
     sessions = list(positions)
     return Span(
-        name=names.SPAN_BATCH,
-        trace_id=bytes([stage, step] * 8),
+        name=names.sized(names.PHASE_DECODE, len(positions)),
+        trace_id=PASSES,
         span_id=bytes([stage, step] * 4),
-        start_time_unix_nano=start_ms * MS,
+        parent_span_id=bytes([stage - 1, step] * 4) if stage else b"rootpass",
+        start_time_unix_nano=(start_ms - 1) * MS,
         end_time_unix_nano=(start_ms + 2) * MS,
+        events=[Span.Event(name=names.EVENT_CLOSED, time_unix_nano=start_ms * MS)],
         attributes=pairs(
             {
                 names.ATTR_STAGE_INDEX: stage, names.ATTR_BATCH_STEP: step, names.ATTR_BATCH_ID: f"{stage}:{step}",
@@ -107,7 +112,7 @@ def request_of_spans() -> ExportTraceServiceRequest:
                 start_time_unix_nano=MS, end_time_unix_nano=90 * MS)  # fmt: skip
     identity = {
         names.ATTR_SESSION_ID: SESSION, names.ATTR_REQUEST_ID: "cmpl-1",
-        names.GEN_AI_USAGE_INPUT_TOKENS: N_PROMPT, names.GEN_AI_USAGE_OUTPUT_TOKENS: N_TOKENS,
+        names.ATTR_PROMPT_TOKENS: N_PROMPT, names.ATTR_GENERATED_TOKENS: N_TOKENS,
     }  # fmt: skip
     decode = Span(name=names.SPAN_DECODE, trace_id=trace_id, span_id=b"decoding", parent_span_id=b"rootroot",
                   start_time_unix_nano=2 * MS, end_time_unix_nano=90 * MS, attributes=pairs(identity))  # fmt: skip
@@ -155,6 +160,7 @@ def test_bars_and_hops_follow_the_request(request_of_spans: ExportTraceServiceRe
     bars = bars_of(found, session, MS)
     assert len(bars) == N_TOKENS * N_STAGES + 1
     assert [bar.positions for bar in bars if not bar.positions] == [()]
+    assert {bar.end_ms - bar.start_ms for bar in bars} == {2.0}, "a bar begins when its rows stopped waiting"
     assert {(left.stage, right.stage) for left, right in hops(bars)} == {(0, 1)}
     assert all(left.positions == right.positions for left, right in hops(bars))
     assert len(list(hops(bars))) == N_TOKENS

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from relayline.deploy.testing.otlp_receiver import Mode, Receiver, StoredSpan, dead_endpoint, receiving
-from relayline.deploy.testing.trace_rebuild import rebuild
+from relayline.deploy.testing.trace_rebuild import is_batch, rebuild
 from relayline.deploy.testing.traced_pipeline import PROMPTS, Traced, ask, ask_all, text_of, traced_pipeline
 from relayline.wire.telemetry import names
 
@@ -127,8 +127,4 @@ def test_links_survive_beyond_the_sdks_default(tmp_path: Path) -> None:
 
 def holds_a_wide_batch(spans: Sequence[StoredSpan]) -> bool:
     """Whether some batch decoded more members than the SDK links unless it is told otherwise."""
-    return any(
-        len(span.attributes[names.ATTR_MEMBER_SESSIONS]) > SDK_LINKS_DEFAULT
-        for span in spans
-        if span.name == names.SPAN_BATCH
-    )
+    return any(len(span.attributes[names.ATTR_MEMBER_SESSIONS]) > SDK_LINKS_DEFAULT for span in spans if is_batch(span))

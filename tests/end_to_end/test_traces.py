@@ -132,7 +132,10 @@ async def test_every_token_is_found_in_its_batch_at_every_stage(
         records = await asyncio.gather(*(world.run(n_prompt, 12) for n_prompt in lengths))
         await world.settled(records)
         found: list[Any] = [await world.control.trace(record.completion_id, 0) for record in records]
-        spans = [{context_of(s): s for s in kept.spans(names.SPAN_BATCH)} for kept in world.stage_kept]
+        spans = [
+            {context_of(s): s for s in kept.spans() if names.ATTR_BATCH_STEP in attributes_of(s)}
+            for kept in world.stage_kept
+        ]
     by_id = {view["streams"][0]["id"]: view["streams"][0] for view in found}
     for n_prompt, view in zip(lengths, found, strict=True):
         (stream,) = view["streams"]
@@ -156,22 +159,21 @@ async def test_every_token_is_found_in_its_batch_at_every_stage(
 def assert_links_both_ways(
     world: World, records: Sequence[RequestRecord], spans: list[dict[tuple[int, int], ReadableSpan]]
 ) -> None:
-    """A decode span links to every batch of its session; the batch links back to a span of the same trace."""
+    """A request's phases link to their seconds of passes; batches there link back to spans of the same trace."""
     decodes = {f"{span.context.trace_id:032x}": span for span in world.kept.spans(names.SPAN_DECODE) if span.context}
     assert set(decodes) == {record.trace_id for record in records}
     batches = {context: span for by_stage in spans for context, span in by_stage.items()}
     for trace_id, decode in decodes.items():
-        linked = [(link.context.trace_id, link.context.span_id) for link in decode.links]
-        assert len(set(linked)) == len(linked)
-        mine = [
-            context
-            for context, span in batches.items()
+        (prefill,) = (
+            span for span in world.kept.spans(names.SPAN_PREFILL) if f"{context_of(span)[0]:032x}" == trace_id
+        )
+        linked = [link.context.trace_id for span in (prefill, decode) for link in span.links]
+        mine = {
+            passes
+            for (passes, _), span in batches.items()
             if any(f"{link.context.trace_id:032x}" == trace_id for link in span.links)
-        ]
-        assert set(linked) == set(mine)
-        ids = attributes_of(decode)[names.ATTR_BATCH_IDS]
-        assert isinstance(ids, tuple)
-        assert list(ids) == [attributes_of(batches[context])[names.ATTR_BATCH_ID] for context in linked]
+        }
+        assert set(linked) == mine
         assert attributes_of(decode)[names.ATTR_STAGES_REPORTED] == tuple(range(N_STAGES))
 
 
@@ -180,7 +182,7 @@ async def test_summaries_are_what_the_rings_hold(artifacts: list[Path], monkeypa
         records = await asyncio.gather(*(world.run(n_prompt, 9) for n_prompt in (9, 30, 2)))
         await world.settled(records)
         found: list[Any] = [await world.control.trace(record.request_id, 0) for record in records]
-        assert [kept.spans(names.SPAN_BATCH) for kept in world.stage_kept] == [[]] * N_STAGES
+        assert [kept.spans() for kept in world.stage_kept] == [[]] * N_STAGES
     for view in found:
         for stage in view["streams"][0]["stages"]:
             decode = [batch for batch in stage["batches"] if batch["phase"] == "decode"]
@@ -194,7 +196,6 @@ async def test_summaries_are_what_the_rings_hold(artifacts: list[Path], monkeypa
             )
     for decode_span in world.kept.spans(names.SPAN_DECODE):
         assert decode_span.links == ()
-        assert names.ATTR_BATCH_IDS not in attributes_of(decode_span)
 
 
 async def test_off_leaves_nothing_and_may_change_while_it_runs(
@@ -208,7 +209,9 @@ async def test_off_leaves_nothing_and_may_change_while_it_runs(
         assert answer["stages"] == ["batches"] * N_STAGES
         record = await world.run(5, 6)
         await world.settled([record])
-        assert len(world.kept.one(names.SPAN_DECODE).links) == 6 * N_STAGES
+        assert len(world.kept.one(names.SPAN_DECODE).links) == 1, "one second of passes"
+        rhythm = [kept.spans(names.SPAN_BATCHES) for kept in world.stage_kept]
+        assert [[len(span.events) for span in spans] for spans in rhythm] == [[1, 5]] * N_STAGES
         await world.control.change("off", None)
         n_spans = len(world.kept.spans())
         await world.run(5, 6)
@@ -257,6 +260,10 @@ async def test_a_lost_stage_is_an_event_and_the_new_one_is_told_the_level(
     assert [event["name"] for event in found["streams"][0]["events"]] == ["paused", "resumed"]
     decode = world.kept.one(names.SPAN_DECODE)
     assert [event.name for event in decode.events] == ["paused", "resumed"]
+    pause = world.kept.one(names.SPAN_RECOVERY)
+    assert attributes_of(pause)[names.ATTR_LOST_STAGE] == 1
+    assert pause.parent is not None
+    assert pause.parent.span_id == context_of(decode)[1]
     assert attributes_of(decode)[names.ATTR_RECOVERIES] == 1
 
 

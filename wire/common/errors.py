@@ -34,6 +34,8 @@ class RelaylineError(Exception):
     fault: ClassVar[Fault] = Fault.SERVER
     retryable: ClassVar[bool] = False
     retry_after_s: int | None = None  # when it is worth trying again, where that is known
+    stage_index: int | None = None
+    """Of the stage whose connection brought the error to the coordinator, where one did."""
 
     def __init__(self, message: str) -> None:
         if type(self) is RelaylineError:

@@ -8,7 +8,9 @@ Importing this module costs nothing of OpenTelemetry; only `unpack` and `pack` n
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from relayline.wire.envelopes.frames import TRACE_BYTES
@@ -22,8 +24,11 @@ SPAN_ID_BYTES: Final = 8
 IDS_BYTES: Final = TRACE_ID_BYTES + SPAN_ID_BYTES  # what a span is named by: the context without its flags
 _FLAGS_AT: Final = IDS_BYTES
 _SAMPLED: Final = 0x01
-# A generator of its own: a caller that seeds the shared one must not make two processes choose the same ids.
-_getrandbits = random.SystemRandom().getrandbits
+# A generator of its own: a caller that seeds the shared one must not make two processes choose the same ids. Seeded by
+# the system once, since asking it for every id takes several times as long.
+_ids = random.Random(random.SystemRandom().getrandbits(256))
+os.register_at_fork(after_in_child=lambda: _ids.seed(random.SystemRandom().getrandbits(256)))
+_getrandbits = _ids.getrandbits
 
 
 def is_sampled(context: bytes) -> bool:
@@ -37,6 +42,16 @@ def new_root() -> bytes:
         ids = _getrandbits(8 * IDS_BYTES).to_bytes(IDS_BYTES, "big")
         if any(ids[:TRACE_ID_BYTES]) and any(ids[TRACE_ID_BYTES:]):
             return ids + b"\x01"
+
+
+def new_below(parent: bytes) -> bytes:
+    """Return a fresh sampled context in the trace of another one. Any thread; less than a microsecond."""
+    return parent[:TRACE_ID_BYTES] + (_getrandbits(8 * SPAN_ID_BYTES) or 1).to_bytes(SPAN_ID_BYTES, "big") + b"\x01"
+
+
+def sampled_of(contexts: Iterable[bytes]) -> bytes:
+    """Return the first context that belongs to a recorded trace; NONE when there is none."""
+    return next((context for context in contexts if context[_FLAGS_AT] & _SAMPLED), NONE)
 
 
 def pack(context: SpanContext) -> bytes:

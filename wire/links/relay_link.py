@@ -10,6 +10,7 @@ hardly anything is in flight an envelope goes whatever its size, or one larger t
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import grpc
@@ -49,6 +50,7 @@ class RelayLink:
         self.pool = pool
         self.envelopes_sent = 0
         self.payload_bytes_sent = 0
+        self.handed_ns = 0  # when the latest envelope was handed to gRPC; that it returned is heard of later
         self._channel, self._call = channel, call
         self._on_lost = on_lost
         self._window_bytes: int = accepted.credit_bytes
@@ -120,6 +122,7 @@ class RelayLink:
         try:
             async with self._sending:
                 await self._take_credit(buffer.payload_bytes)
+                self.handed_ns = time.monotonic_ns()
                 await self._call.write(message)
             self.envelopes_sent += 1
             self.payload_bytes_sent += buffer.payload_bytes

@@ -126,6 +126,7 @@ CALLS: dict[str, Call] = {
     _STAGE_SERVICE + "Relay": Call(
         _COORDINATOR | _STAGE, Proof.PASS, "the route's own coordinator or the stage that it named, with the pass"
     ),
+    _STAGE_SERVICE + "Beat": Call(_COORDINATOR, Proof.COORDINATOR),
     _STAGE_SERVICE + "Watch": Call(
         _COORDINATOR | _STAGE, Proof.PASS, "the route's own coordinator or the stage before this one, with the pass"
     ),

@@ -116,11 +116,13 @@ def _build(name: str, endpoint: str) -> SpanExporter:
     if not entries:
         known = sorted({"otlp", "console", "none"} | importlib.metadata.entry_points(group=_ENTRY_POINTS).names)
         raise UsageError(f"{_EXPORTER_KEY} {name!r} is unknown; choose of {', '.join(known)}")
+    from relayline.wire.telemetry.otlp import quick
+
     options: dict[str, Any] = {}
     if endpoint and name == "otlp_proto_http":
         url = urllib.parse.urlsplit(endpoint)
         options["endpoint"] = endpoint if url.path.strip("/") else endpoint.rstrip("/") + _TRACES_PATH
     elif endpoint and name == "otlp_proto_grpc":
         options["endpoint"] = endpoint
-    exporter: SpanExporter = next(iter(entries)).load()(**options)
+    exporter: SpanExporter = quick(next(iter(entries)).load())(**options)
     return exporter

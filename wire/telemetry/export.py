@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace
@@ -21,19 +21,21 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.sdk.trace.sampling import Decision, ParentBasedTraceIdRatio, Sampler, SamplingResult
+from opentelemetry.sdk.trace.sampling import Decision, ParentBasedTraceIdRatio
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from relayline.wire.envelopes import trace_context
 from relayline.wire.telemetry import names
+from relayline.wire.telemetry.spans import FinishedSpan
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
-    from opentelemetry.trace import Link, SpanKind, TraceState
-    from opentelemetry.util.types import Attributes
+    from opentelemetry.util.types import AttributeValue
+
+    from relayline.wire.telemetry.spans import Finished
 
 log = logging.getLogger("relayline.telemetry")
 
-LINKS_PER_SPAN_MAX = 4_096  # a batch links every member, a request every batch; OTEL_SPAN_LINK_COUNT_LIMIT wins
+LINKS_PER_SPAN_MAX = 4_096  # a batch links every member; OTEL_SPAN_LINK_COUNT_LIMIT wins
 EVENTS_PER_SPAN_MAX = 4_096
 SPANS_QUEUED_MAX = 8_192  # ended, not yet handed to the exporter; OTEL_BSP_MAX_QUEUE_SIZE wins
 SPANS_PER_EXPORT_MAX = 512  # OTEL_BSP_MAX_EXPORT_BATCH_SIZE wins
@@ -47,30 +49,57 @@ class Pipe:
 
     def __init__(
         self,
-        service_name: str,
-        instance_id: str,
+        who: Mapping[str, AttributeValue],
         sampler_ratio: float,
         exporters: Sequence[SpanExporter],
         hint: str = "",
     ) -> None:
-        """`hint` is told where spans do not arrive: how they are sent, and what would change that."""
+        """`who` are the attributes of the resource; names.RESOURCE_SERVICE_NAME there is without its stem.
+
+        `hint` is told where spans do not arrive: how they are sent, and what would change that.
+        """
         _route_sdk_log(hint)
         self._ids = _PlannedIds()
+        self._processors = [_Counted(exporter) for exporter in exporters]
+        self._sampler_ratio, self._limits = sampler_ratio, _limits()
+        self._scope = InstrumentationScope(names.SCOPE, importlib.metadata.version("relayline"))
+        self._identify(who)
+
+    def identify(self, who: Mapping[str, AttributeValue]) -> None:
+        """Make spans from here on those of another resource: a stage has been given its place, or another one."""
+        self._identify(who)
+
+    def _identify(self, who: Mapping[str, AttributeValue]) -> None:
+        self._resource = _resource(who)
         self._provider = TracerProvider(
             # 1.0 is no wish of its own: then the SDK reads OTEL_TRACES_SAMPLER.
-            sampler=ParentBasedTraceIdRatio(sampler_ratio) if sampler_ratio < 1.0 else None,
-            resource=_resource(service_name, instance_id),
+            sampler=ParentBasedTraceIdRatio(self._sampler_ratio) if self._sampler_ratio < 1.0 else None,
+            resource=self._resource,
             shutdown_on_exit=False,
             id_generator=self._ids,
-            span_limits=_limits(),
+            span_limits=self._limits,
         )
         # Otherwise no span of this process is ever recorded, and none may be promised.
         self.is_sampling = not self._provider.sampler.get_description().startswith("AlwaysOff")
-        self._provider.sampler = _BatchSampler(self._provider.sampler)
-        self._processors = [_Counted(exporter) for exporter in exporters]
         for processor in self._processors:
             self._provider.add_span_processor(processor)
         self.tracer: trace.Tracer = self._provider.get_tracer(names.SCOPE, importlib.metadata.version("relayline"))
+
+    def samples(self, context: bytes) -> bool:
+        """Return whether the head sampler takes the root of a new trace with these ids."""
+        trace_id = int.from_bytes(context[: trace_context.TRACE_ID_BYTES], "big")
+        decided = self._provider.sampler.should_sample(None, trace_id, names.SPAN_PASSES).decision
+        return decided is Decision.RECORD_AND_SAMPLE
+
+    def emit(self, said: Finished) -> None:
+        """Export a span that is over. Whether it is recorded has been decided where its ids were chosen."""
+        links, events = self._limits.max_links, self._limits.max_events
+        n_links, n_events = _beyond(len(said.links), links), _beyond(len(said.events), events)
+        if n_links or n_events:
+            said = said._replace(links=said.links[:links], events=said.events[n_events:])
+        span = FinishedSpan(said, self._resource, self._scope, n_links, n_events)
+        for processor in self._processors:
+            processor.on_end(span)
 
     @property
     def dropped_spans(self) -> int:
@@ -107,14 +136,19 @@ def _within(timeout_s: float, work: Callable[[], object]) -> bool:
     return not thread.is_alive()
 
 
-def _resource(service_name: str, instance_id: str) -> Resource:
-    ours = {
-        names.RESOURCE_SERVICE_NAME: service_name,
-        names.RESOURCE_SERVICE_INSTANCE: instance_id,
-        names.RESOURCE_SERVICE_VERSION: importlib.metadata.version("relayline"),
-    }
-    # Resource.create would let our values win over OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES.
-    return Resource.create({**ours, **OTELResourceDetector().detect().attributes})
+def _beyond(n: int, most: int | None) -> int:
+    return 0 if most is None else max(0, n - most)
+
+
+def _resource(who: Mapping[str, AttributeValue]) -> Resource:
+    given = dict(OTELResourceDetector().detect().attributes)
+    # One name for all of its services would take their places in the pipeline away from them.
+    stem = str(given.pop(names.RESOURCE_SERVICE_NAME, names.SERVICE_STEM))
+    name = f"{stem}-{who[names.RESOURCE_SERVICE_NAME]!s}"
+    ours = {**who, names.RESOURCE_SERVICE_VERSION: importlib.metadata.version("relayline")}
+    # Resource.create would let our values win over OTEL_RESOURCE_ATTRIBUTES, and OTEL_SERVICE_NAME over our name.
+    detected = Resource.create({}).attributes
+    return Resource({**detected, **ours, **given, names.RESOURCE_SERVICE_NAME: name})
 
 
 def _limits() -> SpanLimits:
@@ -142,30 +176,6 @@ class _PlannedIds(RandomIdGenerator):
     def generate_span_id(self) -> int:
         planned: int = self._planned.__dict__.pop("span_id", 0)
         return planned or super().generate_span_id()
-
-
-class _BatchSampler(Sampler):
-    """A batch is recorded when a request in it is; everything else as the head sampler says."""
-
-    def __init__(self, head: Sampler) -> None:
-        self._head = head
-
-    def should_sample(
-        self,
-        parent_context: Context | None,
-        trace_id: int,
-        name: str,
-        kind: SpanKind | None = None,
-        attributes: Attributes = None,
-        links: Sequence[Link] | None = None,
-        trace_state: TraceState | None = None,
-    ) -> SamplingResult:
-        if name == names.SPAN_BATCH and any(link.context.trace_flags.sampled for link in links or ()):
-            return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes)
-        return self._head.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
-
-    def get_description(self) -> str:
-        return f"BatchSampler{{{self._head.get_description()}}}"
 
 
 class _Counted(SpanProcessor):

@@ -10,23 +10,70 @@ from typing import Final
 
 # --- resources: who speaks --------------------------------------------------------------------------------------------
 
-SERVICE_COORDINATOR: Final = "relayline-coordinator"
-SERVICE_STAGE: Final = "relayline-stage"
+SERVICE_STEM: Final = "relayline"  # OTEL_SERVICE_NAME says another
+SERVICE_COORDINATOR: Final = "coordinator"  # service.name is STEM-coordinator, STEM-stage-0, STEM-stage-1, ...
+SERVICE_STAGE: Final = "stage"
 RESOURCE_SERVICE_NAME: Final = "service.name"
+RESOURCE_SERVICE_NAMESPACE: Final = "service.namespace"  # the pipeline's name
 RESOURCE_SERVICE_INSTANCE: Final = "service.instance.id"
 RESOURCE_SERVICE_VERSION: Final = "service.version"
+RESOURCE_STAGE_NAME: Final = "relayline.stage.name"  # as the manifest names it
+RESOURCE_STAGE_LAYERS: Final = "relayline.stage.layers"  # first and last, as in "0-2"
+RESOURCE_CLOCK: Final = "relayline.clock"  # whose wall clock spans are stamped with, one of:
+CLOCK_OWN: Final = "own"
+CLOCK_COORDINATOR: Final = "coordinator"
+RESOURCE_CLOCK_OFFSET: Final = "relayline.clock.offset_s"  # what was added to this host's own wall clock
+RESOURCE_CLOCK_UNCERTAINTY: Final = "relayline.clock.uncertainty_s"  # the offset is right to within so much
 SCOPE: Final = "relayline"  # instrumentation scope of every span
 
 # --- spans ------------------------------------------------------------------------------------------------------------
 
 # The HTTP server span is named by convention: "{method} {route}".
-SPAN_TOKENIZE: Final = "relayline.tokenize"
-SPAN_QUEUE: Final = "relayline.queue"  # waiting for a lane
-SPAN_PREFILL: Final = "relayline.prefill"
-SPAN_PREFILL_CHUNK: Final = "relayline.prefill.chunk"
-SPAN_DECODE: Final = "relayline.decode"
-SPAN_BATCH: Final = "relayline.batch"  # one native batched decode of one stage; the root of its own trace
-SPAN_FRAME: Final = "relayline.frame"  # level frames: one frame at one stage, in the request's trace
+SPAN_TOKENIZE: Final = "tokenize"
+SPAN_QUEUE: Final = "queue"  # waiting for a lane
+SPAN_PREFILL: Final = "prefill"
+SPAN_PREFILL_CHUNK: Final = "prefill chunk"
+SPAN_DECODE: Final = "decode"
+SPAN_RECOVERY: Final = "recovery"  # from the loss of a stage or link until the session goes on
+SPAN_BATCHES: Final = "batches"  # what one stage did for one phase of a request; an event per batch
+SPAN_SEND: Final = "send"  # of a pass: from the choice of its rows until its envelope has left for stage 0
+SPAN_RETURN: Final = "return"  # of a pass: from the arrival of its tokens until what follows from them has left
+# A trace of passes has a root named SPAN_PASSES and a size, a batch or a frame is named by its phase and a size: these
+# names are what a row of Jaeger shows and what its list of operations offers, so that they are few.
+SPAN_PASSES: Final = "passes"
+PHASE_DECODE: Final = "decode"
+PHASE_PREFILL: Final = "prefill"
+PHASE_MIXED: Final = "mixed"
+PHASES: Final = (PHASE_DECODE, PHASE_PREFILL, PHASE_MIXED)
+_EXACT_TO = 8
+_RANGES = ((9, 16), (17, 32), (33, 64))
+_SIZES: Final = (
+    *(f"×{n}" for n in range(1, _EXACT_TO + 1)),
+    *(f"×{low}-{high}" for low, high in _RANGES),
+    f"×{_RANGES[-1][1] + 1}+",
+)
+
+
+def size_of(n_streams: int) -> str:
+    """Return so many streams in few words: exact to 8, then a doubling, as in "×5" and "×9-16"."""
+    if n_streams <= _EXACT_TO:
+        return _SIZES[max(1, n_streams) - 1]
+    return next((f"×{low}-{high}" for low, high in _RANGES if n_streams <= high), _SIZES[-1])
+
+
+_BY_SIZE: Final = {
+    phase: [f"{phase} {size_of(n)}" for n in range(_RANGES[-1][1] + 2)] for phase in (*PHASES, SPAN_PASSES)
+}
+
+
+def sized(phase: str, n_streams: int) -> str:
+    """Return the name of a batch, a frame's span or a root of passes: "decode ×5"."""
+    named = _BY_SIZE[phase]
+    return named[min(n_streams, len(named) - 1)]
+
+
+BATCH_NAMES: Final = frozenset(f"{phase} {size}" for phase in PHASES for size in _SIZES)
+PASSES_NAMES: Final = frozenset(f"{SPAN_PASSES} {size}" for size in _SIZES)
 
 # --- attributes by convention -----------------------------------------------------------------------------------------
 
@@ -38,7 +85,10 @@ URL_SCHEME: Final = "url.scheme"
 SERVER_ADDRESS: Final = "server.address"
 SERVER_PORT: Final = "server.port"
 CLIENT_ADDRESS: Final = "client.address"
-HTTP_X_REQUEST_ID: Final = "http.request.header.x-request-id"  # text array, by convention: the caller's or ours
+# One value each rather than the conventions' list of them: a list cannot be searched for by what stands in it.
+HTTP_REQUEST_ID: Final = "http.request.header.x-request-id"  # the caller's own
+HTTP_RESPONSE_ID: Final = "http.response.header.x-request-id"  # what the answer said, hence always there
+BAGGAGE: Final = "baggage."  # what the caller's W3C baggage says, by its keys
 ERROR_TYPE: Final = "error.type"
 GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
 GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
@@ -68,7 +118,6 @@ GEN_AI_OUTPUT_MESSAGES: Final = "gen_ai.output.messages"  # only with telemetry 
 
 ATTR_REQUEST_ID: Final = "relayline.request.id"
 ATTR_SESSION_ID: Final = "relayline.session.id"  # hexadecimal text: 64-bit numbers do not fit every store
-ATTR_BATCH_IDS: Final = "relayline.batch.ids"  # text array: "<trace id>-<span id>" or "<stage>:<step>"
 
 # --- our attributes: a batch span -------------------------------------------------------------------------------------
 
@@ -110,8 +159,9 @@ ATTR_POLICY_PAD_TARGET: Final = "relayline.policy.pad_target_rows"
 
 ATTR_LINK: Final = "relayline.link"  # what a link means, one of:
 LINK_MEMBER: Final = "member"  # to the request that a frame of the batch belongs to
-LINK_UPSTREAM_BATCH: Final = "upstream_batch"  # to the batch of the stage before that computed these rows
-LINK_BATCH: Final = "batch"  # from a request's span to a batch it was in
+LINK_UPSTREAM_BATCH: Final = "upstream_batch"  # to another batch of the stage before, beside the parent
+LINK_BATCH: Final = "batch"  # from a frame to its batch; from a request's `batches` to its first in a trace of passes
+LINK_PASSES: Final = "passes"  # from a request's phase to the root of a trace of passes that it was in
 ATTR_FRAME_POSITION: Final = "relayline.frame.position"  # absolute position of its first row
 ATTR_FRAME_ROWS: Final = "relayline.frame.rows"
 ATTR_FRAME_PREFILL: Final = "relayline.frame.prefill"
@@ -120,21 +170,60 @@ ATTR_FRAME_UPSTREAM_WAIT_NS: Final = "relayline.frame.upstream_wait_ns"  # betwe
 
 # --- our attributes: the decode span of a request ---------------------------------------------------------------------
 
-ATTR_TTFT_NS: Final = "relayline.ttft_ns"
-ATTR_ITL_MEAN_NS: Final = "relayline.itl_mean_ns"
-ATTR_ITL_P50_NS: Final = "relayline.itl_p50_ns"
-ATTR_ITL_P95_NS: Final = "relayline.itl_p95_ns"
-ATTR_ITL_MAX_NS: Final = "relayline.itl_max_ns"
+# Times that people read are in seconds, as the conventions have it.
+ATTR_PROMPT_TOKENS: Final = "relayline.prompt_tokens"
+ATTR_GENERATED_TOKENS: Final = "relayline.generated_tokens"
+ATTR_FINISH_REASON: Final = "relayline.finish_reason"
+ATTR_TTFT: Final = "relayline.ttft_s"
+ATTR_ITL_MEAN: Final = "relayline.itl_mean_s"
+ATTR_ITL_P50: Final = "relayline.itl_p50_s"
+ATTR_ITL_P95: Final = "relayline.itl_p95_s"
+ATTR_ITL_MAX: Final = "relayline.itl_max_s"
 ATTR_RECOVERIES: Final = "relayline.recoveries"
 ATTR_DRAFTED: Final = "relayline.drafts.tokens"  # guesses that were sent, where there were any
 ATTR_ACCEPTED: Final = "relayline.drafts.accepted_tokens"  # those of them that were right
 # Per stage, arrays in stage order, from the stages' SessionSummary:
 ATTR_STAGE_BATCH_ROWS_MEAN: Final = "relayline.stages.batch_rows_mean"
 ATTR_STAGE_BATCH_ROWS_MAX: Final = "relayline.stages.batch_rows_max"
-ATTR_STAGE_WAIT_SUM_NS: Final = "relayline.stages.wait_sum_ns"
-ATTR_STAGE_WAIT_MAX_NS: Final = "relayline.stages.wait_max_ns"
-ATTR_STAGE_DECODE_NS: Final = "relayline.stages.decode_ns"
+ATTR_STAGE_WAIT_SUM: Final = "relayline.stages.wait_sum_s"
+ATTR_STAGE_WAIT_MAX: Final = "relayline.stages.wait_max_s"
+ATTR_STAGE_DECODE: Final = "relayline.stages.decode_s"
 ATTR_STAGE_STEPS: Final = "relayline.stages.steps"
+
+# --- our attributes: a stage's `batches` span of a request, and the events of batches ---------------------------------
+
+ATTR_BATCHES: Final = "relayline.batches"  # how many
+ATTR_BATCHES_GROUPED: Final = "relayline.batches.grouped"  # of these, older ones that share an event with others
+ATTR_WAIT: Final = "relayline.wait_s"  # waits of its frames, summed
+ATTR_WAIT_MAX: Final = "relayline.wait_max_s"
+ATTR_DECODE: Final = "relayline.decode_s"  # inside native decode, summed
+ATTR_ROWS_MEAN: Final = "relayline.batch_rows_mean"  # rows of its batches, mates included
+ATTR_ROWS_MAX: Final = "relayline.batch_rows_max"
+ATTR_STREAMS_MEAN: Final = "relayline.batch_streams_mean"
+EVENT_CLOSED: Final = "closed"  # begins the name of the event with which a batch stopped waiting
+EVENT_DECODED: Final = "decoded"
+EVENT_ATTR_REASON: Final = "reason"
+EVENT_ATTR_ROWS: Final = "rows"
+EVENT_ATTR_WAITED: Final = "waited_s"
+EVENT_ATTR_MEASURED: Final = "measured_s"
+EVENT_ATTR_PREDICTED: Final = "predicted_s"
+EVENT_ATTR_CAUSE: Final = "cause"
+
+# --- our attributes: the root of a trace of passes --------------------------------------------------------------------
+
+ATTR_PASSES: Final = "relayline.passes"
+ATTR_PASSES_TOKENS: Final = "relayline.passes.tokens"  # that came back
+ATTR_PASSES_ROWS: Final = "relayline.passes.rows"  # that left
+ATTR_PASSES_STREAMS: Final = "relayline.passes.streams"  # different ones
+ATTR_PASSES_STREAMS_MAX: Final = "relayline.passes.streams_max"  # of the largest
+ATTR_PASSES_BUSY: Final = "relayline.passes.stage_busy"  # array in stage order: share of the time in native decode
+ATTR_PASSES_OVERLAP: Final = "relayline.passes.overlap"  # share of the busy time in which two or more stages worked
+ATTR_PASSES_UNANSWERED: Final = "relayline.passes.unanswered"  # frames that nothing came back for in time
+ATTR_PASS_ROWS: Final = "relayline.pass.rows"
+ATTR_PASS_STREAMS: Final = "relayline.pass.streams"
+ATTR_PASS_TOKENS: Final = "relayline.pass.tokens"
+ATTR_LOST_STAGE: Final = "relayline.lost.stage"  # index of the stage that was lost, where it is known
+ATTR_LOST_CAUSE: Final = "relayline.lost.cause"
 
 # --- metrics of a stage, at its own /metrics. Every one carries the label `stage` ------------------------------------
 # Names are families: counters are exposed with `_total`, histograms with `_bucket`, `_sum` and `_count`.
@@ -143,6 +232,7 @@ LABEL_STAGE: Final = "stage"
 LABEL_CLOSE_REASON: Final = "reason"
 LABEL_DIRECTION: Final = "direction"  # in | out
 LABEL_ERROR: Final = "label"
+LABEL_TRACE: Final = "trace_id"  # of an exemplar: the second of passes that it was in
 
 METRIC_BATCH_INFO: Final = "relayline_batch_stage_info"  # labels: layers, pipeline, policy, version
 METRIC_BATCH_ROWS: Final = "relayline_batch_rows"  # histogram: rows of a native step, padding left out
@@ -176,14 +266,14 @@ METRIC_TELEMETRY_LEVEL: Final = "relayline_telemetry_level"  # 0 off, 1 summary,
 
 ATTR_CHOICE: Final = "relayline.choice.index"  # of a request with several choices
 ATTR_SHARED_WITH: Final = "relayline.shared_with"  # request id of whoever opened the session that this one reads
-ATTR_LINKS_DROPPED: Final = "relayline.batch.links_dropped"  # recorded batches that the span could not link to
+ATTR_LINKS_DROPPED: Final = "relayline.passes.links_dropped"  # traces of passes that the span could not link to
 ATTR_CHUNK_POSITION: Final = "relayline.chunk.position"
 ATTR_CHUNK_ROWS: Final = "relayline.chunk.rows"
 ATTR_CHUNKS: Final = "relayline.chunks"  # prefill chunks that a prompt was cut into
-ATTR_QUEUE_NS: Final = "relayline.queue_ns"
+ATTR_QUEUE: Final = "relayline.queue_s"
 ATTR_STAGES_REPORTED: Final = "relayline.stages.reported"  # stages that have summed the session up in time
-ATTR_STAGE_PREFILL_WAIT_NS: Final = "relayline.stages.prefill_wait_ns"
-ATTR_STAGE_DECODE_WAIT_NS: Final = "relayline.stages.decode_wait_ns"
+ATTR_STAGE_PREFILL_WAIT: Final = "relayline.stages.prefill_wait_s"
+ATTR_STAGE_DECODE_WAIT: Final = "relayline.stages.decode_wait_s"
 EVENT_PAUSED: Final = "paused"  # a stage or link was lost
 EVENT_RESUMED: Final = "resumed"  # starts again from its history at a new epoch
 EVENT_REPLAYED: Final = "replayed"  # starts again from its history after a fault of its own

@@ -15,29 +15,33 @@ from __future__ import annotations
 import enum
 import os
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 
 from relayline.wire.envelopes import trace_context
 from relayline.wire.telemetry import names
+from relayline.wire.telemetry.clock import Clock
 from relayline.wire.telemetry.config import LEVEL_NAMES, Level, TelemetryConfig
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.util.types import Attributes
+    from opentelemetry.util.types import Attributes, AttributeValue
 
     from relayline.wire.telemetry.export import Pipe
+    from relayline.wire.telemetry.spans import Finished
 
 __all__ = ["LEVEL_NAMES", "SHUTDOWN_TIMEOUT_S", "Level", "Role", "Telemetry", "TelemetryConfig", "context_of"]
 
+AT_ONCE_NS = 20_000  # two readings of clocks that nothing came between
+READINGS_MAX = 4
 SHUTDOWN_TIMEOUT_S = 2.0  # for the last spans at the end of a process; what is left then is dropped
 
 
 class Role(enum.Enum):
-    """Which process speaks; the value is its service.name."""
+    """Which process speaks; the value is what its service.name ends with, a stage's without its index."""
 
     COORDINATOR = names.SERVICE_COORDINATOR
     STAGE = names.SERVICE_STAGE
@@ -49,11 +53,17 @@ class Telemetry:
     Event loop only, apart from `level`, `is_exporting` and `records`, which any thread may read.
     """
 
-    def __init__(self, config: TelemetryConfig | None = None, pipe: Pipe | None = None) -> None:
+    def __init__(
+        self,
+        config: TelemetryConfig | None = None,
+        pipe: Pipe | None = None,
+        who: Mapping[str, AttributeValue] | None = None,
+    ) -> None:
         self.config = config or TelemetryConfig()
         self.level = self.config.level
-        self._pipe = pipe
-        self.tracer: trace.Tracer = pipe.tracer if pipe else trace.NoOpTracer()
+        self._pipe, self._who = pipe, dict(who or {})
+        self._clock: Clock | None = None
+        self._told: Clock | None = None  # what the resource says of the clock
 
     @classmethod
     def start(
@@ -62,11 +72,12 @@ class Telemetry:
         instance_id: str,
         config: TelemetryConfig,
         exporters: Sequence[SpanExporter] | None = None,
+        **more: Any,
     ) -> Telemetry:
         """Set up export as flags and OTEL_* variables say, or to the given exporters (tests).
 
-        instance_id becomes service.instance.id unless OTEL_RESOURCE_ATTRIBUTES says otherwise. Never waits for a
-        collector. Raises UsageError for settings that cannot be used.
+        instance_id becomes service.instance.id unless OTEL_RESOURCE_ATTRIBUTES says otherwise; `more` is as for
+        `identify`. Never waits for a collector. Raises UsageError for settings that cannot be used.
         """
         from relayline.wire.telemetry import choice as telemetry_choice
 
@@ -76,8 +87,60 @@ class Telemetry:
             return cls(config)
         from relayline.wire.telemetry.export import Pipe
 
+        who = {names.RESOURCE_SERVICE_NAME: role.value, names.RESOURCE_SERVICE_INSTANCE: instance_id}
         hint = telemetry_choice.hint(config.otlp_endpoint, os.environ)
-        return cls(config, Pipe(role.value, instance_id, config.sampler_ratio, exporters, hint))
+        telemetry = cls(config, Pipe(who, config.sampler_ratio, exporters, hint), who)
+        telemetry.identify(**more)
+        return telemetry
+
+    def identify(
+        self,
+        *,
+        stage_index: int | None = None,
+        pipeline_name: str | None = None,
+        stage_name: str | None = None,
+        layers: tuple[int, int] | None = None,
+    ) -> None:
+        """Say who speaks, as far as it is known now; spans that are made from here on say it.
+
+        layers: first, and one past the last. What is not given stays as it was.
+        """
+        known = dict(self._who)
+        if stage_index is not None:
+            known[names.RESOURCE_SERVICE_NAME] = f"{names.SERVICE_STAGE}-{stage_index}"
+        if layers is not None:
+            known[names.RESOURCE_STAGE_LAYERS] = f"{layers[0]}-{layers[1] - 1}"
+        if pipeline_name is not None:
+            known[names.RESOURCE_SERVICE_NAMESPACE] = pipeline_name
+        if stage_name is not None:
+            known[names.RESOURCE_STAGE_NAME] = stage_name
+        self._say(known)
+
+    def _say(self, known: dict[str, AttributeValue]) -> None:
+        if known != self._who and self._pipe is not None:
+            self._pipe.identify({key: value for key, value in known.items() if value != ""})
+        self._who = known
+
+    def set_clock(self, clock: Clock) -> None:
+        """Stamp spans with the coordinator's wall clock from here on, and say so in the resource."""
+        self._clock = clock
+        if self._told is not None and clock.is_like(self._told):
+            return  # a resource for every estimate would make a service of many of each stage
+        self._told = clock
+        offset_ns = clock.unix_offset_ns - own_offset_ns()
+        self._say(
+            {
+                **self._who,
+                names.RESOURCE_CLOCK: names.CLOCK_COORDINATOR,
+                names.RESOURCE_CLOCK_OFFSET: round(offset_ns / 1e9, 6) + 0.0,
+                names.RESOURCE_CLOCK_UNCERTAINTY: round(clock.uncertainty_ns / 1e9, 6),
+            }
+        )
+
+    @property
+    def clock(self) -> Clock | None:
+        """What the coordinator said of its clock last; None: spans are stamped with this host's own."""
+        return self._clock
 
     @property
     def is_exporting(self) -> bool:
@@ -118,17 +181,27 @@ class Telemetry:
         # An explicit context: what happens to be current on the event loop belongs to somebody else.
         above = trace.NonRecordingSpan(parent) if parent is not None else trace.INVALID_SPAN
         context = trace.set_span_in_context(above, Context())
-        return self.tracer.start_span(
+        if self._pipe is None:
+            return trace.INVALID_SPAN
+        return self._pipe.tracer.start_span(
             name, context=context, kind=kind, links=links, attributes=attributes, start_time=start_ns
         )
 
-    @staticmethod
-    def wall_offset_ns() -> int:
-        """Return what to add to this process's monotonic nanoseconds to get the wall clock's.
+    def emit(self, said: Finished) -> None:
+        """Export a span that is over; whether to record it has been decided where its ids were chosen."""
+        if self._pipe is not None:
+            self._pipe.emit(said)
+
+    def samples(self, context: bytes) -> bool:
+        """Return whether the root of a new trace with these ids is to be recorded, by what OTEL_* says."""
+        return self._pipe is not None and self._pipe.samples(context)
+
+    def wall_offset_ns(self) -> int:
+        """Return what to add to this process's monotonic nanoseconds for the wall clock that spans are stamped with.
 
         Asked anew for every span, since the wall clock may be set; use one answer for all times of one span.
         """
-        return time.time_ns() - time.monotonic_ns()
+        return self._clock.unix_offset_ns if self._clock is not None else own_offset_ns()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything ended so far was exported or given up; false when time ran out. Blocks."""
@@ -138,6 +211,18 @@ class Telemetry:
         """Export what is left within timeout_s, drop and count the rest. Blocks; call it off the event loop."""
         if self._pipe is not None:
             self._pipe.shutdown(timeout_s)
+
+
+def own_offset_ns() -> int:
+    """Return what to add to this process's monotonic nanoseconds for its own wall clock.
+
+    Both are read as if at once: between two readings this thread may have to wait for a core.
+    """
+    for _ in range(READINGS_MAX):
+        before_ns, wall_ns, after_ns = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        if after_ns - before_ns < AT_ONCE_NS:
+            break
+    return wall_ns - (before_ns + after_ns) // 2
 
 
 def context_of(span: trace.Span) -> bytes:

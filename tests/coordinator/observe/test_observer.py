@@ -11,9 +11,15 @@ from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client.parser import text_string_to_metric_families
 
 from relayline.coordinator.observe.observer import SUMMARY_WAIT_S, Observer
-from relayline.coordinator.observe.tracing import LINKS_PER_TURN
+from relayline.coordinator.observe.tracing import BAGGAGE_ENTRIES_MAX
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
-from relayline.coordinator.sessions.request_log import BATCHES_MAX, NO_TRACE, RequestRecord, StreamRecord
+from relayline.coordinator.sessions.request_log import (
+    BAGGAGE_BYTES_MAX,
+    NO_TRACE,
+    PASSES_MAX,
+    RequestRecord,
+    StreamRecord,
+)
 from relayline.coordinator.sessions.session import OutFrame, Session
 from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.frames import Flag
@@ -68,18 +74,13 @@ class World:
             self.observer.token(record, 3 + index, last, start_ns + 100 * (index + 1))
         self.observer.ended(record, start_ns + 100 * n_tokens)
 
-    def summary(self, session: Session, stage: int, contexts: tuple[bytes, ...] = (), **more: int) -> None:
-        self.observer.summarised(
-            [
-                pb.SessionSummary(
-                    session_id=session.session_id,
-                    stage_index=stage,
-                    batches=b"".join(contexts),
-                    batch_steps=range(1, len(contexts) + 1),
-                    **more,
-                )
-            ]
-        )
+    def summary(self, session: Session, stage: int, **more: int) -> None:
+        self.observer.summarised([pb.SessionSummary(session_id=session.session_id, stage_index=stage, **more)])
+
+    @property
+    def waits(self) -> list[Callable[[], None]]:
+        """Timers that wait for summaries."""
+        return [call for delay_s, call in self.timers if delay_s == SUMMARY_WAIT_S]
 
     def figures(self) -> dict[tuple[str, ...], float]:
         return {
@@ -93,11 +94,6 @@ def times_of(span: ReadableSpan) -> tuple[int, int]:
     assert span.start_time is not None
     assert span.end_time is not None
     return span.start_time - OFFSET_NS, span.end_time - OFFSET_NS
-
-
-def ids(number: int) -> bytes:
-    """A trace id of 1 and a span id."""
-    return ((1 << 64) + number).to_bytes(trace_context.IDS_BYTES, "big")
 
 
 def test_one_request_is_one_trace_with_its_phases() -> None:
@@ -139,9 +135,9 @@ def test_one_request_is_one_trace_with_its_phases() -> None:
     decode = attributes_of(spans[names.SPAN_DECODE])
     assert decode[names.ATTR_SESSION_ID] == f"{session.session_id:016x}"
     assert decode[names.ATTR_REQUEST_ID] == "cmpl-r"
-    assert decode[names.ATTR_TTFT_NS] == 1_100
-    assert decode[names.ATTR_QUEUE_NS] == 1_000
-    assert (decode[names.ATTR_ITL_MEAN_NS], decode[names.ATTR_ITL_MAX_NS]) == (100, 100)
+    assert decode[names.ATTR_TTFT] == 1_100e-9
+    assert decode[names.ATTR_QUEUE] == 1_000e-9
+    assert (decode[names.ATTR_ITL_MEAN], decode[names.ATTR_ITL_MAX]) == (100e-9, 100e-9)
     assert names.ERROR_TYPE not in said
 
 
@@ -267,7 +263,8 @@ def test_what_is_not_traced_costs_no_span_and_carries_zeros(
     world.observer.left(record.streams[0], 9_000)
     world.observer.answered(record, 9_000)
     world.observer.close()
-    assert world.kept.spans() == []
+    # Seconds of passes are sampled by themselves, whatever a caller decided of a request.
+    assert [span for span in world.kept.spans() if span.name not in names.PASSES_NAMES] == []
     assert record.trace_id == ""
     assert len(world.observer.log) == (0 if level is Level.OFF else 1)
     assert world.figures()["relayline_generation_tokens_total",] == 3  # figures do not depend on the level
@@ -278,62 +275,48 @@ def test_a_sampled_caller_wins_over_the_ratio() -> None:
     assert world.receive(traceparent=PARENT).trace_id
 
 
-def test_the_decode_span_links_to_every_batch_and_names_it() -> None:
+def test_the_decode_span_sums_up_what_the_stages_say() -> None:
     world = World()
     session = world.open(world.receive())
     world.run(session)
-    assert [delay_s for delay_s, _ in world.timers] == [SUMMARY_WAIT_S]
+    assert len(world.waits) == 1
     more = {"n_decode_steps": 4, "batch_rows_sum": 10, "batch_rows_max": 5, "decode_wait_ns": 70, "wait_max_ns": 40}
-    world.summary(session, 1, (ids(21), ids(22)), n_prefill_steps=2, prefill_wait_ns=9, decode_ns=500, **more)
+    world.summary(session, 1, n_prefill_steps=2, prefill_wait_ns=9, decode_ns=500, **more)
     assert world.kept.spans(names.SPAN_DECODE) == []  # one stage has yet to say
-    world.summary(session, 0, (ids(11),))
+    world.summary(session, 0)
     decode = world.kept.one(names.SPAN_DECODE)
     assert times_of(decode) == (3_100, 3_300)  # the wait for summaries is not part of it
-    linked = [link.context.span_id for link in decode.links]
-    assert linked == [11, 21, 22]
-    assert all(dict(link.attributes or {})[names.ATTR_LINK] == names.LINK_BATCH for link in decode.links)
     said = attributes_of(decode)
-    assert said[names.ATTR_BATCH_IDS] == ("0:1", "1:1", "1:2")
     assert said[names.ATTR_STAGE_STEPS] == (0, 6)
     assert said[names.ATTR_STAGE_BATCH_ROWS_MEAN] == (0.0, 2.5)
     assert said[names.ATTR_STAGE_BATCH_ROWS_MAX] == (0, 5)
-    assert said[names.ATTR_STAGE_WAIT_SUM_NS] == (0, 79)
-    assert said[names.ATTR_STAGE_DECODE_WAIT_NS] == (0, 70)
-    assert said[names.ATTR_STAGE_WAIT_MAX_NS] == (0, 40)
+    assert said[names.ATTR_STAGE_WAIT_SUM] == (0, 79e-9)
+    assert said[names.ATTR_STAGE_DECODE_WAIT] == (0, 70e-9)
+    assert said[names.ATTR_STAGE_WAIT_MAX] == (0, 40e-9)
     assert said[names.ATTR_STAGES_REPORTED] == (0, 1)
-    world.timers[0][1]()  # too late to matter
+    world.waits[0]()  # too late to matter
     assert len(world.kept.spans(names.SPAN_DECODE)) == 1
 
 
-def test_links_survive_beyond_128_and_are_bounded_per_stage() -> None:
+def test_a_phase_links_to_the_latest_seconds_of_passes_that_it_was_in() -> None:
     world = World()
     session = world.open(world.receive())
-    world.run(session)
-    many = tuple(ids(1_000 + at) for at in range(BATCHES_MAX))
-    world.summary(session, 0, many)
-    world.summary(session, 1, (ids(7), ids(8)))
-    assert world.kept.spans(names.SPAN_DECODE) == []  # others are served in between
-    n_turns = 0
-    while len(world.timers) > 1:
-        delay_s, go_on = world.timers.pop()
-        assert delay_s == 0.0
-        go_on()
-        n_turns += 1
-    assert n_turns == BATCHES_MAX // 2 // LINKS_PER_TURN
-    decode = world.kept.one(names.SPAN_DECODE)
-    assert len(decode.links) == BATCHES_MAX // 2 + 2
-    assert decode.dropped_links == 0
-    assert attributes_of(decode)[names.ATTR_LINKS_DROPPED] == BATCHES_MAX // 2
-
-
-def test_an_end_does_not_leave_links_half_made() -> None:
-    world = World()
-    session = world.open(world.receive())
-    world.run(session)
-    world.summary(session, 0, tuple(ids(1_000 + at) for at in range(1_000)))
-    world.summary(session, 1)
+    roots = [trace_context.new_root() for _ in range(PASSES_MAX + 5)]
+    world.observer.started(session.record, 3_000)
+    session.record.passed(roots[0])
+    world.observer.token(session.record, 3, None, 3_100)
+    for root in roots:
+        session.record.passed(root)
+        session.record.passed(root)  # a second of passes has many of them
+    world.observer.token(session.record, 4, "length", 3_200)
+    world.observer.ended(session.record, 3_200)
     world.observer.close()
-    assert len(world.kept.one(names.SPAN_DECODE).links) == 1_000
+    prefill, decode = world.kept.one(names.SPAN_PREFILL), world.kept.one(names.SPAN_DECODE)
+    linked = [[trace_context.pack(link.context) for link in span.links] for span in (prefill, decode)]
+    assert linked == [roots[:1], roots[5:]]
+    assert {dict(link.attributes or {})[names.ATTR_LINK] for link in decode.links} == {names.LINK_PASSES}
+    assert attributes_of(decode)[names.ATTR_LINKS_DROPPED] == 5
+    assert not [key for key in attributes_of(decode) if key.startswith("gen_ai.")]
 
 
 def test_a_silent_stage_delays_the_span_once_and_not_its_end() -> None:
@@ -341,7 +324,7 @@ def test_a_silent_stage_delays_the_span_once_and_not_its_end() -> None:
     session = world.open(world.receive())
     world.run(session)
     world.summary(session, 0)
-    world.timers[0][1]()
+    world.waits[0]()
     decode = world.kept.one(names.SPAN_DECODE)
     assert times_of(decode) == (3_100, 3_300)
     assert attributes_of(decode)[names.ATTR_STAGES_REPORTED] == (0,)
@@ -361,6 +344,7 @@ def test_a_cancelled_session_says_so() -> None:
     assert times_of(prefill) == (3_000, 3_500)
     assert prefill.status.status_code is StatusCode.ERROR
     assert attributes_of(prefill)[names.ERROR_TYPE] == "cancelled"
+    assert [event.name for event in prefill.events] == ["cancelled"]
     assert world.figures()["relayline_request_success_total", "abort"] == 1
 
 
@@ -370,16 +354,18 @@ def test_a_failed_session_names_its_error_and_the_request_too() -> None:
     session = world.open(record)
     world.observer.started(session.record, 3_000)
     world.observer.token(session.record, 3, None, 3_100)
-    session.record.error = "stage_lost"
+    session.record.error, session.record.error_text = "stage_lost", "stage 1 is gone"
     world.observer.ended(session.record, 3_200)
     world.observer.left(record.streams[0], 3_200)
     world.observer.close()
-    record.status, record.error = 503, "stage_lost"
+    record.status, record.error, record.error_text = 503, "stage_lost", "stage 1 is gone"
     world.observer.answered(record, 3_300)
     for name in (names.SPAN_DECODE, "POST /v1/completions"):
         span = world.kept.one(name)
-        assert span.status.status_code is StatusCode.ERROR
+        assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, "stage 1 is gone")
         assert attributes_of(span)[names.ERROR_TYPE] == "stage_lost"
+        (event,) = span.events
+        assert (event.name, dict(event.attributes or {})) == ("failed", {names.EVENT_ATTR_CAUSE: "stage 1 is gone"})
     assert world.figures()["relayline_request_success_total", "error"] == 1
 
 
@@ -388,18 +374,22 @@ def test_a_request_that_never_had_a_lane_has_waited() -> None:
     session = world.open(world.receive())
     world.observer.ended(session.record, 7_000)
     assert times_of(world.kept.one(names.SPAN_QUEUE)) == (2_000, 7_000)
-    assert world.timers == []  # no stage knows it
+    assert world.waits == []  # no stage knows it
     assert world.figures()["relayline_request_queue_time_seconds_sum",] == pytest.approx(5_000e-9)
 
 
 def test_a_clients_mistake_is_no_error_of_the_server() -> None:
     world = World()
     record = world.receive()
-    record.status, record.error = 400, "invalid_request"
+    record.status, record.error, record.error_text = 400, "invalid_request", "max_tokens: 0 is too few"
     world.observer.answered(record, 2_000)
     root = world.kept.one("POST /v1/completions")
     assert root.status.status_code is StatusCode.UNSET
     assert attributes_of(root)[names.ERROR_TYPE] == "invalid_request"
+    (event,) = root.events
+    assert (event.name, dict(event.attributes or {})) == (
+        "refused", {names.EVENT_ATTR_CAUSE: "max_tokens: 0 is too few"},
+    )  # fmt: skip
 
 
 def test_losses_and_replays_are_events_of_the_running_phase() -> None:
@@ -407,7 +397,7 @@ def test_losses_and_replays_are_events_of_the_running_phase() -> None:
     session = world.open(world.receive())
     world.observer.started(session.record, 3_000)
     world.observer.token(session.record, 3, None, 3_100)
-    world.observer.lost("stage 1 is gone", 3_150)
+    world.observer.lost("stage 1 is gone", 3_150, 1)
     world.observer.connected(N_STAGES)  # with fewer lanes, say: the session waits for one
     world.observer.lost("stage 2 is gone", 3_200)
     world.observer.connected(N_STAGES)
@@ -422,6 +412,11 @@ def test_losses_and_replays_are_events_of_the_running_phase() -> None:
         ("paused", 3_150), ("resumed", 3_400), ("replayed", 3_450),
     ]  # fmt: skip
     assert attributes_of(decode)[names.ATTR_RECOVERIES] == 1
+    pause = world.kept.one(names.SPAN_RECOVERY)
+    assert times_of(pause) == (3_150, 3_400)
+    assert pause.parent is not None
+    assert (pause.parent.span_id, attributes_of(pause)[names.ATTR_LOST_STAGE]) == (decode.context.span_id, 1)
+    assert attributes_of(pause)[names.ATTR_LOST_CAUSE] == "stage 1 is gone"
     assert session.record.started_ns == 3_000
     assert world.figures()["relayline_recoveries_total",] == 2
     assert world.figures()["relayline_request_replays_total",] == 1
@@ -509,3 +504,19 @@ def test_histograms_observe_each_request_once() -> None:
     assert figures["relayline_request_generation_tokens_sum",] == 5
     assert figures["relayline_request_success_total", "length"] == 1
     assert world.timers == []  # at level off no stage sums anything up
+
+
+def test_baggage_goes_on_and_what_is_none_is_left_out() -> None:
+    world = World()
+    header = "tenant=blue%20team,bad key=1,odd=\udcff%ff," + ",".join(f"k{n}={'v' * 50}" for n in range(100))
+    record = world.receive(baggage=header)
+    session = world.open(record)
+    world.observer.answered(record, 2_000)
+    said = attributes_of(world.kept.one("POST /v1/completions"))
+    found = {key: value for key, value in said.items() if key.startswith(names.BAGGAGE)}
+    assert found["baggage.tenant"] == "blue team"
+    assert "baggage.bad key" not in found
+    assert len(found) == BAGGAGE_ENTRIES_MAX
+    assert session.record.baggage.startswith("tenant=blue%20team,")
+    assert session.record.baggage.isascii()
+    assert len(session.record.baggage) <= BAGGAGE_BYTES_MAX

@@ -32,7 +32,7 @@ from relayline.deploy.cli.main import relayline
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.testing.otlp_receiver import StoredSpan, receiving
 from relayline.deploy.testing.paths import DEPLOY
-from relayline.deploy.testing.trace_rebuild import is_complete, rebuild
+from relayline.deploy.testing.trace_rebuild import ROUTE, is_complete, rebuild
 from relayline.deploy.testing.traced_pipeline import PROMPTS, Traced, ask_all, settled, text_of, traced_pipeline
 from relayline.wire.telemetry import names
 
@@ -97,11 +97,12 @@ def test_jaeger_uses_what_it_defines_and_listens_where_relayline_sends() -> None
 
 
 def test_links_of_the_ui_search_for_the_tag_they_stand_on() -> None:
-    known = {value for key, value in vars(names).items() if key.startswith("ATTR_")}
+    known = {value for key, value in vars(names).items() if key.startswith(("ATTR_", "HTTP_REQUEST_ID"))}
     for pattern in json.loads((HERE / "jaeger" / "ui.json").read_text())["linkPatterns"]:
         assert pattern["key"] in known
         query = urllib.parse.parse_qs(urllib.parse.urlsplit(pattern["url"].replace("#{", "%23%7B")).query)
-        assert query["service"][0] in (names.SERVICE_COORDINATOR, names.SERVICE_STAGE)
+        by_stage = f"relayline-stage-#{{{names.ATTR_STAGE_INDEX}}}"  # of the span that the tag stands on
+        assert query["service"][0] in ("relayline-coordinator", "relayline-stage-0", by_stage)
         assert json.loads(query["tags"][0]) == {pattern["key"]: f"#{{{pattern['key']}}}"}
 
 
@@ -211,7 +212,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     with receiving() as receiver:
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.grpc_endpoint}
         with traced_pipeline(tmp_path_factory.mktemp("split"), environment, level="frames") as traced:
-            asyncio.run(ask_all(traced, PROMPTS[:4], 12))
+            asyncio.run(ask_all(traced, PROMPTS[:4], 12, request_ids=True))
             n_steps = sum(status.n_steps for status in asyncio.run(settled(traced.stages)))
             spans = receiver.wait_for(functools.partial(is_complete, n_steps=n_steps, n_requests=4))
 
@@ -253,13 +254,14 @@ def documented() -> set[str]:
     """Return every name of ours that the page sets in code style or in a code block."""
     text = PAGE.read_text()
     code = " ".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
-    return set(re.findall(r"\b(?:relayline[._]|gen_ai\.|http\.)[a-z0-9_.]*[a-z0-9]", code)) - {
+    return set(re.findall(r"\b(?:relayline[._]|gen_ai\.|http\.)[a-z0-9_.-]*[a-z0-9]", code)) - {
         "relayline.yaml", "relayline.json", "relayline.dev",
     }  # fmt: skip
 
 
 def test_every_name_in_the_page_is_real(shown: Shown) -> None:
     real = {span.name for span in shown.spans} | shown.samples | set(shown.families)
+    real |= {key for span in shown.spans for key in span.resource} | {names.RESOURCE_STAGE_NAME}  # stages that join
     for span in shown.spans:
         real |= set(span.attributes)
         real |= {key for link in span.links for key in link.attributes}
@@ -268,10 +270,14 @@ def test_every_name_in_the_page_is_real(shown: Shown) -> None:
     assert found <= real, found - real
 
 
-def test_the_page_names_both_services_and_every_span(shown: Shown) -> None:
+def test_the_page_names_every_service_and_every_span(shown: Shown) -> None:
     text = PAGE.read_text()
-    assert {span.service for span in shown.spans} == {names.SERVICE_COORDINATOR, names.SERVICE_STAGE}
-    wanted = {span.service for span in shown.spans} | {span.name for span in shown.spans if "relayline" in span.name}
+    assert {span.service for span in shown.spans} == {
+        "relayline-coordinator",
+        *(f"relayline-stage-{index}" for index in range(3)),
+    }
+    sized = names.BATCH_NAMES | names.PASSES_NAMES
+    wanted = {span.service for span in shown.spans} | {span.name for span in shown.spans} - sized
     assert [name for name in wanted if name not in text] == []
 
 
@@ -301,10 +307,15 @@ class Search:
 
     def finds(self, span: StoredSpan) -> bool:
         """Match as Jaeger's memory store does: each tag by its text, on the span or on one of its links."""
-        if (span.service, span.name) != (self.service, self.operation):
+        if span.service != self.service or self.operation not in ("all", span.name):
             return False
         holders = [span.attributes, *(link.attributes for link in span.links)]
         return all(any(jaeger_text(held.get(key)) == value for held in holders) for key, value in self.tags.items())
+
+
+def callers_id(shown: Shown, trace_id: str) -> str:
+    (root,) = (span for span in shown.spans if span.trace_id == trace_id and span.name == ROUTE)
+    return str(root.attributes[names.HTTP_REQUEST_ID])
 
 
 def jaeger_text(value: Any) -> str | None:
@@ -315,7 +326,7 @@ def searches() -> list[Search]:
     """Every search of the page."""
     found = []
     for block in re.findall(r"```\n(Service .*?)```", PAGE.read_text(), re.DOTALL):
-        fields = dict(re.split(r"\s+", line, maxsplit=1) for line in block.strip().splitlines())
+        fields = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in block.strip().splitlines())
         tags = dict(tag.split("=", 1) for tag in fields["Tags"].split())
         found.append(Search(fields["Service"], fields["Operation"], tags))
     return found
@@ -325,22 +336,27 @@ def test_every_search_of_the_page_finds_what_it_promises(shown: Shown) -> None:
     found = rebuild(shown.spans)
     session = found.sessions[-1]
     position = session.sampled_rows[5]
-    stands_for = {"REQUEST": session.request_id, "SESSION": session.session, "POSITION": str(position)}
+    stands_for = {
+        "REQUEST": session.request_id,
+        "CALLERS": callers_id(shown, session.trace_id),
+        "SESSION": session.session,
+        "POSITION": str(position),
+    }
     n_found = []
     for search in searches():
         filled = dataclasses.replace(search, tags={k: stands_for.get(v, v) for k, v in search.tags.items()})
         n_found.append((search, [span for span in shown.spans if filled.finds(span)]))
-    assert len(n_found) == 6
+    assert len(n_found) == 7
     by_tags = {tuple(search.tags): spans for search, spans in n_found}
-    (request,) = by_tags[(names.ATTR_REQUEST_ID,)]
-    assert request.trace_id == session.trace_id
+    for key in (names.ATTR_REQUEST_ID, names.HTTP_REQUEST_ID):
+        (request,) = by_tags[(key,)]
+        assert request.trace_id == session.trace_id
     mine = by_tags[(names.ATTR_SESSION_ID,)]
-    held = [batch for batch in found.batches.values() if any(m.session == session.session for m in batch.members)]
-    assert {span.context for span in mine} == {batch.span.context for batch in held}
+    held = [batch for batch in found.of_stage(0) if any(m.session == session.session for m in batch.members)]
+    assert {span.trace_id for span in mine} == {session.trace_id, *(batch.span.trace_id for batch in held)}
+    assert {batch.span.context for batch in held} <= {span.context for span in mine}
     token = by_tags[(names.ATTR_SESSION_ID, names.ATTR_FRAME_POSITION)]
-    wanted = [found.batches_of(session.session, position, stage)[0].span.context for stage in range(3)]
-    assert set(wanted) <= {span.context for span in token}
-    assert by_tags[(names.ATTR_STAGE_INDEX,)]
+    assert found.batches_of(session.session, position, 0)[0].span.context in {span.context for span in token}
     # Whether a batch was padded, or held one stream alone, is up to the policy and the moment: the tags are real.
     for search, _ in n_found:
         assert all(any(key in span.attributes or any(key in link.attributes for link in span.links)

@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
 from prometheus_client.parser import text_string_to_metric_families
 
 from relayline.deploy.launch.certificates import revoke
@@ -22,6 +23,7 @@ from relayline.stage.observe.metrics import Gauges, StageCollector, serve_metric
 from relayline.stage.observe.stats import WAIT_BUCKETS_NS, StageStats
 from relayline.stage.process import serve
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.links.roles import Role
 from relayline.wire.telemetry import names
@@ -268,3 +270,22 @@ async def test_beyond_loopback_metrics_are_for_who_may_read_them(tmp_path: Path)
         session.get(f"http://{address}/metrics") as response,
     ):
         assert response.status == 200, "on loopback as ever"
+
+
+def test_a_wait_leads_to_the_second_of_passes_that_it_was_in() -> None:
+    """Only who asks for OpenMetrics is shown exemplars; Prometheus does."""
+    executor, stats = new_executor(FakeEngine()), StageStats()
+    passes = trace_context.new_root()
+    executor.mark = lambda members: trace_context.new_below(passes)
+    stats.step_done(executor.execute(step_of(control(5, Flag.OPEN))))
+    stats.step_done(executor.execute(step_of(rows_frame(5, 0, arrived_ns=10), taken_ns=3_000_010)))
+    executor.mark = lambda members: trace_context.NONE
+    stats.step_done(executor.execute(step_of(rows_frame(5, 1, arrived_ns=10), taken_ns=60_000_010)))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StageCollector({"stage": "1"}, stats, Telemetry(), lambda: Gauges(0, 0, 0, 0, 0, 0, 0)))
+    text = openmetrics_text(registry).decode()
+    found = [line for line in text.splitlines() if " # " in line and line.startswith(names.METRIC_FRAME_WAIT)]
+    assert len(found) == 1, "the other batch was not recorded"
+    assert 'le="0.005"' in found[0]
+    assert f'# {{trace_id="{passes[:16].hex()}"}} 0.003' in found[0]
+    assert "trace_id" not in generate_latest(registry).decode()

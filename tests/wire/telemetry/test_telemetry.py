@@ -23,7 +23,8 @@ from relayline.wire.envelopes import trace_context
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry import choice as telemetry_choice
 from relayline.wire.telemetry import export as telemetry_export
-from relayline.wire.telemetry import names
+from relayline.wire.telemetry.spans import Finished
+from relayline.wire.telemetry.spans import Link as FinishedLink
 from relayline.wire.telemetry.telemetry import LEVEL_NAMES, Level, Role, Telemetry, TelemetryConfig, context_of
 
 GRPC, HTTP = "otlp_proto_grpc", "otlp_proto_http"
@@ -37,7 +38,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def started(*exporters: SpanExporter, **changes: object) -> Telemetry:
-    return Telemetry.start(Role.STAGE, "1@box", TelemetryConfig(**changes), exporters)  # type: ignore[arg-type]
+    return Telemetry.start(Role.STAGE, "1@box", TelemetryConfig(**changes), exporters, stage_index=1)  # type: ignore[arg-type]
 
 
 def spans(telemetry: Telemetry, n_spans: int) -> None:
@@ -171,7 +172,7 @@ def test_a_span_keeps_the_ids_that_were_promised() -> None:
     telemetry = started(store)
     own, request = trace_context.new_root(), trace_context.unpack(trace_context.new_root())
     assert request is not None
-    first = telemetry.start_span(names.SPAN_BATCH, start_ns=10, own=own, kind=SpanKind.CONSUMER, links=[Link(request)])
+    first = telemetry.start_span("first", start_ns=10, own=own, kind=SpanKind.CONSUMER, links=[Link(request)])
     first.end(20)
     child = telemetry.start_span("child", start_ns=11, parent=request)
     child.end(12)
@@ -198,9 +199,9 @@ def test_the_resource_says_who_speaks_and_the_environment_wins(monkeypatch: pyte
     assert telemetry.flush(WAIT_S)
     assert renamed.flush(WAIT_S)
     ours, theirs = (span.resource.attributes for span in store.get_finished_spans())
-    assert (ours["service.name"], ours["service.instance.id"]) == ("relayline-stage", "1@box")
+    assert (ours["service.name"], ours["service.instance.id"]) == ("relayline-stage-1", "1@box")
     assert ours["service.version"]
-    assert (theirs["service.name"], theirs["service.instance.id"]) == ("renamed", "mine")
+    assert (theirs["service.name"], theirs["service.instance.id"]) == ("renamed-stage-1", "mine")
     assert theirs["deployment.environment.name"] == "lab"
 
 
@@ -210,9 +211,13 @@ def links_kept(n_links: int) -> int:
     context = trace_context.unpack(trace_context.new_root())
     assert context is not None
     links = [Link(context) for _ in range(n_links)]
-    telemetry.start_span(names.SPAN_BATCH, start_ns=1, own=trace_context.new_root(), links=links).end()
+    telemetry.start_span("x", start_ns=1, own=trace_context.new_root(), links=links).end()
+    packed = [FinishedLink(trace_context.pack(context))] * n_links
+    telemetry.emit(Finished("y", trace_context.new_root(), trace_context.NONE, 1, 2, {}, links=packed))
     assert telemetry.flush(WAIT_S)
-    (span,) = store.get_finished_spans()
+    span, whole = store.get_finished_spans()
+    assert len(span.links) == len(whole.links)
+    assert len(whole.links) + whole.dropped_links == n_links
     return len(span.links)
 
 
@@ -223,22 +228,16 @@ def test_links_survive_far_beyond_the_sdk_s_own_limit(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("sampler", "is_sampled", "expected"),
-    [("parentbased_always_off", True, 1), ("parentbased_always_off", False, 0), ("traceidratio", True, 1)],
+    ("sampler", "argument", "expected"),
+    [("parentbased_always_off", "", False), ("traceidratio", "0.0", False), ("parentbased_always_on", "", True)],
 )
-def test_a_batch_is_recorded_when_a_request_in_it_is(
-    monkeypatch: pytest.MonkeyPatch, sampler: str, is_sampled: bool, expected: int
+def test_whether_a_second_of_passes_is_recorded_the_variables_say(
+    monkeypatch: pytest.MonkeyPatch, sampler: str, argument: str, expected: bool
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.0")
-    store = InMemorySpanExporter()
-    telemetry = started(store)
-    root = trace_context.new_root()
-    member = trace_context.unpack(root if is_sampled else root[:-1] + b"\x00")
-    assert member is not None
-    telemetry.start_span(names.SPAN_BATCH, start_ns=1, own=trace_context.new_root(), links=[Link(member)]).end()
-    telemetry.flush(WAIT_S)
-    assert len(store.get_finished_spans()) == expected
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", argument)
+    assert started(InMemorySpanExporter()).samples(trace_context.new_root()) is expected
+    assert not Telemetry().samples(trace_context.new_root())
 
 
 def test_where_nothing_is_ever_sampled_no_span_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,18 +52,6 @@ TELEMETRY_LEVEL_SUMMARY: TelemetryLevel
 TELEMETRY_LEVEL_BATCHES: TelemetryLevel
 TELEMETRY_LEVEL_FRAMES: TelemetryLevel
 
-class RevocationList(_message.Message):
-    __slots__ = ("crl_pem",)
-    CRL_PEM_FIELD_NUMBER: _ClassVar[int]
-    crl_pem: bytes
-    def __init__(self, crl_pem: _Optional[bytes] = ...) -> None: ...
-
-class RevocationsKnown(_message.Message):
-    __slots__ = ("number",)
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    number: int
-    def __init__(self, number: _Optional[int] = ...) -> None: ...
-
 class DescribeRequest(_message.Message):
     __slots__ = ("protocol_version",)
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -71,7 +59,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id", "decode_curve", "prefill_curve", "context_ns", "context_tiled_ns", "kv_per_lane", "rope_original_tokens", "rewinds", "name")
+    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id", "decode_curve", "prefill_curve", "context_ns", "context_tiled_ns", "kv_per_lane", "rope_original_tokens", "rewinds")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -94,7 +82,6 @@ class DescribeResponse(_message.Message):
     KV_PER_LANE_FIELD_NUMBER: _ClassVar[int]
     ROPE_ORIGINAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REWINDS_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     architecture: str
@@ -117,8 +104,7 @@ class DescribeResponse(_message.Message):
     kv_per_lane: bool
     rope_original_tokens: int
     rewinds: bool
-    name: str
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., rope_original_tokens: _Optional[int] = ..., rewinds: _Optional[bool] = ..., name: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., rope_original_tokens: _Optional[int] = ..., rewinds: _Optional[bool] = ...) -> None: ...
 
 class CostPoint(_message.Message):
     __slots__ = ("n_rows", "cost_ns")
@@ -129,7 +115,7 @@ class CostPoint(_message.Message):
     def __init__(self, n_rows: _Optional[int] = ..., cost_ns: _Optional[int] = ...) -> None: ...
 
 class ConfigureRequest(_message.Message):
-    __slots__ = ("protocol_version", "route_id", "epoch", "pipeline_id", "stage_index", "next_address", "wire_dtype", "instance_id", "upstream_pass", "next_pass", "upstream_name")
+    __slots__ = ("protocol_version", "route_id", "epoch", "pipeline_id", "stage_index", "next_address", "wire_dtype", "instance_id", "pipeline_name", "stage_name")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ROUTE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -138,9 +124,8 @@ class ConfigureRequest(_message.Message):
     NEXT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
-    UPSTREAM_PASS_FIELD_NUMBER: _ClassVar[int]
-    NEXT_PASS_FIELD_NUMBER: _ClassVar[int]
-    UPSTREAM_NAME_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_NAME_FIELD_NUMBER: _ClassVar[int]
+    STAGE_NAME_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     route_id: int
     epoch: int
@@ -149,10 +134,9 @@ class ConfigureRequest(_message.Message):
     next_address: str
     wire_dtype: Dtype
     instance_id: str
-    upstream_pass: str
-    next_pass: str
-    upstream_name: str
-    def __init__(self, protocol_version: _Optional[int] = ..., route_id: _Optional[int] = ..., epoch: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., next_address: _Optional[str] = ..., wire_dtype: _Optional[_Union[Dtype, str]] = ..., instance_id: _Optional[str] = ..., upstream_pass: _Optional[str] = ..., next_pass: _Optional[str] = ..., upstream_name: _Optional[str] = ...) -> None: ...
+    pipeline_name: str
+    stage_name: str
+    def __init__(self, protocol_version: _Optional[int] = ..., route_id: _Optional[int] = ..., epoch: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., next_address: _Optional[str] = ..., wire_dtype: _Optional[_Union[Dtype, str]] = ..., instance_id: _Optional[str] = ..., pipeline_name: _Optional[str] = ..., stage_name: _Optional[str] = ...) -> None: ...
 
 class ConfigureResponse(_message.Message):
     __slots__ = ("held",)
@@ -189,7 +173,7 @@ class LinkOpen(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., route_id: _Optional[int] = ..., epoch: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., source_sha256: _Optional[str] = ..., next_layer: _Optional[int] = ..., n_embd: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ...) -> None: ...
 
 class Envelope(_message.Message):
-    __slots__ = ("epoch", "sequence", "dtype", "n_rows", "width", "sent_ns", "n_frames", "frames", "payload", "row_exponents", "options", "batch_trace", "draft_tokens", "checksum", "open")
+    __slots__ = ("epoch", "sequence", "dtype", "n_rows", "width", "sent_ns", "n_frames", "frames", "payload", "row_exponents", "options", "batch_trace", "draft_tokens", "open")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -203,7 +187,6 @@ class Envelope(_message.Message):
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     BATCH_TRACE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     sequence: int
@@ -218,9 +201,8 @@ class Envelope(_message.Message):
     options: _containers.RepeatedCompositeFieldContainer[SessionOptions]
     batch_trace: bytes
     draft_tokens: _containers.RepeatedScalarFieldContainer[int]
-    checksum: int
     open: LinkOpen
-    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., dtype: _Optional[int] = ..., n_rows: _Optional[int] = ..., width: _Optional[int] = ..., sent_ns: _Optional[int] = ..., n_frames: _Optional[int] = ..., frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ..., payload: _Optional[bytes] = ..., row_exponents: _Optional[bytes] = ..., options: _Optional[_Iterable[_Union[SessionOptions, _Mapping]]] = ..., batch_trace: _Optional[bytes] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., checksum: _Optional[int] = ..., open: _Optional[_Union[LinkOpen, _Mapping]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., dtype: _Optional[int] = ..., n_rows: _Optional[int] = ..., width: _Optional[int] = ..., sent_ns: _Optional[int] = ..., n_frames: _Optional[int] = ..., frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ..., payload: _Optional[bytes] = ..., row_exponents: _Optional[bytes] = ..., options: _Optional[_Iterable[_Union[SessionOptions, _Mapping]]] = ..., batch_trace: _Optional[bytes] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., open: _Optional[_Union[LinkOpen, _Mapping]] = ...) -> None: ...
 
 class Frame(_message.Message):
     __slots__ = ("session_id", "epoch", "position", "n_rows", "flags", "argument", "checksum", "enqueued_ns", "trace")
@@ -245,7 +227,7 @@ class Frame(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., n_rows: _Optional[int] = ..., flags: _Optional[int] = ..., argument: _Optional[int] = ..., checksum: _Optional[int] = ..., enqueued_ns: _Optional[int] = ..., trace: _Optional[bytes] = ...) -> None: ...
 
 class SessionOptions(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "n_logprobs", "wants_logits", "kept", "frequency_penalty", "presence_penalty", "said", "bias_tokens", "biases", "grammar")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "n_logprobs", "wants_logits", "kept", "frequency_penalty", "presence_penalty", "said", "bias_tokens", "biases", "grammar", "baggage")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +242,7 @@ class SessionOptions(_message.Message):
     BIAS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BIASES_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    BAGGAGE_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -274,7 +257,8 @@ class SessionOptions(_message.Message):
     bias_tokens: _containers.RepeatedScalarFieldContainer[int]
     biases: _containers.RepeatedScalarFieldContainer[float]
     grammar: str
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., n_logprobs: _Optional[int] = ..., wants_logits: _Optional[bool] = ..., kept: _Optional[bool] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., said: _Optional[_Iterable[int]] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., grammar: _Optional[str] = ...) -> None: ...
+    baggage: str
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., n_logprobs: _Optional[int] = ..., wants_logits: _Optional[bool] = ..., kept: _Optional[bool] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., said: _Optional[_Iterable[int]] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., grammar: _Optional[str] = ..., baggage: _Optional[str] = ...) -> None: ...
 
 class LinkReply(_message.Message):
     __slots__ = ("accepted", "credit_bytes")
@@ -301,7 +285,7 @@ class ReturnRequest(_message.Message):
     def __init__(self, route_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ReturnEnvelope(_message.Message):
-    __slots__ = ("epoch", "stage_index", "samples", "faults", "subscribed", "progress", "summaries", "sequence", "checksum")
+    __slots__ = ("epoch", "stage_index", "samples", "faults", "subscribed", "progress", "summaries", "batch_trace")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -309,8 +293,7 @@ class ReturnEnvelope(_message.Message):
     SUBSCRIBED_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     SUMMARIES_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    BATCH_TRACE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage_index: int
     samples: _containers.RepeatedCompositeFieldContainer[Sampled]
@@ -318,12 +301,11 @@ class ReturnEnvelope(_message.Message):
     subscribed: bool
     progress: _containers.RepeatedCompositeFieldContainer[Progress]
     summaries: _containers.RepeatedCompositeFieldContainer[SessionSummary]
-    sequence: int
-    checksum: int
-    def __init__(self, epoch: _Optional[int] = ..., stage_index: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., faults: _Optional[_Iterable[_Union[SessionFault, _Mapping]]] = ..., subscribed: _Optional[bool] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., summaries: _Optional[_Iterable[_Union[SessionSummary, _Mapping]]] = ..., sequence: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    batch_trace: bytes
+    def __init__(self, epoch: _Optional[int] = ..., stage_index: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., faults: _Optional[_Iterable[_Union[SessionFault, _Mapping]]] = ..., subscribed: _Optional[bool] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., summaries: _Optional[_Iterable[_Union[SessionSummary, _Mapping]]] = ..., batch_trace: _Optional[bytes] = ...) -> None: ...
 
 class SessionSummary(_message.Message):
-    __slots__ = ("session_id", "stage_index", "n_prefill_steps", "n_decode_steps", "prefill_wait_ns", "decode_wait_ns", "wait_max_ns", "batch_rows_sum", "batch_rows_max", "decode_ns", "batches", "n_batches_dropped", "batch_steps")
+    __slots__ = ("session_id", "stage_index", "n_prefill_steps", "n_decode_steps", "prefill_wait_ns", "decode_wait_ns", "wait_max_ns", "batch_rows_sum", "batch_rows_max", "decode_ns")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     N_PREFILL_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -334,9 +316,6 @@ class SessionSummary(_message.Message):
     BATCH_ROWS_SUM_FIELD_NUMBER: _ClassVar[int]
     BATCH_ROWS_MAX_FIELD_NUMBER: _ClassVar[int]
     DECODE_NS_FIELD_NUMBER: _ClassVar[int]
-    BATCHES_FIELD_NUMBER: _ClassVar[int]
-    N_BATCHES_DROPPED_FIELD_NUMBER: _ClassVar[int]
-    BATCH_STEPS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     stage_index: int
     n_prefill_steps: int
@@ -347,10 +326,7 @@ class SessionSummary(_message.Message):
     batch_rows_sum: int
     batch_rows_max: int
     decode_ns: int
-    batches: bytes
-    n_batches_dropped: int
-    batch_steps: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[int] = ..., stage_index: _Optional[int] = ..., n_prefill_steps: _Optional[int] = ..., n_decode_steps: _Optional[int] = ..., prefill_wait_ns: _Optional[int] = ..., decode_wait_ns: _Optional[int] = ..., wait_max_ns: _Optional[int] = ..., batch_rows_sum: _Optional[int] = ..., batch_rows_max: _Optional[int] = ..., decode_ns: _Optional[int] = ..., batches: _Optional[bytes] = ..., n_batches_dropped: _Optional[int] = ..., batch_steps: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., stage_index: _Optional[int] = ..., n_prefill_steps: _Optional[int] = ..., n_decode_steps: _Optional[int] = ..., prefill_wait_ns: _Optional[int] = ..., decode_wait_ns: _Optional[int] = ..., wait_max_ns: _Optional[int] = ..., batch_rows_sum: _Optional[int] = ..., batch_rows_max: _Optional[int] = ..., decode_ns: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("session_id", "position")
@@ -400,40 +376,16 @@ class SessionFault(_message.Message):
     retryable: bool
     def __init__(self, session_id: _Optional[int] = ..., stage_index: _Optional[int] = ..., position: _Optional[int] = ..., label: _Optional[str] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ...) -> None: ...
 
-class Beat(_message.Message):
-    __slots__ = ("route_id", "epoch")
-    ROUTE_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    route_id: int
-    epoch: int
-    def __init__(self, route_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
-
 class StatusRequest(_message.Message):
-    __slots__ = ("with_recent", "route_id")
+    __slots__ = ("with_recent", "with_steps")
     WITH_RECENT_FIELD_NUMBER: _ClassVar[int]
-    ROUTE_ID_FIELD_NUMBER: _ClassVar[int]
+    WITH_STEPS_FIELD_NUMBER: _ClassVar[int]
     with_recent: bool
-    route_id: int
-    def __init__(self, with_recent: _Optional[bool] = ..., route_id: _Optional[int] = ...) -> None: ...
-
-class RouteWork(_message.Message):
-    __slots__ = ("epoch", "envelopes_in", "envelopes_out", "returned", "is_sending", "session_ids")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    ENVELOPES_IN_FIELD_NUMBER: _ClassVar[int]
-    ENVELOPES_OUT_FIELD_NUMBER: _ClassVar[int]
-    RETURNED_FIELD_NUMBER: _ClassVar[int]
-    IS_SENDING_FIELD_NUMBER: _ClassVar[int]
-    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
-    envelopes_in: int
-    envelopes_out: int
-    returned: int
-    is_sending: bool
-    session_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., envelopes_in: _Optional[int] = ..., envelopes_out: _Optional[int] = ..., returned: _Optional[int] = ..., is_sending: _Optional[bool] = ..., session_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    with_steps: bool
+    def __init__(self, with_recent: _Optional[bool] = ..., with_steps: _Optional[bool] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("stage_index", "instance_id", "steps_by_rows", "steps_by_sessions", "n_steps", "n_rows", "n_frames", "busy_ns", "uptime_ns", "recent_wait_ns", "lanes_used", "lanes_total", "queued_rows", "envelopes_in", "envelopes_out", "payload_bytes_in", "payload_bytes_out", "faults_by_label", "close_reasons", "n_padded_rows", "decode_curve", "prefill_curve", "step_start_ns", "step_end_ns", "now_ns", "n_micro_batches", "context_ns", "context_tiled_ns", "kv_per_lane", "n_decode_frames", "decode_held_ns", "lanes_kept", "route")
+    __slots__ = ("stage_index", "instance_id", "steps_by_rows", "steps_by_sessions", "n_steps", "n_rows", "n_frames", "busy_ns", "uptime_ns", "recent_wait_ns", "lanes_used", "lanes_total", "queued_rows", "envelopes_in", "envelopes_out", "payload_bytes_in", "payload_bytes_out", "faults_by_label", "close_reasons", "n_padded_rows", "decode_curve", "prefill_curve", "step_start_ns", "step_end_ns", "now_ns", "n_micro_batches", "context_ns", "context_tiled_ns", "kv_per_lane", "n_decode_frames", "decode_held_ns", "lanes_kept")
     class StepsByRowsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -494,7 +446,6 @@ class StatusResponse(_message.Message):
     N_DECODE_FRAMES_FIELD_NUMBER: _ClassVar[int]
     DECODE_HELD_NS_FIELD_NUMBER: _ClassVar[int]
     LANES_KEPT_FIELD_NUMBER: _ClassVar[int]
-    ROUTE_FIELD_NUMBER: _ClassVar[int]
     stage_index: int
     instance_id: str
     steps_by_rows: _containers.ScalarMap[int, int]
@@ -527,14 +478,29 @@ class StatusResponse(_message.Message):
     n_decode_frames: int
     decode_held_ns: int
     lanes_kept: int
-    route: RouteWork
-    def __init__(self, stage_index: _Optional[int] = ..., instance_id: _Optional[str] = ..., steps_by_rows: _Optional[_Mapping[int, int]] = ..., steps_by_sessions: _Optional[_Mapping[int, int]] = ..., n_steps: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_frames: _Optional[int] = ..., busy_ns: _Optional[int] = ..., uptime_ns: _Optional[int] = ..., recent_wait_ns: _Optional[_Iterable[int]] = ..., lanes_used: _Optional[int] = ..., lanes_total: _Optional[int] = ..., queued_rows: _Optional[int] = ..., envelopes_in: _Optional[int] = ..., envelopes_out: _Optional[int] = ..., payload_bytes_in: _Optional[int] = ..., payload_bytes_out: _Optional[int] = ..., faults_by_label: _Optional[_Mapping[str, int]] = ..., close_reasons: _Optional[_Mapping[str, int]] = ..., n_padded_rows: _Optional[int] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., step_start_ns: _Optional[_Iterable[int]] = ..., step_end_ns: _Optional[_Iterable[int]] = ..., now_ns: _Optional[int] = ..., n_micro_batches: _Optional[int] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., n_decode_frames: _Optional[int] = ..., decode_held_ns: _Optional[int] = ..., lanes_kept: _Optional[int] = ..., route: _Optional[_Union[RouteWork, _Mapping]] = ...) -> None: ...
+    def __init__(self, stage_index: _Optional[int] = ..., instance_id: _Optional[str] = ..., steps_by_rows: _Optional[_Mapping[int, int]] = ..., steps_by_sessions: _Optional[_Mapping[int, int]] = ..., n_steps: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_frames: _Optional[int] = ..., busy_ns: _Optional[int] = ..., uptime_ns: _Optional[int] = ..., recent_wait_ns: _Optional[_Iterable[int]] = ..., lanes_used: _Optional[int] = ..., lanes_total: _Optional[int] = ..., queued_rows: _Optional[int] = ..., envelopes_in: _Optional[int] = ..., envelopes_out: _Optional[int] = ..., payload_bytes_in: _Optional[int] = ..., payload_bytes_out: _Optional[int] = ..., faults_by_label: _Optional[_Mapping[str, int]] = ..., close_reasons: _Optional[_Mapping[str, int]] = ..., n_padded_rows: _Optional[int] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., step_start_ns: _Optional[_Iterable[int]] = ..., step_end_ns: _Optional[_Iterable[int]] = ..., now_ns: _Optional[int] = ..., n_micro_batches: _Optional[int] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., n_decode_frames: _Optional[int] = ..., decode_held_ns: _Optional[int] = ..., lanes_kept: _Optional[int] = ...) -> None: ...
 
 class TelemetrySettings(_message.Message):
     __slots__ = ("level",)
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     level: TelemetryLevel
     def __init__(self, level: _Optional[_Union[TelemetryLevel, str]] = ...) -> None: ...
+
+class BeatRequest(_message.Message):
+    __slots__ = ("knows_clock", "unix_offset_ns", "uncertainty_ns")
+    KNOWS_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    UNIX_OFFSET_NS_FIELD_NUMBER: _ClassVar[int]
+    UNCERTAINTY_NS_FIELD_NUMBER: _ClassVar[int]
+    knows_clock: bool
+    unix_offset_ns: int
+    uncertainty_ns: int
+    def __init__(self, knows_clock: _Optional[bool] = ..., unix_offset_ns: _Optional[int] = ..., uncertainty_ns: _Optional[int] = ...) -> None: ...
+
+class BeatResponse(_message.Message):
+    __slots__ = ("now_ns",)
+    NOW_NS_FIELD_NUMBER: _ClassVar[int]
+    now_ns: int
+    def __init__(self, now_ns: _Optional[int] = ...) -> None: ...
 
 class BatchesRequest(_message.Message):
     __slots__ = ("session_ids", "limit")

@@ -1,0 +1,68 @@
+"""The coordinator's heartbeat to each stage: what their clocks say against its own, told to them for their spans.
+
+Hosts' clocks differ by more than a step takes. Every beat is a round trip from which `wire.telemetry.clock` takes the offset of a
+link. It tells the stage what came of those before: what to add to its monotonic clock for the coordinator's wall clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence, Sized
+
+from relayline.coordinator.engine.stage_client import StageClient
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.wire.telemetry.clock import Clock, OffsetEstimate
+from relayline.wire.telemetry.telemetry import own_offset_ns
+
+log = logging.getLogger("relayline.coordinator")
+
+BEAT_S = 1.0  # while anything runs
+IDLE_BEAT_S = 10.0
+FIRST_BEATS = 4  # before the first frame: the shortest of so few round trips is close to the shortest of many
+
+
+class Heartbeat:
+    """The beats of one epoch. Event loop only."""
+
+    def __init__(self, stages: Sequence[StageClient]) -> None:
+        self._stages = stages
+        self.estimates = [OffsetEstimate() for _ in stages]
+
+    async def first(self) -> None:
+        """Learn every stage's clock and tell it. A stage that does not answer is left at its own."""
+        await asyncio.gather(*(self._meet(index) for index in range(len(self._stages))))
+
+    async def _meet(self, index: int) -> None:
+        for _ in range(FIRST_BEATS):
+            if not await self._beat(index):
+                return
+        await self._beat(index)  # tells the best of those
+
+    async def keep(self, audiences: Sized) -> None:
+        """Beat for as long as the connection is used; ends only by being cancelled."""
+        beat_at = time.monotonic() + BEAT_S
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if audiences or time.monotonic() >= beat_at:
+                await asyncio.gather(*(self._beat(index) for index in range(len(self._stages))))
+                beat_at = time.monotonic() + IDLE_BEAT_S
+
+    async def _beat(self, index: int) -> bool:
+        estimate, sent_ns = self.estimates[index], time.monotonic_ns()
+        answer = await self._stages[index].beat(_told(estimate, sent_ns))
+        if answer is None:
+            return False
+        estimate.heard(answer.sent_ns, answer.received_ns, answer.theirs_ns)
+        return True
+
+
+def _told(estimate: OffsetEstimate, now_ns: int) -> pb.BeatRequest:
+    """Return what a stage is told of its clock."""
+    best = estimate.best(now_ns)
+    if best is None:
+        return pb.BeatRequest()
+    offset_ns, uncertainty_ns = best
+    clock = Clock(offset_ns + own_offset_ns(), uncertainty_ns)
+    return pb.BeatRequest(knows_clock=True, unix_offset_ns=clock.unix_offset_ns, uncertainty_ns=clock.uncertainty_ns)

@@ -1,0 +1,28 @@
+"""Which stage was lost, as far as the reason of a loss tells. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from relayline.wire.common.errors import RelaylineError
+
+_UPSTREAM = re.compile(r"the upstream link of stage (\d+) closed")
+
+
+def lost_stage(error: RelaylineError, addresses: Sequence[str], stage_names: Sequence[str] = ()) -> int | None:
+    """Return the index of the stage that a loss is about; None where nothing tells.
+
+    A stage that reports the loss of a link names the neighbour at its other end: that one is meant, not who reports.
+    """
+    reason = error.message
+    for index, address in enumerate(addresses):
+        if address and re.search(rf"(?<![\w.-]){re.escape(address)}(?!\d)", reason):
+            return index
+    for index, name in enumerate(stage_names):
+        if re.search(rf"\bstage {re.escape(name)}(?![\w-])", reason):
+            return index
+    upstream = _UPSTREAM.search(reason)
+    if upstream is not None:
+        return int(upstream[1]) - 1 if int(upstream[1]) else None
+    return error.stage_index

@@ -1,0 +1,168 @@
+"""Traces of passes: which second a pass belongs to, what came of each, and when a second is over. Pure.
+
+A pass is one envelope's way through all stages. Passes of one second, or so many that their spans come to
+WINDOW_SPANS_MAX, are one trace, a *window*: opened by the first pass that leaves, so that none is of nothing. Its root
+is told once everything that left in it has come back, since what it came to is not known before.
+
+A window is sampled as a request is. In one that is not, those passes are recorded all the same that hold a row of a
+sampled request, and with them the root.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+from relayline.coordinator.sessions.session import OutFrame
+from relayline.wire.envelopes import trace_context
+
+WINDOW_NS = 1_000_000_000
+WINDOW_SPANS_MAX = 1_000  # what a viewer draws at ease; passes still under way may add some
+COORDINATOR_SPANS = 2  # of a pass: its sending and its return
+ANSWER_WAIT_NS = (
+    60_000_000_000  # for what left in a window: a prompt's chunk at slow stages; then the root goes without
+)
+WINDOWS_MAX = 64  # under way; beyond that the oldest waits no longer
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Window:
+    """One trace of passes. Times are this process's monotonic clock."""
+
+    root: bytes  # 25 bytes: the context of its root, sampled
+    is_sampled: bool
+    started_ns: int
+    last_ns: int  # of the last thing seen of it
+    n_stages: int
+    n_passes: int = 0  # recorded ones; so is all below
+    n_rows: int = 0
+    n_tokens: int = 0
+    streams_max: int = 0
+    is_closed: bool = False  # no further pass will be of it
+    closed_ns: int = 0
+    streams: set[int] = dataclasses.field(default_factory=set)
+    waiting: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    """Frames on their way: session, and the position after the frame's last row."""
+    lost: str = ""  # why the pipeline was lost while it was under way
+
+    @property
+    def trace_id(self) -> bytes:
+        """The 16 bytes that all its spans share."""
+        return self.root[: trace_context.TRACE_ID_BYTES]
+
+    @property
+    def n_spans(self) -> int:
+        """About how many spans it has come to."""
+        return self.n_passes * (self.n_stages + COORDINATOR_SPANS)
+
+    def is_full(self, now_ns: int) -> bool:
+        """Return whether the next pass belongs to another window."""
+        return now_ns - self.started_ns >= WINDOW_NS or self.n_spans >= WINDOW_SPANS_MAX
+
+
+class Passes:
+    """The windows of one coordinator: at most one takes passes, the others wait for answers."""
+
+    def __init__(self, is_sampled: Callable[[bytes], bool], done: Callable[[Window], None]) -> None:
+        """`is_sampled(root)` draws for a new window. `done(window)` is called once for each in which a pass was."""
+        self._is_sampled, self._done = is_sampled, done
+        self._windows: dict[bytes, Window] = {}  # by trace id, oldest first
+        self._current: Window | None = None
+        self.n_stages = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any window is under way."""
+        return bool(self._windows)
+
+    def leaves(self, frames: Sequence[OutFrame], now_ns: int) -> bytes:
+        """An envelope leaves: return the context that it carries; NONE for one that is not recorded."""
+        rows = [frame for frame in frames if frame.tokens]
+        if not rows:
+            return trace_context.NONE
+        window = self._current
+        if window is None or window.is_full(now_ns):
+            window = self._open(now_ns)
+        traced = [frame for frame in rows if trace_context.is_sampled(frame.session.record.trace)]
+        if not (window.is_sampled or traced):
+            return trace_context.NONE
+        sessions = {frame.session.session_id for frame in rows}
+        window.n_passes += 1
+        window.n_rows += sum([len(frame.tokens) for frame in rows])
+        window.streams |= sessions
+        window.streams_max = max(window.streams_max, len(sessions))
+        window.last_ns = now_ns
+        window.waiting.update([(f.session.session_id, f.position + len(f.tokens)) for f in rows])
+        for frame in traced:
+            frame.session.record.passed(window.root)
+        return window.root
+
+    def _open(self, now_ns: int) -> Window:
+        self.close(now_ns)
+        root = trace_context.new_root()
+        window = self._current = Window(root, self._is_sampled(root), now_ns, now_ns, self.n_stages)
+        self._windows[window.trace_id] = window
+        while len(self._windows) > WINDOWS_MAX:
+            self._finish(next(iter(self._windows.values())))
+        return window
+
+    def window_of(self, context: bytes) -> Window | None:
+        """Return the window that a context is of, while it is under way."""
+        return self._windows.get(context[: trace_context.TRACE_ID_BYTES])
+
+    def returned(self, context: bytes, answered: Iterable[tuple[int, int]], n_tokens: int, now_ns: int) -> None:
+        """Answers have come for frames: (session, position after the last row). Without a context, of any window."""
+        window = self.window_of(context)
+        if window is not None:
+            window.n_tokens += n_tokens
+            window.last_ns = max(window.last_ns, now_ns)
+        keys = list(answered)
+        for each in [window] if window is not None else list(self._windows.values()):
+            each.waiting.difference_update(keys)
+            self._finish_if_over(each)
+
+    def forget(self, session_id: int) -> None:
+        """Nothing will come back for a session any more."""
+        for window in list(self._windows.values()):
+            if session_id in window.streams:
+                window.waiting = {key for key in window.waiting if key[0] != session_id}
+                self._finish_if_over(window)
+
+    def close(self, now_ns: int) -> None:
+        """The window that takes passes takes no more."""
+        window, self._current = self._current, None
+        if window is not None:
+            window.is_closed, window.closed_ns = True, now_ns
+            self._finish_if_over(window)
+
+    def look(self, now_ns: int) -> None:
+        """Close what is over by time: no pass has come that would open the next, or answers do not come."""
+        if self._current is not None and now_ns - self._current.started_ns >= WINDOW_NS:
+            self.close(now_ns)
+        for window in list(self._windows.values()):
+            if window.is_closed and now_ns - window.closed_ns >= ANSWER_WAIT_NS:
+                self._finish(window)
+
+    def lost(self, why: str, now_ns: int) -> None:
+        """The pipeline was lost: nothing that is under way will come back."""
+        for window in self._windows.values():
+            window.lost, window.last_ns = why, now_ns
+        self.end(now_ns)
+
+    def end(self, now_ns: int) -> None:
+        """Finish all windows as they are."""
+        self.close(now_ns)
+        for window in list(self._windows.values()):
+            self._finish(window)
+
+    def _finish_if_over(self, window: Window) -> None:
+        if window.is_closed and not window.waiting:
+            self._finish(window)
+
+    def _finish(self, window: Window) -> None:
+        if self._windows.pop(window.trace_id, None) is None:
+            return
+        if window is self._current:
+            self._current = None
+        if window.n_passes:
+            self._done(window)

@@ -1,0 +1,32 @@
+"""Which stage a loss is about: told by addresses, names, neighbours, or by whose connection brought the news."""
+
+from __future__ import annotations
+
+import pytest
+
+from relayline.coordinator.observe.losses import lost_stage
+from relayline.wire.common.errors import StageLostError
+
+ADDRESSES = ("10.0.0.1:50", "10.0.0.1:501", "box-b.lab:50")
+NAMES = ("first", "first-b", "last")
+
+
+@pytest.mark.parametrize(
+    ("reason", "brought_by", "expected"),
+    [
+        ("stage at 10.0.0.1:501 closed its return stream", 1, 1),
+        ("stage at 10.0.0.1:50 closed its return stream", 0, 0),
+        ("stage 0: link to 10.0.0.1:501 is gone", 0, 1),
+        ("stage first-b left: the connection to the stage was lost", None, 1),
+        ("stage first left: it said goodbye", None, 0),
+        ("stage 2: the upstream link of stage 2 closed", 2, 1),
+        ("stage 0: the upstream link of stage 0 closed", 0, None),
+        ("epoch 1 of this route is over", 2, 2),
+        ("deciding what leaves failed", None, None),
+        ("not-box-b.lab:50 is another host", None, None),
+    ],
+)
+def test_the_stage_that_was_lost(reason: str, brought_by: int | None, expected: int | None) -> None:
+    error = StageLostError(reason)
+    error.stage_index = brought_by
+    assert lost_stage(error, ADDRESSES, NAMES) == expected

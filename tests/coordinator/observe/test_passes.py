@@ -1,0 +1,185 @@
+"""Which trace of passes an envelope belongs to, when a second is over, and what it came to. Time is an argument."""
+
+from __future__ import annotations
+
+import pytest
+
+from relayline.coordinator.observe.pass_traces import busy_attributes
+from relayline.coordinator.observe.passes import (
+    ANSWER_WAIT_NS,
+    WINDOW_NS,
+    WINDOW_SPANS_MAX,
+    WINDOWS_MAX,
+    Passes,
+    Window,
+)
+from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
+from relayline.coordinator.sessions.session import OutFrame, Session
+from relayline.wire.envelopes import trace_context
+from relayline.wire.envelopes.frames import Flag
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.wire.telemetry import names
+
+MS = 1_000_000
+
+
+class World:
+    """Windows of a pipeline of three stages; `sampled` is what is drawn for each new one."""
+
+    def __init__(self, *, sampled: bool = True) -> None:
+        self.done: list[Window] = []
+        self.passes = Passes(lambda root: sampled, self.done.append)
+        self.passes.n_stages = 3
+        self.sessions: dict[int, Session] = {}
+
+    def session(self, session_id: int, *, traced: bool = False) -> Session:
+        if session_id not in self.sessions:
+            request = GenerationRequest(f"r{session_id}", (1, 2, 3), 8, SamplingParams())
+            self.sessions[session_id] = Session(session_id, request, lambda _: False)
+            if traced:
+                self.sessions[session_id].record.trace = trace_context.new_root()
+        return self.sessions[session_id]
+
+    def leave(self, now_ns: int, *session_ids: int, position: int = 3) -> bytes:
+        frames = [OutFrame(self.session(i), position, (7,), Flag.WANTS_SAMPLE) for i in session_ids]
+        return self.passes.leaves(frames, now_ns)
+
+    def back(self, context: bytes, now_ns: int, *session_ids: int, position: int = 4) -> None:
+        self.passes.returned(context, [(i, position) for i in session_ids], len(session_ids), now_ns)
+
+
+def test_passes_of_one_second_share_a_trace_and_the_next_has_its_own() -> None:
+    world = World()
+    first = world.leave(0, 1, 2)
+    assert world.leave(WINDOW_NS - 1, 3) == first
+    second = world.leave(WINDOW_NS, 4)
+    assert second[:16] != first[:16]
+    assert world.done == [], "its passes have not come back"
+    world.back(trace_context.new_below(first), WINDOW_NS + 5, 1, 2)
+    assert world.done == []
+    world.back(trace_context.new_below(first), WINDOW_NS + 9, 3)
+    (window,) = world.done
+    assert (window.root, window.n_passes, window.n_rows, window.n_tokens) == (first, 2, 3, 3)
+    assert (window.streams, window.streams_max, window.last_ns) == ({1, 2, 3}, 2, WINDOW_NS + 9)
+    world.passes.look(2 * WINDOW_NS)
+    world.back(second, 2 * WINDOW_NS + 1, 4)
+    assert world.done[1].root == second
+
+
+def test_a_trace_is_no_longer_than_a_viewer_draws() -> None:
+    world = World()
+    roots = [world.leave(at, 1, position=at) for at in range(1_000)]
+    per_trace = [roots.count(root) for root in dict.fromkeys(roots)]
+    assert per_trace == [WINDOW_SPANS_MAX // 5] * (5_000 // WINDOW_SPANS_MAX)
+
+
+def test_nothing_is_opened_while_nothing_runs() -> None:
+    world = World()
+    opening = OutFrame(world.session(1), 0, (), Flag.OPEN)
+    assert world.passes.leaves([opening], 0) == trace_context.NONE
+    assert not world.passes.is_busy
+    world.passes.look(10 * WINDOW_NS)
+    world.passes.end(10 * WINDOW_NS)
+    assert world.done == []
+
+
+def test_an_idle_pipeline_closes_its_second_by_itself() -> None:
+    world = World()
+    context = world.leave(0, 1)
+    world.back(context, MS, 1)
+    world.passes.look(WINDOW_NS - 1)
+    assert world.done == []
+    world.passes.look(WINDOW_NS)
+    assert [window.last_ns for window in world.done] == [MS], "it ends with what was last seen of it"
+    assert not world.passes.is_busy
+
+
+def test_of_an_unsampled_second_only_the_passes_of_sampled_requests_are_there() -> None:
+    world = World(sampled=False)
+    world.session(2, traced=True)
+    assert world.leave(0, 1) == trace_context.NONE
+    context = world.leave(1, 1, 2)
+    assert trace_context.is_sampled(context)
+    assert world.sessions[2].record.passes == [context]
+    assert world.sessions[1].record.passes == []
+    assert world.leave(2, 1, position=4) == trace_context.NONE
+    world.passes.close(3)
+    world.back(context, 4, 1, 2)
+    (window,) = world.done
+    assert (window.n_passes, window.n_rows, window.streams_max) == (1, 2, 2)
+
+
+def test_a_second_without_a_recorded_pass_has_no_root() -> None:
+    world = World(sampled=False)
+    world.leave(0, 1)
+    world.passes.end(1)
+    assert world.done == []
+
+
+def test_a_session_that_ended_is_not_waited_for() -> None:
+    world = World()
+    context = world.leave(0, 1, 2)
+    world.passes.close(1)
+    world.back(context, 2, 1)
+    world.passes.forget(2)
+    assert [window.n_tokens for window in world.done] == [1]
+
+
+def test_answers_that_never_come_are_told() -> None:
+    world = World()
+    world.leave(0, 1)
+    world.passes.close(1)
+    world.passes.look(ANSWER_WAIT_NS)
+    assert world.done == []
+    world.passes.look(ANSWER_WAIT_NS + 1)
+    assert [len(window.waiting) for window in world.done] == [1]
+
+
+def test_windows_under_way_are_bounded() -> None:
+    world = World()
+    for second in range(WINDOWS_MAX + 3):
+        world.leave(second * WINDOW_NS, 1, position=second)
+    assert len(world.done) == 3
+
+
+def test_a_loss_ends_every_second_and_says_why() -> None:
+    world = World()
+    world.leave(0, 1)
+    world.leave(WINDOW_NS, 2)
+    world.passes.lost("stage 1 is gone", WINDOW_NS + MS)
+    assert [(window.lost, window.last_ns) for window in world.done] == [("stage 1 is gone", WINDOW_NS + MS)] * 2
+    assert not world.passes.is_busy
+
+
+def test_an_answer_without_a_context_counts_for_whichever_second_waits() -> None:
+    """A stage whose level is lower says nothing of its batch."""
+    world = World()
+    world.leave(0, 1)
+    world.passes.close(1)
+    world.back(b"", 2, 1)
+    assert len(world.done) == 1
+
+
+def status(*steps: tuple[int, int], n_steps: int = 0) -> pb.StatusResponse:
+    return pb.StatusResponse(
+        step_start_ns=[start for start, _ in steps],
+        step_end_ns=[end for _, end in steps],
+        n_steps=n_steps or len(steps),
+        uptime_ns=10 * MS,
+    )
+
+
+def test_busy_shares_are_of_the_second_alone() -> None:
+    found = busy_attributes([status((0, 20), (50, 100)), status((90, 120), (140, 400))], 0, 200)
+    assert found[names.ATTR_PASSES_BUSY] == [0.35, 0.45]
+    assert found[names.ATTR_PASSES_OVERLAP] == pytest.approx(10 / 150, abs=1e-4)
+
+
+def test_busy_shares_leave_out_what_a_stage_has_forgotten() -> None:
+    found = busy_attributes([status((100, 150), n_steps=9), status((0, 200))], 0, 200)
+    assert found[names.ATTR_PASSES_BUSY] == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("statuses", [None, [], [None, status((0, 5))]])
+def test_where_a_stage_does_not_answer_nothing_is_said(statuses: list[pb.StatusResponse | None] | None) -> None:
+    assert busy_attributes(statuses, 0, 10) == {}

@@ -1,0 +1,100 @@
+"""OTLP from spans that were made whole, without an object for each of their keys and values.
+
+The exporters of the SDK stay what they are: endpoints, headers, certificates, retries are theirs. Only how spans become
+a message is ours, where an exporter lets it be replaced; any other gets the same spans as the SDK's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans
+from opentelemetry.trace import SpanKind
+
+from relayline.wire.telemetry import _otlp
+from relayline.wire.telemetry.spans import FinishedSpan
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+_KINDS = {
+    SpanKind.INTERNAL: 1,
+    SpanKind.SERVER: 2,
+    SpanKind.CLIENT: 3,
+    SpanKind.PRODUCER: 4,
+    SpanKind.CONSUMER: 5,
+}
+_SCOPE_SPANS, _SPANS = 2, 2  # fields of ResourceSpans and of ScopeSpans
+
+
+def request_of(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
+    """Return the export request of some spans, those that were made whole by resource."""
+    whole: dict[int, list[FinishedSpan]] = {}
+    others: list[ReadableSpan] = []
+    for span in spans:
+        if isinstance(span, FinishedSpan):
+            whole.setdefault(id(span.resource), []).append(span)
+        else:
+            others.append(span)
+    request = encode_spans(others) if others else ExportTraceServiceRequest()
+    for of_resource in whole.values():
+        request.resource_spans.append(_resource_spans(of_resource))
+    return request
+
+
+def _resource_spans(spans: Sequence[FinishedSpan]) -> ResourceSpans:
+    """Return spans of one resource: what they share as the SDK encodes it, then each span's own bytes."""
+    shared = encode_spans([_bare(spans[0])]).resource_spans[0]
+    del shared.scope_spans[0].spans[:]
+    scope = shared.scope_spans[0].SerializeToString()
+    del shared.scope_spans[:]
+    parts = [scope]
+    for span in spans:
+        encoded = encode(span)
+        parts += (_lead(_SPANS, len(encoded)), encoded)
+    body = b"".join(parts)
+    return ResourceSpans.FromString(b"".join((shared.SerializeToString(), _lead(_SCOPE_SPANS, len(body)), body)))
+
+
+def _bare(span: FinishedSpan) -> FinishedSpan:
+    """Return a span with nothing but its resource and scope."""
+    scope = span.instrumentation_scope
+    assert scope is not None
+    return FinishedSpan(span.said._replace(attributes={}, events=(), links=()), span.resource, scope)
+
+
+def encode(span: FinishedSpan) -> bytes:
+    """Return the OTLP Span of one span."""
+    said = span.said
+    return _otlp.span(
+        said.name, said.own, said.parent, said.start_ns, said.end_ns, said.attributes, said.events,
+        said.links, _KINDS[said.kind], said.error, span.dropped_links, span.dropped_events,
+    )  # fmt: skip
+
+
+def _lead(field: int, size_bytes: int) -> bytes:
+    """Return what stands before a length-delimited field."""
+    lead = bytearray([field << 3 | 2])
+    while size_bytes > 0x7F:
+        lead.append((size_bytes & 0x7F) | 0x80)
+        size_bytes >>= 7
+    lead.append(size_bytes)
+    return bytes(lead)
+
+
+def quick(exporter_class: type[SpanExporter]) -> type[SpanExporter]:
+    """Return the class with `request_of` as its way to a message, if it is one of those that allow it."""
+    if not hasattr(exporter_class, "_translate_data"):
+        return exporter_class
+
+    class Quick(exporter_class):  # type: ignore[misc, valid-type]
+        """The same, encoding quickly."""
+
+        def _translate_data(self, data: Sequence[Any]) -> ExportTraceServiceRequest:
+            return request_of(data)
+
+    return Quick

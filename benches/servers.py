@@ -21,9 +21,11 @@ from pathlib import Path
 
 import aiohttp
 
+from benches import stages
 from benches.peers import Peers
 from benches.proxy import DelayProxy, delayed
 from relayline.deploy.cli.load import Target
+from relayline.wire.links.security import TOKEN_VARIABLE
 
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 45.0  # relayline drains running requests first
@@ -55,7 +57,9 @@ class Setup:
         return self.n_threads or max(1, len(self.cores) // self.n_stages)
 
 
-def _start(name: str, command: Sequence[str], setup: Setup, stdin: int, stdout: int | None) -> subprocess.Popen[bytes]:
+def _start(
+    name: str, command: Sequence[str], setup: Setup, stdin: int, stdout: int | None, token: str = ""
+) -> subprocess.Popen[bytes]:
     """Start a process on the set-up's cores; its errors (and output, unless asked for) go to NAME.log."""
     before = os.sched_getaffinity(0)
     log = (setup.log_dir / f"{name}.log").open("ab")
@@ -66,6 +70,7 @@ def _start(name: str, command: Sequence[str], setup: Setup, stdin: int, stdout: 
             stdin=stdin,
             stdout=log if stdout is None else stdout,
             stderr=log,
+            env={**os.environ, TOKEN_VARIABLE: token} if token else None,
             start_new_session=True,  # Ctrl-C reaches the bench alone, which ends its servers in order
         )
     finally:
@@ -75,11 +80,11 @@ def _start(name: str, command: Sequence[str], setup: Setup, stdin: int, stdout: 
 
 @contextlib.asynccontextmanager
 async def process(
-    name: str, command: Sequence[str], setup: Setup, *, reads_stdout: bool = False
+    name: str, command: Sequence[str], setup: Setup, *, reads_stdout: bool = False, token: str = ""
 ) -> AsyncIterator[subprocess.Popen[bytes]]:
     """Run one process for the length of a with block."""
     stdout = subprocess.PIPE if reads_stdout else None
-    child = _start(name, command, setup, subprocess.PIPE, stdout)
+    child = _start(name, command, setup, subprocess.PIPE, stdout, token)
     try:
         yield child
     finally:
@@ -103,9 +108,11 @@ def _failure(name: str, child: subprocess.Popen[bytes], setup: Setup) -> ServerE
 
 
 @contextlib.asynccontextmanager
-async def relayline(name: str, arguments: Sequence[str], setup: Setup) -> AsyncIterator[dict[str, str]]:
-    """Run one relayline command until it is ready; yields its ready event."""
-    async with process(name, [*RELAYLINE, *arguments, "--json"], setup, reads_stdout=True) as child:
+async def relayline(
+    name: str, arguments: Sequence[str], setup: Setup, token: str = ""
+) -> AsyncIterator[dict[str, str]]:
+    """Run one relayline command until it is ready; yields its ready event. `token`: the join token that it has."""
+    async with process(name, [*RELAYLINE, *arguments, "--json"], setup, reads_stdout=True, token=token) as child:
         assert child.stdout is not None
         async with asyncio.timeout(READY_TIMEOUT_S):
             line = await asyncio.to_thread(child.stdout.readline)
@@ -124,7 +131,7 @@ def _engine_flags(setup: Setup) -> list[str]:
 async def relayline_up(name: str, flags: Sequence[str], setup: Setup) -> AsyncIterator[Target]:
     """Run a whole pipeline by `relayline up`."""
     arguments = ["up", "--model", str(setup.model), "--stages", str(setup.n_stages), "--http", "127.0.0.1:0"]
-    async with relayline(name, [*arguments, *_engine_flags(setup), *flags], setup) as ready:
+    async with relayline(name, [*arguments, *_engine_flags(setup), *flags], setup, stages.TOKEN) as ready:
         yield Target(ready["url"], "openai", ready["model"])
 
 

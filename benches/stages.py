@@ -17,9 +17,14 @@ from relayline.coordinator.observe.overlap import Interval, overlap_between
 from relayline.coordinator.schedule.groups import CHUNK_LADDER
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.deploy.cli.load import Request
+from relayline.deploy.launch.local import local_identity
 from relayline.deploy.testing.simulation.world import StageModel, best_rate, stage_rates
 from relayline.wire.common.curve import CostCurve
+from relayline.wire.links import role_tokens
+from relayline.wire.links.security import LinkSecurity
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+TOKEN = role_tokens.new_root()  # of the pipelines that a bench starts: it asks their stages itself
 
 ROWS_MAX = 512  # of one native step, unless a stage was started otherwise
 
@@ -64,7 +69,8 @@ def _with_context(curve: CostCurve, row_ns: float) -> CostCurve:
 
 async def ask(status: dict[str, Any]) -> list[pb.StatusResponse]:
     """Ask the stages of GET /v1/pipeline for their curves and recent steps; those that do not answer are left out."""
-    clients = [StageClient(stage["address"]) for stage in status.get("stages", ())]
+    asked = list(enumerate(status.get("stages", ())))
+    clients = [StageClient(stage["address"], LinkSecurity(token=TOKEN), local_identity(at)) for at, stage in asked]
     try:
         said = await asyncio.gather(*(client.status(with_recent=True) for client in clients))
     finally:

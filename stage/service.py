@@ -381,6 +381,7 @@ class StageService:
     async def _accept(self, context: Context) -> tuple[Route, pb.LinkOpen]:
         """Read and check the first message of a Relay stream, unless its metadata name no route that waits for it."""
         route = self._awaited(*rpc.route_of(context.invocation_metadata()))
+        route.check_upstream(caller(), pass_of(context))
         try:
             async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
                 first = await context.read()
@@ -453,7 +454,7 @@ class StageService:
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
 
-    def _silenced(self, hello: pb.Beat, host: str) -> None:
+    def _silenced(self, hello: pb.WatchRequest, host: str) -> None:
         route = self._routes.get(hello.route_id)
         if route is None or route.epoch != hello.epoch or self._is_closing:
             return

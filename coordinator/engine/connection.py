@@ -125,21 +125,10 @@ class Connection:
                 await tell(stages, revocations)
             held: list[dict[int, int]] = []
             for index in reversed(range(len(stages))):
-                request = pb.ConfigureRequest(
-                    protocol_version=bounds.PROTOCOL_VERSION,
-                    route_id=route_id,
-                    epoch=epoch,
-                    pipeline_id=pipeline.pipeline_id,
-                    stage_index=index,
-                    next_address=addresses[index + 1] if index + 1 < len(addresses) else "",
-                    wire_dtype=pb.Dtype.Name(wire_dtype),
-                    instance_id=facts[index].instance_id,
-                    upstream_pass=passes[index],
-                    next_pass=passes[index + 1] if index + 1 < len(passes) else "",
-                    upstream_name=facts[index - 1].name if index else "",
-                    pipeline_name=name,
-                    stage_name=stage_names[index] if index < len(stage_names) else "",
-                )
+                request = _order(index, addresses, facts, pipeline, passes, wire_dtype)
+                request.route_id, request.epoch = route_id, epoch
+                request.pipeline_name = name
+                request.stage_name = stage_names[index] if index < len(stage_names) else ""
                 held.append(await stages[index].configure(request))
             connection = cls(epoch, stages, facts, held)
             subscription = pb.ReturnRequest(route_id=route_id, epoch=epoch)
@@ -155,16 +144,7 @@ class Connection:
                     for index, stage in enumerate(stages)
                 )
             )
-            hello = pb.LinkOpen(
-                protocol_version=bounds.PROTOCOL_VERSION,
-                route_id=route_id,
-                epoch=epoch,
-                pipeline_id=pipeline.pipeline_id,
-                source_sha256=pipeline.source.sha256,
-                next_layer=0,
-                n_embd=pipeline.n_embd,
-                dtype=pb.DTYPE_TOKENS,
-            )
+            hello = _hello(pipeline, route_id, epoch)
             connection.link = await RelayLink.open(addresses[0], hello, on_lost, security, passes[0], is_watched=False)
             if revocations is not None:
                 connection.keep_told(revocations, security, on_lost)
@@ -207,6 +187,43 @@ class Connection:
         await asyncio.gather(*map(end_task, self._tasks))
         await self.link.close()
         await asyncio.gather(*(stage.close() for stage in self.stages), return_exceptions=True)
+
+
+def _order(
+    index: int,
+    addresses: Sequence[str],
+    facts: Sequence[pb.DescribeResponse],
+    pipeline: PipelineFile,
+    passes: Sequence[str],
+    wire_dtype: int,
+) -> pb.ConfigureRequest:
+    """Return a stage's place in the line: who comes before and behind it, and what they show one another."""
+    is_last = index + 1 == len(addresses)
+    return pb.ConfigureRequest(
+        protocol_version=bounds.PROTOCOL_VERSION,
+        pipeline_id=pipeline.pipeline_id,
+        stage_index=index,
+        next_address="" if is_last else addresses[index + 1],
+        wire_dtype=pb.Dtype.Name(wire_dtype),
+        instance_id=facts[index].instance_id,
+        upstream_pass=passes[index],
+        next_pass="" if is_last else passes[index + 1],
+        upstream_name=facts[index - 1].name if index else "",
+    )
+
+
+def _hello(pipeline: PipelineFile, route_id: int, epoch: int) -> pb.LinkOpen:
+    """Return what the coordinator says first on its stream to stage 0."""
+    return pb.LinkOpen(
+        protocol_version=bounds.PROTOCOL_VERSION,
+        route_id=route_id,
+        epoch=epoch,
+        pipeline_id=pipeline.pipeline_id,
+        source_sha256=pipeline.source.sha256,
+        next_layer=0,
+        n_embd=pipeline.n_embd,
+        dtype=pb.DTYPE_TOKENS,
+    )
 
 
 def _lost_at(index: int, on_lost: Callable[[RelaylineError], None], error: RelaylineError) -> None:

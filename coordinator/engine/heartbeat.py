@@ -1,7 +1,8 @@
 """The coordinator's heartbeat to each stage: what their clocks say against its own, told to them for their spans.
 
-Hosts' clocks differ by more than a step takes. Every beat is a round trip from which `wire.telemetry.clock` takes the offset of a
-link. It tells the stage what came of those before: what to add to its monotonic clock for the coordinator's wall clock.
+Hosts' clocks differ by more than a step takes. Every beat is a round trip from which `wire.telemetry.clock` takes the
+offset of a link. It tells the stage what came of those before: what to add to its monotonic clock for the coordinator's
+wall clock.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _answer(shop: Shop, asked: Asked, raw: bytearray, enter: Any) -> tuple[bytes
         return EXHAUSTED, b""
     except RelaylineError as error:
         failure = Failure(error.label, error.message, getattr(error, "param", None))
-        if isinstance(error, OverloadedError):
+        if isinstance(error, OverloadedError) and error.retry_after_s is not None:
             failure.retry_after_s = error.retry_after_s
     except Exception as error:
         failure = Failure(InternalError.label, f"reading the body failed: {type(error).__name__}: {error}"[:500])

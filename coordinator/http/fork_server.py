@@ -1,4 +1,4 @@
-"""The process whose children read bodies: `python -m relayline.coordinator.http.fork_server FD`. See `coordinator/http/forks.py`.
+"""The process whose children read bodies, as `forks.py` starts it with the number of its socket.
 
 It loads the code and the vocabulary once; children share that memory and start within milliseconds. It has one thread,
 so that it can fork; a coordinator, which has many, could not.

@@ -9,9 +9,10 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
+
+from relayline.wire.common.child_command import module_command
 
 
 class ForkServer:
@@ -53,18 +54,12 @@ class ForkServer:
     def _started(self) -> socket.socket:
         if self._control is None:
             ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            # The same modules as here, wherever they are, and none of the directory that somebody happens to be in.
-            environment = {
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
-                "OPENBLAS_NUM_THREADS": "1",
-            }
-            command = [sys.executable, "-P", "-m", "relayline.coordinator.http.fork_server", str(its.fileno())]
+            command = module_command("relayline.coordinator.http.fork_server", str(its.fileno()))
             with its:
                 self._process = subprocess.Popen(
                     command,
                     pass_fds=[its.fileno()],
-                    env=environment,
+                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

@@ -5,7 +5,8 @@
       queue                    per choice, from admission to a lane
       prefill                  per choice, to the first token; links to the seconds of passes that it was in
         prefill chunk          levels batches and frames
-        batches                levels batches and frames: one of each stage, which makes it (stage.observe.request_spans)
+        batches                levels batches and frames: one of each stage, which makes it
+        (stage.observe.request_spans)
       decode                   per choice, to the last token; links as prefill does
         batches
         recovery               from the loss of a stage until the session goes on

@@ -25,8 +25,12 @@ ROOT = Path(__file__).parents[2]
 BUILT = ROOT / "build" / "native"
 FLAGS = ("-g", "-O1", "-fPIC", "-shared", "-fno-omit-frame-pointer", "-Wall", "-Wextra", "-Werror")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-TESTS = ("test_plain_envelopes.py", "test_rows.py", "test_capture_rows.py")
-FUZZ = "native_fuzz.py"
+TESTS = (
+    "wire/envelopes/test_plain_envelopes.py",
+    "wire/envelopes/test_rows.py",
+    "stage/engine/test_capture_rows.py",
+)
+FUZZ = "support/native_fuzz.py"
 DEFAULT_SECONDS = "25"
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-PREFILL_CHUNK_ROWS = 64  # of the pipeline's prefill; prompts below are shorter and longer than it
+# Of the pipeline's prefill: below a tile of attention, as short prompts travel. Prompts below are shorter and longer.
+PREFILL_CHUNK_ROWS = 60
 PROMPT_ALONE = 150  # tokens: two whole chunks and a part of one
 PROMPTS_MIXED = (1, 5, 17, 40, 70)  # tokens; one needs no prefill step of its own, one needs two
 N_LANES = len(PROMPTS_MIXED)

@@ -51,6 +51,7 @@ from relayline.wire.links.roles import Role
 if TYPE_CHECKING:
     from relayline.coordinator.engine.membership import Place
     from relayline.coordinator.schedule.scheduler import ScheduleConfig
+    from relayline.coordinator.serve import Joinable, Ready
     from relayline.stage.facts import StageFacts
 
 
@@ -208,7 +209,7 @@ def serve_command(**given: Any) -> None:
     """
     from relayline.coordinator.engine.pipeline import PipelineConfig
     from relayline.coordinator.model.pipeline_file import load_pipeline
-    from relayline.coordinator.serve import Joinable, Ready, ServeConfig, run_coordinator
+    from relayline.coordinator.serve import ServeConfig, run_coordinator
 
     logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
     check_engine(given)
@@ -245,6 +246,13 @@ def serve_command(**given: Any) -> None:
     )
     if given["exit_with_stdin"]:
         _watch_stdin()
+    run_coordinator(config, *_announcers(as_json=given["as_json"]))
+
+
+def _announcers(
+    *, as_json: bool
+) -> tuple[Callable[[Ready], None], Callable[[Joinable], None], Callable[[Place], None]]:
+    """Return what tells a supervisor, or a person, that clients are served, that stages may join, and who did."""
 
     def on_ready(ready: Ready) -> None:
         announce(
@@ -258,16 +266,16 @@ def serve_command(**given: Any) -> None:
                 "ctx": ready.ctx_tokens,
             },
             f"{ready.model_id} on {ready.n_stages} stages: {ready.url}/v1",
-            as_json=given["as_json"],
+            as_json=as_json,
         )
 
     def on_joinable(joinable: Joinable) -> None:
         event = joinable_event(joinable)
         text = f"stages may join at {joinable.join_address}; waiting for {', '.join(joinable.names)}"
-        announce(event, text, as_json=given["as_json"])
+        announce(event, text, as_json=as_json)
 
     def on_member(place: Place) -> None:
-        if given["as_json"]:  # people read the same in the log
+        if as_json:  # people read the same in the log
             announce(member_event(place), "", as_json=True)
 
-    run_coordinator(config, on_ready, on_joinable, on_member)
+    return on_ready, on_joinable, on_member

@@ -50,7 +50,7 @@ def changes_of(changed: dict[str, Any]) -> dict[str, Any]:
     """Return what flags change in the manifest: values by dotted place below `spec`."""
     changes = {PLACES[flag]: value for flag, value in changed.items() if flag in PLACES}
     if "http" in changed:
-        changes["relayline.coordinator.http.host"], changes["relayline.coordinator.http.port"] = changed["http"]
+        changes["coordinator.http.host"], changes["coordinator.http.port"] = changed["http"]
     if "draft" in changed:
         changes[PLACES["draft"]] = DraftTokens.said(changed["draft"])
     if "no_share" in changed:

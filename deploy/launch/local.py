@@ -23,7 +23,7 @@ from relayline.wire.common import bounds
 from relayline.wire.common.errors import StartError
 from relayline.wire.links import role_tokens
 from relayline.wire.links.roles import Identity, Role
-from relayline.wire.links.security import address_of
+from relayline.wire.links.security import TOKEN_VARIABLE, address_of
 
 log = logging.getLogger("relayline.up")
 
@@ -90,6 +90,13 @@ def stage_child(
     )  # fmt: skip
 
 
+def given_root() -> str:
+    """Return the coordinator's join token that RELAYLINE_TOKEN holds, for who wants to ask the stages; else nothing."""
+    text = os.environ.get(TOKEN_VARIABLE, "")
+    token = role_tokens.read(text)
+    return text if token is not None and token.role is Role.COORDINATOR else ""
+
+
 def local_identity(index: int) -> Identity:
     """Return how the coordinator of given addresses knows a stage of this machine."""
     return Identity(Role.STAGE, "localhost", default_names(index + 1)[index])
@@ -105,7 +112,7 @@ class LocalPipeline:
         self.coordinator: Child | None = None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_line = on_line
-        self.root = role_tokens.new_root()
+        self.root = given_root() or role_tokens.new_root()
         """The coordinator's join token. Without one every user of this machine could give the stages work."""
         self._cores: list[Cores] = []
         self._watchers: list[asyncio.Task[None]] = []

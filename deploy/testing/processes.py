@@ -20,7 +20,7 @@ SKEWED = """
 import sys, time
 skew_ns, monotonic_ns, time_ns = int(sys.argv.pop(1)), time.monotonic_ns, time.time_ns
 time.monotonic_ns, time.time_ns = lambda: monotonic_ns() + skew_ns, lambda: time_ns() + skew_ns
-from relayline.deploy.cli import main
+from relayline.deploy.cli.main import main
 sys.exit(main())
 """
 

@@ -122,13 +122,13 @@ class Member:
         try:
             while isinstance(data := await self._call.read(), bytes):
                 self._silence.heard()
-                if not pb.StageOrder.FromString(data).beats:
+                if not messages.read(pb.StageOrder, data, "order", who=self.peer).beats:
                     error = ProtocolError(f"{self.peer} sent a second order, which this version does not know")
                     break
         except grpc.aio.AioRpcError as failure:
             error = rpc.typed(failure, self.peer)
-        except DecodeError:
-            error = ProtocolError(f"{self.peer} sent an order that cannot be read")
+        except ProtocolError as failure:
+            error = failure
         except asyncio.CancelledError:
             if rpc.task_is_cancelled():
                 raise

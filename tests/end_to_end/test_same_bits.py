@@ -1,4 +1,4 @@
-"""What `coordinator.schedule.tiles` relies on: below a tile, a row of the demo model has the same bits in any company."""
+"""Below a tile of attention a row of the demo model has the same bits in any company (coordinator.schedule.tiles)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy.typing as npt
 import pytest
 
 from relayline.coordinator.model.split import split_model
+from relayline.deploy.testing.paths import DEMO_MODEL as MODEL
 from relayline.stage.engine import ggml
 from relayline.stage.engine.embedding import EmbeddingTable
 from relayline.stage.engine.native import EngineConfig, NativeEngine
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS as TILE
 from relayline.wire.common.kv_layout import LAYOUTS
 
-MODEL = Path(__file__).parents[1] / "deploy" / "demo" / "relayline-demo.gguf"
 N_LANES, N_TOKENS = 4, 90
 Logits = npt.NDArray[np.float32]
 Place = tuple[int, int]  # lane and position

@@ -14,13 +14,13 @@ import grpc.aio
 import pytest
 
 from relayline.deploy.launch.state import state_root
+from relayline.deploy.testing.paths import ROOT
 from relayline.wire.common import places
 from relayline.wire.common.child_command import code_command, module_command
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.file_hash import sha256_of
 from relayline.wire.links.rpc import open_channel
 
-ROOT = Path(__file__).parents[1]
 BY_HAND = re.compile(r'sys\.executable,\s*"-[cm]"|"-m",\s*"\w+\.')
 ROOMS = ("wire", "stage", "coordinator", "deploy")
 
@@ -93,9 +93,9 @@ def test_a_child_runs_nothing_from_where_the_user_stands(command: list[str], cod
 
 
 def test_children_run_the_package_that_their_parent_runs(tmp_path: Path) -> None:
-    command = code_command("import relayline.deploy.cli; print(relayline.deploy.cli)")
+    command = code_command("import relayline.deploy.cli; print(relayline.deploy.cli.__file__)")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
-    assert Path(done.stdout.strip()) == ROOT / "deploy" / "cli.py"
+    assert Path(done.stdout.strip()) == ROOT / "deploy" / "cli" / "__init__.py"
 
 
 def test_every_child_is_started_that_way() -> None:

@@ -163,7 +163,7 @@ def serialize(message: Any) -> bytes:
 
 
 def parser(message_type: type[Any], bytes_max: int = bounds.UNARY_BYTES_MAX) -> Callable[[bytes], Any]:
-    """Return a deserializer for gRPC that raises ProtocolError; behind a `wire.links.listening.Listener` callers are told."""
+    """Return a deserializer for gRPC that raises ProtocolError; behind a `Listener` callers are told."""
 
     def parse(data: bytes) -> Any:
         return messages.read(message_type, data, message_type.DESCRIPTOR.name, bytes_max=bytes_max)

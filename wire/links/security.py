@@ -35,8 +35,8 @@ class LinkSecurity:
     key: Path | None = None
     """Private key of `cert` (PEM, without passphrase)."""
     token: str = dataclasses.field(default="", repr=False)
-    """Join token, see wire.links.role_tokens: what it proves is shown to the other end, and demanded of callers. Empty shows
-    and demands nothing."""
+    """Join token, see wire.links.role_tokens: what it proves is shown to the other end, and demanded of callers. Empty
+    shows and demands nothing."""
     insecure: bool = False
     """Whether plaintext may leave this machine (--insecure)."""
     token_file: Path | None = dataclasses.field(default=None, compare=False)

@@ -28,7 +28,7 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 log = logging.getLogger("relayline.link")
 
-BEAT = b""  # a Beat without fields
+BEAT = b""  # a WatchRequest or WatchResponse without fields
 
 OnHeard = Callable[[], None]
 
@@ -47,7 +47,7 @@ async def beat(write: Callable[[Any], Awaitable[Any]], message: Any = BEAT) -> N
         await write(message)
 
 
-async def first_beat(context: Any) -> pb.Beat:
+async def first_beat(context: Any) -> pb.WatchRequest:
     """Read the first request of a Watch call. Raises ProtocolError."""
     try:
         async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
@@ -55,10 +55,10 @@ async def first_beat(context: Any) -> pb.Beat:
     except TimeoutError as error:
         raise ProtocolError("no first sign of life came on this call") from error
     if not isinstance(message, bytes):
-        return pb.Beat()
+        return pb.WatchRequest()
     if len(message) > bounds.UNARY_BYTES_MAX:
         raise ProtocolError(f"a first sign of life of {len(message)} bytes is over the limit")
-    return messages.read(pb.Beat, message, "first sign of life")
+    return messages.read(pb.WatchRequest, message, "first sign of life")
 
 
 async def answer(context: Any, silence: Silence) -> bool:
@@ -97,11 +97,12 @@ class Watch:
     ) -> None:
         """`route` (id, epoch) is what the peer ends should this end go silent.
 
-        `shown_pass` is what the coordinator gave out for that route. `on_silent` is called at most once, `on_heard` at every sign of life. `who` names the peer in the loss. Raises
-        UsageError when `security` does not allow a link to `address`.
+        `shown_pass` is what the coordinator gave out for that route. `on_silent` is called at most once, `on_heard` at
+        every sign of life. `who` names the peer in the loss. Raises UsageError when `security` does not allow a link to
+        `address`.
         """
         self._who = who or address
-        self._hello = rpc.serialize(pb.Beat(route_id=route[0], epoch=route[1]))
+        self._hello = rpc.serialize(pb.WatchRequest(route_id=route[0], epoch=route[1]))
         self._on_heard, self._silence = on_heard, Silence()
         self._metadata = rpc.pass_metadata(shown_pass)
         self._channel = rpc.open_channel(address, security, receive_bytes_max=bounds.UNARY_BYTES_MAX)

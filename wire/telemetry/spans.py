@@ -44,7 +44,7 @@ class Link(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A span as its maker says it. Times are of the wall clock; contexts are 25 bytes of wire.envelopes.trace_context."""
+    """A span as its maker says it. Times are of the wall clock; contexts are 25 bytes (trace_context)."""
 
     name: str
     own: bytes

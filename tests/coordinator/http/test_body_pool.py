@@ -8,11 +8,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
-import http_support as support
 import msgspec
 import pytest
 from aiohttp.test_utils import make_mocked_request
-from http_support import WAIT_S, serving
 
 from relayline.coordinator.http import body_pool
 from relayline.coordinator.http.body_pool import INLINE_BYTES_MAX, BodyPool, find_style
@@ -21,7 +19,9 @@ from relayline.coordinator.http.preparing import Asked, Prepared, setting_of, un
 from relayline.coordinator.http.service import CLIENT, client_of
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing import vocabulary_files as support
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError
+from tests.support.http_support import WAIT_S, serving
 
 N_TIMES = "{% for a in range(n) %}{% for b in range(n) %}{% for c in range(n) %}{% endfor %}{% endfor %}{% endfor %}hi"
 ENDLESS = "{% set n = 99999 %}" + N_TIMES

@@ -395,7 +395,9 @@ def test_head_is_stored_once(tmp_path: Path) -> None:
 def test_unknown_architecture_names_the_supported(tmp_path: Path) -> None:
     for name in UNCERTIFIED:
         model = make_tiny(name, tmp_path / f"{name}.gguf")
-        with pytest.raises(UnsupportedArchitectureError, match=r"certified; .*; --experimental tries it") as caught:
+        with pytest.raises(
+            UnsupportedArchitectureError, match=r"certified; .*; `relayline split --experimental` tries it"
+        ) as caught:
             split_model(model, tmp_path / "out", n_stages=2)
         assert "\n" not in caught.value.message
         assert all(name in caught.value.message for name in FAMILIES)

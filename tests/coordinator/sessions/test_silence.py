@@ -164,12 +164,15 @@ def on_returns(monkeypatch: pytest.MonkeyPatch, harm: Callable[[bytes], bytes | 
 
 def swallow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a stage lose one frame that it has read."""
-    frames, n_frames = Inbound.frames, [0]
+    frames, n_frames, was_swallowed = Inbound.frames, [0], [False]
 
     def fewer(inbound: Inbound, view: Any) -> list[Any]:
         found = frames(inbound, view)
         n_frames[0] += any(frame.flags & Flag.WANTS_SAMPLE for frame in found)
-        return [] if n_frames[0] == AT and found[0].flags & Flag.WANTS_SAMPLE else found
+        if was_swallowed[0] or n_frames[0] < AT or not found[0].flags & Flag.WANTS_SAMPLE:
+            return found
+        was_swallowed[0] = True
+        return []
 
     monkeypatch.setattr(Inbound, "frames", fewer)
 

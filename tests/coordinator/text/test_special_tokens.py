@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
-import http_support as support
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import relayline.coordinator.text.tokenizer
 from relayline.coordinator.text.special_tokens import Special, SpecialTokens, TooManyError
 from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing import vocabulary_files as support
 from relayline.wire.common.errors import ContextLengthError
 
 VOCABULARIES = os.environ.get("RELAYLINE_VOCABULARIES", "")  # a directory of GGUF files with vocabularies
@@ -99,7 +98,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(autouse=True)
 def _nothing_goes_straight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short texts are llama.cpp's as they are; here they are split as well."""
-    monkeypatch.setattr(coordinator.tokenizer, "_DIRECT_BYTES_MAX", -1)
+    monkeypatch.setattr("relayline.coordinator.text.tokenizer._DIRECT_BYTES_MAX", -1)
 
 
 @given(text=TEXTS, parse_special=st.booleans(), add_special=st.booleans())

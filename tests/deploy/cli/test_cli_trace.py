@@ -294,7 +294,7 @@ def test_a_server_that_demands_a_key_is_one_line(command: str, status: int) -> N
         seen = relayline(*LOOKERS[command], url)
     assert seen.returncode == 1
     (line,) = seen.stderr.splitlines()
-    assert line.endswith(f"answered {status} (no entry); give it an API key in RELAYLINE_API_KEY")
+    assert line.endswith(f"answered {status} (no\\nentry); give it an API key in RELAYLINE_API_KEY")
 
 
 @pytest.mark.parametrize("command", LOOKERS)

@@ -22,6 +22,7 @@ from relayline.deploy.launch.local import LocalConfig, LocalPipeline
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.deploy.testing.processes import TIMEOUT_S, child_running, relayline, running, wait_gone
 from relayline.wire.common.errors import StartError
+from relayline.wire.links import role_tokens
 from tests.support.tiny_models import make_tiny
 
 QUICK = ("--version",)  # a child that ends by itself
@@ -258,3 +259,11 @@ def test_a_coordinator_that_is_killed_comes_back_at_its_port(tmp_path: Path) -> 
         load = ("bench", up.event["url"], "--streams", "1", "--tokens", "4", "--prompt-tokens", "4", "--json")
         answered = relayline(*load)
         assert json.loads(answered.stdout)["n_complete"] == 1, answered.stderr
+
+
+def test_a_coordinators_token_of_the_caller_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benches ask the stages of a pipeline themselves; every other one has a token that nobody else knows."""
+    root = role_tokens.new_root()
+    for text, expected in ((root, root), ("", ""), ("something", ""), ("coordinator/", "")):
+        monkeypatch.setenv("RELAYLINE_TOKEN", text)
+        assert local.given_root() == expected

@@ -44,13 +44,16 @@ class Machine:
         monkeypatch.setenv("XDG_CACHE_HOME", str(self.root / "state"))
         for line in self.text.splitlines():
             if line.startswith("#   relayline certs"):
-                assert CliRunner().invoke(cli.relayline, shlex.split(line)[2:]).exit_code == 0
+                assert CliRunner().invoke(cli.relayline, shlex.split(line.partition(" && ")[0])[2:]).exit_code == 0
         Path("api-keys").write_text(KEY + "\n")
         for name in ("coordinator", "stage-0", "stage-1"):
             service = self.compose["services"][name]
-            for secret in service["secrets"]:
+            for secret in service.get("secrets", ()):
                 data = Path(self.compose["secrets"][secret["source"]]["file"]).read_text()
                 self._write(name, secret["target"], data)
+            for mount in service["volumes"]:
+                if isinstance(mount, dict) and mount["target"].startswith("/etc/relayline"):
+                    self._mount(name, mount["target"], Path(mount["source"]))
             for config in service.get("configs", ()):
                 content = self.compose["configs"][config["source"]]["content"].replace("$$", "$")
                 self._write(name, config["target"], self._moved(name, content))
@@ -67,6 +70,12 @@ class Machine:
         if "--advertise" in moved:
             moved[moved.index("--advertise") + 1] = "localhost"  # also in every certificate
         return [part.replace("${RELAYLINE_THREADS:-0}", "1") for part in moved] + ["--json"]
+
+    def _mount(self, name: str, target: str, source: Path) -> None:
+        for path in source.rglob("*") if source.is_dir() else (source,):
+            if path.is_file():
+                inner = f"{target}/{path.relative_to(source)}" if source.is_dir() else target
+                self._write(name, inner, path.read_text())
 
     def _write(self, name: str, target: str, data: str) -> None:
         path = Path(self._moved(name, target))

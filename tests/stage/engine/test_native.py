@@ -392,7 +392,7 @@ def test_facts(chain: Chain) -> None:
 def test_garbage_is_a_model_file_error(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "garbage.gguf"
     path.write_bytes(content)
-    with pytest.raises(ModelFileError, match=r"garbage\.gguf: cannot be read as GGUF: \w+") as caught:
+    with pytest.raises(ModelFileError, match=r"garbage\.gguf: (cannot be read as GGUF: \w+|not a GGUF file)") as caught:
         NativeEngine(config_of(path))
     assert "\n" not in caught.value.message
 
@@ -402,7 +402,10 @@ def test_a_truncated_file_is_a_model_file_error(part: float, stages: list[Path],
     content = stages[1].read_bytes()
     path = tmp_path / "cut.gguf"
     path.write_bytes(content[: int(part * len(content))])
-    with pytest.raises(ModelFileError, match=r"cut\.gguf: cannot be (read as GGUF|loaded): \w+") as caught:
+    with pytest.raises(
+        ModelFileError,
+        match=r"cut\.gguf: (cannot be (read as GGUF|loaded): \w+|truncated: tensor|announces \d+ tensors)",
+    ) as caught:
         NativeEngine(config_of(path))
     assert "\n" not in caught.value.message
     assert "gave no reason" not in caught.value.message
@@ -531,6 +534,6 @@ def test_the_log_is_bounded_silent_and_quotes_the_first_error(
     path.write_bytes(b"nonsense")
     other = llama.llama_log_callback(lambda level, text, user: None)
     llama.llama_log_set(other, ctypes.c_void_p(0))  # as another module of the process might
-    with pytest.raises(ModelFileError, match="invalid magic"):
+    with pytest.raises(ModelFileError, match="not a GGUF file"):
         open_artifact(path)
     assert capfd.readouterr() == ("", "")

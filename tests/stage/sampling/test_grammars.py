@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-import relayline.stage.sampling.grammars
 from relayline.coordinator.text.grammar_worker import Bytes
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.sampling.grammars import Grammars, Holds
@@ -104,7 +103,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(threading.current_thread().name)
         return LLMatcher(vocabulary, grammar, **options)
 
-    monkeypatch.setattr(stage.grammars, "LLMatcher", make)
+    monkeypatch.setattr("relayline.stage.sampling.grammars.LLMatcher", make)
     return found
 
 
@@ -120,7 +119,7 @@ def test_each_grammar_is_made_once_in_a_thread_of_its_own(vocabulary: LLTokenize
 
 
 def test_so_many_are_kept_ready(vocabulary: LLTokenizer, made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage.grammars, "READY_MAX", 2)
+    monkeypatch.setattr("relayline.stage.sampling.grammars.READY_MAX", 2)
     grammars = Grammars()
     for text in "abca":
         grammars.ready(vocabulary, f'start: "{text}"').result()

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("setuptools")
+from relayline.deploy.testing.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
+pytest.importorskip("setuptools")
 
 
 @pytest.fixture(scope="module", name="build")

@@ -20,6 +20,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from relayline.deploy.testing.paths import ROOT
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ProtocolError
 from relayline.wire.envelopes import _weigh, messages
@@ -140,8 +141,9 @@ def test_an_envelope_of_many_parts_is_refused_for_less_memory_than_its_size() ->
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("only Linux tells a process the peak of its memory anew")
     n_bytes = 16 << 20
-    code = f"import json; from tests.test_messages import *; print(json.dumps(peaks_of_envelopes({n_bytes})))"
-    command, root = [sys.executable, "-c", code], Path(__file__).parents[1]
+    name = "tests.wire.envelopes.test_messages"
+    code = f"import json; from {name} import *; print(json.dumps(peaks_of_envelopes({n_bytes})))"
+    command, root = [sys.executable, "-c", code], ROOT
     # What was freed goes back at once, else later messages would be made of it unseen.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250, cwd=root, env=environment)
@@ -161,7 +163,7 @@ def test_what_is_weighed_is_never_less_than_what_reading_takes() -> None:
         text=True,
         check=True,
         timeout=250,
-        cwd=Path(__file__).parents[1],
+        cwd=ROOT,
     )
     too_light = {
         f"{kind} {what}": took_and_weighed

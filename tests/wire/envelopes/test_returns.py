@@ -75,9 +75,9 @@ def test_a_step_with_much_to_say_says_it_in_several_messages() -> None:
     said = pb.ReturnEnvelope(
         epoch=3,
         stage_index=1,
-        samples=[pb.Sampled(session_id=at, token=at, logits=bytes(600_000)) for at in range(20)],
+        samples=[pb.Sampled(session_id=at, token=at, logits=bytes(600_000)) for at in range(40)],
         faults=[pb.SessionFault(session_id=30, label="native")],
-        summaries=[pb.SessionSummary(session_id=at, batches=bytes(98_304)) for at in range(60)],
+        summaries=[pb.SessionSummary(session_id=at) for at in range(60)],
     )
     writer, reader = ReturnWriter(), ReturnReader("stage")
     parts = writer.write(said)

@@ -318,6 +318,7 @@ async def test_a_server_that_speaks_plaintext(ids: Identities, lines: Lines):
         (role_tokens.new_root(), "does not accept this join token; `relayline certs issue` makes each process its own",
          "it sent a wrong join token"),
     ],
+    ids=["missing", "wrong"],
 )  # fmt: skip
 async def test_a_missing_or_wrong_token(sent: str, to_client: str, to_server: str, lines: Lines):
     async with serving(LinkSecurity(token=STAGE_TOKEN)) as server:
@@ -358,7 +359,7 @@ async def test_a_refusal_that_crosses_the_first_message_is_asked_for_again(
     n_calls: int, expected: type[Exception], ids: Identities, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_channel = rpc.open_channel
-    monkeypatch.setattr(rpc, "open_channel", lambda *args: CutShort(open_channel(*args), n_calls))
+    monkeypatch.setattr(rpc, "open_channel", lambda *args, **named: CutShort(open_channel(*args, **named), n_calls))
     async with serving(security_of(ids.box1)) as server:
         hello = pb.LinkOpen(dtype=pb.DTYPE_TOKENS, n_embd=1)
         with pytest.raises(expected):

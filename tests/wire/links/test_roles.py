@@ -22,6 +22,7 @@ from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage
 from relayline.coordinator.joining.service import make_roster, serve_joining
 from relayline.deploy.launch.certificates import issue, issued_token, revoke
+from relayline.deploy.testing import paths
 from relayline.stage.joining.client import Member, introduction
 from relayline.wire.common.errors import RelaylineError, UnauthenticatedError, UsageError
 from relayline.wire.links import role_tokens, rpc
@@ -60,7 +61,7 @@ def test_every_method_of_the_contract_has_a_rule():
 
 def test_architecture_has_the_same_table():
     """ARCHITECTURE.md tells the table to people; this holds it to the one that is checked."""
-    text = (Path(__file__).parent.parent / "ARCHITECTURE.md").read_text()
+    text = (paths.ROOT / "ARCHITECTURE.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     for method, call in CALLS.items():
         name = method.rpartition("/")[2] if method != METRICS else method

@@ -194,7 +194,7 @@ def test_a_file_is_missing_empty_or_something_else(name: str, copy: Path):
     what = "private key" if name == "key.pem" else "certificate"
     assert fault(copy) == f"DIR/{name} is not a PEM {what}"
     (copy / name).write_text("")
-    assert fault(copy) == f"DIR/{name} is empty; `relayline certs issue` makes it anew"
+    assert fault(copy) == f"DIR/{name} is empty; `relayline certs issue` makes it"
     (copy / name).unlink()
     assert fault(copy) == f"DIR/{name} is missing; `relayline certs issue` makes it"
 

@@ -226,7 +226,7 @@ async def test_a_stage_ends_the_epoch_of_a_user_that_hangs():
     async with served() as stage, Coordinator(stage) as one:
         await one.start()
         call = one.channel.stream_stream(rpc.method("Watch"))()
-        await call.write(rpc.serialize(pb.Beat(route_id=ROUTE, epoch=EPOCH)))
+        await call.write(rpc.serialize(pb.WatchRequest(route_id=ROUTE, epoch=EPOCH)))
         fault = (await one.reply()).faults[0]  # said nothing more since
         assert (fault.session_id, fault.label) == (0, "stage_lost")
         assert "127.0.0.1, which uses stage 1, has not answered for" in fault.message
@@ -239,7 +239,7 @@ async def test_a_user_that_beats_keeps_its_epoch_and_one_of_another_epoch_ends_n
         told = Told()
         mine = Watch(stage.address, (ROUTE, EPOCH), told.lost.set_result, on_heard=told.heard)
         call = one.channel.stream_stream(rpc.method("Watch"))()
-        await call.write(rpc.serialize(pb.Beat(route_id=ROUTE, epoch=EPOCH - 1)))
+        await call.write(rpc.serialize(pb.WatchRequest(route_id=ROUTE, epoch=EPOCH - 1)))
         async with asyncio.timeout(WAIT_S):
             while isinstance(await call.read(), bytes):
                 pass  # until the stage has given this one up

@@ -1,4 +1,4 @@
-"""Spans that are made whole are the same message, whoever encodes them: the SDK's exporter or `wire.telemetry._otlp`."""
+"""Spans made whole are the same message, whoever encodes them: the SDK's exporter or `wire.telemetry._otlp`."""
 
 from __future__ import annotations
 

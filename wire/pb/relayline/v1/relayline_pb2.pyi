@@ -52,6 +52,18 @@ TELEMETRY_LEVEL_SUMMARY: TelemetryLevel
 TELEMETRY_LEVEL_BATCHES: TelemetryLevel
 TELEMETRY_LEVEL_FRAMES: TelemetryLevel
 
+class RevocationList(_message.Message):
+    __slots__ = ("crl_pem",)
+    CRL_PEM_FIELD_NUMBER: _ClassVar[int]
+    crl_pem: bytes
+    def __init__(self, crl_pem: _Optional[bytes] = ...) -> None: ...
+
+class RevocationsKnown(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
 class DescribeRequest(_message.Message):
     __slots__ = ("protocol_version",)
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -59,7 +71,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id", "decode_curve", "prefill_curve", "context_ns", "context_tiled_ns", "kv_per_lane", "rope_original_tokens", "rewinds")
+    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id", "decode_curve", "prefill_curve", "context_ns", "context_tiled_ns", "kv_per_lane", "rope_original_tokens", "rewinds", "name")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +94,7 @@ class DescribeResponse(_message.Message):
     KV_PER_LANE_FIELD_NUMBER: _ClassVar[int]
     ROPE_ORIGINAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REWINDS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     architecture: str
@@ -104,7 +117,8 @@ class DescribeResponse(_message.Message):
     kv_per_lane: bool
     rope_original_tokens: int
     rewinds: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., rope_original_tokens: _Optional[int] = ..., rewinds: _Optional[bool] = ...) -> None: ...
+    name: str
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., rope_original_tokens: _Optional[int] = ..., rewinds: _Optional[bool] = ..., name: _Optional[str] = ...) -> None: ...
 
 class CostPoint(_message.Message):
     __slots__ = ("n_rows", "cost_ns")
@@ -115,7 +129,7 @@ class CostPoint(_message.Message):
     def __init__(self, n_rows: _Optional[int] = ..., cost_ns: _Optional[int] = ...) -> None: ...
 
 class ConfigureRequest(_message.Message):
-    __slots__ = ("protocol_version", "route_id", "epoch", "pipeline_id", "stage_index", "next_address", "wire_dtype", "instance_id", "pipeline_name", "stage_name")
+    __slots__ = ("protocol_version", "route_id", "epoch", "pipeline_id", "stage_index", "next_address", "wire_dtype", "instance_id", "upstream_pass", "next_pass", "upstream_name", "pipeline_name", "stage_name")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ROUTE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +138,9 @@ class ConfigureRequest(_message.Message):
     NEXT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    UPSTREAM_PASS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PASS_FIELD_NUMBER: _ClassVar[int]
+    UPSTREAM_NAME_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_NAME_FIELD_NUMBER: _ClassVar[int]
     STAGE_NAME_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
@@ -134,9 +151,12 @@ class ConfigureRequest(_message.Message):
     next_address: str
     wire_dtype: Dtype
     instance_id: str
+    upstream_pass: str
+    next_pass: str
+    upstream_name: str
     pipeline_name: str
     stage_name: str
-    def __init__(self, protocol_version: _Optional[int] = ..., route_id: _Optional[int] = ..., epoch: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., next_address: _Optional[str] = ..., wire_dtype: _Optional[_Union[Dtype, str]] = ..., instance_id: _Optional[str] = ..., pipeline_name: _Optional[str] = ..., stage_name: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., route_id: _Optional[int] = ..., epoch: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., next_address: _Optional[str] = ..., wire_dtype: _Optional[_Union[Dtype, str]] = ..., instance_id: _Optional[str] = ..., upstream_pass: _Optional[str] = ..., next_pass: _Optional[str] = ..., upstream_name: _Optional[str] = ..., pipeline_name: _Optional[str] = ..., stage_name: _Optional[str] = ...) -> None: ...
 
 class ConfigureResponse(_message.Message):
     __slots__ = ("held",)
@@ -173,7 +193,7 @@ class LinkOpen(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., route_id: _Optional[int] = ..., epoch: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., source_sha256: _Optional[str] = ..., next_layer: _Optional[int] = ..., n_embd: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ...) -> None: ...
 
 class Envelope(_message.Message):
-    __slots__ = ("epoch", "sequence", "dtype", "n_rows", "width", "sent_ns", "n_frames", "frames", "payload", "row_exponents", "options", "batch_trace", "draft_tokens", "open")
+    __slots__ = ("epoch", "sequence", "dtype", "n_rows", "width", "sent_ns", "n_frames", "frames", "payload", "row_exponents", "options", "batch_trace", "draft_tokens", "checksum", "open")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +207,7 @@ class Envelope(_message.Message):
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     BATCH_TRACE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     sequence: int
@@ -201,8 +222,9 @@ class Envelope(_message.Message):
     options: _containers.RepeatedCompositeFieldContainer[SessionOptions]
     batch_trace: bytes
     draft_tokens: _containers.RepeatedScalarFieldContainer[int]
+    checksum: int
     open: LinkOpen
-    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., dtype: _Optional[int] = ..., n_rows: _Optional[int] = ..., width: _Optional[int] = ..., sent_ns: _Optional[int] = ..., n_frames: _Optional[int] = ..., frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ..., payload: _Optional[bytes] = ..., row_exponents: _Optional[bytes] = ..., options: _Optional[_Iterable[_Union[SessionOptions, _Mapping]]] = ..., batch_trace: _Optional[bytes] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., open: _Optional[_Union[LinkOpen, _Mapping]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., dtype: _Optional[int] = ..., n_rows: _Optional[int] = ..., width: _Optional[int] = ..., sent_ns: _Optional[int] = ..., n_frames: _Optional[int] = ..., frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ..., payload: _Optional[bytes] = ..., row_exponents: _Optional[bytes] = ..., options: _Optional[_Iterable[_Union[SessionOptions, _Mapping]]] = ..., batch_trace: _Optional[bytes] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., checksum: _Optional[int] = ..., open: _Optional[_Union[LinkOpen, _Mapping]] = ...) -> None: ...
 
 class Frame(_message.Message):
     __slots__ = ("session_id", "epoch", "position", "n_rows", "flags", "argument", "checksum", "enqueued_ns", "trace")
@@ -285,7 +307,7 @@ class ReturnRequest(_message.Message):
     def __init__(self, route_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ReturnEnvelope(_message.Message):
-    __slots__ = ("epoch", "stage_index", "samples", "faults", "subscribed", "progress", "summaries", "batch_trace")
+    __slots__ = ("epoch", "stage_index", "samples", "faults", "subscribed", "progress", "summaries", "sequence", "batch_trace", "checksum")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -293,7 +315,9 @@ class ReturnEnvelope(_message.Message):
     SUBSCRIBED_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     SUMMARIES_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     BATCH_TRACE_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage_index: int
     samples: _containers.RepeatedCompositeFieldContainer[Sampled]
@@ -301,8 +325,10 @@ class ReturnEnvelope(_message.Message):
     subscribed: bool
     progress: _containers.RepeatedCompositeFieldContainer[Progress]
     summaries: _containers.RepeatedCompositeFieldContainer[SessionSummary]
+    sequence: int
     batch_trace: bytes
-    def __init__(self, epoch: _Optional[int] = ..., stage_index: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., faults: _Optional[_Iterable[_Union[SessionFault, _Mapping]]] = ..., subscribed: _Optional[bool] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., summaries: _Optional[_Iterable[_Union[SessionSummary, _Mapping]]] = ..., batch_trace: _Optional[bytes] = ...) -> None: ...
+    checksum: int
+    def __init__(self, epoch: _Optional[int] = ..., stage_index: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., faults: _Optional[_Iterable[_Union[SessionFault, _Mapping]]] = ..., subscribed: _Optional[bool] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., summaries: _Optional[_Iterable[_Union[SessionSummary, _Mapping]]] = ..., sequence: _Optional[int] = ..., batch_trace: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class SessionSummary(_message.Message):
     __slots__ = ("session_id", "stage_index", "n_prefill_steps", "n_decode_steps", "prefill_wait_ns", "decode_wait_ns", "wait_max_ns", "batch_rows_sum", "batch_rows_max", "decode_ns")
@@ -376,16 +402,46 @@ class SessionFault(_message.Message):
     retryable: bool
     def __init__(self, session_id: _Optional[int] = ..., stage_index: _Optional[int] = ..., position: _Optional[int] = ..., label: _Optional[str] = ..., message: _Optional[str] = ..., retryable: _Optional[bool] = ...) -> None: ...
 
+class WatchResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("route_id", "epoch")
+    ROUTE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    route_id: int
+    epoch: int
+    def __init__(self, route_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
-    __slots__ = ("with_recent", "with_steps")
+    __slots__ = ("with_recent", "route_id", "with_steps")
     WITH_RECENT_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_ID_FIELD_NUMBER: _ClassVar[int]
     WITH_STEPS_FIELD_NUMBER: _ClassVar[int]
     with_recent: bool
+    route_id: int
     with_steps: bool
-    def __init__(self, with_recent: _Optional[bool] = ..., with_steps: _Optional[bool] = ...) -> None: ...
+    def __init__(self, with_recent: _Optional[bool] = ..., route_id: _Optional[int] = ..., with_steps: _Optional[bool] = ...) -> None: ...
+
+class RouteWork(_message.Message):
+    __slots__ = ("epoch", "envelopes_in", "envelopes_out", "returned", "is_sending", "session_ids")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ENVELOPES_IN_FIELD_NUMBER: _ClassVar[int]
+    ENVELOPES_OUT_FIELD_NUMBER: _ClassVar[int]
+    RETURNED_FIELD_NUMBER: _ClassVar[int]
+    IS_SENDING_FIELD_NUMBER: _ClassVar[int]
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    envelopes_in: int
+    envelopes_out: int
+    returned: int
+    is_sending: bool
+    session_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., envelopes_in: _Optional[int] = ..., envelopes_out: _Optional[int] = ..., returned: _Optional[int] = ..., is_sending: _Optional[bool] = ..., session_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("stage_index", "instance_id", "steps_by_rows", "steps_by_sessions", "n_steps", "n_rows", "n_frames", "busy_ns", "uptime_ns", "recent_wait_ns", "lanes_used", "lanes_total", "queued_rows", "envelopes_in", "envelopes_out", "payload_bytes_in", "payload_bytes_out", "faults_by_label", "close_reasons", "n_padded_rows", "decode_curve", "prefill_curve", "step_start_ns", "step_end_ns", "now_ns", "n_micro_batches", "context_ns", "context_tiled_ns", "kv_per_lane", "n_decode_frames", "decode_held_ns", "lanes_kept")
+    __slots__ = ("stage_index", "instance_id", "steps_by_rows", "steps_by_sessions", "n_steps", "n_rows", "n_frames", "busy_ns", "uptime_ns", "recent_wait_ns", "lanes_used", "lanes_total", "queued_rows", "envelopes_in", "envelopes_out", "payload_bytes_in", "payload_bytes_out", "faults_by_label", "close_reasons", "n_padded_rows", "decode_curve", "prefill_curve", "step_start_ns", "step_end_ns", "now_ns", "n_micro_batches", "context_ns", "context_tiled_ns", "kv_per_lane", "n_decode_frames", "decode_held_ns", "lanes_kept", "route")
     class StepsByRowsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -446,6 +502,7 @@ class StatusResponse(_message.Message):
     N_DECODE_FRAMES_FIELD_NUMBER: _ClassVar[int]
     DECODE_HELD_NS_FIELD_NUMBER: _ClassVar[int]
     LANES_KEPT_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_FIELD_NUMBER: _ClassVar[int]
     stage_index: int
     instance_id: str
     steps_by_rows: _containers.ScalarMap[int, int]
@@ -478,7 +535,8 @@ class StatusResponse(_message.Message):
     n_decode_frames: int
     decode_held_ns: int
     lanes_kept: int
-    def __init__(self, stage_index: _Optional[int] = ..., instance_id: _Optional[str] = ..., steps_by_rows: _Optional[_Mapping[int, int]] = ..., steps_by_sessions: _Optional[_Mapping[int, int]] = ..., n_steps: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_frames: _Optional[int] = ..., busy_ns: _Optional[int] = ..., uptime_ns: _Optional[int] = ..., recent_wait_ns: _Optional[_Iterable[int]] = ..., lanes_used: _Optional[int] = ..., lanes_total: _Optional[int] = ..., queued_rows: _Optional[int] = ..., envelopes_in: _Optional[int] = ..., envelopes_out: _Optional[int] = ..., payload_bytes_in: _Optional[int] = ..., payload_bytes_out: _Optional[int] = ..., faults_by_label: _Optional[_Mapping[str, int]] = ..., close_reasons: _Optional[_Mapping[str, int]] = ..., n_padded_rows: _Optional[int] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., step_start_ns: _Optional[_Iterable[int]] = ..., step_end_ns: _Optional[_Iterable[int]] = ..., now_ns: _Optional[int] = ..., n_micro_batches: _Optional[int] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., n_decode_frames: _Optional[int] = ..., decode_held_ns: _Optional[int] = ..., lanes_kept: _Optional[int] = ...) -> None: ...
+    route: RouteWork
+    def __init__(self, stage_index: _Optional[int] = ..., instance_id: _Optional[str] = ..., steps_by_rows: _Optional[_Mapping[int, int]] = ..., steps_by_sessions: _Optional[_Mapping[int, int]] = ..., n_steps: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_frames: _Optional[int] = ..., busy_ns: _Optional[int] = ..., uptime_ns: _Optional[int] = ..., recent_wait_ns: _Optional[_Iterable[int]] = ..., lanes_used: _Optional[int] = ..., lanes_total: _Optional[int] = ..., queued_rows: _Optional[int] = ..., envelopes_in: _Optional[int] = ..., envelopes_out: _Optional[int] = ..., payload_bytes_in: _Optional[int] = ..., payload_bytes_out: _Optional[int] = ..., faults_by_label: _Optional[_Mapping[str, int]] = ..., close_reasons: _Optional[_Mapping[str, int]] = ..., n_padded_rows: _Optional[int] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., step_start_ns: _Optional[_Iterable[int]] = ..., step_end_ns: _Optional[_Iterable[int]] = ..., now_ns: _Optional[int] = ..., n_micro_batches: _Optional[int] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., n_decode_frames: _Optional[int] = ..., decode_held_ns: _Optional[int] = ..., lanes_kept: _Optional[int] = ..., route: _Optional[_Union[RouteWork, _Mapping]] = ...) -> None: ...
 
 class TelemetrySettings(_message.Message):
     __slots__ = ("level",)

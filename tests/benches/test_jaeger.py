@@ -26,12 +26,13 @@ import yaml
 
 from benches.waterfall import spans_in
 from relayline.deploy.testing.otlp_receiver import StoredSpan
+from relayline.deploy.testing.paths import DEPLOY
 from relayline.deploy.testing.trace_rebuild import is_batch
 from relayline.deploy.testing.traced_pipeline import PROMPTS, ask_all, traced_pipeline
 from relayline.wire.telemetry import names
 
 PROGRAM = os.environ.get("RELAYLINE_JAEGER", "")
-CONFIG = Path(__file__).parents[1] / "deploy" / "observability" / "jaeger"
+CONFIG = DEPLOY / "observability" / "jaeger"
 TIMEOUT_S = 60.0
 TRIES_MAX = 2_000  # looks at the store while spans are on their way; each is a round trip
 N_TOKENS = 40

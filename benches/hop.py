@@ -107,8 +107,9 @@ class Driver:
         for position in range(n_steps):
             self._answered, self._wanted = 0, n_sessions
             self._done.clear()
-            await self._send(int(Flag.WANTS_SAMPLE), n_sessions, first_session, position)
-            await self._done.wait()
+            if not self._failure:  # told between two steps, it would be cleared away and waited for without end
+                await self._send(int(Flag.WANTS_SAMPLE), n_sessions, first_session, position)
+                await self._done.wait()
             if self._failure:
                 raise RuntimeError(self._failure)
         for session in range(first_session, first_session + n_sessions):

@@ -56,7 +56,7 @@ class StagesModel:
     n_taken: int = 0  # lanes that another coordinator has
     n_behind: int = -1  # rows that some stage lacks when an epoch ends; -1: it was started anew
 
-    def push(self, frames: Iterable[OutFrame]) -> None:
+    def push(self, frames: Iterable[OutFrame], _context: bytes = b"", _now_ns: int = 0) -> None:
         for frame in frames:
             if frame.flags & Flag.CLOSE:  # what its session still waits for is dropped, but what others are to copy
                 key, kept = frame.session.session_id, 0

@@ -8,13 +8,14 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from relayline.wire.common.child_command import code_command, module_command
+
 TIMEOUT_S = 60.0
-COMMAND = (sys.executable, "-m", "relayline.deploy.cli")
+COMMAND = module_command("relayline.deploy.cli")
 # The same with clocks that are ahead, as another host's may be: both are read through the module `time`.
 SKEWED = """
 import sys, time
@@ -37,7 +38,7 @@ class Running:
 
     def __init__(self, arguments: Sequence[str | Path], prefix: Sequence[str] = (), skew_s: float = 0.0) -> None:
         """`prefix` is a command that runs another one, such as `ip netns exec`. Its clocks are ahead by `skew_s`."""
-        command = COMMAND if not skew_s else (sys.executable, "-c", SKEWED, str(round(skew_s * 1e9)))
+        command = COMMAND if not skew_s else code_command(SKEWED, str(round(skew_s * 1e9)))
         self.process = subprocess.Popen(
             [*prefix, *command, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

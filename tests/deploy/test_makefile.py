@@ -12,7 +12,7 @@ import pytest
 from relayline.deploy.testing.paths import ROOT
 
 CUDA = "-DGGML_CUDA=on"
-SOURCES = ("Makefile", "pyproject.toml", "stage/engine/_capture.c", "deploy/build/constraints.txt")
+SOURCES = ("Makefile", "pyproject.toml", "setup.py", "stage/engine/_capture.c", "deploy/build/constraints.txt")
 # Stands for every Python: notes what it is asked to run and with which flags, and takes the pin for a package name.
 RECORDER = """#!/bin/sh
 printf '%s | %s\\n' "$*" "$CMAKE_ARGS" >> "$RECORD"
@@ -140,7 +140,7 @@ def test_a_wheel_that_was_built_by_other_files_is_compiled_anew(tree: Tree, flag
 
 def test_a_changed_file_of_the_build_is_a_reason_to_set_up(tree: Tree) -> None:
     file = tree.directory / "deploy" / "build" / "some.cpp"
-    file.parent.mkdir(parents=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
     os.utime(file, (1, 1))
     tree.setup()

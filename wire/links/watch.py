@@ -123,6 +123,8 @@ class Watch:
     async def _talk(self) -> None:
         """Beat and listen, on one call after the other; returns once it shows that the peer does not know of this."""
         stream = self._channel.stream_stream(rpc.method("Watch"), request_serializer=None, response_deserializer=None)
+        this_task = asyncio.current_task()
+        assert this_task is not None
         while True:
             call = stream(metadata=self._metadata)
             beating = asyncio.create_task(self._beat(call))
@@ -140,6 +142,8 @@ class Watch:
                 beating.cancel()
                 await asyncio.gather(beating, return_exceptions=True)
                 call.cancel()
+            if this_task.cancelling():
+                return  # gRPC swallows a cancellation that meets a call whose connection has just failed
             await asyncio.sleep(bounds.BEAT_EVERY_S)  # this connection alone may have broken; silence is still counted
 
     async def _beat(self, call: Any) -> None:

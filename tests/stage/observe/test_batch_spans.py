@@ -307,7 +307,7 @@ async def test_level_frames_shows_every_frame_in_its_request_s_own_trace() -> No
     assert waited.name.startswith("waited ")
     given = dict(frame.attributes or {})
     assert (given[names.ATTR_FRAME_POSITION], given[names.ATTR_FRAME_ROWS], given[names.ATTR_BATCH_ID]) == (0, 2, "1:1")
-    assert given[names.ATTR_STAGE_NAME] == "stage-1"
+    assert given[names.ATTR_STAGE_INDEX] == 1
     assert given[names.ATTR_FRAME_UPSTREAM_WAIT_NS] >= 0
     assert [context for context, _ in links(frame, names.LINK_BATCH)] == [ids_of(batch)]
     assert frame.start_time is not None

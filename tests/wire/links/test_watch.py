@@ -18,7 +18,7 @@ import pytest
 
 from relayline.stage.joining.client import JOIN
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import ProtocolError, RelaylineError, StageLostError
+from relayline.wire.common.errors import ProtocolError, RelaylineError, StageLostError, StaleEpochError
 from relayline.wire.links import rpc
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.links.silence import Silence, looks_of
@@ -240,9 +240,10 @@ async def test_a_user_that_beats_keeps_its_epoch_and_one_of_another_epoch_ends_n
         mine = Watch(stage.address, (ROUTE, EPOCH), told.lost.set_result, on_heard=told.heard)
         call = one.channel.stream_stream(rpc.method("Watch"))()
         await call.write(rpc.serialize(pb.WatchRequest(route_id=ROUTE, epoch=EPOCH - 1)))
-        async with asyncio.timeout(WAIT_S):
-            while isinstance(await call.read(), bytes):
-                pass  # until the stage has given this one up
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async with asyncio.timeout(WAIT_S):
+                await call.read()
+        assert isinstance(rpc.typed(caught.value, "stage"), StaleEpochError)
         await told.until_heard(2 * looks_of(bounds.LOST_AFTER_S))
         await one.send(*prompt(1))
         assert (await one.reply()).samples
@@ -263,6 +264,33 @@ async def test_a_stage_whose_native_step_takes_long_is_not_lost():
         go_on.set()
         assert (await one.reply()).samples[0].token == token_after(frames[1].payload)
         await mine.close()
+
+
+async def test_a_watch_ends_although_grpc_swallows_its_cancellation(monkeypatch: pytest.MonkeyPatch):
+    """gRPC does where a call's connection fails in the same turn: the reader gets the failure in place of the end."""
+    reading, told = asyncio.Event(), Told()
+
+    class Call:
+        async def write(self, _: bytes) -> None: ...
+
+        def cancel(self) -> None: ...
+
+        async def read(self) -> bytes:
+            try:
+                reading.set()
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                nothing = grpc.aio.Metadata()
+                raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing) from None
+            return b""
+
+    async with peer(None) as other:
+        monkeypatch.setattr(bounds, "BEAT_EVERY_S", WAIT_S)
+        one = watch(other.address, told)
+        monkeypatch.setattr(one._channel, "stream_stream", lambda *_, **__: lambda **__: Call())
+        await reading.wait()
+        async with asyncio.timeout(WAIT_S / 2):
+            await one.close()
 
 
 async def test_a_first_sign_that_is_none_is_refused():

@@ -14,7 +14,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import ProtocolError, StartError, UnauthenticatedError
+from relayline.wire.common.errors import ProtocolError, StartError, UnauthenticatedError, grpc_status
 from relayline.wire.links import rpc
 from relayline.wire.links.guard import CallerRefusedError, Guard
 from relayline.wire.links.refusals import NOTE_PREFIX, Reason, RefusalLog, peer_of, reason_named
@@ -169,7 +169,12 @@ def _guarded(handler: grpc.RpcMethodHandler | None, method: str, listener: Liste
         async with guard.admitted(shown) as revoked:
             if kind == "unary_unary":
                 return await inner(requests, context)
-            await _until_revoked(inner(requests, context), revoked)
+            try:
+                await _until_revoked(inner(requests, context), revoked)
+            except grpc.aio.AbortError:
+                if context.code() is grpc_status(ProtocolError("")):  # by a message inside the stream
+                    listener.refused(peer_of(context.peer())[0], Reason.MALFORMED)
+                raise
         if revoked.is_set():
             await listener.refuse(Reason.REVOKED, context, str(shown.identity) if shown is not None else "")
         return None

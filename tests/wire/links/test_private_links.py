@@ -26,7 +26,8 @@ from grpc_health.v1.health import aio as grpc_health_aio
 
 from relayline.deploy.launch.certificates import issue
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import RelaylineError, StageLostError, UnauthenticatedError
+from relayline.wire.common.errors import ProtocolError, RelaylineError, StageLostError, UnauthenticatedError
+from relayline.wire.envelopes import messages
 from relayline.wire.links import listening, role_tokens, rpc
 from relayline.wire.links.doorkeeper import LOOKS_PER_S_MAX
 from relayline.wire.links.listening import Listener
@@ -110,7 +111,10 @@ class Serving:
 
     async def _relay(self, requests: Any, context: Any) -> None:
         self.metadata.append(dict(context.invocation_metadata()))
-        await context.read()
+        try:
+            messages.read(pb.Envelope, await context.read(), "handshake")
+        except RelaylineError as error:
+            await rpc.abort(context, error)
         await context.write(pb.LinkReply(accepted=pb.LinkAccepted(credit_bytes=1 << 20, max_rows=8)))
         await context.read()
 
@@ -207,6 +211,20 @@ async def test_a_unix_socket_is_this_machine(tmp_path: Path):
         with pytest.raises(RelaylineError, match="not a relayline stage"):
             await rpc.call(channel, "Describe", pb.DescribeRequest(), pb.DescribeResponse, "b", WAIT_S)
     await listener.server.stop(None)
+
+
+async def test_streams_that_cannot_be_read_are_one_line(lines: Lines):
+    async with serving(LinkSecurity(), "127.0.0.1") as server, rpc.open_channel(server.address) as channel:
+        for _ in range(3):
+            call = channel.stream_stream(rpc.method("Relay"))()
+            await call.write(b"\xff\xff")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert isinstance(rpc.typed(caught.value, "stage"), ProtocolError)
+        said = [line for line in await lines.until(1) if "cannot be read" in line]
+    assert said == [
+        "stage 1 refused 127.0.0.1: it sent a call that cannot be read; something else may be talking to this port"
+    ]
 
 
 # --- ends that do not: what the client raises, what the server logs ---------------------------------------------------

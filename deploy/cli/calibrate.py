@@ -54,6 +54,7 @@ def calibrate_command(artifact: Path, threads: int, as_json: bool, **given: Any)
         found = {"artifact": sizes_of(artifact), "threads": config.n_threads, "kv_layout": layout}
         found |= {"decode": _rows(curves.decode, max_rows), "prefill": _rows(curves.prefill, max_rows)}
         found |= {"context_ns": curves.context_ns, "context_tiled_ns": curves.context_tiled_ns}
+        found |= {"doubt": curves.doubt}
         click.echo(json.dumps(found))
         return
     console = Console()
@@ -65,6 +66,8 @@ def calibrate_command(artifact: Path, threads: int, as_json: bool, **given: Any)
         together = f"in steps of {ATTENTION_TILE_ROWS} rows or more, which read it together"
         console.print(f"  {tiled_ms:.3f} ms {'after the first row of a chunk' if curves.is_per_lane else together}")
     console.print(f"KV cells: {layout}")
+    if curves.doubt:
+        console.print(f"doubtful: {curves.doubt}")
 
 
 def sizes_of(artifact: Path) -> dict[str, int]:

@@ -222,7 +222,7 @@ class NativeEngine:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def decode(self, n_rows: int) -> None:
-        """Run one llama_decode over rows [0:n_rows).
+        """Run one llama_decode over rows [0:n_rows); returns once they have been computed, on every backend.
 
         Raises LaneLimitError when no KV cells are left and NativeError otherwise. After an error every lane of this
         batch ends before its first row of the batch, and no other lane has changed.
@@ -240,6 +240,9 @@ class NativeEngine:
         try:
             if code != 0:
                 self._raise_for(code, n_rows)
+            # A GPU computes on after llama_decode has returned. Waited for here, the step's time is what it took; else
+            # the sampler would wait inside llama_get_logits_ith, where no clock of the step runs.
+            llama.llama_synchronize(self._context)
             if capture is not None:
                 capture.check(n_rows, len(self._step_cut.sizes) if self._step_cut else 1)
                 if self.artifact.output_scale != 1.0:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import os
 import statistics
 import time
@@ -37,6 +38,8 @@ from relayline.stage.speed.machine_key import machine_facts
 from relayline.wire.common import places
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS as TILE
 from relayline.wire.common.curve import LADDER
+
+log = logging.getLogger("relayline.stage")
 
 BUDGET_S = 8.0  # of one calibration; a ladder stops where its part is spent, and the last slope goes on
 DECODE_UNTIL, PREFILL_UNTIL, CONTEXT_UNTIL = 0.35, 0.45, 0.5  # of the budget
@@ -65,7 +68,7 @@ CPU_TICK_NS = 10_000_000
 # quick.
 CONTEXT_PART = 1 / 6_000  # of a row is what a token of its context costs
 FURTHER_PART = 1 / 3  # and of that, what it costs every further row of a frame (seen: a fifth to a half)
-CACHE_VERSION = 9
+CACHE_VERSION = 10
 CHECK_ROWS, CHECK_S = (1, 4, 8), 0.5  # a remembered curve is held against; the first step may also read the weights
 CHECK_MIN_NS = 2_000_000  # of a remembered step: what noise makes of shorter ones says nothing
 BAD_MOMENT = 1.25  # times as long as now most of these steps took: then it was measured in one
@@ -322,6 +325,8 @@ def fresh_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Load
     if load is not None:
         times.before_each = lambda: load.at(MEASURING, min(1.0, (time.monotonic() - began_s) / BUDGET_S))
     curves = calibrate(engine, times=times)
+    if curves.doubt:
+        log.warning("%s", curves.doubt)
     if times.are_doubtful:
         return curves  # real steps correct them while this process lives; the next one measures again
     path = _path(engine, cache_dir)

@@ -107,6 +107,18 @@ class Curves:
     """Lanes have KV cells of their own. Then context_tiled_ns is what each row of a frame after its first costs for
     every token before it, however many they are; 0.0 where attention goes row by row."""
 
+    @property
+    def doubt(self) -> str:
+        """What is hard to believe about these curves, in one line; empty for nothing."""
+        for kind, curve in (("decode", self.decode), ("prefill", self.prefill)):
+            if curve.is_flat:
+                (few, few_ns), (many, many_ns) = curve.points()[0], curve.points()[-1]
+                return (
+                    f"{many} {kind} rows seem to take {many_ns / 1e6:.2f} ms and {few} {few_ns / 1e6:.2f} ms: "
+                    "steps may be timed before they are computed, and plans built on that would be wrong"
+                )
+        return ""
+
     @classmethod
     def of_stage(
         cls,

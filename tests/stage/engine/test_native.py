@@ -334,6 +334,31 @@ def test_the_step_runs_without_the_gil(tmp_path: Path) -> None:
         assert min(longest_gap_over_step(engine) for _ in range(4)) < 0.5
 
 
+def test_a_step_ends_when_it_has_been_computed(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU computes on after llama_decode has returned: here that is until somebody waits for it."""
+    is_computed = True
+    decode, synchronize = llama.llama_decode, llama.llama_synchronize
+
+    def begin(*arguments: object) -> int:
+        nonlocal is_computed
+        is_computed = False
+        return int(decode(*arguments))
+
+    def wait(*arguments: object) -> None:
+        nonlocal is_computed
+        synchronize(*arguments)
+        is_computed = True
+
+    monkeypatch.setattr(llama, "llama_decode", begin)
+    monkeypatch.setattr(llama, "llama_synchronize", wait)
+    for engine in chain.engines:
+        engine.input_rows[0] = 0.01
+        engine.seq_ids[0] = engine.positions[0] = 0
+        engine.wants[0] = 1
+        engine.decode(1)
+        assert is_computed, "the step's clock stops before its arithmetic has ended"
+
+
 def test_a_full_cache_is_a_lane_limit_and_leaves_lanes_as_they_were(
     stages: list[Path], reference: ReferenceModel
 ) -> None:

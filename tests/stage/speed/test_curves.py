@@ -290,3 +290,19 @@ def test_no_step_is_padded_to_what_is_predicted_to_take_longer(seed: int) -> Non
         shape = shape_of([*decode, *prompt])
         padded = shape.padded(curves.padded_rows(shape, 80) - shape.n_rows)
         assert curves.predict_ns(padded) <= curves.predict_ns(shape)
+
+
+@pytest.mark.parametrize(
+    ("points", "doubt"),
+    [
+        ([(1, 800_000), (8, 790_000), (64, 810_000)], "64 decode rows seem to take 0.81 ms and 1 0.80 ms"),
+        ([(1, 800_000), (8, 800_000), (32, 800_000)], ""),
+        ([(1, 800_000), (64, 2_000_000)], ""),
+        ([(2, 1_000_000), (128, 1_000_000)], "128 decode rows"),
+        ([], ""),
+    ],
+)
+def test_a_curve_that_no_device_can_have_is_doubted(points: list[tuple[int, float]], doubt: str) -> None:
+    said = Curves.of_stage(has_head=True, decode=points).doubt
+    assert said.startswith(doubt)
+    assert bool(said) == bool(doubt)

@@ -1,4 +1,4 @@
-"""Picks one session's next token from its logits, with llama.cpp's filters.
+"""Picks one session's next token from its logits.
 
 A draw depends on nothing but the logits, the session's options, the token's position and, with penalties or a grammar,
 what the session has said: its noise is a hash of (seed, position, token), and the filters keep no state. So a session
@@ -7,33 +7,29 @@ logits rarely change the pick (`stage.sampling.draws`), nor does a token that th
 unless it is the one picked, the others' noise stays as it is.
 
 Order: biases and penalties (`stage.sampling.penalties`), what the grammar allows (`stage.sampling.constraint`), top-k,
-top-p, min-p, temperature, draw. The filters are llama.cpp's sampler chain. Temperature and draw are numpy's here:
-llama.cpp's own draw keeps a generator per session, and over a whole vocabulary it takes four times as long. Greedy
-(temperature 0) and unfiltered sampling never enter llama.cpp.
+top-p, min-p, temperature, draw. The filters keep what llama.cpp's of the same names keep (`stage.sampling.filters`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llama_cpp import llama_cpp as llama
 from llguidance import LLTokenizer
 
 from relayline.stage.sampling.constraint import Constraint
 from relayline.stage.sampling.draws import Draws, noise_keys
+from relayline.stage.sampling.filters import FilteredDraws, largest_tokens
 from relayline.stage.sampling.penalties import Penalties
 from relayline.wire.common.bounds import BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX, PENALTY_TOKENS_MAX
 from relayline.wire.common.errors import NativeError, NumericError, ProtocolError
 
 _U64 = (1 << 64) - 1
-_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,31 +76,16 @@ class _Scratch:
     """Arrays over one vocabulary that every draw of a thread reuses."""
 
     def __init__(self, n_vocab: int) -> None:
-        self._ids = np.arange(n_vocab, dtype=np.int32)
-        self._rows = np.zeros(n_vocab, _CANDIDATE)
-        self._data = ctypes.cast(self._rows.ctypes.data, llama.llama_token_data_p)
-        self._array = llama.llama_token_data_array()
-        self._reference = ctypes.byref(self._array)
         self.changed = np.empty(n_vocab, np.float32)  # logits with biases and penalties, and what the grammar allows
         self.draws = Draws(n_vocab)
-
-    def filter(self, chain: Any, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.void]:
-        """Pass all tokens through `chain`; return those that stay as `_CANDIDATE` rows, valid until the next call."""
-        rows, array = self._rows, self._array
-        rows["id"] = self._ids  # filters reorder them
-        rows["logit"] = logits
-        array.data, array.size, array.selected, array.sorted = self._data, rows.size, -1, False
-        llama.llama_sampler_apply(chain, self._reference)
-        if not 0 < array.size <= rows.size or ctypes.addressof(array.data.contents) != rows.ctypes.data:
-            raise NativeError(f"the sampling filters left {array.size} of {rows.size} tokens")
-        return rows[: array.size]
+        self.filtered = FilteredDraws(self.draws, n_vocab)
 
 
 _local = threading.local()
 
 
 def _scratch(n_vocab: int) -> _Scratch:
-    """Return this thread's scratch: 40 bytes a token, so one for all sessions of an engine and not one for each."""
+    """Return this thread's scratch: 32 bytes a token, so one for all sessions of an engine and not one for each."""
     found: dict[int, _Scratch] = _local.__dict__.setdefault("by_n_vocab", {})
     if n_vocab not in found:
         found.clear()  # an engine has one vocabulary; only tests meet a second
@@ -113,7 +94,7 @@ def _scratch(n_vocab: int) -> _Scratch:
 
 
 class SessionSampler:
-    """The sampler of one session. Not thread-safe; holds native memory until `close`."""
+    """The sampler of one session. Not thread-safe; a grammar's native memory goes with `close`."""
 
     def __init__(
         self, options: SamplingOptions, n_vocab: int, said: Sequence[int] = (), vocabulary: LLTokenizer | None = None
@@ -134,7 +115,6 @@ class SessionSampler:
             )
         self._n_vocab = n_vocab
         self.last: tuple[int, int] | None = None  # position of the token picked last, and that token
-        self._filters: Any = _build_filters(options)
         self._is_open = True
 
     def sample(self, logits: npt.NDArray[np.float32], position: int) -> Sampled:
@@ -177,39 +157,16 @@ class SessionSampler:
         if not self._is_open:
             raise NativeError("the session's sampler is closed")
         scratch, keys = _scratch(self._n_vocab), noise_keys(self.options.seed, position)
-        temperature = self.options.temperature
-        if self._filters is None:
-            return scratch.draws.draw(logits, largest, temperature, keys)
-        kept = scratch.filter(self._filters, logits)
-        return scratch.draws.draw(kept["logit"], largest, temperature, keys, kept["id"])
+        options = self.options
+        if options.top_k == 0 and options.top_p == 1.0 and options.min_p == 0.0:
+            return scratch.draws.draw(logits, largest, options.temperature, keys)
+        return scratch.filtered.draw(
+            logits, largest, options.temperature, keys, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p
+        )
 
     def close(self) -> None:
-        """Free native memory. May be called twice."""
+        """Refuse further draws. May be called twice."""
         self._is_open = False
-        if self._filters is not None:
-            llama.llama_sampler_free(self._filters)
-            self._filters = None
-
-
-def _build_filters(options: SamplingOptions) -> Any:
-    """Return a llama_sampler chain of the filters that do something, or None if none does."""
-    filters: list[Any] = []
-    if options.temperature == 0:
-        return None
-    if options.top_k > 0:
-        filters.append(llama.llama_sampler_init_top_k(options.top_k))
-    if options.top_p < 1.0:
-        filters.append(llama.llama_sampler_init_top_p(options.top_p, 1))
-    if options.min_p > 0.0:
-        filters.append(llama.llama_sampler_init_min_p(options.min_p, 1))
-    if not filters:
-        return None
-    params = llama.llama_sampler_chain_default_params()
-    params.no_perf = True
-    chain = llama.llama_sampler_chain_init(params)
-    for each in filters:
-        llama.llama_sampler_chain_add(chain, each)  # the chain owns it from here on
-    return chain
 
 
 def _with_logprobs(token: int, logits: npt.NDArray[np.float32], largest: float, n_top: int) -> Sampled:
@@ -218,9 +175,7 @@ def _with_logprobs(token: int, logits: npt.NDArray[np.float32], largest: float, 
     top: list[tuple[int, float]] = []
     if n_top > 0:
         n_top = min(n_top, logits.size)
-        # Everything at or above the n-th largest value, so that ties are cut by token id and not by chance.
-        threshold = np.partition(logits, logits.size - n_top)[logits.size - n_top]
-        leaders = np.flatnonzero(logits >= threshold)
-        order = leaders[np.argsort(-logits[leaders], kind="stable")][:n_top]
+        leaders = largest_tokens(logits, n_top)
+        order = leaders[np.argsort(-logits[leaders], kind="stable")]
         top = [(int(leader), float(shifted[leader]) - log_total) for leader in order]
     return Sampled(token, float(shifted[token]) - log_total, top)

@@ -41,6 +41,11 @@ def services(monitor_source: str | None) -> dict[str, Any]:
         "prometheus": {
             "image": PROMETHEUS_IMAGE,
             "profiles": [PROFILE],
+            "command": [
+                "--config.file=/etc/prometheus/prometheus.yml",
+                "--storage.tsdb.path=/prometheus",
+                "--enable-feature=exemplar-storage",  # links from waits to seconds of passes
+            ],
             "ports": ["127.0.0.1:9090:9090"],
             "configs": [{"source": "prometheus", "target": "/etc/prometheus/prometheus.yml"}],
             "volumes": ["prometheus-data:/prometheus", *([credential] if monitor_source else [])],
@@ -98,6 +103,9 @@ def configs(coordinator: str, stages: Sequence[str], *, is_tls: bool) -> dict[st
                 "access": "proxy",
                 "url": "http://prometheus:9090",
                 "isDefault": True,
+                "jsonData": {
+                    "exemplarTraceIdDestinations": [{"name": "trace_id", "datasourceUid": "relayline-jaeger"}]
+                },
             },
             {
                 "name": "Jaeger",

@@ -66,7 +66,7 @@ test: setup ## the whole test suite
 	@$(PYTEST)
 
 test-quick: setup ## without the slow tests
-	@$(PYTEST) -m "not slow and not mlflow"
+	@$(PYTEST) -m "not slow and not mlflow and not bench"
 
 test-store: setup ## traces in MLflow, a store that nobody here wrote; installs it beside (850 MB)
 	@$(BIN)/python -m pytest -m mlflow
@@ -89,6 +89,7 @@ lock: ## install the newest version of every dependency and write them down; run
 
 bench: setup ## every benchmark at real size, 8 to 15 minutes; QUICK=1 for a smoke run, FULL=1 for hours
 	@$(BIN)/python -m benches $(if $(QUICK),--quick,$(if $(FULL),--full))
+	@$(if $(QUICK),$(PYTEST) -m bench,true)
 
 clean: ## remove the environment and build products
 	rm -rf $(VENV) build *.egg-info stage/engine/*.so wire/envelopes/*.so

@@ -80,7 +80,7 @@ def test_where_peers_cannot_be_built_a_smoke_run_goes_on_without(
         peers.main()
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.parametrize(
     ("arguments", "written"),
     [
@@ -122,7 +122,7 @@ def test_quick_benches_run_and_leave_their_results(tmp_path: Path, arguments: tu
         assert all(loss["n_paused"] and loss["ready_s"] > 0 and min(loss["pauses_s"]) > 0 for loss in results["losses"])
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_an_interrupted_comparison_leaves_no_process(tmp_path: Path) -> None:
     bench = subprocess.Popen(
         [sys.executable, "-m", "benches.compare", "--quick", "--systems", "auto", "--out", str(tmp_path)],

@@ -138,7 +138,7 @@ def test_medians_are_set_against_each_other() -> None:
     assert "ratio" not in steps.entry(1, [1.0], [])
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_a_quick_run_leaves_its_results(tmp_path: Path) -> None:
     command = ["-m", "benches.gpu", "--quick", "--installed", "--out", str(tmp_path)]
     run = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=240, check=False)

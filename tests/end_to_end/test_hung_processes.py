@@ -97,8 +97,7 @@ def count(process: Running, text: str) -> int:
     return sum(text in line for line in process.lines)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "streaming"])
+@pytest.mark.parametrize(("name", "is_idle"), [("desk", True), ("laptop", False), ("tower", False)])
 async def test_a_stage_that_is_stopped(pipeline: Pipeline, name: str, is_idle: bool) -> None:
     head = pipeline.coordinator
     async with client_of(pipeline) as client:
@@ -146,18 +145,16 @@ async def test_a_request_that_comes_while_a_stage_is_stopped_is_told_to_come_bac
 
 
 async def test_a_coordinator_that_is_stopped(pipeline: Pipeline) -> None:
-    """Every stage gives up its membership, and what it holds for that coordinator's route."""
+    """Every stage gives up its membership. (That a route's epoch ends is in test_watch: here links may fall first.)"""
     async with client_of(pipeline) as client:
         await until_ready(client)
-        before = {name: stage.stderr for name, stage in pipeline.stages.items()}
-        texts = ("membership ended: the coordinator at", "its epoch ends here")
-        n_before = {name: [before[name].count(text) for text in texts] for name in NAMES}
+        text = "membership ended: the coordinator at"
+        n_before = {name: count(stage, text) for name, stage in pipeline.stages.items()}
         with pipeline.stopped(pipeline.coordinator) as stopped_s:
             for name, stage in pipeline.stages.items():
-                for text, n_lines in zip(texts, n_before[name], strict=True):
-                    noticed_s = await logged(stage, text, n_lines + 1) - stopped_s
-                    print(f"{name}: {text!r} after {noticed_s:.1f} s")
-                    assert noticed_s < NOTICED_MAX_S
+                noticed_s = await logged(stage, text, n_before[name] + 1) - stopped_s
+                print(f"{name}: {text!r} after {noticed_s:.1f} s")
+                assert noticed_s < NOTICED_MAX_S
         async with asyncio.timeout(READY_MAX_S):  # for a moment it still believes that all is as it was
             while (await client.pipeline())["missing"] or (await health(client))[0] != 200:
                 pass  # each turn is a round trip to every stage

@@ -20,6 +20,7 @@ import grpc.aio
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ProtocolError, RelaylineError, StageLostError
 from relayline.wire.common.process import first_of
+from relayline.wire.common.tasks import end_task
 from relayline.wire.envelopes import messages
 from relayline.wire.links import rpc
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
@@ -116,15 +117,12 @@ class Watch:
             if judging.done():
                 on_silent(StageLostError(silent_text(self._who)))
         finally:
-            for task in (talking, judging):
-                task.cancel()
-            await asyncio.gather(talking, judging, return_exceptions=True)
+            await end_task(talking)
+            await end_task(judging)
 
     async def _talk(self) -> None:
         """Beat and listen, on one call after the other; returns once it shows that the peer does not know of this."""
         stream = self._channel.stream_stream(rpc.method("Watch"), request_serializer=None, response_deserializer=None)
-        this_task = asyncio.current_task()
-        assert this_task is not None
         while True:
             call = stream(metadata=self._metadata)
             beating = asyncio.create_task(self._beat(call))
@@ -139,10 +137,9 @@ class Watch:
                     log.warning("%s refuses to be watched: %s", self._who, error.details())
                     return
             finally:
-                beating.cancel()
-                await asyncio.gather(beating, return_exceptions=True)
+                await end_task(beating)
                 call.cancel()
-            if this_task.cancelling():
+            if rpc.task_is_cancelled():
                 return  # gRPC swallows a cancellation that meets a call whose connection has just failed
             await asyncio.sleep(bounds.BEAT_EVERY_S)  # this connection alone may have broken; silence is still counted
 
@@ -155,6 +152,5 @@ class Watch:
 
     async def close(self) -> None:
         """Stop watching."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_task(self._task)
         await self._channel.close()

@@ -126,7 +126,7 @@ spec:
         defaults = flag_defaults(found)
         assert (defaults["http_cert"], defaults["http_key"]) == pair
     with pytest.raises(UsageError, match="keyFile"):
-        override(manifest, {"relayline.coordinator.http.tls": {"certFile": "web/cert.pem"}})
+        override(manifest, {"coordinator.http.tls": {"certFile": "web/cert.pem"}})
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist lo
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup rebuild anew demo test test-quick test-store check check-native proto lock bench clean
+.PHONY: help setup rebuild anew demo test test-quick test-store check check-native proto reference docs lock bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -53,7 +53,7 @@ $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) stage/engine/_capture.c $(wildc
 		$(INSTALL_LLAMA) --force-reinstall --no-deps $(if $(LLAMA_ARGS),--no-cache-dir); }
 	@printf '%s\n' "$$LLAMA_ARGS" > $(BUILT_WITH)
 	@echo "[3/3] relayline and its other dependencies"
-	@$(PYTHON) deploy/build/with_progress.py $(BIN)/python -m pip install $(CONSTRAINED) --editable '.[dev]'
+	@$(PYTHON) deploy/build/with_progress.py $(BIN)/python -m pip install $(CONSTRAINED) --editable '.[dev,docs]'
 	@mkdir -p $(TYPED) && for room in $(ROOMS); do ln -sfn ../../../$$room $(TYPED)/$$room; done
 	@touch $(STAMP)
 
@@ -71,17 +71,25 @@ test-quick: setup ## without the slow tests
 test-store: setup ## traces in MLflow, a store that nobody here wrote; installs it beside (850 MB)
 	@$(BIN)/python -m pytest -m mlflow
 
-check: setup ## style, types, generated stubs
+check: setup ## style, types, generated stubs, pages and tables
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python deploy/build/protos.py --check
+	@$(BIN)/python -m relayline.deploy.cli.reference --check
+	@$(BIN)/python -m benches.tables --check
 
 check-native: setup ## the C extensions under AddressSanitizer and UBSan: table tests and a seeded fuzz; SEED=N repeats one
 	@$(BIN)/python deploy/build/check_native.py $(if $(SEED),--seed $(SEED)) $(if $(FUZZ_SECONDS),--seconds $(FUZZ_SECONDS))
 
 proto: setup ## make the protobuf stubs anew
 	@$(BIN)/python deploy/build/protos.py
+
+reference: setup ## make the pages of docs/reference/ that come from code anew
+	@$(BIN)/python -m relayline.deploy.cli.reference
+
+docs: setup ## build the site of docs/ into build/site; fails at a broken link
+	@$(BIN)/mkdocs build --strict
 
 lock: ## install the newest version of every dependency and write them down; run the tests behind it
 	@$(MAKE) --no-print-directory --always-make LATEST=1 $(STAMP)

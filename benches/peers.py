@@ -4,7 +4,7 @@ The source distribution of the pinned llama-cpp-python carries all of llama.cpp,
 and `llama-batched-bench` come from the very revision that relayline's stages run: as it ships, which is what anybody
 gets who builds it, or (`--our-kernels`) with the products and the attention that relayline compiles into its own, which
 tells what kernels make of a ratio and what splitting and batching do. What a worker of llama.cpp's RPC holds is not
-repacked either way, as a local model's weights are, so that few rows take it longer (see benches/RESULTS.md).
+repacked either way, as a local model's weights are, so that few rows take it longer (see docs/results/serving.md).
 Everything lies in the user's cache; nothing of it is committed.
 """
 

@@ -1,4 +1,4 @@
-"""What ARCHITECTURE.md promises of the source itself: floors, one decode module, pure cores, sizes."""
+"""What the documented architecture promises of the source itself: floors, one decode module, pure cores, sizes."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A stage that may run anywhere has its threads woken on cores of its neighbours, which takes an interrupt where a switch
 on its own core would do, and a native step is moved about with them. Kept to its share, a hop between two stages takes
-0.7 of the time, and streams make about 3 % more tokens (benches/RESULTS.md, "Stages that keep to their cores").
+0.7 of the time, and streams make about 3 % more tokens (docs/results/host.md).
 """
 
 from __future__ import annotations

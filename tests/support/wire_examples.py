@@ -1,6 +1,6 @@
 """Envelopes for the wire tests: each example once, as a protobuf message, with two independent ways to encode it.
 
-`canonical` writes the layout of ARCHITECTURE.md by `struct` alone. `library` leaves the encoding to the protobuf
+`canonical` writes the layout of the wire contract by `struct` alone. `library` leaves the encoding to the protobuf
 library. Neither uses the code under test.
 """
 

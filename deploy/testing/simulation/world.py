@@ -22,13 +22,13 @@ STAIRCASE_MS = (
     (24, 141.0), (32, 165.0), (64, 330.0), (128, 660.0), (256, 1320.0), (512, 2640.0),
 )  # fmt: skip
 
-# benches/RESULTS.md: 10 of 16 layers of a 1B-shape llama, Q4_0, one thread of a processor without AVX-512.
+# docs/results/curves.md: 10 of 16 layers of a 1B-shape llama, Q4_0, one thread of a processor without AVX-512.
 ARITHMETIC_MS = (
     (1, 26.7), (2, 51.0), (3, 78.3), (4, 86.1), (5, 113.2), (8, 162.8), (12, 248.3), (16, 273.3), (24, 435.9),
     (32, 545.8), (64, 1091.0), (128, 2182.0), (256, 4364.0), (512, 8728.0),
 )  # fmt: skip
 
-# benches/RESULTS.md: the same on a processor with AMX, where two to eight rows cost about as much as two.
+# docs/results/curves.md: the same on a processor with AMX, where two to eight rows cost about as much as two.
 MATRIX_MS = (
     (1, 23.3), (2, 47.5), (3, 49.6), (4, 50.8), (5, 53.2), (8, 59.9), (12, 91.2), (16, 107.0), (24, 153.5),
     (32, 163.1), (64, 326.2), (128, 652.4), (256, 1304.8), (512, 2609.6),

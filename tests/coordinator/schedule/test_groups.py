@@ -48,7 +48,7 @@ def test_rows_of_a_long_context_are_dearer_and_fewer_ride() -> None:
 
 
 def with_tiles(n_stages: int = 2, curve: str = "arithmetic") -> GroupPlanner:
-    """Attention as in benches/RESULTS.md: in tiles a token of context costs a row of its lane a quarter."""
+    """Attention as in docs/results/curves.md: in tiles a token of context costs a row of its lane a quarter."""
     stage = StageCost(CURVES[curve](), CURVES[curve](), 512, context_ns=12_000, context_tiled_ns=3_000)
     return GroupPlanner([stage] * n_stages)
 

@@ -24,7 +24,12 @@ from tests.deploy.manifest.test_manifest import SMALLEST
 from tests.support.golden_renders import CASES, golden_dir
 
 DEMO = ROOT / "deploy" / "demo" / "relayline-demo.gguf"
-DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "deploy").rglob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "ARCHITECTURE.md",
+    *sorted((ROOT / "deploy").rglob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 # --- init -------------------------------------------------------------------------------------------------------------

@@ -31,14 +31,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from relayline.deploy.cli.main import relayline
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.testing.otlp_receiver import StoredSpan, receiving
-from relayline.deploy.testing.paths import DEPLOY
+from relayline.deploy.testing.paths import DEPLOY, ROOT
 from relayline.deploy.testing.trace_rebuild import ROUTE, is_complete, rebuild
 from relayline.deploy.testing.traced_pipeline import PROMPTS, Traced, ask_all, settled, text_of, traced_pipeline
 from relayline.wire.telemetry import names
 
 HERE = DEPLOY / "observability"
 BOARD = HERE / "grafana" / "dashboards" / "relayline.json"
-PAGE = HERE / "README.md"
+PAGE = ROOT / "docs" / "guide" / "observability.md"
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 NOT_OF_A_METRIC = {"le", "job", "instance", "role"}  # labels that Prometheus or the query brings
 TRIES_MAX = 400  # looks at Prometheus, each after another request to the pipeline
@@ -298,7 +298,7 @@ def test_commands_and_flags_of_the_page_are_there() -> None:
 
 def test_pictures_and_files_that_the_page_shows_are_there() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", PAGE.read_text())
-    assert [link for link in links if not link.startswith("http") and not (HERE / link).exists()] == []
+    assert [link for link in links if not link.startswith("http") and not (PAGE.parent / link).exists()] == []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

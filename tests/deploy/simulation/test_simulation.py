@@ -220,7 +220,7 @@ def test_rows_of_a_growing_context_are_known_to_be_dearer(
 
 
 def first_token_ns(n_prompt: int, context_tiled_ns: float, setup: Setup = AUTO) -> int:
-    """Return the time to first token of one prompt alone on two stages, at the prices of benches/RESULTS.md."""
+    """Return the time to first token of one prompt alone on two stages, at the prices of docs/results/curves.md."""
     stages = equal_stages(2, "arithmetic", context_ns=12_000, context_tiled_ns=context_tiled_ns)
     return Simulation(World(stages, (Request(0, n_prompt, 2),)), setup).run().audit.firsts[0][1]
 

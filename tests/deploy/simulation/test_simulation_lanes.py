@@ -47,7 +47,7 @@ def test_a_long_prompt_leaves_running_streams_their_pace(n_streams: int, ratio_m
 
 
 def test_plans_know_that_further_rows_of_a_chunk_cost_less_than_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prices as in benches/RESULTS.md. Plans that take every row for a first one send fewer at once."""
+    """Prices as in docs/results/curves.md. Plans that take every row for a first one send fewer at once."""
     stages = per_lane(2, "arithmetic", 6_000, 1_500)
     seen = prompt_beside(stages, 4, 1_000)
     monkeypatch.setattr(stage_cost, "price_per_lane", lambda first_ns, _, row_tokens, __: first_ns * row_tokens)

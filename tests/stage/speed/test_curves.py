@@ -12,7 +12,7 @@ from relayline.wire.common.curve import ATTENTION_TILE_ROWS, OUTLIER, OUTLIERS_M
 from relayline.wire.envelopes.frames import Flag
 from tests.support.fakes import rows_frame
 
-CONTEXT_NS = 13_000.0  # of the 1B shape's first ten layers, see benches/RESULTS.md
+CONTEXT_NS = 13_000.0  # of the 1B shape's first ten layers, see docs/results/curves.md
 TILED_NS = 3_000.0  # and of steps of 64 rows of one prompt or more
 DECODE, PREFILL, BOTH = (4, 0), (0, 8), (2, 6)
 

@@ -11,6 +11,7 @@ import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from relayline.coordinator.engine.membership import Place
 from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
@@ -18,6 +19,7 @@ from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.app import TEMPLATE_FAULT, make_app
 from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.live import FACTS
 from relayline.coordinator.http.server import start_http
 from relayline.coordinator.joining.config import JoinConfig
 from relayline.coordinator.joining.service import make_roster, serve_joining
@@ -60,6 +62,8 @@ class ServeConfig:
     """Connections to the HTTP API from one address; 0 for any number, None for the default."""
     chat_template_file: Path | None = None
     """Jinja template for chats; None takes the model's own."""
+    jaeger_url: str = ""
+    """Where people look at traces, as http://HOST:16686: the page links requests to it. Empty for nowhere."""
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     """How much is traced here, and where to."""
     push_level: bool = False
@@ -142,6 +146,7 @@ async def _serve(
         pipeline = Pipeline(named, file, tokenizer.is_end, joined, observer)
         control = TelemetryControl(observer, lambda: pipeline.stages)
         app = make_app(pipeline, tokenizer, chat, model_id, int(time.time()), limits, control)
+        app[FACTS]["jaeger_url"] = _checked_url(config.jaeger_url)
         if app[TEMPLATE_FAULT]:
             if config.chat_template_file is not None:
                 raise UsageError(f"chat template {config.chat_template_file}: {app[TEMPLATE_FAULT]}")
@@ -163,6 +168,7 @@ async def _serve(
         if config.join is not None and joined is not None:
             joining = serve_joining(config.join, config.pipeline_dir, file, joined, config.pipeline.security)
             address = await stack.enter_async_context(joining)
+            app[FACTS]["join"] = address
             on_joinable(Joinable(address, url, tuple(stage.name for stage in config.join.stages)))
         await _drive(
             pipeline,
@@ -179,6 +185,18 @@ def _http_context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:
 
     cert, key = files
     return server_context(cert, key, check=lambda: check_pair(cert, key))
+
+
+def _checked_url(url: str) -> str:
+    """Return where traces are shown, without a slash at its end. Raises UsageError for what is no address of a page."""
+    try:
+        parts = urlsplit(url)
+        is_page = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        is_page = False
+    if url and not is_page:
+        raise UsageError(f"--jaeger-url {url!r} is not an address like http://HOST:16686")
+    return url.rstrip("/")
 
 
 def _limits(config: ServeConfig) -> HttpLimits:

@@ -290,7 +290,9 @@ class StageService:
 
     async def status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         """Report live counters."""
-        message = self._stats.message(with_recent=request.with_recent, with_steps=request.with_steps)
+        message = self._stats.message(
+            with_recent=request.with_recent, with_steps=request.with_steps, with_memory=request.with_memory
+        )
         message.stage_index = self._facts.artifact.stage_index
         message.instance_id = self._facts.instance_id
         message.uptime_ns = time.monotonic_ns() - self._started_ns

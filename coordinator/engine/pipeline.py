@@ -174,9 +174,10 @@ class Pipeline:
         """The stages that are connected now, in layer order."""
         return self._connection.stages if self._connection else ()
 
-    async def describe(self, since_ns: int | None = None) -> dict[str, object]:
+    async def describe(self, since_ns: int | None = None, *, with_recent: bool = True) -> dict[str, object]:
         """Return topology and live counters; see Generator.describe."""
-        statuses = await asyncio.gather(*(self._status(index, stage) for index, stage in enumerate(self.stages)))
+        asking = (self._status(index, stage, with_recent) for index, stage in enumerate(self.stages))
+        statuses = await asyncio.gather(*asking)
         now_ns = time.monotonic_ns()
         live = {
             "now_ns": now_ns,
@@ -197,8 +198,9 @@ class Pipeline:
         stages = describe_stages(self.file, self._roster.addresses(), statuses, known)
         return describe_pipeline(self.file, live, stages, statuses) | overlap_since(statuses, since_ns, now_ns)
 
-    async def _status(self, index: int, stage: StageClient) -> pb.StatusResponse | None:
-        return None if self._availability.is_doubted(index) else await stage.status(with_recent=True)
+    async def _status(self, index: int, stage: StageClient, with_recent: bool) -> pb.StatusResponse | None:
+        is_doubted = self._availability.is_doubted(index)
+        return None if is_doubted else await stage.status(with_recent=with_recent, with_memory=True)
 
     # --- life of the connection ---------------------------------------------------------------------------------------
 

@@ -99,12 +99,12 @@ class StageClient:
         await rpc.call(self._channel, "Revoke", request, pb.RevocationsKnown, self.address, timeout_s)
 
     async def status(
-        self, *, with_recent: bool, with_steps: bool = False, route_id: int = 0
+        self, *, with_recent: bool, with_steps: bool = False, with_memory: bool = False, route_id: int = 0
     ) -> pb.StatusResponse | None:
         """Return live counters, None if there is no answer in time.
 
-        with_recent: also the recent waits and step intervals; with_steps: the step intervals alone. route_id: also
-        what the stage has of that route.
+        with_recent: also the recent waits and step intervals; with_steps: the step intervals alone. with_memory: also
+        what its process and its host have of memory. route_id: also what the stage has of that route.
 
         Step times are moved to this process's clock, see clock_offset_ns; steps from before that clock began are left
         out, since it has no time for them.
@@ -114,7 +114,9 @@ class StageClient:
             status: pb.StatusResponse = await rpc.call(
                 self._channel,
                 "Status",
-                pb.StatusRequest(with_recent=with_recent, with_steps=with_steps, route_id=route_id),
+                pb.StatusRequest(
+                    with_recent=with_recent, with_steps=with_steps, with_memory=with_memory, route_id=route_id
+                ),
                 pb.StatusResponse,
                 self.address,
                 STATUS_TIMEOUT_S,
@@ -131,13 +133,17 @@ class StageClient:
         status.step_end_ns[:] = [end_ns for _, end_ns in known]
         return status
 
-    async def batches(self, session_ids: Sequence[int]) -> pb.BatchesResponse | None:
+    async def batches(
+        self, session_ids: Sequence[int], *, after_step: int = 0, limit: int = 0
+    ) -> pb.BatchesResponse | None:
         """Return the remembered batches that held any of the sessions, None if there is no answer in time.
 
+        No sessions stand for all of them. Only batches above `after_step` count, and of these the newest `limit` (0: as
+        many as there are).
         Start times are moved to this process's clock, see clock_offset_ns.
         """
         sent_ns = time.monotonic_ns()
-        request = pb.BatchesRequest(session_ids=session_ids)
+        request = pb.BatchesRequest(session_ids=session_ids, after_step=after_step, limit=limit)
         try:
             found: pb.BatchesResponse = await rpc.call(
                 self._channel,

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from relayline.coordinator.http import shapes
 from relayline.coordinator.http.errors import plain_body
+from relayline.coordinator.http.page import PATHS
 from relayline.coordinator.http.service import CLIENT
 from relayline.coordinator.http.web_pages import keep_pages_out, page_rule
 from relayline.wire.common.errors import UsageError
@@ -160,8 +161,8 @@ def _reread_on_hangup(keys: ApiKeys) -> Iterator[None]:
 
 
 def require_keys(app: web.Application, keys: ApiKeys, *, protect_metrics: bool) -> None:
-    """Demand a key for everything but health (and metrics, unless protected). Call it before the app is started."""
-    open_paths = OPEN_PATHS - {METRICS_PATH} if protect_metrics else OPEN_PATHS
+    """Demand a key for all but health, the page's files (and metrics, unless protected). Call it before it starts."""
+    open_paths = (OPEN_PATHS - {METRICS_PATH} if protect_metrics else OPEN_PATHS) | app.get(PATHS, frozenset())
 
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:

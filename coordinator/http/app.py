@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import metadata
+from typing import cast
 
 from aiohttp import web
 
@@ -12,8 +14,10 @@ from relayline.coordinator.http.body_pool import BodyPool, find_style
 from relayline.coordinator.http.choice import Speller
 from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.live import FACTS, LiveFeed
 from relayline.coordinator.http.middleware import add_request_id, errors_as_json, request_id
 from relayline.coordinator.http.observe import note_status, observing
+from relayline.coordinator.http.page import PATHS, read_files, routes
 from relayline.coordinator.http.preparing import setting_of
 from relayline.coordinator.http.server import LIMITS
 from relayline.coordinator.http.service import Service
@@ -64,13 +68,18 @@ def make_app(
     handlers = Handlers(service)
     telemetry = TelemetryHandlers(control)
     middlewares = [observing(observer, request_id), errors_as_json]
+    files = read_files()
+    facts: dict[str, object] = {"model_id": model_id, "version": service.fingerprint}
+    feed = LiveFeed(generator, control, facts)
     app = web.Application(client_max_size=limits.body_bytes_max, middlewares=middlewares)
     app[LIMITS] = limits
     app[TEMPLATE_FAULT] = style.fault
+    app[PATHS], app[FACTS] = frozenset(files), facts
 
     async def close_pool(_app: web.Application) -> None:
         pool.close()
 
+    app.on_shutdown.append(feed.close)
     app.on_cleanup.append(close_pool)
     app.on_response_prepare.append(add_request_id)
     app.on_response_prepare.append(note_status)
@@ -82,6 +91,8 @@ def make_app(
             web.get("/v1/models", handlers.models),
             web.get("/v1/models/{id:.+}", handlers.model),
             web.get("/v1/pipeline", handlers.pipeline),
+            web.get("/v1/pipeline/live", feed.live),
+            web.get("/v1/pipeline/plan", feed.plan),
             web.get("/metrics", handlers.metrics),
             web.get("/v1/traces/{id}", telemetry.trace),
             web.get("/v1/telemetry", telemetry.settings),
@@ -90,9 +101,15 @@ def make_app(
             web.post("/v1/chat/completions", handlers.chat_completions),
             web.post("/tokenize", handlers.tokenize),
             web.post("/detokenize", handlers.detokenize),
+            *routes(files),
         ]
     )
+    facts["routes"] = sorted(info["path"] for info in map(_info, app.router.resources()) if "path" in info)
     return app
+
+
+def _info(resource: web.AbstractResource) -> Mapping[str, str]:
+    return cast("Mapping[str, str]", resource.get_info())
 
 
 def _fingerprint() -> str:

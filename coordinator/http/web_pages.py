@@ -36,13 +36,16 @@ class PageRule:
 
     def problem(self, hosts: Iterable[str], origins: Iterable[str]) -> str | None:
         """Return why a request with these Host and Origin headers is refused, or None."""
-        names = [_name_of(host) for host in hosts]
+        given = list(hosts)
+        names = [_name_of(host) for host in given]
         for name in names:
             if self.checks_names and not self._is_own(name):
                 return f"this server is not known as {name or 'that'!r}; {self._remedy(name)}"
         for origin in origins:
             name = _origin_name(origin)
             same = not self.checks_names and name is not None and name in names
+            # A page of this very server: its own, whose name has been checked above where names are.
+            same |= name is not None and any(_is_same_place(host, origin) for host in given)
             if not (same or self._is_allowed(name)):
                 return f"web pages of {origin[:200]!r} may not use this server; {self._remedy(name)}"
         return None
@@ -99,6 +102,11 @@ def _origin_name(origin: str) -> str | None:
     except ValueError:
         return None
     return _name_of(parts.netloc) if parts.scheme in ("http", "https") else None
+
+
+def _is_same_place(host: str, origin: str) -> bool:
+    """Return whether a page's origin is the host and port that its request names: browsers write both alike."""
+    return urlsplit(origin.strip()).netloc.lower() == host.strip().lower()
 
 
 def _is_address(name: str) -> bool:

@@ -56,6 +56,8 @@ class Observer:
         self._awaited: set[int] = set()
         self._n_stages = 0
         self.n_connections = 0
+        self.loss: tuple[int | None, str] | None = None
+        """Which stage was lost, where it is known, and why; None while all stand."""
         self.n_tokens = 0  # generated since the start
         self.n_drafted = self.n_accepted = 0  # guesses that left, and those of them that were right
         self.n_prompt_tokens = self.n_copied_tokens = 0  # of prompts that have brought their first token
@@ -233,6 +235,7 @@ class Observer:
     def connected(self, n_stages: int, statuses: StatusesOf | None = None) -> None:
         """All stages stand at a new epoch. Paused sessions start again from their history, each when its turn comes."""
         self._n_stages = n_stages
+        self.loss = None
         self.passes.connected(n_stages, statuses)
         self.n_connections += 1
         if self.n_connections > 1:
@@ -243,6 +246,7 @@ class Observer:
 
         `stage` is the index of the one that was lost, where it is known.
         """
+        self.loss = (stage, why)
         self.passes.lost(why, now_ns)
         for session in self._sessions.values():
             if session.started_ns and not session.ended_ns and not session.is_paused:

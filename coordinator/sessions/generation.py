@@ -116,11 +116,12 @@ class Generator(Protocol):
     def check_room(self) -> None:
         """Raise OverloadedError where a request would be refused now whatever it asks for: before its body is read."""
 
-    async def describe(self, since_ns: int | None = None) -> dict[str, object]:
+    async def describe(self, since_ns: int | None = None, *, with_recent: bool = True) -> dict[str, object]:
         """Return the JSON-ready topology and live counters shown by GET /v1/pipeline.
 
         `since_ns`, monotonic nanoseconds of this process as in the answer's `now_ns`, restricts `overlap` to what came
         after it; `overlap_since_ns` then says from when on it is known. None: of the steps that stages remember.
+        Without `with_recent` neither waits nor overlap are told, which come from thousands of numbers of each stage.
         """
 
     def open(self, request: GenerationRequest) -> TokenStream:

@@ -176,6 +176,8 @@ http_security_options = _apply(
     click.option("--allow-host", "allow_hosts", multiple=True, metavar="NAME",
                  help="Also answer web pages of this host, and clients that call the server so; may be repeated "
                  "[default: without --api-keys only loopback names on loopback, and no pages of other hosts]."),
+    click.option("--jaeger-url", default="", metavar="URL",
+                 help="Where traces are looked at, as http://HOST:16686; the page at / links requests to it."),
     click.option("--connections-per-address", type=click.IntRange(0, 1_000_000), default=512, show_default=True,
                  help="HTTP connections from one address beyond this machine, such as a proxy's; 0 for any number."),
 )  # fmt: skip

@@ -240,6 +240,7 @@ def serve_command(**given: Any) -> None:
         http_tls=https,
         allow_hosts=tuple(given["allow_hosts"]),
         connections_per_address=given["connections_per_address"],
+        jaeger_url=given["jaeger_url"],
         chat_template_file=given["chat_template"],
         telemetry=telemetry_config(given, content=given["trace_content"]),
         push_level=is_given("trace_level"),

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 MODEL_ONLY = (
     "n_stages", "cuts", "threads", "no_pin", "split_dir", "gpu_layers", "api_keys", "protect_metrics", "http_cert",
     "http_key", "chat_template", "allow_hosts", "connections_per_address",
+    "jaeger_url",
 )  # fmt: skip
 MANIFEST_ONLY = ("state_dir", "detach")
 
@@ -135,6 +136,7 @@ def _up_model(given: dict[str, Any]) -> None:
             *(("--protect-metrics",) if given["protect_metrics"] else ()),
             *(forwarded([("--http-cert", https[0]), ("--http-key", https[1])]) if https is not None else ()),
             *(flag for name in given["allow_hosts"] for flag in ("--allow-host", name)),
+            *(("--jaeger-url", given["jaeger_url"]) if given["jaeger_url"] else ()),
             "--connections-per-address", str(given["connections_per_address"]),
             *_telemetry_flags(given),
             *(("--trace-content",) if given["trace_content"] else ()),

@@ -83,7 +83,8 @@ class StageObserver:
         """Answer with recent batches, put together while envelopes go on between them."""
         began_ns = time.monotonic_ns()
         response = pb.BatchesResponse(stage_index=self._stage_index, instance_id=self._instance_id)
-        for number, entry in enumerate(self.ring.recent(request.session_ids, request.limit), start=1):
+        recent = self.ring.recent(request.session_ids, request.limit, request.after_step)
+        for number, entry in enumerate(recent, start=1):
             response.batches.append(entry.message())
             if number % BATCHES_PER_TURN == 0:
                 await asyncio.sleep(0)

@@ -125,11 +125,16 @@ class BatchRing:
             self._n_members -= len(self._entries.popleft().kept)
             self.n_forgotten += 1
 
-    def recent(self, session_ids: Collection[int] = (), limit: int = 0) -> list[Entry]:
-        """Return the newest `limit` batches (0: all) that hold any of these sessions (none: all), oldest first."""
+    def recent(self, session_ids: Collection[int] = (), limit: int = 0, after_step: int = 0) -> list[Entry]:
+        """Return the newest `limit` batches (0: all) that hold any of these sessions (none: all), oldest first.
+
+        Only those whose number is above `after_step`: who has seen a step asks for what came after it.
+        """
         wanted = frozenset(session_ids)
         found: list[Entry] = []
         for entry in reversed(self._entries):
+            if entry.step <= after_step:
+                break
             if not wanted or entry.holds(wanted):
                 found.append(entry)
                 if len(found) == limit:

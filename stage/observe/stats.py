@@ -9,6 +9,7 @@ import bisect
 import collections
 
 from relayline.stage.steps.step_types import StepResult
+from relayline.wire.common import memory
 from relayline.wire.envelopes import trace_context
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -73,7 +74,7 @@ class StageStats:
             self.predicted_ns += result.predicted_ns
             self.measured_ns += result.decode_ns
 
-    def message(self, *, with_recent: bool, with_steps: bool = False) -> pb.StatusResponse:
+    def message(self, *, with_recent: bool, with_steps: bool = False, with_memory: bool = False) -> pb.StatusResponse:
         """Return the counters in wire form; the caller adds what it knows of lanes and queues."""
         message = pb.StatusResponse(
             steps_by_rows=dict(self.steps_by_rows),
@@ -93,6 +94,10 @@ class StageStats:
             n_decode_frames=self.n_decode_frames,
             decode_held_ns=self.decode_held_ns,
         )
+        if with_memory:
+            message.resident_bytes = memory.resident_bytes() or 0
+            message.memory_bytes = memory.total_memory_bytes() or 0
+            message.memory_free_bytes = memory.available_memory_bytes() or 0
         if with_recent:
             message.recent_wait_ns.extend(self.recent_wait_ns)
         if with_recent or with_steps:

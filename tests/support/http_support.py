@@ -115,7 +115,7 @@ class FakeGenerator:
         if self.full is not None:
             raise self.full
 
-    async def describe(self, since_ns: int | None = None) -> dict[str, object]:
+    async def describe(self, since_ns: int | None = None, *, with_recent: bool = True) -> dict[str, object]:
         return {"stages": [{"index": 0, "rows_per_step": {"1": 3}}], "asked_since_ns": since_ns}
 
     def open(self, request: GenerationRequest) -> FakeStream:

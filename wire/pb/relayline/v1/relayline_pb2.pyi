@@ -415,14 +415,16 @@ class WatchRequest(_message.Message):
     def __init__(self, route_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ("with_recent", "route_id", "with_steps")
+    __slots__ = ("with_recent", "route_id", "with_steps", "with_memory")
     WITH_RECENT_FIELD_NUMBER: _ClassVar[int]
     ROUTE_ID_FIELD_NUMBER: _ClassVar[int]
     WITH_STEPS_FIELD_NUMBER: _ClassVar[int]
+    WITH_MEMORY_FIELD_NUMBER: _ClassVar[int]
     with_recent: bool
     route_id: int
     with_steps: bool
-    def __init__(self, with_recent: _Optional[bool] = ..., route_id: _Optional[int] = ..., with_steps: _Optional[bool] = ...) -> None: ...
+    with_memory: bool
+    def __init__(self, with_recent: _Optional[bool] = ..., route_id: _Optional[int] = ..., with_steps: _Optional[bool] = ..., with_memory: _Optional[bool] = ...) -> None: ...
 
 class RouteWork(_message.Message):
     __slots__ = ("epoch", "envelopes_in", "envelopes_out", "returned", "is_sending", "session_ids")
@@ -441,7 +443,7 @@ class RouteWork(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., envelopes_in: _Optional[int] = ..., envelopes_out: _Optional[int] = ..., returned: _Optional[int] = ..., is_sending: _Optional[bool] = ..., session_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("stage_index", "instance_id", "steps_by_rows", "steps_by_sessions", "n_steps", "n_rows", "n_frames", "busy_ns", "uptime_ns", "recent_wait_ns", "lanes_used", "lanes_total", "queued_rows", "envelopes_in", "envelopes_out", "payload_bytes_in", "payload_bytes_out", "faults_by_label", "close_reasons", "n_padded_rows", "decode_curve", "prefill_curve", "step_start_ns", "step_end_ns", "now_ns", "n_micro_batches", "context_ns", "context_tiled_ns", "kv_per_lane", "n_decode_frames", "decode_held_ns", "lanes_kept", "route")
+    __slots__ = ("stage_index", "instance_id", "steps_by_rows", "steps_by_sessions", "n_steps", "n_rows", "n_frames", "busy_ns", "uptime_ns", "recent_wait_ns", "lanes_used", "lanes_total", "queued_rows", "envelopes_in", "envelopes_out", "payload_bytes_in", "payload_bytes_out", "faults_by_label", "close_reasons", "n_padded_rows", "decode_curve", "prefill_curve", "step_start_ns", "step_end_ns", "now_ns", "n_micro_batches", "context_ns", "context_tiled_ns", "kv_per_lane", "n_decode_frames", "decode_held_ns", "lanes_kept", "route", "resident_bytes", "memory_bytes", "memory_free_bytes")
     class StepsByRowsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -503,6 +505,9 @@ class StatusResponse(_message.Message):
     DECODE_HELD_NS_FIELD_NUMBER: _ClassVar[int]
     LANES_KEPT_FIELD_NUMBER: _ClassVar[int]
     ROUTE_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     stage_index: int
     instance_id: str
     steps_by_rows: _containers.ScalarMap[int, int]
@@ -536,7 +541,10 @@ class StatusResponse(_message.Message):
     decode_held_ns: int
     lanes_kept: int
     route: RouteWork
-    def __init__(self, stage_index: _Optional[int] = ..., instance_id: _Optional[str] = ..., steps_by_rows: _Optional[_Mapping[int, int]] = ..., steps_by_sessions: _Optional[_Mapping[int, int]] = ..., n_steps: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_frames: _Optional[int] = ..., busy_ns: _Optional[int] = ..., uptime_ns: _Optional[int] = ..., recent_wait_ns: _Optional[_Iterable[int]] = ..., lanes_used: _Optional[int] = ..., lanes_total: _Optional[int] = ..., queued_rows: _Optional[int] = ..., envelopes_in: _Optional[int] = ..., envelopes_out: _Optional[int] = ..., payload_bytes_in: _Optional[int] = ..., payload_bytes_out: _Optional[int] = ..., faults_by_label: _Optional[_Mapping[str, int]] = ..., close_reasons: _Optional[_Mapping[str, int]] = ..., n_padded_rows: _Optional[int] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., step_start_ns: _Optional[_Iterable[int]] = ..., step_end_ns: _Optional[_Iterable[int]] = ..., now_ns: _Optional[int] = ..., n_micro_batches: _Optional[int] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., n_decode_frames: _Optional[int] = ..., decode_held_ns: _Optional[int] = ..., lanes_kept: _Optional[int] = ..., route: _Optional[_Union[RouteWork, _Mapping]] = ...) -> None: ...
+    resident_bytes: int
+    memory_bytes: int
+    memory_free_bytes: int
+    def __init__(self, stage_index: _Optional[int] = ..., instance_id: _Optional[str] = ..., steps_by_rows: _Optional[_Mapping[int, int]] = ..., steps_by_sessions: _Optional[_Mapping[int, int]] = ..., n_steps: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_frames: _Optional[int] = ..., busy_ns: _Optional[int] = ..., uptime_ns: _Optional[int] = ..., recent_wait_ns: _Optional[_Iterable[int]] = ..., lanes_used: _Optional[int] = ..., lanes_total: _Optional[int] = ..., queued_rows: _Optional[int] = ..., envelopes_in: _Optional[int] = ..., envelopes_out: _Optional[int] = ..., payload_bytes_in: _Optional[int] = ..., payload_bytes_out: _Optional[int] = ..., faults_by_label: _Optional[_Mapping[str, int]] = ..., close_reasons: _Optional[_Mapping[str, int]] = ..., n_padded_rows: _Optional[int] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., step_start_ns: _Optional[_Iterable[int]] = ..., step_end_ns: _Optional[_Iterable[int]] = ..., now_ns: _Optional[int] = ..., n_micro_batches: _Optional[int] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., n_decode_frames: _Optional[int] = ..., decode_held_ns: _Optional[int] = ..., lanes_kept: _Optional[int] = ..., route: _Optional[_Union[RouteWork, _Mapping]] = ..., resident_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_free_bytes: _Optional[int] = ...) -> None: ...
 
 class TelemetrySettings(_message.Message):
     __slots__ = ("level",)
@@ -561,12 +569,14 @@ class BeatResponse(_message.Message):
     def __init__(self, now_ns: _Optional[int] = ...) -> None: ...
 
 class BatchesRequest(_message.Message):
-    __slots__ = ("session_ids", "limit")
+    __slots__ = ("session_ids", "limit", "after_step")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
     session_ids: _containers.RepeatedScalarFieldContainer[int]
     limit: int
-    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., limit: _Optional[int] = ...) -> None: ...
+    after_step: int
+    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., limit: _Optional[int] = ..., after_step: _Optional[int] = ...) -> None: ...
 
 class BatchesResponse(_message.Message):
     __slots__ = ("stage_index", "instance_id", "batches", "now_ns", "n_forgotten")

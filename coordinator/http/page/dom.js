@@ -1,0 +1,186 @@
+// Small helpers: elements, numbers as people read them, and asking the API.
+
+export function h(tag, given, ...children) {
+  const [name, ...classes] = tag.split(".");
+  const element = document.createElement(name || "div");
+  if (classes.length) element.className = classes.join(" ");
+  for (const [key, value] of Object.entries(given || {})) {
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else if (value === true) element.setAttribute(key, "");
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(key, value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+export function svg(tag, given, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [key, value] of Object.entries(given || {})) element.setAttribute(key, value);
+  element.append(...children);
+  return element;
+}
+
+// Text that has not changed is left alone: nothing is laid out anew, and selections stay.
+export function say(element, text) {
+  const wanted = text === null || text === undefined ? "" : String(text);
+  if (element.textContent !== wanted) element.textContent = wanted;
+}
+
+export function mark(element, className, is) {
+  if (element.classList.contains(className) !== Boolean(is)) element.classList.toggle(className, Boolean(is));
+}
+
+// Rows of a table or list, kept by their keys: the element of a key stays the same for as long as the key does.
+export class Keyed {
+  constructor(parent, make, update) {
+    this.parent = parent;
+    this.make = make;
+    this.update = update;
+    this.known = new Map();
+  }
+
+  show(items, keyOf) {
+    const before = this.known;
+    this.known = new Map();
+    let at = this.parent.firstElementChild;
+    items.forEach((item, index) => {
+      const key = keyOf(item, index);
+      let entry = before.get(key);
+      if (entry) before.delete(key);
+      else entry = this.make(item, index);
+      this.known.set(key, entry);
+      if (entry.element === at) at = at.nextElementSibling;
+      else this.parent.insertBefore(entry.element, at);
+      this.update(entry, item, index);
+    });
+    for (const entry of before.values()) entry.element.remove();
+  }
+}
+
+export const none = "–";
+
+export function count(value) {
+  return value === null || value === undefined ? none : Math.round(value).toLocaleString("en-US");
+}
+
+export function fixed(value, digits) {
+  return value === null || value === undefined ? none : value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+}
+
+export function percent(share, digits = 0) {
+  return share === null || share === undefined ? none : `${(share * 100).toFixed(digits)} %`;
+}
+
+export function ms(value) {
+  if (value === null || value === undefined) return none;
+  if (value >= 100000) return `${(value / 1000).toFixed(0)} s`;
+  if (value >= 10000) return `${(value / 1000).toFixed(1)} s`;
+  if (value >= 1000) return `${(value / 1000).toFixed(2)} s`;
+  if (value >= 100) return `${value.toFixed(0)} ms`;
+  return value >= 10 ? `${value.toFixed(1)} ms` : `${value.toFixed(2)} ms`;
+}
+
+export function bytes(value) {
+  if (value === null || value === undefined) return none;
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let at = 0;
+  while (value >= 1000 && at < units.length - 1) {
+    value /= 1024;
+    at += 1;
+  }
+  return `${at === 0 || value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(2)} ${units[at]}`;
+}
+
+export function ago(seconds) {
+  if (seconds === null || seconds === undefined) return "never";
+  if (seconds < 1.5) return "now";
+  return seconds < 120 ? `${seconds.toFixed(0)} s ago` : `${(seconds / 60).toFixed(0)} min ago`;
+}
+
+export function layers([start, end]) {
+  return end - start === 1 ? `${start}` : `${start}–${end - 1}`;
+}
+
+export function stageName(stage) {
+  return stage.name || `stage ${stage.index}`;
+}
+
+const KEY = "relayline.key";
+
+export function apiKey() {
+  return sessionStorage.getItem(KEY) || "";
+}
+
+export function keepKey(key) {
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+}
+
+export class ApiError extends Error {
+  constructor(status, message, code) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+export async function ask(path, given = {}) {
+  const headers = { ...(given.body ? { "Content-Type": "application/json" } : {}) };
+  if (apiKey()) headers.Authorization = `Bearer ${apiKey()}`;
+  const reply = await fetch(path, { ...given, headers, cache: "no-store", credentials: "omit" });
+  if (reply.ok) return reply;
+  let told = null;
+  try {
+    told = (await reply.json()).error;
+  } catch {
+    told = null;
+  }
+  throw new ApiError(reply.status, (told && told.message) || `the server answered ${reply.status}`, told && told.code);
+}
+
+export function copyButton(textOf) {
+  const button = h("button", { type: "button" }, "Copy");
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(textOf());
+      say(button, "Copied");
+    } catch {
+      // Without TLS a browser may refuse: what is to be copied is selected instead.
+      const code = button.parentElement.querySelector("pre");
+      if (code) getSelection().selectAllChildren(code);
+      say(button, "Selected");
+    }
+    setTimeout(() => say(button, "Copy"), 1600);
+  });
+  return button;
+}
+
+export function codeBlock(text) {
+  const pre = h("pre.code", { tabindex: "0" }, text);
+  return h(".copy", null, pre, copyButton(() => pre.textContent));
+}
+
+const colours = {};
+
+export function colour(name) {
+  if (!(name in colours)) colours[name] = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  return colours[name];
+}
+
+export function forgetColours() {
+  for (const name of Object.keys(colours)) delete colours[name];
+}
+
+export function fitCanvas(canvas, width, height) {
+  const ratio = window.devicePixelRatio || 1;
+  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(height * ratio);
+    canvas.style.height = `${height}px`;
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  return context;
+}
+
+export const stillness = matchMedia("(prefers-reduced-motion: reduce)");

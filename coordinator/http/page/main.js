@@ -1,0 +1,115 @@
+// The frame of the page: which view is shown, how the pipeline is, the key, the theme.
+
+import { apiKey, forgetColours, h, keepKey, say } from "./dom.js";
+import { feed, isLate, listen, onKeyWanted, pollNow, start } from "./feed.js";
+import { chatView } from "./chat.js";
+import { connectView } from "./connect.js";
+import { pipelineView } from "./pipeline.js";
+import { planView } from "./plan.js";
+import { requestsView } from "./requests.js";
+
+const VIEWS = { pipeline: pipelineView, requests: requestsView, chat: chatView, plan: planView, connect: connectView };
+const main = document.getElementById("main");
+const shown = { name: "", view: null };
+const made = {}; // views stay what they were when one comes back: a chat goes on, a list keeps its place
+
+function route() {
+  const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
+  const wanted = name in VIEWS ? name : "pipeline";
+  const argument = rest.map(decodeURIComponent).join("/");
+  for (const link of document.querySelectorAll(".bar nav a")) {
+    if (link.getAttribute("href") === `#/${wanted}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  if (wanted !== shown.name) {
+    if (shown.view && shown.view.hide) shown.view.hide();
+    made[wanted] = made[wanted] || VIEWS[wanted]();
+    shown.name = wanted;
+    shown.view = made[wanted];
+    main.replaceChildren(shown.view.element);
+    document.title = `${wanted[0].toUpperCase()}${wanted.slice(1)} · relayline`;
+    if (document.activeElement && document.activeElement.closest(".bar nav")) main.focus({ preventScroll: true });
+    scrollTo(0, 0);
+  }
+  if (shown.view.show) shown.view.show(argument);
+  if (feed.state) shown.view.update([]);
+}
+
+const PHASES = { ready: "ok", recovering: "bad", unreachable: "bad", draining: "warn", loading: "warn" };
+
+function frame(fresh) {
+  const phase = document.getElementById("phase");
+  const state = feed.state;
+  const word = isLate() ? "no answer" : state ? state.phase || "unknown" : "asking";
+  const kind = isLate() ? "bad" : PHASES[word] || "warn";
+  if (phase.dataset.word !== word) {
+    phase.dataset.word = word;
+    phase.replaceChildren(h(`span.dot.${kind}`, { "aria-hidden": "true" }), word);
+  }
+  say(document.getElementById("model"), feed.facts.model_id || "");
+  notice(state);
+  if (state && shown.view) shown.view.update(fresh);
+}
+
+function notice(state) {
+  const line = document.getElementById("notice");
+  let text = "";
+  let isError = false;
+  if (feed.error && feed.error.status !== 401) {
+    text = feed.error.status ? feed.error.message : "The coordinator does not answer. Figures below are the last ones it gave.";
+    isError = true;
+  } else if (state && state.loss) {
+    const stage = state.loss.stage === null ? null : state.stages[state.loss.stage];
+    text = `${stage ? `Stage ${stage.index}${stage.name ? ` (${stage.name})` : ""}` : "A stage"} is lost: ${state.loss.why}. Running requests wait and go on when it is back.`;
+    isError = true;
+  } else if (state && !state.is_recording) {
+    text = "The trace level is off: neither steps nor requests are remembered. Start with --trace-level summary to see them.";
+  }
+  line.hidden = !text;
+  line.classList.toggle("err", isError);
+  say(line, text);
+}
+
+function askForKey(why) {
+  const dialog = document.getElementById("key");
+  if (apiKey()) say(document.getElementById("key-wrong"), `${why}.`);
+  if (!dialog.open) dialog.showModal();
+}
+
+document.getElementById("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const input = document.getElementById("key-text");
+  keepKey(input.value.trim());
+  input.value = "";
+  say(document.getElementById("key-wrong"), "");
+  document.getElementById("key").close();
+  pollNow();
+});
+
+const THEMES = ["auto", "light", "dark"];
+const THEME = "relayline.theme";
+
+function applyTheme() {
+  const theme = localStorage.getItem(THEME) || "auto";
+  const button = document.getElementById("theme");
+  if (theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  say(button, { auto: "Auto", light: "Light", dark: "Dark" }[theme]);
+  button.setAttribute("aria-label", `Colours: ${theme}. Change`);
+  forgetColours();
+  if (shown.view && shown.view.recolour) shown.view.recolour();
+}
+
+document.getElementById("theme").addEventListener("click", () => {
+  const theme = localStorage.getItem(THEME) || "auto";
+  localStorage.setItem(THEME, THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]);
+  applyTheme();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyTheme);
+addEventListener("hashchange", route);
+
+applyTheme();
+onKeyWanted(askForKey);
+listen(frame);
+route();
+start();

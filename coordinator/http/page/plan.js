@@ -1,0 +1,105 @@
+// The plan that runs: who holds what, how streams are grouped, what other plans would give.
+
+import { Keyed, ask, bytes, codeBlock, count, fixed, h, layers, ms, none, percent, say, stageName } from "./dom.js";
+import { feed } from "./feed.js";
+
+export function planView() {
+  const bar = h(".cutbar", { role: "img" });
+  const body = h("tbody");
+  const COLUMNS = [["Stage", ""], ["Layers", "n"], ["Weights", "n"], ["Memory held", "n"], ["Memory free", "n"], ["Step of one row", "n"], ["of 8 rows", "n"], ["of 32 rows", "n"], ["Lanes", "n"]];
+  const head = h("thead", null, h("tr", null, COLUMNS.map(([name, side]) => h(side ? `th.${side}` : "th", { scope: "col" }, name))));
+  const facts = h("dl.facts");
+  const ifs = h("tbody");
+  const note = h("p");
+  const next = h("div");
+  let computed = null;
+  let asking = false;
+  let shown = "";
+  const rows = new Keyed(body, () => {
+    const cells = COLUMNS.map(([, side]) => h(side ? `td.${side}` : "td"));
+    return { element: h("tr", null, cells), cells };
+  }, ({ cells }, stage, index) => {
+    const steps = computed && computed.stages[index] ? computed.stages[index].step_ms : {};
+    const values = [`${stage.index} ${stage.name || ""}`, layers(stage.layers), bytes(stage.artifact_bytes), bytes(stage.resident_bytes), bytes(stage.memory_free_bytes), ms(steps["1"]), ms(steps["8"]), ms(steps["32"]), count(stage.lanes_total)];
+    values.forEach((value, at) => say(cells[at], value));
+  });
+
+  async function look() {
+    if (asking) return;
+    asking = true;
+    try {
+      computed = await (await ask("/v1/pipeline/plan")).json();
+      showIfs();
+    } catch (error) {
+      say(note, error.message);
+    }
+    asking = false;
+  }
+
+  function showIfs() {
+    const counts = computed.streams;
+    const base = computed.plans[0];
+    say(note, computed.is_known ? "Predicted from what each stage has measured of its own steps, with the formula that the running scheduler plans with. Memory is not checked here; relayline plan does." : "The stages have not measured their steps yet.");
+    ifs.replaceChildren(
+      h("tr", null, h("th", { scope: "col" }, "Plan"), h("th", { scope: "col" }, "Layers"), counts.map((n) => h("th.n", { scope: "col" }, `${n} stream${n === 1 ? "" : "s"}`))),
+      ...computed.plans.map((plan) => h("tr", null, h("td", null, plan === base ? h("b", null, plan.name) : plan.name), h("td.num", null, plan.layers.map(layers).join("  ")),
+        plan.tokens_per_s.map((rate, at) => {
+          const gain = plan === base || !base.tokens_per_s[at] ? null : rate / base.tokens_per_s[at] - 1;
+          return h("td.n", null, rate ? `${fixed(rate, rate < 100 ? 1 : 0)} tok/s` : none, gain === null ? "" : h(gain > 0.02 ? "span.ok-t" : gain < -0.02 ? "span.bad-t" : "span.soft", null, ` ${gain >= 0 ? "+" : "−"}${percent(Math.abs(gain))}`));
+        }))));
+  }
+
+  function showNext(state) {
+    const { join } = feed.facts;
+    const key = JSON.stringify([join, state.missing]);
+    if (key === shown) return;
+    shown = key;
+    const waiting = state.missing || [];
+    const lines = [];
+    if (join) {
+      const names = waiting.length ? waiting : ["NAME"];
+      lines.push(h("p.soft", null, waiting.length ? `Waited for: ${waiting.join(", ")}. On that machine:` : "Every place is taken. To move a stage, end it and run on the other machine:"));
+      for (const name of names) lines.push(codeBlock(`relayline stage --join ${join} --name ${name} --tls DIRECTORY`));
+      lines.push(h("p.soft", null, "DIRECTORY holds the stage's certificate and token, made on the machine with the CA; on this machine alone --token-file FILE is enough:"));
+      lines.push(codeBlock(`relayline certs issue CA-DIRECTORY HOST --stage ${names[0]}`));
+    } else lines.push(h("p.soft", null, "This coordinator was given the addresses of its stages. For machines that join by themselves, write them into a manifest and start it on the first one; it prints the line for each other:"), codeBlock("relayline init\nrelayline plan pipeline.yaml\nrelayline up pipeline.yaml"));
+    lines.push(h("p.soft", null, "Another cut, other lanes or another context are a new start. What each would give, with memory checked:"), codeBlock("relayline plan pipeline.yaml"));
+    next.replaceChildren(...lines);
+  }
+
+  return {
+    element: h("div", null,
+      h("section", null, h(".head", null, h("h2", null, "The plan that runs")), h(".panel", null, facts, h(".pad", null, bar), h(".scroll", { tabindex: "0", role: "region", "aria-label": "Stages" }, h("table", null, head, body)))),
+      h("section", null, h(".head", null, h("h2", null, "What others would give"), note, h(".tools", null, h("button", { type: "button", onclick: look }, "Compute again"))), h(".panel.scroll", { tabindex: "0", role: "region", "aria-label": "Plans" }, h("table", null, ifs))),
+      h("section", null, h(".head", null, h("h2", null, "The next machine")), next)),
+    show() {
+      look();
+    },
+    update() {
+      const { state } = feed;
+      const plan = state.plan || {};
+      const fact = (name, value, more) => h("div", null, h("dt", null, name), h("dd", null, value, more ? h("small", null, ` ${more}`) : ""));
+      const period = plan.period_ns ? plan.period_ns / 1e6 : null;
+      facts.replaceChildren(
+        fact("Model", state.model),
+        fact("Lanes", count(state.lanes), `of ${count(state.ctx_tokens)} tokens`),
+        fact("Groups", count(plan.n_groups), `of ${plan.group_rows} rows`),
+        fact("A token every", ms(period), "predicted"),
+        fact("Beside steps", ms(plan.overhead_ns / 1e6), "a round trip"),
+        fact("Prompt chunk", count(plan.chunk_rows), "rows"),
+      );
+      const total = Math.max(1, ...state.stages.map((stage) => stage.layers[1]));
+      bar.setAttribute("aria-label", state.stages.map((stage) => `${stageName(stage)}: layers ${layers(stage.layers)}`).join(", "));
+      if (bar.children.length !== state.stages.length) {
+        bar.replaceChildren(...state.stages.map((stage, at) => {
+          const part = h(`div.k${at % 8}`, null, `${stageName(stage)} · ${layers(stage.layers)}`);
+          part.style.flexGrow = String((stage.layers[1] - stage.layers[0]) / total);
+          part.style.flexBasis = "0";
+          return part;
+        }));
+      }
+      rows.show(state.stages, (stage) => stage.index);
+      showNext(state);
+    },
+  };
+}

@@ -1,0 +1,275 @@
+"""What a page shows of a running pipeline, put together once for all that are open: the latest looks, figures over the
+last minutes, and requests. Pure.
+
+A look has a number. A page says which one it saw last and gets what came after it; every part of an answer has a bound.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from relayline.coordinator.observe.description import percentile
+from relayline.coordinator.observe.step_looks import Picture
+from relayline.coordinator.sessions.request_log import RequestLog, RequestRecord, SessionRecord, StreamRecord
+
+LOOKS_MAX = 8  # whose steps are remembered, for a page that has just been opened
+POINTS_MAX = 300  # of figures over time; five minutes of looks
+RUNNING_MAX = 64  # running requests that are listed; `running` says how many there are
+ENDED_MAX = 40  # ended ones, the latest
+ANSWERS_MAX = 8  # of one look that are kept as bytes: pages that poll ask for the same one or two
+LOOK_GAP_NS = 5_000_000_000  # between two looks: what happened in a longer time is no rate of now
+MS = 1e-6
+_TOLD = ("model", "architecture", "pipeline_id", "phase", "phase_s", "epoch", "ctx_tokens", "lanes", "running",
+         "waiting", "kv_tokens", "shared_requests", "prefixes", "generated_tokens", "prompt_tokens", "copied_tokens",
+         "drafted_tokens", "accepted_tokens", "plan", "link", "missing")  # fmt: skip
+_TOLD_OF_STAGE = ("index", "name", "address", "layers", "artifact_bytes", "up", "state", "silent", "last_heard_s",
+                  "restarts", "host", "failure", "fetched_bytes", "fetch_total_bytes", "loaded_bytes",
+                  "load_total_bytes", "resident_bytes", "memory_bytes", "memory_free_bytes", "lanes_used", "lanes_kept",
+                  "lanes_total", "kv_layout", "queued_rows", "steps", "rows", "faults")  # fmt: skip
+_COUNTED = ("steps", "rows", "padded_rows", "busy_ns", "payload_bytes_in", "payload_bytes_out", "envelopes_out")
+
+encode = msgspec.json.Encoder().encode
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seen:
+    """Everything that one look found."""
+
+    described: Mapping[str, Any]
+    """See coordinator.sessions.generation.Generator.describe."""
+    picture: Picture
+    round_trips_ns: Sequence[int | None]
+    """From this process to each stage and back; None: no answer."""
+    loss: tuple[int | None, str] | None
+    """Which stage is lost, where it is known, and why."""
+    is_recording: bool
+    """Whether steps and requests are remembered at all: not at trace level off."""
+
+
+class LiveView:
+    """The state of one pipeline for its pages. Times are monotonic nanoseconds of the caller."""
+
+    def __init__(self, zero_ns: int, unix_offset_ns: int, facts: Mapping[str, object]) -> None:
+        """`facts` are told with every answer as they are then."""
+        self._zero_ns, self._unix_offset_ns, self._facts = zero_ns, unix_offset_ns, facts
+        self._n_looks = 0
+        self._looks: collections.deque[tuple[int, msgspec.Raw]] = collections.deque(maxlen=LOOKS_MAX)
+        self._points: collections.deque[tuple[int, msgspec.Raw]] = collections.deque(maxlen=POINTS_MAX)
+        self._state = msgspec.Raw(b"null")
+        self._before: tuple[int, Mapping[str, Any]] | None = None
+        self._n_gaps: dict[int, int] = {}  # times between tokens that have been looked at, of running sessions
+        self._answers: dict[int, bytes] = {}  # of this look, by the look that was asked for
+
+    def update(self, seen: Seen, log: RequestLog, now_ns: int) -> None:
+        """Take the next look."""
+        self._n_looks += 1
+        before = self._before
+        if before is not None and now_ns - before[0] > LOOK_GAP_NS:
+            before = None
+        owners = log.owners()
+        picture, described = seen.picture, seen.described
+        streams = {number: owners.get(session, "") for number, session in picture.streams.items()}
+        look = [self._n_looks, picture.from_us, picture.to_us, picture.n_skipped, picture.steps, streams]
+        self._looks.append((self._n_looks, msgspec.Raw(encode(look))))
+        stages = _stages(seen, before, now_ns)
+        point = self._point(seen, stages, log, before, now_ns)
+        self._points.append((self._n_looks, msgspec.Raw(encode(point))))
+        state = {
+            **{name: described.get(name) for name in _TOLD},
+            "stages": stages,
+            "overlap": picture.overlap,
+            "loss": None if seen.loss is None else {"stage": seen.loss[0], "why": seen.loss[1]},
+            "is_recording": seen.is_recording,
+            "requests": [_request(record, now_ns) for record in _listed(log)],
+        }
+        self._state = msgspec.Raw(encode(state))
+        self._before = (now_ns, described)
+        self._answers.clear()
+
+    def answer(self, after: int, now_ns: int) -> bytes:
+        """Return what came after look `after` as JSON; 0 for all that is remembered."""
+        oldest = self._points[0][0] if self._points else 1
+        if not oldest <= after <= self._n_looks:
+            after = 0  # long ago, or of a process that was here before this one
+        known = self._answers.get(after)
+        if known is None:
+            looks = [raw for number, raw in self._looks if number > after]
+            known = encode(
+                {
+                    "look": self._n_looks,
+                    "now_us": (now_ns - self._zero_ns) // 1000,
+                    "zero_unix_ms": round((self._zero_ns + self._unix_offset_ns) * MS),
+                    "facts": self._facts,
+                    "state": self._state,
+                    "looks": looks,
+                    "points": [raw for number, raw in self._points if number > after],
+                }
+            )
+            if len(self._answers) < ANSWERS_MAX:
+                self._answers[after] = known
+        return known
+
+    def _point(
+        self,
+        seen: Seen,
+        stages: Sequence[Mapping[str, Any]],
+        log: RequestLog,
+        before: tuple[int, Mapping[str, Any]] | None,
+        now_ns: int,
+    ) -> list[object]:
+        """Return the figures of this look: second, tokens per second (None: not known, as all below), running, waiting,
+        KV share, overlap of two stages or more, TTFT (median), time between tokens (median, 95th percentile), in
+        milliseconds, and rows queued at stages."""
+        described = seen.described
+        rate = None
+        since_ns = now_ns
+        if before is not None:
+            since_ns = before[0]
+            n_tokens = _number(described, "generated_tokens") - _number(before[1], "generated_tokens")
+            rate = round(max(0, n_tokens) * 1e9 / max(1, now_ns - since_ns), 1)
+        firsts = sorted(
+            stream.session.first_token_ns - stream.opened_ns
+            for record in log
+            for stream in record.streams
+            if since_ns < stream.session.first_token_ns <= now_ns and not stream.is_shared
+        )
+        gaps = sorted(self._new_gaps(log))
+        capacity = _number(described, "lanes") * _number(described, "ctx_tokens")
+        return [
+            (now_ns - self._zero_ns) // 1_000_000_000,
+            rate,
+            _number(described, "running"),
+            _number(described, "waiting"),
+            round(_number(described, "kv_tokens") / capacity, 4) if capacity else 0.0,
+            seen.picture.overlap.get("2+"),
+            _ms(percentile(firsts, 0.5)) if firsts else None,
+            _ms(percentile(gaps, 0.5)) if gaps else None,
+            _ms(percentile(gaps, 0.95)) if gaps else None,
+            sum(stage.get("queued_rows") or 0 for stage in stages),
+        ]
+
+    def _new_gaps(self, log: RequestLog) -> Iterator[int]:
+        """Return the times between tokens of running sessions since the look before."""
+        known, self._n_gaps = self._n_gaps, {}
+        for session in {id(stream.session): stream.session for record in log for stream in record.streams}.values():
+            if not session.ended_ns and session.first_token_ns:
+                yield from session.gaps_ns[known.get(session.session_id, 0) :]
+                self._n_gaps[session.session_id] = len(session.gaps_ns)
+
+
+def _stages(seen: Seen, before: tuple[int, Mapping[str, Any]] | None, now_ns: int) -> list[dict[str, Any]]:
+    """Return each stage with what it did since the look before."""
+    found = []
+    olds = {stage.get("index"): stage for stage in before[1].get("stages", ())} if before is not None else {}
+    for at, stage in enumerate(seen.described.get("stages", ())):
+        told = {name: stage[name] for name in _TOLD_OF_STAGE if stage.get(name) is not None}
+        trip_ns = seen.round_trips_ns[at] if at < len(seen.round_trips_ns) else None
+        told["round_trip_ms"] = None if trip_ns is None else _ms(trip_ns)
+        if at < len(seen.picture.stages):
+            told |= dataclasses.asdict(seen.picture.stages[at])
+        old = olds.get(stage.get("index"))
+        if before is not None and old is not None and stage.get("up") and old.get("up"):
+            told |= _rates(old, stage, now_ns - before[0])
+        found.append(told)
+    return found
+
+
+def _rates(old: Mapping[str, Any], new: Mapping[str, Any], elapsed_ns: int) -> dict[str, Any]:
+    """Return what a stage did between two looks; nothing where it was started anew in between."""
+    if old.get("instance_id") != new.get("instance_id"):
+        return {}
+    done = {name: max(0, _number(new, name) - _number(old, name)) for name in _COUNTED}
+    elapsed_s = max(1, elapsed_ns) * 1e-9
+    n_steps, n_rows = done["steps"], done["rows"]
+    return {
+        "steps_per_s": round(n_steps / elapsed_s, 1),
+        "rows_per_step": round(n_rows / n_steps, 2) if n_steps else None,
+        "padding_share": round(done["padded_rows"] / (n_rows + done["padded_rows"]), 3) if n_rows else 0.0,
+        "busy_share": round(min(1.0, done["busy_ns"] * 1e-9 / elapsed_s), 3),
+        "bytes_in_per_s": round(done["payload_bytes_in"] / elapsed_s),
+        "bytes_out_per_s": round(done["payload_bytes_out"] / elapsed_s),
+        "row_bytes": round(done["payload_bytes_out"] / n_rows) if n_rows and done["payload_bytes_out"] else None,
+        "envelopes_per_s": round(done["envelopes_out"] / elapsed_s, 1),
+    }
+
+
+def _listed(log: RequestLog) -> list[RequestRecord]:
+    """Return the requests that are shown: running ones, then the latest that ended, each the newest first."""
+    running: list[RequestRecord] = []
+    ended: list[RequestRecord] = []
+    for record in log:
+        (ended if record.ended_ns else running).append(record)
+    return [*running[: -RUNNING_MAX - 1 : -1], *sorted(ended, key=_ended_ns, reverse=True)[:ENDED_MAX]]
+
+
+def _ended_ns(record: RequestRecord) -> int:
+    return record.ended_ns
+
+
+def _request(record: RequestRecord, now_ns: int) -> dict[str, object]:
+    """Return one line about a request; of several choices the sums, and times of the first."""
+    first = record.streams[0] if record.streams else None
+    sessions = [stream.session for stream in record.streams]
+    return {
+        "id": record.completion_id or record.request_id,
+        "route": record.route,
+        "state": _state(record, first),
+        "error": record.error or None,
+        "came_unix_ms": round((record.received_ns + record.unix_offset_ns) * MS),
+        "took_ms": _ms((record.ended_ns or now_ns) - record.received_ns),
+        "choices": len(record.streams),
+        "prompt_tokens": record.n_prompt,
+        "read_tokens": _read(first.session) if first is not None else 0,
+        "cached_tokens": sum(session.n_copied for session in sessions),
+        "tokens": sum(stream.n_tokens or stream.session.n_tokens for stream in record.streams),
+        "drafted_tokens": sum(session.n_drafted for session in sessions),
+        "accepted_tokens": sum(session.n_accepted for session in sessions),
+        **(_times(first, now_ns) if first is not None else {}),
+    }
+
+
+def _times(stream: StreamRecord, now_ns: int) -> dict[str, object]:
+    session = stream.session
+    first_ns = session.first_token_ns
+    decoding_ns = (session.last_token_ns if session.ended_ns else now_ns) - first_ns
+    rate = (session.n_tokens - 1) * 1e9 / decoding_ns if first_ns and session.n_tokens > 1 and decoding_ns > 0 else None
+    return {
+        "queue_ms": _ms((session.started_ns or session.ended_ns or now_ns) - session.admitted_ns),
+        "ttft_ms": _ms(max(0, first_ns - stream.opened_ns)) if first_ns else None,
+        "tokens_per_s": None if rate is None else round(rate, 1),
+    }
+
+
+def _state(record: RequestRecord, first: StreamRecord | None) -> str:
+    """Return the word for how far a request is."""
+    if record.ended_ns:
+        return "failed" if record.error else "done"
+    if first is None:
+        return "tokenise"
+    if first.session.is_paused:
+        return "paused"
+    if not first.session.started_ns:
+        return "queue"
+    return "decode" if first.session.first_token_ns else "prefill"
+
+
+def _read(session: SessionRecord) -> int:
+    """Return how many tokens of the prompt have passed the last stage."""
+    if session.first_token_ns:
+        return session.n_prompt
+    read = [chunk.position + chunk.n_rows for chunk in session.chunks if chunk.answered_ns]
+    return min(session.n_prompt, max([session.n_copied, *read]))
+
+
+def _number(values: Mapping[str, Any], name: str) -> int:
+    value = values.get(name)
+    return value if isinstance(value, int) else 0
+
+
+def _ms(duration_ns: float) -> float:
+    return round(duration_ns * MS, 3)

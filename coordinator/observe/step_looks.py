@@ -1,0 +1,208 @@
+"""The stages' latest native steps as one picture after another, for who watches a pipeline while it runs. Pure.
+
+A look asks every stage for the steps since the look before, of each stage the newest few only: where steps are short,
+the steps in between are counted and not shown. What is shown is a time in which every stage's steps are all there.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from relayline.coordinator.observe.overlap import Interval, overlap_between
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+STEPS_PER_STAGE_MAX = 64  # of one look
+STEPS_MAX = 256  # of one look over all stages
+MEMBERS_MAX = 16  # frames that are named per step; `n_members` says how many there were
+COLOURS = 8  # groups that are told apart at once
+SESSIONS_MAX = 4_096  # whose numbers and colours are remembered; the oldest go first
+NO_GROUP = -1  # of a step without decode rows
+
+
+def steps_asked(n_stages: int) -> int:
+    """Return how many steps a look asks of each stage."""
+    return max(1, min(STEPS_PER_STAGE_MAX, STEPS_MAX // max(1, n_stages)))
+
+
+class Colours:
+    """Numbers for the groups in which streams travel: a group keeps its number while some of its streams stay in it."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, int] = {}  # by session
+        self._latest: dict[int, frozenset[int]] = {}  # the streams of each group's latest flight
+
+    def flight(self, sessions: frozenset[int]) -> int:
+        """Return the number of a group that enters the first stage: one flight of these streams."""
+        if not sessions:
+            return NO_GROUP
+        colour = self.known(sessions)
+        # Where the latest flight of that number was of other streams altogether, its group has been divided.
+        if colour == NO_GROUP or sessions.isdisjoint(self._latest.get(colour, frozenset())):
+            colour = self._free()
+        for session in sessions:
+            self._of[session] = colour
+        self._latest[colour] = sessions
+        return colour
+
+    def known(self, sessions: Iterable[int]) -> int:
+        """Return the number that most of these streams have; NO_GROUP where none has any."""
+        votes = collections.Counter(self._of[session] for session in sessions if session in self._of)
+        return min(votes, key=lambda colour: (-votes[colour], colour)) if votes else NO_GROUP
+
+    def keep(self, sessions: Iterable[int]) -> None:
+        """Forget all streams but these."""
+        self._of = {session: self._of[session] for session in sessions if session in self._of}
+        used = set(self._of.values())
+        self._latest = {colour: flight for colour, flight in self._latest.items() if colour in used}
+
+    def _free(self) -> int:
+        used = collections.Counter(self._of.values())
+        return min(range(COLOURS), key=lambda colour: (used[colour], colour))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageFigures:
+    """What the steps of one look say of a stage beyond its counters. Milliseconds; None where nothing tells."""
+
+    wait_p50_ms: float | None
+    """Median wait of frames for their step."""
+    hop_ms: float | None
+    """Median time from the end of a step at the stage before to the arrival of its rows here."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Picture:
+    """One look at the steps. Microseconds since the looks' own zero."""
+
+    from_us: int
+    to_us: int
+    n_skipped: int
+    """Steps between the look before and `from_us` that are not shown."""
+    steps: list[list[object]]
+    """Each: stage, step, start, duration, rows, padded rows, group, close reason, longest wait, predicted duration (0:
+    not known), rows queued before and after, bytes out, members, and of the first MEMBERS_MAX of these, one after the
+    other, stream and rows; rows of a prompt below zero."""
+    streams: dict[int, int]
+    """Session ids by the numbers that `steps` call them."""
+    overlap: dict[str, float]
+    """See coordinator.observe.overlap."""
+    stages: list[StageFigures]
+
+
+class StepLooks:
+    """Takes the answers of one look after another."""
+
+    def __init__(self, zero_ns: int) -> None:
+        self.zero_ns = zero_ns
+        self._seen: list[tuple[str, int]] = []  # of each stage: its process, and the latest step known of it
+        self._numbers: dict[int, int] = {}  # of streams, by session id
+        self._n_streams = 0
+        self._until_ns = zero_ns
+        self._colours = Colours()
+
+    def after(self, stage: int, instance_id: str) -> int:
+        """Return the step after which this stage's steps are new: 0 for a process that was never looked at."""
+        known = self._seen[stage] if stage < len(self._seen) else ("", 0)
+        return known[1] if known[0] == instance_id else 0
+
+    def look(self, answers: Sequence[pb.BatchesResponse | None], now_ns: int) -> Picture:
+        """Take the stages' answers in layer order (None: none), start times on this process's clock."""
+        n_skipped, from_ns = 0, self._until_ns
+        by_stage: list[list[pb.BatchRecord]] = []
+        for stage, answer in enumerate(answers):
+            batches = list(answer.batches) if answer is not None else []
+            skipped = self._note(stage, answer, batches)
+            if skipped:
+                n_skipped += skipped
+                from_ns = max(from_ns, batches[0].start_ns)
+            by_stage.append(batches)
+        to_ns = max(now_ns, from_ns)
+        self._until_ns = to_ns
+        shown = [[batch for batch in each if batch.start_ns + batch.decode_ns > from_ns] for each in by_stage]
+        n_skipped += sum(map(len, by_stage)) - sum(map(len, shown))
+        spans: list[list[Interval]] = [
+            [(batch.start_ns, batch.start_ns + batch.decode_ns) for batch in batches] for batches in shown
+        ]
+        steps, streams = self._steps(shown)
+        return Picture(
+            from_us=(from_ns - self.zero_ns) // 1000,
+            to_us=(to_ns - self.zero_ns) // 1000,
+            n_skipped=n_skipped,
+            steps=steps,
+            streams=streams,
+            overlap=overlap_between(spans, from_ns, to_ns) if all(spans) else {},
+            stages=_figures(shown),
+        )
+
+    def _note(self, stage: int, answer: pb.BatchesResponse | None, batches: Sequence[pb.BatchRecord]) -> int:
+        """Remember how far a stage has been seen; returns how many steps are missing before the first of these."""
+        while len(self._seen) <= stage:
+            self._seen.append(("", 0))
+        if answer is None or not batches:
+            return 0
+        before = self.after(stage, answer.instance_id)
+        self._seen[stage] = (answer.instance_id, batches[-1].step)
+        return max(0, batches[0].step - before - 1)
+
+    def _steps(self, shown: Sequence[Sequence[pb.BatchRecord]]) -> tuple[list[list[object]], dict[int, int]]:
+        """Return the steps in order of time, and which sessions the numbers in them stand for."""
+        first = next((stage for stage, batches in enumerate(shown) if batches), 0)
+        ordered = sorted(
+            ((batch.start_ns, stage, batch) for stage, batches in enumerate(shown) for batch in batches),
+            key=lambda item: item[:2],
+        )
+        steps: list[list[object]] = []
+        named: dict[int, int] = {}
+        for start_ns, stage, batch in ordered:
+            decoding = frozenset(member.session_id for member in batch.members if not member.is_prefill)
+            colour = self._colours.flight(decoding) if stage == first else self._colours.known(decoding)
+            flat: list[int] = []
+            longest_ns = 0
+            for at, member in enumerate(batch.members):
+                longest_ns = max(longest_ns, member.wait_ns)
+                if at < MEMBERS_MAX:
+                    number = self._number(member.session_id)
+                    named[number] = member.session_id
+                    flat += (number, -member.n_rows if member.is_prefill else member.n_rows)
+            steps.append(
+                [stage, batch.step, (start_ns - self.zero_ns) // 1000, batch.decode_ns // 1000, batch.n_rows,
+                 batch.padded_rows, colour, batch.close_reason, longest_ns // 1000, batch.predicted_ns // 1000,
+                 batch.queued_rows_before, batch.queued_rows_after, batch.bytes_out, len(batch.members), flat]
+            )  # fmt: skip
+        if steps:
+            self._colours.keep({member.session_id for _, _, batch in ordered for member in batch.members})
+        return steps, named
+
+    def _number(self, session_id: int) -> int:
+        number = self._numbers.get(session_id)
+        if number is None:
+            self._n_streams += 1
+            number = self._numbers[session_id] = self._n_streams
+            if len(self._numbers) > SESSIONS_MAX:
+                del self._numbers[next(iter(self._numbers))]
+        return number
+
+
+def _figures(shown: Sequence[Sequence[pb.BatchRecord]]) -> list[StageFigures]:
+    """Return what the steps say of each stage."""
+    figures = []
+    ends: Mapping[tuple[int, int], int] = {}  # of the stage before, by session and position
+    for batches in shown:
+        waits = [member.wait_ns for batch in batches for member in batch.members]
+        hops, own = [], {}
+        for batch in batches:
+            for member in batch.members[:MEMBERS_MAX]:
+                key = (member.session_id, member.position)
+                own[key] = batch.start_ns + batch.decode_ns
+                if key in ends:
+                    hops.append(batch.start_ns - member.wait_ns - ends[key])
+        figures.append(StageFigures(_median_ms(waits), _median_ms(hops)))
+        ends = own
+    return figures
+
+
+def _median_ms(durations_ns: Sequence[int]) -> float | None:
+    return round(max(0.0, statistics.median(durations_ns)) * 1e-6, 3) if durations_ns else None

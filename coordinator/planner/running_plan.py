@@ -1,0 +1,129 @@
+"""What other plans would give a pipeline that runs, from what its stages have measured of their own steps. Pure.
+
+Without the model's file: a stage's step is taken to be in proportion to its layers, the last one's head and the first
+one's tables included, and neither memory nor which cuts are legal is looked at. `relayline plan` does all of that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from relayline.coordinator.planner.search import Edges
+from relayline.coordinator.schedule.groups import GroupPlanner
+from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.wire.common.curve import CostCurve
+
+STREAMS_SHOWN = (1, 8, 32)
+ROWS_SHOWN = (1, 8, 32)
+ROWS_COMPARED = 8  # of the step by which layers are divided
+STEP_SHARE_MIN = 0.02  # of layers that would have to move for another cut to be told
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variant:
+    """One plan, and what it is predicted to give."""
+
+    name: str
+    layers: list[tuple[int, int]]
+    """Of each stage, from and up to, the end not included."""
+    tokens_per_s: list[float]
+    """With each number of streams; 0.0 where nothing is known."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunningPlan:
+    """The plan that runs, first, and others."""
+
+    is_known: bool
+    """Whether every stage has measured its steps."""
+    streams: list[int]
+    stages: list[dict[str, dict[str, float]]]
+    """Of each stage, `step_ms` by rows."""
+    plans: list[Variant]
+
+
+def running_plan(
+    costs: Sequence[StageCost], edges: Edges, names: Sequence[str], *, overhead_ns: float, n_lanes: int
+) -> RunningPlan:
+    """Return what a pipeline of these stages is predicted to give, as it is and otherwise.
+
+    `overhead_ns` is what a round trip takes beyond the steps.
+    """
+    counts = sorted({n for n in STREAMS_SHOWN if n < n_lanes} | {max(1, n_lanes)})
+    is_known = bool(costs) and all(cost.decode.is_known and cost.prefill.is_known for cost in costs)
+    plans = [_variant("as it runs", costs, edges, overhead_ns, counts)]
+    if is_known:
+        steps_ns = [cost.decode_ns(ROWS_COMPARED) for cost in costs]
+        speeds = [step_ns / (end - start) for step_ns, (start, end) in zip(steps_ns, edges, strict=True)]
+        n_layers = edges[-1][1]
+        even = _edges(_shares(speeds, n_layers))
+        moved = sum(abs(new[1] - old[1]) for new, old in zip(even[:-1], edges[:-1], strict=True))
+        if moved > STEP_SHARE_MIN * n_layers:
+            plans.append(_variant("cut by measured speed", _moved(costs, edges, even), even, overhead_ns, counts))
+        slowest = max(range(len(costs)), key=steps_ns.__getitem__)
+        if n_layers > len(costs):
+            copy = dataclasses.replace(costs[slowest], shares_host=False)
+            more = [*costs[: slowest + 1], copy, *costs[slowest + 1 :]]
+            old = [*edges[: slowest + 1], edges[slowest], *edges[slowest + 1 :]]
+            new = _edges(_shares([*speeds[: slowest + 1], speeds[slowest], *speeds[slowest + 1 :]], n_layers))
+            longer_ns = overhead_ns * (len(costs) + 2) / (len(costs) + 1)
+            name = f"one more machine like {names[slowest]}'s"
+            plans.append(_variant(name, _moved(more, old, new), new, longer_ns, counts))
+    steps = [{"step_ms": _steps_ms(cost)} for cost in costs]
+    return RunningPlan(is_known, counts, steps, plans)
+
+
+def _variant(name: str, costs: Sequence[StageCost], edges: Edges, overhead_ns: float, counts: Sequence[int]) -> Variant:
+    planner = GroupPlanner(costs)
+    planner.overhead_ns = overhead_ns
+    periods = [planner.plan(n, n_prompts=0).period_ns for n in counts]
+    rates = [round(n * 1e9 / period, 2) if period else 0.0 for n, period in zip(counts, periods, strict=True)]
+    return Variant(name, list(edges), rates)
+
+
+def _steps_ms(cost: StageCost) -> dict[str, float]:
+    if not cost.decode.is_known:
+        return {}
+    return {str(rows): round(cost.decode_ns(rows) * 1e-6, 3) for rows in ROWS_SHOWN if rows <= cost.rows_max}
+
+
+def _shares(layer_ns: Sequence[float], n_layers: int) -> list[int]:
+    """Divide layers so that all stages take about as long: at least one each, what is left over to who is quickest."""
+    pace = 1.0 / sum(1.0 / ns for ns in layer_ns)
+    wanted = [n_layers * pace / ns for ns in layer_ns]
+    found = [max(1, int(layers)) for layers in wanted]
+    while sum(found) != n_layers:
+        step = 1 if sum(found) < n_layers else -1
+        can = [at for at, layers in enumerate(found) if step > 0 or layers > 1]
+        # Who ends up least far from what it wanted.
+        at = min(can, key=lambda at: (found[at] + step) * layer_ns[at] * step)
+        found[at] += step
+    return found
+
+
+def _edges(shares: Sequence[int]) -> Edges:
+    starts = [sum(shares[:at]) for at in range(len(shares) + 1)]
+    return tuple(itertools.pairwise(starts))
+
+
+def _moved(costs: Sequence[StageCost], old: Sequence[tuple[int, int]], new: Edges) -> list[StageCost]:
+    """Return the costs of stages that hold other numbers of layers."""
+    return [
+        _scaled(cost, (after[1] - after[0]) / (before[1] - before[0]))
+        for cost, before, after in zip(costs, old, new, strict=True)
+    ]
+
+
+def _scaled(cost: StageCost, by: float) -> StageCost:
+    def scaled(curve: CostCurve) -> CostCurve:
+        return CostCurve((rows, ns * by) for rows, ns in curve.points())
+
+    return dataclasses.replace(
+        cost,
+        decode=scaled(cost.decode),
+        prefill=scaled(cost.prefill),
+        context_ns=cost.context_ns * by,
+        context_tiled_ns=cost.context_tiled_ns * by,
+    )

@@ -1,0 +1,155 @@
+"""Chromium by its DevTools protocol: pages are opened, asked and looked at as a person's browser would have them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import json
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+WAIT_S = 40.0
+FLAGS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--mute-audio",
+    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1", "--remote-debugging-port=0",
+)  # fmt: skip
+
+
+def chromium() -> str | None:
+    """Return where a Chromium is, None where there is none."""
+    return next(
+        (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+    )
+
+
+class Tab:
+    """One page. `problems` holds what it wrote as errors and what it failed to load."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._ids = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._reading = asyncio.create_task(self._read())
+        self.problems: list[str] = []
+        self.requests: list[str] = []
+
+    async def _read(self) -> None:
+        async for message in self._socket:
+            told = json.loads(message.data)
+            if "id" in told:
+                self._answers.pop(told["id"]).set_result(told)
+                continue
+            given = told.get("params", {})
+            match told["method"]:
+                case "Runtime.exceptionThrown":
+                    thrown = given["exceptionDetails"]
+                    self.problems.append(thrown.get("exception", {}).get("description") or thrown["text"])
+                case "Runtime.consoleAPICalled" if given["type"] in ("error", "warning", "assert"):
+                    self.problems.append(" ".join(str(each.get("value")) for each in given["args"]))
+                case "Log.entryAdded" if given["entry"]["level"] in ("error", "warning"):
+                    self.problems.append(f"{given['entry']['text']} {given['entry'].get('url', '')}")
+                case "Network.requestWillBeSent":
+                    self.requests.append(given["request"]["url"])
+
+    async def ask(self, method: str, **given: Any) -> dict[str, Any]:
+        """Send a command and return its result."""
+        number = next(self._ids)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        await self._socket.send_json({"id": number, "method": method, "params": given})
+        async with asyncio.timeout(WAIT_S):
+            told = await answer
+        if "error" in told:
+            raise AssertionError(f"{method}: {told['error']}")
+        return told["result"]
+
+    async def value(self, script: str) -> Any:
+        """Return the value of an expression in the page."""
+        told = await self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in told, told["exceptionDetails"]
+        return told["result"].get("value")
+
+    async def until(self, script: str, wait_s: float = WAIT_S) -> Any:
+        """Wait until an expression is true, and return its value."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while not (found := await self.value(script)):  # noqa: ASYNC110  # nobody tells when a page has drawn
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            text = await self.value("document.body.innerText")
+            raise AssertionError(f"never true: {script}\n{text[:1500]}\n{self.problems}") from None
+        return found
+
+    async def look(self, *, width: int = 1440, height: int = 900, is_dark: bool = False) -> None:
+        """Set how large the page is and which colours its user likes."""
+        await self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
+                       mobile=width < 600)  # fmt: skip
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
+        await self.ask("Emulation.setEmulatedMedia", features=[scheme])
+
+    async def go(self, url: str) -> None:
+        """Load a page."""
+        await self.ask("Page.navigate", url=url)
+
+    async def picture(self, *, whole: bool = False) -> bytes:
+        """Return what is seen, as PNG; `whole`: of all that can be scrolled to."""
+        return base64.b64decode((await self.ask("Page.captureScreenshot", captureBeyondViewport=whole))["data"])
+
+    async def close(self) -> None:
+        """End the connection to the page."""
+        await self._socket.close()
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def browsing() -> AsyncIterator[Tab]:
+    """Run a browser with one empty tab."""
+    program = chromium()
+    assert program is not None
+    with tempfile.TemporaryDirectory(prefix="relayline-browser-", ignore_cleanup_errors=True) as directory:
+        process = await asyncio.create_subprocess_exec(
+            program, *FLAGS, f"--user-data-dir={directory}", "about:blank",
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            port = await _port_of(Path(directory) / "DevToolsActivePort", process)
+            async with aiohttp.ClientSession() as session:
+                async with session.get(f"http://127.0.0.1:{port}/json") as reply:
+                    pages = [each for each in await reply.json() if each["type"] == "page"]
+                socket = await session.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=0)
+                tab = Tab(socket)
+                for domain in ("Page", "Runtime", "Log", "Network"):
+                    await tab.ask(f"{domain}.enable")
+                try:
+                    yield tab
+                finally:
+                    await tab.close()
+        finally:
+            process.terminate()
+            try:
+                async with asyncio.timeout(10):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+async def _port_of(file: Path, process: asyncio.subprocess.Process) -> int:
+    """Return the port that the browser has written down once it listens."""
+
+    def written() -> str:
+        return file.read_text().strip() if file.exists() else ""
+
+    async with asyncio.timeout(WAIT_S):
+        while not (text := written()):  # noqa: ASYNC110  # a file tells nobody
+            assert process.returncode is None, "the browser ended at once"
+            await asyncio.sleep(0.05)
+    return int(text.split()[0])

@@ -65,8 +65,6 @@ def make_app(
         observer,
         pool,
     )
-    handlers = Handlers(service)
-    telemetry = TelemetryHandlers(control)
     middlewares = [observing(observer, request_id), errors_as_json]
     files = read_files()
     facts: dict[str, object] = {"model_id": model_id, "version": service.fingerprint}
@@ -83,29 +81,30 @@ def make_app(
     app.on_cleanup.append(close_pool)
     app.on_response_prepare.append(add_request_id)
     app.on_response_prepare.append(note_status)
-    app.add_routes(
-        [
-            web.get("/health", handlers.health),
-            web.get("/v1/health", handlers.health),
-            web.get("/live", handlers.live),
-            web.get("/v1/models", handlers.models),
-            web.get("/v1/models/{id:.+}", handlers.model),
-            web.get("/v1/pipeline", handlers.pipeline),
-            web.get("/v1/pipeline/live", feed.live),
-            web.get("/v1/pipeline/plan", feed.plan),
-            web.get("/metrics", handlers.metrics),
-            web.get("/v1/traces/{id}", telemetry.trace),
-            web.get("/v1/telemetry", telemetry.settings),
-            web.put("/v1/telemetry", telemetry.change),
-            web.post("/v1/completions", handlers.completions),
-            web.post("/v1/chat/completions", handlers.chat_completions),
-            web.post("/tokenize", handlers.tokenize),
-            web.post("/detokenize", handlers.detokenize),
-            *routes(files),
-        ]
-    )
+    app.add_routes([*_routes(Handlers(service), TelemetryHandlers(control), feed), *routes(files)])
     facts["routes"] = sorted(info["path"] for info in map(_info, app.router.resources()) if "path" in info)
     return app
+
+
+def _routes(handlers: Handlers, telemetry: TelemetryHandlers, feed: LiveFeed) -> list[web.RouteDef]:
+    return [
+        web.get("/health", handlers.health),
+        web.get("/v1/health", handlers.health),
+        web.get("/live", handlers.live),
+        web.get("/v1/models", handlers.models),
+        web.get("/v1/models/{id:.+}", handlers.model),
+        web.get("/v1/pipeline", handlers.pipeline),
+        web.get("/v1/pipeline/live", feed.live),
+        web.get("/v1/pipeline/plan", feed.plan),
+        web.get("/metrics", handlers.metrics),
+        web.get("/v1/traces/{id}", telemetry.trace),
+        web.get("/v1/telemetry", telemetry.settings),
+        web.put("/v1/telemetry", telemetry.change),
+        web.post("/v1/completions", handlers.completions),
+        web.post("/v1/chat/completions", handlers.chat_completions),
+        web.post("/tokenize", handlers.tokenize),
+        web.post("/detokenize", handlers.detokenize),
+    ]
 
 
 def _info(resource: web.AbstractResource) -> Mapping[str, str]:

@@ -80,7 +80,7 @@ def routes(files: dict[str, PageFile]) -> Iterator[web.RouteDef]:
 
 async def _send(file: PageFile, request: web.Request, *, is_page: bool) -> web.StreamResponse:
     if is_page and not _wants_page(request):
-        return web.Response(body=_PLAIN, content_type="text/plain", headers={hdrs.VARY: "Accept"})
+        return web.Response(body=_PLAIN, content_type="text/plain", charset="utf-8", headers={hdrs.VARY: "Accept"})
     return file.answer(request)
 
 

@@ -22,6 +22,7 @@ POINTS_MAX = 300  # of figures over time; five minutes of looks
 RUNNING_MAX = 64  # running requests that are listed; `running` says how many there are
 ENDED_MAX = 40  # ended ones, the latest
 ANSWERS_MAX = 8  # of one look that are kept as bytes: pages that poll ask for the same one or two
+TRIPS_MAX = 10  # round trips of a stage of which the shortest is told
 LOOK_GAP_NS = 5_000_000_000  # between two looks: what happened in a longer time is no rate of now
 MS = 1e-6
 _TOLD = ("model", "architecture", "pipeline_id", "phase", "phase_s", "epoch", "ctx_tokens", "lanes", "running",
@@ -62,6 +63,7 @@ class LiveView:
         self._points: collections.deque[tuple[int, msgspec.Raw]] = collections.deque(maxlen=POINTS_MAX)
         self._state = msgspec.Raw(b"null")
         self._before: tuple[int, Mapping[str, Any]] | None = None
+        self._trips_ns: list[collections.deque[int]] = []  # of each stage, the latest round trips
         self._n_gaps: dict[int, int] = {}  # times between tokens that have been looked at, of running sessions
         self._answers: dict[int, bytes] = {}  # of this look, by the look that was asked for
 
@@ -76,7 +78,7 @@ class LiveView:
         streams = {number: owners.get(session, "") for number, session in picture.streams.items()}
         look = [self._n_looks, picture.from_us, picture.to_us, picture.n_skipped, picture.steps, streams]
         self._looks.append((self._n_looks, msgspec.Raw(encode(look))))
-        stages = _stages(seen, before, now_ns)
+        stages = _stages(seen, self._shortest_trips(seen.round_trips_ns), before, now_ns)
         point = self._point(seen, stages, log, before, now_ns)
         self._points.append((self._n_looks, msgspec.Raw(encode(point))))
         state = {
@@ -114,6 +116,17 @@ class LiveView:
                 self._answers[after] = known
         return known
 
+    def _shortest_trips(self, round_trips_ns: Sequence[int | None]) -> list[int | None]:
+        """Return the shortest of each stage's latest round trips: the others waited for something else as well."""
+        while len(self._trips_ns) < len(round_trips_ns):
+            self._trips_ns.append(collections.deque(maxlen=TRIPS_MAX))
+        for trips, latest_ns in zip(self._trips_ns, round_trips_ns, strict=False):
+            if latest_ns is None:
+                trips.clear()  # it may come back elsewhere
+            else:
+                trips.append(latest_ns)
+        return [min(trips, default=None) for trips in self._trips_ns]
+
     def _point(
         self,
         seen: Seen,
@@ -123,7 +136,7 @@ class LiveView:
         now_ns: int,
     ) -> list[object]:
         """Return the figures of this look: second, tokens per second (None: not known, as all below), running, waiting,
-        KV share, overlap of two stages or more, TTFT (median), time between tokens (median, 95th percentile), in
+        KV share, overlap of two stages or more, TTFT (median), time between tokens (mean, 95th percentile), in
         milliseconds, and rows queued at stages."""
         described = seen.described
         rate = None
@@ -148,7 +161,7 @@ class LiveView:
             round(_number(described, "kv_tokens") / capacity, 4) if capacity else 0.0,
             seen.picture.overlap.get("2+"),
             _ms(percentile(firsts, 0.5)) if firsts else None,
-            _ms(percentile(gaps, 0.5)) if gaps else None,
+            _ms(sum(gaps) / len(gaps)) if gaps else None,
             _ms(percentile(gaps, 0.95)) if gaps else None,
             sum(stage.get("queued_rows") or 0 for stage in stages),
         ]
@@ -162,13 +175,15 @@ class LiveView:
                 self._n_gaps[session.session_id] = len(session.gaps_ns)
 
 
-def _stages(seen: Seen, before: tuple[int, Mapping[str, Any]] | None, now_ns: int) -> list[dict[str, Any]]:
+def _stages(
+    seen: Seen, trips_ns: Sequence[int | None], before: tuple[int, Mapping[str, Any]] | None, now_ns: int
+) -> list[dict[str, Any]]:
     """Return each stage with what it did since the look before."""
     found = []
     olds = {stage.get("index"): stage for stage in before[1].get("stages", ())} if before is not None else {}
     for at, stage in enumerate(seen.described.get("stages", ())):
         told = {name: stage[name] for name in _TOLD_OF_STAGE if stage.get(name) is not None}
-        trip_ns = seen.round_trips_ns[at] if at < len(seen.round_trips_ns) else None
+        trip_ns = trips_ns[at] if at < len(trips_ns) else None
         told["round_trip_ms"] = None if trip_ns is None else _ms(trip_ns)
         if at < len(seen.picture.stages):
             told |= dataclasses.asdict(seen.picture.stages[at])

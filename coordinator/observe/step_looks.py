@@ -110,18 +110,18 @@ class StepLooks:
 
     def look(self, answers: Sequence[pb.BatchesResponse | None], now_ns: int) -> Picture:
         """Take the stages' answers in layer order (None: none), start times on this process's clock."""
-        n_skipped, from_ns = 0, self._until_ns
+        n_skipped, cut_ns = 0, 0
         by_stage: list[list[pb.BatchRecord]] = []
         for stage, answer in enumerate(answers):
             batches = list(answer.batches) if answer is not None else []
             skipped = self._note(stage, answer, batches)
             if skipped:
                 n_skipped += skipped
-                from_ns = max(from_ns, batches[0].start_ns)
+                cut_ns = max(cut_ns, batches[0].start_ns)
             by_stage.append(batches)
-        to_ns = max(now_ns, from_ns)
-        self._until_ns = to_ns
-        shown = [[batch for batch in each if batch.start_ns + batch.decode_ns > from_ns] for each in by_stage]
+        from_ns = cut_ns or self._until_ns
+        to_ns = self._until_ns = max(now_ns, from_ns)
+        shown = [[batch for batch in each if batch.start_ns + batch.decode_ns > cut_ns] for each in by_stage]
         n_skipped += sum(map(len, by_stage)) - sum(map(len, shown))
         spans: list[list[Interval]] = [
             [(batch.start_ns, batch.start_ns + batch.decode_ns) for batch in batches] for batches in shown

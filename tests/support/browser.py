@@ -7,10 +7,10 @@ import base64
 import contextlib
 import itertools
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -21,6 +21,8 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--mute-audio",
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1", "--remote-debugging-port=0",
 )  # fmt: skip
+
+_LISTENING = re.compile(r"DevTools listening on ws://[^:]+:(\d+)/")
 
 
 def chromium() -> str | None:
@@ -78,13 +80,14 @@ class Tab:
 
     async def until(self, script: str, wait_s: float = WAIT_S) -> Any:
         """Wait until an expression is true, and return its value."""
-        try:
-            async with asyncio.timeout(wait_s):
-                while not (found := await self.value(script)):  # noqa: ASYNC110  # nobody tells when a page has drawn
-                    await asyncio.sleep(0.1)
-        except TimeoutError:
+        waiting = (
+            "new Promise((done) => { const look = () => { const found = (" + script + "); "
+            f"if (found || performance.now() > end) done(found); else setTimeout(look, 50); }}; "
+            f"const end = performance.now() + {wait_s * 1000}; look(); }})"
+        )
+        if not (found := await self.value(waiting)):
             text = await self.value("document.body.innerText")
-            raise AssertionError(f"never true: {script}\n{text[:1500]}\n{self.problems}") from None
+            raise AssertionError(f"never true: {script}\n{text[:1500]}\n{self.problems}")
         return found
 
     async def look(self, *, width: int = 1440, height: int = 900, is_dark: bool = False) -> None:
@@ -117,10 +120,10 @@ async def browsing() -> AsyncIterator[Tab]:
     with tempfile.TemporaryDirectory(prefix="relayline-browser-", ignore_cleanup_errors=True) as directory:
         process = await asyncio.create_subprocess_exec(
             program, *FLAGS, f"--user-data-dir={directory}", "about:blank",
-            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         try:
-            port = await _port_of(Path(directory) / "DevToolsActivePort", process)
+            port = await _port_of(process)
             async with aiohttp.ClientSession() as session:
                 async with session.get(f"http://127.0.0.1:{port}/json") as reply:
                     pages = [each for each in await reply.json() if each["type"] == "page"]
@@ -142,14 +145,11 @@ async def browsing() -> AsyncIterator[Tab]:
                 await process.wait()
 
 
-async def _port_of(file: Path, process: asyncio.subprocess.Process) -> int:
-    """Return the port that the browser has written down once it listens."""
-
-    def written() -> str:
-        return file.read_text().strip() if file.exists() else ""
-
+async def _port_of(process: asyncio.subprocess.Process) -> int:
+    """Return the port that the browser says it listens on."""
+    assert process.stderr is not None
     async with asyncio.timeout(WAIT_S):
-        while not (text := written()):  # noqa: ASYNC110  # a file tells nobody
-            assert process.returncode is None, "the browser ended at once"
-            await asyncio.sleep(0.05)
-    return int(text.split()[0])
+        while line := (await process.stderr.readline()).decode():
+            if found := _LISTENING.search(line):
+                return int(found[1])
+    raise AssertionError("the browser ended at once")

@@ -253,9 +253,9 @@ export function chatView() {
     if (page.scrollHeight - page.scrollTop - innerHeight < 160) page.scrollTop = page.scrollHeight;
   }
 
-  const settings = h("details.settings", { open: !matchMedia("(max-width: 760px)").matches }, h("summary", null, "Settings"),
+  const settings = h("details.settings", { open: !matchMedia("(max-width: 760px)").matches }, h("summary", null, "Settings"), h(".stack", null,
     system.element, h(".two", null, temperature.element, topP.element, most.element, seed.element), tools.element,
-    h("label.check", null, wantsTokens, "Token probabilities"), clear);
+    h("label.check", null, wantsTokens, "Token probabilities"), h("div", null, clear)));
   return {
     element: h(".chat", null, settings, h("div", null, log, wrong, compose)),
     show: () => input.focus({ preventScroll: true }),

@@ -94,7 +94,7 @@ function applyTheme() {
   const button = document.getElementById("theme");
   if (theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
-  say(button, { auto: "Auto", light: "Light", dark: "Dark" }[theme]);
+  say(button, { auto: "◐ Auto", light: "○ Light", dark: "● Dark" }[theme]);
   button.setAttribute("aria-label", `Colours: ${theme}. Change`);
   forgetColours();
   if (shown.view && shown.view.recolour) shown.view.recolour();

@@ -111,7 +111,7 @@ class Figures {
     this.ttft.draw([{ values: column(6), name: "stroke" }]);
     const itl = latest(7, 10);
     const p95 = latest(8, 10);
-    this.itl.show(...split(ms(itl)), p95 === null ? "" : `p95 ${ms(p95)}`);
+    this.itl.show(...split(ms(itl)), p95 === null ? "mean" : `p95 ${ms(p95)}`);
     this.itl.draw([{ values: column(7), name: "stroke" }, { values: column(8), name: "stroke2" }]);
     this.streams.show(`${state.running}`, `of ${state.lanes} lanes`, state.waiting ? `${state.waiting} in line` : "none in line");
     this.streams.draw([{ values: column(2), name: "stroke" }, { values: column(3), name: "stroke2" }], Math.max(state.lanes || 1, ...column(3)));
@@ -177,7 +177,8 @@ function linkRow() {
 
 function showLink(row, stage, next) {
   const number = (text) => h("span.num", null, text);
-  const parts = ["↓ ", next ? `to stage ${next.index}: ` : "back to the coordinator: ", number(`${bytes(stage.bytes_out_per_s)}/s`)];
+  const parts = ["↓ ", next ? `to stage ${next.index}: ` : "tokens to the coordinator"];
+  if (next) parts.push(number(`${bytes(stage.bytes_out_per_s)}/s`));
   if (stage.row_bytes) parts.push(", a row ", number(bytes(stage.row_bytes)));
   if (stage.envelopes_per_s) parts.push(", ", number(fixed(stage.envelopes_per_s, 0)), " messages/s");
   if (next && next.hop_ms !== undefined && next.hop_ms !== null) parts.push(", on the way ", number(ms(next.hop_ms)));
@@ -259,7 +260,7 @@ export function pipelineView() {
       h(".head", null, h("h2", null, "Machines and links"), entry),
       h(".panel.scroll", { tabindex: "0", role: "region", "aria-label": "Table of machines" }, h("table", null, head, body))),
     h("section", { "aria-label": "Requests" },
-      h(".head", null, h("h2", null, "Requests"), h("p", null, h("a", { href: "#/requests" }, "all that are remembered"))),
+      h(".head", null, h("h2", null, "Requests"), h("p", null, h("a", { href: "#/requests" }, "all of them"))),
       requests.element));
   const view = {
     element,

@@ -226,6 +226,7 @@ class Life {
     const base = feed.facts.jaeger_url;
     this.jaeger.hidden = !(base && trace.trace_id);
     if (!this.jaeger.hidden) this.jaeger.href = `${base}/trace/${trace.trace_id}`;
+    this.choice.hidden = trace.streams.length < 2;
     this.choice.replaceChildren(...(trace.streams.length > 1 ? trace.streams : []).map((each, index) =>
       h("button", { type: "button", "aria-pressed": String(index === this.stream), onclick: () => {
         this.stream = index;
@@ -384,7 +385,7 @@ class Life {
       const rows = `${bar.own_rows} of ${bar.rows}${bar.padded_rows ? ` + ${bar.padded_rows}` : ""}`;
       const values = [ms(bar.at_ms), bar.stage, bar.phase, count(bar.position), rows, ms(bar.wait_ms), ms(bar.decode_ms), bar.predicted_ms ? `${ms(bar.predicted_ms)} ${off >= 1 ? "+" : "−"}${percent(Math.abs(off - 1))}` : none, bar.close_reason];
       const queue = `${bar.queued_rows_before} → ${bar.queued_rows_after}`;
-      const mates = bar.mates.slice(0, 6).flatMap((mate, index) => [index ? " " : "", h("a.num", { href: `#/requests/${encodeURIComponent(mate)}` }, short(mate))]);
+      const mates = bar.mates.slice(0, 6).flatMap((mate, index) => [index ? " " : "", h("a.num", { href: `#/requests/${encodeURIComponent(mate)}` }, short(mate).replace(/^(cmpl|chat)-/, ""))]);
       if (bar.mates.length > 6) mates.push(` +${bar.mates.length - 6}`);
       return h("tr", null, values.map((value, index) => h(BATCHES[index][1] ? `td.${BATCHES[index][1]}` : "td", null, String(value))), h("td", null, mates.length ? mates : h("span.soft", null, "alone")), h("td.n", null, ms(bar.upstream_wait_ms)), h("td.n", null, queue));
     }));

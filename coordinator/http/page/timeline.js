@@ -6,9 +6,9 @@ import { feed, isLate } from "./feed.js";
 
 const AXIS = 22; // px below the lanes
 const GAP = 34; // px of a fold
-const STEP_MIN = 7; // px of a step of median length, unless zoomed by hand
+const STEP_MIN = 2.2; // px of a step of median length, unless zoomed by hand
 const STEP_MAX = 30;
-const SHARE = 0.45; // of the width, that one look may fill
+const SHARE = 0.55; // of the width, that one look may fill
 const FOLD = 14; // times the median step: a pause as long as this is folded
 const CATCH_UP = 1.1; // seconds in which a look scrolls in
 
@@ -122,7 +122,7 @@ export class Timeline {
     if (last && skipped) last = null;
     for (const step of seen) {
       const pause = last ? step.start - last.t1 : 0;
-      if (!last || pause > Math.max(FOLD * middle, 20 / this.base)) {
+      if (!last || pause > Math.max(FOLD * middle, 110 / this.base)) {
         const label = skipped ? `${skipped} steps` : pause ? `${ms(pause / 1000)} idle` : "";
         skipped = 0;
         last = { t0: step.start, t1: step.end, label, steps: [], firstOfLook: look.number };
@@ -137,7 +137,10 @@ export class Timeline {
   scaleFor(middle, span) {
     const wanted = Math.min(STEP_MAX / middle, Math.max(STEP_MIN / middle, (this.width() * SHARE) / Math.max(1, span)));
     // It stays while it is about right: a scale that breathes can't be read.
-    if (wanted > this.base * 1.6 || wanted < this.base / 1.6) this.base = wanted;
+    if (wanted > this.base * 1.6 || wanted < this.base / 1.6) {
+      this.base = wanted;
+      this.right = this.total(); // what was there until now ends where it did
+    }
   }
 
   scale() {
@@ -203,6 +206,7 @@ export class Timeline {
     }
     this.total();
     this.boxes = [];
+    this.written = 0; // up to where the axis has labels
     const left = this.right - width;
     pen.font = '11px system-ui, "Liberation Sans", sans-serif';
     for (const stretch of this.stretches) {
@@ -249,7 +253,10 @@ export class Timeline {
       const x = x0 + t * this.scale();
       if (x < 0 || x > width) continue;
       pen.fillRect(Math.round(x), bottom, 1, 4);
-      if (x + 34 <= x1 || t === 0) pen.fillText(t === 0 ? this.clock(stretch.t0) : `+${this.short(t)}`, x + 3, bottom + 15);
+      const text = t === 0 ? this.clock(stretch.t0) : `+${this.short(t)}`;
+      if (x < this.written || (t && x + 34 > x1)) continue;
+      pen.fillText(text, x + 3, bottom + 15);
+      this.written = x + pen.measureText(text).width + 10;
     }
   }
 

@@ -87,6 +87,9 @@ def test_beyond_loopback_a_name_may_be_any_until_some_are_given_and_a_page_its_o
     assert some.problem(["10.0.0.7:8080"], []) is None, "a probe by address; no page can have pointed a name there"
     assert some.problem(["evil.example"], []) is not None
     assert some.problem(["10.0.0.7:8080"], ["http://10.0.0.8"]) is not None
+    assert some.problem(["10.0.0.7:8080"], ["http://10.0.0.7:8080"]) is None, "the server's own page, by address"
+    assert some.problem(["10.0.0.7:8080"], ["http://10.0.0.7:3000"]) is not None, "another server's on that machine"
+    assert some.problem(["evil.example:8080"], ["http://evil.example:8080"]) is not None
 
 
 @pytest.mark.parametrize("name", ["http://a", "a:80", "a/b", "a b", "", "*"])

@@ -74,6 +74,9 @@ def test_the_ring_is_asked_by_session_and_by_number() -> None:
     assert [each.step for each in ring.recent([0], 2)] == [6, 8]
     assert [each.step for each in ring.recent([0, 1], 3)] == [6, 7, 8]
     assert ring.recent([99]) == []
+    assert [each.step for each in ring.recent([0], after_step=4)] == [6, 8]
+    assert [each.step for each in ring.recent(limit=2, after_step=3)] == [7, 8], "the newest of those"
+    assert ring.recent(after_step=8) == []
 
 
 async def test_a_long_answer_lets_envelopes_go_on_and_tells_its_middle() -> None:

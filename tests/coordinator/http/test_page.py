@@ -1,0 +1,286 @@
+"""The page at `/`: who gets it, what it may do, and what it asks for while it is open.
+
+A real Chromium looks at it in tests/end_to_end/test_page_in_browser.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gzip
+import json
+import re
+import tomllib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from relayline.coordinator.engine.stage_client import RoundTrip, StageClient
+from relayline.coordinator.engine.telemetry_control import TelemetryControl
+from relayline.coordinator.http import live
+from relayline.coordinator.http.api_keys import protect_http
+from relayline.coordinator.http.app import make_app
+from relayline.coordinator.http.live import FACTS
+from relayline.coordinator.http.page import FILES_BYTES_MAX, FILES_DIR, read_files
+from relayline.coordinator.http.server import start_http
+from relayline.coordinator.observe.observer import Observer
+from relayline.coordinator.text.chat import ChatTemplate
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from tests.support.http_support import CREATED, MODEL, WAIT_S, FakeGenerator, Gate
+
+ROOT = Path(__file__).parents[3]
+HTML = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+KEY = "a-key-of-sixteen-chars"
+MS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
+
+
+class FakeStage(StageClient):
+    """A stage with steps 1 to `n_steps`, a millisecond each; `gate` holds up its answers."""
+
+    def __init__(self) -> None:
+        self.address = "127.0.0.1:1"
+        self.n_steps, self.asked, self.n_beats = 3, [], 0  # type: ignore[var-annotated]
+        self.gate: Gate | None = None
+
+    async def beat(self, told: pb.BeatRequest) -> RoundTrip | None:
+        self.n_beats += 1
+        return RoundTrip(0, 2 * MS, 1)
+
+    async def status(self, **asked: object) -> pb.StatusResponse | None:
+        points = [pb.CostPoint(n_rows=rows, cost_ns=rows * MS) for rows in (1, 8)]
+        return pb.StatusResponse(decode_curve=points, prefill_curve=points)
+
+    async def batches(
+        self, session_ids: Sequence[int], *, after_step: int = 0, limit: int = 0
+    ) -> pb.BatchesResponse | None:
+        self.asked.append((tuple(session_ids), after_step, limit))
+        if self.gate is not None:
+            await self.gate.pass_through()
+        steps = range(after_step + 1, self.n_steps + 1)[-limit:]
+        batches = [pb.BatchRecord(step=step, start_ns=step * MS, decode_ns=MS, n_rows=1) for step in steps]
+        return pb.BatchesResponse(instance_id="i", batches=batches)
+
+
+class Described(FakeGenerator):
+    """A generator of one stage; counts how often it is asked."""
+
+    n_asked = 0
+
+    async def describe(self, since_ns: int | None = None, *, with_recent: bool = True) -> dict[str, object]:
+        assert not with_recent, "thousands of numbers that a page doesn't show"
+        self.n_asked += 1
+        stage = {"index": 0, "layers": [0, 4], "up": True, "instance_id": "i"}
+        return {"phase": "ready", "lanes": 8, "ctx_tokens": 64, "plan": {"overhead_ns": 1}, "stages": [stage]}
+
+
+@dataclasses.dataclass
+class World:
+    url: str
+    stage: FakeStage
+    generator: Described
+    facts: dict[str, object]
+
+    async def get(self, path: str, method: str = "GET", **headers: str) -> tuple[int, Mapping[str, str], bytes]:
+        timeout = aiohttp.ClientTimeout(WAIT_S)
+        async with (
+            aiohttp.ClientSession(
+                self.url, timeout=timeout, auto_decompress=False, skip_auto_headers=("Accept-Encoding",)
+            ) as session,
+            session.request(method, path, headers=headers) as reply,
+        ):
+            return reply.status, reply.headers, await reply.read()
+
+    async def look(self, after: int = 0) -> dict[str, Any]:
+        status, _, body = await self.get(f"/v1/pipeline/live?after={after}")
+        assert status == 200, body
+        found = json.loads(body)
+        assert isinstance(found, dict)
+        return found
+
+
+@contextlib.asynccontextmanager
+async def served(tokenizer: Tokenizer, keys: Path | None = None) -> AsyncIterator[World]:
+    stage, generator = FakeStage(), Described()
+    chat = ChatTemplate(CHATML, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
+    control = TelemetryControl(Observer(), lambda: [stage])
+    app = make_app(generator, tokenizer, chat, MODEL, CREATED, control=control)
+    with protect_http(app, "127.0.0.1", keys, protect_metrics=False):
+        runner, port = await start_http(app, "127.0.0.1", 0)
+        try:
+            yield World(f"http://127.0.0.1:{port}", stage, generator, app[FACTS])
+        finally:
+            await runner.cleanup()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(KEY)
+    path.chmod(0o600)
+    return path
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_browser_gets_the_page_and_others_are_told_where_the_api_is(tokenizer: Tokenizer) -> None:
+    async with served(tokenizer) as world:
+        status, headers, body = await world.get("/", **HTML)
+        assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+        assert body == (FILES_DIR / "index.html").read_bytes()
+        for accept in ("*/*", "application/json"):
+            status, headers, body = await world.get("/", Accept=accept)
+            assert (status, headers["Content-Type"]) == (200, "text/plain; charset=utf-8")
+            assert b"/v1" in body
+            assert "Accept" in headers["Vary"]
+        status, headers, body = await world.get("/", "HEAD", **HTML)
+        assert (status, body) == (200, b"")
+        assert (await world.get("/page/nothing.js"))[0] == 404
+        assert (await world.get("/page/../app.py"))[0] == 404
+        assert (await world.get("/", "POST"))[0] == 405
+
+
+async def test_every_file_is_locked_down_and_kept_by_its_tag(tokenizer: Tokenizer) -> None:
+    async with served(tokenizer) as world:
+        for path, file in read_files().items():
+            status, headers, body = await world.get(path, **HTML)
+            assert (status, body) == (200, file.body), path
+            rules = dict(rule.strip().split(" ", 1) for rule in headers["Content-Security-Policy"].split(";"))
+            assert rules["default-src"] == "'none'"
+            assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == rules["img-src"] == "'self'"
+            assert rules["frame-ancestors"] == rules["base-uri"] == "'none'"
+            assert "unsafe" not in headers["Content-Security-Policy"]
+            assert headers["X-Content-Type-Options"] == "nosniff"
+            assert headers["Referrer-Policy"] == "no-referrer"
+            assert headers["Cache-Control"] == "no-cache"
+            tag = headers["ETag"]
+            status, headers, body = await world.get(path, **HTML, **{"If-None-Match": tag})
+            assert (status, body, headers["ETag"]) == (304, b"", tag)
+            assert (await world.get(path, **HTML, **{"If-None-Match": '"other"'}))[0] == 200
+            status, headers, body = await world.get(path, **HTML, **{"Accept-Encoding": "gzip, br"})
+            assert headers["Content-Encoding"] == "gzip"
+            assert gzip.decompress(body) == file.body
+
+
+def test_the_page_fits_its_bound_and_asks_nobody_else() -> None:
+    files = read_files()
+    assert sum(len(file.body) for file in files.values()) < FILES_BYTES_MAX
+    html = files["/"].body.decode()
+    assert not re.search(r"<style|\sstyle=|\son[a-z]+=|<script(?![^>]*\ssrc=)", html), "what the policy would refuse"
+    asked = set(re.findall(r'(?:src|href)="(/[^"]*)"', html))
+    for path, file in files.items():
+        text = file.body.decode()
+        if path.endswith(".js"):
+            asked |= {f"/page/{name}" for name in re.findall(r'from "\./([^"]+)"', text)}
+            assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text)
+            assert not re.search(r'fetch\(\s*["`]https?:', text)
+        assert not re.search(r"url\(\s*['\"]?https?:|@import", text), path
+    assert asked == files.keys() - {"/"}, "each file is used, and each that is used is there"
+
+
+def test_the_wheel_carries_the_page() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    patterns = listed["relayline.coordinator.http"]
+    carried = {path.name for pattern in patterns for path in FILES_DIR.parent.glob(pattern)}
+    assert carried == {path.name for path in FILES_DIR.iterdir()}
+
+
+# --- keys and strangers -----------------------------------------------------------------------------------------------
+
+
+async def test_the_page_loads_without_a_key_and_shows_nothing_without_one(tokenizer: Tokenizer, keys: Path) -> None:
+    async with served(tokenizer, keys) as world:
+        for path in read_files():
+            assert (await world.get(path, **HTML))[0] == 200
+        for path in ("/v1/pipeline/live", "/v1/pipeline/plan", "/v1/traces/last"):
+            assert (await world.get(path))[0] == 401
+            assert (await world.get(path, Authorization="Bearer wrong-wrong-wrong"))[0] == 401
+        assert world.generator.n_asked == 0
+        assert (await world.get("/v1/pipeline/live", Authorization=f"Bearer {KEY}"))[0] == 200
+        assert MODEL.encode() not in (await world.get("/"))[2]
+
+
+async def test_without_keys_the_page_may_ask_and_pages_of_others_may_not(tokenizer: Tokenizer) -> None:
+    async with served(tokenizer) as world:
+        assert (await world.get("/v1/pipeline/live", Origin=world.url))[0] == 200
+        for stranger in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+            assert (await world.get("/", **HTML, **stranger))[0] == 403
+            assert (await world.get("/v1/pipeline/live", **stranger))[0] == 403
+
+
+# --- looks ------------------------------------------------------------------------------------------------------------
+
+
+async def test_steps_come_by_number_and_nobody_looks_while_no_page_is_open(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "LOOK_EVERY_S", 0.0)
+    async with served(tokenizer) as world:
+        assert (world.generator.n_asked, world.stage.asked) == (0, [])
+        first = await world.look()
+        assert [step[1] for step in first["looks"][0][4]] == [1, 2, 3]
+        assert first["facts"]["model_id"] == MODEL
+        assert "/v1/chat/completions" in first["facts"]["routes"]
+        world.stage.n_steps = 5
+        second = await world.look(first["look"])
+        (look,) = second["looks"]
+        assert [step[1] for step in look[4]] == [4, 5]
+        assert world.stage.asked[1] == ((), 3, world.stage.asked[0][2]), "all sessions, after the step seen last"
+        assert second["state"]["stages"][0]["round_trip_ms"] == 2.0
+        world.facts["join"] = "box:50050"
+        assert (await world.look(second["look"]))["facts"]["join"] == "box:50050"
+
+
+async def test_pages_that_ask_together_share_a_look(tokenizer: Tokenizer) -> None:
+    async with served(tokenizer) as world:
+        world.stage.gate = gate = Gate()
+        pages = [asyncio.create_task(world.look()) for _ in range(5)]
+        await gate.reached.wait()
+        pages[0].cancel()  # a page that is closed takes no look with it
+        gate.opened.set()
+        found = await asyncio.gather(*pages[1:])
+        assert [each["look"] for each in found] == [1] * 4
+        assert (await world.look(1))["look"] == 1, "the time for the next has not come"
+        assert (world.generator.n_asked, len(world.stage.asked), world.stage.n_beats) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("after", ["-1", "x", "1.0", "²", "9" * 16, ""])
+async def test_what_is_no_look_is_refused(tokenizer: Tokenizer, after: str) -> None:
+    async with served(tokenizer) as world:
+        status, _, body = await world.get(f"/v1/pipeline/live?after={after}")
+        assert status == 400
+        assert json.loads(body)["error"]["param"] == "after"
+        assert world.generator.n_asked == 0
+
+
+async def test_a_server_that_ends_takes_its_look_along(tokenizer: Tokenizer) -> None:
+    async with served(tokenizer) as world:
+        world.stage.gate = gate = Gate()
+        page = asyncio.create_task(world.look())
+        await gate.reached.wait()
+        page.cancel()
+    await asyncio.gather(page, return_exceptions=True)  # that no task is left is checked after every test
+
+
+async def test_plans_come_from_what_stages_have_measured(tokenizer: Tokenizer) -> None:
+    async with served(tokenizer) as world:
+        status, _, body = await world.get("/v1/pipeline/plan")
+        plan = json.loads(body)
+        assert status == 200
+        assert plan["is_known"]
+        assert [each["name"] for each in plan["plans"]] == ["as it runs", "one more machine like stage 0's"]
+        assert plan["streams"] == [1, 8]
+        assert all(rate > 0 for each in plan["plans"] for rate in each["tokens_per_s"])
+        assert (await world.get("/v1/pipeline/plan"))[2] == body
+        assert world.generator.n_asked == 1, "planned once for some seconds"

@@ -10,13 +10,15 @@ import collections
 import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from relayline.coordinator.observe.overlap import Interval, overlap_between
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 STEPS_PER_STAGE_MAX = 64  # of one look
-STEPS_MAX = 256  # of one look over all stages
+STEPS_MAX = 192  # of one look over all stages: some milliseconds of work
 MEMBERS_MAX = 16  # frames that are named per step; `n_members` says how many there were
+HOPS_MAX = 2  # frames of each step by which the way between two stages is measured
 COLOURS = 8  # groups that are told apart at once
 SESSIONS_MAX = 4_096  # whose numbers and colours are remembered; the oldest go first
 NO_GROUP = -1  # of a step without decode rows
@@ -36,9 +38,9 @@ class Colours:
 
     def flight(self, sessions: frozenset[int]) -> int:
         """Return the number of a group that enters the first stage: one flight of these streams."""
-        if not sessions:
-            return NO_GROUP
         colour = self.known(sessions)
+        if not sessions or self._latest.get(colour) == sessions:
+            return colour  # nearly always
         # Where the latest flight of that number was of other streams altogether, its group has been divided.
         if colour == NO_GROUP or sessions.isdisjoint(self._latest.get(colour, frozenset())):
             colour = self._free()
@@ -47,8 +49,13 @@ class Colours:
         self._latest[colour] = sessions
         return colour
 
-    def known(self, sessions: Iterable[int]) -> int:
+    def known(self, sessions: frozenset[int]) -> int:
         """Return the number that most of these streams have; NO_GROUP where none has any."""
+        for session in sessions:
+            colour = self._of.get(session, NO_GROUP)
+            if self._latest.get(colour) == sessions:
+                return colour
+            break
         votes = collections.Counter(self._of[session] for session in sessions if session in self._of)
         return min(votes, key=lambda colour: (-votes[colour], colour)) if votes else NO_GROUP
 
@@ -92,6 +99,31 @@ class Picture:
     stages: list[StageFigures]
 
 
+class _Step(NamedTuple):
+    """A batch, and what is looked at of its frames, read once: each look at a message's field costs."""
+
+    batch: pb.BatchRecord
+    start_ns: int
+    end_ns: int
+    sessions: list[int]
+    rows: list[int]
+    """Of each frame, those of a prompt below zero."""
+    waits_ns: list[int]
+    positions: list[int]
+    """Of the first HOPS_MAX frames."""
+
+
+def _read(batch: pb.BatchRecord) -> _Step:
+    sessions, rows, waits_ns = [], [], []
+    for member in batch.members:
+        sessions.append(member.session_id)
+        rows.append(-member.n_rows if member.is_prefill else member.n_rows)
+        waits_ns.append(member.wait_ns)
+    positions = [member.position for member in batch.members[:HOPS_MAX]]
+    start_ns = batch.start_ns
+    return _Step(batch, start_ns, start_ns + batch.decode_ns, sessions, rows, waits_ns, positions)
+
+
 class StepLooks:
     """Takes the answers of one look after another."""
 
@@ -121,11 +153,9 @@ class StepLooks:
             by_stage.append(batches)
         from_ns = cut_ns or self._until_ns
         to_ns = self._until_ns = max(now_ns, from_ns)
-        shown = [[batch for batch in each if batch.start_ns + batch.decode_ns > cut_ns] for each in by_stage]
+        shown = [[_read(batch) for batch in each if batch.start_ns + batch.decode_ns > cut_ns] for each in by_stage]
         n_skipped += sum(map(len, by_stage)) - sum(map(len, shown))
-        spans: list[list[Interval]] = [
-            [(batch.start_ns, batch.start_ns + batch.decode_ns) for batch in batches] for batches in shown
-        ]
+        spans: list[list[Interval]] = [[(step.start_ns, step.end_ns) for step in steps] for steps in shown]
         steps, streams = self._steps(shown)
         return Picture(
             from_us=(from_ns - self.zero_ns) // 1000,
@@ -147,34 +177,33 @@ class StepLooks:
         self._seen[stage] = (answer.instance_id, batches[-1].step)
         return max(0, batches[0].step - before - 1)
 
-    def _steps(self, shown: Sequence[Sequence[pb.BatchRecord]]) -> tuple[list[list[object]], dict[int, int]]:
+    def _steps(self, shown: Sequence[Sequence[_Step]]) -> tuple[list[list[object]], dict[int, int]]:
         """Return the steps in order of time, and which sessions the numbers in them stand for."""
-        first = next((stage for stage, batches in enumerate(shown) if batches), 0)
+        first = next((stage for stage, steps in enumerate(shown) if steps), 0)
         ordered = sorted(
-            ((batch.start_ns, stage, batch) for stage, batches in enumerate(shown) for batch in batches),
+            ((step.start_ns, stage, step) for stage, steps in enumerate(shown) for step in steps),
             key=lambda item: item[:2],
         )
-        steps: list[list[object]] = []
+        rows: list[list[object]] = []
         named: dict[int, int] = {}
-        for start_ns, stage, batch in ordered:
-            decoding = frozenset(member.session_id for member in batch.members if not member.is_prefill)
+        for start_ns, stage, step in ordered:
+            decoding = frozenset(session for session, n in zip(step.sessions, step.rows, strict=True) if n > 0)
             colour = self._colours.flight(decoding) if stage == first else self._colours.known(decoding)
             flat: list[int] = []
-            longest_ns = 0
-            for at, member in enumerate(batch.members):
-                longest_ns = max(longest_ns, member.wait_ns)
-                if at < MEMBERS_MAX:
-                    number = self._number(member.session_id)
-                    named[number] = member.session_id
-                    flat += (number, -member.n_rows if member.is_prefill else member.n_rows)
-            steps.append(
-                [stage, batch.step, (start_ns - self.zero_ns) // 1000, batch.decode_ns // 1000, batch.n_rows,
-                 batch.padded_rows, colour, batch.close_reason, longest_ns // 1000, batch.predicted_ns // 1000,
-                 batch.queued_rows_before, batch.queued_rows_after, batch.bytes_out, len(batch.members), flat]
+            for session, n_rows in zip(step.sessions[:MEMBERS_MAX], step.rows, strict=False):
+                number = self._number(session)
+                named[number] = session
+                flat += (number, n_rows)
+            batch = step.batch
+            rows.append(
+                [stage, batch.step, (start_ns - self.zero_ns) // 1000, (step.end_ns - start_ns) // 1000, batch.n_rows,
+                 batch.padded_rows, colour, batch.close_reason, max(step.waits_ns, default=0) // 1000,
+                 batch.predicted_ns // 1000, batch.queued_rows_before, batch.queued_rows_after, batch.bytes_out,
+                 len(step.sessions), flat]
             )  # fmt: skip
-        if steps:
-            self._colours.keep({member.session_id for _, _, batch in ordered for member in batch.members})
-        return steps, named
+        if rows:
+            self._colours.keep({session for _, _, step in ordered for session in step.sessions})
+        return rows, named
 
     def _number(self, session_id: int) -> int:
         number = self._numbers.get(session_id)
@@ -186,19 +215,19 @@ class StepLooks:
         return number
 
 
-def _figures(shown: Sequence[Sequence[pb.BatchRecord]]) -> list[StageFigures]:
+def _figures(shown: Sequence[Sequence[_Step]]) -> list[StageFigures]:
     """Return what the steps say of each stage."""
     figures = []
     ends: Mapping[tuple[int, int], int] = {}  # of the stage before, by session and position
-    for batches in shown:
-        waits = [member.wait_ns for batch in batches for member in batch.members]
+    for steps in shown:
         hops, own = [], {}
-        for batch in batches:
-            for member in batch.members[:MEMBERS_MAX]:
-                key = (member.session_id, member.position)
-                own[key] = batch.start_ns + batch.decode_ns
+        for step in steps:
+            for at, position in enumerate(step.positions):
+                key = (step.sessions[at], position)
+                own[key] = step.end_ns
                 if key in ends:
-                    hops.append(batch.start_ns - member.wait_ns - ends[key])
+                    hops.append(step.start_ns - step.waits_ns[at] - ends[key])
+        waits = [wait_ns for step in steps for wait_ns in step.waits_ns]
         figures.append(StageFigures(_median_ms(waits), _median_ms(hops)))
         ends = own
     return figures

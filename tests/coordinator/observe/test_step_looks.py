@@ -122,10 +122,10 @@ def test_a_group_keeps_its_number_while_it_changes_and_a_divided_one_gets_anothe
     assert colours.flight(frozenset({1, 2})) == 0
     assert colours.flight(frozenset({1, 2, 3, 5})) == 0, "and together again"
     assert colours.flight(frozenset()) == NO_GROUP
-    assert colours.known([9]) == NO_GROUP
+    assert colours.known(frozenset({9})) == NO_GROUP
     colours.keep([3])
-    assert colours.known([1, 2]) == NO_GROUP
-    assert colours.known([3, 9]) == 0
+    assert colours.known(frozenset({1, 2})) == NO_GROUP
+    assert colours.known(frozenset({3, 9})) == 0
 
 
 def test_numbers_of_groups_are_bounded() -> None:
@@ -138,7 +138,7 @@ def test_a_prompt_alone_is_no_group() -> None:
     assert step[6] == NO_GROUP
 
 
-@pytest.mark.parametrize("n_stages", [0, 1, 2, 4, 5, 64, 256])
+@pytest.mark.parametrize("n_stages", [0, 1, 2, 4, 5, 64, 192])
 def test_a_look_is_bounded_over_all_stages(n_stages: int) -> None:
     assert 1 <= steps_asked(n_stages) <= STEPS_PER_STAGE_MAX
     assert n_stages * steps_asked(n_stages) <= STEPS_MAX

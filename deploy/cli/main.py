@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "cache": ("relayline.deploy.cli.cache", "cache_command"),
     "trace": ("relayline.deploy.cli.trace", "trace_command"),
     "top": ("relayline.deploy.cli.top", "top_command"),
+    "report": ("relayline.deploy.cli.report", "report_command"),
     "bench": ("relayline.deploy.cli.bench", "bench_command"),
 }
 

@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 from relayline.coordinator.model.split import split_model
+from relayline.deploy.cli import report
 from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.deploy.testing.processes import Running
 from tests.support.browser import Tab, browsing, chromium
@@ -117,7 +118,7 @@ async def give_key(tab: Tab, key: str) -> None:
     )
 
 
-async def test_a_person_watches_asks_and_chats(pipeline: Pipeline) -> None:
+async def test_a_person_watches_asks_and_chats(pipeline: Pipeline, tmp_path: Path) -> None:
     async with streams(pipeline) as session, browsing() as tab:
         await tab.look()
         await tab.go(f"{pipeline.url}/")
@@ -134,8 +135,10 @@ async def test_a_person_watches_asks_and_chats(pipeline: Pipeline) -> None:
         for view, text in (("plan", "as it runs"), ("connect", "Open WebUI")):
             await tab.value(f"location.hash = '#/{view}'")
             await tab.until(f"document.querySelector('main').innerText.includes({text!r})")
+        await _reads_a_report(tab, pipeline, tmp_path / "report.html")
         assert tab.problems[refused:] == []
-        assert all(url.startswith(pipeline.url) for url in tab.requests), "nobody else is asked for anything"
+        own = (pipeline.url, "file:///", "data:")
+        assert all(url.startswith(own) for url in tab.requests), "nobody else is asked for anything"
 
 
 async def _sees_batches(tab: Tab) -> None:
@@ -206,3 +209,13 @@ async def _chats(tab: Tab) -> None:
     words = "[...document.querySelectorAll('.turn')].length"
     await tab.value("[...document.querySelectorAll('button')].find((b) => b.textContent === 'Regenerate').click()")
     assert await tab.until(f"{words} === 2 && document.querySelector('.compose [type=submit]').disabled === false")
+
+
+async def _reads_a_report(tab: Tab, pipeline: Pipeline, file: Path) -> None:
+    answers, aliases = await report.collect(pipeline.url, KEY, 300.0)
+    text = report.document(answers, aliases)
+    await asyncio.to_thread(file.write_text, text)
+    await tab.go(file.as_uri())
+    await tab.until(f"({SEEN} || []).filter((groups) => groups > 0).length === 2")
+    await tab.value("document.querySelector('tbody tr.pick button').click()")
+    await tab.until("document.querySelectorAll('.tall tbody tr').length > 0")

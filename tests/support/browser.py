@@ -40,6 +40,7 @@ class Tab:
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._reading = asyncio.create_task(self._read())
+        self._loaded = asyncio.Event()
         self.problems: list[str] = []
         self.requests: list[str] = []
 
@@ -51,6 +52,8 @@ class Tab:
                 continue
             given = told.get("params", {})
             match told["method"]:
+                case "Page.loadEventFired":
+                    self._loaded.set()
                 case "Runtime.exceptionThrown":
                     thrown = given["exceptionDetails"]
                     self.problems.append(thrown.get("exception", {}).get("description") or thrown["text"])
@@ -81,7 +84,7 @@ class Tab:
     async def until(self, script: str, wait_s: float = WAIT_S) -> Any:
         """Wait until an expression is true, and return its value."""
         waiting = (
-            "new Promise((done) => { const look = () => { const found = (" + script + "); "
+            "new Promise((done) => { const look = async () => { const found = await (" + script + "); "
             f"if (found || performance.now() > end) done(found); else setTimeout(look, 50); }}; "
             f"const end = performance.now() + {wait_s * 1000}; look(); }})"
         )
@@ -99,7 +102,10 @@ class Tab:
 
     async def go(self, url: str) -> None:
         """Load a page."""
-        await self.ask("Page.navigate", url=url)
+        self._loaded.clear()
+        if "loaderId" in await self.ask("Page.navigate", url=url):  # else it is another place of the same page
+            async with asyncio.timeout(WAIT_S):
+                await self._loaded.wait()
 
     async def picture(self, *, whole: bool = False) -> bytes:
         """Return what is seen, as PNG; `whole`: of all that can be scrolled to."""

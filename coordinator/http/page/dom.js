@@ -124,7 +124,16 @@ export class ApiError extends Error {
   }
 }
 
+// A report holds the answers that a server gave when it was made.
+const kept = document.getElementById("frozen");
+export const frozen = kept ? JSON.parse(kept.textContent) : null;
+
 export async function ask(path, given = {}) {
+  if (frozen) {
+    const answer = frozen.answers[frozen.aliases[path] || path];
+    if (answer) return { json: async () => answer };
+    throw new ApiError(404, "This report does not hold that.");
+  }
   const headers = { ...(given.body ? { "Content-Type": "application/json" } : {}) };
   if (apiKey()) headers.Authorization = `Bearer ${apiKey()}`;
   const reply = await fetch(path, { ...given, headers, cache: "no-store", credentials: "omit" });
@@ -165,6 +174,16 @@ const colours = {};
 export function colour(name) {
   if (!(name in colours)) colours[name] = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   return colours[name];
+}
+
+// Black or white, whichever is read more easily on a colour.
+export function inkOn(name) {
+  const key = `on ${name}`;
+  if (!(key in colours)) {
+    const [red, green, blue] = [1, 3, 5].map((at) => (parseInt(colour(name).slice(at, at + 2), 16) / 255) ** 2.2);
+    colours[key] = 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.19 ? "#0f1113" : "#ffffff";
+  }
+  return colours[key];
 }
 
 export function forgetColours() {

@@ -1,6 +1,6 @@
 // One poll a second of what the coordinator saw, for all views of this page; none while the page is hidden.
 
-import { ask } from "./dom.js";
+import { ask, frozen } from "./dom.js";
 
 const EVERY_MS = 1000;
 const LOOKS_KEPT = 40;
@@ -35,7 +35,7 @@ export function listen(action) {
 }
 
 export function isLate() {
-  return feed.error !== null || performance.now() - feed.heardMs > LATE_MS;
+  return !frozen && (feed.error !== null || performance.now() - feed.heardMs > LATE_MS);
 }
 
 function tell(fresh) {
@@ -75,7 +75,7 @@ function take(answer) {
 }
 
 async function poll() {
-  if (running || document.hidden) return;
+  if (running || (document.hidden && !frozen)) return;
   running = true;
   clearTimeout(timer);
   const began = performance.now();
@@ -91,10 +91,14 @@ async function poll() {
   }
   running = false;
   tell(fresh);
-  timer = setTimeout(poll, Math.max(200, EVERY_MS - (performance.now() - began)));
+  if (!frozen) timer = setTimeout(poll, Math.max(200, EVERY_MS - (performance.now() - began)));
 }
 
 export function start() {
+  if (frozen) {
+    poll();
+    return;
+  }
   document.addEventListener("visibilitychange", () => {
     if (document.hidden) clearTimeout(timer);
     else poll();

@@ -1,6 +1,6 @@
 // The frame of the page: which view is shown, how the pipeline is, the key, the theme.
 
-import { apiKey, forgetColours, h, keepKey, say } from "./dom.js";
+import { apiKey, forgetColours, frozen, h, keepKey, say } from "./dom.js";
 import { feed, isLate, listen, onKeyWanted, pollNow, start } from "./feed.js";
 import { chatView } from "./chat.js";
 import { connectView } from "./connect.js";
@@ -40,8 +40,8 @@ const PHASES = { ready: "ok", recovering: "bad", unreachable: "bad", draining: "
 function frame(fresh) {
   const phase = document.getElementById("phase");
   const state = feed.state;
-  const word = isLate() ? "no answer" : state ? state.phase || "unknown" : "asking";
-  const kind = isLate() ? "bad" : PHASES[word] || "warn";
+  const word = frozen ? `as of ${new Date(frozen.made_unix_ms).toLocaleString("en-GB")}` : isLate() ? "no answer" : state ? state.phase || "unknown" : "asking";
+  const kind = isLate() ? "bad" : PHASES[frozen && state ? state.phase : word] || "warn";
   if (phase.dataset.word !== word) {
     phase.dataset.word = word;
     phase.replaceChildren(h(`span.dot.${kind}`, { "aria-hidden": "true" }), word);
@@ -108,6 +108,9 @@ document.getElementById("theme").addEventListener("click", () => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyTheme);
 addEventListener("hashchange", route);
 
+if (frozen) {
+  for (const link of document.querySelectorAll('.bar nav a[href="#/chat"], .bar nav a[href="#/connect"]')) link.remove();
+}
 applyTheme();
 onKeyWanted(askForKey);
 listen(frame);

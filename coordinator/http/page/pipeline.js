@@ -199,7 +199,7 @@ function laneLabel() {
 
 export function pipelineView() {
   const figures = new Figures();
-  const canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": "Time line of native steps by stage" });
+  const canvas = h("canvas", { tabindex: "0", role: "application", "aria-label": "Time line of native steps by stage" });
   const inspect = h(".inspect", { "aria-live": "polite" });
   const line = new Timeline(canvas, (step) => describeStep(inspect, step, h));
   describeStep(inspect, null, h);

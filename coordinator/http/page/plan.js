@@ -1,6 +1,6 @@
 // The plan that runs: who holds what, how streams are grouped, what other plans would give.
 
-import { Keyed, ask, bytes, codeBlock, count, fixed, h, layers, ms, none, percent, say, stageName } from "./dom.js";
+import { Keyed, ask, bytes, codeBlock, count, fixed, h, inkOn, layers, ms, none, percent, say, stageName } from "./dom.js";
 import { feed } from "./feed.js";
 
 export function planView() {
@@ -75,6 +75,9 @@ export function planView() {
     show() {
       look();
     },
+    recolour() {
+      [...bar.children].forEach((part, at) => (part.style.color = inkOn(`g${at % 8}`)));
+    },
     update() {
       const { state } = feed;
       const plan = state.plan || {};
@@ -93,6 +96,7 @@ export function planView() {
       if (bar.children.length !== state.stages.length) {
         bar.replaceChildren(...state.stages.map((stage, at) => {
           const part = h(`div.k${at % 8}`, null, `${stageName(stage)} · ${layers(stage.layers)}`);
+          part.style.color = inkOn(`g${at % 8}`);
           part.style.flexGrow = String((stage.layers[1] - stage.layers[0]) / total);
           part.style.flexBasis = "0";
           return part;

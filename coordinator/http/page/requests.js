@@ -1,6 +1,6 @@
 // Requests, and the life of one: its way through the stages, batch by batch.
 
-import { Keyed, ApiError, ask, bytes, colour, count, fitCanvas, fixed, forgetColours, h, mark, ms, none, percent, say } from "./dom.js";
+import { Keyed, ApiError, ask, bytes, colour, count, fitCanvas, fixed, forgetColours, h, inkOn, mark, ms, none, percent, say } from "./dom.js";
 import { feed } from "./feed.js";
 import { short } from "./timeline.js";
 
@@ -316,7 +316,7 @@ class Life {
       pen.fillStyle = colour(bar.phase === "prefill" ? "prompt" : "g0");
       pen.fillRect(x0, y, wide, high);
       if (!isWhole && wide > 16) {
-        pen.fillStyle = colour("on");
+        pen.fillStyle = inkOn(bar.phase === "prefill" ? "prompt" : "g0");
         pen.textAlign = "center";
         pen.fillText(String(bar.rows), x0 + wide / 2, y + high / 2 + 4);
         pen.textAlign = "left";
@@ -341,7 +341,7 @@ class Life {
       pen.fillStyle = colour(shade);
       pen.fillRect(x(from), 2, wide, tall - 4);
       if (wide > 52) {
-        pen.fillStyle = colour("on");
+        pen.fillStyle = inkOn(shade);
         pen.fillText(name, x(from) + 6, 14);
       }
     }

@@ -1,12 +1,12 @@
 // Native steps as they form: one lane a stage, one block a step. Time in which nothing ran, or of which nothing was
 // fetched, is folded into a narrow gap that says so; within a stretch every lane has the same scale.
 
-import { colour, fitCanvas, forgetColours, mark, ms, say, stillness } from "./dom.js";
+import { colour, fitCanvas, forgetColours, inkOn, mark, ms, say, stillness } from "./dom.js";
 import { feed, isLate } from "./feed.js";
 
 const AXIS = 22; // px below the lanes
 const GAP = 34; // px of a fold
-const STEP_MIN = 2.2; // px of a step of median length, unless zoomed by hand
+const STEP_MIN = 1.2; // px of a step of median length, unless zoomed by hand
 const STEP_MAX = 30;
 const SHARE = 0.55; // of the width, that one look may fill
 const FOLD = 14; // times the median step: a pause as long as this is folded
@@ -288,8 +288,8 @@ export class Timeline {
       pen.fillRect(x, y + prompt, wide, tall - prompt);
       if (prompt) this.hatch(pen, x, y, wide, prompt);
     }
-    if (wide >= 15 && tall >= 15) {
-      pen.fillStyle = colour(step.group < 0 && !this.byRequest ? "ink" : "on");
+    if (!this.byRequest && wide >= 15 && tall >= 15) {
+      pen.fillStyle = inkOn(step.group < 0 ? "prompt" : `g${step.group % 8}`);
       pen.textAlign = "center";
       pen.font = '11px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace';
       pen.fillText(String(step.rows), x + wide / 2, y + tall / 2 + 4, wide);

@@ -1,0 +1,117 @@
+"""`relayline report`: the page with what it shows now, as one HTML file to keep or to attach to an issue."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+import time
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+import click
+
+from relayline.deploy.cli.console_http import Coordinator, key_option, url_option
+from relayline.deploy.cli.options import FloatRange
+from relayline.wire.common.errors import RelaylineError, StartError
+
+LIVE = "/v1/pipeline/live?after=0"
+PLAN = "/v1/pipeline/plan"
+LOOK_WAIT_S = 1.0  # between two looks: rates are of the time between them
+TRACES_BYTES_MAX = 16 * 1024 * 1024  # of all requests' lives together, the latest first
+_IMPORT = re.compile(r'from "\./(\w+)\.js"')
+_FILES = re.compile(r'<link rel="icon".*?<script type="module" src="[^"]*"></script>', re.DOTALL)  # that the page loads
+_POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
+
+
+@click.command("report", short_help="Freeze the page into one HTML file.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("relayline-report.html"), show_default=True,
+    help="File to write.",
+)  # fmt: skip
+@click.option(
+    "--minutes", type=FloatRange(0.1, 60), default=5.0, show_default=True,
+    help="Requests that ran in the last so many minutes are kept with their batches, as far as stages remember.",
+)  # fmt: skip
+@url_option
+@key_option
+def report_command(out: Path, minutes: float, url: str, api_key: str) -> None:
+    """Write the page's views of steps, machines, requests and plans into one file that needs no server.
+
+    It holds figures, names, addresses and ids, and neither prompts nor answers.
+    """
+    answers, aliases = asyncio.run(collect(url, api_key, minutes * 60.0))
+    out.write_text(document(answers, aliases), encoding="utf-8")
+    n_requests = sum(path.startswith("/v1/traces/") for path in answers)
+    click.echo(f"{out}: {n_requests} request{'s' * (n_requests != 1)}, {out.stat().st_size / 1024:.0f} KiB")
+
+
+async def collect(url: str, api_key: str, seconds: float) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a coordinator's answers by path, and other paths that stand for some of them.
+
+    Raises StartError where no coordinator with a page answers.
+    """
+    answers: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    async with Coordinator(url, api_key) as coordinator:
+        await coordinator.get(LIVE, ("look", "state"))
+        await asyncio.sleep(LOOK_WAIT_S)
+        live = answers[LIVE] = await coordinator.get(LIVE, ("look", "state"))
+        state = live["state"]
+        if not isinstance(state, dict) or not isinstance(state.get("requests"), list):
+            raise StartError(f"{coordinator.url}{LIVE} is not a relayline coordinator's")
+        try:
+            answers[PLAN] = await coordinator.get(PLAN, ("plans",))
+        except RelaylineError:
+            pass  # a stage does not answer; the rest of the report may say why
+        since_ms = (time.time() - seconds) * 1000
+        left = TRACES_BYTES_MAX
+        for request in state["requests"]:
+            if request["came_unix_ms"] + request["took_ms"] < since_ms:
+                continue
+            path = trace_path(request["id"])
+            try:
+                trace = await coordinator.get(path, ("request_id", "streams"))
+            except RelaylineError:
+                continue  # forgotten since
+            left -= len(json.dumps(trace))
+            if left < 0:
+                break
+            answers[path] = trace
+            aliases |= {trace_path(stream["id"]): path for stream in trace["streams"]}
+            aliases[trace_path(trace["request_id"])] = path
+    return answers, aliases
+
+
+def trace_path(request_id: str) -> str:
+    """Return the path at which the page asks for a request's life."""
+    return "/v1/traces/" + urllib.parse.quote(request_id, safe="!*'()~")  # as encodeURIComponent writes it
+
+
+def document(answers: dict[str, Any], aliases: dict[str, str]) -> str:
+    """Return the page as one HTML document that takes `answers` in place of a server's."""
+    from relayline.coordinator.http.page import FILES_DIR
+
+    def text_of(name: str) -> str:
+        return (FILES_DIR / name).read_text(encoding="utf-8")
+
+    modules = {
+        f"page/{path.stem}": "data:text/javascript;base64," + base64.b64encode(_renamed(path).encode()).decode()
+        for path in sorted(FILES_DIR.glob("*.js"))
+    }
+    kept = {"answers": answers, "aliases": aliases, "made_unix_ms": round(time.time() * 1000)}
+    frozen = json.dumps(kept).replace("<", "\\u003c")  # no text in it may end its element
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n<style>{text_of("style.css")}</style>\n'
+        f'<script type="application/json" id="frozen">{frozen}</script>\n'
+        f'<script type="importmap">{json.dumps({"imports": modules})}</script>\n'
+        '<script type="module">import "page/main";</script>'
+    )
+    return _FILES.sub(lambda _: head, text_of("index.html"))
+
+
+def _renamed(path: Path) -> str:
+    """Return a module with names for its imports: what comes as data has no place that others are relative to."""
+    return _IMPORT.sub(r'from "page/\1"', path.read_text(encoding="utf-8"))

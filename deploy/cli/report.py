@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import re
-import time
 import urllib.parse
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,7 @@ async def collect(url: str, api_key: str, seconds: float) -> tuple[dict[str, Any
     async with Coordinator(url, api_key) as coordinator:
         await coordinator.get(LIVE, ("look", "state"))
         await asyncio.sleep(LOOK_WAIT_S)
-        live = answers[LIVE] = await coordinator.get(LIVE, ("look", "state"))
+        live = answers[LIVE] = await coordinator.get(LIVE, ("look", "state", "now_us", "zero_unix_ms"))
         state = live["state"]
         if not isinstance(state, dict) or not isinstance(state.get("requests"), list):
             raise StartError(f"{coordinator.url}{LIVE} is not a relayline coordinator's")
@@ -66,7 +65,7 @@ async def collect(url: str, api_key: str, seconds: float) -> tuple[dict[str, Any
             answers[PLAN] = await coordinator.get(PLAN, ("plans",))
         except RelaylineError:
             pass  # a stage does not answer; the rest of the report may say why
-        since_ms = (time.time() - seconds) * 1000
+        since_ms = made_unix_ms(live) - seconds * 1000
         left = TRACES_BYTES_MAX
         for request in state["requests"]:
             if request["came_unix_ms"] + request["took_ms"] < since_ms:
@@ -85,6 +84,11 @@ async def collect(url: str, api_key: str, seconds: float) -> tuple[dict[str, Any
     return answers, aliases
 
 
+def made_unix_ms(live: dict[str, Any]) -> int:
+    """Return when the coordinator looked, by its own clock."""
+    return round(live["zero_unix_ms"] + live["now_us"] / 1000)
+
+
 def trace_path(request_id: str) -> str:
     """Return the path at which the page asks for a request's life."""
     return "/v1/traces/" + urllib.parse.quote(request_id, safe="!*'()~")  # as encodeURIComponent writes it
@@ -101,7 +105,8 @@ def document(answers: dict[str, Any], aliases: dict[str, str]) -> str:
         f"page/{path.stem}": "data:text/javascript;base64," + base64.b64encode(_renamed(path).encode()).decode()
         for path in sorted(FILES_DIR.glob("*.js"))
     }
-    kept = {"answers": answers, "aliases": aliases, "made_unix_ms": round(time.time() * 1000)}
+    made = made_unix_ms(answers[LIVE]) if LIVE in answers else 0
+    kept = {"answers": answers, "aliases": aliases, "made_unix_ms": made}
     frozen = json.dumps(kept).replace("<", "\\u003c")  # no text in it may end its element
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n<style>{text_of("style.css")}</style>\n'

@@ -32,7 +32,10 @@ KEY = "a-key-for-the-browser"
 SEEN = """(() => {
   const canvas = document.querySelector(".time canvas"), lanes = document.querySelectorAll(".lanelabel").length;
   if (!canvas || !canvas.width || !lanes) return null;
-  const style = getComputedStyle(document.documentElement), pen = canvas.getContext("2d");
+  const style = getComputedStyle(document.documentElement), copy = document.createElement("canvas");
+  Object.assign(copy, {width: canvas.width, height: canvas.height});
+  const pen = copy.getContext("2d", {willReadFrequently: true});
+  pen.drawImage(canvas, 0, 0);
   const names = [...Array(8).keys()].map((at) => style.getPropertyValue(`--g${at}`).trim());
   const hex = (r, g, b) => "#" + [r, g, b].map((part) => part.toString(16).padStart(2, "0")).join("");
   const tall = document.querySelector(".lanelabel").offsetHeight * devicePixelRatio;

@@ -69,7 +69,7 @@ class Tab:
         number = next(self._ids)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": given})
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(2 * WAIT_S):
             told = await answer
         if "error" in told:
             raise AssertionError(f"{method}: {told['error']}")
@@ -137,6 +137,7 @@ async def browsing() -> AsyncIterator[Tab]:
                 tab = Tab(socket)
                 for domain in ("Page", "Runtime", "Log", "Network"):
                     await tab.ask(f"{domain}.enable")
+                await tab.ask("Emulation.setFocusEmulationEnabled", enabled=True)  # as of a window in front
                 try:
                     yield tab
                 finally:

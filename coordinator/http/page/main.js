@@ -40,8 +40,9 @@ const PHASES = { ready: "ok", recovering: "bad", unreachable: "bad", draining: "
 function frame(fresh) {
   const phase = document.getElementById("phase");
   const state = feed.state;
-  const word = frozen ? `as of ${new Date(frozen.made_unix_ms).toLocaleString("en-GB")}` : isLate() ? "no answer" : state ? state.phase || "unknown" : "asking";
-  const kind = isLate() ? "bad" : PHASES[frozen && state ? state.phase : word] || "warn";
+  const needsKey = feed.error !== null && feed.error.status === 401;
+  const word = frozen ? `as of ${new Date(frozen.made_unix_ms).toLocaleString("en-GB")}` : needsKey ? "asks for a key" : isLate() ? "no answer" : state ? state.phase || "unknown" : "asking";
+  const kind = isLate() && !needsKey ? "bad" : PHASES[frozen && state ? state.phase : word] || "warn";
   if (phase.dataset.word !== word) {
     phase.dataset.word = word;
     phase.replaceChildren(h(`span.dot.${kind}`, { "aria-hidden": "true" }), word);

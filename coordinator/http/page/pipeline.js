@@ -11,7 +11,11 @@ const SILENT_S = 2.5; // since a stage was heard, from which on it is marked
 export function healthOf(stage, state) {
   const word = stage.state || "";
   if (state.loss && state.loss.stage === stage.index) return ["bad", "lost"];
-  if (["lost", "failed", "silent", "waiting"].includes(word) || (stage.silent && state.phase === "ready")) return ["bad", word || "silent"];
+  if (["lost", "failed"].includes(word)) return ["bad", word];
+  if (word === "waiting") return [state.phase === "loading" ? "warn" : "bad", "not here"];
+  // Once a stage is lost nobody asks the others either: their silence accuses none of them.
+  const isAccused = state.phase === "ready" || (state.loss && state.loss.stage === null);
+  if (isAccused && (stage.silent || word === "silent")) return ["bad", "silent"];
   if (["starting", "fetching", "loading"].includes(word)) return ["warn", progress(stage, word)];
   if (!stage.up) return state.phase === "ready" ? ["bad", "no answer"] : ["warn", "waits"];
   if (state.phase === "ready" && stage.last_heard_s > SILENT_S) return ["warn", `silent ${stage.last_heard_s.toFixed(0)} s`];

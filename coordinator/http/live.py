@@ -50,10 +50,9 @@ class LiveFeed:
 
     async def plan(self, _request: web.Request) -> web.StreamResponse:
         """GET /v1/pipeline/plan: what the running plan and others are predicted to give."""
-        if time.monotonic_ns() - self._planned_ns >= PLAN_EVERY_S * 1e9 and not self._planning.locked():
-            async with self._planning:
+        async with self._planning:  # pages that ask together wait for one plan
+            if time.monotonic_ns() - self._planned_ns >= PLAN_EVERY_S * 1e9:
                 await self._plan()
-        async with self._planning:  # of another page
             return json_response(self._plan_body, headers={"Cache-Control": "no-store"})
 
     async def _plan(self) -> None:

@@ -18,6 +18,7 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 STEPS_PER_STAGE_MAX = 64  # of one look
 STEPS_MAX = 192  # of one look over all stages: some milliseconds of work
 MEMBERS_MAX = 16  # frames that are named per step; `n_members` says how many there were
+MEMBERS_READ_MAX = 64  # frames that are looked at per step: enough to know its group and a usual wait
 HOPS_MAX = 2  # frames of each step by which the way between two stages is measured
 COLOURS = 8  # groups that are told apart at once
 SESSIONS_MAX = 4_096  # whose numbers and colours are remembered; the oldest go first
@@ -115,7 +116,7 @@ class _Step(NamedTuple):
 
 def _read(batch: pb.BatchRecord) -> _Step:
     sessions, rows, waits_ns = [], [], []
-    for member in batch.members:
+    for member in batch.members[:MEMBERS_READ_MAX]:
         sessions.append(member.session_id)
         rows.append(-member.n_rows if member.is_prefill else member.n_rows)
         waits_ns.append(member.wait_ns)
@@ -145,7 +146,8 @@ class StepLooks:
         n_skipped, cut_ns = 0, 0
         by_stage: list[list[pb.BatchRecord]] = []
         for stage, answer in enumerate(answers):
-            batches = list(answer.batches) if answer is not None else []
+            # A stage that sends more than it was asked for is not read to its end.
+            batches = list(answer.batches[-STEPS_PER_STAGE_MAX:]) if answer is not None else []
             skipped = self._note(stage, answer, batches)
             if skipped:
                 n_skipped += skipped
@@ -199,7 +201,7 @@ class StepLooks:
                 [stage, batch.step, (start_ns - self.zero_ns) // 1000, (step.end_ns - start_ns) // 1000, batch.n_rows,
                  batch.padded_rows, colour, batch.close_reason, max(step.waits_ns, default=0) // 1000,
                  batch.predicted_ns // 1000, batch.queued_rows_before, batch.queued_rows_after, batch.bytes_out,
-                 len(step.sessions), flat]
+                 len(batch.members), flat]
             )  # fmt: skip
         if rows:
             self._colours.keep({session for _, _, step in ordered for session in step.sessions})

@@ -9,6 +9,7 @@ import pytest
 from relayline.coordinator.observe.step_looks import (
     COLOURS,
     MEMBERS_MAX,
+    MEMBERS_READ_MAX,
     NO_GROUP,
     STEPS_MAX,
     STEPS_PER_STAGE_MAX,
@@ -91,6 +92,15 @@ def test_members_are_named_up_to_a_bound() -> None:
     (step,) = found.steps
     assert step[13] == MEMBERS_MAX + 8
     assert len(step[14]) == 2 * MEMBERS_MAX  # type: ignore[arg-type]
+
+
+def test_a_stage_that_sends_more_than_it_was_asked_for_is_cut_off() -> None:
+    many = [batch(step, step, range(1, 3 * MEMBERS_READ_MAX)) for step in range(1, 2 * STEPS_PER_STAGE_MAX)]
+    found = StepLooks(0).look([told(*many)], 1000 * MS)
+    assert len(found.steps) == STEPS_PER_STAGE_MAX
+    assert found.steps[-1][1] == 2 * STEPS_PER_STAGE_MAX - 1, "the newest"
+    assert found.n_skipped == STEPS_PER_STAGE_MAX - 1
+    assert found.steps[0][13] == 3 * MEMBERS_READ_MAX - 1
 
 
 def test_overlap_wait_and_hop_come_from_the_steps_shown() -> None:

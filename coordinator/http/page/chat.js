@@ -258,7 +258,7 @@ export function chatView() {
     h("label.check", null, wantsTokens, "Token probabilities"), h("div", null, clear)));
   return {
     element: h(".chat", null, settings, h("div", null, log, wrong, compose)),
-    show: () => input.focus({ preventScroll: true }),
+    show: () => matchMedia("(pointer: fine)").matches && input.focus({ preventScroll: true }), // else a keyboard would cover the page
     update() {},
   };
 }

@@ -41,19 +41,21 @@ export class Keyed {
 
   show(items, keyOf) {
     const before = this.known;
+    const keys = items.map(keyOf);
+    const wanted = new Set(keys);
+    // What goes is taken out first: an element that is moved loses its focus.
+    for (const [key, entry] of before) {
+      if (!wanted.has(key)) entry.element.remove();
+    }
     this.known = new Map();
     let at = this.parent.firstElementChild;
     items.forEach((item, index) => {
-      const key = keyOf(item, index);
-      let entry = before.get(key);
-      if (entry) before.delete(key);
-      else entry = this.make(item, index);
-      this.known.set(key, entry);
+      const entry = before.get(keys[index]) || this.make(item, index);
+      this.known.set(keys[index], entry);
       if (entry.element === at) at = at.nextElementSibling;
       else this.parent.insertBefore(entry.element, at);
       this.update(entry, item, index);
     });
-    for (const entry of before.values()) entry.element.remove();
   }
 }
 

@@ -50,7 +50,8 @@ export function planView() {
   }
 
   function showNext(state) {
-    const { join } = feed.facts;
+    // What listens everywhere is reached where this page was.
+    const join = (feed.facts.join || "").replace(/^(0\.0\.0\.0|\[::\]):/, `${location.hostname}:`);
     const key = JSON.stringify([join, state.missing]);
     if (key === shown) return;
     shown = key;

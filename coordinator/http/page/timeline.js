@@ -9,6 +9,7 @@ const GAP = 34; // px of a fold
 const STEP_MIN = 1.2; // px of a step of median length, unless zoomed by hand
 const STEP_MAX = 30;
 const SHARE = 0.55; // of the width, that one look may fill
+const BREATH = 1.6; // by how much the scale may be off
 const FOLD = 14; // times the median step: a pause as long as this is folded
 const CATCH_UP = 1.1; // seconds in which a look scrolls in
 
@@ -114,7 +115,7 @@ export class Timeline {
     const until = Math.max(...steps.map((step) => step.end));
     this.scaleFor(middle, until - from);
     // Steps so short that a look of them would rush by: the newest of it are shown.
-    const room = (this.width() * SHARE) / this.base;
+    const room = (this.width() * SHARE * BREATH) / this.base;
     const start = until - from > room ? until - room : from;
     const seen = start > from ? steps.filter((step) => step.start >= start) : steps;
     skipped += steps.length - seen.length;
@@ -137,7 +138,7 @@ export class Timeline {
   scaleFor(middle, span) {
     const wanted = Math.min(STEP_MAX / middle, Math.max(STEP_MIN / middle, (this.width() * SHARE) / Math.max(1, span)));
     // It stays while it is about right: a scale that breathes can't be read.
-    if (wanted > this.base * 1.6 || wanted < this.base / 1.6) {
+    if (wanted > this.base * BREATH || wanted < this.base / BREATH) {
       this.base = wanted;
       this.right = this.total(); // what was there until now ends where it did
     }

@@ -162,7 +162,8 @@ def _reread_on_hangup(keys: ApiKeys) -> Iterator[None]:
 
 def require_keys(app: web.Application, keys: ApiKeys, *, protect_metrics: bool) -> None:
     """Demand a key for all but health, the page's files (and metrics, unless protected). Call it before it starts."""
-    open_paths = (OPEN_PATHS - {METRICS_PATH} if protect_metrics else OPEN_PATHS) | app.get(PATHS, frozenset())
+    page_paths: frozenset[str] = app.get(PATHS, frozenset())
+    open_paths = (OPEN_PATHS - {METRICS_PATH} if protect_metrics else OPEN_PATHS) | page_paths
 
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:

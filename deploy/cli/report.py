@@ -86,7 +86,7 @@ async def collect(url: str, api_key: str, seconds: float) -> tuple[dict[str, Any
 
 def made_unix_ms(live: dict[str, Any]) -> int:
     """Return when the coordinator looked, by its own clock."""
-    return round(live["zero_unix_ms"] + live["now_us"] / 1000)
+    return int(live["zero_unix_ms"] + live["now_us"] // 1000)
 
 
 def trace_path(request_id: str) -> str:

@@ -41,8 +41,13 @@ export class Keyed {
 
   show(items, keyOf) {
     const before = this.known;
-    const keys = items.map(keyOf);
-    const wanted = new Set(keys);
+    const wanted = new Set();
+    const keys = items.map((item, index) => {
+      const key = keyOf(item, index);
+      const own = wanted.has(key) ? `${key} ${index}` : key; // clients may use an id twice
+      wanted.add(own);
+      return own;
+    });
     // What goes is taken out first: an element that is moved loses its focus.
     for (const [key, entry] of before) {
       if (!wanted.has(key)) entry.element.remove();

@@ -250,7 +250,7 @@ export function chatView() {
   // The newest stays in view unless somebody has scrolled up to read.
   function follow() {
     const page = document.documentElement;
-    if (page.scrollHeight - page.scrollTop - innerHeight < 160) page.scrollTop = page.scrollHeight;
+    if (log.isConnected && page.scrollHeight - page.scrollTop - innerHeight < 160) page.scrollTop = page.scrollHeight;
   }
 
   const settings = h("details.settings", { open: !matchMedia("(max-width: 760px)").matches }, h("summary", null, "Settings"), h(".stack", null,

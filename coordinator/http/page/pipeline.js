@@ -51,7 +51,7 @@ class Figure {
     const now = feed.points.length ? feed.points.at(-1)[0] : 0;
     const top = most || Math.max(1e-9, ...series.flatMap((each) => each.values.filter((value) => value !== null))) * 1.08;
     const parts = [svg("line", { x1: 0, x2: 300, y1: 29.5, y2: 29.5, class: "base" })];
-    for (const { values, name } of series) {
+    for (const { values, name, gap = 6 } of series) {
       let path = "";
       let isDown = false;
       let lastAt = 0;
@@ -61,11 +61,11 @@ class Figure {
         const value = values[index];
         const x = 300 - (now - point[0]);
         if (value === null || value === undefined || x < 0) {
-          isDown = isDown && x - lastAt < 4;
+          isDown = isDown && x - lastAt <= gap;
           return;
         }
         const y = 29 - (27 * Math.min(value, top)) / top;
-        const goes = isDown && x - lastAt <= 6;
+        const goes = isDown && x - lastAt <= gap;
         if (!goes && first !== null) area += `L${lastAt} 29.5L${first} 29.5Z`;
         if (!goes) first = x;
         path += `${goes ? "L" : "M"}${x} ${y.toFixed(1)}`;
@@ -112,7 +112,7 @@ class Figures {
     this.overlap.draw([{ values: column(5), name: "stroke" }], 1);
     const ttft = latest(6, 300);
     this.ttft.show(...split(ms(ttft)), "median");
-    this.ttft.draw([{ values: column(6), name: "stroke" }]);
+    this.ttft.draw([{ values: column(6), name: "stroke", gap: 60 }]);
     const itl = latest(7, 10);
     const p95 = latest(8, 10);
     this.itl.show(...split(ms(itl)), p95 === null ? "mean" : `p95 ${ms(p95)}`);

@@ -9,6 +9,7 @@ const GAP = 34; // px of a fold
 const STEP_MIN = 1.2; // px of a step of median length, unless zoomed by hand
 const STEP_MAX = 30;
 const SHARE = 0.55; // of the width, that one look may fill
+const STEPS_KEPT = 6000;
 const BREATH = 1.6; // by how much the scale may be off
 const FOLD = 14; // times the median step: a pause as long as this is folded
 const CATCH_UP = 1.1; // seconds in which a look scrolls in
@@ -88,8 +89,7 @@ export class Timeline {
       this.add(look);
     }
     if (!looks.length) return;
-    const span = this.stretches.reduce((sum, stretch) => sum + stretch.steps.length, 0);
-    for (let n = span; n > 6000; ) n -= this.stretches.shift().steps.length;
+    this.forget();
     const total = this.total();
     if (this.isPaused) return;
     const behind = total - this.right;
@@ -98,6 +98,15 @@ export class Timeline {
       this.speed = 0;
     } else this.speed = behind / CATCH_UP;
     this.run();
+  }
+
+  // The oldest stretches go, and what is in view stays where it is.
+  forget() {
+    let n = this.stretches.reduce((sum, stretch) => sum + stretch.steps.length, 0);
+    if (n <= STEPS_KEPT) return;
+    const before = this.total();
+    while (n > STEPS_KEPT && this.stretches.length > 1) n -= this.stretches.shift().steps.length;
+    this.right -= before - this.total();
   }
 
   clear() {
@@ -179,6 +188,8 @@ export class Timeline {
   pause(is) {
     this.isPaused = is;
     if (!is) {
+      this.picked = null;
+      this.onPick(null);
       this.right = Math.max(this.right, this.total() - this.width() * SHARE);
       this.speed = (this.total() - this.right) / CATCH_UP;
       this.run();
@@ -205,7 +216,8 @@ export class Timeline {
       pen.fillStyle = colour("line");
       pen.fillRect(0, (stage + 1) * this.laneHeight - 1, width, 1);
     }
-    this.total();
+    const total = this.total();
+    if (!this.isPaused && this.right > total) this.right = total;
     this.boxes = [];
     this.written = 0; // up to where the axis has labels
     const left = this.right - width;

@@ -6,7 +6,7 @@ A cut is the first layer of a later stage; `(8, 16)` makes three stages that sta
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from relayline.wire.common.errors import CutError
@@ -35,6 +35,8 @@ class CutFacts(Protocol):
     def windows(self) -> tuple[bool, ...]: ...  # noqa: D102
     @property
     def indexers(self) -> tuple[bool, ...]: ...  # noqa: D102
+    @property
+    def blocked(self) -> Mapping[int, str]: ...  # noqa: D102
 
 
 def ranges(n_layers: int, cuts: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -45,7 +47,9 @@ def ranges(n_layers: int, cuts: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 def is_allowed(facts: CutFacts, start: int, end: int) -> bool:
     """Tell whether the layers from start to end may be one stage. A whole model always may."""
-    if start % facts.cut_period or _lacks_choice(facts, start) or _lacks_window(facts, start, end):
+    if start % facts.cut_period or start in facts.blocked or end in facts.blocked:
+        return False
+    if _lacks_choice(facts, start) or _lacks_window(facts, start, end):
         return False
     return end - start == facts.n_layers or end - start not in facts.forbidden_lengths
 
@@ -101,8 +105,13 @@ def _reason(facts: CutFacts, edges: Sequence[int]) -> str:
         return "llama.cpp runs layers without a sliding window only together with one that has a window"
     if any(_lacks_choice(facts, start) for start in edges[:-1]):
         return "its first layer would attend to tokens that the layer before has chosen"
-    if facts.cut_period > 1:
+    blocked = [edge for edge in edges if edge in facts.blocked]
+    if blocked:
+        return facts.blocked[blocked[0]]
+    if facts.cut_period > 1 and any(edge % facts.cut_period for edge in edges[:-1]):
         return f"this architecture repeats every {facts.cut_period} layers"
+    if facts.forbidden_lengths == {1}:
+        return "llama.cpp runs no file of a single layer of this architecture"
     lengths = " or ".join(map(str, sorted(facts.forbidden_lengths)))
     return f"llama.cpp takes a file of {lengths} layers of this architecture for another model"
 

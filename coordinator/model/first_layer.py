@@ -7,7 +7,7 @@ what the whole file's first layer would say, or the model is refused.
 
 from __future__ import annotations
 
-from relayline.coordinator.model.families import Metadata, Overrides, Windows
+from relayline.coordinator.model.family import Metadata, Overrides, Windows
 from relayline.coordinator.model.gguf_write import U32
 
 HEADS, KEYS, VALUES = "attention.head_count", "attention.key_length", "attention.value_length"
@@ -30,10 +30,13 @@ def stated_widths(facts: Metadata) -> Overrides:
     return {key: (U32, head_width(facts)) for key in (KEYS, VALUES) if facts.integer(key) is None}
 
 
-def first_layer_refusal(facts: Metadata, windows: Windows, *, rotates_by_layer: bool) -> str | None:
+def first_layer_refusal(
+    facts: Metadata, windows: Windows, *, rotates_by_layer: bool, widths_by_layer: bool = False
+) -> str | None:
     """Return why no slice would compute what the whole file does, or None.
 
     rotates_by_layer: whether llama.cpp asks each layer of the family how many values of a head are rotated.
+    widths_by_layer: whether it asks each layer how wide its heads are.
     """
     n_used = facts.values.get("expert_used_count")
     if isinstance(n_used, tuple) and len(set(n_used[: facts.n_layers])) > 1:
@@ -43,9 +46,10 @@ def first_layer_refusal(facts: Metadata, windows: Windows, *, rotates_by_layer: 
     keys, width = facts.integer(KEYS), head_width(facts)
     rotated = facts.integer(ROTATED)
     full = {KEYS: keys or width, VALUES: facts.integer(VALUES) or width, ROTATED: rotated or keys or width}
+    asked = {KEYS: widths_by_layer, VALUES: widths_by_layer, ROTATED: rotates_by_layer}
     for key, usual in full.items():
         windowed = facts.integer(key + WINDOWED)
-        if windowed not in (None, usual) and not (key == ROTATED and rotates_by_layer):
+        if windowed not in (None, usual) and not asked[key]:
             text = f"its layers with a sliding window have another {key} than others ({windowed}, {usual})"
             return f"{text}, and llama.cpp takes the first layer's for all"
     return None

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from relayline.coordinator.model import families
 from relayline.coordinator.model.cuts import legal_cuts
+from relayline.coordinator.model.family import Blocked, Family, Indexers, Metadata, Windows
 from relayline.coordinator.model.first_layer import first_layer_refusal
 from relayline.coordinator.model.gguf_file import GgufModel, open_model
 from relayline.wire.common.bounds import N_EMBD_MAX
@@ -29,7 +30,7 @@ HEAD = "output.weight"
 # Tensors outside the blocks that are known to be used before the first or after the last block, or by every block.
 GLOBAL_TENSORS = frozenset({
     EMBEDDING, HEAD, "output.bias", "output.scale", "output.input_scale", "output_norm.weight", "output_norm.bias",
-    "rope_freqs.weight", LONG_FACTORS, "rope_factors_short.weight",
+    "rope_freqs.weight", LONG_FACTORS, "rope_factors_short.weight", "position_embd.weight",
 })  # fmt: skip
 SAMPLE_BYTES = 4_096
 HASH_CHUNK_BYTES = 1 << 20  # of one entry at a time: a vocabulary has tens of MiB
@@ -74,9 +75,10 @@ class ModelFacts:
     may_be_tried: bool  # whether that is only because nobody has certified it; else it is known to come out wrong
     cut_period: int
     forbidden_lengths: frozenset[int]  # numbers of layers that no slice may have
-    indexers: families.Indexers  # which layers choose what is attended to; empty where none does
+    blocked: Blocked  # layers with which no slice may start, and why
+    indexers: Indexers  # which layers choose what is attended to; empty where none does
     long_rope: LongRope | None  # if it has two sets of rope factors
-    windows: families.Windows  # which layers have a sliding window; empty unless some have and some have not
+    windows: Windows  # which layers have a sliding window; empty unless some have and some have not
 
     @property
     def legal_cuts(self) -> tuple[int, ...]:
@@ -128,16 +130,17 @@ def facts_of(model: GgufModel) -> ModelFacts:
         n_experts=model.integer(f"{architecture}.expert_count", 0),
         ctx_train=model.integer(f"{architecture}.context_length", 0),
         quantization=_quantization(model),
-        layer_bytes=_layer_bytes(model, n_layers, n_blocks),
+        layer_bytes=_layer_bytes(model, n_layers, n_blocks, n_heads),
         embedding_bytes=embedding.size_bytes,
         head_bytes=head.size_bytes,
         tied_embeddings=head is embedding,
-        kv_bytes_per_token=_kv_bytes(model, architecture, n_embd, n_heads, n_kv_heads, family.indexers(facts)),
+        kv_bytes_per_token=_kv_bytes(model, architecture, n_embd, n_heads, n_kv_heads, family, facts),
         supported=refusal is None,
         refusal=refusal,
         may_be_tried=may_be_tried,
         cut_period=family.cut_period,
         forbidden_lengths=family.forbidden_lengths(facts),
+        blocked=family.blocked(facts),
         windows=family.windows(facts),
         indexers=family.indexers(facts),
         long_rope=_long_rope(model, architecture),
@@ -169,12 +172,15 @@ def check_support(facts: ModelFacts, *, experimental: bool) -> None:
 
 def _support(
     model: GgufModel, architecture: str, n_layers: int, n_vocab: int
-) -> tuple[str | None, bool, families.Family, families.Metadata]:
+) -> tuple[str | None, bool, Family, Metadata]:
     """Return why the model is refused, whether it may be tried all the same, its family and what rules look at."""
     facts = families.metadata_of(model, n_layers, n_vocab)
     family = families.family_of(architecture)
     known = family.refusal(facts) or first_layer_refusal(
-        facts, family.windows(facts), rotates_by_layer=family.rotates_by_layer
+        facts,
+        family.windows(facts),
+        rotates_by_layer=family.rotates_by_layer,
+        widths_by_layer=family.widths_by_layer,
     )
     if known is not None:
         return known, False, family, facts
@@ -210,7 +216,7 @@ def _quantization(model: GgufModel) -> tuple[QuantShare, ...]:
     return tuple(QuantShare(name, counts[name], size) for name, size in sizes.most_common())
 
 
-def _layer_bytes(model: GgufModel, n_layers: int, n_blocks: int) -> tuple[int, ...]:
+def _layer_bytes(model: GgufModel, n_layers: int, n_blocks: int, n_heads: tuple[int, ...]) -> tuple[int, ...]:
     sizes = [0] * n_blocks
     for tensor in model.tensors.values():
         block = BLOCK_NAME.match(tensor.name)
@@ -219,8 +225,12 @@ def _layer_bytes(model: GgufModel, n_layers: int, n_blocks: int) -> tuple[int, .
         if int(block["layer"]) >= n_blocks:
             raise ModelFileError(f"{model.path}: holds {tensor.name}, but only {n_blocks} layers")
         sizes[int(block["layer"])] += tensor.size_bytes
-    if 0 in sizes[:n_layers]:
-        raise ModelFileError(f"{model.path}: layer {sizes.index(0)} has no tensors; the file is not complete")
+    missing = [layer for layer in range(n_layers) if sizes[layer] == 0]
+    if missing:
+        widths = _per_layer(model, "feed_forward_length", n_layers, None) or (1,) * n_layers
+        missing = [layer for layer in missing if n_heads[layer] or widths[layer]]  # pruned models have empty layers
+    if missing:
+        raise ModelFileError(f"{model.path}: layer {missing[0]} has no tensors; the file is not complete")
     return tuple(sizes[:n_layers])
 
 
@@ -230,17 +240,24 @@ def _kv_bytes(
     n_embd: int,
     n_heads: tuple[int, ...],
     n_kv_heads: tuple[int, ...],
-    indexers: families.Indexers,
+    family: Family,
+    facts: Metadata,
 ) -> tuple[int, ...]:
     default_width = n_embd // n_heads[0] if n_heads and n_heads[0] else 0
     key_width = model.integer(f"{architecture}.attention.key_length", default_width)
     value_width = model.integer(f"{architecture}.attention.value_length", default_width)
     if model.integer(f"{architecture}.attention.key_length_mla", 0):
         value_width = 0  # with latent attention the values are a view of the cached keys
+    widths = {False: key_width + value_width, True: key_width + value_width}
+    if family.widths_by_layer:
+        windowed = (("key_length_swa", key_width), ("value_length_swa", value_width))
+        widths[True] = sum(model.integer(f"{architecture}.attention.{key}", usual) for key, usual in windowed)
     index_width = model.integer(f"{architecture}.{INDEXER_KEYS}", 0)  # of one key more, where a layer has an indexer
+    none = (False,) * len(n_kv_heads)
+    indexers, windows = family.indexers(facts) or none, family.windows(facts) or none
     return tuple(
-        (n_kv * (key_width + value_width) + index_width * has_indexer) * KV_VALUE_BYTES
-        for n_kv, has_indexer in zip(n_kv_heads, indexers or (False,) * len(n_kv_heads), strict=True)
+        (n_kv * widths[is_windowed] + index_width * has_indexer) * KV_VALUE_BYTES
+        for n_kv, has_indexer, is_windowed in zip(n_kv_heads, indexers, windows, strict=True)
     )
 
 

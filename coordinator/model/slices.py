@@ -15,17 +15,8 @@ import hashlib
 from collections.abc import Sequence
 
 from relayline.coordinator.model.cuts import ranges
-from relayline.coordinator.model.families import (
-    INDEXER_TYPES,
-    WINDOW_PATTERN,
-    Family,
-    Metadata,
-    Overrides,
-    metadata_of,
-    output_scale_of,
-    scale_of,
-    slice_overrides,
-)
+from relayline.coordinator.model.families import metadata_of, output_scale_of, scale_of, slice_overrides
+from relayline.coordinator.model.family import INDEXER_TYPES, WINDOW_PATTERN, Family, Metadata, Overrides
 from relayline.coordinator.model.first_layer import stated_widths
 from relayline.coordinator.model.gguf_file import GgufModel, read_entries
 from relayline.coordinator.model.gguf_write import (
@@ -55,6 +46,8 @@ BARE_PREFIXES = ("xielu.",)  # of values per layer that llama.cpp reads without 
 F32_ID, F16_ID = 0, 1
 # Types for a matrix that must be there but is never read, smallest first.
 PLACEHOLDER_TYPES = (41, 2, F16_ID)  # Q1_0, Q4_0, F16
+# And for one of zeros whose rows are read, on any device.
+ZERO_TYPES = (2, F16_ID)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +57,7 @@ class PlannedTensor:
     slot: TensorSlot
     source: Tensor | None
     factor: float = 1.0  # of every value, which are F32 then
+    row_order: tuple[int, ...] = ()  # of which row of a head each one is; empty as they are
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,7 +122,9 @@ class _Planner:
 
     def stage(self, index: int, start: int, end: int) -> PlannedArtifact:
         is_last = end == self.facts.n_layers
-        tensors = (*self.global_tensors(is_last), *self.blocks(start, end))
+        unread = self.family.unread(self.facts.windows[start:end])
+        outside = [planned for planned in self.global_tensors(start == 0, is_last) if planned.slot.name not in unread]
+        tensors = (*outside, *self.blocks(start, end))
         entries = [
             *self.entries(start, end, is_last),
             *self.identity(),
@@ -208,17 +204,22 @@ class _Planner:
 
     def blocks(self, start: int, end: int) -> list[PlannedTensor]:
         factors = {} if end - start == self.facts.n_layers else self.family.factors(self.rules)
+        orders = self.family.row_orders(self.rules)
         planned = []
         for tensor in self.model.tensors.values():
             block = BLOCK_NAME.match(tensor.name)
             if block is not None and start <= int(block["layer"]) < end:
                 kept = _kept(tensor, f"blk.{int(block['layer']) - start}.{block['rest']}")
-                planned.append(dataclasses.replace(kept, factor=factors.get(block["rest"], 1.0)))
+                order = orders.get(block["rest"], ())
+                planned.append(dataclasses.replace(kept, factor=factors.get(block["rest"], 1.0), row_order=order))
+        for tensor in planned:
+            if tensor.row_order and tensor.slot.dims[-1] % len(tensor.row_order):
+                raise ModelFileError(f"{self.model.path}: {tensor.slot.name} is not made of whole heads")
         if any(tensor.factor != 1.0 and tensor.slot.type_id != F32_ID for tensor in planned):
             raise ModelFileError(f"{self.model.path}: {', '.join(factors)} of its blocks are not F32")
         return planned
 
-    def global_tensors(self, is_last: bool) -> list[PlannedTensor]:
+    def global_tensors(self, is_first: bool, is_last: bool) -> list[PlannedTensor]:
         """Return the tensors outside the blocks: the source's on the last stage, cheap stand-ins elsewhere.
 
         A stand-in mirrors a tensor of the source, so whatever the loader accepted there it accepts here.
@@ -229,7 +230,9 @@ class _Planner:
         for tensor in self.model.tensors.values():
             if BLOCK_NAME.match(tensor.name):
                 continue
-            if not is_last and tensor.name in (EMBEDDING, HEAD):
+            if not is_first and tensor.name in self.family.entry_tables:
+                planned.append(_nothing(tensor))
+            elif not is_last and tensor.name in (EMBEDDING, HEAD):
                 planned.append(_zeros(tensor.name, F16_ID, (self.facts.n_embd, DUMMY_TOKENS)))
             elif not is_last and tensor.name == "output.bias":
                 planned.append(_zeros(tensor.name, F32_ID, (DUMMY_TOKENS,)))
@@ -260,5 +263,14 @@ def _zeros(name: str, type_id: int, dims: tuple[int, ...]) -> PlannedTensor:
 
 def _placeholder(tensor: Tensor) -> PlannedTensor:
     """Return the smallest matrix of the tensor's shape."""
-    type_id = next(kind for kind in PLACEHOLDER_TYPES if tensor.dims[0] % TENSOR_TYPES[kind][1] == 0)
+    return _zeros_of(tensor, PLACEHOLDER_TYPES)
+
+
+def _nothing(tensor: Tensor) -> PlannedTensor:
+    """Return a matrix of the tensor's shape whose rows may be added and change nothing."""
+    return _zeros_of(tensor, ZERO_TYPES)
+
+
+def _zeros_of(tensor: Tensor, type_ids: Sequence[int]) -> PlannedTensor:
+    type_id = next(kind for kind in type_ids if tensor.dims[0] % TENSOR_TYPES[kind][1] == 0)
     return _zeros(tensor.name, type_id, tensor.dims)

@@ -247,6 +247,8 @@ class _Writer:
                     _put_zeros(planned.slot.size_bytes, put)
                 elif planned.factor != 1.0:
                     put(_multiplied(sources[planned.source.file_index], planned.source, planned.factor))
+                elif planned.row_order:
+                    _put_reordered(sources[planned.source.file_index], planned.source, planned.row_order, put)
                 else:
                     _put_tensor(sources[planned.source.file_index], planned.source, buffer, put)
                 put(bytes(-planned.slot.size_bytes % ALIGNMENT))
@@ -347,6 +349,20 @@ def _put_tensor(
             raise ModelFileError(f"{source.name}: ended inside tensor {tensor.name} while it was being split")
         put(piece[:n_read])
         done += n_read
+
+
+def _put_reordered(
+    source: BinaryIO, tensor: Tensor, order: Sequence[int], put: Callable[[bytes | memoryview], None]
+) -> None:
+    """Copy a matrix or vector head by head, the rows of each head in another order. A row of a vector is a value."""
+    n_rows = tensor.dims[-1]
+    row_bytes = tensor.size_bytes // n_rows
+    head_bytes = len(order) * row_bytes
+    for start in range(0, tensor.size_bytes, head_bytes):
+        head = os.pread(source.fileno(), head_bytes, tensor.offset + start)
+        if len(head) != head_bytes:
+            raise ModelFileError(f"{source.name}: ended inside tensor {tensor.name} while it was being split")
+        put(b"".join(head[row * row_bytes : (row + 1) * row_bytes] for row in order))
 
 
 def _multiplied(source: BinaryIO, tensor: Tensor, factor: float) -> bytes:

@@ -2,127 +2,61 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-
-N_EMBD, N_HEADS, N_KV_HEADS, HEAD, N_FF, N_EXPERTS = 64, 4, 2, 16, 96, 4
-Q_RANK, KV_RANK, ROPE = 32, 32, 16  # latent attention
-INDEX_KEY, INDEX_HEADS = 64, 8  # of an indexer that chooses what is attended to
-CTX = 512
-
-Shape = tuple[int, ...]  # numpy order: (outputs, inputs), experts first
-Shapes = Mapping[str, Shape]
-Value = int | float | str | bool | list[int] | list[float]
-
-RMS = {"attention.layer_norm_rms_epsilon": 1e-5}
-NORM = {"attention.layer_norm_epsilon": 1e-5}
-MOE: dict[str, Value] = {"expert_count": N_EXPERTS, "expert_used_count": 2}
-LATENT: dict[str, Value] = {
-    "attention.head_count_kv": 1,
-    "attention.key_length": KV_RANK + ROPE,
-    "attention.value_length": KV_RANK,
-    "attention.key_length_mla": HEAD + ROPE,
-    "attention.value_length_mla": HEAD,
-    "attention.kv_lora_rank": KV_RANK,
-    "rope.dimension_count": ROPE,
-    "expert_feed_forward_length": 32,
-    "expert_shared_count": 1,
-    "leading_dense_block_count": 1,
-    "expert_weights_scale": 1.5,
-    "expert_weights_norm": True,
-}
-
-INDEXED: dict[str, Value] = {
-    "attention.q_lora_rank": Q_RANK,
-    "attention.indexer.head_count": INDEX_HEADS,
-    "attention.indexer.key_length": INDEX_KEY,
-    "attention.indexer.top_k": 8,
-    "expert_gating_func": 2,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """What one family (or one variant of it) consists of."""
-
-    architecture: str
-    values: Mapping[str, Value]  # without the architecture's prefix; replace the common ones
-    block: Callable[[int], Shapes]  # layer -> tensors, without "blk.N."
-    # Tensors outside the blocks, besides the embedding table and the head.
-    tops: Shapes = dataclasses.field(default_factory=lambda: {"output_norm.weight": (N_EMBD,)})
-    n_layers: int = 5
-    may_tie: bool = True
-    always_tied: bool = False
-    per_layer: tuple[str, ...] = ()  # keys written as one value per layer
-
-
-def _attention(bias: bool = False, n_kv: int = N_KV_HEADS, out_bias: bool = False) -> dict[str, Shape]:
-    widths = {"q": N_HEADS * HEAD, "k": n_kv * HEAD, "v": n_kv * HEAD}
-    shapes: dict[str, Shape] = {f"attn_{name}.weight": (width, N_EMBD) for name, width in widths.items()}
-    if bias:
-        shapes |= {f"attn_{name}.bias": (width,) for name, width in widths.items()}
-    shapes["attn_output.weight"] = (N_EMBD, N_HEADS * HEAD)
-    return shapes | ({"attn_output.bias": (N_EMBD,)} if out_bias else {})
-
-
-def _fused(bias: bool = False) -> dict[str, Shape]:
-    width = (N_HEADS + 2 * N_KV_HEADS) * HEAD
-    shapes: dict[str, Shape] = {"attn_qkv.weight": (width, N_EMBD), "attn_output.weight": (N_EMBD, N_EMBD)}
-    return shapes | ({"attn_qkv.bias": (width,), "attn_output.bias": (N_EMBD,)} if bias else {})
-
-
-def _norms(*names: str, bias: bool = False) -> dict[str, Shape]:
-    kinds = ("weight", "bias") if bias else ("weight",)
-    return {f"{name}.{kind}": (N_EMBD,) for name in names for kind in kinds}
-
-
-def _dense(gate: bool = True, bias: bool = False) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {"ffn_up.weight": (N_FF, N_EMBD), "ffn_down.weight": (N_EMBD, N_FF)}
-    if gate:
-        shapes["ffn_gate.weight"] = (N_FF, N_EMBD)
-    return shapes | ({"ffn_up.bias": (N_FF,), "ffn_down.bias": (N_EMBD,)} if bias else {})
-
-
-def _experts(n_ff: int = N_FF, shared: int = 0) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {
-        "ffn_gate_inp.weight": (N_EXPERTS, N_EMBD),
-        "ffn_gate_exps.weight": (N_EXPERTS, n_ff, N_EMBD),
-        "ffn_up_exps.weight": (N_EXPERTS, n_ff, N_EMBD),
-        "ffn_down_exps.weight": (N_EXPERTS, N_EMBD, n_ff),
-    }
-    if shared:
-        shapes |= {f"ffn_{name}_shexp.weight": (shared, N_EMBD) for name in ("gate", "up")}
-        shapes["ffn_down_shexp.weight"] = (N_EMBD, shared)
-    return shapes
-
-
-def _plain(_: int) -> Shapes:
-    return _norms("attn_norm", "ffn_norm") | _attention() | _dense()
-
-
-def _plain_moe(_: int) -> Shapes:
-    return _norms("attn_norm", "ffn_norm") | _attention() | _experts()
+from tests.support.tiny_later_families import LATER
+from tests.support.tiny_shapes import (
+    BIASED_NORM,
+    HEAD,
+    INDEX_HEADS,
+    INDEX_KEY,
+    INDEXED,
+    KV_RANK,
+    LATENT,
+    LONG_ROPE,
+    MOE,
+    N_EMBD,
+    N_EXPERTS,
+    N_FF,
+    N_HEADS,
+    N_KV_HEADS,
+    NORM,
+    Q_RANK,
+    RMS,
+    ROPE,
+    ROPE_TOPS,
+    SIGMOID,
+    YARN,
+    Recipe,
+    Shape,
+    Shapes,
+    Value,
+    after_dense,
+    attention,
+    dense,
+    experts,
+    fused,
+    head_norms,
+    norms,
+    plain,
+    plain_moe,
+    prediction,
+)
 
 
 def _qwen2moe(_: int) -> Shapes:
     gate: Shapes = {"ffn_gate_inp_shexp.weight": (N_EMBD,)}
-    return _norms("attn_norm", "ffn_norm") | _attention(bias=True) | _experts(32, shared=64) | gate
-
-
-def _head_norms() -> dict[str, Shape]:
-    return {"attn_q_norm.weight": (HEAD,), "attn_k_norm.weight": (HEAD,)}
+    return norms("attn_norm", "ffn_norm") | attention(bias=True) | experts(32, shared=64) | gate
 
 
 def _gpt_oss(_: int) -> Shapes:
-    shapes = _norms("attn_norm", "post_attention_norm") | _attention(bias=True, out_bias=True) | _experts()
+    shapes = norms("attn_norm", "post_attention_norm") | attention(bias=True, out_bias=True) | experts()
     shapes |= {f"ffn_{name}_exps.bias": (N_EXPERTS, width) for name, width in
                (("gate", N_FF), ("up", N_FF), ("down", N_EMBD))}  # fmt: skip
     return shapes | {"attn_sinks.weight": (N_HEADS,), "ffn_gate_inp.bias": (N_EXPERTS,)}
 
 
 def _gemma3(_: int) -> Shapes:
-    norms = _norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
-    return norms | _attention() | _head_norms() | _dense()
+    normed = norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+    return normed | attention() | head_norms() | dense()
 
 
 def _gemma3_narrow(_: int) -> Shapes:
@@ -134,13 +68,8 @@ def _gemma3_narrow(_: int) -> Shapes:
 
 
 def _olmo2(_: int) -> Shapes:
-    norms = _norms("attn_q_norm", "post_attention_norm", "post_ffw_norm") | {"attn_k_norm.weight": (N_KV_HEADS * HEAD,)}
-    return norms | _attention() | _dense()
-
-
-def _after_dense(layer: int, shared: int = 32) -> dict[str, Shape]:
-    """One dense layer, then experts that are chosen with a bias."""
-    return _dense() if layer < 1 else _experts(32, shared=shared) | {"exp_probs_b.bias": (N_EXPERTS,)}
+    normed = norms("attn_q_norm", "post_attention_norm", "post_ffw_norm") | {"attn_k_norm.weight": (N_KV_HEADS * HEAD,)}
+    return normed | attention() | dense()
 
 
 MIMO2_WINDOWS, STEP35_WINDOWS = [0, 1, 1, 0, 1, 1], [0, 1, 1, 1, 0, 1]
@@ -149,30 +78,30 @@ MIMO2_KV_HEADS, STEP35_HEADS = [2, 4, 4, 2, 4, 4], [4, 6, 6, 6, 4, 6]
 
 def _mimo2(layer: int) -> Shapes:
     n_kv, value = MIMO2_KV_HEADS[layer], HEAD // 2
-    shapes = _norms("attn_norm", "ffn_norm") | _attention(n_kv=n_kv) | _after_dense(layer, shared=0)
+    shapes = norms("attn_norm", "ffn_norm") | attention(n_kv=n_kv) | after_dense(layer, shared=0)
     shapes |= {"attn_v.weight": (n_kv * value, N_EMBD), "attn_output.weight": (N_EMBD, N_HEADS * value)}
     return shapes | ({"attn_sinks.weight": (N_HEADS,)} if MIMO2_WINDOWS[layer] else {})
 
 
 def _step35(layer: int) -> Shapes:
     n_heads = STEP35_HEADS[layer]
-    shapes = _norms("attn_norm", "ffn_norm") | _attention() | _head_norms() | _after_dense(layer)
+    shapes = norms("attn_norm", "ffn_norm") | attention() | head_norms() | after_dense(layer)
     shapes |= {"attn_q.weight": (n_heads * HEAD, N_EMBD), "attn_output.weight": (N_EMBD, n_heads * HEAD)}
     return shapes | {"attn_gate.weight": (n_heads, N_EMBD)}
 
 
 def _phi3(_: int) -> Shapes:
     feed: Shapes = {"ffn_up.weight": (2 * N_FF, N_EMBD), "ffn_down.weight": (N_EMBD, N_FF)}
-    return _norms("attn_norm", "ffn_norm") | _fused() | feed
+    return norms("attn_norm", "ffn_norm") | fused() | feed
 
 
 def _phimoe(_: int) -> Shapes:
-    return _norms("attn_norm", "ffn_norm", bias=True) | _attention(bias=True, out_bias=True) | _experts()
+    return norms("attn_norm", "ffn_norm", bias=True) | attention(bias=True, out_bias=True) | experts()
 
 
 def _latent(layer: int, *, low_rank_queries: bool = True, absorbed: bool = True) -> Shapes:
     width = N_HEADS * (HEAD + ROPE)
-    shapes = _norms("attn_norm", "ffn_norm") | {
+    shapes = norms("attn_norm", "ffn_norm") | {
         "attn_kv_a_norm.weight": (KV_RANK,),
         "attn_kv_a_mqa.weight": (KV_RANK + ROPE, N_EMBD),
         "attn_output.weight": (N_EMBD, N_HEADS * HEAD),
@@ -188,7 +117,7 @@ def _latent(layer: int, *, low_rank_queries: bool = True, absorbed: bool = True)
     else:
         shapes["attn_kv_b.weight"] = (N_HEADS * 2 * HEAD, KV_RANK)
     bias: dict[str, Shape] = {"exp_probs_b.bias": (N_EXPERTS,)}
-    return shapes | (_dense() if layer < 1 else _experts(32, shared=32) | bias)
+    return shapes | (dense() if layer < 1 else experts(32, shared=32) | bias)
 
 
 INDEXERS = [1, 1, 0, 0, 1, 0, 1]  # others attend to what the one before them has chosen
@@ -207,35 +136,14 @@ def _indexed(layer: int, *, is_full: bool = True) -> Shapes:
 
 
 def _glm4moe(layer: int) -> Shapes:
-    shapes = _norms("attn_norm", "post_attention_norm") | _attention(bias=True) | _head_norms()
+    shapes = norms("attn_norm", "post_attention_norm") | attention(bias=True) | head_norms()
     bias: dict[str, Shape] = {"exp_probs_b.bias": (N_EXPERTS,)}
-    shapes |= _dense() if layer < 2 else _experts(32, shared=32) | bias
+    shapes |= dense() if layer < 2 else experts(32, shared=32) | bias
     if layer == 5:  # the prediction block behind the decoded ones
-        shapes |= _prediction()
+        shapes |= prediction()
     return shapes
 
 
-def _prediction() -> Shapes:
-    norms = _norms("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm")
-    return {**norms, "nextn.eh_proj.weight": (N_EMBD, 2 * N_EMBD)}
-
-
-BIASED_NORM = _norms("output_norm", bias=True)
-ROPE_TOPS: Shapes = {"rope_factors_long.weight": (HEAD // 2,), "rope_factors_short.weight": (HEAD // 2,)}
-LONG_ROPE: dict[str, Value] = {"rope.scaling.original_context_length": 16, "rope.scaling.attn_factor": 1.2}
-YARN: dict[str, Value] = {
-    "rope.scaling.type": "yarn",
-    "rope.scaling.factor": 4.0,
-    "rope.scaling.original_context_length": 16,
-}
-SIGMOID: dict[str, Value] = {
-    "expert_feed_forward_length": 32,
-    "expert_shared_count": 1,
-    "expert_gating_func": 2,
-    "expert_weights_norm": True,
-    "expert_weights_scale": 1.5,
-    "leading_dense_block_count": 1,
-}
 GEMMA3: dict[str, Value] = {
     **RMS,
     "attention.sliding_window": 8,
@@ -252,47 +160,47 @@ GRANITE: dict[str, Value] = {
 }
 
 RECIPES: dict[str, Recipe] = {
-    "llama": Recipe("llama", RMS, _plain, _norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)}, n_layers=6),
-    "llama:moe": Recipe("llama", {**RMS, **MOE}, _plain_moe),
+    "llama": Recipe("llama", RMS, plain, norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)}, n_layers=6),
+    "llama:moe": Recipe("llama", {**RMS, **MOE}, plain_moe),
     "llama:arrays": Recipe(
-        "llama", RMS, _plain, per_layer=("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+        "llama", RMS, plain, per_layer=("attention.head_count", "attention.head_count_kv", "feed_forward_length")
     ),
     "mistral3": Recipe(
         "mistral3",
         {**RMS, "attention.temperature_scale": 0.3, "rope.scaling.original_context_length": 8},
-        _plain,
+        plain,
     ),
-    "qwen2": Recipe("qwen2", RMS, lambda _: _norms("attn_norm", "ffn_norm") | _attention(bias=True) | _dense()),
+    "qwen2": Recipe("qwen2", RMS, lambda _: norms("attn_norm", "ffn_norm") | attention(bias=True) | dense()),
     "qwen2moe": Recipe(
         "qwen2moe",
         {**RMS, **MOE, "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 64},
         _qwen2moe,
         may_tie=False,
     ),
-    "qwen3": Recipe("qwen3", RMS, lambda layer: {**_plain(layer), **_head_norms()}),
+    "qwen3": Recipe("qwen3", RMS, lambda layer: {**plain(layer), **head_norms()}),
     "qwen3moe": Recipe(
         "qwen3moe",
         {**RMS, **MOE, "expert_feed_forward_length": N_FF},
-        lambda layer: {**_plain_moe(layer), **_head_norms()},
+        lambda layer: {**plain_moe(layer), **head_norms()},
     ),
     "phi3": Recipe(
-        "phi3", {**RMS, **LONG_ROPE, "attention.sliding_window": 8}, _phi3, _norms("output_norm") | ROPE_TOPS
+        "phi3", {**RMS, **LONG_ROPE, "attention.sliding_window": 8}, _phi3, norms("output_norm") | ROPE_TOPS
     ),
     "phimoe": Recipe(
         "phimoe", {**RMS, **MOE, **LONG_ROPE}, _phimoe, BIASED_NORM | ROPE_TOPS | {"output.bias": (0,)}, may_tie=False
     ),
-    "granite": Recipe("granite", GRANITE, _plain),
+    "granite": Recipe("granite", GRANITE, plain),
     "granitemoe": Recipe(
         "granitemoe",
         {**GRANITE, **MOE, "expert_shared_feed_forward_length": 32},
-        lambda _: _norms("attn_norm", "ffn_norm") | _attention() | _experts(shared=32),
+        lambda _: norms("attn_norm", "ffn_norm") | attention() | experts(shared=32),
     ),
     "deepseek2": Recipe("deepseek2", {**RMS, **MOE, **LATENT, "attention.q_lora_rank": Q_RANK}, _latent),
     "deepseek32": Recipe("deepseek32", {**RMS, **MOE, **LATENT, **INDEXED}, _indexed),
     "glm-dsa": Recipe(
         "glm-dsa",
         {**RMS, **MOE, **LATENT, **INDEXED, "nextn_predict_layers": 1},
-        lambda layer: {**_indexed(layer), **(_prediction() if layer == 5 else {})},
+        lambda layer: {**_indexed(layer), **(prediction() if layer == 5 else {})},
         n_layers=6,
     ),
     "glm-dsa:5.2": Recipe(
@@ -324,84 +232,84 @@ RECIPES: dict[str, Recipe] = {
         _glm4moe,
         n_layers=6,
     ),
-    "olmo": Recipe("olmo", {**NORM, "attention.clamp_kqv": 2.0}, lambda _: _attention() | _dense(), {}),
+    "olmo": Recipe("olmo", {**NORM, "attention.clamp_kqv": 2.0}, lambda _: attention() | dense(), {}),
     "olmoe": Recipe(
         "olmoe",
         {**RMS, **MOE, "attention.head_count_kv": N_HEADS},
-        lambda _: _norms("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm") | _attention(n_kv=N_HEADS) | _experts(),
+        lambda _: norms("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm") | attention(n_kv=N_HEADS) | experts(),
         may_tie=False,
     ),
     "falcon": Recipe(
-        "falcon", NORM, lambda _: _norms("attn_norm", "attn_norm_2", bias=True) | _fused() | _dense(gate=False),
+        "falcon", NORM, lambda _: norms("attn_norm", "attn_norm_2", bias=True) | fused() | dense(gate=False),
         BIASED_NORM,
     ),
     "stablelm": Recipe(
         "stablelm",
         {**NORM, "rope.dimension_count": HEAD // 2},
-        lambda _: _norms("attn_norm", "ffn_norm", bias=True) | _attention(bias=True) | _dense(),
+        lambda _: norms("attn_norm", "ffn_norm", bias=True) | attention(bias=True) | dense(),
         BIASED_NORM,
         may_tie=False,
     ),
     "starcoder2": Recipe(
         "starcoder2",
         NORM,
-        lambda _: _norms("attn_norm", "ffn_norm", bias=True) | _attention(bias=True, out_bias=True)
-        | _dense(gate=False, bias=True),
+        lambda _: norms("attn_norm", "ffn_norm", bias=True) | attention(bias=True, out_bias=True)
+        | dense(gate=False, bias=True),
         BIASED_NORM,
     ),
-    "smollm3": Recipe("smollm3", RMS, _plain, n_layers=10),
+    "smollm3": Recipe("smollm3", RMS, plain, n_layers=10),
     "command-r": Recipe(
-        "command-r", {**NORM, "logit_scale": 0.5}, lambda _: _norms("attn_norm") | _attention() | _dense(),
+        "command-r", {**NORM, "logit_scale": 0.5}, lambda _: norms("attn_norm") | attention() | dense(),
         always_tied=True,
     ),
-    "internlm2": Recipe("internlm2", RMS, _plain, may_tie=False),
+    "internlm2": Recipe("internlm2", RMS, plain, may_tie=False),
     "gptneox": Recipe(
         "gptneox",
         {**NORM, "use_parallel_residual": True, "rope.dimension_count": HEAD // 2},
-        lambda _: _norms("attn_norm", "ffn_norm", bias=True) | _fused(bias=True) | _dense(gate=False, bias=True),
+        lambda _: norms("attn_norm", "ffn_norm", bias=True) | fused(bias=True) | dense(gate=False, bias=True),
         BIASED_NORM,
         may_tie=False,
     ),
     "gptneox:serial": Recipe(
         "gptneox",
         {**NORM, "use_parallel_residual": False},
-        lambda _: _norms("attn_norm", "ffn_norm", bias=True) | _fused(bias=True) | _dense(gate=False, bias=True),
+        lambda _: norms("attn_norm", "ffn_norm", bias=True) | fused(bias=True) | dense(gate=False, bias=True),
         BIASED_NORM,
         may_tie=False,
     ),
     "arcee": Recipe(
         "arcee",
         RMS,
-        lambda _: _norms("attn_norm", "ffn_norm") | _attention() | _dense(gate=False),
-        _norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)},
+        lambda _: norms("attn_norm", "ffn_norm") | attention() | dense(gate=False),
+        norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)},
     ),
     "deepseek": Recipe(
         "deepseek",
         {**RMS, **MOE, "expert_feed_forward_length": 32, "expert_shared_count": 1, "leading_dense_block_count": 1,
          "expert_weights_scale": 1.5},
-        lambda layer: _norms("attn_norm", "ffn_norm") | _attention()
-        | (_dense() if layer < 1 else _experts(32, shared=32)),
+        lambda layer: norms("attn_norm", "ffn_norm") | attention()
+        | (dense() if layer < 1 else experts(32, shared=32)),
     ),
     "dots1": Recipe(
         "dots1",
         {**RMS, **MOE, "attention.head_count_kv": N_HEADS, "expert_feed_forward_length": 32, "expert_shared_count": 1,
          "leading_dense_block_count": 2, "expert_gating_func": 2, "expert_weights_norm": True},
-        lambda layer: _norms("attn_norm", "ffn_norm") | _attention(n_kv=N_HEADS) | _head_norms()
-        | (_dense() if layer < 2 else _experts(32, shared=32) | {"exp_probs_b.bias": (N_EXPERTS,)}),
+        lambda layer: norms("attn_norm", "ffn_norm") | attention(n_kv=N_HEADS) | head_norms()
+        | (dense() if layer < 2 else experts(32, shared=32) | {"exp_probs_b.bias": (N_EXPERTS,)}),
         may_tie=False,
     ),
-    "ernie4_5": Recipe("ernie4_5", RMS, _plain),
-    "exaone": Recipe("exaone", RMS, _plain, _norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)}),
+    "ernie4_5": Recipe("ernie4_5", RMS, plain),
+    "exaone": Recipe("exaone", RMS, plain, norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)}),
     "hunyuan-moe": Recipe(
         "hunyuan-moe",
         {**RMS, **MOE, "expert_feed_forward_length": N_FF, "expert_shared_feed_forward_length": 32},
-        lambda _: _norms("attn_norm", "ffn_norm") | _attention() | _head_norms() | _experts(shared=32),
+        lambda _: norms("attn_norm", "ffn_norm") | attention() | head_norms() | experts(shared=32),
     ),
     "minimax-m2": Recipe(
         "minimax-m2",
         {**RMS, **MOE, "expert_feed_forward_length": N_FF, "expert_gating_func": 2},
         lambda layer: {
-            **_plain_moe(layer), "attn_q_norm.weight": (N_HEADS * HEAD,), "attn_k_norm.weight": (N_KV_HEADS * HEAD,),
+            **plain_moe(layer), "attn_q_norm.weight": (N_HEADS * HEAD,), "attn_k_norm.weight": (N_KV_HEADS * HEAD,),
             "exp_probs_b.bias": (N_EXPERTS,),
         },
         may_tie=False,
@@ -409,18 +317,18 @@ RECIPES: dict[str, Recipe] = {
     "nemotron": Recipe(
         "nemotron",
         NORM,
-        lambda _: _norms("attn_norm", "ffn_norm", bias=True) | _attention() | _dense(gate=False),
+        lambda _: norms("attn_norm", "ffn_norm", bias=True) | attention() | dense(gate=False),
         BIASED_NORM,
         may_tie=False,
     ),
     "orion": Recipe(
-        "orion", NORM, lambda _: _norms("attn_norm", "ffn_norm", bias=True) | _attention() | _dense(), BIASED_NORM,
+        "orion", NORM, lambda _: norms("attn_norm", "ffn_norm", bias=True) | attention() | dense(), BIASED_NORM,
         may_tie=False,
     ),
     "seed_oss": Recipe(
-        "seed_oss", RMS, lambda _: _norms("attn_norm", "post_attention_norm") | _attention(bias=True) | _dense()
+        "seed_oss", RMS, lambda _: norms("attn_norm", "post_attention_norm") | attention(bias=True) | dense()
     ),
-    "xverse": Recipe("xverse", RMS, _plain, may_tie=False),
+    "xverse": Recipe("xverse", RMS, plain, may_tie=False),
     "gpt-oss": Recipe(
         "gpt-oss",
         {**RMS, **MOE, **YARN, "expert_feed_forward_length": N_FF, "attention.sliding_window": 8},
@@ -428,11 +336,11 @@ RECIPES: dict[str, Recipe] = {
         n_layers=6,
         may_tie=False,
     ),
-    "gemma": Recipe("gemma", RMS, _plain, always_tied=True),
+    "gemma": Recipe("gemma", RMS, plain, always_tied=True),
     "gemma2": Recipe(
         "gemma2",
         {**RMS, "attention.sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
-        lambda _: _norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm") | _attention() | _dense(),
+        lambda _: norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm") | attention() | dense(),
         n_layers=6,
         always_tied=True,
     ),
@@ -446,7 +354,7 @@ RECIPES: dict[str, Recipe] = {
     "cohere2": Recipe(
         "cohere2",
         {**NORM, "logit_scale": 0.5, "attention.sliding_window": 8},
-        lambda _: _norms("attn_norm") | _attention() | _dense(),
+        lambda _: norms("attn_norm") | attention() | dense(),
         n_layers=8,
         always_tied=True,
     ),
@@ -457,13 +365,13 @@ RECIPES: dict[str, Recipe] = {
     "exaone4": Recipe(
         "exaone4",
         RMS,
-        lambda _: _norms("post_attention_norm", "post_ffw_norm") | _attention() | _head_norms() | _dense(),
-        _norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)},
+        lambda _: norms("post_attention_norm", "post_ffw_norm") | attention() | head_norms() | dense(),
+        norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)},
     ),
     "exaone-moe": Recipe(
         "exaone-moe",
         {**RMS, **MOE, **SIGMOID, "attention.sliding_window": 8},
-        lambda layer: _norms("attn_norm", "ffn_norm") | _attention() | _head_norms() | _after_dense(layer),
+        lambda layer: norms("attn_norm", "ffn_norm") | attention() | head_norms() | after_dense(layer),
         n_layers=8,
         may_tie=False,
     ),
@@ -471,23 +379,23 @@ RECIPES: dict[str, Recipe] = {
         "ernie4_5-moe",
         {**RMS, **MOE, "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 32,
          "interleave_moe_layer_step": 1, "leading_dense_block_count": 1},
-        lambda layer: _norms("attn_norm", "ffn_norm") | _attention() | _after_dense(layer),
+        lambda layer: norms("attn_norm", "ffn_norm") | attention() | after_dense(layer),
     ),
     "bailingmoe2": Recipe(
         "bailingmoe2",
         {**RMS, **MOE, **SIGMOID},
-        lambda layer: _norms("attn_norm", "ffn_norm") | _fused() | _head_norms() | _after_dense(layer),
+        lambda layer: norms("attn_norm", "ffn_norm") | fused() | head_norms() | after_dense(layer),
         may_tie=False,
     ),
     "hunyuan-dense": Recipe(
-        "hunyuan-dense", {**RMS, "rope.scaling.alpha": 50.0}, lambda layer: {**_plain(layer), **_head_norms()}
+        "hunyuan-dense", {**RMS, "rope.scaling.alpha": 50.0}, lambda layer: {**plain(layer), **head_norms()}
     ),
     "apertus": Recipe(
         "apertus",
         {**RMS, "xielu.alpha_n": [0.2, 0.4, 0.6, 0.8, 1.0], "xielu.alpha_p": [1.0, 0.9, 0.8, 0.7, 0.6],
          "xielu.beta": [0.5, 0.4, 0.3, 0.2, 0.1], "xielu.eps": [-1e-6] * 5},
-        lambda _: _norms("attn_norm", "ffn_norm") | _attention() | _head_norms() | _dense(gate=False),
-        _norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)},
+        lambda _: norms("attn_norm", "ffn_norm") | attention() | head_norms() | dense(gate=False),
+        norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)},
         may_tie=False,
     ),
     "mimo2": Recipe(
@@ -508,23 +416,23 @@ RECIPES: dict[str, Recipe] = {
          "expert_shared_feed_forward_length": 32, "expert_weights_norm": True, "expert_weights_scale": 1.5,
          "swiglu_clamp_exp": [0.0, 0.1, 0.0, 0.2, 0.0, 0.3], "swiglu_clamp_shexp": [0.0, 0.0, 0.1, 0.0, 0.2, 0.0]},
         _step35,
-        _norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)},
+        norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)},
         n_layers=6,
         may_tie=False,
     ),
     "llama4": Recipe(
         "llama4",
         {**RMS, **MOE, "expert_feed_forward_length": 32, "interleave_moe_layer_step": 2},
-        lambda layer: _norms("attn_norm", "ffn_norm") | _attention()
-        | (_experts(32, shared=32) if layer % 2 else _dense()),
-        _norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)},
+        lambda layer: norms("attn_norm", "ffn_norm") | attention()
+        | (experts(32, shared=32) if layer % 2 else dense()),
+        norms("output_norm") | {"rope_freqs.weight": (HEAD // 2,)},
         n_layers=12,
     ),
     "grok": Recipe(
         "grok",
         {**RMS, **MOE, "expert_feed_forward_length": 32},
-        lambda _: _norms("attn_norm", "attn_output_norm", "ffn_norm", "layer_output_norm") | _attention() | _dense()
-        | _experts(32),
+        lambda _: norms("attn_norm", "attn_output_norm", "ffn_norm", "layer_output_norm") | attention() | dense()
+        | experts(32),
     ),
     "mistral4": Recipe(
         "mistral4",
@@ -534,14 +442,4 @@ RECIPES: dict[str, Recipe] = {
     ),
 }  # fmt: skip
 
-
-# Families outside the table of coordinator/model/families.py, for what `--experimental` does with them.
-UNCERTIFIED: dict[str, Recipe] = {
-    # Three layers with a sliding window, one without: llama.cpp aborts on a slice that has none with a window.
-    "granite_swa": Recipe(
-        "granite_swa",
-        {**RMS, "logit_scale": 2.0, "attention.sliding_window": 8, "attention.sliding_window_pattern": [1, 1, 1, 0]},
-        lambda layer: {**_plain(layer), "attn_sinks.weight": (N_HEADS,)},
-        n_layers=4,
-    ),
-}
+RECIPES |= LATER

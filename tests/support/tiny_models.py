@@ -13,7 +13,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from tests.support.tiny_families import CTX, N_EMBD, N_FF, N_HEADS, N_KV_HEADS, RECIPES, UNCERTIFIED, Shape, Value
+from tests.support.tiny_families import RECIPES
+from tests.support.tiny_shapes import CTX, N_EMBD, N_FF, N_HEADS, N_KV_HEADS, Shape, Value
 
 
 def make_tiny(
@@ -34,7 +35,7 @@ def make_tiny(
     `quant` is the type of every matrix (f32, f16, q8_0, q4_0, mxfp4); vectors stay f32. With `tokenizer` the vocabulary
     is a byte-level one with text (`vocab` is then ignored: see TOKENS); without, it is nameless.
     """
-    recipe = (RECIPES | UNCERTIFIED)[family]
+    recipe = RECIPES[family]
     n_layers = n_layers or recipe.n_layers
     vocab = len(TOKENS) if tokenizer else vocab
     writer = gguf.GGUFWriter(None, recipe.architecture)
@@ -97,7 +98,7 @@ def _weights(name: str, shape: Shape, seed: int) -> np.ndarray:
     values = random.standard_normal(shape, np.float32)
     if name.startswith("rope_"):
         return 1.0 + np.abs(values)
-    if "norm" in name and name.endswith("weight"):
+    if ("norm" in name and not name.endswith("bias")) or "scale" in name:
         return 1.0 + 0.2 * values
     if len(shape) == 1:
         return 0.2 * values

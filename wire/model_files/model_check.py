@@ -49,6 +49,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "attention.head_count_kv": (0, HEADS_MAX),
     "attention.indexer.head_count": (0, HEADS_MAX),
     "attention.sliding_window": (0, CTX_MAX),
+    "attention.indexer.block_size": (1, CTX_MAX),
     "attention.temperature_length": (1, INTEGER_MAX - 1),
     "rope.scaling.original_context_length": (1, CTX_MAX),
     "expert_count": (0, EXPERTS_MAX),
@@ -56,6 +57,8 @@ _RANGES: dict[str, tuple[int, int]] = {
     "expert_group_count": (0, EXPERTS_MAX),
     "expert_group_used_count": (0, EXPERTS_MAX),
     "expert_gating_func": (0, 16),
+    "experts_per_group": (1, EXPERTS_MAX),
+    "num_loops": (1, LAYERS_MAX),
 }
 _MAY_BE_NEGATIVE = ("deepstack_mapping", "pooling_type", "rope.dimension_sections")
 _POSITIVE = ("rope.freq_base", "rope.freq_base_swa")
@@ -68,17 +71,25 @@ _BY_PIECES = "llama"
 # Architectures whose graph takes keys to be as wide as values, and those that rotate whole heads (the graph() of
 # each in llama.cpp's src/models). Elsewhere the shapes of tensors tell all.
 _EQUAL_WIDTHS = frozenset({
-    "apertus", "arcee", "bailingmoe2", "cohere2", "command-r", "deepseek", "dots1", "ernie4_5", "ernie4_5-moe",
-    "exaone", "exaone-moe", "exaone4", "falcon", "gemma", "gemma2", "gemma3", "glm4moe", "gpt-oss", "gptneox",
-    "granite", "granitemoe", "grok", "hunyuan-dense", "hunyuan-moe", "internlm2", "llama", "llama4", "minimax-m2",
-    "mistral3", "nemotron", "olmo", "olmo2", "olmoe", "orion", "phi3", "phimoe", "qwen2", "qwen2moe", "qwen3",
-    "qwen3moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "step35", "xverse",
+    "afmoe", "apertus", "arcee", "arctic", "bailingmoe2", "bitnet", "chatglm", "codeshell", "cohere2",
+    "cohere2moe", "command-r", "dbrx", "deci", "deepseek", "dots1", "ernie4_5", "ernie4_5-moe", "exaone",
+    "exaone-moe", "exaone4", "falcon", "gemma", "gemma2", "gemma3", "glm4", "glm4moe", "gpt-oss", "gpt2",
+    "gptneox", "granite", "granite_swa", "granitemoe", "grok", "grovemoe", "hunyuan-dense", "hunyuan-moe",
+    "hunyuan_vl", "hy_v3", "internlm2", "jais", "jais2", "laguna", "llama", "llama4", "maincoder", "maple",
+    "mellum", "minicpm", "minimax-m2", "minimax-m3", "mistral3", "mpt", "nanbeige", "nemotron", "olmo", "olmo2",
+    "olmoe", "openelm", "orion", "paddleocr", "pangu-embedded", "phi2", "phi3", "phimoe", "plamo", "qwen",
+    "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe", "refact", "seed_oss",
+    "smallthinker", "smollm3", "spark2_5", "stablelm", "starcoder", "starcoder2", "step35", "xverse",
 })  # fmt: skip
 _WHOLE_ROTATION = _EQUAL_WIDTHS - frozenset({
-    "bailingmoe2", "cohere2", "command-r", "gemma", "gemma2", "gemma3", "glm4moe", "gpt-oss", "gptneox",
-    "hunyuan-dense", "minimax-m2", "nemotron", "phi3", "phimoe", "stablelm", "step35",
+    "afmoe", "bailingmoe2", "bitnet", "chatglm", "cohere2", "command-r", "gemma", "gemma2", "gemma3", "glm4",
+    "glm4moe", "gpt-oss", "gpt2", "gptneox", "hunyuan-dense", "jais", "laguna", "maple", "minimax-m2",
+    "minimax-m3", "mpt", "nanbeige", "nemotron", "openelm", "phi2", "phi3", "phimoe", "qwen", "refact",
+    "spark2_5", "stablelm", "starcoder", "step35",
 })  # fmt: skip
-_DECODERS = _EQUAL_WIDTHS | {"deepseek2", "deepseek32", "glm-dsa", "mimo2", "mistral4"}
+_DECODERS = _EQUAL_WIDTHS | {
+    "bailingmoe", "deepseek2", "deepseek2-ocr", "deepseek32", "gemma4", "glm-dsa", "mimo2", "mistral4",
+}  # fmt: skip
 
 
 def check_header(file: GgufFile) -> None:

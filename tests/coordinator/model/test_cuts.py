@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ class Facts:
     forbidden_lengths: frozenset[int] = frozenset()
     windows: tuple[bool, ...] = ()
     indexers: tuple[bool, ...] = ()
+    blocked: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def n_layers(self) -> int:
@@ -86,6 +88,16 @@ def test_no_stage_begins_with_a_layer_that_attends_to_what_another_has_chosen() 
     assert balanced_cuts(facts, 2) == (4,)
     with pytest.raises(CutError, match="the most is 3"):
         balanced_cuts(facts, 4)
+
+
+def test_no_stage_begins_with_a_layer_that_a_family_forbids() -> None:
+    facts = Facts((10,) * 6, blocked={2: "it has no attention", 3: "it has no attention"})
+    assert legal_cuts(facts) == (1, 4, 5)
+    with pytest.raises(CutError, match="cut 3 is not legal: it has no attention; legal cuts: 1,4,5"):
+        check_cuts(facts, (3,))
+    assert balanced_cuts(facts, 4) == (1, 4, 5)
+    with pytest.raises(CutError, match="the most is 4"):
+        balanced_cuts(facts, 5)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
 from relayline.wire.common.errors import CutError, UnsupportedArchitectureError
 from tests.coordinator.model.test_families import check
-from tests.support.tiny_families import HEAD, RECIPES, Value
+from tests.support.tiny_families import RECIPES
 from tests.support.tiny_models import make_tiny
+from tests.support.tiny_shapes import HEAD, Value
 
 
 @pytest.mark.parametrize(

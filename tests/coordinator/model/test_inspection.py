@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from relayline.coordinator.model.families import FAMILIES
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.planner.instance import Load
 from relayline.coordinator.planner.memory import compute_bytes, kv_cells
@@ -18,8 +19,8 @@ from relayline.deploy.cli.model import inspect_command, split_command
 from relayline.deploy.planning.inputs import shape_of
 from relayline.deploy.testing.paths import ROOT
 from relayline.wire.common.errors import CutError, ModelFileError, UnsupportedArchitectureError
-from tests.support.tiny_families import INDEX_KEY, KV_RANK, ROPE
 from tests.support.tiny_models import make_tiny
+from tests.support.tiny_shapes import INDEX_KEY, KV_RANK, ROPE
 
 
 def test_facts(tmp_path: Path) -> None:
@@ -59,14 +60,15 @@ def test_json(tmp_path: Path) -> None:
     assert facts["kv_bytes_per_token_total"] == sum(facts["kv_bytes_per_token"]) == 1280
 
 
-@pytest.mark.parametrize("name", ["llama", "glm4moe", "granite_swa"])
-def test_table(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "glm4moe", "cohere2moe"])
+def test_table(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(FAMILIES, "cohere2moe")
     model = make_tiny(name, tmp_path / "m.gguf", extra_values={"note": 1})
     result = CliRunner().invoke(inspect_command, [str(model)])
     assert result.exit_code == 0
     assert f"tiny {name}" in result.stdout
-    assert ("legal cuts    1 to" in result.stdout) is (name != "granite_swa")
-    assert ("cannot be split" in result.stdout) is (name == "granite_swa")
+    assert ("legal cuts    1 to" in result.stdout) is (name != "cohere2moe")
+    assert ("cannot be split" in result.stdout) is (name == "cohere2moe")
 
 
 @pytest.mark.parametrize(("name", "n_masks"), [("llama", 1), ("gemma3", 2), ("olmo2", 1), ("olmo2:windows", 2)])
@@ -135,8 +137,9 @@ def test_usage_errors(arguments: list[str], tmp_path: Path) -> None:
     assert result.exit_code == 2
 
 
-def test_split_command_errors(tmp_path: Path) -> None:
-    model = make_tiny("granite_swa", tmp_path / "m.gguf")
+def test_split_command_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(FAMILIES, "cohere2moe")
+    model = make_tiny("cohere2moe", tmp_path / "m.gguf", n_layers=4)
     out = ["--out", str(tmp_path / "out")]
     runs = {
         ("nothing.gguf", "--stages", "2"): ModelFileError,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from llama_cpp import llama_cpp as llama
 
+from relayline.coordinator.model.families import FAMILIES
 from relayline.coordinator.model.gguf_file import open_model
 from relayline.coordinator.model.gguf_write import STRING_TYPE, U32, TensorSlot, encode_entry, encode_header
 from relayline.coordinator.model.inspection import content_key
@@ -366,13 +367,30 @@ def test_source_that_changes_meanwhile(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_experimental_reports_an_abort_of_llama_cpp(tmp_path: Path) -> None:
+@pytest.fixture
+def untried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model whose family has no row, and which does not state where its windows are."""
+    monkeypatch.delitem(FAMILIES, "cohere2moe")
+    return make_tiny("cohere2moe", tmp_path / "m.gguf", n_layers=4)
+
+
+def test_experimental_reports_an_abort_of_llama_cpp(untried: Path, tmp_path: Path) -> None:
     """The slice with no sliding-window layer makes llama.cpp abort: in the probe, not here."""
-    model = make_tiny("granite_swa", tmp_path / "m.gguf")
     with pytest.raises(UnsupportedArchitectureError, match=r"layers 3 to 3 .*GGML_ASSERT\(.*is_swa_any") as caught:
-        split_model(model, tmp_path / "out", cuts=(3,), experimental=True, probe=probe_artifact)
+        split_model(untried, tmp_path / "out", cuts=(3,), experimental=True, probe=probe_artifact)
     assert "\n" not in caught.value.message
     assert not (tmp_path / "out").exists()
+
+
+def test_experimental_keeps_to_windows_that_a_file_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No slice is planned that llama.cpp would abort on; each is told its own windows."""
+    monkeypatch.delitem(FAMILIES, "granite_swa")
+    model = make_tiny("granite_swa", tmp_path / "m.gguf")
+    with pytest.raises(CutError, match="only together with one that has a window; legal cuts: 1-6"):
+        split_model(model, tmp_path / "out", cuts=(7,), experimental=True)
+    split_model(model, tmp_path / "out", cuts=(3,), experimental=True, probe=probe_artifact)
+    told = open_model(tmp_path / "out" / "stage-1.gguf").value("granite_swa.attention.sliding_window_pattern")
+    assert told == (False, True, True, True, False)
 
 
 def test_experimental_probes_a_certified_family_with_a_tensor_of_no_stage(tmp_path: Path) -> None:
@@ -383,8 +401,7 @@ def test_experimental_probes_a_certified_family_with_a_tensor_of_no_stage(tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_experimental_split_that_runs(tmp_path: Path) -> None:
-    model = make_tiny("granite_swa", tmp_path / "m.gguf")
+def test_experimental_split_that_runs(untried: Path, tmp_path: Path) -> None:
     asked: list[str] = []
 
     def probe(path: Path) -> str | None:
@@ -392,7 +409,7 @@ def test_experimental_split_that_runs(tmp_path: Path) -> None:
         assert not (tmp_path / "out" / PIPELINE_NAME).exists()
         return probe_artifact(path)
 
-    pipeline = split_model(model, tmp_path / "out", n_stages=2, experimental=True, probe=probe)
+    pipeline = split_model(untried, tmp_path / "out", n_stages=2, experimental=True, probe=probe)
     assert len(asked) == 2
     assert load_pipeline(tmp_path / "out") == pipeline
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from relayline.coordinator.model.families import FAMILIES
 from relayline.coordinator.model.pipeline_file import load_pipeline, store_pipeline
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.certify import pipeline as certify_pipeline
@@ -188,9 +189,19 @@ def test_a_kept_artifact_that_was_altered_is_made_anew(tmp_path: Path, scratch: 
 
 
 def test_a_native_abort_is_told_as_what_it_is(tmp_path: Path, scratch: Path) -> None:
-    """llama.cpp aborts on a slice of granite_swa that has no layer with a sliding window."""
+    """llama.cpp aborts on a slice of granite_swa that is told of no layer with a sliding window."""
     model = make_tiny("granite_swa", tmp_path / "model.gguf")
-    (cut,) = certify_json(scratch, model, "--cuts", 3, "--experimental", expect=1)["cuts"]
+    keep = tmp_path / "keep"
+    pipeline = split_model(model, keep / "cuts-4", cuts=(4,))
+    path = keep / "cuts-4" / pipeline.stages[1].file
+    data, key = bytearray(path.read_bytes()), b"granite_swa.attention.sliding_window_pattern"
+    first = data.index(key) + len(key) + 16  # behind the types of array and item and the length
+    assert data[first : first + 4] == bytes([1, 1, 1, 0])
+    data[first : first + 4] = bytes(4)
+    path.write_bytes(data)
+    stages = (pipeline.stages[0], msgspec.structs.replace(pipeline.stages[1], sha256=hashlib.sha256(data).hexdigest()))
+    store_pipeline(keep / "cuts-4", msgspec.structs.replace(pipeline, stages=stages))
+    (cut,) = certify_json(scratch, model, "--keep", keep, "--cuts", 4, expect=1)["cuts"]
     assert "stage-1 ended with signal SIGABRT" in cut["problem"]
     assert "GGML_ASSERT" in cut["problem"]
 
@@ -258,7 +269,7 @@ class Wrong:
 
 WRONG = {
     "architecture": Wrong(
-        "granite_swa", (), 1, "granite_swa model cannot be split: its architecture has not been certified; supported: "
+        "cohere2moe", (), 1, "cohere2moe model cannot be split: its architecture has not been certified; supported: "
     ),
     "cut": Wrong("llama", ("--cuts", "9"), 2, "cut 9 is outside the model's 2 layers"),
     "not a cut": Wrong("llama", ("--cuts", "one"), 2, "'one' is not a list of layer numbers"),
@@ -294,6 +305,7 @@ def test_wrong_things_are_one_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = WRONG[name]
+    monkeypatch.delitem(FAMILIES, "cohere2moe")
     model = make_tiny(wrong.family, tmp_path / "model.gguf", n_layers=2)
     code, line = refused([str(model), *wrong.arguments], monkeypatch, capsys)
     assert (code, wrong.text in line) == (wrong.exit_code, True), line

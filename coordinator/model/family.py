@@ -1,0 +1,147 @@
+"""What may be special about a model family when its layers are cut apart: the row of the table, and what a rule sees.
+
+The rows stand in `families.py`, their rules in `family_rules.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+
+from relayline.wire.model_files.gguf_header import Value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Metadata:
+    """What a rule may look at."""
+
+    architecture: str
+    values: Mapping[str, Value]  # decoded entries; keys of the family's own namespace without the prefix
+    tensor_names: Collection[str]
+    n_layers: int  # decoded layers; prediction layers at the end are not counted
+    n_vocab: int
+
+    def integer(self, key: str) -> int | None:
+        """Return an integer value, or None when it is absent."""
+        found = self.values.get(key)
+        return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
+# Key (without the family's prefix) -> (GGUF type, value) that every slice carries in place of the source's. For a
+# tuple, which becomes an array, the type is that of its items.
+Overrides = Mapping[str, tuple[int, Value]]
+
+
+def _no_overrides(_: Metadata) -> Overrides:
+    return {}
+
+
+def _no_refusal(_: Metadata) -> str | None:
+    return None
+
+
+def _no_lengths(_: Metadata) -> frozenset[int]:
+    return frozenset()
+
+
+# Which layers have a sliding window, one flag per layer; empty where llama.cpp keeps all layers alike. Every slice is
+# told its own flags outright, because a pattern counts from the first layer in the file.
+Windows = tuple[bool, ...]
+WINDOW_PATTERN = "attention.sliding_window_pattern"
+
+
+def _no_windows(_: Metadata) -> Windows:
+    return ()
+
+
+# Which layers choose by themselves which tokens they attend to, one flag per layer; others attend to what the last one
+# before them has chosen, so that no slice starts with them. Empty where none chooses.
+Indexers = tuple[bool, ...]
+INDEXER_TYPES = "attention.indexer.types"
+
+
+def _no_indexers(_: Metadata) -> Indexers:
+    return ()
+
+
+# F32 vectors of each block, by name without "blk.N.", and what a slice carries them multiplied with.
+Factors = Mapping[str, float]
+
+
+def _no_factors(_: Metadata) -> Factors:
+    return {}
+
+
+def windows_of(period: int, *, is_optional: bool = False, full_first: bool = False) -> Callable[[Metadata], Windows]:
+    """Return what llama_model_base::load_swa_pattern makes of a file where one layer of each period has no window.
+
+    It is the last of its period, or the first (`full_first`). Optional: without a window in the file, no layer has one.
+    """
+
+    def found(facts: Metadata) -> Windows:
+        if is_optional and not facts.integer("attention.sliding_window"):
+            return ()
+        stated = facts.values.get(WINDOW_PATTERN)
+        if isinstance(stated, tuple):
+            flags = tuple(bool(flag) for flag in stated[: facts.n_layers])
+            return flags + (False,) * (facts.n_layers - len(flags))
+        every = facts.integer(WINDOW_PATTERN)
+        every = period if every is None else every
+        full = 0 if full_first else every - 1
+        return tuple(every == 0 or layer % every != full for layer in range(facts.n_layers))
+
+    return found
+
+
+def stated_windows(facts: Metadata) -> Windows:
+    """Return the windows that a file of an unknown family states layer by layer, if it does."""
+    if not facts.integer("attention.sliding_window") or not isinstance(facts.values.get(WINDOW_PATTERN), tuple):
+        return ()
+    return windows_of(0)(facts)
+
+
+# Layers with which no slice may start -> why.
+Blocked = Mapping[int, str]
+
+
+def _no_blocked(_: Metadata) -> Blocked:
+    return {}
+
+
+# Tensors of each block, by name without "blk.N.", and the order in which a slice carries the rows of every head.
+RowOrders = Mapping[str, tuple[int, ...]]
+
+
+def _no_orders(_: Metadata) -> RowOrders:
+    return {}
+
+
+def _all_read(_: Windows) -> frozenset[str]:
+    return frozenset()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """How one architecture is cut."""
+
+    architecture: str  # general.architecture
+    models: str = ""  # by the names that people know them by
+    head_required: bool = False  # llama.cpp demands output.weight; otherwise it falls back to token_embd.weight
+    cut_period: int = 1  # a slice must start at a multiple of this, because a layer's kind follows from its index
+    embedding_scale: float | None = None  # llama.cpp's default for <arch>.embedding_scale; None: no such key is read
+    scales_tokens: bool = False  # looked-up rows are scaled by the root of their width, rows that come in are not
+    scales_rows: bool = False  # both are, so that every stage but the last has to undo it for the next
+    overrides: Callable[[Metadata], Overrides] = _no_overrides  # keys that every slice must carry changed
+    refusal: Callable[[Metadata], str | None] = _no_refusal  # why a certain model of the family cannot be cut
+    forbidden_lengths: Callable[[Metadata], frozenset[int]] = _no_lengths  # layer counts that load as another model
+    blocked: Callable[[Metadata], Blocked] = _no_blocked  # layers with which no slice may start
+    windows: Callable[[Metadata], Windows] = _no_windows  # where layers with and without sliding windows alternate
+    indexers: Callable[[Metadata], Indexers] = _no_indexers  # which layers choose what is attended to
+    factors: Callable[[Metadata], Factors] = _no_factors  # what llama.cpp would multiply by in the whole file alone
+    row_orders: Callable[[Metadata], RowOrders] = _no_orders  # where slices are computed with another form of rope
+    unread: Callable[[Windows], frozenset[str]] = _all_read  # windows of a slice -> tensors its loader would refuse
+    entry_tables: frozenset[str] = frozenset()  # added to rows where they enter a graph: zeros behind stage 0
+    rotates_by_layer: bool = False  # llama.cpp asks each layer how many values of its heads are rotated
+    widths_by_layer: bool = False  # and how wide its heads are
+    left_out: str = ""  # what a file of the family may hold that stages do not use, besides prediction layers
+    certified: bool = True  # False only for the generic rule of --experimental

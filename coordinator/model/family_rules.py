@@ -1,0 +1,313 @@
+"""The rules of single families: what llama.cpp derives from a whole file, and how a slice is told the same.
+
+The facts are about the llama.cpp that pyproject.toml pins; the function that shows each is named beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+from relayline.coordinator.model.family import (
+    INDEXER_TYPES,
+    Blocked,
+    Factors,
+    Indexers,
+    Metadata,
+    Overrides,
+    RowOrders,
+    Windows,
+    windows_of,
+)
+from relayline.coordinator.model.gguf_write import F32, I32, U32
+from relayline.wire.model_files.gguf_header import Value
+
+
+def all_indexers(facts: Metadata) -> Indexers:
+    """Every layer chooses by itself."""
+    return (True,) * facts.n_layers
+
+
+def granite_refusal(facts: Metadata) -> str | None:
+    """Deepstack layers take image features."""
+    # llama_model_granite::load_arch_hparams: such a model takes wider rows, with image features per layer.
+    mapping = facts.values.get("deepstack_mapping")
+    if isinstance(mapping, tuple) and any(isinstance(index, int) and index >= 0 for index in mapping):
+        return "its deepstack layers take image features beside the hidden state, which stages do not forward"
+    return None
+
+
+def command_r_refusal(facts: Metadata) -> str | None:
+    """The query and key norms of the largest model are known by its number of layers."""
+    # llama_model_command_r::load_arch_tensors reads the query and key norms only if n_layer >= 64.
+    if "blk.0.attn_q_norm.weight" in facts.tensor_names:
+        return "its query and key norms are loaded by llama.cpp only from files of 64 or more layers"
+    return None
+
+
+DEEPSEEK2_LITE_LAYERS = frozenset({26, 27})
+GATING_SOFTMAX, GATING_SIGMOID = 1, 2
+
+
+def _deepseek2_is_lite(facts: Metadata) -> bool:
+    return facts.n_layers in DEEPSEEK2_LITE_LAYERS or (facts.n_layers == 48 and facts.n_vocab == 128_256)
+
+
+def deepseek2_overrides(facts: Metadata) -> Overrides:
+    """State what llama.cpp guesses from the number of layers."""
+    # llama_model_deepseek2::load_arch_hparams guesses two things from the layer count: whether queries are low-rank
+    # (the Lite models are not) and, in old files, the gating function. A slice has to say both outright.
+    stated: dict[str, tuple[int, Value]] = {}
+    if _deepseek2_is_lite(facts):
+        stated["attention.q_lora_rank"] = (U32, 0)
+    if not facts.integer("expert_gating_func"):
+        flash = facts.n_layers in (47, 48) and facts.n_vocab == 154_880
+        stated["expert_gating_func"] = (U32, GATING_SIGMOID if flash else GATING_SOFTMAX)
+    return stated
+
+
+def deepseek2_lengths(facts: Metadata) -> frozenset[int]:
+    """Files of so many layers load as Lite models."""
+    if _deepseek2_is_lite(facts):
+        return frozenset()
+    return DEEPSEEK2_LITE_LAYERS | ({48} if facts.n_vocab == 128_256 else frozenset())
+
+
+def _head_width(facts: Metadata) -> int:
+    n_embd, n_heads = facts.integer("embedding_length") or 0, facts.integer("attention.head_count") or 0
+    return facts.integer("attention.key_length") or (n_embd // n_heads if n_heads else 0)
+
+
+def _n_rotated(facts: Metadata) -> int:
+    """Return how many values of a head are rotated, by llama.cpp's rules for the absent keys."""
+    return facts.integer("rope.dimension_count") or _head_width(facts)
+
+
+def _is_multi_axis(facts: Metadata) -> bool:
+    """As llama_hparams::use_mrope has it."""
+    sections = facts.values.get("rope.dimension_sections")
+    return isinstance(sections, tuple) and len(sections) > 1 and bool(sections[0] and sections[1])
+
+
+def multi_axis_overrides(facts: Metadata) -> Overrides:
+    """Let a file with plain rope of GLM-4 be one with several axes."""
+    # llama_model_glm4::graph and llama_model_glm4_moe::graph abort the process on rows that come in as embeddings
+    # unless the file has multi-axis rope. With all axes at one position, as text has them, that is the rotation of the
+    # plain rope by halves of a head.
+    if _is_multi_axis(facts):
+        return {}
+    n_pairs = _n_rotated(facts) // 2
+    third = -(-n_pairs // 3)
+    return {"rope.dimension_sections": (I32, (third, third, n_pairs - 2 * third, 0))}
+
+
+def multi_axis_refusal(facts: Metadata) -> str | None:
+    """A rope needs a pair of values for each axis that llama.cpp looks at."""
+    if multi_axis_overrides(facts) and _n_rotated(facts) < 4:
+        return "its rope is too narrow to be written with several axes, which stages need for this architecture"
+    return None
+
+
+def glm4_refusal(facts: Metadata) -> str | None:
+    """One matrix of queries, keys and values has no order of rows for the first two alone."""
+    if "blk.0.attn_qkv.weight" in facts.tensor_names and not _is_multi_axis(facts):
+        return "its queries, keys and values are one matrix, and stages need the first two with rows in another order"
+    return multi_axis_refusal(facts)
+
+
+def glm4_row_orders(facts: Metadata) -> RowOrders:
+    """Put the first values of all rotated pairs of a head before the second ones."""
+    # llama_model_rope_type: plain rope of glm4 rotates neighbours (NORM), multi-axis rope rotates halves.
+    if _is_multi_axis(facts):
+        return {}
+    n_rotated, width = _n_rotated(facts), _head_width(facts)
+    order = (*range(0, n_rotated, 2), *range(1, n_rotated, 2), *range(n_rotated, width))
+    return {f"attn_{name}.{kind}": order for name in "qk" for kind in ("weight", "bias")}
+
+
+GLM_5_2_TOKENS = 1_048_576  # of context, by which llama.cpp knows files whose layers share indexers without saying so
+
+
+def glm_dsa_indexers(facts: Metadata) -> Indexers:
+    """Tell which layers choose by themselves."""
+    # llama_model_glm_dsa::load_arch_hparams, which asserts that the first layer is one of these.
+    stated = facts.values.get(INDEXER_TYPES)
+    if isinstance(stated, tuple):
+        flags = tuple(bool(flag) for flag in stated[: facts.n_layers])
+    elif stated is None and (facts.integer("context_length") or 0) >= GLM_5_2_TOKENS:
+        flags = tuple(layer < 2 or layer % 4 == 2 for layer in range(facts.n_layers))
+    else:
+        flags = all_indexers(facts)
+    return flags
+
+
+GEMMA2_27B_LAYERS = 46
+GEMMA3_27B_LAYERS = 62
+EXAONE4_32B_LAYERS = 64
+
+
+def _other_width(facts: Metadata) -> tuple[int, int] | None:
+    """Return a head's part of a row and the width of a head, if they differ."""
+    n_embd, n_heads = facts.integer("embedding_length") or 0, facts.integer("attention.head_count") or 1
+    width = n_embd // n_heads
+    head_width = facts.integer("attention.key_length") or width
+    return (width, head_width) if width not in (0, head_width) else None
+
+
+def gemma3_factors(facts: Metadata) -> Factors:
+    """Scale queries of the 27B model as the whole file does."""
+    # llama_model_gemma3::load_arch_hparams takes 62 layers for the 27B model, whose scores are divided by the root of
+    # another width than the heads'. The graph multiplies queries by their norm just before, and both factors meet.
+    found = _other_width(facts)
+    if facts.n_layers != GEMMA3_27B_LAYERS or found is None:
+        return {}
+    width, head_width = found
+    return {"attn_q_norm.weight": math.sqrt(head_width / width)}
+
+
+def gemma3_lengths(facts: Metadata) -> frozenset[int]:
+    """A file of so many layers loads as the 27B model."""
+    return frozenset({GEMMA3_27B_LAYERS}) - {facts.n_layers}
+
+
+def gemma2_refusal(facts: Metadata) -> str | None:
+    """The 27B model is known by its number of layers."""
+    # llama_model_gemma2::load_arch_hparams does the same with 46 layers, but its queries have no norm that could tell.
+    if facts.n_layers == GEMMA2_27B_LAYERS and _other_width(facts):
+        return "llama.cpp knows how to scale its attention by its number of layers alone, which no slice has"
+    return None
+
+
+def gemma2_lengths(facts: Metadata) -> frozenset[int]:
+    """A file of so many layers loads as the 27B model."""
+    return frozenset({GEMMA2_27B_LAYERS}) - {facts.n_layers}
+
+
+def exaone4_refusal(facts: Metadata) -> str | None:
+    """The 32B model is known by its number of layers."""
+    # llama_model_exaone4::load_arch_hparams reads windows only from files of 64 layers.
+    if facts.n_layers == EXAONE4_32B_LAYERS:
+        return "llama.cpp gives its layers sliding windows only in a file of 64 layers"
+    return None
+
+
+def exaone4_lengths(_: Metadata) -> frozenset[int]:
+    """A file of so many layers loads as the 32B model."""
+    return frozenset({EXAONE4_32B_LAYERS})
+
+
+LLAMA4_ROPE_STEP = 4
+
+
+def llama4_refusal(facts: Metadata) -> str | None:
+    """Some files have layers that do not repeat every four."""
+    # llama_model_llama4::graph counts layers with experts and such without rotary positions from the first in the file,
+    # and where the file says that none has a window, its last layer has no rotary positions.
+    if facts.integer("attention.sliding_window") == 0:
+        return "without windows its last layer differs from others, whichever it is"
+    if LLAMA4_ROPE_STEP % (facts.integer("interleave_moe_layer_step") or 1):
+        return "its layers with experts do not repeat with those without rotary positions"
+    return None
+
+
+def ernie_moe_refusal(facts: Metadata) -> str | None:
+    """Layers with experts may alternate with others."""
+    # llama_model_ernie4_5_moe::graph counts from the first layer in the file.
+    if facts.integer("interleave_moe_layer_step") != 1:
+        return "its layers with experts alternate with others, counted from its first layer"
+    return None
+
+
+def no_deepstack(facts: Metadata) -> Overrides:
+    """Let stages take rows without image features."""
+    # llm_graph_context::build_inp_embd gives rows of text zeros where features of deepstack layers would be, which
+    # llama_model_qwen3vl::graph adds to what leaves its first layers.
+    return {"n_deepstack_layers": (U32, 0)} if facts.integer("n_deepstack_layers") else {}
+
+
+def _as_f32(value: float) -> float:
+    return float(struct.unpack("<f", struct.pack("<f", value))[0])
+
+
+def minicpm_overrides(facts: Metadata) -> Overrides:
+    """State what llama_model_minicpm::load_arch_hparams takes from the number of layers and the width."""
+    stated: dict[str, tuple[int, Value]] = {}
+    if facts.values.get("residual_scale") is None:
+        stated["residual_scale"] = (F32, _as_f32(1.4) / _as_f32(math.sqrt(facts.n_layers)))
+    if facts.values.get("logit_scale") is None:
+        stated["logit_scale"] = (F32, 256.0 / (facts.integer("embedding_length") or 256))
+    return stated
+
+
+def gemma4_refusal(facts: Metadata) -> str | None:
+    """E2B and E4B look embeddings of each layer up by token, and no stage but the first knows tokens."""
+    if facts.integer("embedding_length_per_layer_input"):
+        return "its layers take embeddings of their own, looked up by token, which stages do not forward"
+    if facts.integer("attention.shared_kv_layers"):
+        return "its last layers attend to the cells of earlier ones, which may be on another stage"
+    return None
+
+
+def gemma4_lengths(_: Metadata) -> frozenset[int]:
+    """llama_model::create_memory asserts that at least two layers have cells of their own."""
+    return frozenset({1})
+
+
+def gemma4_unread(windows: Windows) -> frozenset[str]:
+    """Return what llama_model_gemma4::load_arch_tensors asks for only where some layer has no window."""
+    return frozenset({"rope_freqs.weight"}) if all(windows) else frozenset()
+
+
+def laguna_blocked(facts: Metadata) -> Blocked:
+    """Layers without a window rotate as many values of a head as the first layer in a file does."""
+    # llama_model_laguna::graph asks hparams for what layers with a window rotate, and takes n_rot for the others.
+    windows = windows_of(4, is_optional=True, full_first=True)(facts)
+    rotated, windowed = _n_rotated(facts), facts.integer("rope.dimension_count_swa")
+    if windowed in (None, rotated):
+        return {}
+    reason = "layers without a window would rotate as many values of a head as its first layer, which has one"
+    return {layer: reason for layer in range(1, len(windows)) if windows[layer] and not all(windows[layer:])}
+
+
+SMALLTHINKER_ROPE_STEP = 4
+
+
+def smallthinker_lengths(facts: Metadata) -> frozenset[int]:
+    """A file of as many layers as lie between those without rotary positions has these in all layers."""
+    # llama_model_smallthinker::graph; without a window in the file, all of its layers have them.
+    if not facts.integer("attention.sliding_window"):
+        return frozenset()
+    return frozenset({SMALLTHINKER_ROPE_STEP}) - {facts.n_layers}
+
+
+def minimax_m3_blocked(facts: Metadata) -> Blocked:
+    """Only layers behind the dense ones have an indexer, and llama.cpp aborts where no layer of a file has."""
+    lead = min(facts.integer("leading_dense_block_count") or 0, facts.n_layers - 1)
+    return dict.fromkeys(range(1, lead + 1), "llama.cpp runs layers without an indexer only together with one that has")
+
+
+def nanbeige_refusal(facts: Metadata) -> str | None:
+    """llama_model_nanbeige::graph may run through all layers several times."""
+    if (facts.integer("num_loops") or 1) > 1:
+        return "it runs through all of its layers several times, and a stage runs its own once"
+    return None
+
+
+def _of_layers(facts: Metadata, key: str) -> tuple[int, ...]:
+    found = facts.values.get(key)
+    values = found if isinstance(found, tuple) else (found,) * facts.n_layers
+    return tuple(value if isinstance(value, int) else 1 for value in values[: facts.n_layers])
+
+
+def deci_blocked(facts: Metadata) -> Blocked:
+    """A slice starts with a layer that attends, from which llama.cpp takes the widths of heads for all."""
+    # llama_model_base::load_hparams. llama_model_deci::graph names no output of a layer without a feed-forward part.
+    attends = _of_layers(facts, "attention.head_count_kv") if "attention.head_count_kv" in facts.values else ()
+    heads, widths = _of_layers(facts, "attention.head_count"), _of_layers(facts, "feed_forward_length")
+    blocked: dict[int, str] = {}
+    for layer in range(1, min(facts.n_layers, len(heads), len(widths))):
+        if heads[layer] == 0 or (attends and attends[layer] == 0):
+            blocked[layer] = "its first layer would have no attention, and llama.cpp reads the width of heads there"
+        elif widths[layer - 1] == 0:
+            blocked[layer] = "the layer before has no feed-forward part, and llama.cpp does not name what leaves it"
+    return blocked

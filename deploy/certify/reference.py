@@ -1,7 +1,7 @@
 """The unsplit side of `certify`: its own runs, its noise between batch shapes, its logits for the pipeline's tokens.
 
-The model is opened only while it is asked something, so that it and a pipeline never hold memory at the same time.
-Blocking; the driver calls it in a thread and `check_stop` ends it between two decodes.
+The model runs in a process of its own, and is opened only while it is asked something, so that it and a pipeline never
+hold memory at the same time. Blocking; the driver calls it in a thread and `check_stop` ends it between two decodes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from relayline.deploy.certify.compare import Comparison, Logits, Noise, compare
-from relayline.deploy.certify.whole_model import Row, WholeConfig, WholeModel
+from relayline.deploy.certify.whole_model import Row, WholeConfig
+from relayline.deploy.certify.whole_process import WholeProcess
 from relayline.deploy.certify.workload import PREFILL_CHUNK_ROWS, Run, Script
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
 
@@ -104,7 +105,7 @@ class Reference:
         own: list[Run] = []
         again: list[Run] = []
         others: dict[str, list[Run]] = {name: [] for name in SHAPES}
-        with WholeModel(self.config) as model:
+        with WholeProcess(self.config) as model:
             for n_done, batch in enumerate(batches, 1):
                 runs = [self._generate(model, script, n_tokens) for script in batch]
                 own += runs
@@ -125,12 +126,12 @@ class Reference:
         missing = {_key(run): run for run in runs if _key(run) not in self._known}
         found: dict[tuple[tuple[int, ...], int], Logits] = {}
         if missing:
-            with WholeModel(self.config) as model:
+            with WholeProcess(self.config) as model:
                 for key, run in missing.items():
                     found[key] = self._forced(model, [run], one_after_another)[0].logits
         return [self._known[_key(run)] if _key(run) in self._known else found[_key(run)] for run in runs]
 
-    def _generate(self, model: WholeModel, script: Script, n_tokens: int) -> Run:
+    def _generate(self, model: WholeProcess, script: Script, n_tokens: int) -> Run:
         """Let the model continue one script with the very sampler that stages have."""
         sampler = SessionSampler(SamplingOptions(temperature=script.temperature, seed=script.seed), model.n_vocab)
         n_prompt, history = len(script.prompt), list(script.prompt)
@@ -149,7 +150,7 @@ class Reference:
         sampler.close()
         return Run(script, tuple(history[n_prompt:]), logits)
 
-    def _forced(self, model: WholeModel, runs: Sequence[Run], shape: Shape) -> list[Run]:
+    def _forced(self, model: WholeProcess, runs: Sequence[Run], shape: Shape) -> list[Run]:
         """Feed the runs' own tokens in the given shape; return the runs with the logits that come out."""
         extents = [Extent(len(run.script.prompt), len(run.history)) for run in runs]
         found = [np.empty((len(run.tokens), model.n_vocab), np.float32) for run in runs]

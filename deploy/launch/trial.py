@@ -39,10 +39,15 @@ def _in_child(*arguments: str) -> str | None:
         return f"it did not answer within {PROBE_TIMEOUT_S:.0f} s"
     if ended.returncode == 0:
         return None
-    lines = [line.strip() for line in ended.stderr.decode(errors="replace").splitlines() if line.strip()]
+    return why_it_ended(ended.returncode, ended.stderr)
+
+
+def why_it_ended(returncode: int, said: bytes) -> str:
+    """Return one line on a child process that ended with an error, from its exit code and what it wrote to stderr."""
+    lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
     asserted = [line[line.index("GGML_ASSERT") :] for line in lines if "GGML_ASSERT" in line]
     if asserted:
         return f"llama.cpp aborted: {asserted[-1]}"
-    if ended.returncode < 0:
-        return f"llama.cpp ended with {signal.Signals(-ended.returncode).name}: {lines[-1] if lines else 'no word'}"
-    return lines[-1] if lines else f"the probe ended with exit code {ended.returncode}"
+    if returncode < 0:
+        return f"llama.cpp ended with {signal.Signals(-returncode).name}: {lines[-1] if lines else 'no word'}"
+    return lines[-1] if lines else f"it ended with exit code {returncode}"

@@ -1,0 +1,61 @@
+"""The unsplit model in a process of its own: the same numbers, the same errors, and an abort is one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relayline.deploy.certify.whole_model import Row, WholeConfig, WholeModel
+from relayline.deploy.certify.whole_process import WholeProcess
+from relayline.wire.common.errors import InternalError, ModelFileError, NativeError
+from tests.support.tiny_models import make_tiny
+
+ROWS = [Row(token, at, 0, at % 2 == 0) for at, token in enumerate([3, 14, 15, 92, 65, 35, 89, 79])]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("phi3", tmp_path_factory.mktemp("whole") / "model.gguf", n_layers=2)
+
+
+def test_gives_what_the_model_gives_here(tiny: Path) -> None:
+    config = WholeConfig(tiny, n_lanes=2, ctx_tokens=128, max_rows=16)
+    with WholeModel(config) as here, WholeProcess(config) as elsewhere:
+        expected = here.decode(ROWS)
+        assert (elsewhere.n_vocab, elsewhere.n_ctx) == (here.n_vocab, here.n_ctx)
+        assert np.array_equal(elsewhere.decode(ROWS), expected)
+        elsewhere.clear()
+        assert np.array_equal(elsewhere.decode(ROWS), expected)
+        assert elsewhere.decode([Row(1, 8, 0, False)]).shape == (0, here.n_vocab)
+        with pytest.raises(InternalError, match="beyond what was opened"):
+            elsewhere.decode([Row(1, 0, 1, True)] * 17)
+        elsewhere.clear()
+        assert np.array_equal(elsewhere.decode(ROWS), expected), "an error ends nothing"
+
+
+def test_an_abort_of_llama_cpp_is_one_line(tmp_path: Path) -> None:
+    """It asserts that some layer has a window where the family has windows."""
+    values = {"attention.sliding_window_pattern": [False] * 8}
+    model = make_tiny("granite_swa", tmp_path / "model.gguf", extra_values=values)
+    with pytest.raises(
+        NativeError, match=r"the unsplit model ended: llama.cpp aborted: GGML_ASSERT\(.*is_swa_any"
+    ) as caught:
+        WholeProcess(WholeConfig(model, n_lanes=1, ctx_tokens=64))
+    assert "\n" not in caught.value.message
+
+
+def test_a_file_that_does_not_load_is_refused_as_here(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"no model")
+    with pytest.raises(ModelFileError, match=r"llama.cpp cannot load it"):
+        WholeProcess(WholeConfig(tmp_path / "model.gguf", n_lanes=1, ctx_tokens=64))
+
+
+def test_a_process_that_is_killed_is_told(tiny: Path) -> None:
+    with WholeProcess(WholeConfig(tiny, n_lanes=1, ctx_tokens=64)) as model:
+        os.kill(model._child.pid, signal.SIGKILL)
+        with pytest.raises(NativeError, match=r"the unsplit model ended: llama.cpp ended with SIGKILL"):
+            model.decode(ROWS)

@@ -29,7 +29,7 @@ def all_indexers(facts: Metadata) -> Indexers:
 
 
 def granite_refusal(facts: Metadata) -> str | None:
-    """Deepstack layers take image features."""
+    """Models whose layers take image features beside the row (deepstack)."""
     # llama_model_granite::load_arch_hparams: such a model takes wider rows, with image features per layer.
     mapping = facts.values.get("deepstack_mapping")
     if isinstance(mapping, tuple) and any(isinstance(index, int) and index >= 0 for index in mapping):
@@ -38,7 +38,7 @@ def granite_refusal(facts: Metadata) -> str | None:
 
 
 def command_r_refusal(facts: Metadata) -> str | None:
-    """The query and key norms of the largest model are known by its number of layers."""
+    """Command R+ of 64 layers, whose query and key norms llama.cpp knows by that number."""
     # llama_model_command_r::load_arch_tensors reads the query and key norms only if n_layer >= 64.
     if "blk.0.attn_q_norm.weight" in facts.tensor_names:
         return "its query and key norms are loaded by llama.cpp only from files of 64 or more layers"
@@ -67,7 +67,7 @@ def deepseek2_overrides(facts: Metadata) -> Overrides:
 
 
 def deepseek2_lengths(facts: Metadata) -> frozenset[int]:
-    """Files of so many layers load as Lite models."""
+    """No stage has 26, 27 or, with some vocabularies, 48 layers."""
     if _deepseek2_is_lite(facts):
         return frozenset()
     return DEEPSEEK2_LITE_LAYERS | ({48} if facts.n_vocab == 128_256 else frozenset())
@@ -102,14 +102,14 @@ def multi_axis_overrides(facts: Metadata) -> Overrides:
 
 
 def multi_axis_refusal(facts: Metadata) -> str | None:
-    """A rope needs a pair of values for each axis that llama.cpp looks at."""
+    """Models that rotate fewer than four values of a head."""
     if multi_axis_overrides(facts) and _n_rotated(facts) < 4:
         return "its rope is too narrow to be written with several axes, which stages need for this architecture"
     return None
 
 
 def glm4_refusal(facts: Metadata) -> str | None:
-    """One matrix of queries, keys and values has no order of rows for the first two alone."""
+    """Files whose queries, keys and values are one matrix, unless their rope has several axes."""
     if "blk.0.attn_qkv.weight" in facts.tensor_names and not _is_multi_axis(facts):
         return "its queries, keys and values are one matrix, and stages need the first two with rows in another order"
     return multi_axis_refusal(facts)
@@ -166,12 +166,12 @@ def gemma3_factors(facts: Metadata) -> Factors:
 
 
 def gemma3_lengths(facts: Metadata) -> frozenset[int]:
-    """A file of so many layers loads as the 27B model."""
+    """No stage has as many layers as the 27B model."""
     return frozenset({GEMMA3_27B_LAYERS}) - {facts.n_layers}
 
 
 def gemma2_refusal(facts: Metadata) -> str | None:
-    """The 27B model is known by its number of layers."""
+    """27B, whose attention llama.cpp scales by its number of layers."""
     # llama_model_gemma2::load_arch_hparams does the same with 46 layers, but its queries have no norm that could tell.
     if facts.n_layers == GEMMA2_27B_LAYERS and _other_width(facts):
         return "llama.cpp knows how to scale its attention by its number of layers alone, which no slice has"
@@ -179,12 +179,12 @@ def gemma2_refusal(facts: Metadata) -> str | None:
 
 
 def gemma2_lengths(facts: Metadata) -> frozenset[int]:
-    """A file of so many layers loads as the 27B model."""
+    """No stage has as many layers as the 27B model."""
     return frozenset({GEMMA2_27B_LAYERS}) - {facts.n_layers}
 
 
 def exaone4_refusal(facts: Metadata) -> str | None:
-    """The 32B model is known by its number of layers."""
+    """32B, whose windows llama.cpp knows by its number of layers."""
     # llama_model_exaone4::load_arch_hparams reads windows only from files of 64 layers.
     if facts.n_layers == EXAONE4_32B_LAYERS:
         return "llama.cpp gives its layers sliding windows only in a file of 64 layers"
@@ -192,7 +192,7 @@ def exaone4_refusal(facts: Metadata) -> str | None:
 
 
 def exaone4_lengths(_: Metadata) -> frozenset[int]:
-    """A file of so many layers loads as the 32B model."""
+    """No stage has as many layers as the 32B model."""
     return frozenset({EXAONE4_32B_LAYERS})
 
 
@@ -200,7 +200,7 @@ LLAMA4_ROPE_STEP = 4
 
 
 def llama4_refusal(facts: Metadata) -> str | None:
-    """Some files have layers that do not repeat every four."""
+    """Files whose layers do not repeat every four."""
     # llama_model_llama4::graph counts layers with experts and such without rotary positions from the first in the file,
     # and where the file says that none has a window, its last layer has no rotary positions.
     if facts.integer("attention.sliding_window") == 0:
@@ -211,7 +211,7 @@ def llama4_refusal(facts: Metadata) -> str | None:
 
 
 def ernie_moe_refusal(facts: Metadata) -> str | None:
-    """Layers with experts may alternate with others."""
+    """Models whose layers with experts alternate with others."""
     # llama_model_ernie4_5_moe::graph counts from the first layer in the file.
     if facts.integer("interleave_moe_layer_step") != 1:
         return "its layers with experts alternate with others, counted from its first layer"
@@ -240,7 +240,7 @@ def minicpm_overrides(facts: Metadata) -> Overrides:
 
 
 def gemma4_refusal(facts: Metadata) -> str | None:
-    """E2B and E4B look embeddings of each layer up by token, and no stage but the first knows tokens."""
+    """E2B and E4B, whose layers look embeddings up by token and share cells."""
     if facts.integer("embedding_length_per_layer_input"):
         return "its layers take embeddings of their own, looked up by token, which stages do not forward"
     if facts.integer("attention.shared_kv_layers"):
@@ -249,7 +249,8 @@ def gemma4_refusal(facts: Metadata) -> str | None:
 
 
 def gemma4_lengths(_: Metadata) -> frozenset[int]:
-    """llama_model::create_memory asserts that at least two layers have cells of their own."""
+    """No stage has a single layer."""
+    # llama_model::create_memory asserts that at least two layers have cells of their own.
     return frozenset({1})
 
 
@@ -259,8 +260,9 @@ def gemma4_unread(windows: Windows) -> frozenset[str]:
 
 
 def laguna_blocked(facts: Metadata) -> Blocked:
-    """Layers without a window rotate as many values of a head as the first layer in a file does."""
-    # llama_model_laguna::graph asks hparams for what layers with a window rotate, and takes n_rot for the others.
+    """A stage starts with a layer without a window if it has one."""
+    # llama_model_laguna::graph asks hparams for what layers with a window rotate, and takes n_rot for the others, which
+    # is what the first layer in the file rotates.
     windows = windows_of(4, is_optional=True, full_first=True)(facts)
     rotated, windowed = _n_rotated(facts), facts.integer("rope.dimension_count_swa")
     if windowed in (None, rotated):
@@ -273,7 +275,7 @@ SMALLTHINKER_ROPE_STEP = 4
 
 
 def smallthinker_lengths(facts: Metadata) -> frozenset[int]:
-    """A file of as many layers as lie between those without rotary positions has these in all layers."""
+    """No stage has four layers."""
     # llama_model_smallthinker::graph; without a window in the file, all of its layers have them.
     if not facts.integer("attention.sliding_window"):
         return frozenset()
@@ -281,13 +283,13 @@ def smallthinker_lengths(facts: Metadata) -> frozenset[int]:
 
 
 def minimax_m3_blocked(facts: Metadata) -> Blocked:
-    """Only layers behind the dense ones have an indexer, and llama.cpp aborts where no layer of a file has."""
+    """Each stage has a layer with an indexer, which the leading dense ones lack."""
     lead = min(facts.integer("leading_dense_block_count") or 0, facts.n_layers - 1)
     return dict.fromkeys(range(1, lead + 1), "llama.cpp runs layers without an indexer only together with one that has")
 
 
 def nanbeige_refusal(facts: Metadata) -> str | None:
-    """llama_model_nanbeige::graph may run through all layers several times."""
+    """Models that run through all layers several times."""
     if (facts.integer("num_loops") or 1) > 1:
         return "it runs through all of its layers several times, and a stage runs its own once"
     return None
@@ -300,8 +302,9 @@ def _of_layers(facts: Metadata, key: str) -> tuple[int, ...]:
 
 
 def deci_blocked(facts: Metadata) -> Blocked:
-    """A slice starts with a layer that attends, from which llama.cpp takes the widths of heads for all."""
-    # llama_model_base::load_hparams. llama_model_deci::graph names no output of a layer without a feed-forward part.
+    """A stage starts with a layer that has attention, behind one that has a feed-forward part."""
+    # llama_model_base::load_hparams reads the widths of heads only if the first layer has any. llama_model_deci::graph
+    # names no output of a layer without a feed-forward part.
     attends = _of_layers(facts, "attention.head_count_kv") if "attention.head_count_kv" in facts.values else ()
     heads, widths = _of_layers(facts, "attention.head_count"), _of_layers(facts, "feed_forward_length")
     blocked: dict[int, str] = {}

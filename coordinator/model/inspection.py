@@ -18,6 +18,7 @@ from relayline.coordinator.model.cuts import legal_cuts
 from relayline.coordinator.model.family import Blocked, Family, Indexers, Metadata, Windows
 from relayline.coordinator.model.first_layer import first_layer_refusal
 from relayline.coordinator.model.gguf_file import GgufModel, open_model
+from relayline.coordinator.model.refused_families import REFUSED
 from relayline.wire.common.bounds import N_EMBD_MAX
 from relayline.wire.common.errors import ModelFileError, UnsupportedArchitectureError
 from relayline.wire.common.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_CONTEXT, LongRope
@@ -32,6 +33,8 @@ GLOBAL_TENSORS = frozenset({
     EMBEDDING, HEAD, "output.bias", "output.scale", "output.input_scale", "output_norm.weight", "output_norm.bias",
     "rope_freqs.weight", LONG_FACTORS, "rope_factors_short.weight", "position_embd.weight",
 })  # fmt: skip
+# general.type of files that are none of a language model by themselves.
+PARTS = {"adapter": "an adapter (LoRA)", "imatrix": "an importance matrix", "mmproj": "a projector for images or sound"}
 SAMPLE_BYTES = 4_096
 HASH_CHUNK_BYTES = 1 << 20  # of one entry at a time: a vocabulary has tens of MiB
 KV_VALUE_BYTES = 2  # f16, the default cache type
@@ -96,10 +99,8 @@ def inspect_model(path: Path) -> ModelFacts:
 
 def facts_of(model: GgufModel) -> ModelFacts:
     """Return the facts of an opened model. Raises ModelFileError when it is not a complete language model."""
+    architecture = _architecture(model)
     check_model(model.path, model.entries, model.tensors.values())
-    architecture = model.text("general.architecture")
-    if not architecture:
-        raise ModelFileError(f"{model.path}: has no general.architecture; it is not a language model")
     n_blocks = model.integer(f"{architecture}.block_count")
     n_prediction = model.integer(f"{architecture}.nextn_predict_layers", 0)
     n_layers = n_blocks - n_prediction
@@ -147,6 +148,25 @@ def facts_of(model: GgufModel) -> ModelFacts:
     )
 
 
+def _architecture(model: GgufModel) -> str:
+    """Return the architecture of what may be a language model; what is another thing is refused for what it is."""
+    kind = model.text("general.type", "model")
+    if kind in PARTS:
+        raise ModelFileError(f"{model.path}: is {PARTS[kind]}, a part of a model; give the model itself")
+    architecture = model.text("general.architecture")
+    if not architecture:
+        raise ModelFileError(f"{model.path}: has no general.architecture; it is not a language model")
+    if architecture in REFUSED and (
+        EMBEDDING not in model.tensors or f"{architecture}.block_count" not in model.entries
+    ):
+        raise _unsupported(model.path, architecture, REFUSED[architecture])
+    return architecture
+
+
+def _unsupported(path: Path, architecture: str, reason: str) -> UnsupportedArchitectureError:
+    return UnsupportedArchitectureError(f"{path}: this {architecture} model cannot be split: {reason}")
+
+
 def _long_rope(model: GgufModel, architecture: str) -> LongRope | None:
     if LONG_FACTORS not in model.tensors:
         return None
@@ -165,9 +185,7 @@ def check_support(facts: ModelFacts, *, experimental: bool) -> None:
     if facts.refusal is None or (experimental and facts.may_be_tried):
         return
     advice = "; `relayline split --experimental` tries it anyway" if facts.may_be_tried else ""
-    raise UnsupportedArchitectureError(
-        f"{facts.path}: this {facts.architecture} model cannot be split: {facts.refusal}{advice}"
-    )
+    raise _unsupported(facts.path, facts.architecture, facts.refusal + advice)
 
 
 def _support(
@@ -176,11 +194,15 @@ def _support(
     """Return why the model is refused, whether it may be tried all the same, its family and what rules look at."""
     facts = families.metadata_of(model, n_layers, n_vocab)
     family = families.family_of(architecture)
-    known = family.refusal(facts) or first_layer_refusal(
-        facts,
-        family.windows(facts),
-        rotates_by_layer=family.rotates_by_layer,
-        widths_by_layer=family.widths_by_layer,
+    known = (
+        REFUSED.get(architecture)
+        or family.refusal(facts)
+        or first_layer_refusal(
+            facts,
+            family.windows(facts),
+            rotates_by_layer=family.rotates_by_layer,
+            widths_by_layer=family.widths_by_layer,
+        )
     )
     if known is not None:
         return known, False, family, facts

@@ -212,9 +212,9 @@ class _Planner:
                 kept = _kept(tensor, f"blk.{int(block['layer']) - start}.{block['rest']}")
                 order = orders.get(block["rest"], ())
                 planned.append(dataclasses.replace(kept, factor=factors.get(block["rest"], 1.0), row_order=order))
-        for tensor in planned:
-            if tensor.row_order and tensor.slot.dims[-1] % len(tensor.row_order):
-                raise ModelFileError(f"{self.model.path}: {tensor.slot.name} is not made of whole heads")
+        for each in planned:
+            if each.row_order and each.slot.dims[-1] % len(each.row_order):
+                raise ModelFileError(f"{self.model.path}: {each.slot.name} is not made of whole heads")
         if any(tensor.factor != 1.0 and tensor.slot.type_id != F32_ID for tensor in planned):
             raise ModelFileError(f"{self.model.path}: {', '.join(factors)} of its blocks are not F32")
         return planned

@@ -2,95 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from relayline.coordinator.model.cuts import balanced_cuts, check_cuts, is_allowed
+from relayline.coordinator.model.cuts import balanced_cuts
 from relayline.coordinator.model.families import FAMILIES
 from relayline.coordinator.model.gguf_file import open_model
-from relayline.coordinator.model.inspection import ModelFacts, inspect_model
+from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.testing.reference import ReferenceModel
 from relayline.stage.engine.artifact import open_artifact
 from relayline.stage.engine.native import EngineConfig, NativeEngine
 from relayline.wire.common.errors import CutError, ModelFileError, UnsupportedArchitectureError
 from tests.support.chain import Chain
+from tests.support.family_check import (
+    ERROR_MAX,
+    ERROR_OTHER_ROWS_MAX,
+    PREFILL,
+    check,
+    covering_cuts,
+    is_legal,
+    tokens,
+    whole_logits,
+)
 from tests.support.tiny_families import RECIPES
 from tests.support.tiny_later_families import LATER
 from tests.support.tiny_models import make_tiny
 from tests.support.tiny_shapes import N_EMBD, Value
 
-PREFILL, DECODE = 20, 5
-ERROR_MAX = 1e-3  # of the logits' standard deviation
-ERROR_OTHER_ROWS_MAX = 3e-3  # where steps have other numbers of rows than the whole model's
 # All caches and copies of them are made alike but for these: layers of several widths, without cells, with an indexer,
 # and with positions on several axes, in a table and in a bias.
 ODD_CELLS = ["gemma4", "deci", "openelm", "minimax-m3", "laguna", "qwen3vl", "gpt2", "jais"]
 CELLS = [name for name in RECIPES if name not in LATER or name in ODD_CELLS]
 PLAIN = [name for name in RECIPES if ":" not in name and name not in LATER]
 TIED = [name for name in PLAIN if RECIPES[name].may_tie and not RECIPES[name].always_tied]
-
-
-@functools.cache
-def tokens(n_vocab: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(7).integers(0, n_vocab, PREFILL + DECODE)]
-
-
-def whole_logits(model: Path, n_vocab: int, flash_attn: str = "auto") -> np.ndarray:
-    fed = tokens(n_vocab)
-    with ReferenceModel(model, n_ctx=256, n_seq_max=1, flash_attn=flash_attn) as reference:
-        logits = [reference.decode(fed[:PREFILL], range(PREFILL), [0] * PREFILL, [True] * PREFILL)]
-        logits += [reference.decode([fed[at]], [at], [0], [True]) for at in range(PREFILL, PREFILL + DECODE)]
-    return np.concatenate(logits)
-
-
-def split_logits(model: Path, cuts: tuple[int, ...], out_dir: Path, n_vocab: int) -> np.ndarray:
-    fed = tokens(n_vocab)
-    pipeline = split_model(model, out_dir, cuts=cuts)
-    with Chain(out_dir, pipeline) as chain:
-        return np.concatenate([chain.step(fed[:PREFILL]), *(chain.step([token]) for token in fed[PREFILL:])])
-
-
-def is_legal(facts: ModelFacts, cuts: tuple[int, ...]) -> bool:
-    with contextlib.suppress(CutError):
-        check_cuts(facts, cuts)
-        return True
-    return False
-
-
-def covering_cuts(facts: ModelFacts) -> list[tuple[int, ...]]:
-    """Return few pipelines that together have every legal cut: each as many as it can of those still missing."""
-    missing, found = set(facts.legal_cuts), []
-    while missing:
-        best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
-        for end in range(1, facts.n_layers + 1):
-            options = [
-                (n_new + (end in missing), (*cuts, end))
-                for start, (n_new, cuts) in best.items()
-                if is_allowed(facts, start, end)
-            ]
-            if options:
-                best[end] = max(options)
-        found.append(best[facts.n_layers][1][:-1])
-        missing -= set(found[-1])
-    return found
-
-
-def check(model: Path, all_cuts: list[tuple[int, ...]], out_dir: Path, error_max: float = ERROR_MAX) -> None:
-    n_vocab = inspect_model(model).n_vocab
-    expected = whole_logits(model, n_vocab)
-    assert np.isfinite(expected).all()
-    assert len(set(expected.argmax(axis=1))) > 4, "a model that always says the same proves nothing"
-    for cuts in all_cuts:
-        found = split_logits(model, cuts, out_dir / "-".join(map(str, cuts)), n_vocab)
-        error = np.abs(found - expected).max() / expected.std()
-        assert error < error_max, f"cuts {cuts}: {error}"
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -11,7 +11,7 @@ from relayline.coordinator.model.gguf_file import open_model
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
 from relayline.wire.common.errors import CutError, UnsupportedArchitectureError
-from tests.coordinator.model.test_families import check
+from tests.support.family_check import check
 from tests.support.tiny_families import RECIPES
 from tests.support.tiny_models import make_tiny
 from tests.support.tiny_shapes import HEAD, Value

@@ -1,0 +1,53 @@
+"""Architectures of the pinned llama.cpp that cannot be cut, each with the reason that `inspect` gives.
+
+A name stands here or in the table of `families.py`; `python -m tests.families --report` holds both to llama.cpp's list.
+"""
+
+from __future__ import annotations
+
+_RECURRENT = "it keeps a recurrent state, which stages cannot take back to an earlier position"
+_WIDE = "its layers hand on several rows for each token, which stages do not forward"
+_NORMED = "llama.cpp norms its rows where they enter a graph, and would do so again in every stage"
+_DIFFUSION = "it is a diffusion model, which fills in many tokens at once; stages generate one after another"
+_ENCODER = "it is an encoder, which gives embeddings of whole texts and no next token"
+_DRAFTER = "it is a draft model, which reads the inner rows of the model that it drafts for"
+_SPEECH = "it makes sound and no text"
+
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "arwkv7", "bailingmoe3", "falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe", "mamba",
+            "mamba2", "nemotron_h", "nemotron_h_moe", "plamo2", "qwen35", "qwen35moe", "qwen3next", "rwkv6",
+            "rwkv6qwen2", "rwkv7",
+        ),
+        _RECURRENT,
+    ),
+    **dict.fromkeys(("deepseek4", "glm5-next", "hy_v4"), _WIDE),
+    **dict.fromkeys(("bloom", "muse-glimmer"), _NORMED),
+    **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), _DIFFUSION),
+    **dict.fromkeys(
+        (
+            "bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "llama-embed", "modern-bert",
+            "neo-bert", "nomic-bert", "nomic-bert-moe", "t5encoder",
+        ),
+        _ENCODER,
+    ),
+    **dict.fromkeys(("dflash", "eagle3", "gemma4-assistant"), _DRAFTER),
+    **dict.fromkeys(("pockettts", "qwen3tts", "wavtokenizer-dec"), _SPEECH),
+    "baichuan": "llama.cpp takes the kind of its positions from the number of layers in the file, 32 or 40",
+    "chameleon": "llama.cpp masks a fixed part of its vocabulary, which no stage but the last has",
+    "clip": "it is a projector for images or sound, which is a part of a model and not one",
+    "cogvlm": "llama.cpp chooses its weights for text by the token ids that it is given, and stages are given rows",
+    "dots3note": "it has indexers and sliding windows at once, and llama.cpp aborts where a slice lacks one of them",
+    "gemma3n": "its later layers share cells by a number counted from the first layer in the file",
+    "gptj": "llama.cpp knows its name, but cannot load it",
+    "graniteswitch": "it chooses adapters by token id, and no stage but the first knows tokens",
+    "hrm_text": "it runs through all of its layers several times, and a stage runs its own once",
+    "kimi-k3": "its layers add up what blocks of earlier layers gave, which stages do not forward",
+    "minicpm3": "the scale of its layers follows from the number of layers in the file",
+    "minimax-01": "the slopes of its attention follow from the number of layers in the file",
+    "plm": "llama.cpp aborts on it, whole or in stages",
+    "qwen4exp": "some of its layers look token ids up, and all hand on several rows for each token",
+    "t5": "it is an encoder and a decoder in one, and stages run decoders only",
+    "talkie": "each of its layers adds the embedding of the token once more, which stages do not forward",
+}  # fmt: skip

@@ -230,6 +230,18 @@ LATER: dict[str, Recipe] = {
         n_layers=9,
         always_tied=True,
     ),
+    # As converters write it with a block for prediction: arrays have an item for that, too.
+    "cohere2moe:prediction": Recipe(
+        "cohere2moe",
+        {**NORM, **SMALL_EXPERTS, "logit_scale": 0.5, "attention.sliding_window": 8, "leading_dense_block_count": 1,
+         "expert_shared_count": 1, "nextn_predict_layers": 1,
+         "attention.sliding_window_pattern": [layer % 4 != 0 for layer in range(8)] + [False],
+         "attention.head_count_kv": [N_KV_HEADS] * 9},
+        lambda layer: norms("attn_norm") | attention() | (dense() if layer < 1 else experts(32, shared=32))
+        | (prediction() if layer == 8 else {}),
+        n_layers=9,
+        always_tied=True,
+    ),
     "afmoe": Recipe("afmoe", {**RMS, **MOE, **SIGMOID, "attention.sliding_window": 8}, _afmoe, n_layers=10),
     "minimax-m3": Recipe(
         "minimax-m3",

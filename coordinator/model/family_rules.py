@@ -116,7 +116,10 @@ def glm4_refusal(facts: Metadata) -> str | None:
 
 
 def glm4_row_orders(facts: Metadata) -> RowOrders:
-    """Put the first values of all rotated pairs of a head before the second ones."""
+    """Put the first values of all rotated pairs of a head before the second ones.
+
+    Products of queries and keys are then added up in another order, so that slices equal the whole up to float noise.
+    """
     # llama_model_rope_type: plain rope of glm4 rotates neighbours (NORM), multi-axis rope rotates halves.
     if _is_multi_axis(facts):
         return {}

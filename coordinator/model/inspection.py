@@ -79,6 +79,7 @@ class ModelFacts:
     cut_period: int
     forbidden_lengths: frozenset[int]  # numbers of layers that no slice may have
     blocked: Blocked  # layers with which no slice may start, and why
+    reorders_rows: bool  # slices add the same products up in another order, which moves their last bits
     indexers: Indexers  # which layers choose what is attended to; empty where none does
     long_rope: LongRope | None  # if it has two sets of rope factors
     windows: Windows  # which layers have a sliding window; empty unless some have and some have not
@@ -142,6 +143,7 @@ def facts_of(model: GgufModel) -> ModelFacts:
         cut_period=family.cut_period,
         forbidden_lengths=family.forbidden_lengths(facts),
         blocked=family.blocked(facts),
+        reorders_rows=bool(family.row_orders(facts)),
         windows=family.windows(facts),
         indexers=family.indexers(facts),
         long_rope=_long_rope(model, architecture),

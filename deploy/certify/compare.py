@@ -106,7 +106,10 @@ class Tolerance:
 
 
 def tolerance_for(noise: Noise, *, same_kernels: bool) -> Tolerance:
-    """Return what to grant a split of a model with this noise. `same_kernels`: both sides run on a CPU only."""
+    """Return what to grant a split of a model with this noise.
+
+    `same_kernels`: both sides run on a CPU only, and add the same values up in the same order.
+    """
     # For a small error e in every logit the divergence is at most e squared over two.
     kl_floor = (FLOOR * noise.deviation) ** 2 / 2
     return Tolerance(

@@ -163,7 +163,7 @@ async def certify(config: CertifyConfig, facts: ModelFacts, progress: Progress, 
     plans = plan_cuts(facts, config.cuts, config.n_stages)
     work = _Certification(config, facts, plans, progress, on_line)
     noise = await work.measure()
-    tolerance = tolerance_for(noise, same_kernels=config.gpu_layers == 0)
+    tolerance = tolerance_for(noise, same_kernels=config.gpu_layers == 0 and not facts.reorders_rows)
     with _artifacts_directory(config.keep) as base:
         results = [await work.try_plan(index, plan, base, tolerance) for index, plan in enumerate(plans)]
     return Report(facts, config, noise, tolerance, tuple(results))

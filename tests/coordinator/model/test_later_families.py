@@ -111,6 +111,7 @@ def test_positions_are_added_once(name: str, tmp_path: Path) -> None:
 def test_glm4_rotates_halves_where_its_file_rotates_neighbours(tmp_path: Path) -> None:
     """llama.cpp takes rows for this family only with a rope of several axes, which pairs values otherwise."""
     model = make_tiny("glm4:bias", tmp_path / "model.gguf")
+    assert inspect_model(model).reorders_rows
     (_, second), whole = stages_of(model, (2,)), open_model(model)
     assert second.value("glm4.rope.dimension_sections") == (2, 2, 0, 0)
     order = [0, 2, 4, 6, 1, 3, 5, 7, *range(8, HEAD)]
@@ -123,6 +124,7 @@ def test_glm4_rotates_halves_where_its_file_rotates_neighbours(tmp_path: Path) -
 
 def test_glm4_with_several_axes_stays_as_it_is(tmp_path: Path) -> None:
     model = make_tiny("glm4:axes", tmp_path / "model.gguf")
+    assert not inspect_model(model).reorders_rows
     (_, second), whole = stages_of(model, (2,)), open_model(model)
     assert np.array_equal(read(second, "blk.0.attn_q.weight"), read(whole, "blk.2.attn_q.weight"))
     assert second.value("glm4.nextn_predict_layers") == 0

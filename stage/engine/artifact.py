@@ -21,6 +21,7 @@ from relayline.wire.common.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_C
 from relayline.wire.model_files.gguf_header import GgufFile, read_header
 from relayline.wire.model_files.model_check import check_header
 
+POSITIONS = "position_embd.weight"
 ARTIFACT_VERSIONS = (1, 2)  # of relayline.version; a split gives each slice the least one that runs it right
 PIPELINE_VERSION = 1  # of pipeline.json; raised on any incompatible change
 PIPELINE_FILE = "pipeline.json"
@@ -55,6 +56,7 @@ class StageArtifact:
     embedding: EmbeddingSection | None  # stage 0 only
     long_rope: LongRope | None = None  # of models with two sets of rope factors
     output_scale: float = 1.0  # factor of what leaves the last layer, which the next stage's graph takes back
+    n_positions: int = 0  # in a table that the graph looks each row's position up in; 0: it has none
 
     @property
     def is_first(self) -> bool:
@@ -164,6 +166,7 @@ def open_artifact(path: Path) -> StageArtifact:
         embedding=reader.embedding() if stage_index == 0 else None,
         long_rope=reader.long_rope(),
         output_scale=reader.factor("relayline.output.scale"),
+        n_positions=next((tensor.dims[-1] for tensor in file.tensors if tensor.name == POSITIONS), 0),
     )
 
 

@@ -103,6 +103,9 @@ class NativeEngine:
         config.check()
         self.config = config
         self.artifact: StageArtifact = open_artifact(config.artifact_path)
+        if 0 < self.artifact.n_positions < config.ctx_tokens:  # llama.cpp would abort at the first one beyond
+            n_positions = self.artifact.n_positions
+            raise UsageError(f"--ctx is {config.ctx_tokens}; this model knows {n_positions} positions and no more")
         self.max_rows = config.max_rows
         self.max_wanted = config.max_wanted or config.max_rows
         self.n_embd = self.artifact.n_embd

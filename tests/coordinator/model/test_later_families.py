@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from relayline.coordinator.model.gguf_file import GgufModel, open_model
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
-from relayline.wire.common.errors import CutError, ModelFileError, UnsupportedArchitectureError
+from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.wire.common.errors import CutError, ModelFileError, UnsupportedArchitectureError, UsageError
 from tests.support.tiny_later_families import GEMMA4_WINDOWS
 from tests.support.tiny_models import make_tiny
 from tests.support.tiny_shapes import CTX, HEAD, N_EMBD, Value
@@ -106,6 +108,18 @@ def test_positions_are_added_once(name: str, tmp_path: Path) -> None:
         tensor = stage.tensors["position_embd.weight"]
         assert (tensor.dims, tensor.type_name) == ((N_EMBD, CTX), "Q4_0")
         assert stage.path.read_bytes()[tensor.offset :][: tensor.size_bytes] == bytes(tensor.size_bytes)
+
+
+def test_a_stage_holds_no_more_positions_than_its_model_knows(tmp_path: Path) -> None:
+    """llama.cpp aborts on a row beyond the end of the table."""
+    split_model(make_tiny("gpt2", tmp_path / "model.gguf"), tmp_path / "out", cuts=(2,))
+    for index in range(2):
+        config = EngineConfig(tmp_path / "out" / f"stage-{index}.gguf", n_lanes=1, ctx_tokens=CTX + 1, max_rows=8)
+        with pytest.raises(UsageError, match="--ctx is 513; this model knows 512 positions and no more"):
+            NativeEngine(config)
+        with NativeEngine(dataclasses.replace(config, ctx_tokens=CTX)) as engine:
+            engine.positions[0] = CTX - 1
+            engine.decode(1)
 
 
 def test_glm4_rotates_halves_where_its_file_rotates_neighbours(tmp_path: Path) -> None:

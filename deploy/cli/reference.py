@@ -1,6 +1,6 @@
 """Writes the pages of docs/reference/ that come from code, or checks that they say what the code says (--check).
 
-`cli.md` holds the help of every command, `errors.md` the table of errors, `families.md` the models that can be split.
+`cli.md` holds the help of every command, `errors.md` the table of errors.
 `make reference` writes them.
 """
 
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import click
 
-from relayline.coordinator.model.families import FAMILIES
 from relayline.deploy.cli.main import relayline
 from relayline.wire.common.errors import STATUS, Fault, leaves
 
@@ -67,22 +66,7 @@ def errors_page() -> str:
     )
 
 
-def families_page() -> str:
-    """Return the table of families: name, and where a stage may begin."""
-    rows = []
-    for name, family in sorted(FAMILIES.items()):
-        begins = "any layer" if family.cut_period == 1 else f"every {family.cut_period}th layer"
-        rows.append(f"| `{name}` | {begins} |\n")
-    return (
-        f"# Model families\n\n{MADE}\n"
-        f"{len(FAMILIES)} architectures, by their name in GGUF (`general.architecture`), are certified. A test\n"
-        "compares each with the unsplit model at every legal cut. `relayline inspect MODEL` lists the cuts of a file.\n"
-        "[Families](../explanation/families.md) explains limits, and how to try another family.\n\n"
-        "| family | a stage may begin at |\n|---|---|\n" + "".join(rows)
-    )
-
-
-MAKERS: dict[str, Callable[[], str]] = {"cli.md": cli_page, "errors.md": errors_page, "families.md": families_page}
+MAKERS: dict[str, Callable[[], str]] = {"cli.md": cli_page, "errors.md": errors_page}
 
 
 def main() -> None:

@@ -23,8 +23,10 @@ import numpy as np
 from llama_cpp import llama_cpp as llama
 
 from benches.arguments import number
+from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_stage
-from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.engine.native import NativeEngine
+from relayline.wire.settings.table import EngineSettings
 
 ROW_COUNTS = (1, 4, 8, 32)
 GOAL_RATIO = 1.03
@@ -35,19 +37,19 @@ QUICK = TinyShape(n_layers=3, n_embd=256, n_heads=4, n_kv_heads=2, n_ff=512, n_v
 class BareLoop:
     """The least that decodes hidden rows: one context with the engine's parameters and llama.cpp's own batch."""
 
-    def __init__(self, path: Path, config: EngineConfig, n_embd: int) -> None:
+    def __init__(self, path: Path, settings: EngineSettings, n_embd: int) -> None:
         self._model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
         params = llama.llama_context_default_params()
-        params.n_ctx = config.n_lanes * config.ctx_tokens
-        params.n_batch = params.n_ubatch = config.max_rows
-        params.n_seq_max = config.n_lanes
-        params.n_threads = params.n_threads_batch = config.n_threads
+        params.n_ctx = settings.n_lanes * settings.ctx_tokens
+        params.n_batch = params.n_ubatch = settings.max_rows
+        params.n_seq_max = settings.n_lanes
+        params.n_threads = params.n_threads_batch = settings.n_threads
         params.kv_unified, params.swa_full, params.no_perf = True, True, True
         self._context = llama.llama_init_from_model(self._model, params)
-        self._batch: Any = llama.llama_batch_init(config.max_rows, n_embd, 1)
-        self.rows = np.ctypeslib.as_array(self._batch.embd, (config.max_rows, n_embd))
-        self.n_lanes = config.n_lanes
-        for row in range(config.max_rows):
+        self._batch: Any = llama.llama_batch_init(settings.max_rows, n_embd, 1)
+        self.rows = np.ctypeslib.as_array(self._batch.embd, (settings.max_rows, n_embd))
+        self.n_lanes = settings.n_lanes
+        for row in range(settings.max_rows):
             self._batch.n_seq_id[row], self._batch.seq_id[row][0], self._batch.logits[row] = 1, row, 1
 
     def step(self, n_rows: int, position: int) -> None:
@@ -107,8 +109,8 @@ def run(shape: TinyShape, n_steps: int, n_threads: int) -> list[dict[str, float 
     with tempfile.TemporaryDirectory() as directory:
         for kind, index, cuts in (("not last", 0, [cut]), ("last", 1, [1])):
             path = write_stage(Path(directory) / f"{kind}.gguf", shape, index, cuts)
-            config = EngineConfig(path, max(ROW_COUNTS), 512, max_rows=max(ROW_COUNTS), n_threads=n_threads)
-            bare = BareLoop(path, config, shape.n_embd)
+            config = engine_config(path, max(ROW_COUNTS), 512, max_rows=max(ROW_COUNTS), n_threads=n_threads)
+            bare = BareLoop(path, config.settings, shape.n_embd)
             with NativeEngine(config) as engine:
                 engine.input_rows[:] = rng.standard_normal(engine.input_rows.shape, np.float32)
                 engine.seq_ids[:] = range(engine.max_rows)

@@ -25,7 +25,8 @@ from benches.arguments import number, numbers
 from benches.models import model
 from benches.quantisation import slice_shape
 from relayline.deploy.launch.splits import split_for
-from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.deploy.testing.engines import engine_config
+from relayline.stage.engine.native import NativeEngine
 
 COPIED_TOKENS = 16  # cells that are computed and then copied
 MAX_ROWS = 256  # of one step
@@ -129,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         engines = {
-            name: stack.enter_context(NativeEngine(EngineConfig(**common, **layout)))
+            name: stack.enter_context(NativeEngine(engine_config(**common, **layout)))
             for name, layout in LAYOUTS.items()
         }
         points = [point for context in contexts for point in measure(engines, context, lanes, chunks)]

@@ -20,9 +20,10 @@ import numpy as np
 from benches.arguments import number
 from relayline.coordinator.model.split import split_model
 from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.paths import DEMO
 from relayline.stage.engine.embedding import EmbeddingTable
-from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.engine.native import NativeEngine
 from relayline.wire.envelopes.buffers import Buffer
 from relayline.wire.envelopes.envelope import DTYPE_F16, DTYPE_F32
 from relayline.wire.envelopes.rows import RowEncoder, decode_f16
@@ -35,7 +36,7 @@ class Stages:
 
     def __init__(self, directory: Path, files: Sequence[str], dtype: int) -> None:
         self.engines = [
-            NativeEngine(EngineConfig(directory / file, n_lanes=1, ctx_tokens=ROW_TOKENS + 1, n_threads=2))
+            NativeEngine(engine_config(directory / file, n_lanes=1, ctx_tokens=ROW_TOKENS + 1, n_threads=2))
             for file in files
         ]
         self.table = EmbeddingTable(self.engines[0].artifact)

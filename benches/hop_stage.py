@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from relayline.deploy.machine.cores import keep_to, read_cores
+from relayline.deploy.testing.engines import stage_config
 from relayline.stage import inbound, process
-from relayline.stage.config import StageConfig
 from relayline.stage.engine.artifact import StageArtifact
 from relayline.stage.facts import StageFacts
 from relayline.stage.queue_types import QueuedFrame, Step
@@ -184,7 +184,7 @@ def _artifact(index: int, width: int) -> StageArtifact:
 def stage_main(index: int, width: int, out: Path, swept_bytes: int = 0) -> None:
     """Serve one stage until SIGTERM; then write the stamps of every step."""
     engine = StampingEngine(width, is_last=index == 1, swept_bytes=swept_bytes)
-    config = StageConfig(
+    config = stage_config(
         Path("hop.gguf"), ctx_tokens=CTX_TOKENS, n_lanes=N_LANES, max_rows=N_LANES, calibrate=False, verify=False
     )
     curves = FixedCurves.of_stage(has_head=engine.is_last, decode=COSTS, prefill=COSTS)

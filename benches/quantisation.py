@@ -26,7 +26,8 @@ from benches import machine, plot
 from benches.arguments import number, some_of
 from benches.models import MIXES, SHAPES, Shape, matrices, model
 from relayline.deploy.launch.splits import split_for
-from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.deploy.testing.engines import engine_config
+from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.errors import RelaylineError
 
 TYPES = ("q4_0", "q8_0", "f16", "q4_k", "iq2_xxs", "mxfp4", "nvfp4")
@@ -61,7 +62,7 @@ def slice_facts(shape: Shape, mix: str) -> Slice:
 def open_slice(shape: Shape, mix: str, n_threads: int) -> NativeEngine:
     """Make, cut and load a slice. Raises RelaylineError where llama.cpp cannot load the type."""
     directory = split_for(model(shape, mix), None, (shape.n_layers - 1,), None)
-    config = EngineConfig(
+    config = engine_config(
         directory / "stage-0.gguf", n_lanes=max(ROWS), ctx_tokens=CTX_TOKENS, max_rows=max(ROWS), n_threads=n_threads
     )
     engine = NativeEngine(config)

@@ -88,21 +88,16 @@ def load_stage(config: StageConfig, load: Load | None = None) -> tuple[StageFact
 
 
 def _load(config: StageConfig, artifact: StageArtifact, load: Load | None) -> tuple[StageFacts, StepExecutor]:
-    if config.gpu_layers and not llama.llama_supports_gpu_offload():
+    settings = config.engine
+    if settings.gpu_layers and not llama.llama_supports_gpu_offload():
         log.warning("this build of llama.cpp cannot use a GPU: all layers run on the CPU; see `relayline doctor`")
     # Rows of a spare lane would be a micro-batch of their own where lanes have cells of their own.
-    spare_lanes = 1 if config.layout_used == "unified" else 0
-    wanted_max = min(config.n_lanes + DRAFTED_ROWS_MAX + PAD_SEARCH_ROWS, config.max_rows)
+    spare_lanes = 1 if settings.layout_used == "unified" else 0
+    wanted_max = min(settings.n_lanes + DRAFTED_ROWS_MAX + PAD_SEARCH_ROWS, settings.max_rows)
     engine = NativeEngine(
         EngineConfig(
             artifact_path=config.artifact,
-            n_lanes=config.n_lanes,
-            ctx_tokens=config.ctx_tokens,
-            max_rows=config.max_rows,
-            n_threads=config.threads_used,
-            gpu_layers=config.gpu_layers,
-            kv_type=config.kv_type,
-            kv_layout=config.layout_used,
+            settings=settings,
             spare_lanes=spare_lanes,
             max_wanted=wanted_max,
         ),
@@ -110,21 +105,21 @@ def _load(config: StageConfig, artifact: StageArtifact, load: Load | None) -> tu
     )
     try:
         embeddings = EmbeddingTable(artifact) if artifact.is_first else None
-        curves = cached_curves(engine, load=load) if config.calibrate else Curves.of_stage(has_head=engine.is_last)
+        curves = cached_curves(engine, load=load) if settings.calibrate else Curves.of_stage(has_head=engine.is_last)
     except BaseException:
         engine.close()
         raise
-    rewinds = not engine.window or config.layout_used == "per-lane"
+    rewinds = not engine.window or settings.layout_used == "per-lane"
     facts = StageFacts(
         artifact, config, importlib.metadata.version("relayline"), curves, rewinds, name=own_name(config)
     )
     executor = StepExecutor(
         engine,
-        LaneTable(config.n_lanes, config.ctx_tokens),
+        LaneTable(settings.n_lanes, settings.ctx_tokens),
         artifact.stage_index,
         embeddings,
         close=engine.close,
-        padding=Padding(curves, config.n_lanes, wanted_max, enabled=config.policy == "auto" and spare_lanes > 0),
+        padding=Padding(curves, settings.n_lanes, wanted_max, enabled=settings.policy == "auto" and spare_lanes > 0),
         vocabulary=read_vocabulary(engine.vocab, engine.n_vocab) if engine.is_last else None,
     )
     return facts, executor
@@ -138,13 +133,14 @@ def own_name(config: StageConfig) -> str:
 
 def make_policy(config: StageConfig, curves: Curves) -> Policy:
     """Return the batching policy that the configuration names."""
-    if config.policy == "single":
-        return SinglePolicy(config.max_rows)
-    if config.policy == "drain":
-        return DrainPolicy(config.max_rows, config.prefill_rows, config.n_lanes + DRAFTED_ROWS_MAX)
+    settings = config.engine
+    if settings.policy == "single":
+        return SinglePolicy(settings.max_rows)
+    if settings.policy == "drain":
+        return DrainPolicy(settings.max_rows, settings.prefill_rows, settings.n_lanes + DRAFTED_ROWS_MAX)
     # Rows of other lanes are computed apart where lanes have cells of their own: there is nothing to fill up.
-    curve = curves.decode if config.layout_used == "unified" else CostCurve()
-    return GroupPolicy(config.max_rows, curve, config.n_lanes + DRAFTED_ROWS_MAX)
+    curve = curves.decode if settings.layout_used == "unified" else CostCurve()
+    return GroupPolicy(settings.max_rows, curve, settings.n_lanes + DRAFTED_ROWS_MAX)
 
 
 @contextlib.asynccontextmanager
@@ -256,7 +252,7 @@ async def metrics(
         names.LABEL_STAGE: str(artifact.stage_index),
         "layers": f"{artifact.layer_start}-{artifact.layer_end - 1}",
         "pipeline": artifact.pipeline_id[:12],
-        "policy": config.policy,
+        "policy": config.engine.policy,
         "version": facts.software_version,
     }
     collector = StageCollector(info, stats, telemetry, service.gauges)

@@ -300,7 +300,7 @@ class StageService:
         message.lanes_used, message.lanes_kept = usage.n_used, usage.n_kept
         message.lanes_total = self._executor.lanes.n_lanes
         message.queued_rows = self.runner.queued_rows
-        message.kv_per_lane = self._facts.config.layout_used == "per-lane"
+        message.kv_per_lane = self._facts.config.engine.layout_used == "per-lane"
         self._facts.curves.tell(message)
         if (route := self._routes.get(request.route_id)) is not None:
             message.route.CopyFrom(self._work_of(route))
@@ -339,7 +339,7 @@ class StageService:
             route, hello = await self._accept(context)
         except RelaylineError as error:
             await rpc.abort(context, error)
-        inbound = Inbound(route, hello, context, self._facts.config.max_rows)
+        inbound = Inbound(route, hello, context, self._facts.config.engine.max_rows)
         route.has_upstream = True  # from here on only the clean-up below gives the route back
         ended = asyncio.create_task(route.ended.wait())
         reading = asyncio.create_task(self._read(inbound))

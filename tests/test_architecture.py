@@ -22,6 +22,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("wire/common",),
         ("wire/envelopes", "wire/model_files"),
         ("wire/links", "wire/telemetry"),
+        ("wire/settings",),
     ),
     "stage": (
         ("stage/__init__.py", "stage/config.py", "stage/queue_types.py"),

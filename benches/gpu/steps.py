@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from benches.peers import Peers
+from relayline.deploy.testing.engines import engine_config
 from relayline.stage.engine.kv_cache import count_cells
-from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.errors import RelaylineError
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -34,7 +35,7 @@ class BareError(RelaylineError):
 def open_engine(artifact: Path, rows_max: int, n_threads: int, gpu_layers: int) -> NativeEngine:
     """Load a whole model as one stage, with a lane for every row."""
     engine = NativeEngine(
-        EngineConfig(
+        engine_config(
             artifact,
             n_lanes=rows_max,
             ctx_tokens=CTX_TOKENS,

@@ -9,43 +9,19 @@ from collections.abc import Sequence
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.kv_layout import choose_pipeline_layout
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+from relayline.wire.settings.setting import write_message
+from relayline.wire.settings.table import EngineSettings
 from relayline.wire.telemetry.config import Level
 
 STAGES_MAX = 256  # members of one pipeline, hence memberships that are kept
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")  # a DNS label, because names become host and file names
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineOrder:
-    """The engine of one stage. Ranges are the stage's to check; see the flags of `relayline stage`."""
-
-    ctx_tokens: int = 2_048
-    """Tokens that one session may hold."""
-    n_lanes: int = 32
-    """Sessions that may be open at once."""
-    n_threads: int = 0
-    """Threads of a native decode; 0 takes every core of the stage's host."""
-    gpu_layers: int = 0
-    """Layers to put on a GPU; -1 means all."""
-    max_rows: int = 512
-    """Rows of one native step."""
-    prefill_rows: int = 128
-    """Prefill rows that may run beside waiting decoders in one step."""
-    kv_type: str = "f16"
-    """Element type of the KV cache."""
-    kv_layout: str = "auto"
-    """How lanes hold their KV cells; a key of wire.common.kv_layout.KV_LAYOUTS."""
-    policy: str = "auto"
-    """Batching policy: auto, drain or single."""
-    calibrate: bool = True
-    """Measure the cost curve at start."""
-
-    def message(self) -> pb.EngineSettings:
-        """Return the wire form. Raises UsageError for a number that no engine could take."""
-        try:
-            return pb.EngineSettings(**dataclasses.asdict(self))
-        except (ValueError, TypeError) as error:
-            raise UsageError(f"an engine setting is out of range: {error}") from error
+def engine_message(engine: EngineSettings) -> pb.EngineSettings:
+    """Return the wire form of a stage's engine."""
+    message = pb.EngineSettings()
+    write_message(engine, message)
+    return message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +55,7 @@ class JoiningStage:
 
     name: str
     """A DNS label, unique in the pipeline."""
-    engine: EngineOrder = dataclasses.field(default_factory=EngineOrder)
+    engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
     """What its engine is to be."""
     telemetry: TelemetryDefaults = dataclasses.field(default_factory=TelemetryDefaults)
     """What it records."""
@@ -114,7 +90,7 @@ class JoinConfig:
         """Return the same with one layout of KV cells for all stages, where each might choose another."""
         gpu_layers = [place.engine.gpu_layers for place in self.stages]
 
-        def settled(engine: EngineOrder) -> EngineOrder:
+        def settled(engine: EngineSettings) -> EngineSettings:
             layout = choose_pipeline_layout(engine.kv_layout, ctx_tokens=engine.ctx_tokens, gpu_layers=gpu_layers)
             return dataclasses.replace(engine, kv_layout=layout)
 

@@ -20,7 +20,7 @@ from relayline.coordinator.engine.membership import Introduction, Membership
 from relayline.coordinator.engine.roster import JoinedRoster
 from relayline.coordinator.engine.whereabouts import whereabouts
 from relayline.coordinator.joining.artifact_reader import read_chunks
-from relayline.coordinator.joining.config import JoinConfig
+from relayline.coordinator.joining.config import JoinConfig, engine_message
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, PipelineFile
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
@@ -193,7 +193,7 @@ class JoinService:
             pipeline_id=self._file.pipeline_id,
             artifact=pb.ArtifactFile(file=stage.file, size_bytes=stage.size_bytes, sha256=stage.sha256, path=path),
             pipeline_json=self._pipeline_json,
-            engine=settings.engine.message(),
+            engine=engine_message(settings.engine),
             telemetry=settings.telemetry.message(),
             ticket=secret,
             beats=beats,

@@ -16,8 +16,8 @@ from relayline.coordinator.schedule.draft_plan import FOLLOWING_CHANCE_MIN, Offe
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.sessions.session import OutFrame, Session
 from relayline.wire.common.bounds import DRAFT_TOKENS_MAX, DRAFTED_ROWS_MAX
+from relayline.wire.settings.table import DRAFT_AUTO
 
-DRAFT_AUTO = -1
 SHARE_MAX = 4  # times its share of a flight's guesses that one stream may have: more are not worth looking at
 
 

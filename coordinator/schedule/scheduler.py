@@ -30,7 +30,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from relayline.coordinator.schedule.draft_flights import DRAFT_AUTO, DraftFlights
+from relayline.coordinator.schedule.draft_flights import DraftFlights
 from relayline.coordinator.schedule.draft_plan import Traffic
 from relayline.coordinator.schedule.flights import Flight, Flights, Kind, mean_context
 from relayline.coordinator.schedule.groups import ITL_STRETCH, GroupPlan, GroupPlanner
@@ -40,6 +40,7 @@ from relayline.coordinator.schedule.overhead import Held, Overhead
 from relayline.coordinator.schedule.prompt_line import BURST_PRESSURE, PromptLine
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.session import OutFrame, Session
+from relayline.wire.settings.table import DRAFT_AUTO
 
 DRAIN_CHUNK_ROWS = 64
 SPREAD_CYCLES = 2  # times that every flight has gone round with a prompt's rows until they have spread

@@ -155,7 +155,7 @@ class Reference:
         extents = [Extent(len(run.script.prompt), len(run.history)) for run in runs]
         found = [np.empty((len(run.tokens), model.n_vocab), np.float32) for run in runs]
         model.clear()
-        for step in shape(extents, PREFILL_CHUNK_ROWS, self.config.max_rows):
+        for step in shape(extents, PREFILL_CHUNK_ROWS, self.config.settings.max_rows):
             self._check_stop()
             rows: list[Row] = []
             targets: list[tuple[int, int]] = []

@@ -23,7 +23,7 @@ def as_json(report: Report) -> str:
         "architecture": report.facts.architecture,
         "layers": report.facts.n_layers,
         "wire": config.wire,
-        "kv_layout": config.layout_used,
+        "kv_layout": config.engine.layout_used,
         "verdict": _verdict(report.passed),
         "seeds": config.seeds,
         "decode_steps": config.n_steps,
@@ -86,7 +86,7 @@ _COMPARED = (
 def print_report(report: Report, console: Console) -> None:
     """Print a line about the model, one row per pipeline, the noise, and the verdict."""
     config, facts, noise = report.config, report.facts, report.noise
-    held = f"{config.wire} wire, {config.layout_used} KV cells, {noise.again.n_rows} rows per cut"
+    held = f"{config.wire} wire, {config.engine.layout_used} KV cells, {noise.again.n_rows} rows per cut"
     what = f"{facts.architecture}, {facts.n_layers} layers, {held}"
     _say(console, f"{config.model}: {what}; differences in deviations of {noise.deviation:.3g}")
     table = Table(box=None, pad_edge=False)

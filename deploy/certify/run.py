@@ -26,11 +26,11 @@ from relayline.deploy.certify.pipeline import OnLine, SplitConfig, SplitRuns, ru
 from relayline.deploy.certify.reference import Reference
 from relayline.deploy.certify.whole_model import WholeConfig, plain_tokens
 from relayline.deploy.certify.workload import N_LANES, context_needed, draw_batches
-from relayline.deploy.launch.local import forwarded, threads_per_stage
-from relayline.stage.config import StageConfig
+from relayline.deploy.launch.local import threads_per_stage
 from relayline.wire.common.errors import CutError, ModelFileError, RelaylineError, UsageError
-from relayline.wire.common.kv_layout import choose_layout
 from relayline.wire.envelopes.envelope import DTYPE_BY_NAME
+from relayline.wire.settings.setting import arguments
+from relayline.wire.settings.table import EngineSettings
 
 MAX_ROWS = 512  # of a native step on both sides; the stage's default
 
@@ -54,16 +54,9 @@ class CertifyConfig:
     """Each adds one session alone and one mixed batch."""
     n_steps: int = 24
     """Decode steps of every session, after its prefill."""
-    ctx_tokens: int = 2_048
-    """Tokens per stream; by default those of a stage, which decide how it holds its KV cells."""
-    n_threads: int = 0
-    """Threads per stage; 0 divides this machine's cores."""
-    gpu_layers: int = 0
-    """Layers on the GPU, on both sides."""
-    kv_type: str = "f16"
-    """Element type of the KV cache, on both sides."""
-    kv_layout: str = "auto"
-    """How lanes hold their KV cells, on both sides; a key of wire.common.kv_layout.KV_LAYOUTS."""
+    engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
+    """Context, GPU layers and KV cache of both sides, and threads per stage (0 divides this machine's cores). Of the
+    context follows how a stage holds its KV cells."""
     experimental: bool = False
     """Try an architecture outside the table of families."""
     keep: Path | None = None
@@ -72,9 +65,13 @@ class CertifyConfig:
     """Stages log more."""
 
     @property
-    def layout_used(self) -> str:
-        """The layout of KV cells after resolving auto."""
-        return choose_layout(self.kv_layout, ctx_tokens=self.ctx_tokens, gpu_layers=self.gpu_layers)
+    def stage_engine(self) -> EngineSettings:
+        """The engine of every stage, resolved but for its threads."""
+        # No padding and no splitting by measured curves: a session alone then comes in batches known beforehand.
+        return dataclasses.replace(
+            self.engine, n_lanes=N_LANES, max_rows=MAX_ROWS, kv_layout=self.engine.layout_used, policy="drain",
+            calibrate=False,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,7 +160,7 @@ async def certify(config: CertifyConfig, facts: ModelFacts, progress: Progress, 
     plans = plan_cuts(facts, config.cuts, config.n_stages)
     work = _Certification(config, facts, plans, progress, on_line)
     noise = await work.measure()
-    tolerance = tolerance_for(noise, same_kernels=config.gpu_layers == 0 and not facts.reorders_rows)
+    tolerance = tolerance_for(noise, same_kernels=config.engine.gpu_layers == 0 and not facts.reorders_rows)
     with _artifacts_directory(config.keep) as base:
         results = [await work.try_plan(index, plan, base, tolerance) for index, plan in enumerate(plans)]
     return Report(facts, config, noise, tolerance, tuple(results))
@@ -183,25 +180,21 @@ class _Certification:
         self.config, self._progress, self._on_line = config, progress, on_line
         self._stage_arguments = _stage_arguments(config)
         needed = context_needed(config.n_steps)
-        if config.ctx_tokens < needed:
-            raise UsageError(f"--ctx {config.ctx_tokens} is too small: the longest session takes {needed} tokens")
+        if config.engine.ctx_tokens < needed:
+            raise UsageError(
+                f"--ctx {config.engine.ctx_tokens} is too small: the longest session takes {needed} tokens"
+            )
         self._batches = draw_batches(plain_tokens(config.model, facts.n_vocab), config.seeds)
         self._n_tokens = config.n_steps + 1
         # Both sides get the same number: attention on many threads adds up in another order.
-        self._n_threads = config.n_threads or threads_per_stage(1 + max(map(len, plans)))
+        self._n_threads = config.engine.n_threads or threads_per_stage(1 + max(map(len, plans)))
         self._n_parts = 1 + len(plans)
         self._stop_asked = threading.Event()
         self._reference = Reference(
             WholeConfig(
                 path=config.model,
-                n_lanes=N_LANES,
-                ctx_tokens=config.ctx_tokens,
-                max_rows=MAX_ROWS,
+                settings=dataclasses.replace(config.stage_engine, n_threads=self._n_threads),
                 max_wanted=max(self._n_tokens, N_LANES),
-                n_threads=self._n_threads,
-                gpu_layers=config.gpu_layers,
-                kv_type=config.kv_type,
-                kv_layout=config.layout_used,
                 long_rope=facts.long_rope,
             ),
             self._check_stop,
@@ -289,33 +282,10 @@ def _listed(plan: tuple[int, ...]) -> str:
 
 
 def _stage_arguments(config: CertifyConfig) -> tuple[str, ...]:
-    """Return the flags of every stage. Raises UsageError, here and not in a child, if a value is out of range."""
-    StageConfig(
-        artifact=config.model,
-        ctx_tokens=config.ctx_tokens,
-        n_lanes=N_LANES,
-        n_threads=config.n_threads,
-        gpu_layers=config.gpu_layers,
-        max_rows=MAX_ROWS,
-        kv_type=config.kv_type,
-        kv_layout=config.layout_used,
-    )
-    flags = forwarded(
-        [
-            ("--ctx", config.ctx_tokens),
-            ("--lanes", N_LANES),
-            ("--gpu-layers", config.gpu_layers),
-            ("--max-rows", MAX_ROWS),
-            ("--kv-type", config.kv_type),
-            ("--kv-layout", config.layout_used),
-            # No padding and no splitting by measured curves: a session alone then comes in batches known beforehand.
-            ("--policy", "drain"),
-        ]
-    )
+    """Return the flags of every stage; each gets its threads beside them."""
     # Artifacts that this process wrote a moment ago need no second look; kept ones may have been altered since.
     return (
-        *flags,
-        "--no-calibrate",
+        *arguments(config.stage_engine, lambda entry: entry.name != "n_threads"),
         *(() if config.keep else ("--no-verify",)),
         *(("--verbose",) if config.verbose else ()),
     )

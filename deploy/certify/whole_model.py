@@ -21,6 +21,7 @@ from relayline.stage.engine.kv_cache import count_cells, lay_out
 from relayline.stage.engine.rope_choice import choose_rope
 from relayline.wire.common.errors import InternalError, ModelFileError, NativeError
 from relayline.wire.common.rope_factors import LongRope
+from relayline.wire.settings.table import EngineSettings
 
 _VOCAB_TYPE_NONE = 0
 _UNFIT_ATTRIBUTES = llama.LLAMA_TOKEN_ATTR_UNKNOWN | llama.LLAMA_TOKEN_ATTR_UNUSED | llama.LLAMA_TOKEN_ATTR_CONTROL
@@ -32,22 +33,10 @@ class WholeConfig:
 
     path: Path
     """The GGUF file, or the first of its shards."""
-    n_lanes: int
-    """Sequences that may be held at once."""
-    ctx_tokens: int
-    """Tokens of one sequence; the cache holds n_lanes times as many."""
-    max_rows: int = 512
-    """Rows of the largest decode."""
+    settings: EngineSettings
+    """As a stage has them, resolved: the layout of KV cells decides how attention is computed, too."""
     max_wanted: int = 64
     """Rows of one decode whose logits may be asked for."""
-    n_threads: int = 1
-    """CPU threads of one decode."""
-    gpu_layers: int = 0
-    """Layers held on the GPU; -1 for all."""
-    kv_type: str = "f16"
-    """Element type of the KV cache; a key of stage.engine.kv_cache.KV_TYPES."""
-    kv_layout: str = "unified"
-    """How lanes hold their KV cells: unified or per-lane. It decides how attention is computed, too."""
     long_rope: LongRope | None = None
     """Given for a model with two sets of rope factors: which is taken follows from the length of a lane."""
 
@@ -76,7 +65,7 @@ class WholeModel:
             if llama.llama_model_has_encoder(self._model) or not llama.llama_model_has_decoder(self._model):
                 raise ModelFileError(f"{config.path}: not a model that generates text token by token")
             self._context = self._open_context()
-            self._batch = llama.llama_batch_init(config.max_rows, 0, 1)
+            self._batch = llama.llama_batch_init(config.settings.max_rows, 0, 1)
         except BaseException:
             self.close()
             raise
@@ -84,26 +73,21 @@ class WholeModel:
         self.n_vocab = int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model)))
 
     def _open_context(self) -> Any:
-        config = self.config
-        n_rows = max(config.max_rows, config.n_lanes)
+        config, settings = self.config, self.config.settings
+        n_rows = max(settings.max_rows, settings.n_lanes)
         params = llama.llama_context_default_params()
         params.n_batch = params.n_ubatch = n_rows
         lay_out(
             params,
-            kv_layout=config.kv_layout,
-            kv_type=config.kv_type,
+            settings,
             flash_attn="auto",
-            n_lanes=config.n_lanes,
             spare_lanes=0,
-            ctx_tokens=config.ctx_tokens,
-            max_rows=config.max_rows,
-            gpu_layers=config.gpu_layers,
             n_heads=llama.llama_model_n_head(self._model),
         )
         if params.kv_unified:  # stages have a spare lane
-            params.n_ctx = count_cells(config.kv_layout, config.n_lanes, 1, config.ctx_tokens, n_rows)
-        params.n_outputs_max = max(config.max_wanted, config.n_lanes)
-        params.n_threads = params.n_threads_batch = config.n_threads
+            params.n_ctx = count_cells(settings.kv_layout, settings.n_lanes, 1, settings.ctx_tokens, n_rows)
+        params.n_outputs_max = max(config.max_wanted, settings.n_lanes)
+        params.n_threads = params.n_threads_batch = settings.n_threads
         params.no_perf = True
         ggml.LOG.watch()
         context = llama.llama_init_from_model(self._model, params)
@@ -117,7 +101,7 @@ class WholeModel:
         Raises NativeError if llama.cpp refuses, InternalError for more rows than the model was opened for.
         """
         wanted = [index for index, row in enumerate(rows) if row.wanted]
-        if not 0 < len(rows) <= self.config.max_rows or len(wanted) > self.config.max_wanted:
+        if not 0 < len(rows) <= self.config.settings.max_rows or len(wanted) > self.config.max_wanted:
             raise InternalError(f"a decode of {len(rows)} rows with {len(wanted)} wanted is beyond what was opened")
         batch = self._batch
         batch.n_tokens = len(rows)
@@ -195,8 +179,8 @@ def _load(path: Path, *, config: WholeConfig | None = None) -> Any:
     if config is None:
         params.vocab_only = True
     else:
-        params.n_gpu_layers = config.gpu_layers
-        rope = choose_rope(params, config.long_rope, config.ctx_tokens)
+        params.n_gpu_layers = config.settings.gpu_layers
+        rope = choose_rope(params, config.long_rope, config.settings.ctx_tokens)
     ggml.LOG.watch()
     model = llama.llama_model_load_from_file(bytes(path), params)
     del rope

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +10,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from relayline.deploy.cli.options import slice_options
+from relayline.deploy.cli.options import slice_options, threads_option
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS, PAD_SEARCH_ROWS
-from relayline.wire.common.kv_layout import choose_layout
+from relayline.wire.settings.setting import from_parameters
+from relayline.wire.settings.table import EngineSettings
 
 if TYPE_CHECKING:
     from relayline.wire.common.curve import CostCurve
@@ -23,10 +23,10 @@ BAR_COLUMNS = 24
 
 @click.command("calibrate", short_help="Measure a stage's cost curve.")
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--threads", type=click.IntRange(0), default=0, help="Threads of a native step [default: all cores].")
+@threads_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @slice_options
-def calibrate_command(artifact: Path, threads: int, as_json: bool, **given: Any) -> None:
+def calibrate_command(artifact: Path, as_json: bool, **given: Any) -> None:
     """Measure how long native steps of ARTIFACT take, by rows and context.
 
     A stage that starts here with the same threads, lanes, context, rows and types takes over what was measured.
@@ -34,24 +34,18 @@ def calibrate_command(artifact: Path, threads: int, as_json: bool, **given: Any)
     from relayline.stage.engine.native import EngineConfig, NativeEngine
     from relayline.stage.speed.calibrate import fresh_curves
 
-    lanes, max_rows = given["lanes"], given["max_rows"]
-    layout = choose_layout(given["kv_layout"], ctx_tokens=given["ctx"], gpu_layers=given["gpu_layers"])
+    settings = from_parameters(EngineSettings, given).resolved()
+    layout, max_rows = settings.kv_layout, settings.max_rows
     config = EngineConfig(
         artifact_path=artifact,
-        n_lanes=lanes,
-        ctx_tokens=given["ctx"],
-        max_rows=max_rows,
-        n_threads=threads or len(os.sched_getaffinity(0)),
-        gpu_layers=given["gpu_layers"],
-        kv_type=given["kv_type"],
-        kv_layout=layout,
+        settings=settings,
         spare_lanes=1 if layout == "unified" else 0,
-        max_wanted=min(lanes + PAD_SEARCH_ROWS, max_rows),
+        max_wanted=min(settings.n_lanes + PAD_SEARCH_ROWS, max_rows),
     )
     with NativeEngine(config) as engine:
         curves = fresh_curves(engine)
     if as_json:
-        found = {"artifact": sizes_of(artifact), "threads": config.n_threads, "kv_layout": layout}
+        found = {"artifact": sizes_of(artifact), "threads": settings.n_threads, "kv_layout": layout}
         found |= {"decode": _rows(curves.decode, max_rows), "prefill": _rows(curves.prefill, max_rows)}
         found |= {"context_ns": curves.context_ns, "context_tiled_ns": curves.context_tiled_ns}
         found |= {"doubt": curves.doubt}

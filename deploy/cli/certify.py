@@ -15,8 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from relayline.deploy.cli.model import MODEL, parse_cuts
-from relayline.deploy.cli.options import WIRE_NAMES, kv_layout_option, log_options
+from relayline.deploy.cli.options import log_options
+from relayline.deploy.cli.setting_flags import setting_option, setting_options
 from relayline.wire.common import logs
+from relayline.wire.settings.setting import entry_of, from_parameters
+from relayline.wire.settings.table import EngineSettings, ServingSettings
 
 if TYPE_CHECKING:
     from relayline.coordinator.model.inspection import ModelFacts
@@ -45,7 +48,7 @@ def _parse_seeds(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
     help="Every legal cut in turn, or one pipeline with the cuts given, e.g. 8,16.",
 )
 @click.option("--stages", "n_stages", type=click.IntRange(2, 64), default=None, help="One pipeline, balanced cuts.")
-@click.option("--wire", type=click.Choice(WIRE_NAMES), default="f32", show_default=True, help="Rows on the wire.")
+@setting_option(entry_of(ServingSettings, "wire"), default="f32")
 @click.option(
     "--seeds",
     callback=_parse_seeds,
@@ -54,11 +57,7 @@ def _parse_seeds(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
     help="Of the prompts; each adds a session alone and a mixed batch.",
 )
 @click.option("--steps", type=click.IntRange(16, 256), default=24, show_default=True, help="Decode steps per session.")
-@click.option("--ctx", type=int, default=2048, show_default=True, help="Tokens per stream, prompt and answer.")
-@click.option("--threads", type=int, default=0, help="Threads per stage [default: cores / stages].")
-@click.option("--gpu-layers", type=int, default=0, show_default=True, help="Layers on the GPU; -1 for all.")
-@click.option("--kv-type", default="f16", show_default=True, help="Element type of the KV cache.")
-@kv_layout_option
+@setting_options(EngineSettings, only=("ctx_tokens", "n_threads", "gpu_layers", "kv_type", "kv_layout"))
 @click.option("--keep", type=click.Path(path_type=Path), default=None, help="Keep the artifacts in this directory.")
 @click.option("--experimental", is_flag=True, help="Try a model that nobody has certified.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
@@ -89,11 +88,7 @@ def certify_command(**given: Any) -> None:
         wire=given["wire"],
         seeds=given["seeds"],
         n_steps=given["steps"],
-        ctx_tokens=given["ctx"],
-        n_threads=given["threads"],
-        gpu_layers=given["gpu_layers"],
-        kv_type=given["kv_type"],
-        kv_layout=given["kv_layout"],
+        engine=from_parameters(EngineSettings, given),
         experimental=given["experimental"],
         keep=given["keep"],
         verbose=given["verbose"],

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from relayline.deploy.cli.options import Address, AddressList, telemetry_config
+from relayline.deploy.cli.options import Address, AddressList, is_given, telemetry_config
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.places import artifacts_dir
 from relayline.wire.links.security import LinkSecurity, address_of
+from relayline.wire.settings.setting import Reader, entries, from_parameters
+from relayline.wire.settings.table import EngineSettings, TelemetrySettings
 from relayline.wire.telemetry.config import Level, TelemetryConfig
 
 if TYPE_CHECKING:
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
     from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 Command = Callable[..., Any]
-ENGINE_FLAGS = ("ctx", "lanes", "gpu_layers", "max_rows", "prefill_rows", "no_calibrate", "kv_type", "kv_layout")
-TOLD_BY_ORDER = (*ENGINE_FLAGS, "policy", "no_verify")
+# Parameters that mean nothing where stages have been started already, and that a stage which joins cannot have.
+ENGINE_FLAGS = tuple(entry.parameter for entry in entries(EngineSettings) if entry.reader is Reader.STAGE)
+TOLD_BY_ORDER = (*(entry.parameter for entry in entries(EngineSettings) if not entry.host_wins), "no_verify")
 
 
 def serve_join_options(command: Command) -> Command:
@@ -70,7 +73,7 @@ def _explicit(given: dict[str, Any], names: tuple[str, ...]) -> list[str]:
 def coordinator_join(given: dict[str, Any], n_stages: int) -> JoinConfig | None:
     """Return how stages join, None where their addresses are given. Raises UsageError for both, or neither."""
     from relayline.coordinator.engine.roster import default_names
-    from relayline.coordinator.joining.config import EngineOrder, JoinConfig, JoiningStage
+    from relayline.coordinator.joining.config import JoinConfig, JoiningStage
 
     if (given["join_listen"] is None) == (given["stages"] is None):
         raise UsageError("give --stages with every address, or --join-listen to let stages join; one of them")
@@ -78,17 +81,7 @@ def coordinator_join(given: dict[str, Any], n_stages: int) -> JoinConfig | None:
         if engine_flags := _explicit(given, ENGINE_FLAGS):
             raise UsageError(f"{engine_flags[0]} tells stages that join; it needs --join-listen")
         return None
-    engine = EngineOrder(
-        ctx_tokens=given["ctx"],
-        n_lanes=given["lanes"],
-        gpu_layers=given["gpu_layers"],
-        max_rows=given["max_rows"],
-        prefill_rows=given["prefill_rows"],
-        kv_type=given["kv_type"],
-        kv_layout=given["kv_layout"],
-        policy=given["policy"],
-        calibrate=not given["no_calibrate"],
-    )
+    engine = from_parameters(EngineSettings, given)
     names = given_names(given) or default_names(n_stages)
     host, port = given["join_listen"]
     return JoinConfig(tuple(JoiningStage(name, engine) for name in names), host, port)
@@ -144,23 +137,30 @@ def stage_join(given: dict[str, Any], security: LinkSecurity) -> StageJoinConfig
         host=host,
         port=port,
         advertise=given["advertise"],
-        n_threads=given["threads"],
+        own_settings=_own_settings(given),
         always_fetch=given["always_fetch"],
         security=security,
     )
 
 
+def _own_settings(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of this host that win over the coordinator's order, where they say anything."""
+    said = from_parameters(EngineSettings, given)
+    values = {entry: getattr(said, entry.name) for entry in entries(EngineSettings) if entry.host_wins}
+    return {entry.name: value for entry, value in values.items() if value != entry.default}
+
+
 def stage_telemetry(given: dict[str, Any]) -> Callable[[StageConfig, pb.StageOrder], StageConfig]:
     """Return how a joining stage records: as its own flags say, and where they say nothing, as the order does."""
-    explicit = set(_explicit(given, ("trace_level", "otlp_endpoint", "trace_sample")))
+    own = {entry.name for entry in entries(TelemetrySettings) if is_given(entry.parameter)}
     mine, metrics = telemetry_config(given), given["metrics"]
 
     def adapt(config: StageConfig, order: pb.StageOrder) -> StageConfig:
         theirs = order.telemetry
         telemetry = TelemetryConfig(
-            level=mine.level if "--trace-level" in explicit else Level.from_wire(theirs.level) or mine.level,
-            otlp_endpoint=mine.otlp_endpoint if "--otlp-endpoint" in explicit else theirs.otlp_endpoint,
-            sampler_ratio=mine.sampler_ratio if "--trace-sample" in explicit else theirs.sampler_ratio,
+            level=mine.level if "level" in own else Level.from_wire(theirs.level) or mine.level,
+            otlp_endpoint=mine.otlp_endpoint if "otlp_endpoint" in own else theirs.otlp_endpoint,
+            sampler_ratio=mine.sampler_ratio if "sampler_ratio" in own else theirs.sampler_ratio,
         )
         # Plaintext never leaves loopback because a coordinator says so.
         host = config.host if config.security.is_tls else "127.0.0.1"

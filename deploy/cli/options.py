@@ -9,16 +9,14 @@ from typing import Any
 
 import click
 
+from relayline.deploy.cli.setting_flags import Decorator, setting_options
 from relayline.deploy.machine.cores import Cores, read_cores
-from relayline.wire.common import bounds
 from relayline.wire.common.errors import UsageError
-from relayline.wire.common.kv_layout import KV_LAYOUTS, LONG_LANE_TOKENS
-from relayline.wire.envelopes.envelope import DTYPE_BY_NAME
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import LinkSecurity, address_of, load_security
-from relayline.wire.telemetry.config import LEVEL_NAMES, Level, TelemetryConfig
-
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+from relayline.wire.settings.setting import entry_of, from_parameters
+from relayline.wire.settings.table import EngineSettings, ServingSettings, TelemetrySettings
+from relayline.wire.telemetry.config import Level, TelemetryConfig
 
 
 class Address(click.ParamType[tuple[str, int]]):
@@ -79,33 +77,6 @@ class CoreList(click.ParamType[Cores]):
             self.fail(str(error), param, ctx)
 
 
-class DraftTokens(click.ParamType[int]):
-    """auto, off or a number of tokens. Converts to `ScheduleConfig.draft`; `said` is the way back."""
-
-    name = "auto|off|n"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Read and check one value."""
-        from relayline.coordinator.schedule.draft_flights import DRAFT_AUTO
-
-        if isinstance(value, int):
-            return value  # a manifest's, which has checked it, or converted already
-        known = {"auto": DRAFT_AUTO, "off": 0} | {str(n): n for n in range(bounds.DRAFT_TOKENS_MAX + 1)}
-        if value not in known:
-            self.fail(f"{value!r} is not auto, off or a number from 1 to {bounds.DRAFT_TOKENS_MAX}", param, ctx)
-        return known[value]
-
-    @staticmethod
-    def said(n_tokens: int) -> str | int:
-        """Return what manifests call a converted value; as text it is what --draft takes."""
-        from relayline.coordinator.schedule.draft_flights import DRAFT_AUTO
-
-        return {DRAFT_AUTO: "auto", 0: "off"}.get(n_tokens, n_tokens)
-
-
-WIRE_NAMES = tuple(DTYPE_BY_NAME)
-
-
 def _apply(*options: Decorator) -> Decorator:
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
@@ -120,43 +91,11 @@ log_options = _apply(
     click.option("--verbose", is_flag=True, help="Log more."),
 )
 
-policy_option = click.option(
-    "--policy",
-    type=click.Choice(("auto", "drain", "single")),
-    default="auto",
-    show_default=True,
-    help="auto: groups and padding from the cost curves; drain: batch what is queued; single: no batching.",
-)
-
-kv_layout_option = click.option(
-    "--kv-layout",
-    type=click.Choice(KV_LAYOUTS),
-    default="auto",
-    show_default=True,
-    help="Cells of the KV cache: shared by all lanes, or each lane's own (quicker on CPUs for long streams); auto: "
-    f"each lane's own with --gpu-layers 0 from --ctx {LONG_LANE_TOKENS} on.",
-)
-
-slice_options = _apply(
-    click.option("--ctx", type=int, default=2048, show_default=True, help="Tokens per stream, prompt and answer."),
-    click.option("--lanes", type=int, default=32, show_default=True, help="Streams that may run at once."),
-    click.option("--gpu-layers", type=int, default=0, show_default=True, help="Layers on the GPU; -1 for all."),
-    click.option("--max-rows", type=int, default=512, show_default=True, help="Rows of one native step."),
-    click.option("--kv-type", default="f16", show_default=True, help="Element type of the KV cache."),
-    kv_layout_option,
-)
-
-engine_options = _apply(
-    slice_options,
-    click.option(
-        "--prefill-rows",
-        type=int,
-        default=128,
-        show_default=True,
-        help="Prefill rows beside decoders with --policy drain.",
-    ),
-    click.option("--no-calibrate", is_flag=True, help="Learn the cost curve from real steps only."),
-)
+threads_option = setting_options(EngineSettings, only=("n_threads",))
+# What `calibrate` measures: the shape of the steps, not how they are chosen.
+SLICE = ("ctx_tokens", "n_lanes", "gpu_layers", "max_rows", "kv_type", "kv_layout")
+slice_options = setting_options(EngineSettings, only=SLICE)
+engine_options = setting_options(EngineSettings, but=("n_threads",))
 
 security_options = _apply(
     click.option("--tls", "tls_dir", type=click.Path(path_type=Path), default=None,
@@ -178,8 +117,7 @@ http_security_options = _apply(
                  "[default: without --api-keys only loopback names on loopback, and no pages of other hosts]."),
     click.option("--jaeger-url", default="", metavar="URL",
                  help="Where traces are looked at, as http://HOST:16686; the page at / links requests to it."),
-    click.option("--connections-per-address", type=click.IntRange(0, 1_000_000), default=512, show_default=True,
-                 help="HTTP connections from one address beyond this machine, such as a proxy's; 0 for any number."),
+    setting_options(ServingSettings, only=("connections_per_address",)),
 )  # fmt: skip
 
 chat_template_option = click.option(
@@ -212,47 +150,18 @@ def http_tls_from(given: dict[str, Any]) -> tuple[Path, Path] | None:
     return (cert, key) if cert is not None else None
 
 
-telemetry_options = _apply(
-    click.option("--trace-level", type=click.Choice(LEVEL_NAMES), default="summary", show_default=True,
-                 help="off; summary: a trace per request; batches: and a span per native batched decode; "
-                 "frames: and what every frame waited for."),
-    click.option("--otlp-endpoint", default="", metavar="URL",
-                 help="Collector for traces, as http://HOST:4317 (gRPC) or http://HOST:4318 (HTTP) "
-                 "[default: OTEL_EXPORTER_OTLP_ENDPOINT; with neither, nothing is exported]."),
-    click.option("--trace-sample", type=FloatRange(0, 1), default=1.0, show_default=True,
-                 help="Share of requests to trace; the coordinator decides, stages follow."),
-)  # fmt: skip
+telemetry_options = setting_options(TelemetrySettings, but=("content",))
+content_option = setting_options(TelemetrySettings, only=("content",))
+pipeline_options = setting_options(ServingSettings, but=("connections_per_address",))
 
 
-content_option = click.option(
-    "--trace-content", is_flag=True, help="Also record prompts and answers in traces, for whoever can read those."
-)
-
-
-def check_draft(given: dict[str, Any]) -> None:
+def check_draft(serving: ServingSettings, policy: str) -> None:
     """Raise UsageError where drafts are asked for by number and none would be made."""
-    by_hand = given["groups"] or given["group_rows"]
-    if given["draft"] > 0 and given["policy"] != "auto" and not by_hand:
-        raise UsageError(f"--draft {given['draft']} needs --policy auto: with {given['policy']} nothing is drafted")
-
-
-def check_engine(given: dict[str, Any]) -> None:
-    """Raise UsageError for a flag of `engine_options` that no stage would take, before anything is done with others."""
-    from relayline.stage.config import StageConfig
-
-    StageConfig(
-        artifact=Path(),
-        ctx_tokens=given["ctx"],
-        n_lanes=given["lanes"],
-        n_threads=given.get("threads", 0),
-        gpu_layers=given["gpu_layers"],
-        max_rows=given["max_rows"],
-        prefill_rows=given["prefill_rows"],
-        kv_type=given["kv_type"],
-        kv_layout=given["kv_layout"],
-        policy=given["policy"],
-        telemetry=telemetry_config(given),
-    )
+    by_hand = serving.groups or serving.group_rows
+    if serving.draft > 0 and policy != "auto" and not by_hand:
+        flag = entry_of(ServingSettings, "draft").flag
+        needed = entry_of(EngineSettings, "policy").flag
+        raise UsageError(f"{flag} {serving.draft} needs {needed} auto: with {policy} nothing is drafted")
 
 
 def is_given(name: str) -> bool:
@@ -261,39 +170,16 @@ def is_given(name: str) -> bool:
     return source in (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.ENVIRONMENT)
 
 
-def telemetry_config(given: dict[str, Any], *, content: bool = False) -> TelemetryConfig:
+def telemetry_config(given: dict[str, Any]) -> TelemetryConfig:
     """Turn the flags of `telemetry_options` into configuration. Raises UsageError."""
+    said = from_parameters(TelemetrySettings, given)
     return TelemetryConfig(
-        level=Level.named(given["trace_level"]),
-        otlp_endpoint=given["otlp_endpoint"],
-        sampler_ratio=given["trace_sample"],
-        content=content,
+        level=Level.named(said.level),
+        otlp_endpoint=said.otlp_endpoint,
+        sampler_ratio=said.sampler_ratio,
+        content=said.content,
     )
 
-
-pipeline_options = _apply(
-    click.option("--wire", type=click.Choice(WIRE_NAMES), default="f16", show_default=True, help="Rows on the wire."),
-    click.option("--prefill-chunk", type=click.IntRange(0, 2048), default=0,
-                 help="Largest number of prompt rows per frame [default: chosen]."),
-    click.option("--itl-stretch", type=FloatRange(1, 1000), default=2.0, show_default=True,
-                 help="How many times longer running streams may wait between tokens while prompts are read; more "
-                 "brings first tokens sooner."),
-    click.option("--draft", type=DraftTokens(), default="auto", show_default=True, metavar="auto|off|N",
-                 help="Tokens drafted ahead of a stream from what its own text repeats, and verified in one step: "
-                 f"auto: as many as pays; off; or always up to N, at most {bounds.DRAFT_TOKENS_MAX}."),
-    click.option("--prefix-lanes", type=click.IntRange(0, 4096), default=None,
-                 help="Lanes that may keep what ended streams computed; prompts that begin alike, such as the "
-                 "next turn of a chat, are read from there on. Running streams are always copied from, unless this "
-                 "is 0 [default: half of all with --kv-layout per-lane, else none]."),
-    click.option("--queue", type=click.IntRange(0, 100_000), default=256, show_default=True,
-                 help="Requests that may wait for a lane."),
-    click.option("--lost-wait", type=FloatRange(0, 3_600), default=15.0, show_default=True, metavar="SECONDS",
-                 help="How long after the loss of a stage new requests wait for their first token; then they get 503."),
-    click.option("--groups", type=click.IntRange(0, 4096), default=0, help="Decode groups by hand [default: chosen]."),
-    click.option("--group-rows", type=click.IntRange(0, 2048), default=0, help="Rows per group by hand."),
-    click.option("--no-share", is_flag=True, help="Never decode identical deterministic requests once for all."),
-    click.option("--model-id", default="", help="Model name in the API [default: the model's own]."),
-)  # fmt: skip
 
 # Hidden: a supervisor holds the other end of this process's stdin, so that no child outlives it however it ends.
 supervised_option = click.option("--exit-with-stdin", is_flag=True, hidden=True)

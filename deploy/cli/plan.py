@@ -131,7 +131,7 @@ def _measure(manifest: Manifest, model: Path, *, quiet: bool) -> None:
             model,
             n_threads=n_threads,
             gpu_layers=gpu_layers,
-            kv_type=manifest.spec.context.kv_type,
+            kv_type=manifest.engine.kv_type,
             n_at_once=n_at_once(manifest, n_threads),
             tell=lambda line: None if quiet else click.echo(line, err=True),
         )
@@ -172,7 +172,7 @@ def _notes(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple[s
     unknown = [stage.name for stage in manifest.stages if not stage.is_local and stage.memory_gib is None]
     if unknown:
         notes.append(f"nothing is known of the memory of {', '.join(unknown)}; give memoryGib to have it checked")
-    if facts.ctx_train and manifest.spec.context.tokens > facts.ctx_train:
+    if facts.ctx_train and manifest.engine.ctx_tokens > facts.ctx_train:
         notes.append(f"the model was trained for {facts.ctx_train} tokens, the context has more")
     threads = {host.machine: 0 for host in instance.hosts}
     for host in instance.hosts:

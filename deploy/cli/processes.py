@@ -27,7 +27,6 @@ from relayline.deploy.cli.options import (
     CoreList,
     chat_template_option,
     check_draft,
-    check_engine,
     content_option,
     engine_options,
     http_security_options,
@@ -35,18 +34,20 @@ from relayline.deploy.cli.options import (
     is_given,
     log_options,
     pipeline_options,
-    policy_option,
     security_from,
     security_options,
     supervised_option,
     telemetry_config,
     telemetry_options,
+    threads_option,
 )
 from relayline.deploy.launch.serving import for_each_stage, manifest_option, served_directory
 from relayline.deploy.machine.cores import keep_to
 from relayline.wire.common import logs
 from relayline.wire.envelopes.envelope import DTYPE_BY_NAME
 from relayline.wire.links.roles import Role
+from relayline.wire.settings.setting import from_parameters
+from relayline.wire.settings.table import EngineSettings, ServingSettings
 
 if TYPE_CHECKING:
     from relayline.coordinator.engine.membership import Place
@@ -75,7 +76,7 @@ def _watch_stdin() -> None:
 @click.command("stage", short_help="Run one stage process.")
 @stage_join_options
 @click.option("--listen", type=Address(), default="127.0.0.1:0", show_default=True, help="Where neighbours connect.")
-@click.option("--threads", type=int, default=0, help="Threads of a native step [default: all cores].")
+@threads_option
 @click.option("--cores", type=CoreList(), default=None, help="Cores that it keeps to, as 0-3,8 [default: any].")
 @click.option("--no-verify", is_flag=True, help="Do not check the artifact's sha256.")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
@@ -86,7 +87,6 @@ def _watch_stdin() -> None:
     help="Where to serve Prometheus metrics; with --tls over TLS beyond loopback [default: nowhere].",
 )
 @telemetry_options
-@policy_option
 @engine_options
 @security_options
 @log_options
@@ -115,16 +115,7 @@ def stage_command(**given: Any) -> None:
         artifact=given["artifact"],
         host=host,
         port=port,
-        ctx_tokens=given["ctx"],
-        n_lanes=given["lanes"],
-        n_threads=given["threads"],
-        gpu_layers=given["gpu_layers"],
-        max_rows=given["max_rows"],
-        prefill_rows=given["prefill_rows"],
-        kv_type=given["kv_type"],
-        kv_layout=given["kv_layout"],
-        policy=given["policy"],
-        calibrate=not given["no_calibrate"],
+        engine=from_parameters(EngineSettings, given),
         verify=not given["no_verify"],
         telemetry=telemetry_config(given),
         metrics=given["metrics"],
@@ -167,16 +158,17 @@ def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
     """Turn flags into the coordinator's side of the batching policy."""
     from relayline.coordinator.schedule.scheduler import ScheduleConfig
 
-    by_hand = given["groups"] or given["group_rows"]
-    mode = "fixed" if by_hand else "auto" if given["policy"] == "auto" else "drain"
-    check_draft(given)
+    serving, policy = from_parameters(ServingSettings, given), from_parameters(EngineSettings, given).policy
+    by_hand = serving.groups or serving.group_rows
+    mode = "fixed" if by_hand else "auto" if policy == "auto" else "drain"
+    check_draft(serving, policy)
     return ScheduleConfig(
         mode,
-        n_groups=given["groups"],
-        group_rows=given["group_rows"],
-        chunk_rows=given["prefill_chunk"],
-        draft=given["draft"],
-        itl_stretch=given["itl_stretch"],
+        n_groups=serving.groups,
+        group_rows=serving.group_rows,
+        chunk_rows=serving.prefill_chunk,
+        draft=serving.draft,
+        itl_stretch=serving.itl_stretch,
     )
 
 
@@ -188,7 +180,6 @@ def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
 @serve_join_options
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
-@policy_option
 @engine_options
 @pipeline_options
 @security_options
@@ -212,7 +203,8 @@ def serve_command(**given: Any) -> None:
     from relayline.coordinator.serve import ServeConfig, run_coordinator
 
     logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
-    check_engine(given)
+    serving, telemetry = from_parameters(ServingSettings, given), telemetry_config(given)
+    from_parameters(EngineSettings, given)  # what no stage would take is refused before anything is done with others
     (host, port), https = given["http"], http_tls_from(given)
     directory = served_directory(given["directory"], given["manifest"])
     config = ServeConfig(
@@ -220,18 +212,18 @@ def serve_command(**given: Any) -> None:
         pipeline=PipelineConfig(
             addresses=given["stages"] or (),
             names=given_names(given),
-            wire_dtype=DTYPE_BY_NAME[given["wire"]],
+            wire_dtype=DTYPE_BY_NAME[serving.wire],
             schedule=schedule_config(given),
-            share=not given["no_share"],
-            prefix_lanes=given["prefix_lanes"],
-            waiting_max=given["queue"],
-            lost_wait_s=given["lost_wait"],
+            share=serving.share,
+            prefix_lanes=serving.prefix_lanes,
+            waiting_max=serving.queue,
+            lost_wait_s=serving.lost_wait_s,
             security=security_from(given, Role.COORDINATOR),
             name=given["manifest"].name if given["manifest"] is not None else "",
         ),
         host=host,
         port=port,
-        model_id=given["model_id"],
+        model_id=serving.model_id,
         join=for_each_stage(
             coordinator_join(given, len(load_pipeline(directory, stages_here=False).stages)), given["manifest"]
         ),
@@ -239,10 +231,10 @@ def serve_command(**given: Any) -> None:
         protect_metrics=given["protect_metrics"],
         http_tls=https,
         allow_hosts=tuple(given["allow_hosts"]),
-        connections_per_address=given["connections_per_address"],
+        connections_per_address=serving.connections_per_address,
         jaeger_url=given["jaeger_url"],
         chat_template_file=given["chat_template"],
-        telemetry=telemetry_config(given, content=given["trace_content"]),
+        telemetry=telemetry,
         push_level=is_given("trace_level"),
     )
     if given["exit_with_stdin"]:

@@ -13,10 +13,8 @@ from relayline.deploy.cli.control import state_dir_option
 from relayline.deploy.cli.model import parse_cuts
 from relayline.deploy.cli.options import (
     Address,
-    DraftTokens,
     chat_template_option,
     check_draft,
-    check_engine,
     content_option,
     engine_options,
     http_security_options,
@@ -24,12 +22,15 @@ from relayline.deploy.cli.options import (
     is_given,
     log_options,
     pipeline_options,
-    policy_option,
+    telemetry_config,
     telemetry_options,
+    threads_option,
 )
 from relayline.deploy.cli.processes import announce
 from relayline.wire.common import logs
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.settings.setting import Reader, arguments, from_parameters
+from relayline.wire.settings.table import EngineSettings, ServingSettings, TelemetrySettings
 
 if TYPE_CHECKING:
     from relayline.deploy.launch.local import LocalConfig
@@ -50,7 +51,7 @@ MANIFEST_ONLY = ("state_dir", "detach")
 @click.option("--stages", "n_stages", type=click.IntRange(1, 64), default=None, help="Number of stages [default: 2].")
 @click.option("--cuts", callback=parse_cuts, help="First layer of each later stage, e.g. 8,16, not --stages.")
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
-@click.option("--threads", type=click.IntRange(0), default=0, help="Threads per stage [default: cores / stages].")
+@threads_option
 @click.option("--no-pin", is_flag=True, help="Let stages run on any core [default: each keeps to its share].")
 @click.option(
     "--split-dir", type=click.Path(path_type=Path), default=None, help="Where to keep the split [default: cache]."
@@ -59,7 +60,6 @@ MANIFEST_ONLY = ("state_dir", "detach")
 @state_dir_option
 @click.option("--report-fd", type=int, default=None, hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
-@policy_option
 @engine_options
 @pipeline_options
 @http_security_options
@@ -98,8 +98,15 @@ def _up_model(given: dict[str, Any]) -> None:
     from relayline.deploy.launch.ports import port_problem
     from relayline.deploy.launch.splits import split_for
 
-    check_engine(given)
-    check_draft(given)
+    engine, serving = from_parameters(EngineSettings, given), from_parameters(ServingSettings, given)
+    check_draft(serving, engine.policy)
+    telemetry_config(given)
+    telemetry = from_parameters(TelemetrySettings, given)
+
+    def telemetry_flags(reader: Reader) -> tuple[str, ...]:
+        """Return what children are told of telemetry; what was not asked for is left to their own defaults."""
+        return arguments(telemetry, lambda entry: reader in entry.reader and is_given(entry.parameter))
+
     if (https := http_tls_from(given)) is not None:
         from relayline.wire.links.tls_material import check_pair
 
@@ -111,35 +118,23 @@ def _up_model(given: dict[str, Any]) -> None:
     config = LocalConfig(
         pipeline_dir=split_for(given["model"], given["n_stages"], given["cuts"], given["split_dir"]),
         http=given["http"],
-        n_threads=given["threads"],
+        n_threads=engine.n_threads,
         pin=not given["no_pin"],
         stage_arguments=(
-            *forwarded([("--ctx", given["ctx"]), ("--lanes", given["lanes"]), ("--gpu-layers", given["gpu_layers"]),
-                        ("--max-rows", given["max_rows"]), ("--prefill-rows", given["prefill_rows"]),
-                        ("--kv-type", given["kv_type"]), ("--kv-layout", given["kv_layout"]),
-                        ("--policy", given["policy"])]),
-            *(("--no-calibrate",) if given["no_calibrate"] else ()),
-            *_telemetry_flags(given),
+            *arguments(engine, lambda entry: entry.name != "n_threads"),
+            *telemetry_flags(Reader.STAGE),
             *_log_flags(given),
         ),
         serve_arguments=(
-            *forwarded([("--wire", given["wire"]), ("--prefill-chunk", given["prefill_chunk"]),
-                        ("--itl-stretch", given["itl_stretch"]), ("--draft", DraftTokens.said(given["draft"])),
-                        ("--queue", given["queue"]), ("--lost-wait", given["lost_wait"]),
-                        ("--policy", given["policy"]),
-                        ("--groups", given["groups"]), ("--group-rows", given["group_rows"])]),
-            *(("--prefix-lanes", str(given["prefix_lanes"])) if given["prefix_lanes"] is not None else ()),
-            *(("--no-share",) if given["no_share"] else ()),
-            *(("--model-id", given["model_id"]) if given["model_id"] else ()),
+            *arguments(engine, lambda entry: Reader.COORDINATOR in entry.reader),
+            *arguments(serving),
             *(("--api-keys", str(given["api_keys"])) if given["api_keys"] else ()),
             *(("--chat-template", str(given["chat_template"])) if given["chat_template"] else ()),
             *(("--protect-metrics",) if given["protect_metrics"] else ()),
             *(forwarded([("--http-cert", https[0]), ("--http-key", https[1])]) if https is not None else ()),
             *(flag for name in given["allow_hosts"] for flag in ("--allow-host", name)),
             *(("--jaeger-url", given["jaeger_url"]) if given["jaeger_url"] else ()),
-            "--connections-per-address", str(given["connections_per_address"]),
-            *_telemetry_flags(given),
-            *(("--trace-content",) if given["trace_content"] else ()),
+            *telemetry_flags(Reader.COORDINATOR),
             *_log_flags(given),
         ),
     )  # fmt: skip
@@ -153,15 +148,6 @@ def _up_model(given: dict[str, Any]) -> None:
 
 def _log_flags(given: dict[str, Any]) -> tuple[str, ...]:
     return (*(("--log-json",) if given["log_json"] else ()), *(("--verbose",) if given["verbose"] else ()))
-
-
-def _telemetry_flags(given: dict[str, Any]) -> tuple[str, ...]:
-    """Return what coordinator and stages are told alike; what was not asked for is left to their own defaults."""
-    return (
-        *(("--trace-level", given["trace_level"]) if is_given("trace_level") else ()),
-        *(("--otlp-endpoint", given["otlp_endpoint"]) if given["otlp_endpoint"] else ()),
-        *(("--trace-sample", str(given["trace_sample"])) if is_given("trace_sample") else ()),
-    )
 
 
 async def _up(config: LocalConfig, stopping: asyncio.Event, *, as_json: bool) -> None:

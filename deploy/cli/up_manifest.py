@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from relayline.deploy.cli.options import DraftTokens
+from relayline.deploy.cli.setting_flags import manifest_changes, parameter_arguments
 from relayline.deploy.launch.detach import Report, start_detached
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.local import print_prefixed
@@ -20,43 +20,12 @@ from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.links.security import address_of
 
-# Flag -> where the manifest says the same.
-PLACES = {
-    "ctx": "context.tokens",
-    "lanes": "context.lanes",
-    "kv_type": "context.kvType",
-    "kv_layout": "context.kvLayout",
-    "prefix_lanes": "context.prefixLanes",
-    "max_rows": "batching.maxRows",
-    "prefill_rows": "batching.prefillRows",
-    "prefill_chunk": "batching.prefillChunk",
-    "itl_stretch": "batching.itlStretch",
-    "draft": "batching.draft",
-    "groups": "batching.groups",
-    "group_rows": "batching.groupRows",
-    "policy": "batching.policy",
-    "queue": "coordinator.queue",
-    "lost_wait": "coordinator.lostWaitSeconds",
-    "model_id": "coordinator.modelId",
-    "wire": "wire.dtype",
-    "trace_level": "telemetry.level",
-    "otlp_endpoint": "telemetry.otlpEndpoint",
-    "trace_sample": "telemetry.samplerRatio",
-    "trace_content": "telemetry.content",
-}
-
 
 def changes_of(changed: dict[str, Any]) -> dict[str, Any]:
     """Return what flags change in the manifest: values by dotted place below `spec`."""
-    changes = {PLACES[flag]: value for flag, value in changed.items() if flag in PLACES}
+    changes = manifest_changes(changed)
     if "http" in changed:
         changes["coordinator.http.host"], changes["coordinator.http.port"] = changed["http"]
-    if "draft" in changed:
-        changes[PLACES["draft"]] = DraftTokens.said(changed["draft"])
-    if "no_share" in changed:
-        changes["batching.share"] = not changed["no_share"]
-    if "no_calibrate" in changed:
-        changes["batching.calibrate"] = not changed["no_calibrate"]
     return changes
 
 
@@ -102,17 +71,9 @@ def _detach(
         end_leftovers(directory.load())  # they may hold the ports and the memory that are looked at next
         ready_to_start(manifest, directory)
     arguments = [str(path.absolute()), "--state-dir", str(directory.path.absolute()), *log_flags]
-    for flag, value in changed.items():
-        if flag not in (*PLACES, "http", "no_share", "no_calibrate"):
-            continue
-        if isinstance(value, bool):
-            arguments += [f"--{flag.replace('_', '-')}"] if value else []
-        elif flag == "http":
-            arguments += ["--http", address_of(*value)]
-        elif flag == "draft":
-            arguments += ["--draft", str(DraftTokens.said(value))]
-        else:
-            arguments += [f"--{flag.replace('_', '-')}", str(value)]
+    arguments += parameter_arguments(changed)
+    if "http" in changed:
+        arguments += ["--http", address_of(*changed["http"])]
 
     def show(event: dict[str, Any]) -> None:
         click.echo(line_of(event, as_json=given["as_json"]))

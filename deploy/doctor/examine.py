@@ -72,7 +72,6 @@ async def examine_manifest(
     manifest: Manifest, launched: Launched | None, timeout_s: float, *, deep: bool = False
 ) -> list[Finding]:
     """Examine this machine and the hosts of a manifest. `launched` is the pipeline of that name, if there is one."""
-    spec = manifest.spec
     running = launched is not None and launched.is_running
     wants_gpu = any(stage.device == "gpu" and stage.is_local for stage in manifest.stages)
     security_findings, security = _security(manifest)
@@ -81,7 +80,7 @@ async def examine_manifest(
         Probe("llama.cpp", functools.partial(look_native, wants_gpu=wants_gpu), max(timeout_s, PROBE_TIMEOUT_S)),
         Probe("model", functools.partial(look_model, manifest), timeout_s),
         Probe("memory", functools.partial(_look_memory, manifest, running=running), timeout_s),
-        Probe("open files", functools.partial(look_files, spec.context.lanes + spec.coordinator.queue), timeout_s),
+        Probe("open files", functools.partial(look_files, manifest.engine.n_lanes + manifest.serving.queue), timeout_s),
         Probe("disk", lambda: look_disk(cache_dir(), writes_bytes(manifest)), timeout_s),
         Probe("artifacts", lambda: look_split(split_of(manifest), deep=deep), DEEP_TIMEOUT_S if deep else timeout_s),
         *_deep_probes(deep),
@@ -101,8 +100,8 @@ async def examine_manifest(
                 host = hosts.get(record.name, "")
                 probe = functools.partial(look_stage, record.name, record.address, host, security)
                 probes.append(Probe(f"stage {record.name}", probe, timeout_s))
-    if spec.telemetry.otlp_endpoint:
-        probes.append(Probe("otlp", functools.partial(look_otlp, spec.telemetry.otlp_endpoint), timeout_s))
+    if manifest.telemetry.otlp_endpoint:
+        probes.append(Probe("otlp", functools.partial(look_otlp, manifest.telemetry.otlp_endpoint), timeout_s))
     return await examine(probes)
 
 

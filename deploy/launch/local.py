@@ -24,6 +24,8 @@ from relayline.wire.common.errors import StartError
 from relayline.wire.links import role_tokens
 from relayline.wire.links.roles import Identity, Role
 from relayline.wire.links.security import TOKEN_VARIABLE, address_of
+from relayline.wire.settings.setting import argument
+from relayline.wire.settings.table import EngineSettings
 
 log = logging.getLogger("relayline.up")
 
@@ -83,7 +85,7 @@ def stage_child(
     kept = ("--cores", write_cores(cores)) if cores else ()
     return Child(
         f"stage-{index}",
-        ("stage", "--artifact", str(artifact), "--listen", listen, "--threads", str(n_threads),
+        ("stage", "--artifact", str(artifact), "--listen", listen, *argument(EngineSettings, "n_threads", n_threads),
          *kept, "--json", "--exit-with-stdin", *arguments),
         on_line,
         environment=child_environment(token),

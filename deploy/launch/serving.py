@@ -41,37 +41,14 @@ manifest_option = click.option(
 
 def flag_defaults(manifest: Manifest) -> dict[str, Any]:
     """Return the manifest's values by the names of `relayline serve`'s parameters."""
-    spec = manifest.spec
-    batching, http, telemetry = spec.batching, spec.coordinator.http, spec.telemetry
-    defaults: dict[str, Any] = {
+    from relayline.deploy.manifest.settings import parameters_of
+
+    spec, http = manifest.spec, manifest.spec.coordinator.http
+    defaults = parameters_of(spec) | {
         "names": ",".join(stage.name for stage in manifest.stages),
         "join_listen": (join_host(manifest), manifest.join_port),
         "http": (http.host, http.port),
         "allow_hosts": spec.coordinator.allow_hosts,
-        "connections_per_address": http.connections_per_address,
-        "model_id": spec.coordinator.model_id,
-        "queue": spec.coordinator.queue,
-        "lost_wait": spec.coordinator.lost_wait_seconds,
-        "ctx": spec.context.tokens,
-        "lanes": spec.context.lanes,
-        "kv_type": spec.context.kv_type,
-        "kv_layout": spec.context.kv_layout,
-        "prefix_lanes": spec.context.prefix_lanes,
-        "wire": spec.wire.dtype,
-        "policy": batching.policy,
-        "max_rows": batching.max_rows,
-        "prefill_rows": batching.prefill_rows,
-        "prefill_chunk": batching.prefill_chunk,
-        "itl_stretch": batching.itl_stretch,
-        "draft": batching.draft,
-        "groups": batching.groups,
-        "group_rows": batching.group_rows,
-        "no_share": not batching.share,
-        "no_calibrate": not batching.calibrate,
-        "trace_level": telemetry.level,
-        "otlp_endpoint": telemetry.otlp_endpoint,
-        "trace_sample": telemetry.sampler_ratio,
-        "trace_content": telemetry.content,
     }
     if spec.wire.token_file is not None:
         defaults["token_file"] = manifest.resolve(spec.wire.token_file)
@@ -99,11 +76,11 @@ def for_each_stage(join: JoinConfig | None, manifest: Manifest | None) -> JoinCo
         return join.with_one_layout()
     if len(join.stages) != len(manifest.stages):
         raise UsageError(f"--names gives {len(join.stages)} stages, the manifest {len(manifest.stages)}")
-    telemetry = manifest.spec.telemetry
+    telemetry = manifest.telemetry
     stages = tuple(
         dataclasses.replace(
             place,
-            engine=dataclasses.replace(place.engine, n_threads=stage.threads, gpu_layers=stage.gpu_layers_used),
+            engine=dataclasses.replace(place.engine, **stage.engine_settings),
             telemetry=TelemetryDefaults(
                 telemetry.level, telemetry.otlp_endpoint, telemetry.sampler_ratio, manifest.metrics_port(stage)
             ),

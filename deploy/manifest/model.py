@@ -12,10 +12,10 @@ from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_v
 
 from relayline.deploy.manifest.layout import check_layers, check_stages, fixed_cuts, place_on_host
 from relayline.deploy.manifest.scalars import DnsLabel, FilePath, Host, Labels, Part, Port, Sha256, Text, is_local
+from relayline.deploy.manifest.settings import declare_settings, read_settings
 from relayline.deploy.manifest.stage import LayerRange, Link, Speed, Stage
-from relayline.stage.config import LANES_MAX
-from relayline.wire.common import bounds
 from relayline.wire.common.places import expanded
+from relayline.wire.settings.table import EngineSettings, ServingSettings, TelemetrySettings
 
 API_VERSION = "relayline.dev/v1alpha1"
 KIND = "Pipeline"
@@ -61,19 +61,7 @@ class Model(Part):
 class Context(Part):
     """How much the pipeline holds at once. Every lane reserves `tokens` cells of KV cache on every stage."""
 
-    tokens: Annotated[int, Field(ge=8, le=bounds.CTX_TOKENS_MAX)] = 2_048
-    """Tokens per stream, prompt and answer together."""
-    lanes: Annotated[int, Field(ge=1, le=LANES_MAX)] = 32
-    """Streams that may run at once."""
-    kv_type: Literal["f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"] = "f16"
-    """Element type of the KV cache."""
-    kv_layout: Literal["auto", "unified", "per-lane"] = "auto"
-    """unified: lanes share all cells, and a step is one micro-batch; per-lane: each has its own, quicker on CPUs where
-    streams grow long; auto: per-lane from 1,024 tokens on where a stage is on a CPU."""
-    prefix_lanes: Annotated[int, Field(ge=0, le=4096)] | None = None
-    """Lanes, of those that no stream has, that may keep what ended streams computed, for prompts that begin alike; left
-    out: half of all lanes where they have KV cells of their own, else none. With 0 nothing is copied from running
-    streams either."""
+    declare_settings(locals(), "context")
 
 
 class HttpTls(Part):
@@ -94,8 +82,7 @@ class Http(Part):
     """Port to listen on; 0 lets the system choose."""
     tls: HttpTls | None = None
     """Makes the API HTTPS."""
-    connections_per_address: Annotated[int, Field(ge=0, le=1_000_000)] = 512
-    """Connections from one address beyond this machine, such as a proxy's; 0 for any number."""
+    declare_settings(locals(), "coordinator.http")
 
 
 class Coordinator(Part):
@@ -107,12 +94,7 @@ class Coordinator(Part):
     """The API's address."""
     join_port: Port = 0
     """Port on which stages join. 0: chosen by the system while all stages are local, else 50050."""
-    queue: Annotated[int, Field(ge=0, le=100_000)] = 256
-    """Requests that may wait for a lane; one more is refused with 429."""
-    lost_wait_seconds: Annotated[float, Field(ge=0, le=3600)] = 15.0
-    """How long after the loss of a stage new requests wait for their first token; then they are refused with 503."""
-    model_id: Text = ""
-    """Model name in the API; empty for the model's own."""
+    declare_settings(locals(), "coordinator")
     api_keys_file: FilePath | None = None
     """File with one API key per line; with it, requests need `Authorization: Bearer KEY`."""
     allow_hosts: Annotated[tuple[Host, ...], Field(max_length=ALLOWED_HOSTS_MAX)] = ()
@@ -136,8 +118,7 @@ class Tls(Part):
 class Wire(Part):
     """What travels between stages."""
 
-    dtype: Literal["f16", "f32"] = "f16"
-    """Element type of activations between stages."""
+    declare_settings(locals(), "wire")
     tls: Tls = Tls()
     """Mutual TLS."""
     token_file: FilePath | None = None
@@ -145,54 +126,16 @@ class Wire(Part):
     tokens are those of the TLS directories; without TLS the launcher makes them."""
 
 
-def _draft_tag(value: Any) -> str:
-    return "word" if isinstance(value, str) else "count"
-
-
-Draft = Annotated[
-    Annotated[Literal["auto", "off"], Tag("word")]
-    | Annotated[Annotated[int, Field(ge=1, le=bounds.DRAFT_TOKENS_MAX)], Tag("count")],
-    Discriminator(_draft_tag),
-]
-
-
 class Batching(Part):
     """How frames of many streams become native steps."""
 
-    policy: Literal["auto", "drain", "single"] = "auto"
-    """auto: groups and padding from the cost curves; drain: batch what is queued; single: no batching."""
-    max_rows: Annotated[int, Field(ge=1, le=bounds.ROWS_PER_ENVELOPE_MAX)] = 512
-    """Rows of one native step."""
-    prefill_rows: Annotated[int, Field(ge=1, le=bounds.ROWS_PER_ENVELOPE_MAX)] = 128
-    """Prefill rows beside running decoders, with policy drain."""
-    prefill_chunk: Annotated[int, Field(ge=0, le=bounds.ROWS_PER_FRAME_MAX)] = 0
-    """Largest number of prompt rows per frame; 0: chosen."""
-    itl_stretch: Annotated[float, Field(ge=1, le=1_000)] = 2.0
-    """How many times longer running streams may wait between tokens while prompts are read."""
-    draft: Draft = "auto"
-    """Tokens drafted ahead of a stream from what its own text repeats, and verified in one step. auto: as many as pays;
-    off: none; or always up to so many."""
-    groups: Annotated[int, Field(ge=0, le=4_096)] = 0
-    """Decode groups by hand; 0: chosen."""
-    group_rows: Annotated[int, Field(ge=0, le=bounds.ROWS_PER_ENVELOPE_MAX)] = 0
-    """Rows per group by hand; 0: chosen."""
-    share: bool = True
-    """Whether identical deterministic requests in flight are decoded once for all."""
-    calibrate: bool = True
-    """Whether stages measure their cost curve at the first start."""
+    declare_settings(locals(), "batching", last=("calibrate",))
 
 
 class Telemetry(Part):
     """What is recorded about requests and batches."""
 
-    level: Literal["off", "summary", "batches", "frames"] = "summary"
-    """off; summary: per request; batches: also every native step; frames: also every frame."""
-    otlp_endpoint: Text = ""
-    """OTLP collector, http(s)://host:port. Empty: the OTEL_* variables of each process decide."""
-    sampler_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Part of the requests that are traced."""
-    content: bool = False
-    """Whether prompts and answers are recorded too. They may hold personal data."""
+    declare_settings(locals(), "telemetry")
 
 
 class Secrets(Part):
@@ -346,6 +289,21 @@ class Manifest(Part):
     def join_port(self) -> int:
         """Port on which stages join; 0 means chosen by the system."""
         return self.spec.coordinator.join_port or (0 if self.all_local else JOIN_PORT)
+
+    @property
+    def engine(self) -> EngineSettings:
+        """What the engines of all stages are to be, but for what is said of each single one."""
+        return read_settings(EngineSettings, self.spec)
+
+    @property
+    def serving(self) -> ServingSettings:
+        """How the coordinator takes requests and fills its stages."""
+        return read_settings(ServingSettings, self.spec)
+
+    @property
+    def telemetry(self) -> TelemetrySettings:
+        """What is recorded."""
+        return read_settings(TelemetrySettings, self.spec)
 
     def listen_port(self, stage: Stage) -> int:
         """Return the port a stage listens on; 0 means chosen by the system."""

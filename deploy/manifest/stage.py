@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from relayline.deploy.machine.cores import read_cores, write_cores
 from relayline.deploy.manifest.scalars import CoreList, DnsLabel, FilePath, Host, Labels, Part, Port, is_local
-
-LAYERS_MAX = 100_000  # also the ceiling of --gpu-layers
+from relayline.deploy.manifest.settings import declare_settings, stage_settings
+from relayline.wire.settings.setting import STAGES
+from relayline.wire.settings.table import LAYERS_MAX, EngineSettings
 
 
 def _layers_tag(value: Any) -> str:
@@ -61,8 +62,9 @@ class Stage(Part):
     """Where its layers are computed."""
     gpu_layers: Annotated[int, Field(ge=-1, le=LAYERS_MAX)] | None = None
     """With device gpu: how many of its layers go there; -1 (the default) for all."""
-    threads: Annotated[int, Field(ge=0, le=1_024)] = 0
-    """Threads of a native step. 0: the host's cores divided by the stages on it."""
+    if TYPE_CHECKING:
+        threads: int = 0
+    declare_settings(locals(), STAGES, but=("gpuLayers",))
     cores: CoreList = "auto"
     """Cores that it keeps to, such as 0-3,8. auto: stages on localhost divide this machine's, in proportion to their
     threads, where no stage there says anything else and there are as many cores as threads; any: it may run on all."""
@@ -111,8 +113,13 @@ class Stage(Part):
         return None if self.layers == "auto" else self.layers
 
     @property
+    def engine_settings(self) -> dict[str, Any]:
+        """What is said of its engine alone, by the names of the settings."""
+        return stage_settings(EngineSettings, self) | {"gpu_layers": self.gpu_layers_used}
+
+    @property
     def gpu_layers_used(self) -> int:
-        """The value of --gpu-layers: 0 on the CPU, -1 for all."""
+        """Layers on the GPU: 0 on the CPU, -1 for all."""
         if self.device == "cpu":
             return 0
         return -1 if self.gpu_layers is None else self.gpu_layers

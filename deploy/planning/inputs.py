@@ -53,15 +53,15 @@ def shape_of(facts: ModelFacts) -> ModelShape:
 
 def load_of(manifest: Manifest, n_streams: int = 0) -> Load:
     """Return what the manifest's pipeline has to hold; n_streams as in planner.instance.Load."""
-    spec = manifest.spec
+    engine = manifest.engine
     gpu_layers = [stage.gpu_layers_used for stage in manifest.stages]
     return Load(
-        ctx_tokens=spec.context.tokens,
-        n_lanes=spec.context.lanes,
-        kv_type=spec.context.kv_type,
-        kv_layout=choose_pipeline_layout(spec.context.kv_layout, ctx_tokens=spec.context.tokens, gpu_layers=gpu_layers),
-        wire_dtype=spec.wire.dtype,
-        max_rows=spec.batching.max_rows,
+        ctx_tokens=engine.ctx_tokens,
+        n_lanes=engine.n_lanes,
+        kv_type=engine.kv_type,
+        kv_layout=choose_pipeline_layout(engine.kv_layout, ctx_tokens=engine.ctx_tokens, gpu_layers=gpu_layers),
+        wire_dtype=manifest.serving.wire,
+        max_rows=engine.max_rows,
         n_streams=n_streams,
     )
 
@@ -189,7 +189,7 @@ def _calibrated(path: Path) -> Speed:
 
 
 def _measured(manifest: Manifest, facts: ModelFacts, stage: Stage, n_threads: int) -> Speed | None:
-    kv_type = manifest.spec.context.kv_type
+    kv_type = manifest.engine.kv_type
     return known_speed(
         facts.path,
         n_threads=n_threads,

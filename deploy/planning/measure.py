@@ -26,6 +26,8 @@ from relayline.stage.speed.machine_key import machine_facts
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import StartError
 from relayline.wire.common.places import cache_dir
+from relayline.wire.settings.setting import arguments as as_arguments
+from relayline.wire.settings.table import EngineSettings
 
 CACHE_VERSION = 4
 TURNS = 2  # of every slice
@@ -66,8 +68,11 @@ def measure_speed(
     Every slice has its turn twice, and the quicker time counts: what disturbs a machine for some seconds, disturbs one.
     """
     facts = inspect_model(model)
-    arguments = ("--threads", str(n_threads), "--lanes", str(LANES), "--ctx", str(CTX_TOKENS),
-                 "--gpu-layers", str(gpu_layers), "--kv-type", kv_type)  # fmt: skip
+    settings = EngineSettings(
+        n_threads=n_threads, n_lanes=LANES, ctx_tokens=CTX_TOKENS, gpu_layers=gpu_layers, kv_type=kv_type
+    )
+    told = {"n_threads", "n_lanes", "ctx_tokens", "gpu_layers", "kv_type"}
+    arguments = as_arguments(settings, lambda entry: entry.name in told)
     path = _path(model, n_threads, gpu_layers, kv_type, n_at_once)
     path.parent.mkdir(parents=True, exist_ok=True)
     turns: list[list[Sample]] = []

@@ -9,6 +9,8 @@ from relayline.deploy.render.document import Mapping, without_none, yaml_file
 from relayline.deploy.render.inside import Inside, check_names
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.roles import MONITOR_DIR
+from relayline.wire.settings.setting import entry_of
+from relayline.wire.settings.table import EngineSettings
 
 TARGET = "compose"
 COORDINATOR = "coordinator"
@@ -141,8 +143,9 @@ def _coordinator(pipeline: Inside, models_dir: str) -> Mapping:
 def _stage(pipeline: Inside, stage: Stage) -> Mapping:
     service = _base(pipeline, stage.name, stage)
     command = pipeline.stage_command(join=COORDINATOR, name=stage.name, advertise=stage.name)
+    threads = entry_of(EngineSettings, "n_threads")
     if stage.threads == 0:  # all stages share one machine here, and none can tell what the others take of it
-        command += ["--threads", "${RELAYLINE_THREADS:-0}"]
+        command += [threads.flag, f"${{{threads.variable}:-0}}"]
     service |= {
         "command": command,
         "expose": [str(STAGE_PORT), str(METRICS_PORT)],

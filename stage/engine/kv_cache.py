@@ -9,16 +9,10 @@ from llama_cpp import llama_cpp as llama
 from relayline.stage.engine import ggml
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS
 from relayline.wire.common.kv_layout import has_scores
+from relayline.wire.settings import table
+from relayline.wire.settings.table import EngineSettings
 
-KV_TYPES: dict[str, int] = {
-    "f32": llama.GGML_TYPE_F32,
-    "f16": llama.GGML_TYPE_F16,
-    "q8_0": llama.GGML_TYPE_Q8_0,
-    "q5_1": llama.GGML_TYPE_Q5_1,
-    "q5_0": llama.GGML_TYPE_Q5_0,
-    "q4_1": llama.GGML_TYPE_Q4_1,
-    "q4_0": llama.GGML_TYPE_Q4_0,
-}
+KV_TYPES: dict[str, int] = {name: getattr(llama, f"GGML_TYPE_{name.upper()}") for name in table.KV_TYPES}
 FLASH_ATTN: dict[str, int] = {
     "auto": llama.LLAMA_FLASH_ATTN_TYPE_AUTO,
     "on": llama.LLAMA_FLASH_ATTN_TYPE_ENABLED,
@@ -39,33 +33,21 @@ def count_cells(kv_layout: str, n_lanes: int, spare_lanes: int, ctx_tokens: int,
     return -(-n_cells // CTX_STEP_TOKENS) * CTX_STEP_TOKENS
 
 
-def lay_out(
-    params: Any,
-    *,
-    kv_layout: str,
-    kv_type: str,
-    flash_attn: str,
-    n_lanes: int,
-    spare_lanes: int,
-    ctx_tokens: int,
-    max_rows: int,
-    gpu_layers: int,
-    n_heads: int,
-) -> None:
+def lay_out(params: Any, settings: EngineSettings, *, flash_attn: str, spare_lanes: int, n_heads: int) -> None:
     """Set in llama_context_params all that concerns the KV cache; `n_ubatch` must be set before.
 
-    kv_layout is no longer "auto" here. Flash attention "auto" leaves the choice to llama.cpp where
+    The settings are resolved. Flash attention "auto" leaves the choice to llama.cpp where
     wire.common.kv_layout does not know better.
     """
-    n_rows = params.n_ubatch
-    params.n_ctx = count_cells(kv_layout, n_lanes, spare_lanes, ctx_tokens, n_rows)
+    n_lanes, ctx_tokens, layout = settings.n_lanes, settings.ctx_tokens, settings.kv_layout
+    params.n_ctx = count_cells(layout, n_lanes, spare_lanes, ctx_tokens, params.n_ubatch)
     params.n_seq_max = n_lanes + spare_lanes
-    params.type_k = params.type_v = KV_TYPES[kv_type]
-    params.kv_unified = kv_layout == "unified"  # then a step is one micro-batch in its row order, and prefixes are free
+    params.type_k = params.type_v = KV_TYPES[settings.kv_type]
+    params.kv_unified = layout == "unified"  # then a step is one micro-batch in its row order, and prefixes are free
     params.swa_full = True  # a lane can be rewound, with some exceptions in a unified cache: NativeEngine.check_rewind
-    score_bytes = 4 * max_rows * ctx_tokens * n_heads
+    score_bytes = 4 * settings.max_rows * ctx_tokens * n_heads
     scored = has_scores(
-        kv_layout, kv_type=kv_type, gpu_layers=gpu_layers, score_bytes=score_bytes,
+        layout, kv_type=settings.kv_type, gpu_layers=settings.gpu_layers, score_bytes=score_bytes,
         reads_own_cells=ggml.attends_own_cells(n_rows=1, n_heads=n_heads, n_kv_heads=n_heads),
     )  # fmt: skip
     params.flash_attn_type = FLASH_ATTN["off" if flash_attn == "auto" and scored else flash_attn]

@@ -21,15 +21,14 @@ from llama_cpp import llama_cpp as llama
 from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact, open_artifact
 from relayline.stage.engine.capture import RowCapture, output_name
-from relayline.stage.engine.kv_cache import CTX_STEP_TOKENS, FLASH_ATTN, KV_TYPES, goes_by_tiles, lay_out
+from relayline.stage.engine.kv_cache import FLASH_ATTN, goes_by_tiles, lay_out
 from relayline.stage.engine.kv_state import multiplied
 from relayline.stage.engine.lane_state import HELD_COPIES_MAX, copy_lane, read_lane, require, write_lane
 from relayline.stage.engine.loading import Load
 from relayline.stage.engine.micro_batches import Cut, cut
 from relayline.stage.engine.model_load import abandonable, load_model
-from relayline.wire.common.bounds import CTX_TOKENS_MAX, ROWS_PER_ENVELOPE_MAX
 from relayline.wire.common.errors import InternalError, LaneLimitError, NativeError, UsageError
-from relayline.wire.common.kv_layout import LAYOUTS
+from relayline.wire.settings.table import EngineSettings
 
 LANES_MAX: int = llama.llama_max_parallel_sequences()  # compiled into llama.cpp
 _NO_KV_SLOT = 1  # return code of llama_decode
@@ -41,13 +40,7 @@ class EngineConfig:
     """How to load one artifact. KV cells for all lanes are allocated at load."""
 
     artifact_path: Path  # a stage's GGUF
-    n_lanes: int  # sequences that may be open at once; at most LANES_MAX
-    ctx_tokens: int  # tokens that one lane may hold; the cache has n_lanes times as many cells
-    max_rows: int = 512  # rows of the largest step, hence of every array below
-    n_threads: int = 1  # CPU threads of one decode
-    gpu_layers: int = 0  # layers held on the GPU; -1 for all
-    kv_type: str = "f16"  # element type of the KV cache; a key of KV_TYPES
-    kv_layout: str = "unified"  # unified: lanes share all cells; per-lane: each has cells of its own
+    settings: EngineSettings  # what a person may say; the engine's own copy of it is resolved
     flash_attn: str = "auto"  # a key of FLASH_ATTN; auto: see stage.engine.kv_cache
     spare_lanes: int = 0  # further sequences, numbered after the lanes, with a few cells: for rows of no session
     max_wanted: int = 0  # last stage: rows of one step that may want logits (4 x n_vocab bytes each); 0: max_rows
@@ -55,26 +48,17 @@ class EngineConfig:
     @property
     def n_sequences(self) -> int:
         """Lanes and spare lanes."""
-        return self.n_lanes + self.spare_lanes
+        return self.settings.n_lanes + self.spare_lanes
 
     def check(self) -> None:
-        """Raise UsageError if a value cannot be used."""
-        for name, value, low, high in (
-            ("lanes", self.n_lanes, 1, LANES_MAX - self.spare_lanes),
-            ("ctx", self.ctx_tokens, 1, CTX_TOKENS_MAX),
-            ("max-rows", self.max_rows, 1, ROWS_PER_ENVELOPE_MAX),
-            ("threads", self.n_threads, 1, 4096),
-            ("gpu-layers", self.gpu_layers, -1, 1 << 16),
-            ("max-wanted", self.max_wanted, 0, self.max_rows),
-        ):
-            if not low <= value <= high:
-                raise UsageError(f"--{name} is {value}; it must be between {low} and {high}")
-        if self.n_lanes * self.ctx_tokens > (1 << 31) - CTX_STEP_TOKENS:
-            raise UsageError(f"--lanes {self.n_lanes} x --ctx {self.ctx_tokens} is more cells than llama.cpp counts")
-        if self.kv_type not in KV_TYPES:
-            raise UsageError(f"--kv-type is {self.kv_type!r}; it must be one of {', '.join(KV_TYPES)}")
-        if self.kv_layout not in LAYOUTS:
-            raise UsageError(f"--kv-layout is {self.kv_layout!r}; it must be one of {', '.join(LAYOUTS)}")
+        """Raise UsageError for values that each setting may have alone, but not with the others or in this build."""
+        n_lanes = self.settings.n_lanes
+        if self.n_sequences > LANES_MAX:
+            raise UsageError(
+                f"--lanes {n_lanes} is too many; this build of llama.cpp has {LANES_MAX - self.spare_lanes}"
+            )
+        if not 0 <= self.max_wanted <= self.settings.max_rows:
+            raise UsageError(f"{self.max_wanted} rows with logits do not fit a step of {self.settings.max_rows} rows")
         if self.flash_attn not in FLASH_ATTN:
             raise UsageError(f"flash attention is {self.flash_attn!r}; it must be one of {', '.join(FLASH_ATTN)}")
 
@@ -101,13 +85,14 @@ class NativeEngine:
         """
         load = load or Load()
         config.check()
-        self.config = config
+        settings = config.settings.resolved()
+        self.config = dataclasses.replace(config, settings=settings)
         self.artifact: StageArtifact = open_artifact(config.artifact_path)
-        if 0 < self.artifact.n_positions < config.ctx_tokens:  # llama.cpp would abort at the first one beyond
+        if 0 < self.artifact.n_positions < settings.ctx_tokens:  # llama.cpp would abort at the first one beyond
             n_positions = self.artifact.n_positions
-            raise UsageError(f"--ctx is {config.ctx_tokens}; this model knows {n_positions} positions and no more")
-        self.max_rows = config.max_rows
-        self.max_wanted = config.max_wanted or config.max_rows
+            raise UsageError(f"--ctx is {settings.ctx_tokens}; this model knows {n_positions} positions and no more")
+        self.max_rows = settings.max_rows
+        self.max_wanted = config.max_wanted or settings.max_rows
         self.n_embd = self.artifact.n_embd
         self.is_last = self.artifact.is_last
         self.n_vocab = self.artifact.n_vocab if self.is_last else 0
@@ -115,10 +100,10 @@ class NativeEngine:
         self._context: Any = None
         self._capture: RowCapture | None = None
         self._copies_wait = False  # llama.cpp copies whole lanes when the next step begins
-        self._is_per_lane = config.kv_layout == "per-lane"
+        self._is_per_lane = settings.kv_layout == "per-lane"
         self._step_cut: Cut | None = None  # of the last step, where lanes have cells of their own
         try:
-            self._model = load_model(self.artifact, config.gpu_layers, config.ctx_tokens, load)
+            self._model = load_model(self.artifact, settings.gpu_layers, settings.ctx_tokens, load)
             self.window: int = llama.llama_model_n_swa(self._model)  # 0: no layer has a sliding window
             self._n_positions = 4 if llama.llama_model_rope_type(self._model) in _ROPE_TYPES_4D else 1
             self._check_model()
@@ -178,27 +163,22 @@ class NativeEngine:
         )
 
     def _open_context(self) -> Any:
-        config = self.config
+        config, settings = self.config, self.config.settings
         # llama.cpp sizes its graphs for one row of each lane, and aborts where a batch or its outputs could hold fewer.
-        n_rows = max(config.max_rows, config.n_sequences)
+        n_rows = max(settings.max_rows, config.n_sequences)
         params = llama.llama_context_default_params()
         params.n_batch = params.n_ubatch = n_rows
         lay_out(
             params,
-            kv_layout=config.kv_layout,
-            kv_type=config.kv_type,
+            settings,
             flash_attn=config.flash_attn,
-            n_lanes=config.n_lanes,
             spare_lanes=config.spare_lanes,
-            ctx_tokens=config.ctx_tokens,
-            max_rows=config.max_rows,
-            gpu_layers=config.gpu_layers,
             n_heads=llama.llama_model_n_head(self._model),
         )
         self.has_scores: bool = params.flash_attn_type == FLASH_ATTN["off"]  # of a whole step, without flash attention
-        self.goes_by_tiles = goes_by_tiles(self._model, config.kv_type)
+        self.goes_by_tiles = goes_by_tiles(self._model, settings.kv_type)
         params.n_outputs_max = max(self.max_wanted, config.n_sequences) if self.is_last else n_rows
-        params.n_threads = params.n_threads_batch = config.n_threads
+        params.n_threads = params.n_threads_batch = settings.n_threads
         params.embeddings = False
         params.no_perf = True
         if not self.is_last:
@@ -208,7 +188,7 @@ class NativeEngine:
         context = llama.llama_init_from_model(self._model, params)
         if not context:
             reason = ggml.LOG.reason("llama.cpp gave no reason") + "; less --ctx or fewer --lanes need less memory"
-            raise NativeError(f"cannot make a context of {params.n_ctx} tokens ({config.kv_type}): {reason}")
+            raise NativeError(f"cannot make a context of {params.n_ctx} tokens ({settings.kv_type}): {reason}")
         return context
 
     def _check_itself(self, load: Load) -> None:
@@ -344,7 +324,8 @@ class NativeEngine:
     def _copy_held(self, source_lane: int, target_lane: int) -> bool:
         n_cells = self.lane_tokens(source_lane) * HELD_COPIES_MAX
         # What a copy that waits is to bring is not there yet, neither to be read nor to be replaced.
-        if self._copies_wait or self.config.gpu_layers or n_cells > self.config.ctx_tokens:
+        settings = self.config.settings
+        if self._copies_wait or settings.gpu_layers or n_cells > settings.ctx_tokens:
             return False
         # llama_kv_cache::state_write leaves out what lies before the window of the next row.
         if 0 < self.window < self.lane_tokens(source_lane):

@@ -19,6 +19,7 @@ from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import open_artifact
 from relayline.stage.engine.native import EngineConfig, NativeEngine
 from relayline.wire.common.errors import ModelFileError, NativeError, RelaylineError
+from relayline.wire.settings.table import EngineSettings
 
 PREFILL_ROWS = 5  # a chunk, then single rows: the two shapes of graph that serving uses
 DECODE_STEPS = 2
@@ -28,7 +29,8 @@ DRY_CTX_TOKENS, DRY_ROWS = 256, 8
 def probe(path: Path) -> None:
     """Decode one prefill chunk and a few single rows. Raises what the engine raises, or NativeError for NaN."""
     random = np.random.default_rng(0)
-    with NativeEngine(EngineConfig(path, n_lanes=2, ctx_tokens=64, max_rows=PREFILL_ROWS)) as engine:
+    settings = EngineSettings(n_lanes=2, ctx_tokens=64, max_rows=PREFILL_ROWS, n_threads=1, kv_layout="unified")
+    with NativeEngine(EngineConfig(path, settings)) as engine:
         position = 0
         for n_rows in (PREFILL_ROWS, *([1] * DECODE_STEPS)):
             engine.input_rows[:n_rows] = random.standard_normal((n_rows, engine.n_embd), np.float32)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import socket
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from relayline.wire.common.errors import StageLostError, UsageError
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity, host_of, is_loopback
@@ -27,8 +29,8 @@ class JoinConfig:
     """Port to listen on; 0 lets the system choose."""
     advertise: str = ""
     """Host that neighbours shall connect to; empty for `host`, or where the coordinator sees this stage."""
-    n_threads: int = 0
-    """Threads of a native decode; 0 does as the coordinator says."""
+    own_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings of the engine, by name, in which this process does not do as the coordinator says."""
     always_fetch: bool = False
     """Fetch the artifact even where the coordinator's own copy can be seen."""
     security: LinkSecurity = PLAINTEXT

@@ -6,6 +6,7 @@ The engine outlives the membership: when the coordinator comes back with the sam
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import random
 import time
@@ -34,6 +35,8 @@ from relayline.wire.common.process import first_of, run
 from relayline.wire.links.roles import identity_named
 from relayline.wire.links.security import check_listen
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+from relayline.wire.settings.setting import read_message
+from relayline.wire.settings.table import EngineSettings
 
 log = logging.getLogger("relayline.stage")
 
@@ -124,7 +127,7 @@ class JoinedStage:
 
     async def _serve(self, member: Member, path: Path, host: str, load: Load, stop: asyncio.Future[Any]) -> None:
         order = member.order
-        config = self._adapt(self._stage_config(path, host, order.engine, order.coordinator), order)
+        config = self._adapt(self._stage_config(path, host, order), order)
         async with serve(config, load) as (address, facts, crashed):
             artifact = facts.artifact
             if (artifact.pipeline_id, artifact.stage_index) != (order.pipeline_id, order.stage_index):
@@ -152,24 +155,16 @@ class JoinedStage:
             return None
         return getting.result()
 
-    def _stage_config(self, path: Path, host: str, engine: pb.EngineSettings, coordinator: str) -> StageConfig:
+    def _stage_config(self, path: Path, host: str, order: pb.StageOrder) -> StageConfig:
+        settings = read_message(EngineSettings, order.engine)
         return StageConfig(
             name=self._config.name,
             artifact=path,
             host=host,
             port=self._config.port,
-            ctx_tokens=engine.ctx_tokens,
-            n_lanes=engine.n_lanes,
-            n_threads=self._config.n_threads or engine.n_threads,
-            gpu_layers=engine.gpu_layers,
-            max_rows=engine.max_rows,
-            prefill_rows=engine.prefill_rows,
-            kv_type=engine.kv_type,
-            kv_layout=engine.kv_layout or "unified",
-            policy=engine.policy,
-            calibrate=engine.calibrate,
+            engine=dataclasses.replace(settings, **self._config.own_settings),
             security=self._config.security,
-            coordinator=identity_named(coordinator),
+            coordinator=identity_named(order.coordinator),
         )
 
     async def _stay(

@@ -121,7 +121,7 @@ def _constants(artifact: StageArtifact, config: StageConfig) -> dict[str, Attrib
         names.ATTR_LAYER_START: artifact.layer_start,
         names.ATTR_LAYER_END: artifact.layer_end,
         names.ATTR_PIPELINE_ID: artifact.pipeline_id[:12],
-        names.ATTR_POLICY: config.policy,
-        names.ATTR_POLICY_MAX_ROWS: config.max_rows,
-        names.ATTR_POLICY_PREFILL_ROWS: config.prefill_rows,
+        names.ATTR_POLICY: config.engine.policy,
+        names.ATTR_POLICY_MAX_ROWS: config.engine.max_rows,
+        names.ATTR_POLICY_PREFILL_ROWS: config.engine.prefill_rows,
     }

@@ -124,11 +124,11 @@ class StepTimes:
 
 def step_times(engine: NativeEngine) -> StepTimes:
     """Return what tells how long this engine's steps take."""
-    return StepTimes(0 if _is_offloaded(engine) else engine.config.n_threads)
+    return StepTimes(0 if _is_offloaded(engine) else engine.config.settings.n_threads)
 
 
 def _is_offloaded(engine: NativeEngine) -> bool:
-    return bool(engine.config.gpu_layers) and bool(llama_cpp.llama_supports_gpu_offload())
+    return bool(engine.config.settings.gpu_layers) and bool(llama_cpp.llama_supports_gpu_offload())
 
 
 def calibrate(engine: NativeEngine, budget_s: float = BUDGET_S, times: StepTimes | None = None) -> Curves:
@@ -149,7 +149,7 @@ def calibrate(engine: NativeEngine, budget_s: float = BUDGET_S, times: StepTimes
         prefill=prefill,
         context_ns=context.row_ns,
         context_tiled_ns=context.tiled_ns,
-        is_per_lane=engine.config.kv_layout == "per-lane",
+        is_per_lane=engine.config.settings.kv_layout == "per-lane",
     )
 
 
@@ -160,16 +160,16 @@ def _measure_context(
 
     Where no such lane can be made: 0.0 in one cache, a guess in lanes with cells of their own.
     """
-    n_computed, config = CONTEXT_COMPUTED_TOKENS, engine.config
-    long_lane, free_lane = 0, config.n_sequences - 1
-    is_per_lane, n_rows = config.kv_layout == "per-lane", CONTEXT_ROWS
-    most = min(CONTEXT_TOKENS, config.n_lanes * config.ctx_tokens // 2)
+    n_computed, n_sequences, settings = CONTEXT_COMPUTED_TOKENS, engine.config.n_sequences, engine.config.settings
+    long_lane, free_lane = 0, n_sequences - 1
+    is_per_lane, n_rows = settings.kv_layout == "per-lane", CONTEXT_ROWS
+    most = min(CONTEXT_TOKENS, settings.n_lanes * settings.ctx_tokens // 2)
     if is_per_lane:  # the first row of a frame reads a lane for all of them, so it is measured alone
-        n_rows, most = 1, min(CONTEXT_TOKENS - TILE, config.ctx_tokens // 2)
+        n_rows, most = 1, min(CONTEXT_TOKENS - TILE, settings.ctx_tokens // 2)
     n_times = most // n_computed
-    rows_max = min(engine.max_rows, config.ctx_tokens - n_computed)  # of a step that the long lane takes
+    rows_max = min(engine.max_rows, settings.ctx_tokens - n_computed)  # of a step that the long lane takes
     unknown = _guess(engine, CONTEXT_PART * curves.prefill.cost_ns(1)) if is_per_lane else _Context()
-    if config.n_sequences < 2 or n_times < 2 or rows_max < n_rows or engine.max_rows < n_computed:
+    if n_sequences < 2 or n_times < 2 or rows_max < n_rows or engine.max_rows < n_computed:
         return unknown
     n_tokens, found = n_computed * n_times, unknown
     _run_lane(engine, times, long_lane, 0, n_computed)
@@ -216,7 +216,7 @@ def _has_two_prices(engine: NativeEngine) -> bool:
     In one cache: whether attention runs on the processor and goes by tiles. In a lane's own: whether all scores are
     computed at once. Flash attention may be tiled there too, but from 64 rows on alone.
     """
-    if engine.config.kv_layout == "per-lane":
+    if engine.config.settings.kv_layout == "per-lane":
         return engine.has_scores
     return not _is_offloaded(engine) and engine.goes_by_tiles
 
@@ -251,14 +251,15 @@ def _measure(
 def _fits(engine: NativeEngine, n_rows: int, in_one_lane: bool) -> bool:
     if n_rows > engine.max_rows or (engine.is_last and not in_one_lane and n_rows > engine.max_wanted):
         return False
-    if engine.config.kv_layout == "per-lane" and not in_one_lane and n_rows > engine.config.n_lanes:
+    settings = engine.config.settings
+    if settings.kv_layout == "per-lane" and not in_one_lane and n_rows > settings.n_lanes:
         return False  # several rows of a lane would not be computed as those of several lanes are
-    lane_rows = n_rows if in_one_lane else -(-n_rows // engine.config.n_lanes)
-    return lane_rows <= engine.config.ctx_tokens
+    lane_rows = n_rows if in_one_lane else -(-n_rows // settings.n_lanes)
+    return lane_rows <= settings.ctx_tokens
 
 
 def _time_step(engine: NativeEngine, times: StepTimes, n_rows: int, *, in_one_lane: bool) -> int:
-    n_lanes = 1 if in_one_lane else engine.config.n_lanes
+    n_lanes = 1 if in_one_lane else engine.config.settings.n_lanes
     rows = np.arange(n_rows)
     duration_ns = _run(engine, times, rows % n_lanes, rows // n_lanes, wants_all=not in_one_lane)
     for lane in range(min(n_rows, n_lanes)):
@@ -304,7 +305,7 @@ def cached_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Loa
         stored = msgspec.json.decode(_path(engine, cache_dir).read_bytes(), type=_Stored)
     except (OSError, msgspec.MsgspecError):
         return fresh_curves(engine, cache_dir, load)  # not measured yet, or a file nobody can use
-    is_per_lane = engine.config.kv_layout == "per-lane"
+    is_per_lane = engine.config.settings.kv_layout == "per-lane"
     curves = Curves.of_stage(has_head=engine.is_last, is_per_lane=is_per_lane, **msgspec.structs.asdict(stored))
     return fresh_curves(engine, cache_dir, load) if _is_outrun(engine, curves, load) else curves
 
@@ -347,9 +348,10 @@ def _path(engine: NativeEngine, cache_dir: Path | None) -> Path:
 
 
 def _key(engine: NativeEngine) -> str:
-    config, artifact = engine.config, engine.artifact
+    settings, artifact = engine.config.settings, engine.artifact
     # Lanes, context and rows as far as the ladders go: a curve that ended early must not stand for a roomier stage.
-    parts = (CACHE_VERSION, artifact.pipeline_id, artifact.stage_index, config.n_threads, config.gpu_layers,
-             config.kv_type, config.kv_layout, min(config.n_lanes, LADDER[-1]), min(config.ctx_tokens, CONTEXT_TOKENS),
-             config.max_rows, machine_facts(), ggml.devices() if config.gpu_layers else ())  # fmt: skip
+    parts = (CACHE_VERSION, artifact.pipeline_id, artifact.stage_index, settings.n_threads, settings.gpu_layers,
+             settings.kv_type, settings.kv_layout, min(settings.n_lanes, LADDER[-1]),
+             min(settings.ctx_tokens, CONTEXT_TOKENS), settings.max_rows, machine_facts(),
+             ggml.devices() if settings.gpu_layers else ())  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

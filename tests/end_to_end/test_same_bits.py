@@ -11,10 +11,11 @@ import numpy.typing as npt
 import pytest
 
 from relayline.coordinator.model.split import split_model
+from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.paths import DEMO_MODEL as MODEL
 from relayline.stage.engine import ggml
 from relayline.stage.engine.embedding import EmbeddingTable
-from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS as TILE
 from relayline.wire.common.kv_layout import LAYOUTS
 
@@ -37,7 +38,7 @@ class Stages:
 
     def __init__(self, paths: list[Path], kv_layout: str) -> None:
         self.engines = [
-            NativeEngine(EngineConfig(path, N_LANES, 128, 4 * N_TOKENS, kv_layout=kv_layout)) for path in paths
+            NativeEngine(engine_config(path, N_LANES, 128, 4 * N_TOKENS, kv_layout=kv_layout)) for path in paths
         ]
         self.embedding = EmbeddingTable(self.engines[0].artifact)
 

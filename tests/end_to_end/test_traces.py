@@ -19,9 +19,9 @@ from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.request_log import RequestRecord
 from relayline.coordinator.sessions.streams import SessionStream
+from relayline.deploy.testing.engines import stage_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage import process
-from relayline.stage.config import StageConfig
 from relayline.wire.envelopes.envelope import DTYPE_F32
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.config import Level
@@ -56,7 +56,7 @@ class World:
 
     async def start(self, index: int) -> None:
         port = int(self.addresses[index].rsplit(":", 1)[1])
-        config = StageConfig(self._artifacts[index], port=port, n_lanes=8, ctx_tokens=256, n_threads=1, max_rows=64,
+        config = stage_config(self._artifacts[index], port=port, n_lanes=8, ctx_tokens=256, n_threads=1, max_rows=64,
                              verify=False, calibrate=False)  # fmt: skip
         stack = self._running[index] = contextlib.AsyncExitStack()
         self.addresses[index], _, _ = await stack.enter_async_context(process.serve(config))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from relayline.deploy.testing.engines import stage_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage.config import StageConfig
 from relayline.stage.process import load_stage, make_policy, serve
@@ -45,7 +46,7 @@ N_SESSIONS = 40
 
 def config(artifact: Path, **changes: object) -> StageConfig:
     defaults = {"n_lanes": 4, "ctx_tokens": 32, "n_threads": 1, "calibrate": False, "verify": False}
-    return StageConfig(artifact, **(defaults | changes))  # type: ignore[arg-type]
+    return stage_config(artifact, **(defaults | changes))
 
 
 async def test_health_is_told_in_the_standard_way(tmp_path: Path) -> None:

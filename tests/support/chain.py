@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.deploy.testing.engines import engine_config
 from relayline.stage.engine.embedding import EmbeddingTable
-from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.engine.native import NativeEngine
 
 
 class Chain:
@@ -23,7 +24,7 @@ class Chain:
         self.lanes = tuple(lanes)
         self.engines: list[NativeEngine] = []
         for stage in pipeline.stages:
-            config = EngineConfig(
+            config = engine_config(
                 directory / stage.file, max(lanes) + 1, ctx_tokens, max_rows * len(lanes), kv_layout=kv_layout
             )
             self.engines.append(NativeEngine(config))

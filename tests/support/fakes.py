@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from relayline.coordinator.model.pipeline_file import ArtifactFile, PipelineFile, Source, StageFile
-from relayline.stage.config import StageConfig
+from relayline.deploy.testing.engines import stage_config
 from relayline.stage.engine.artifact import StageArtifact
 from relayline.stage.facts import StageFacts
 from relayline.stage.queue_types import QueuedFrame, Step
@@ -232,7 +232,7 @@ def new_facts(
         pipeline_id="fake",
         embedding=None,
     )
-    config = StageConfig(Path("fake.gguf"), n_lanes=n_lanes, ctx_tokens=CTX, max_rows=max_rows)
+    config = stage_config(Path("fake.gguf"), n_lanes=n_lanes, ctx_tokens=CTX, max_rows=max_rows)
     return StageFacts(artifact, config, "0", instance_id=f"fake-{stage_index}")
 
 

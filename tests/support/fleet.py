@@ -19,9 +19,9 @@ from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.schedule.scheduler import ScheduleConfig
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams, TokenEvent
 from relayline.coordinator.sessions.streams import SessionStream
+from relayline.deploy.testing.engines import stage_config
 from relayline.deploy.testing.reference import ReferenceModel
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline, write_whole
-from relayline.stage.config import StageConfig
 from relayline.stage.process import serve
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
 from relayline.wire.common.errors import (
@@ -114,7 +114,7 @@ class Fleet:
     async def start(self, index: int) -> None:
         """Start a stage, at its former address if it had one."""
         port = int(self.addresses[index].rsplit(":", 1)[1])
-        config = StageConfig(
+        config = stage_config(
             self._paths[index],
             port=port,
             n_lanes=self.n_lanes,

@@ -24,6 +24,7 @@ import numpy as np
 
 from relayline.coordinator.model.gguf_file import open_model, read_entries
 from relayline.coordinator.model.gguf_write import TensorSlot, encode_array, encode_entry, encode_header
+from relayline.deploy.testing.engines import engine_config
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.model_files.gguf_header import ARRAY_TYPE, SCALARS, STRING_TYPE, TENSOR_TYPES
 from tests.support.tiny_families import RECIPES
@@ -241,7 +242,7 @@ def go_through(path: Path, directory: Path) -> None:
     from relayline.deploy.launch.trial import try_artifacts
     from relayline.stage.engine.artifact import verify_artifact
     from relayline.stage.engine.embedding import EmbeddingTable
-    from relayline.stage.engine.native import EngineConfig, NativeEngine
+    from relayline.stage.engine.native import NativeEngine
     from relayline.stage.sampling.constraint import read_vocabulary
 
     facts = inspect_model(path)
@@ -260,7 +261,7 @@ def go_through(path: Path, directory: Path) -> None:
         artifact = verify_artifact(directory / stage.file)
         for layout in ("unified", "per-lane"):
             with NativeEngine(
-                EngineConfig(artifact.path, n_lanes=2, ctx_tokens=64, max_rows=8, kv_layout=layout)
+                engine_config(artifact.path, n_lanes=2, ctx_tokens=64, max_rows=8, kv_layout=layout)
             ) as engine:
                 if artifact.is_first:
                     EmbeddingTable(artifact).lookup(np.arange(3, dtype=np.int32), engine.input_rows[:3])

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from relayline.coordinator.engine.membership import Introduction, Membership
 from relayline.coordinator.engine.roster import loopback_gaps
-from relayline.coordinator.joining.config import EngineOrder, JoinConfig, JoiningStage, TelemetryDefaults
+from relayline.coordinator.joining.config import JoinConfig, JoiningStage, TelemetryDefaults, engine_message
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import HandshakeError, PlaceTakenError, UsageError
 from relayline.wire.common.phase import HostState
+from relayline.wire.settings.table import EngineSettings
 
 NAMES = ("box1", "box2", "box3")
 VERSION = "1.4.2"
@@ -165,8 +166,8 @@ def test_a_place_never_has_two_holders_and_only_holders_serve(events: list[tuple
 
 
 def test_an_order_says_what_it_was_given() -> None:
-    engine = EngineOrder(ctx_tokens=512, gpu_layers=-1, kv_type="q8_0", calibrate=False)
-    message = engine.message()
+    engine = EngineSettings(ctx_tokens=512, gpu_layers=-1, kv_type="q8_0", calibrate=False)
+    message = engine_message(engine)
     assert {name: getattr(message, name) for name in dataclasses.asdict(engine)} == dataclasses.asdict(engine)
 
 
@@ -179,7 +180,7 @@ def test_an_order_says_what_it_was_given() -> None:
         (lambda: JoinConfig((JoiningStage("a"), JoiningStage("a"))), "given twice"),
         (lambda: JoinConfig((JoiningStage("a"),), port=70_000), "outside"),
         (lambda: JoinConfig((JoiningStage("a"),), fetches_max=0), "outside"),
-        (lambda: EngineOrder(ctx_tokens=-1).message(), "out of range"),
+        (lambda: EngineSettings(ctx_tokens=-1), "--ctx -1 is outside 8..1048576"),
         (lambda: TelemetryDefaults(level="loud").message(), "loud"),
         (lambda: TelemetryDefaults(metrics_port=70_000).message(), "70000"),
     ],

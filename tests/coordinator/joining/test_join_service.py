@@ -13,6 +13,7 @@ import pytest_asyncio
 from relayline.coordinator.engine.roster import JoinedRoster
 from relayline.coordinator.joining import service as join_service
 from relayline.coordinator.joining.artifact_reader import read_chunks
+from relayline.coordinator.joining.config import engine_message
 from relayline.stage.joining.client import FETCH, JOIN, Member
 from relayline.wire.common.errors import (
     ArtifactError,
@@ -55,7 +56,7 @@ async def test_a_stage_is_told_all_it_needs(port: JoinPort, tmp_path: Path) -> N
     assert (order.artifact.file, order.artifact.size_bytes) == ("stage-1.gguf", len(content(1)))
     assert Path(order.artifact.path) == (tmp_path / "split" / "stage-1.gguf").resolve()
     assert order.pipeline_json == (tmp_path / "split" / "pipeline.json").read_bytes()
-    assert order.engine == port.config.stages[1].engine.message()
+    assert order.engine == engine_message(port.config.stages[1].engine)
     await member.close()
 
 

@@ -14,9 +14,10 @@ from relayline.coordinator.model.families import FAMILIES
 from relayline.coordinator.model.gguf_file import open_model
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
+from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.reference import ReferenceModel
 from relayline.stage.engine.artifact import open_artifact
-from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.errors import CutError, ModelFileError, UnsupportedArchitectureError
 from tests.support.chain import Chain
 from tests.support.family_check import (
@@ -68,7 +69,7 @@ def test_the_price_of_context_can_be_measured(name: str, kv_layout: str, spare_l
     """Cells are copied, or written out, repeated and read back: a format of llama.cpp's that no family may break."""
     model = make_tiny(name, tmp_path / "model.gguf")
     split_model(model, tmp_path / "out", cuts=balanced_cuts(inspect_model(model), 2))
-    config = EngineConfig(
+    config = engine_config(
         tmp_path / "out" / "stage-0.gguf", n_lanes=2, ctx_tokens=256, max_rows=16, kv_layout=kv_layout,
         spare_lanes=spare_lanes,
     )  # fmt: skip
@@ -100,7 +101,7 @@ def test_a_copied_beginning_is_worth_what_the_original_is(
     error_max = 1e-3 if name == "grok" else 1e-4
     model = make_tiny(name, tmp_path / "model.gguf")
     split_model(model, tmp_path / "out", cuts=balanced_cuts(inspect_model(model), 2))
-    config = EngineConfig(
+    config = engine_config(
         tmp_path / "out" / "stage-0.gguf", n_lanes=3, ctx_tokens=ctx_tokens, max_rows=16, kv_layout=kv_layout
     )
     with NativeEngine(config) as engine:

@@ -10,12 +10,18 @@ from llama_cpp import llama_cpp as llama
 
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.certify.whole_model import Row, WholeConfig, WholeModel, plain_tokens
+from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.reference import ReferenceModel
-from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.errors import InternalError, ModelFileError
 from tests.support.tiny_models import CONTROLS, TOKENS, make_tiny
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
+
+
+def whole(path: Path, n_lanes: int, ctx_tokens: int, max_wanted: int = 64, **more: int) -> WholeConfig:
+    settings = engine_config(path, n_lanes, ctx_tokens, **more).settings
+    return WholeConfig(path, settings, max_wanted=max_wanted)
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +36,14 @@ def rows(lane: int = 0) -> list[Row]:
 def test_gives_the_logits_of_the_model(tiny: Path) -> None:
     with ReferenceModel(tiny, n_ctx=512, n_seq_max=1) as reference:
         expected = reference.decode(PROMPT, range(len(PROMPT)), [0] * len(PROMPT), [True] * len(PROMPT))
-    with WholeModel(WholeConfig(tiny, n_lanes=2, ctx_tokens=128)) as model:
+    with WholeModel(whole(tiny, 2, 128)) as model:
         found = model.decode(rows())
         assert found.shape == (len(PROMPT), model.n_vocab)
         assert np.abs(found - expected).max() < 1e-3 * expected.std()
 
 
 def test_a_cleared_model_is_a_fresh_one(tiny: Path) -> None:
-    with WholeModel(WholeConfig(tiny, n_lanes=2, ctx_tokens=128)) as model:
+    with WholeModel(whole(tiny, 2, 128)) as model:
         first = model.decode(rows())
         model.decode(rows(lane=1))
         model.clear()
@@ -45,7 +51,7 @@ def test_a_cleared_model_is_a_fresh_one(tiny: Path) -> None:
 
 
 def test_only_wanted_rows_come_back(tiny: Path) -> None:
-    with WholeModel(WholeConfig(tiny, n_lanes=1, ctx_tokens=128)) as model:
+    with WholeModel(whole(tiny, 1, 128)) as model:
         every = model.decode(rows())
         model.clear()
         found = model.decode([row._replace(wanted=row.position in (2, 7)) for row in rows()])
@@ -54,7 +60,7 @@ def test_only_wanted_rows_come_back(tiny: Path) -> None:
 
 
 def test_more_than_was_opened_is_refused_before_llama_cpp_sees_it(tiny: Path) -> None:
-    with WholeModel(WholeConfig(tiny, n_lanes=1, ctx_tokens=128, max_rows=4, max_wanted=2)) as model:
+    with WholeModel(whole(tiny, 1, 128, max_wanted=2, max_rows=4)) as model:
         with pytest.raises(InternalError):
             model.decode(rows())
         with pytest.raises(InternalError):
@@ -67,9 +73,8 @@ def test_its_context_is_as_large_as_a_stages(
     kv_layout: str, spare_lanes: int, n_lanes: int, ctx_tokens: int, tiny: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / split_model(tiny, tmp_path, cuts=(1,)).stages[0].file
-    config = EngineConfig(path, n_lanes, ctx_tokens, spare_lanes=spare_lanes, kv_layout=kv_layout)
-    whole = WholeConfig(tiny, n_lanes, ctx_tokens, kv_layout=kv_layout)
-    with NativeEngine(config) as engine, WholeModel(whole) as model:
+    config = engine_config(path, n_lanes, ctx_tokens, spare_lanes=spare_lanes, kv_layout=kv_layout)
+    with NativeEngine(config) as engine, WholeModel(WholeConfig(tiny, config.settings)) as model:
         assert model.n_ctx == llama.llama_n_ctx(engine._context)
 
 
@@ -92,6 +97,6 @@ def test_a_vocabulary_without_choice_is_refused(tmp_path: Path) -> None:
 def test_what_llama_cpp_cannot_load_is_said_with_its_reason(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(60))
-    for use in (lambda: plain_tokens(broken, 8), lambda: WholeModel(WholeConfig(broken, 1, 64))):
+    for use in (lambda: plain_tokens(broken, 8), lambda: WholeModel(whole(broken, 1, 64))):
         with pytest.raises(ModelFileError, match=r"broken\.gguf: llama\.cpp cannot load it: \w"):
             use()

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage.engine import ggml
-from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.engine.native import NativeEngine
 from tests.support.ggml_calls import FLOAT, INT, LONG, POINTER, function, new_context
 
 F32, F16 = 0, 1
@@ -177,5 +178,5 @@ def test_a_stage_knows_whether_many_rows_go_by_tiles(
 ) -> None:
     need_own_cells()
     artifact, _ = write_pipeline(tmp_path, TinyShape(n_embd=128, n_heads=4, n_kv_heads=n_kv_heads), [2])
-    with NativeEngine(EngineConfig(artifact, n_lanes=2, ctx_tokens=32, max_rows=8, kv_type=kv_type)) as engine:
+    with NativeEngine(engine_config(artifact, n_lanes=2, ctx_tokens=32, max_rows=8, kv_type=kv_type)) as engine:
         assert engine.goes_by_tiles == goes_by_tiles

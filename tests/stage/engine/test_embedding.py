@@ -7,11 +7,12 @@ import gguf
 import numpy as np
 import pytest
 
+from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.reference import ReferenceModel
 from relayline.deploy.testing.tiny_slices import TinyShape, quantized, tiny_weights, write_stage, write_whole
 from relayline.stage.engine.artifact import EmbeddingSection, StageArtifact, open_artifact
 from relayline.stage.engine.embedding import EmbeddingTable
-from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.errors import ArtifactError, InternalError, ProtocolError
 
 SHAPE = TinyShape(n_layers=1, n_embd=256, n_heads=4, n_ff=256)  # 256: one block of a K-quant
@@ -30,7 +31,7 @@ def test_lookup_equals_the_token_path_bit_for_bit(type_name: str, tmp_path: Path
     tokens = np.random.default_rng(1).integers(0, shape.n_vocab, 12, dtype=np.int32)
     with ReferenceModel(write_whole(tmp_path / "whole.gguf", shape), 256, 1) as whole:
         expected = whole.decode(tokens.tolist(), range(12), [0] * 12, [True] * 12)
-    with NativeEngine(EngineConfig(write_stage(tmp_path / "only.gguf", shape, 0, []), 1, 256)) as engine:
+    with NativeEngine(engine_config(write_stage(tmp_path / "only.gguf", shape, 0, []), 1, 256)) as engine:
         EmbeddingTable(engine.artifact).lookup(tokens, engine.input_rows[:12])
         engine.positions[:12] = range(12)
         engine.decode(12)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from relayline.coordinator.model.split import split_model
+from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_stage
-from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.errors import PositionGapError
 from tests.support.tiny_models import make_tiny
 
@@ -31,7 +32,7 @@ def path_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(name="engine", params=["unified", "unified q8_0", "per-lane", "per-lane q8_0"])
 def engine_fixture(request: pytest.FixtureRequest, path: Path) -> Iterator[NativeEngine]:
     kv_layout, _, kv_type = request.param.partition(" ")
-    config = EngineConfig(path, N_LANES + 1, CTX_TOKENS, CTX_TOKENS, kv_layout=kv_layout, kv_type=kv_type or "f16")
+    config = engine_config(path, N_LANES + 1, CTX_TOKENS, CTX_TOKENS, kv_layout=kv_layout, kv_type=kv_type or "f16")
     with NativeEngine(config) as engine:
         yield engine
 
@@ -115,7 +116,7 @@ def test_lanes_hold_what_was_copied_to_them(engine: NativeEngine, seed: int) -> 
 @pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
 def test_lanes_with_windows_hold_what_was_copied_or_refuse(kv_layout: str, windows: Path) -> None:
     """Of cells of its own a lane never loses one, shared ones it may: then it says so, and is never wrong."""
-    config = EngineConfig(windows, N_LANES + 1, CTX_TOKENS, CTX_TOKENS, kv_layout=kv_layout)
+    config = engine_config(windows, N_LANES + 1, CTX_TOKENS, CTX_TOKENS, kv_layout=kv_layout)
     n_refused = 0
     for seed in range(12):
         with NativeEngine(config) as engine:

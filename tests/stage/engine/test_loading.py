@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from relayline.deploy.testing.engines import engine_config, stage_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import (
@@ -25,7 +26,7 @@ from relayline.stage.engine.loading import (
     Load,
     LoadStoppedError,
 )
-from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.engine.native import NativeEngine
 from relayline.stage.joining.artifact_store import Slot, Writer, has_content
 from relayline.stage.process import load_stage, serve
 from relayline.wire.common.places import cache_dir
@@ -84,20 +85,20 @@ def test_a_load_that_is_stopped_goes_no_further() -> None:
 def test_weights_are_read_no_further(artifact: Path) -> None:
     load = StoppedAt(lambda work, share: work == WEIGHTS)
     with pytest.raises(LoadStoppedError):
-        NativeEngine(EngineConfig(artifact, n_lanes=1, ctx_tokens=32), load)
+        NativeEngine(engine_config(artifact, n_lanes=1, ctx_tokens=32), load)
     assert len(load.seen) == 1
 
 
 def test_weights_that_are_first_touched_by_a_step_are_read_no_further(artifact: Path) -> None:
     load = StoppedAt(lambda work, share: share >= 1.0, after=True)
     with pytest.raises(LoadStoppedError):
-        NativeEngine(EngineConfig(artifact, n_lanes=1, ctx_tokens=32), load)
+        NativeEngine(engine_config(artifact, n_lanes=1, ctx_tokens=32), load)
     assert load.seen[-1] == (WEIGHTS, 1.0)
 
 
 def test_a_load_that_goes_on_can_be_stopped_without_harm_to_what_it_loaded(artifact: Path) -> None:
     load = Load()
-    with NativeEngine(EngineConfig(artifact, n_lanes=1, ctx_tokens=32), load) as engine:
+    with NativeEngine(engine_config(artifact, n_lanes=1, ctx_tokens=32), load) as engine:
         load.stop()
         engine.decode(1)  # no call of ours is left in llama.cpp
 
@@ -109,7 +110,7 @@ def test_steps_are_measured_no_further_and_nothing_is_remembered(
     close = NativeEngine.close
     monkeypatch.setattr(NativeEngine, "close", lambda engine: (closed.append(engine), close(engine))[1])
     load = StoppedAt(lambda work, share: work == MEASURING)
-    config = StageConfig(artifact, n_lanes=4, ctx_tokens=32, n_threads=1, verify=False)
+    config = stage_config(artifact, n_lanes=4, ctx_tokens=32, n_threads=1, verify=False)
     with pytest.raises(LoadStoppedError):
         load_stage(config, load)
     assert load.seen[-1][0] == MEASURING

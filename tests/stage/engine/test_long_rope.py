@@ -18,6 +18,7 @@ from relayline.stage.facts import StageFacts
 from relayline.wire.common.errors import HandshakeError
 from relayline.wire.common.rope_factors import LongRope
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.wire.settings.table import EngineSettings
 from tests.coordinator.engine.test_pipeline import pipeline_file
 from tests.support.chain import Chain
 from tests.support.tiny_models import make_tiny
@@ -72,7 +73,8 @@ def test_the_whole_model_that_certifies_chooses_likewise(
     model = model_of("phi3", tmp_path / "model.gguf")
     sets = by_set(model, kv_layout)
     rope = inspect_model(model).long_rope
-    config = WholeConfig(model, n_lanes=2, ctx_tokens=ctx_tokens, kv_layout=kv_layout, long_rope=rope)
+    settings = EngineSettings(n_lanes=2, ctx_tokens=ctx_tokens, kv_layout=kv_layout, n_threads=1)
+    config = WholeConfig(model, settings, long_rope=rope)
     with WholeModel(config) as whole:
         found = whole.decode([Row(token, at, 1, True) for at, token in enumerate(TOKENS[:PREFILL])])
     error = np.abs(found - sets[expected][:PREFILL]).max() / sets[expected].std()

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.reference import ReferenceModel
 from relayline.deploy.testing.tiny_slices import write_pipeline, write_whole
 from relayline.stage.engine.micro_batches import cut
-from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.engine.native import NativeEngine
 from tests.stage.engine.test_native import OTHER_SHAPE, SHAPE, Chain, Rows, reference_logits, tokens_of
 
 N_LANES = 8
@@ -79,7 +80,7 @@ def test_mixed_steps_of_any_lanes_give_what_each_gives_alone(
 
 def test_a_decode_step_of_neighbours_is_one_micro_batch(tmp_path: Path) -> None:
     path = write_pipeline(tmp_path, SHAPE, [2])[0]
-    with NativeEngine(EngineConfig(path, n_lanes=4, ctx_tokens=256, max_rows=8, kv_layout="per-lane")) as engine:
+    with NativeEngine(engine_config(path, n_lanes=4, ctx_tokens=256, max_rows=8, kv_layout="per-lane")) as engine:
         engine.seq_ids[:3], engine.positions[:3] = [3, 1, 2], 0
         engine.decode(3)
         assert engine.micro_batches == (3,)

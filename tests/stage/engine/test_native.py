@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from llama_cpp import llama_cpp as llama
 
+from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.reference import ReferenceModel
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline, write_stage, write_whole
 from relayline.stage.engine import capture, ggml
@@ -21,7 +22,7 @@ from relayline.stage.engine.artifact import open_artifact
 from relayline.stage.engine.embedding import EmbeddingTable
 from relayline.stage.engine.loading import Load
 from relayline.stage.engine.model_load import load_model
-from relayline.stage.engine.native import LANES_MAX, LAYOUTS, EngineConfig, NativeEngine
+from relayline.stage.engine.native import LANES_MAX, EngineConfig, NativeEngine
 from relayline.wire.common.errors import (
     ArtifactError,
     InternalError,
@@ -30,6 +31,7 @@ from relayline.wire.common.errors import (
     NativeError,
     UsageError,
 )
+from relayline.wire.common.kv_layout import LAYOUTS
 
 SHAPE = TinyShape()
 N_LANES, CTX_TOKENS, MAX_ROWS = 4, 64, 96
@@ -57,7 +59,7 @@ class Chain:
     def __init__(self, paths: list[Path], **config: object) -> None:
         defaults: dict[str, object] = {"n_lanes": N_LANES, "ctx_tokens": CTX_TOKENS, "max_rows": MAX_ROWS}
         config = defaults | config
-        self.engines = [NativeEngine(EngineConfig(path, **config)) for path in paths]  # type: ignore[arg-type]
+        self.engines = [NativeEngine(engine_config(path, **config)) for path in paths]  # type: ignore[arg-type]
         self.embedding = EmbeddingTable(self.engines[0].artifact)
 
     def decode(self, *parts: Rows) -> list[np.ndarray]:
@@ -272,7 +274,7 @@ def test_a_step_may_want_no_logits(chain: Chain, reference: ReferenceModel) -> N
 
 
 def test_max_wanted_bounds_the_rows_with_logits(stages: list[Path]) -> None:
-    with NativeEngine(EngineConfig(stages[1], 2, 64, max_rows=16, max_wanted=3)) as engine:
+    with NativeEngine(engine_config(stages[1], 2, 64, max_rows=16, max_wanted=3)) as engine:
         engine.positions[:5] = range(5)
         engine.wants[:5] = [1, 1, 1, 0, 0]
         engine.decode(5)
@@ -285,7 +287,7 @@ def test_max_wanted_bounds_the_rows_with_logits(stages: list[Path]) -> None:
 
 def test_a_steady_step_allocates_nothing_payload_sized(chain: Chain) -> None:
     first, last = chain.engines
-    if first.config.kv_layout == "unified":
+    if first.config.settings.kv_layout == "unified":
         assert ctypes.cast(first._batch.embd, ctypes.c_void_p).value == first.input_rows.ctypes.data
     payload_bytes = MAX_ROWS * SHAPE.n_embd * 4
 
@@ -328,7 +330,7 @@ def longest_gap_over_step(engine: NativeEngine) -> float:
 
 def test_the_step_runs_without_the_gil(tmp_path: Path) -> None:
     shape = dataclasses.replace(SHAPE, n_embd=512, n_ff=2048, n_heads=8)
-    with NativeEngine(EngineConfig(write_stage(tmp_path / "wide.gguf", shape, 0, [2]), 1, 512)) as engine:
+    with NativeEngine(engine_config(write_stage(tmp_path / "wide.gguf", shape, 0, [2]), 1, 512)) as engine:
         engine.positions[:512] = range(512)
         # With the GIL held the share is near 1 every time; one try may meet a busy machine.
         assert min(longest_gap_over_step(engine) for _ in range(4)) < 0.5
@@ -402,8 +404,8 @@ def test_what_llama_would_abort_for_is_refused_before(chain: Chain) -> None:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def config_of(path: Path) -> EngineConfig:
-    return EngineConfig(path, N_LANES, CTX_TOKENS)
+def config_of(path: Path, **changes: object) -> EngineConfig:
+    return engine_config(path, **{"n_lanes": N_LANES, "ctx_tokens": CTX_TOKENS} | changes)
 
 
 def test_facts(chain: Chain) -> None:
@@ -446,27 +448,27 @@ def test_a_missing_file_and_a_whole_model_are_artifact_errors(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("changes", "says"),
     [
-        ("n_lanes", 0),
-        ("n_lanes", LANES_MAX + 1),
-        ("ctx_tokens", 0),
-        ("max_rows", 0),
-        ("max_rows", 4096),
-        ("n_threads", 0),
-        ("gpu_layers", -2),
-        ("kv_type", "f8"),
-        ("max_wanted", 513),
+        ({"n_lanes": 0}, "--lanes 0 is"),
+        ({"n_lanes": LANES_MAX - 1, "spare_lanes": 2}, "--lanes 255 is too many"),
+        ({"ctx_tokens": 0}, "--ctx 0 is"),
+        ({"max_rows": 0}, "--max-rows 0 is"),
+        ({"max_rows": 4096}, "--max-rows 4096 is"),
+        ({"n_threads": -1}, "--threads -1 is"),
+        ({"gpu_layers": -2}, "--gpu-layers -2 is"),
+        ({"kv_type": "f8"}, "--kv-type 'f8' is"),
+        ({"max_wanted": 513}, "513 rows with logits"),
     ],
 )
-def test_values_that_cannot_be_used(field: str, value: object, stages: list[Path]) -> None:
-    with pytest.raises(UsageError, match=f"--{field.replace('n_', '').replace('_tokens', '').replace('_', '-')} is"):
-        NativeEngine(dataclasses.replace(config_of(stages[0]), **{field: value}))
+def test_values_that_cannot_be_used(changes: dict[str, object], says: str, stages: list[Path]) -> None:
+    with pytest.raises(UsageError, match=says):
+        NativeEngine(config_of(stages[0], **changes))
 
 
 def test_a_context_that_cannot_be_made_is_one_native_error(stages: list[Path]) -> None:
     with pytest.raises(NativeError, match=r"cannot make a context of 512 tokens \(q8_0\): K cache type q8_0") as caught:
-        NativeEngine(dataclasses.replace(config_of(stages[0]), kv_type="q8_0"))  # heads are half a block wide
+        NativeEngine(config_of(stages[0], kv_type="q8_0"))  # heads are half a block wide
     assert "\n" not in caught.value.message
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from relayline.coordinator.model.split import split_model
+from relayline.deploy.testing.engines import engine_config, stage_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
-from relayline.stage.config import StageConfig
-from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.engine.native import NativeEngine
 from relayline.stage.process import load_stage
 from relayline.wire.common.bounds import DRAFT_TOKENS_MAX, DRAFTED_ROWS_MAX
 from relayline.wire.common.curve import PAD_SEARCH_ROWS
@@ -44,7 +44,7 @@ class Stages:
 
     def __init__(self, paths: list[Path], kv_layout: str, seed: int) -> None:
         config = {"n_lanes": N_LANES + 1, "ctx_tokens": CTX_TOKENS, "max_rows": CTX_TOKENS, "kv_layout": kv_layout}
-        self.engines = [NativeEngine(EngineConfig(path, **config)) for path in paths]  # type: ignore[arg-type]
+        self.engines = [NativeEngine(engine_config(path, **config)) for path in paths]  # type: ignore[arg-type]
         self.rng = random.Random(seed)
         self.rows = np.random.default_rng(seed).standard_normal((32, self.engines[0].n_embd), np.float32)
         self.held: list[list[int]] = [[] for _ in range(N_LANES)]
@@ -180,7 +180,7 @@ def test_rows_of_guesses_give_what_single_rows_do(name: str, kv_layout: str, pat
 def test_a_stage_says_whether_it_rewinds_and_has_room_for_drafts(
     name: str, kv_layout: str, paths: dict[str, list[Path]]
 ) -> None:
-    config = StageConfig(paths[name][1], n_lanes=3, ctx_tokens=64, max_rows=64, kv_layout=kv_layout, calibrate=False)
+    config = stage_config(paths[name][1], n_lanes=3, ctx_tokens=64, max_rows=64, kv_layout=kv_layout, calibrate=False)
     facts, executor = load_stage(config)
     try:
         assert facts.rewinds == facts.describe().rewinds == (name == "llama" or kv_layout == "per-lane")

@@ -16,6 +16,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 from prometheus_client.parser import text_string_to_metric_families
 
 from relayline.deploy.launch.certificates import revoke
+from relayline.deploy.testing.engines import stage_config
 from relayline.deploy.testing.processes import relayline, running
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage.config import StageConfig
@@ -163,7 +164,7 @@ def _is_of_a_stage(key: str) -> bool:
 
 def config(artifact: Path, **changes: object) -> StageConfig:
     defaults = {"n_lanes": 4, "ctx_tokens": 32, "n_threads": 1, "calibrate": False, "verify": False}
-    return StageConfig(artifact, **(defaults | changes))  # type: ignore[arg-type]
+    return stage_config(artifact, **(defaults | changes))
 
 
 async def test_metrics_over_http(tmp_path: Path) -> None:
@@ -214,7 +215,7 @@ async def test_a_stage_process_tells_where_its_metrics_are(tmp_path: Path) -> No
     [
         (("--otlp-endpoint", "localhost:4317"), "give http://HOST:4317"),
         (("--trace-level", "loud"), "'loud' is not one of"),
-        (("--trace-sample", "2"), "not in the range"),
+        (("--trace-sample", "2"), "--trace-sample 2.0 is outside 0..1"),
     ],
 )
 def test_a_mistaken_flag_is_one_line(tmp_path: Path, flags: tuple[str, ...], text: str) -> None:

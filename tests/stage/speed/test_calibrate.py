@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.processes import relayline
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage.engine import ggml
 from relayline.stage.engine.loading import Load, LoadStoppedError
-from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.engine.native import NativeEngine
 from relayline.stage.speed import calibrate as calibration
 from relayline.stage.speed.calibrate import StepTimes, cached_curves, calibrate, fresh_curves
 from relayline.stage.speed.curves import shape_of
@@ -33,14 +34,14 @@ def lane_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Nati
     """Lanes with cells of their own, with flash attention (that of quantised cells, too) and without."""
     artifacts = write_pipeline(tmp_path, TinyShape(n_heads=2, n_kv_heads=1), [2])
     kind = {"kv_type": "q8_0"} if request.param == "q8_0" else {"flash_attn": request.param}
-    config = EngineConfig(artifacts[1], n_lanes=5, ctx_tokens=256, max_rows=32, kv_layout="per-lane", **kind)
+    config = engine_config(artifacts[1], n_lanes=5, ctx_tokens=256, max_rows=32, kv_layout="per-lane", **kind)
     with NativeEngine(config) as engine:
         yield engine
 
 
 @pytest.fixture(params=[0, 1], ids=["first", "last"])
 def engine(request: pytest.FixtureRequest, artifacts: list[Path]) -> Iterator[NativeEngine]:
-    config = EngineConfig(artifacts[request.param], n_lanes=4, ctx_tokens=16, max_rows=32, max_wanted=8, spare_lanes=1)
+    config = engine_config(artifacts[request.param], n_lanes=4, ctx_tokens=16, max_rows=32, max_wanted=8, spare_lanes=1)
     with NativeEngine(config) as engine:
         yield engine
 
@@ -61,7 +62,7 @@ def test_what_context_costs_is_measured_beside_copies_of_a_short_one(
     engine: NativeEngine, artifacts: list[Path]
 ) -> None:
     assert calibrate(engine).context_ns == 0.0, "16 tokens a lane hold no context worth measuring"
-    with NativeEngine(EngineConfig(artifacts[0], n_lanes=2, ctx_tokens=1_024, max_rows=32, spare_lanes=1)) as roomy:
+    with NativeEngine(engine_config(artifacts[0], n_lanes=2, ctx_tokens=1_024, max_rows=32, spare_lanes=1)) as roomy:
         assert calibrate(roomy).context_ns > 0
         assert [roomy.lane_tokens(lane) for lane in range(3)] == [0] * 3
 
@@ -177,7 +178,7 @@ class PricedMachine:
 
 @pytest.fixture
 def roomy(artifacts: list[Path]) -> Iterator[NativeEngine]:
-    with NativeEngine(EngineConfig(artifacts[0], n_lanes=2, ctx_tokens=1_024, max_rows=64, spare_lanes=1)) as engine:
+    with NativeEngine(engine_config(artifacts[0], n_lanes=2, ctx_tokens=1_024, max_rows=64, spare_lanes=1)) as engine:
         yield engine
 
 
@@ -207,7 +208,7 @@ class LaneMachine(PricedMachine):
 @pytest.fixture
 def apart(artifacts: list[Path]) -> Iterator[NativeEngine]:
     kind = {"kv_layout": "per-lane", "flash_attn": "off"}
-    config = EngineConfig(artifacts[0], n_lanes=2, ctx_tokens=2_048, max_rows=64, **kind)
+    config = engine_config(artifacts[0], n_lanes=2, ctx_tokens=2_048, max_rows=64, **kind)
     with NativeEngine(config) as engine:
         yield engine
 
@@ -360,7 +361,7 @@ def test_what_a_small_stage_measured_does_not_stand_for_a_roomier_one_or_another
     artifacts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measured(**changes: int) -> int:
-        config = EngineConfig(artifacts[1], **({"n_lanes": 2, "ctx_tokens": 16, "max_rows": 32} | changes))  # type: ignore[arg-type]
+        config = engine_config(artifacts[1], **({"n_lanes": 2, "ctx_tokens": 16, "max_rows": 32} | changes))  # type: ignore[arg-type]
         with NativeEngine(config) as engine:
             return max(rows for rows, _ in cached_curves(engine, tmp_path).prefill.points())
 
@@ -380,7 +381,7 @@ def test_what_one_gpu_measured_does_not_stand_for_another(
     for gpu_layers in (0, 1):
         for device in ("CUDA0: a small one", "CUDA0: a large one", "CUDA0: a small one"):
             monkeypatch.setattr(calibration.ggml, "devices", lambda device=device: (device,))
-            with NativeEngine(EngineConfig(artifacts[0], n_lanes=2, ctx_tokens=16, gpu_layers=gpu_layers)) as engine:
+            with NativeEngine(engine_config(artifacts[0], n_lanes=2, ctx_tokens=16, gpu_layers=gpu_layers)) as engine:
                 cached_curves(engine, tmp_path)
         n_expected = 3 if gpu_layers else 1  # the processor alone computes at first, so devices change nothing
         assert len(list((tmp_path / "curves").iterdir())) == n_expected

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relayline.stage.config import StageConfig
+from relayline.deploy.testing.engines import stage_config
 from relayline.stage.process import make_policy
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.speed.curves import Curves, shape_of
@@ -74,7 +74,7 @@ def test_no_policy_takes_more_than_load_stage_makes_room_for(name: str) -> None:
     rng = random.Random(3)
     curves = Curves(CostCurve([(rows, 100 - rows % 8) for rows in range(1, 129)]))
     for n_lanes in (1, 2, 5, 40):
-        config = StageConfig(Path("x"), n_lanes=n_lanes, ctx_tokens=64, max_rows=512, policy=name)
+        config = stage_config(Path("x"), n_lanes=n_lanes, ctx_tokens=64, max_rows=512, policy=name)
         policy: Policy = make_policy(config, curves)
         assert isinstance(policy, {"drain": DrainPolicy, "auto": GroupPolicy, "single": SinglePolicy}[name])
         for _ in range(300):

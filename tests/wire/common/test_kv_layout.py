@@ -11,6 +11,7 @@ from relayline.deploy.manifest import parse_manifest
 from relayline.deploy.planning.inputs import load_of
 from relayline.stage.config import StageConfig
 from relayline.wire.common.kv_layout import LONG_LANE_TOKENS, SCORE_BYTES_MAX, choose_layout, has_scores
+from relayline.wire.settings.table import EngineSettings
 
 LONG, SHORT = LONG_LANE_TOKENS, LONG_LANE_TOKENS - 1
 
@@ -31,8 +32,9 @@ def test_long_lanes_on_a_cpu_have_cells_of_their_own(
 ) -> None:
     assert choose_layout(asked, ctx_tokens=ctx_tokens, gpu_layers=gpu_layers) == expected
     values = {"kv_layout": asked, "ctx_tokens": ctx_tokens, "gpu_layers": gpu_layers}
-    assert StageConfig(Path("stage.gguf"), **values).layout_used == expected
-    assert CertifyConfig(Path("model.gguf"), **values).layout_used == expected
+    assert EngineSettings(**values).layout_used == expected
+    assert EngineSettings(**values).resolved().kv_layout == expected
+    assert CertifyConfig(Path("model.gguf"), engine=EngineSettings(**values)).stage_engine.kv_layout == expected
 
 
 def test_by_default_a_stage_a_plan_and_a_certificate_mean_the_same() -> None:
@@ -40,7 +42,8 @@ def test_by_default_a_stage_a_plan_and_a_certificate_mean_the_same() -> None:
         b"apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: m}\nspec:\n  model: {path: m.gguf}\n",
         "m.yaml",
     )
-    layouts = {load_of(manifest).kv_layout, StageConfig(Path("s")).layout_used, CertifyConfig(Path("m")).layout_used}
+    stage, certified = StageConfig(Path("s")).engine, CertifyConfig(Path("m")).stage_engine
+    layouts = {load_of(manifest).kv_layout, stage.layout_used, certified.kv_layout}
     assert layouts == {"per-lane"}
 
 

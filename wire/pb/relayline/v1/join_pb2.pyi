@@ -1,4 +1,5 @@
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as _relayline_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -127,7 +128,14 @@ class ArtifactFile(_message.Message):
     def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
 
 class EngineSettings(_message.Message):
-    __slots__ = ("ctx_tokens", "n_lanes", "n_threads", "gpu_layers", "max_rows", "prefill_rows", "kv_type", "policy", "calibrate", "kv_layout")
+    __slots__ = ("ctx_tokens", "n_lanes", "n_threads", "gpu_layers", "max_rows", "prefill_rows", "kv_type", "policy", "calibrate", "kv_layout", "more")
+    class MoreEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     CTX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     N_LANES_FIELD_NUMBER: _ClassVar[int]
     N_THREADS_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +146,7 @@ class EngineSettings(_message.Message):
     POLICY_FIELD_NUMBER: _ClassVar[int]
     CALIBRATE_FIELD_NUMBER: _ClassVar[int]
     KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     ctx_tokens: int
     n_lanes: int
     n_threads: int
@@ -148,7 +157,8 @@ class EngineSettings(_message.Message):
     policy: str
     calibrate: bool
     kv_layout: str
-    def __init__(self, ctx_tokens: _Optional[int] = ..., n_lanes: _Optional[int] = ..., n_threads: _Optional[int] = ..., gpu_layers: _Optional[int] = ..., max_rows: _Optional[int] = ..., prefill_rows: _Optional[int] = ..., kv_type: _Optional[str] = ..., policy: _Optional[str] = ..., calibrate: _Optional[bool] = ..., kv_layout: _Optional[str] = ...) -> None: ...
+    more: _containers.ScalarMap[str, str]
+    def __init__(self, ctx_tokens: _Optional[int] = ..., n_lanes: _Optional[int] = ..., n_threads: _Optional[int] = ..., gpu_layers: _Optional[int] = ..., max_rows: _Optional[int] = ..., prefill_rows: _Optional[int] = ..., kv_type: _Optional[str] = ..., policy: _Optional[str] = ..., calibrate: _Optional[bool] = ..., kv_layout: _Optional[str] = ..., more: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class TelemetryOrder(_message.Message):
     __slots__ = ("level", "otlp_endpoint", "sampler_ratio", "metrics_port")

@@ -1,0 +1,93 @@
+"""Flags that are settings: made from the table of settings, and turned into arguments of other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from relayline.wire.common.errors import UsageError
+from relayline.wire.settings.setting import STAGES, Setting, Settings, entries
+from relayline.wire.settings.table import TABLES
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+_UNCHANGED = object()
+
+
+class SettingType(click.ParamType[Any]):
+    """The values of one setting. What it may not have is refused with the table's line."""
+
+    def __init__(self, entry: Setting) -> None:
+        self.entry, self.name = entry, entry.name
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Return what the help shows behind the flag: all values, or their kind."""
+        allowed = "|".join(self.entry.allowed.split(", "))
+        return f"[{allowed}]" if self.entry.choices else allowed or "TEXT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read a value of the command line, the environment or a manifest. Raises UsageError; click's for words."""
+        try:
+            return self.entry.read(value)
+        except UsageError as error:
+            if not self.entry.words and not self.entry.choices:
+                raise
+            self.fail(error.message.removeprefix(f"{self.entry.flag} "), param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Offer what can be said in words."""
+        words = (*self.entry.choices, *self.entry.words)
+        return [CompletionItem(word) for word in words if word.startswith(incomplete)]
+
+
+def setting_option(entry: Setting, default: Any = _UNCHANGED) -> Decorator:
+    """Return the flag of one setting, with a default that may be the command's own."""
+    if entry.is_switch:
+        return click.option(entry.flag, entry.parameter, is_flag=True, help=entry.help)
+    value = entry.said(entry.default if default is _UNCHANGED else default)
+    return click.option(
+        entry.flag,
+        entry.parameter,
+        type=SettingType(entry),
+        default=value,
+        show_default=value not in (None, ""),
+        help=entry.help,
+    )
+
+
+def setting_options(table: type[Settings], only: Collection[str] | None = None, but: Collection[str] = ()) -> Decorator:
+    """Return the flags of a table: of all settings, or of those whose names are given."""
+    wanted = [entry for entry in entries(table) if entry.name not in but and (only is None or entry.name in only)]
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for entry in reversed(wanted):
+            function = setting_option(entry)(function)
+        return function
+
+    return decorate
+
+
+def of_pipelines() -> tuple[Setting, ...]:
+    """Return the settings that a manifest says of a whole pipeline, so that flags can replace them."""
+    return tuple(entry for table in TABLES for entry in entries(table) if entry.place and entry.part != STAGES)
+
+
+def manifest_changes(changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what parameters, by name, change in a manifest: values by dotted place below `spec`."""
+    return {
+        entry.place: entry.said(entry.of_parameter(changed[entry.parameter]))
+        for entry in of_pipelines()
+        if entry.parameter in changed
+    }
+
+
+def parameter_arguments(changed: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return parameters, by name, as arguments for another process that reads the same manifest."""
+    return tuple(
+        argument
+        for entry in of_pipelines()
+        if entry.parameter in changed
+        for argument in entry.arguments(entry.of_parameter(changed[entry.parameter]))
+    )

@@ -1,0 +1,98 @@
+"""The manifest's keys that are settings: made from the table of settings, for the models of `model` and `stage`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from relayline.deploy.manifest.scalars import Text
+from relayline.wire.settings.setting import STAGES, Setting, Settings, Table, entries
+from relayline.wire.settings.table import TABLES
+
+_LITERAL: Any = Literal  # of values that only the table knows
+
+
+def settings_at(part: str) -> tuple[Setting, ...]:
+    """Return the settings that a manifest says in one of its mappings, such as `batching` or `stages[]`."""
+    return tuple(entry for table in TABLES for entry in entries(table) if entry.place and entry.part == part)
+
+
+def declare_settings(
+    namespace: dict[str, Any], part: str, *, but: Sequence[str] = (), last: Sequence[str] = ()
+) -> None:
+    """Add a mapping's settings to the body of its class, whose `locals()` are given.
+
+    `but`: keys that the class declares itself, since they mean more there. `last`: keys that come after all others.
+    """
+    found = sorted(settings_at(part), key=lambda entry: entry.key in last)
+    for entry in found:
+        if entry.key in but:
+            continue
+        name = field_name(entry)
+        namespace.setdefault("__annotations__", {})[name] = annotation_of(entry)
+        namespace[name] = Field(default=entry.said(entry.default), description=entry.doc)
+
+
+def field_name(entry: Setting) -> str:
+    """Return what the key is called in Python: kvType is kv_type."""
+    return _snake(entry.key)
+
+
+def _snake(key: str) -> str:
+    return re.sub(r"[A-Z]", lambda letter: f"_{letter[0].lower()}", key)
+
+
+def annotation_of(entry: Setting) -> Any:
+    """Return what pydantic has to know of a setting's values."""
+    found: Any = entry.kind
+    if entry.choices:
+        found = _LITERAL[entry.choices]
+    elif entry.kind is str:
+        found = Text
+    elif entry.low is not None:
+        found = Annotated[entry.kind, Field(ge=entry.low, le=entry.high)]
+    if entry.words:
+        word: Any = _LITERAL[tuple(entry.words)]
+        found = Annotated[Annotated[word, Tag("word")] | Annotated[found, Tag("count")], Discriminator(_tag)]
+    return found | None if entry.is_optional else found
+
+
+def _tag(value: Any) -> str:
+    return "word" if isinstance(value, str) else "count"
+
+
+def value_at(spec: Any, entry: Setting) -> Any:
+    """Return what a manifest's `spec` says of a setting of the whole pipeline."""
+    found = spec
+    for key in entry.place.split("."):
+        found = getattr(found, _snake(key))
+    return found
+
+
+def read_settings(table: type[Table], spec: Any) -> Table:
+    """Return what a manifest's `spec` says of a table's settings; what it says of single stages is left at default."""
+    said = {
+        entry.name: entry.read(value_at(spec, entry))
+        for entry in entries(table)
+        if entry.place and entry.part != STAGES
+    }
+    return table(**said)
+
+
+def parameters_of(spec: Any) -> dict[str, Any]:
+    """Return the settings of a manifest's `spec` by the names of the command line's parameters."""
+    return {
+        entry.parameter: entry.of_parameter(value_at(spec, entry))
+        for table in TABLES
+        for entry in entries(table)
+        if entry.place and entry.part != STAGES
+    }
+
+
+def stage_settings(table: type[Settings], stage: Any) -> dict[str, Any]:
+    """Return what a manifest says of a table's settings for one stage, by their names."""
+    said = {entry: getattr(stage, field_name(entry)) for entry in entries(table) if entry.part == STAGES}
+    return {entry.name: entry.read(value) for entry, value in said.items() if value is not None}

@@ -1,0 +1,32 @@
+"""Configurations of engines and stages for tests and benches, with settings and other fields given side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from relayline.stage.config import StageConfig
+from relayline.stage.engine.native import EngineConfig
+from relayline.wire.settings.setting import entries
+from relayline.wire.settings.table import EngineSettings
+
+
+def engine_config(
+    artifact_path: Path, n_lanes: int, ctx_tokens: int, max_rows: int = 512, n_threads: int = 1, **more: Any
+) -> EngineConfig:
+    """Return how to load one artifact: on one thread, with lanes that share cells, unless `more` says otherwise."""
+    given = {"n_lanes": n_lanes, "ctx_tokens": ctx_tokens, "max_rows": max_rows, "n_threads": n_threads}
+    settings, other = _parted({"kv_layout": "unified"} | given | more)
+    return EngineConfig(artifact_path, settings, **other)
+
+
+def stage_config(artifact: Path, **more: Any) -> StageConfig:
+    """Return a stage process; `more`: fields of StageConfig and of its engine's settings."""
+    settings, other = _parted(more)
+    return StageConfig(artifact, engine=settings, **other)
+
+
+def _parted(given: dict[str, Any]) -> tuple[EngineSettings, dict[str, Any]]:
+    names = {entry.name for entry in entries(EngineSettings)}
+    settings = EngineSettings(**{name: value for name, value in given.items() if name in names})
+    return settings, {name: value for name, value in given.items() if name not in names}

@@ -1,0 +1,297 @@
+"""The table of settings: whatever a person can say about how a pipeline computes, serves and records.
+
+To add one, write an entry here and use the field where it matters. Flag, variable, manifest key, JSON Schema, the flags
+of child processes, a stage's order and the page of settings follow; run `make settings` for the files among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from relayline.wire.common import bounds
+from relayline.wire.common.kv_layout import KV_LAYOUTS, choose_layout
+from relayline.wire.envelopes.envelope import DTYPE_BY_NAME
+from relayline.wire.settings.setting import Reader, Settings, setting
+from relayline.wire.telemetry.config import LEVEL_NAMES
+
+LANES_MAX = 255  # llama.cpp is compiled for 256 sequences, and one is kept for padding rows
+LAYERS_MAX = 100_000
+THREADS_MAX = 1_024
+POLICIES = ("auto", "drain", "single")
+KV_TYPES = ("f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+WIRE_DTYPES = tuple(DTYPE_BY_NAME)
+DRAFT_AUTO = -1  # of ServingSettings.draft: as many as pays
+
+assert LANES_MAX * bounds.CTX_TOKENS_MAX < 1 << 30  # llama.cpp counts the cells of a cache in 32 bits
+
+STAGE, COORDINATOR = Reader.STAGE, Reader.COORDINATOR
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings(Settings):
+    """The engine of one stage."""
+
+    ctx_tokens: int = setting(
+        2_048,
+        "Tokens per stream, prompt and answer together.",
+        low=8,
+        high=bounds.CTX_TOKENS_MAX,
+        flag="--ctx",
+        place="context.tokens",
+        reader=STAGE,
+    )
+    n_lanes: int = setting(
+        32,
+        "Streams that may run at once.",
+        low=1,
+        high=LANES_MAX,
+        flag="--lanes",
+        place="context.lanes",
+        reader=STAGE,
+    )
+    n_threads: int = setting(
+        0,
+        "Threads of a native step. 0: the host's cores divided by the stages on it.",
+        low=0,
+        high=THREADS_MAX,
+        flag="--threads",
+        flag_doc="Threads of a native step. 0: all cores; `up` divides them among the stages.",
+        place="stages[].threads",
+        reader=STAGE,
+        host_wins=True,
+    )
+    gpu_layers: int = setting(
+        0,
+        "Layers on the GPU; -1 for all.",
+        low=-1,
+        high=LAYERS_MAX,
+        flag="--gpu-layers",
+        place="stages[].gpuLayers",
+        reader=STAGE,
+    )
+    policy: str = setting(
+        "auto",
+        "auto: groups and padding from the cost curves; drain: batch what is queued; single: no batching.",
+        choices=POLICIES,
+        flag="--policy",
+        place="batching.policy",
+        reader=STAGE | COORDINATOR,
+    )
+    max_rows: int = setting(
+        512,
+        "Rows of one native step.",
+        low=1,
+        high=bounds.ROWS_PER_ENVELOPE_MAX,
+        flag="--max-rows",
+        place="batching.maxRows",
+        reader=STAGE,
+    )
+    prefill_rows: int = setting(
+        128,
+        "Prefill rows beside running decoders, with policy drain.",
+        low=1,
+        high=bounds.ROWS_PER_ENVELOPE_MAX,
+        flag="--prefill-rows",
+        place="batching.prefillRows",
+        reader=STAGE,
+    )
+    kv_type: str = setting(
+        "f16",
+        "Element type of the KV cache.",
+        choices=KV_TYPES,
+        flag="--kv-type",
+        place="context.kvType",
+        reader=STAGE,
+    )
+    kv_layout: str = setting(
+        "auto",
+        """
+    unified: lanes share all cells, and a step is one micro-batch; per-lane: each has its own, quicker on CPUs where
+    streams grow long; auto: per-lane from 1,024 tokens on where a stage is on a CPU.""",
+        choices=KV_LAYOUTS,
+        flag="--kv-layout",
+        place="context.kvLayout",
+        reader=STAGE,
+        unsaid="unified",
+    )
+    calibrate: bool = setting(
+        True,
+        "Whether stages measure their cost curve at the first start.",
+        flag="--no-calibrate",
+        flag_doc="Learn the cost curve from real steps only.",
+        place="batching.calibrate",
+        reader=STAGE,
+    )
+
+    @property
+    def layout_used(self) -> str:
+        """The layout of KV cells after resolving auto."""
+        return choose_layout(self.kv_layout, ctx_tokens=self.ctx_tokens, gpu_layers=self.gpu_layers)
+
+    @property
+    def threads_used(self) -> int:
+        """Threads after resolving 0 to the cores this process may run on."""
+        return self.n_threads or len(os.sched_getaffinity(0))
+
+    def resolved(self) -> EngineSettings:
+        """Return the same with what is left to this process decided: threads and layout of KV cells."""
+        return dataclasses.replace(self, n_threads=self.threads_used, kv_layout=self.layout_used)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServingSettings(Settings):
+    """How a coordinator takes requests and fills its stages."""
+
+    prefix_lanes: int | None = setting(
+        None,
+        """
+    Lanes, of those that no stream has, that may keep what ended streams computed, for prompts that begin alike; left
+    out: half of all lanes where they have KV cells of their own, else none. With 0 nothing is copied from running
+    streams either.""",
+        low=0,
+        high=4_096,
+        flag="--prefix-lanes",
+        place="context.prefixLanes",
+        reader=COORDINATOR,
+    )
+    wire: str = setting(
+        "f16",
+        "Element type of activations between stages.",
+        choices=WIRE_DTYPES,
+        flag="--wire",
+        place="wire.dtype",
+        reader=COORDINATOR,
+    )
+    prefill_chunk: int = setting(
+        0,
+        "Largest number of prompt rows per frame; 0: chosen.",
+        low=0,
+        high=bounds.ROWS_PER_FRAME_MAX,
+        flag="--prefill-chunk",
+        place="batching.prefillChunk",
+        reader=COORDINATOR,
+    )
+    itl_stretch: float = setting(
+        2.0,
+        "How many times longer running streams may wait between tokens while prompts are read.",
+        low=1,
+        high=1_000,
+        flag="--itl-stretch",
+        place="batching.itlStretch",
+        reader=COORDINATOR,
+    )
+    draft: int = setting(
+        DRAFT_AUTO,
+        """
+    Tokens drafted ahead of a stream from what its own text repeats, and verified in one step. auto: as many as pays;
+    off: none; or always up to so many.""",
+        words={"auto": DRAFT_AUTO, "off": 0},
+        low=1,
+        high=bounds.DRAFT_TOKENS_MAX,
+        flag="--draft",
+        place="batching.draft",
+        reader=COORDINATOR,
+    )
+    groups: int = setting(
+        0,
+        "Decode groups by hand; 0: chosen.",
+        low=0,
+        high=4_096,
+        flag="--groups",
+        place="batching.groups",
+        reader=COORDINATOR,
+    )
+    group_rows: int = setting(
+        0,
+        "Rows per group by hand; 0: chosen.",
+        low=0,
+        high=bounds.ROWS_PER_ENVELOPE_MAX,
+        flag="--group-rows",
+        place="batching.groupRows",
+        reader=COORDINATOR,
+    )
+    share: bool = setting(
+        True,
+        "Whether identical deterministic requests in flight are decoded once for all.",
+        flag="--no-share",
+        flag_doc="Never decode identical deterministic requests once for all.",
+        place="batching.share",
+        reader=COORDINATOR,
+    )
+    queue: int = setting(
+        256,
+        "Requests that may wait for a lane; one more is refused with 429.",
+        low=0,
+        high=100_000,
+        flag="--queue",
+        place="coordinator.queue",
+        reader=COORDINATOR,
+    )
+    lost_wait_s: float = setting(
+        15.0,
+        "How long after the loss of a stage new requests wait for their first token; then they are refused with 503.",
+        low=0,
+        high=3_600,
+        flag="--lost-wait",
+        flag_doc="Seconds after the loss of a stage in which new requests wait for a first token; then they get 503.",
+        place="coordinator.lostWaitSeconds",
+        reader=COORDINATOR,
+    )
+    model_id: str = setting(
+        "",
+        "Model name in the API; empty for the model's own.",
+        flag="--model-id",
+        place="coordinator.modelId",
+        reader=COORDINATOR,
+    )
+    connections_per_address: int = setting(
+        512,
+        "Connections from one address beyond this machine, such as a proxy's; 0 for any number.",
+        low=0,
+        high=1_000_000,
+        flag="--connections-per-address",
+        place="coordinator.http.connectionsPerAddress",
+        reader=COORDINATOR,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetrySettings(Settings):
+    """What is recorded about requests and batches."""
+
+    level: str = setting(
+        "summary",
+        "off; summary: per request; batches: also every native step; frames: also every frame.",
+        choices=LEVEL_NAMES,
+        flag="--trace-level",
+        place="telemetry.level",
+        reader=STAGE | COORDINATOR,
+    )
+    otlp_endpoint: str = setting(
+        "",
+        "OTLP collector, http(s)://host:port. Empty: the OTEL_* variables of each process decide.",
+        flag="--otlp-endpoint",
+        place="telemetry.otlpEndpoint",
+        reader=STAGE | COORDINATOR,
+    )
+    sampler_ratio: float = setting(
+        1.0,
+        "Part of the requests that are traced.",
+        low=0,
+        high=1,
+        flag="--trace-sample",
+        flag_doc="Part of the requests that are traced; the coordinator decides, stages follow.",
+        place="telemetry.samplerRatio",
+        reader=STAGE | COORDINATOR,
+    )
+    content: bool = setting(
+        False,
+        "Whether prompts and answers are recorded too. They may hold personal data.",
+        flag="--trace-content",
+        place="telemetry.content",
+        reader=COORDINATOR,
+    )
+
+
+TABLES = (EngineSettings, ServingSettings, TelemetrySettings)

@@ -1,7 +1,7 @@
 """The table of settings: whatever a person can say about how a pipeline computes, serves and records.
 
 To add one, write an entry here and use the field where it matters. Flag, variable, manifest key, JSON Schema, the flags
-of child processes, a stage's order and the page of settings follow; run `make settings` for the files among them.
+of child processes, a stage's order and the page of settings follow; run `make reference` for the files among them.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ check: setup ## style, types, generated stubs, pages and tables
 	@$(BIN)/python deploy/build/protos.py --check
 	@$(BIN)/python -m relayline.deploy.cli.reference --check
 	@$(BIN)/python -m benches.tables --check
-	@$(BIN)/python -m relayline.deploy.manifest.settings_page --check
+	@$(BIN)/python -m relayline.deploy.manifest.pages --check
 
 check-native: setup ## the C extensions under AddressSanitizer and UBSan: table tests and a seeded fuzz; SEED=N repeats one
 	@$(BIN)/python deploy/build/check_native.py $(if $(SEED),--seed $(SEED)) $(if $(FUZZ_SECONDS),--seconds $(FUZZ_SECONDS))
@@ -88,7 +88,7 @@ proto: setup ## make the protobuf stubs anew
 
 reference: setup ## make the pages of docs/reference/ that come from code anew, and the manifest's schema
 	@$(BIN)/python -m relayline.deploy.cli.reference
-	@$(BIN)/python -m relayline.deploy.manifest.settings_page
+	@$(BIN)/python -m relayline.deploy.manifest.pages
 
 docs: setup ## build the site of docs/ into build/site; fails at a broken link
 	@$(BIN)/mkdocs build --strict

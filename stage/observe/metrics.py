@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -17,6 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.samples import Exemplar
 
+from relayline.stage.observe import figures
+from relayline.stage.observe.figures import Figure
 from relayline.stage.observe.stats import WAIT_BUCKETS_NS, StageStats
 from relayline.wire.common.errors import StartError
 from relayline.wire.links.revocation import Revocations
@@ -28,7 +30,6 @@ from relayline.wire.telemetry.telemetry import Telemetry
 
 ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1_024, 2_048)
 WHO = "the metrics port"
-_SECONDS = 1e-9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,111 +61,51 @@ class StageCollector:
         info.add_metric(list(self._info.values()), 1)
         yield info
         yield from self._histograms()
-        yield from self._counters()
-        yield from self._gauges()
+        yield from self._plain()
 
     def _histograms(self) -> Iterator[Metric]:
-        stats = self._stats
-        yield self._histogram(
-            names.METRIC_BATCH_ROWS,
-            "Rows of a native step, padding left out",
-            _cumulative(dict(stats.steps_by_rows)),
-            stats.n_rows,
-        )
-        yield self._histogram(
-            names.METRIC_BATCH_SESSIONS,
-            "Sessions of a native step",
-            _cumulative(dict(stats.steps_by_sessions)),
-            stats.n_frames,
-        )
-        ends = [str(bound * _SECONDS) for bound in WAIT_BUCKETS_NS]
+        stats, (rows, sessions, waits) = self._stats, figures.HISTOGRAMS
+        yield self._histogram(rows, _cumulative(dict(stats.steps_by_rows)), stats.n_rows)
+        yield self._histogram(sessions, _cumulative(dict(stats.steps_by_sessions)), stats.n_frames)
+        ends = [str(bound * waits.scale) for bound in WAIT_BUCKETS_NS]
         counts = itertools.accumulate(stats.waits_by_bucket)
-        yield self._histogram(
-            names.METRIC_FRAME_WAIT,
-            "Wait of a frame from its arrival to the start of its step",
-            [
-                (end, count, _exemplar(found))
-                for end, count, found in zip([*ends, "+Inf"], counts, stats.exemplars, strict=True)
-            ],
-            stats.wait_sum_ns * _SECONDS,
-        )
+        buckets = [
+            (end, count, _exemplar(found, waits.scale))
+            for end, count, found in zip([*ends, "+Inf"], counts, stats.exemplars, strict=True)
+        ]
+        yield self._histogram(waits, buckets, stats.wait_sum_ns * waits.scale)
 
-    def _counters(self) -> Iterator[Metric]:
-        stats = self._stats
-        plain: tuple[tuple[str, str, float], ...] = (
-            (names.METRIC_STEPS, "Native steps", stats.n_steps),
-            (names.METRIC_ROWS, "Rows decoded, padding left out", stats.n_rows),
-            (names.METRIC_PADDED_ROWS, "Scratch rows decoded beside them", stats.n_padded_rows),
-            (names.METRIC_MICRO_BATCHES, "Parts in which llama.cpp ran the steps", stats.n_micro_batches),
-            (names.METRIC_STEP_SECONDS, "Time inside native decode", stats.busy_ns * _SECONDS),
-            (names.METRIC_STEP_PREDICTED_SECONDS, "Predicted time of steps that had a prediction",
-             stats.predicted_ns * _SECONDS),
-            (names.METRIC_STEP_MEASURED_SECONDS, "Measured time of the same steps", stats.measured_ns * _SECONDS),
-            (names.METRIC_ENCODE_SECONDS, "Time for encoding rows or sampling", stats.encode_ns * _SECONDS),
-            (names.METRIC_EPOCHS, "Connections by a coordinator; beyond its first, recoveries", stats.n_epochs),
-            (names.METRIC_SPANS_EXPORTED, "Spans that a collector took", self._telemetry.exported_spans),
-            (names.METRIC_SPANS_DROPPED, "Spans that were lost", self._telemetry.dropped_spans),
-        )  # fmt: skip
-        for name, text, value in plain:
-            yield self._counter(name, text, (), [((), value)])
-        reasons = [((reason,), float(count)) for reason, count in sorted(dict(stats.close_reasons).items())]
-        yield self._counter(
-            names.METRIC_CLOSE_REASONS, "Batches by what closed them", (names.LABEL_CLOSE_REASON,), reasons
-        )
-        faults = [((label,), float(count)) for label, count in sorted(dict(stats.faults_by_label).items())]
-        yield self._counter(names.METRIC_FAULTS, "Faults of sessions by error", (names.LABEL_ERROR,), faults)
-        directions = (names.LABEL_DIRECTION,)
-        yield self._counter(
-            names.METRIC_LINK_BYTES,
-            "Payload bytes of neighbours' links",
-            directions,
-            [(("in",), stats.payload_bytes_in), (("out",), stats.payload_bytes_out)],
-        )
-        yield self._counter(
-            names.METRIC_LINK_ENVELOPES,
-            "Envelopes of neighbours' links",
-            directions,
-            [(("in",), stats.envelopes_in), (("out",), stats.envelopes_out)],
-        )
+    def _plain(self) -> Iterator[Metric]:
+        for source, counters in (
+            (self._stats, figures.COUNTERS),
+            (self._telemetry, figures.TELEMETRY_COUNTERS),
+        ):
+            for figure in counters:
+                yield self._family(CounterMetricFamily, figure, source)
+        for source, gauges in ((self._read(), figures.GAUGES), (self._telemetry, figures.TELEMETRY_GAUGES)):
+            for figure in gauges:
+                yield self._family(GaugeMetricFamily, figure, source)
 
-    def _gauges(self) -> Iterator[Metric]:
-        now = self._read()
-        rows: tuple[tuple[str, str, float], ...] = (
-            (names.METRIC_QUEUED_ROWS, "Rows waiting for a step", now.queued_rows),
-            (names.METRIC_QUEUED_FRAMES, "Frames waiting for a step, controls included", now.queued_frames),
-            (names.METRIC_LANES_USED, "Lanes of sessions that somebody waits for", now.lanes_used),
-            (names.METRIC_LANES_KEPT, "Lanes that keep what ended sessions computed", now.lanes_kept),
-            (names.METRIC_LANES_TOTAL, "Sessions that this stage can hold", now.lanes_total),
-            (names.METRIC_LINK_IN_FLIGHT, "Payload bytes sent downstream and not yet decoded there",
-             now.in_flight_bytes),
-            (names.METRIC_LINK_WINDOW, "Payload bytes that may be in flight downstream", now.window_bytes),
-            (names.METRIC_TELEMETRY_LEVEL, "0 off, 1 summary, 2 batches, 3 frames", int(self._telemetry.level)),
-        )  # fmt: skip
-        for name, text, value in rows:
-            family = GaugeMetricFamily(name, text, labels=[names.LABEL_STAGE])
-            family.add_metric([self._stage], value)
-            yield family
+    def _family(self, kind: Any, figure: Figure, source: object) -> Metric:
+        """Return one figure, of every label value that it was counted by."""
+        held = getattr(source, figure.field)
+        family = kind(figure.name, figure.help, labels=[names.LABEL_STAGE, *([figure.label] if figure.label else [])])
+        for given, value in sorted(dict(held).items()) if figure.label else [(None, held)]:
+            family.add_metric([self._stage, *([given] if figure.label else [])], float(value) * figure.scale)
+        return family  # type: ignore[no-any-return]
 
-    def _counter(
-        self, name: str, text: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], float]]
-    ) -> Metric:
-        family = CounterMetricFamily(name, text, labels=[names.LABEL_STAGE, *labels])
-        for given, value in values:
-            family.add_metric([self._stage, *given], value)
-        return family
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[tuple[Any, ...]], total: float) -> Metric:
-        family = HistogramMetricFamily(name, text, labels=[names.LABEL_STAGE])
+    def _histogram(self, figure: Figure, buckets: Sequence[tuple[Any, ...]], total: float) -> Metric:
+        family = HistogramMetricFamily(figure.name, figure.help, labels=[names.LABEL_STAGE])
         family.add_metric([self._stage], buckets, total)
         return family
 
 
-def _exemplar(found: tuple[str, int] | None) -> Exemplar | None:
+def _exemplar(found: tuple[str, int] | None, scale: float) -> Exemplar | None:
     """Return what leads from a bucket to a second of passes; only who asks for OpenMetrics is shown it."""
     if found is None:
         return None
     trace_id, wait_ns = found
-    return Exemplar({names.LABEL_TRACE: trace_id}, wait_ns * _SECONDS)
+    return Exemplar({names.LABEL_TRACE: trace_id}, wait_ns * scale)
 
 
 def _cumulative(counts: Mapping[int, int]) -> list[tuple[str, int]]:

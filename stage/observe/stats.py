@@ -43,6 +43,16 @@ class StageStats:
         self.envelopes_in = self.payload_bytes_in = 0
         self.envelopes_out = self.payload_bytes_out = 0
 
+    @property
+    def payload_bytes(self) -> dict[str, int]:
+        """Payload bytes of neighbours' links, by direction."""
+        return {"in": self.payload_bytes_in, "out": self.payload_bytes_out}
+
+    @property
+    def envelopes(self) -> dict[str, int]:
+        """Envelopes of neighbours' links, by direction."""
+        return {"in": self.envelopes_in, "out": self.envelopes_out}
+
     def step_done(self, result: StepResult) -> None:
         """Count one step. One of controls alone, or whose frames were all refused, is no native step."""
         waits_ns = result.waits_ns

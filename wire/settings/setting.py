@@ -2,7 +2,7 @@
 
 A table is a frozen dataclass below `Settings` whose fields are made by `setting`. Everything else that is to be known
 of a setting is derived from its entry: the flags (deploy.cli.setting_flags), the manifest's keys and JSON Schema
-(deploy.manifest.settings), the reference page (deploy.manifest.settings_page) and the engine of a stage's order.
+(deploy.manifest.settings), the reference page (deploy.manifest.pages) and the engine of a stage's order.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ HTTP from a real stage of a tiny model.
 
 from __future__ import annotations
 
+import dataclasses
 import ssl
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 from prometheus_client.parser import text_string_to_metric_families
 
 from relayline.deploy.launch.certificates import revoke
+from relayline.deploy.manifest.pages import metrics_text
 from relayline.deploy.testing.engines import stage_config
 from relayline.deploy.testing.processes import relayline, running
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage.config import StageConfig
+from relayline.stage.observe import figures
 from relayline.stage.observe.metrics import Gauges, StageCollector, serve_metrics
 from relayline.stage.observe.stats import WAIT_BUCKETS_NS, StageStats
 from relayline.stage.process import serve
@@ -154,6 +157,28 @@ def test_every_documented_metric_of_a_stage_is_there(worked: StageStats) -> None
     assert len(own) > 20
     missing = {name for name in own if not exposed & {name, f"{name}_total", f"{name}_bucket"}}
     assert missing == set()
+
+
+def test_a_new_figure_is_an_entry_and_its_count(worked: StageStats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is exposed with its help and unit, and stands on the page of metrics, without anything else."""
+    flux = figures.Figure("relayline_flux_seconds", "Time in flux", "flux_ns", figures.SECONDS)
+    kinds = figures.Figure("relayline_flux_kinds", "Fluxes by kind", "flux_by_kind", label="kind")
+    monkeypatch.setattr(figures, "COUNTERS", (*figures.COUNTERS, flux, kinds))
+    worked.flux_ns, worked.flux_by_kind = 3_000_000_000, {"b": 2, "a": 1}  # type: ignore[attr-defined]
+    found = scrape(worked)
+    assert plain(found, "relayline_flux_seconds_total") == 3
+    assert [plain(found, "relayline_flux_kinds_total", kind=kind) for kind in "ab"] == [1, 2]
+    assert "| `relayline_flux_seconds_total` | counter | seconds |  | Time in flux |" in metrics_text()
+    assert "| `relayline_flux_kinds_total` | counter |  | kind | Fluxes by kind |" in metrics_text()
+
+
+def test_no_two_figures_have_one_name_and_every_field_is_there(worked: StageStats) -> None:
+    counted = figures.COUNTERS + figures.HISTOGRAMS
+    held = figures.GAUGES
+    everything = [*counted, *held, *figures.TELEMETRY_COUNTERS, *figures.TELEMETRY_GAUGES]
+    assert len({figure.name for figure in everything}) == len(everything)
+    assert all(hasattr(worked, figure.field) for figure in counted)
+    assert {figure.field for figure in held} == {field.name for field in dataclasses.fields(Gauges)}
 
 
 def _is_of_a_stage(key: str) -> bool:

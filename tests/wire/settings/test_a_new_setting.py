@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from relayline.coordinator.joining.config import engine_message
+from relayline.deploy.manifest.pages import METRICS_PAGE, PAGE, metrics_text, page_text
 from relayline.deploy.manifest.schema import SCHEMA_FILE, schema_text
-from relayline.deploy.manifest.settings_page import PAGE, page_text
 from relayline.wire.common.errors import UsageError
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from relayline.wire.settings.setting import entries, read_message
@@ -55,7 +55,7 @@ from relayline.deploy.cli.up_manifest import changes_of
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.schema import schema_text
-from relayline.deploy.manifest.settings_page import page_text
+from relayline.deploy.manifest.pages import page_text
 from relayline.stage.joining.config import JoinConfig
 from relayline.stage.joining.join import JoinedStage
 from relayline.wire.common.errors import UsageError
@@ -217,8 +217,9 @@ def test_no_flag_no_variable_and_no_place_stands_for_two_settings() -> None:
         assert len(set(said)) == len(said)
 
 
-def test_the_page_and_the_schema_are_what_the_table_says() -> None:
+def test_the_pages_and_the_schema_are_what_their_tables_say() -> None:
     assert PAGE.read_text() == page_text()
+    assert METRICS_PAGE.read_text() == metrics_text()
     assert SCHEMA_FILE.read_text() == schema_text()
 
 

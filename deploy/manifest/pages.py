@@ -1,18 +1,21 @@
-"""Writes what is made from the table of settings: docs/reference/settings.md and the manifest's JSON Schema.
+"""Writes what is made from tables: the pages of settings and metrics in docs/reference, and the manifest's JSON Schema.
 
-With --check it writes nothing and fails where one of them is not what the table says.
+With --check it writes nothing and fails where one of them is not what its table says.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from relayline.deploy.manifest.schema import SCHEMA_FILE, schema_text
+from relayline.stage.observe import figures
 from relayline.wire.settings.setting import Reader, Setting, entries
 from relayline.wire.settings.table import TABLES
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+PAGE, METRICS_PAGE = REFERENCE / "settings.md", REFERENCE / "metrics.md"
 READERS = {
     Reader.STAGE: "stages",
     Reader.COORDINATOR: "the coordinator",
@@ -26,6 +29,13 @@ Each setting can be said with a flag, with an environment variable (for `relayli
 manifest, below `spec`. A flag wins over a variable, and a variable over the manifest. A value that is not allowed is
 refused with one line, before anything is done.
 """
+METRICS_HEAD = """# Metrics of a stage
+
+<!-- Made by `make reference` from stage/observe/figures.py. Do not edit this page. -->
+
+`relayline stage --metrics HOST:PORT` serves these at `/metrics`, in Prometheus' form. Each has the label `stage`.
+"""
+METRICS_COLUMNS = ("name", "kind", "unit", "label", "meaning")
 COLUMNS = ("flag", "variable", "manifest", "values", "default", "for", "meaning")
 
 
@@ -35,7 +45,7 @@ def page_text() -> str:
     for table in TABLES:
         title = (table.__doc__ or "").splitlines()[0].rstrip(".")
         rows = [COLUMNS, ("---",) * len(COLUMNS), *map(_row, entries(table))]
-        parts.append(f"## {title}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n")
+        parts.append(f"## {title}\n\n{_table(rows)}")
     return "\n".join(parts)
 
 
@@ -49,9 +59,26 @@ def _row(entry: Setting) -> tuple[str, ...]:
     return f"`{entry.flag}`", f"`{entry.variable}`", place, values, default, READERS[entry.reader], meaning
 
 
+def metrics_text() -> str:
+    """Return the reference page of a stage's metrics."""
+    rows = [METRICS_COLUMNS, ("---",) * len(METRICS_COLUMNS)]
+    for kind, found in (
+        ("histogram", figures.HISTOGRAMS),
+        ("counter", figures.COUNTERS + figures.TELEMETRY_COUNTERS),
+        ("gauge", figures.GAUGES + figures.TELEMETRY_GAUGES),
+    ):
+        ending = "_total" if kind == "counter" else ""
+        rows += [(f"`{each.name}{ending}`", kind, each.unit, each.label, each.help) for each in found]
+    return f"{METRICS_HEAD}\n{_table(rows)}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
 def main() -> None:
     """Write the files, or compare."""
-    made = {PAGE: page_text(), SCHEMA_FILE: schema_text()}
+    made = {PAGE: page_text(), METRICS_PAGE: metrics_text(), SCHEMA_FILE: schema_text()}
     if "--check" not in sys.argv:
         for path, text in made.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,8 +86,8 @@ def main() -> None:
         return
     stale = [path.name for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if stale:
-        sys.exit(f"not what the table of settings says: {', '.join(stale)}; run `make reference`")
-    print(f"{len(made)} files match the table of settings")
+        sys.exit(f"not what its table says: {', '.join(stale)}; run `make reference`")
+    print(f"{len(made)} files match their tables")
 
 
 if __name__ == "__main__":

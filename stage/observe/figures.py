@@ -1,0 +1,71 @@
+"""The table of a stage's figures: what /metrics shows and the page of metrics says. Pure.
+
+To add one, write an entry here and count it in `stats` (or hold it in `Gauges`); nothing else has to know of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from relayline.wire.telemetry import names
+
+SECONDS = "seconds"  # the unit of figures that are counted in nanoseconds
+_UNIT_SCALES = {SECONDS: 1e-9}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure. A counter's name gets `_total` on its way out."""
+
+    name: str
+    help: str
+    field: str
+    """The attribute that holds it: a number, or numbers by label."""
+    unit: str = ""
+    label: str = ""
+    """The label by which it is counted."""
+
+    @property
+    def scale(self) -> float:
+        """What the field's number is multiplied by."""
+        return _UNIT_SCALES.get(self.unit, 1.0)
+
+
+COUNTERS = (  # of StageStats
+    Figure(names.METRIC_STEPS, "Native steps", "n_steps"),
+    Figure(names.METRIC_ROWS, "Rows decoded, padding left out", "n_rows"),
+    Figure(names.METRIC_PADDED_ROWS, "Scratch rows decoded beside them", "n_padded_rows"),
+    Figure(names.METRIC_MICRO_BATCHES, "Parts in which llama.cpp ran the steps", "n_micro_batches"),
+    Figure(names.METRIC_STEP_SECONDS, "Time inside native decode", "busy_ns", SECONDS),
+    Figure(
+        names.METRIC_STEP_PREDICTED_SECONDS, "Predicted time of steps that had a prediction", "predicted_ns", SECONDS
+    ),
+    Figure(names.METRIC_STEP_MEASURED_SECONDS, "Measured time of the same steps", "measured_ns", SECONDS),
+    Figure(names.METRIC_ENCODE_SECONDS, "Time for encoding rows or sampling", "encode_ns", SECONDS),
+    Figure(names.METRIC_EPOCHS, "Connections by a coordinator; beyond its first, recoveries", "n_epochs"),
+    Figure(names.METRIC_CLOSE_REASONS, "Batches by what closed them", "close_reasons", label=names.LABEL_CLOSE_REASON),
+    Figure(names.METRIC_FAULTS, "Faults of sessions by error", "faults_by_label", label=names.LABEL_ERROR),
+    Figure(names.METRIC_LINK_BYTES, "Payload bytes of neighbours' links", "payload_bytes", label=names.LABEL_DIRECTION),
+    Figure(names.METRIC_LINK_ENVELOPES, "Envelopes of neighbours' links", "envelopes", label=names.LABEL_DIRECTION),
+)
+TELEMETRY_COUNTERS = (  # of Telemetry
+    Figure(names.METRIC_SPANS_EXPORTED, "Spans that a collector took", "exported_spans"),
+    Figure(names.METRIC_SPANS_DROPPED, "Spans that were lost", "dropped_spans"),
+)
+GAUGES = (  # of Gauges
+    Figure(names.METRIC_QUEUED_ROWS, "Rows waiting for a step", "queued_rows"),
+    Figure(names.METRIC_QUEUED_FRAMES, "Frames waiting for a step, controls included", "queued_frames"),
+    Figure(names.METRIC_LANES_USED, "Lanes of sessions that somebody waits for", "lanes_used"),
+    Figure(names.METRIC_LANES_KEPT, "Lanes that keep what ended sessions computed", "lanes_kept"),
+    Figure(names.METRIC_LANES_TOTAL, "Sessions that this stage can hold", "lanes_total"),
+    Figure(names.METRIC_LINK_IN_FLIGHT, "Payload bytes sent downstream and not yet decoded there", "in_flight_bytes"),
+    Figure(names.METRIC_LINK_WINDOW, "Payload bytes that may be in flight downstream", "window_bytes"),
+)
+TELEMETRY_GAUGES = (Figure(names.METRIC_TELEMETRY_LEVEL, "0 off, 1 summary, 2 batches, 3 frames", "level"),)
+HISTOGRAMS = (  # of StageStats, which keeps each in a form of its own
+    Figure(names.METRIC_BATCH_ROWS, "Rows of a native step, padding left out", "steps_by_rows"),
+    Figure(names.METRIC_BATCH_SESSIONS, "Sessions of a native step", "steps_by_sessions"),
+    Figure(
+        names.METRIC_FRAME_WAIT, "Wait of a frame from its arrival to the start of its step", "waits_by_bucket", SECONDS
+    ),
+)

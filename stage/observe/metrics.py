@@ -76,15 +76,15 @@ class StageCollector:
         yield self._histogram(waits, buckets, stats.wait_sum_ns * waits.scale)
 
     def _plain(self) -> Iterator[Metric]:
-        for source, counters in (
-            (self._stats, figures.COUNTERS),
-            (self._telemetry, figures.TELEMETRY_COUNTERS),
-        ):
-            for figure in counters:
-                yield self._family(CounterMetricFamily, figure, source)
-        for source, gauges in ((self._read(), figures.GAUGES), (self._telemetry, figures.TELEMETRY_GAUGES)):
-            for figure in gauges:
-                yield self._family(GaugeMetricFamily, figure, source)
+        told: list[tuple[Any, Sequence[Figure], object]] = [
+            (CounterMetricFamily, figures.COUNTERS, self._stats),
+            (CounterMetricFamily, figures.TELEMETRY_COUNTERS, self._telemetry),
+            (GaugeMetricFamily, figures.GAUGES, self._read()),
+            (GaugeMetricFamily, figures.TELEMETRY_GAUGES, self._telemetry),
+        ]
+        for kind, of_kind, source in told:
+            for figure in of_kind:
+                yield self._family(kind, figure, source)
 
     def _family(self, kind: Any, figure: Figure, source: object) -> Metric:
         """Return one figure, of every label value that it was counted by."""
@@ -92,7 +92,8 @@ class StageCollector:
         family = kind(figure.name, figure.help, labels=[names.LABEL_STAGE, *([figure.label] if figure.label else [])])
         for given, value in sorted(dict(held).items()) if figure.label else [(None, held)]:
             family.add_metric([self._stage, *([given] if figure.label else [])], float(value) * figure.scale)
-        return family  # type: ignore[no-any-return]
+        made: Metric = family
+        return made
 
     def _histogram(self, figure: Figure, buckets: Sequence[tuple[Any, ...]], total: float) -> Metric:
         family = HistogramMetricFamily(figure.name, figure.help, labels=[names.LABEL_STAGE])

@@ -90,6 +90,6 @@ def largest_tokens(logits: Logits, n: int) -> Tokens:
 
 def _ranked_before(logits: Logits, place: int) -> npt.NDArray[np.bool_]:
     """Tell which tokens rank before the one at `place`. Rows are in the order of tokens, so ties are cut by place."""
-    before = np.greater(logits, logits[place])
+    before: npt.NDArray[np.bool_] = np.greater(logits, logits[place])
     before[:place] |= logits[:place] == logits[place]
     return before

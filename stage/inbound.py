@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc.aio
@@ -65,42 +66,16 @@ class Inbound:
         if not isinstance(message, bytes):
             return None
         view = parse(message, max_rows=self._max_rows)
-        if view.epoch != self.route.epoch:
-            raise _stale(self.route.epoch)
         self.n_envelopes += 1
-        if view.sequence != self.n_envelopes:
-            text = f"envelope {view.sequence} came where {self.n_envelopes} was due: one was lost or doubled"
-            raise ProtocolError(text)
+        check_due(view, self.route.epoch, self.n_envelopes)
         if view.dtype != self._dtype or view.width != self._width:
             raise ProtocolError(f"envelope of dtype {view.dtype} and width {view.width} does not fit the handshake")
         return view
 
     def frames(self, view: EnvelopeView) -> list[QueuedFrame]:
         """Turn an envelope into frames for the batcher; rows stay in the received message. Raises StaleEpochError."""
-        now_ns, sent_ns, envelope = time.monotonic_ns(), view.sent_ns, next(_ENVELOPE_NUMBERS)
-        route_id, link_epoch, consumed = self.route.route_id, self.route.epoch, self._consumed
-        options = iter(view.options)
-        frames: list[QueuedFrame] = []
-        row = n_drafted = 0
-        for session_id, epoch, position, n_rows, flags, argument, _, enqueued_ns, trace in view.heads:
-            if epoch != link_epoch:
-                raise _stale(link_epoch)
-            # By position, which saves 0.8 of 1.4 us a frame (both forms under `python -m timeit`, CPython 3.11).
-            frame = QueuedFrame(
-                route_id, session_id, epoch, position, n_rows, flags, argument,
-                view.payload if n_rows else None,
-                view.exponents if n_rows else None,
-                next(options) if flags & Flag.OPEN else None,
-                trace, now_ns,
-                sent_ns - enqueued_ns if sent_ns > enqueued_ns else 0,
-                consumed, row, envelope, view.batch_trace,
-            )  # fmt: skip
-            if flags & Flag.DRAFTED:
-                frame.draft_tokens = view.draft_tokens[n_drafted : n_drafted + n_rows]
-                n_drafted += n_rows
-            frames.append(frame)
-            row += n_rows
-        return frames
+        route, now_ns = self.route, time.monotonic_ns()
+        return queued_frames(view, route.route_id, route.epoch, now_ns, next(_ENVELOPE_NUMBERS), self._consumed)
 
     def _consumed(self, size_bytes: int) -> None:
         self._owed_bytes += size_bytes
@@ -122,6 +97,53 @@ class Inbound:
         self._closed = True
         if self._replying is not None:
             self._replying.cancel()
+
+
+def check_due(view: EnvelopeView, epoch: int, number: int) -> None:
+    """Hold an envelope against the epoch of its link, and its number against what is due there.
+
+    Raises StaleEpochError, ProtocolError.
+    """
+    if view.epoch != epoch:
+        raise _stale(epoch)
+    if view.sequence != number:
+        raise ProtocolError(f"envelope {view.sequence} came where {number} was due: one was lost or doubled")
+
+
+def queued_frames(
+    view: EnvelopeView,
+    route_id: int,
+    link_epoch: int,
+    now_ns: int,
+    envelope: int,
+    consumed: Callable[[int], None] | None,
+) -> list[QueuedFrame]:
+    """Turn an envelope into frames for the batcher; rows stay in the received message. Raises StaleEpochError.
+
+    envelope: its number, unique in this process. consumed: gives payload bytes back to the link as credit.
+    """
+    sent_ns, options = view.sent_ns, iter(view.options)
+    frames: list[QueuedFrame] = []
+    row = n_drafted = 0
+    for session_id, epoch, position, n_rows, flags, argument, _, enqueued_ns, trace in view.heads:
+        if epoch != link_epoch:
+            raise _stale(link_epoch)
+        # By position, which saves 0.8 of 1.4 us a frame (both forms under `python -m timeit`, CPython 3.11).
+        frame = QueuedFrame(
+            route_id, session_id, epoch, position, n_rows, flags, argument,
+            view.payload if n_rows else None,
+            view.exponents if n_rows else None,
+            next(options) if flags & Flag.OPEN else None,
+            trace, now_ns,
+            sent_ns - enqueued_ns if sent_ns > enqueued_ns else 0,
+            consumed, row, envelope, view.batch_trace,
+        )  # fmt: skip
+        if flags & Flag.DRAFTED:
+            frame.draft_tokens = view.draft_tokens[n_drafted : n_drafted + n_rows]
+            n_drafted += n_rows
+        frames.append(frame)
+        row += n_rows
+    return frames
 
 
 def _stale(epoch: int) -> StaleEpochError:

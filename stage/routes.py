@@ -146,6 +146,12 @@ class Route:
         self._listeners.clear()
 
 
+def check_newer(epoch: int, previous: int) -> None:
+    """Hold the epoch that a coordinator begins against the one that it had here. Raises StaleEpochError."""
+    if epoch <= previous:
+        raise StaleEpochError(f"epoch {epoch} is not newer than {previous}")
+
+
 class LeftRoutes:
     """Routes whose epoch ended and left something: forgotten after a while, unless they are left anew until then.
 

@@ -16,7 +16,7 @@ from relayline.stage.observe.metrics import Gauges
 from relayline.stage.observe.observer import StageObserver
 from relayline.stage.observe.stats import StageStats
 from relayline.stage.queue_types import QueuedFrame
-from relayline.stage.routes import ROUTES_MAX, UNUSED_S, LeftRoutes, Route, Upstream
+from relayline.stage.routes import ROUTES_MAX, UNUSED_S, LeftRoutes, Route, Upstream, check_newer
 from relayline.stage.sampling.grammars import Holds
 from relayline.stage.steps.runner import Runner
 from relayline.stage.steps.step import StepExecutor
@@ -230,8 +230,7 @@ class StageService:
         previous = self._routes.get(request.route_id)
         if previous is not None:
             previous.check_owner(caller())
-        if previous is not None and request.epoch <= previous.epoch:
-            raise StaleEpochError(f"epoch {request.epoch} is not newer than {previous.epoch}")
+            check_newer(request.epoch, previous.epoch)
         if previous is None and len(self._routes) >= ROUTES_MAX:
             # A coordinator that died between configuring and connecting has left a route that nothing else would end.
             unused = next((route for route in self._routes.values() if not route.has_upstream), None)

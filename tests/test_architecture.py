@@ -67,6 +67,11 @@ PURE_CORES = (
     "coordinator/schedule/groups.py",
     "coordinator/observe/overlap.py",
     "coordinator/engine/membership.py",
+    "coordinator/engine/availability.py",
+    "coordinator/engine/conductor.py",
+    "coordinator/engine/instructions.py",
+    "coordinator/sessions/frame.py",
+    "coordinator/sessions/readers.py",
     "coordinator/joining/config.py",
     "coordinator/observe/observer.py",
     "coordinator/sessions/request_log.py",
@@ -126,7 +131,6 @@ COLLABORATORS_MAX = 20  # modules of ours that one module imports from
 LARGE_CLASSES: dict[str, tuple[int, int, str]] = {
     "coordinator/schedule/scheduler.py:Scheduler": (37, 25, "one queue discipline whose parts share all its queues"),
     "coordinator/schedule/groups.py:GroupPlanner": (29, 25, "one plan and the trials around it"),
-    "coordinator/engine/pipeline.py:Pipeline": (42, 30, "decides and does; the deciding part leaves for a conductor"),
     "stage/service.py:StageService": (33, 25, "every call of the gRPC service"),
     "stage/engine/native.py:NativeEngine": (25, 31, "preallocated arrays of one native context"),
     "coordinator/sessions/request_log.py:SessionRecord": (25, 33, "a table of figures"),
@@ -136,7 +140,6 @@ LARGE_CLASSES: dict[str, tuple[int, int, str]] = {
 MANY_COLLABORATORS: dict[str, tuple[int, str]] = {
     "stage/process.py": (31, "puts a stage process together"),
     "stage/service.py": (26, "the gRPC service and the routes behind it"),
-    "coordinator/engine/pipeline.py": (29, "decides and does; the deciding part leaves for a conductor"),
 }
 LLAMA_IN_COORDINATOR = {"coordinator/text/tokenizer.py"}
 DECODE_MODULE = "stage/engine/native.py"

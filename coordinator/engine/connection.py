@@ -16,6 +16,7 @@ from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.schedule.overhead import HOST_STEP_NS, Held
 from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.coordinator.sessions.prefixes import held_by_all
 from relayline.coordinator.sessions.silence import LOOK_EVERY_S, TRANSIT_MAX_S, Silence, UnderWay, Work
 from relayline.wire.common import bounds
 from relayline.wire.common.curve import CostCurve
@@ -46,9 +47,7 @@ class Connection:
         """`held` is what sessions of the epoch before hold at each stage: {session id: tokens of its history}."""
         self.epoch = epoch
         self.stages, self.facts = stages, facts
-        sessions = {session_id for at_stage in held for session_id in at_stage}
-        # Of every session that any stage knows, how many tokens all of them hold.
-        self.held = {session_id: min(at_stage.get(session_id, 0) for at_stage in held) for session_id in sessions}
+        self.held = held_by_all(held)
         self.link: RelayLink
         self.heartbeat = Heartbeat(stages)
         self._tasks: list[asyncio.Task[None]] = []

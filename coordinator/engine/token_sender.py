@@ -6,15 +6,16 @@ import asyncio
 import collections
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from relayline.coordinator.sessions.session import OutFrame
+from relayline.coordinator.sessions.frame import Frame
+from relayline.coordinator.sessions.request_log import UNKNOWN, SessionRecord
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import InternalError, RelaylineError
 from relayline.wire.common.tasks import end_task
 from relayline.wire.envelopes import trace_context
-from relayline.wire.envelopes.buffers import with_extras
+from relayline.wire.envelopes.buffers import Buffer, with_extras
 from relayline.wire.envelopes.frames import Flag, set_traces
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -22,7 +23,8 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 log = logging.getLogger("relayline.coordinator")
 
 _FIELD_BYTES = 8  # tag and length of a text, at most
-_Waiting: TypeAlias = "tuple[list[OutFrame], bytes, int]"  # frames, their trace context, when they were chosen
+_Waiting: TypeAlias = "tuple[list[Frame], bytes, int]"  # frames, their trace context, when they were chosen
+RecordOf: TypeAlias = "Callable[[int], SessionRecord]"
 
 
 class TokenSender:
@@ -36,23 +38,26 @@ class TokenSender:
         link: RelayLink,
         epoch: int,
         on_error: Callable[[RelaylineError], None],
-        on_sent: Callable[[bytes, Sequence[OutFrame], int, int], None] = lambda context, frames, chosen_ns, sent_ns: (
-            None
-        ),
+        on_sent: Callable[[bytes, Sequence[Frame], int, int], None] = lambda context, frames, chosen_ns, sent_ns: None,
+        record_of: RecordOf = lambda session_id: UNKNOWN,
     ) -> None:
-        """`on_sent(context, frames, chosen_ns, sent_ns)` is called for what has left with a sampled context."""
+        """`on_sent(context, frames, chosen_ns, sent_ns)` is called for what has left with a sampled context.
+
+        `record_of(session_id)` is what telemetry has of a session: the trace and the baggage that its frames carry.
+        """
         self._link, self._epoch, self._on_error, self._on_sent = link, epoch, on_error, on_sent
+        self._record_of = record_of
         self._waiting: collections.deque[_Waiting] = collections.deque()
         self._wake, self._all_sent = asyncio.Event(), asyncio.Event()
         self._sequence = 0
         self._task = asyncio.create_task(self._run())
 
-    def push(self, envelope: Iterable[OutFrame], context: bytes = trace_context.NONE, chosen_ns: int = 0) -> None:
+    def push(self, envelope: Sequence[Frame], context: bytes = trace_context.NONE, chosen_ns: int = 0) -> None:
         """Queue frames that stay together; they leave at the end of this turn of the loop.
 
         context: 25 bytes, of the root of the trace of passes that they belong to. chosen_ns: when they were chosen.
         """
-        self._waiting.extend([(frames, context, chosen_ns) for frames in _within_bounds(list(envelope))])
+        self._waiting.extend([(frames, context, chosen_ns) for frames in within_bounds(envelope)])
         self._all_sent.clear()
         self._wake.set()
 
@@ -87,30 +92,48 @@ class TokenSender:
             log.exception("sending to stage 0 failed")
             self._on_error(InternalError(f"sending to stage 0 failed: {error}"))
 
-    async def _send(self, batch: Sequence[OutFrame], context: bytes) -> None:
-        now_ns = time.monotonic_ns()
-        tokens = [token for frame in batch for token in frame.tokens]
-        buffer = self._link.pool.lease(len(batch), len(tokens))
-        buffer.payload[:, 0] = tokens
-        records = buffer.frames
-        records["session_id"] = [frame.session.session_id for frame in batch]
-        records["epoch"] = self._epoch
-        records["position"] = [frame.position for frame in batch]
-        records["n_rows"] = [len(frame.tokens) for frame in batch]
-        records["flags"] = [frame.flags for frame in batch]
-        records["argument"] = [frame.argument for frame in batch]
-        records["enqueued_ns"] = now_ns
-        set_traces(records, [frame.session.record.trace for frame in batch])
+    async def _send(self, frames: Sequence[Frame], context: bytes) -> None:
+        buffer = self._link.pool.lease(len(frames), sum([len(frame.tokens) for frame in frames]))
         self._sequence += 1
-        buffer.seal(self._epoch, self._sequence, now_ns, context)
-        options = [_options(frame) for frame in batch if frame.flags & Flag.OPEN]
-        drafts = [token for frame in batch if frame.flags & Flag.DRAFTED for token in frame.tokens]
-        await self._link.send(buffer, with_extras(buffer, None, options, drafts))
+        message = write_tokens(
+            buffer, frames, self._epoch, self._sequence, context, self._record_of, time.monotonic_ns()
+        )
+        await self._link.send(buffer, message)
 
 
-def _within_bounds(frames: list[OutFrame]) -> list[list[OutFrame]]:
+def write_tokens(
+    buffer: Buffer,
+    frames: Sequence[Frame],
+    epoch: int,
+    sequence: int,
+    context: bytes,
+    record_of: RecordOf,
+    now_ns: int,
+) -> bytes:
+    """Write an envelope of tokens into a buffer of its shape; returns the message.
+
+    context: 25 bytes, of the root of the trace of passes that it belongs to.
+    """
+    tokens = [token for frame in frames for token in frame.tokens]
+    buffer.payload[:, 0] = tokens
+    records = buffer.frames
+    records["session_id"] = [frame.session_id for frame in frames]
+    records["epoch"] = epoch
+    records["position"] = [frame.position for frame in frames]
+    records["n_rows"] = [len(frame.tokens) for frame in frames]
+    records["flags"] = [frame.flags for frame in frames]
+    records["argument"] = [frame.argument for frame in frames]
+    records["enqueued_ns"] = now_ns
+    set_traces(records, [record_of(frame.session_id).trace for frame in frames])
+    buffer.seal(epoch, sequence, now_ns, context)
+    options = [_options(frame, record_of(frame.session_id).baggage) for frame in frames if frame.opening is not None]
+    drafts = [token for frame in frames if frame.flags & Flag.DRAFTED for token in frame.tokens]
+    return with_extras(buffer, None, options, drafts)
+
+
+def within_bounds(frames: Sequence[Frame]) -> list[list[Frame]]:
     """Cut what exceeds one message into several."""
-    envelopes: list[list[OutFrame]] = []
+    envelopes: list[list[Frame]] = []
     n_rows = options_bytes = 0
     for frame in frames:
         n_rows += len(frame.tokens)
@@ -124,17 +147,16 @@ def _within_bounds(frames: list[OutFrame]) -> list[list[OutFrame]]:
     return envelopes
 
 
-def _options_bytes_max(frame: OutFrame) -> int:
-    if not frame.flags & Flag.OPEN:
+def _options_bytes_max(frame: Frame) -> int:
+    if frame.opening is None:
         return 0
-    has_grammar = frame.session.request.sampling.grammar
-    return bounds.OPTIONS_BYTES_MAX if has_grammar else bounds.PLAIN_OPTIONS_BYTES_MAX
+    return bounds.OPTIONS_BYTES_MAX if frame.opening.sampling.grammar else bounds.PLAIN_OPTIONS_BYTES_MAX
 
 
-def _options(frame: OutFrame) -> pb.SessionOptions:
-    session, request, sampling = frame.session, frame.session.request, frame.session.request.sampling
-    said = session.history[len(request.prompt_tokens) : session.n_opened] if sampling.looks_back else []
-    n_said_max = bounds.GRAMMAR_TOKENS_MAX if sampling.grammar else bounds.PENALTY_TOKENS_MAX
+def _options(frame: Frame, baggage: str = "") -> pb.SessionOptions:
+    opening = frame.opening
+    assert opening is not None
+    sampling = opening.sampling
     options = pb.SessionOptions(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -142,17 +164,16 @@ def _options(frame: OutFrame) -> pb.SessionOptions:
         min_p=sampling.min_p,
         seed=sampling.seed,
         n_logprobs=sampling.n_logprobs,
-        wants_logits=request.wants_logits,
-        kept=session.is_kept,
+        wants_logits=opening.wants_logits,
+        kept=opening.is_kept,
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
-        said=said[-n_said_max:],
+        said=opening.said,
         bias_tokens=[token for token, _ in sampling.logit_bias],
         biases=[bias for _, bias in sampling.logit_bias],
         grammar=sampling.grammar,
     )
     # Telemetry takes what room is left: no request fails for it.
-    baggage = session.record.baggage
     if baggage and options.ByteSize() + len(baggage) + _FIELD_BYTES <= _options_bytes_max(frame):
         options.baggage = baggage
     return options

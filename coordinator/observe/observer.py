@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from relayline.coordinator.observe.pass_traces import PassTraces, StatusesOf
 from relayline.coordinator.observe.request_metrics import RequestMetrics
 from relayline.coordinator.observe.tracing import Tracing
+from relayline.coordinator.sessions.frame import Frame
 from relayline.coordinator.sessions.generation import GenerationRequest
-from relayline.coordinator.sessions.request_log import RequestLog, RequestRecord, SessionRecord, StreamRecord
-from relayline.coordinator.sessions.session import OutFrame
+from relayline.coordinator.sessions.request_log import UNKNOWN, RequestLog, RequestRecord, SessionRecord, StreamRecord
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry import names
@@ -114,14 +114,21 @@ class Observer:
             session.event(names.EVENT_RESUMED, now_ns)
         session.is_paused = False
 
-    def sent(self, frames: Sequence[OutFrame], now_ns: int) -> bytes:
+    def sent(self, frames: Sequence[Frame], now_ns: int) -> bytes:
         """An envelope leaves for stage 0; returns the trace context that it carries."""
         for frame in frames:
-            if frame.flags & Flag.PREFILL:
-                frame.session.record.chunk(frame.position, len(frame.tokens), now_ns)
-            elif frame.flags & Flag.DRAFTED:
-                self._drafted(frame.session.record, frame.n_drafted)
-        return self.passes.leaves(frames, now_ns)
+            if not frame.flags & (Flag.PREFILL | Flag.DRAFTED):
+                continue
+            session = self._sessions.get(frame.session_id)
+            if session is not None and frame.flags & Flag.PREFILL:
+                session.chunk(frame.position, len(frame.tokens), now_ns)
+            elif session is not None:
+                self._drafted(session, frame.n_drafted)
+        return self.passes.leaves(frames, now_ns, self.record_of)
+
+    def record_of(self, session_id: int) -> SessionRecord:
+        """Return what is noted of a session that runs, or that ended just now; UNKNOWN for any other."""
+        return self._sessions.get(session_id, UNKNOWN)
 
     def _drafted(self, session: SessionRecord, n_tokens: int) -> None:
         session.n_drafted += n_tokens

@@ -20,8 +20,8 @@ from opentelemetry.trace import SpanKind
 
 from relayline.coordinator.observe.description import known_from_ns, steps_of
 from relayline.coordinator.observe.overlap import overlap_between
-from relayline.coordinator.observe.passes import Passes, Window
-from relayline.coordinator.sessions.session import OutFrame
+from relayline.coordinator.observe.passes import Passes, RecordOf, Window
+from relayline.coordinator.sessions.frame import Frame
 from relayline.wire.envelopes import trace_context
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry import names
@@ -57,11 +57,11 @@ class PassTraces:
         """All stages stand; `statuses` asks them for what they did lately."""
         self._passes.n_stages, self.statuses = n_stages, statuses
 
-    def leaves(self, frames: Sequence[OutFrame], now_ns: int) -> bytes:
+    def leaves(self, frames: Sequence[Frame], now_ns: int, record_of: RecordOf) -> bytes:
         """An envelope has been chosen: return the context that it carries."""
         if not self._telemetry.records(Level.BATCHES):
             return trace_context.NONE
-        context = self._passes.leaves(frames, now_ns)
+        context = self._passes.leaves(frames, now_ns, record_of)
         if self._later is not None and not self._looking and context != trace_context.NONE:
             self._looking = True
             self._later(LOOK_S, self._look)
@@ -73,12 +73,12 @@ class PassTraces:
         if self._looking and self._later is not None:
             self._later(LOOK_S, self._look)
 
-    def sent(self, context: bytes, frames: Sequence[OutFrame], chosen_ns: int, sent_ns: int) -> None:
+    def sent(self, context: bytes, frames: Sequence[Frame], chosen_ns: int, sent_ns: int) -> None:
         """An envelope that carries a sampled context was handed to gRPC, for stage 0, at sent_ns."""
         offset_ns = self._telemetry.wall_offset_ns()
         attributes: dict[str, AttributeValue] = {
             names.ATTR_PASS_ROWS: sum([len(frame.tokens) for frame in frames]),
-            names.ATTR_PASS_STREAMS: len({frame.session.session_id for frame in frames if frame.tokens}),
+            names.ATTR_PASS_STREAMS: len({frame.session_id for frame in frames if frame.tokens}),
         }
         self._telemetry.emit(
             Finished(

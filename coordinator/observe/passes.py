@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
-from relayline.coordinator.sessions.session import OutFrame
+from relayline.coordinator.sessions.frame import Frame
+from relayline.coordinator.sessions.request_log import SessionRecord
 from relayline.wire.envelopes import trace_context
 
 WINDOW_NS = 1_000_000_000
@@ -23,6 +25,8 @@ ANSWER_WAIT_NS = (
     60_000_000_000  # for what left in a window: a prompt's chunk at slow stages; then the root goes without
 )
 WINDOWS_MAX = 64  # under way; beyond that the oldest waits no longer
+
+RecordOf: TypeAlias = "Callable[[int], SessionRecord]"
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -75,26 +79,30 @@ class Passes:
         """Whether any window is under way."""
         return bool(self._windows)
 
-    def leaves(self, frames: Sequence[OutFrame], now_ns: int) -> bytes:
-        """An envelope leaves: return the context that it carries; NONE for one that is not recorded."""
+    def leaves(self, frames: Sequence[Frame], now_ns: int, record_of: RecordOf) -> bytes:
+        """An envelope leaves: return the context that it carries; NONE for one that is not recorded.
+
+        `record_of(session_id)` is what is noted of a session.
+        """
         rows = [frame for frame in frames if frame.tokens]
         if not rows:
             return trace_context.NONE
         window = self._current
         if window is None or window.is_full(now_ns):
             window = self._open(now_ns)
-        traced = [frame for frame in rows if trace_context.is_sampled(frame.session.record.trace)]
+        records = [record_of(frame.session_id) for frame in rows]
+        traced = [record for record in records if trace_context.is_sampled(record.trace)]
         if not (window.is_sampled or traced):
             return trace_context.NONE
-        sessions = {frame.session.session_id for frame in rows}
+        sessions = {frame.session_id for frame in rows}
         window.n_passes += 1
         window.n_rows += sum([len(frame.tokens) for frame in rows])
         window.streams |= sessions
         window.streams_max = max(window.streams_max, len(sessions))
         window.last_ns = now_ns
-        window.waiting.update([(f.session.session_id, f.position + len(f.tokens)) for f in rows])
-        for frame in traced:
-            frame.session.record.passed(window.root)
+        window.waiting.update([(f.session_id, f.position + len(f.tokens)) for f in rows])
+        for record in traced:
+            record.passed(window.root)
         return window.root
 
     def _open(self, now_ns: int) -> Window:

@@ -200,6 +200,15 @@ def _longest(session: Session, sources: Iterable[Session], *, is_held: bool = Fa
     return (best, n_best) if best is not None else (None, 0)
 
 
+def held_by_all(held: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    """Return of every session that any stage knows how many tokens all of them hold.
+
+    `held` is what sessions of the epoch before hold at each stage: {session id: tokens of its history}.
+    """
+    sessions = {session_id for at_stage in held for session_id in at_stage}
+    return {session_id: min(at_stage.get(session_id, 0) for at_stage in held) for session_id in sessions}
+
+
 def common_tokens(first: Sequence[int], second: Sequence[int]) -> int:
     """Return how many tokens two histories begin with in common."""
     low, high = 0, min(len(first), len(second))

@@ -176,6 +176,10 @@ class SessionRecord:
         return self.stages.setdefault(index, StageRecord())
 
 
+UNKNOWN = SessionRecord()
+"""Stands for a session that telemetry knows nothing of; nothing is ever noted in it."""
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class StreamRecord:
     """One choice of a request, or one request that came by another way than HTTP."""

@@ -20,8 +20,9 @@ import itertools
 from collections.abc import Callable
 
 from relayline.coordinator.sessions.drafts import Acceptance, Drafter
+from relayline.coordinator.sessions.frame import Frame, Opening
 from relayline.coordinator.sessions.generation import FinishReason, GenerationRequest, TokenEvent
-from relayline.coordinator.sessions.request_log import SessionRecord
+from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError, StaleEpochError
 from relayline.wire.envelopes.frames import Flag
 
@@ -39,7 +40,7 @@ class State(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class OutFrame:
-    """One frame for stage 0."""
+    """One frame for stage 0 that has not left: guesses may still join it, and its session goes on."""
 
     session: Session
     position: int
@@ -51,6 +52,13 @@ class OutFrame:
     def n_drafted(self) -> int:
         """How many of its tokens are guesses."""
         return sum(self.position + row >= len(self.session.history) for row in range(len(self.tokens)))
+
+    def leave(self) -> Frame:
+        """Return the frame as it leaves now."""
+        flags, session = self.flags, self.session
+        n_drafted = self.n_drafted if flags & Flag.DRAFTED else 0
+        opening = session.opening() if flags & Flag.OPEN else None
+        return Frame(session.session_id, self.position, self.tokens, flags, self.argument, n_drafted, opening)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -77,9 +85,9 @@ class Session:
     ahead: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     """Guesses under way: tokens that would follow the history."""
     is_restarted: bool = False  # within this epoch: answers of before it may come, and be ahead of its rows
+    admitted_ns: int = 0
+    started_ns: int = 0  # when it first got a lane; 0: not yet
     _drafter: Drafter | None = None
-    record: SessionRecord = dataclasses.field(default_factory=SessionRecord)
-    """What telemetry notes about it; its frames carry `record.trace`."""
 
     def __post_init__(self) -> None:
         """Begin with the prompt."""
@@ -165,18 +173,25 @@ class Session:
         is_there = self.n_there > 0 and self.state is not State.WAITING
         self.state, self.leader = State.PREFILL, None
         self.n_opened = len(self.history)
-        self.n_copied = self.copied_from = self.record.n_copied = 0
+        self.n_copied = self.copied_from = 0
         # The last row is computed again: what it brought may be lost.
         self.n_sent = self.n_there = min(n_there, len(self.history) - 1)
         opening = OutFrame(self, 0, (), Flag.OPEN, self.lane + 1)
         return [opening, OutFrame(self, self.n_sent, (), Flag.TRIM)] if self.n_sent or is_there else [opening]
+
+    def opening(self) -> Opening:
+        """Return what stages are told of it when it is opened."""
+        sampling, n_prompt = self.request.sampling, len(self.request.prompt_tokens)
+        said = self.history[n_prompt : self.n_opened] if sampling.looks_back else []
+        n_said_max = bounds.GRAMMAR_TOKENS_MAX if sampling.grammar else bounds.PENALTY_TOKENS_MAX
+        return Opening(sampling, self.request.wants_logits, self.is_kept, tuple(said[-n_said_max:]))
 
     def continue_from(self, source: Session, n_tokens: int) -> list[OutFrame]:
         """Copy the first n_tokens that another session holds, which begins alike, and read on from there.
 
         To be called right after `start`; n_tokens is less than the history that is to be read.
         """
-        self.n_sent = self.n_copied = self.record.n_copied = n_tokens
+        self.n_sent = self.n_copied = n_tokens
         self.copied_from = source.session_id
         return [OutFrame(self, n_tokens, (), Flag.COPY_PREFIX, source.session_id)]
 

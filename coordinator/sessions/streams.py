@@ -1,22 +1,13 @@
-"""Token streams for the HTTP side, and their fan-out: identical deterministic requests may share one session.
-
-Two requests are identical when they must produce the same tokens: same prompt, same limits, greedy or the same seed
-and filters. The later one joins the running session, gets what was generated so far at once and then every token as
-it comes; the session ends early only when its last stream is closed.
-"""
+"""Token streams for the HTTP side, and their fan-out: all readers of a session get every token of it."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
-from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
-from relayline.coordinator.sessions.request_log import StreamRecord
-from relayline.coordinator.sessions.session import Session
+from relayline.coordinator.sessions.generation import TokenEvent
 from relayline.wire.common.errors import RelaylineError
-
-AUDIENCE_MAX = 1_024  # streams that share one session; the next identical request gets a session of its own
 
 
 class SessionStream:
@@ -51,15 +42,22 @@ class SessionStream:
         self._leave(self)
 
 
-class Audience:
-    """One session and everybody who listens to it."""
+class Reader(Protocol):
+    """Who is told what a session brings."""
 
-    def __init__(self, session: Session, key: Hashable, opener: StreamRecord) -> None:
-        self.session, self.key, self.opener = session, key, opener
-        self.streams: list[SessionStream] = []
+    def put(self, event: TokenEvent | RelaylineError) -> None:
+        """Take an event; an error, or one with a finish reason, is the last."""
+
+
+class Audience:
+    """Everybody who listens to one session, and what they have been told."""
+
+    def __init__(self, session_id: int) -> None:
+        self.session_id = session_id
+        self.streams: list[Reader] = []
         self._past: list[TokenEvent] = []  # bounded by the session's max_tokens
 
-    def join(self, stream: SessionStream) -> None:
+    def join(self, stream: Reader) -> None:
         """Add a stream and give it what has been generated so far."""
         for event in self._past:
             stream.put(event)
@@ -71,11 +69,3 @@ class Audience:
             self._past.append(event)
         for stream in self.streams:
             stream.put(event)
-
-
-def sharing_key(request: GenerationRequest) -> Hashable:
-    """Return what must be equal for two requests to have the same answer, and the same told of their predictions."""
-    sampling = request.sampling
-    if sampling.temperature == 0:
-        sampling = dataclasses.replace(sampling, seed=0, top_k=0, top_p=1.0, min_p=0.0)
-    return dataclasses.replace(request, request_id="", record=None, sampling=sampling)

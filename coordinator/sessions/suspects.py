@@ -13,10 +13,10 @@ bug of ours. Broken connections between processes that live on accuse nobody, ho
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from relayline.coordinator.sessions.session import Session
-from relayline.wire.common.errors import InternalError, RelaylineError
+from relayline.wire.common.errors import InternalError, RelaylineError, StageLostError
 
 LOSSES_ALONE = 2  # times that it was accused without a token of it in between, from which on it is tried alone
 LOSSES_MAX = 3  # and at which it is given up
@@ -38,6 +38,22 @@ class Suspects:
         self._then: dict[int, tuple[int, int]] = {}  # at its last loss: who read for it, and how far that one was
         self._line: collections.deque[Session] = collections.deque()  # suspects that have not been started
         self._tried: Session | None = None
+        self._instances: tuple[str, ...] = ()  # of the stages of the latest epoch
+        self._paused: list[Session] = []  # sessions that had been started in it when it was lost, and how that was
+        self._paused_by: RelaylineError = StageLostError("")
+
+    def lost(self, running: Iterable[Session], error: RelaylineError) -> None:
+        """An epoch was lost while these sessions had lanes."""
+        self._paused, self._paused_by = self.paused(running), error
+
+    def guilty(self, running: Mapping[int, Session], instances: tuple[str, ...]) -> list[tuple[Session, InternalError]]:
+        """All stages stand anew, and call themselves so. Returns the sessions to give up, with what to tell them."""
+        before, self._instances = self._instances, instances
+        paused = [session for session in self._paused if session.session_id in running]
+        self._paused, error = [], self._paused_by
+        if instances == before and not isinstance(error, InternalError):
+            return []
+        return [(session, given_up(error)) for session in self.accuse(paused)]
 
     def paused(self, running: Iterable[Session]) -> list[Session]:
         """An epoch was lost while these sessions had lanes. Returns those that had been started in it."""

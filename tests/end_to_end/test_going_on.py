@@ -169,7 +169,7 @@ async def test_a_long_prompt_over_a_bad_link_is_read_in_as_many_epochs_as_it_tak
     monkeypatch.setattr(suspects, "FURTHER_ROWS", 16)
     prompt, cut_in = prompt_of(7, 240), set[int]()
     async with fleet(artifacts([1, 3]), mode="groups", proxied=True) as running:
-        passed = running.pipeline._suspects.passed
+        passed = running.pipeline.conductor.suspects.passed
 
         def cut_at_once(session_id: int, n_rows: int) -> list[Session]:
             if len(cut_in) < suspects.LOSSES_MAX + 1 and running.pipeline.epoch not in cut_in:
@@ -177,7 +177,7 @@ async def test_a_long_prompt_over_a_bad_link_is_read_in_as_many_epochs_as_it_tak
                 running.proxies[1].cut()
             return passed(session_id, n_rows)
 
-        monkeypatch.setattr(running.pipeline._suspects, "passed", cut_at_once)
+        monkeypatch.setattr(running.pipeline.conductor.suspects, "passed", cut_at_once)
         output = await tokens_of(running.pipeline.open(request(prompt, 10)))
         n_rows = await rows_of(running)
     assert len(cut_in) == suspects.LOSSES_MAX + 1

@@ -52,7 +52,7 @@ async def test_a_shared_session_goes_on_after_a_loss_for_those_that_stay(
         tokens = await tokens_of(stays)
         assert await tokens_of(late) == tokens
         assert begun == tokens[:5]
-        assert running.pipeline.n_shared == 2
+        assert running.pipeline.conductor.readers.n_joined == 2
         await running.until_free()
     assert len(tokens) == n_tokens
     assert_seeded(whole, prompt, tokens, SEEDED)
@@ -254,16 +254,17 @@ async def test_samples_of_an_old_epoch_and_echoes_are_ignored(artifacts: Artifac
         stream = pipeline.open(request(prompt, 20))
         tokens = await read(stream, 3)
         (session_id,) = pipeline._audiences
-        length = len(pipeline._audiences[session_id].session.history)
+        (session,) = pipeline.conductor.readers
+        length = len(session.history)
         for epoch, position in (
             (pipeline.epoch - 1, length),
             (pipeline.epoch, length - 1),
             (pipeline.epoch, length + 1),
         ):
             sample = pb.Sampled(session_id=session_id, position=position, token=1)
-            pipeline._on_return(pb.ReturnEnvelope(epoch=epoch, samples=[sample]))
+            pipeline.on_return(pb.ReturnEnvelope(epoch=epoch, samples=[sample]))
         gone = pb.SessionFault(session_id=0, label="stage_lost", message="long ago", retryable=True)
-        pipeline._on_return(pb.ReturnEnvelope(epoch=pipeline.epoch - 1, faults=[gone]))
+        pipeline.on_return(pb.ReturnEnvelope(epoch=pipeline.epoch - 1, faults=[gone]))
         tokens += await tokens_of(stream)
         assert pipeline.epoch == 1
     assert len(tokens) == 20
@@ -277,7 +278,7 @@ async def test_a_session_is_replayed_after_a_fault_of_its_own(artifacts: Artifac
         tokens = await read(stream, 3)
         (session_id,) = running.pipeline._audiences
         fault = pb.SessionFault(session_id=session_id, label="no_lane", message="m", retryable=True)
-        running.pipeline._on_return(pb.ReturnEnvelope(epoch=running.pipeline.epoch, faults=[fault]))
+        running.pipeline.on_return(pb.ReturnEnvelope(epoch=running.pipeline.epoch, faults=[fault]))
         tokens += await tokens_of(stream)
         await running.until_free()
     assert_greedy(whole, prompt, tokens)

@@ -225,7 +225,7 @@ async def test_requests_that_share_a_session_have_a_trace_each(
         first, second = await asyncio.gather(world.run(9, 20, seed=77), world.run(9, 20, seed=77))
         await world.settled([first, second])
         found: Any = await world.control.trace(second.completion_id, 0)
-    assert world.pipeline.n_shared == 1
+    assert world.pipeline.conductor.readers.n_joined == 1
     assert found["streams"][0]["shared_with"] == first.streams[0].request_id
     assert found["streams"][0]["tokens"] == 20
     assert len(found["streams"][0]["stages"][0]["batches"]) >= 20

@@ -191,13 +191,13 @@ async def fleet(
     )
     file = file or pipeline_file(len(paths), pipeline_id="tiny", n_embd=SHAPE.n_embd, n_vocab=n_vocab)
     pipeline = made.pipeline = Pipeline(config, file, is_end)
-    disconnect = pipeline._disconnect
+    disconnect = pipeline.epochs.disconnect
 
     async def noticed(error: RelaylineError) -> None:
         made.recovering.set()
         await disconnect(error)
 
-    pipeline._disconnect = noticed  # type: ignore[method-assign]
+    pipeline.epochs.disconnect = noticed  # type: ignore[method-assign]
     stopping = asyncio.Event()
     run = asyncio.create_task(pipeline.run(stopping))
     try:

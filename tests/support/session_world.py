@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from relayline.coordinator.engine.pipeline import Phase, Pipeline, PipelineConfig
 from relayline.coordinator.schedule.scheduler import ScheduleConfig
 from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.coordinator.sessions.frame import Frame
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
-from relayline.coordinator.sessions.session import OutFrame, Session, State
+from relayline.coordinator.sessions.request_log import SessionRecord
+from relayline.coordinator.sessions.session import Session, State
 from relayline.coordinator.sessions.streams import SessionStream
 from relayline.deploy.testing.simulation.world import smooth
 from relayline.stage.steps.picking import is_guessed_wrong
@@ -46,7 +48,7 @@ class StagesModel:
     """What all stages together do: lanes, positions, and a sample for every row that wants one."""
 
     n_lanes: int
-    frames: list[OutFrame] = dataclasses.field(default_factory=list)  # in flight towards the stages
+    frames: list[Frame] = dataclasses.field(default_factory=list)  # in flight towards the stages
     replies: list[pb.ReturnEnvelope] = dataclasses.field(default_factory=list)  # in flight towards the coordinator
     said: list[pb.ReturnEnvelope] = dataclasses.field(default_factory=list)  # everything ever said, for echoes
     rows: dict[int, list[int]] = dataclasses.field(default_factory=dict)
@@ -54,15 +56,16 @@ class StagesModel:
     refused: set[int] = dataclasses.field(default_factory=set)  # sessions whose open was; their rows are dropped
     epoch: int = 0
     n_taken: int = 0  # lanes that another coordinator has
+    prompts: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     n_behind: int = -1  # rows that some stage lacks when an epoch ends; -1: it was started anew
 
-    def push(self, frames: Iterable[OutFrame], _context: bytes = b"", _now_ns: int = 0) -> None:
+    def push(self, frames: Iterable[Frame], _context: bytes = b"", _now_ns: int = 0) -> None:
         for frame in frames:
             if frame.flags & Flag.CLOSE:  # what its session still waits for is dropped, but what others are to copy
-                key, kept = frame.session.session_id, 0
+                key, kept = frame.session_id, 0
                 for at, other in enumerate(self.frames):
                     kept = at if other.flags & Flag.COPY_PREFIX and other.argument == key else kept
-                own = {id(other) for other in self.frames[kept:] if other.session is frame.session and other.tokens}
+                own = {id(other) for other in self.frames[kept:] if other.session_id == key and other.tokens}
                 self.frames = [other for other in self.frames if id(other) not in own]
             self.frames.append(frame)
 
@@ -77,7 +80,7 @@ class StagesModel:
         if not self.frames:
             return
         frame = self.frames.pop(0)
-        session_id = frame.session.session_id
+        session_id = frame.session_id
         if frame.flags & Flag.OPEN:
             self.refused.discard(session_id)
             self.last.pop(session_id, None)
@@ -107,8 +110,8 @@ class StagesModel:
         elif session_id not in self.refused:
             self.compute(frame)
 
-    def compute(self, frame: OutFrame) -> None:
-        session_id, flags = frame.session.session_id, frame.flags
+    def compute(self, frame: Frame) -> None:
+        session_id, flags = frame.session_id, frame.flags
         held = self.rows[session_id]
         assert frame.position <= len(held), "a gap"
         held[frame.position :] = frame.tokens
@@ -124,8 +127,8 @@ class StagesModel:
                     answer.samples.append(pb.Sampled(session_id=session_id, position=n_good, token=token))
                 if at + 1 < len(frame.tokens) and frame.tokens[at + 1] != oracle(session_id, n_good):
                     break
-        n_prompt = len(frame.session.request.prompt_tokens)
-        true = [*frame.session.request.prompt_tokens, *(oracle(session_id, at) for at in range(n_prompt, n_good))]
+        prompt = self.prompts[session_id]
+        true = [*prompt, *(oracle(session_id, at) for at in range(len(prompt), n_good))]
         assert held[:n_good] == true[:n_good], "what was sampled stood on another history"
         if not (answer.samples and n_good == len(held)):
             answer.progress.append(pb.Progress(session_id=session_id, position=len(held)))
@@ -139,8 +142,8 @@ class StagesModel:
 class Client:
     """Reads one stream without waiting and holds it to its contract."""
 
-    def __init__(self, stream: SessionStream, session: Session) -> None:
-        self.stream, self.session = stream, session
+    def __init__(self, stream: SessionStream, session: Session, record: SessionRecord) -> None:
+        self.stream, self.session, self.record = stream, session, record
         self.tokens: list[int] = []
         self.ends: list[str] = []
         self.left = False
@@ -178,46 +181,53 @@ class World:
     def connect(self, n_lanes: int = 0) -> None:
         pipeline, stages = self.pipeline, self.stages
         stages.n_lanes = n_lanes or stages.n_lanes
-        pipeline.epoch += 1
-        stages.epoch = pipeline.epoch
+        stages.epoch = pipeline.conductor.begin_epoch()
         stages.frames, stages.refused, stages.last = [], set(), {}
         held = stages.left()
         self.n_starts += stages.n_behind < 0
         instances = (f"started {self.n_starts} times",)
-        pipeline._connection = mock.Mock(n_lanes=stages.n_lanes, ctx_tokens=CTX, held=held, instances=instances)
+        connection = pipeline.epochs.connection = mock.Mock(
+            n_lanes=stages.n_lanes, ctx_tokens=CTX, held=held, instances=instances
+        )
         curve = smooth() if pipeline.config.schedule.draft else CostCurve()  # two stages: guesses have one to fill
-        pipeline._connection.stage_costs = lambda: [StageCost(curve, curve, 64)] * (2 if curve.is_known else 1)
-        with mock.patch("relayline.coordinator.engine.pipeline.TokenSender", return_value=stages):
-            pipeline._resume(pipeline._connection)
+        connection.stage_costs = lambda: [StageCost(curve, curve, 64)] * (2 if curve.is_known else 1)
+        with mock.patch("relayline.coordinator.engine.epochs.TokenSender", return_value=stages):
+            pipeline.epochs.resume(connection)
 
     def disconnect(self, error: RelaylineError | None = None) -> None:
-        self.pipeline._availability.lost(time.monotonic_ns())
-        self.pipeline._pause(error or StageLostError("a stage died"))
-        self.pipeline._connection = self.pipeline._sender = None
+        error = error or StageLostError("a stage died")
+        self.pipeline.carry(self.pipeline.conductor.lost(error, time.monotonic_ns()))
+        self.pipeline.epochs.connection = self.pipeline.epochs._sender = None
 
     def open(self, n_prompt: int, max_tokens: int) -> None:
         request = GenerationRequest(f"r{len(self.clients)}", tuple(range(n_prompt)), max_tokens, SamplingParams())
         try:
             stream = self.pipeline.open(request)
-            (session,) = (a.session for a in self.pipeline._audiences.values() if stream in a.streams)
+            (key,) = (a.session_id for a in self.pipeline._audiences.values() if stream in a.streams)
+            session = self.pipeline.conductor.readers.get(key)
+            assert session is not None
+            self.stages.prompts[key] = request.prompt_tokens
             if self.pipeline.config.schedule.draft:
                 predicted = [oracle(session.session_id, n_prompt + at) + (at % 3 == 2) for at in range(max_tokens)]
                 session.request = dataclasses.replace(session.request, prediction=tuple(predicted))
-            self.clients.append(Client(stream, session))
+            self.clients.append(Client(stream, session, self.pipeline._observer.record_of(key)))
         except NotReadyError:
             assert self.pipeline.phase is Phase.LOADING
         except OverloadedError:
-            assert len(self.pipeline._admission.waiting) >= 2
+            assert len(self.pipeline.conductor.admission.waiting) >= 2
 
     def deliver(self) -> None:
         if self.stages.replies:
-            self.pipeline._on_return(self.stages.replies.pop(0))
+            self.pipeline.on_return(self.stages.replies.pop(0))
+
+    def fail_all(self, error: RelaylineError) -> None:
+        self.pipeline.carry(self.pipeline.conductor.fail_all(error, time.monotonic_ns()))
 
     def fault(self, client: Client, retryable: bool, position: int = 0) -> None:
         session_id, label = client.session.session_id, "no_lane" if retryable else "not_finite"
         fault = pb.SessionFault(session_id=session_id, position=position, label=label, message="m", retryable=retryable)
         self.stages.said.append(pb.ReturnEnvelope(epoch=self.pipeline.epoch, faults=[fault]))
-        self.pipeline._on_return(self.stages.said[-1])
+        self.pipeline.on_return(self.stages.said[-1])
 
     def check(self) -> None:
         for client in self.clients:
@@ -225,7 +235,7 @@ class World:
             assert len(client.ends) <= 1
         running = {id(c.session) for c in self.clients if c.session.state in (State.PREFILL, State.DECODE)}
         assert len(running) <= self.stages.n_lanes
-        admission = self.pipeline._admission
+        admission = self.pipeline.conductor.admission
         assert not admission.waiting or admission.running or admission.is_short, "nothing will bring them a lane"
         assert not admission.is_short or self.pipeline._trying, "nobody tries for them"
         if not any(fault.label == "no_lane" for message in self.stages.said for fault in message.faults):
@@ -233,7 +243,7 @@ class World:
 
     def turn(self) -> None:
         """Let one frame and one answer arrive."""
-        self.pipeline._dispatch_now()
+        self.pipeline.dispatch()
         self.stages.step()
         self.deliver()
         self.check()
@@ -242,29 +252,30 @@ class World:
         """Let the time pass after which a pipeline asks again for lanes that another had."""
         if self.pipeline._trying is not None:
             self.pipeline._trying.cancel()
-            self.pipeline._try_lanes()
-            self.pipeline._dispatch_now()
+            self.pipeline.try_lanes()
+            self.pipeline.dispatch()
 
     def finish(self) -> None:
         """Let everything run out; then nothing may be left."""
         if self.pipeline.phase is not Phase.READY:
             self.connect()
-        self.pipeline._dispatch_now()
-        while self.stages.frames or self.stages.replies or self.pipeline._admission.is_short:
+        self.pipeline.dispatch()
+        while self.stages.frames or self.stages.replies or self.pipeline.conductor.admission.is_short:
             if not (self.stages.frames or self.stages.replies):
                 self.try_lanes()
             self.stages.step()
             self.deliver()
-            self.pipeline._dispatch_now()
+            self.pipeline.dispatch()
         self.check()
         for client in self.clients:
             assert client.left or len(client.ends) == 1, "a request that never ended"
             if client.ends in (["length"], ["stop"]):
                 assert len(client.tokens) == client.session.request.max_tokens
-        admission = self.pipeline._admission
+        admission = self.pipeline.conductor.admission
         assert (admission.running, len(admission.waiting)) == ({}, 0)
-        assert (self.pipeline._audiences, self.pipeline._shared) == ({}, {})
-        kept = {kept.session.session_id: kept.tokens for kept in self.pipeline._prefixes._kept}
+        readers = self.pipeline.conductor.readers
+        assert (self.pipeline._audiences, readers._by_id, readers._by_key) == ({}, {}, {})
+        kept = {kept.session.session_id: kept.tokens for kept in self.pipeline.conductor.prefixes._kept}
         assert self.stages.rows == kept, "a lane was never given back, or is not what the coordinator believes"
         assert len(kept) <= self.pipeline.config.prefix_lanes
         assert self.pipeline._idle.is_set()
@@ -297,7 +308,7 @@ async def play(world: World, event: tuple[object, ...]) -> None:
             for _ in range(times):
                 world.deliver()
         case ("echo", int(which)) if world.stages.said:
-            world.pipeline._on_return(world.stages.said[which % len(world.stages.said)])
+            world.pipeline.on_return(world.stages.said[which % len(world.stages.said)])
         case ("fault", int(which), bool(retryable)) if world.clients:
             world.fault(world.clients[which % len(world.clients)], retryable)
         case ("leave", int(which)) if world.clients:

@@ -174,7 +174,7 @@ async def test_what_is_only_kept_makes_room_for_streams_of_another_coordinator(
         theirs = [other.open(request(prompt, 5)) for prompt in prompts]
         for prompt, tokens in zip(prompts, await asyncio.gather(*map(tokens_of, theirs)), strict=True):
             assert_greedy(whole, prompt, tokens)
-        assert running.pipeline._prefixes.figures()["lanes"] == 2, "it does not know"
+        assert running.pipeline.conductor.prefixes.figures()["lanes"] == 2, "it does not know"
         for end in (3, 4):  # what the first would copy is gone: it reads all, and the next copies from it
             prompt = (*prompts[0][:36], end, end)
             assert_greedy(whole, prompt, await tokens_of(running.pipeline.open(request(prompt, 5))))
@@ -268,7 +268,7 @@ async def test_draining_lets_requests_end_and_takes_no_new_ones(artifacts: Artif
     async with fleet(artifacts([2])) as running:
         stream = running.pipeline.open(request(prompt_of(0, 9), 30))
         await read(stream, 1)
-        drain = asyncio.create_task(running.pipeline._drain())
+        drain = asyncio.create_task(running.pipeline.epochs.drain(running.pipeline._idle))
         rest = await tokens_of(stream)
         async with asyncio.timeout(20):
             await drain

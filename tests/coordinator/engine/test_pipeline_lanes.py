@@ -41,7 +41,7 @@ async def test_with_fewer_lanes_the_youngest_wait_and_go_on_where_they_were() ->
     begun = [len(client.tokens) for client in world.clients]
     assert min(begun[:3]) > 0
     fault = pb.SessionFault(session_id=world.clients[1].session.session_id, label="not_finite")
-    world.pipeline._on_return(pb.ReturnEnvelope(epoch=world.pipeline.epoch, faults=[fault]))
+    world.pipeline.on_return(pb.ReturnEnvelope(epoch=world.pipeline.epoch, faults=[fault]))
     assert not world.clients[1].ends, "it has sent nothing in this epoch"
     world.open(3, 3)
     assert len(world.clients) == 4, "the line is full"
@@ -66,7 +66,7 @@ async def test_who_gets_a_lane_during_a_recovery_starts_with_the_next_epoch() ->
     world = await decoding(n_lanes=1, n_clients=2)
     await world.clients[0].stream.aclose()
     assert states_of(world) == [State.DONE, State.WAITING]
-    assert not world.clients[1].session.record.started_ns
+    assert not world.clients[1].record.started_ns
     world.clients[0].left = True
     world.connect()
     assert states_of(world) == [State.DONE, State.PREFILL]
@@ -89,7 +89,7 @@ async def test_a_stream_whose_lane_another_coordinator_has_waits_for_the_end_of_
     world.finish()
     assert [client.ends for client in world.clients] == [["length"]] * 3
     assert [client.session.replays for client in world.clients] == [0, 0, 0]
-    assert world.clients[1].session.record.events[0].name == "replayed"
+    assert world.clients[1].record.events[0].name == "replayed"
 
 
 async def both_open() -> tuple[World, Client]:
@@ -97,7 +97,7 @@ async def both_open() -> tuple[World, Client]:
     world = World(n_lanes=2)
     for n_prompt in (3, 4):
         world.open(n_prompt, max_tokens=4)
-    world.pipeline._dispatch_now()
+    world.pipeline.dispatch()
     world.stages.step()
     world.stages.step()
     assert [*world.stages.rows] == [client.session.session_id for client in world.clients]
@@ -108,7 +108,7 @@ async def test_a_stream_that_a_later_stage_refuses_gives_its_lanes_before_it_bac
     world, refused = await both_open()
     world.fault(refused, True)
     assert (state_of(refused), refused.session.replays) == (State.WAITING, 0)
-    world.pipeline._dispatch_now()
+    world.pipeline.dispatch()
     while world.stages.frames:
         world.stages.step()
     assert refused.session.session_id not in world.stages.rows
@@ -131,7 +131,7 @@ def settle(world: World) -> None:
 
 async def test_a_whole_line_waits_while_another_coordinator_has_all_lanes() -> None:
     world = World(n_lanes=3)
-    world.pipeline._admission.waiting_max = 9
+    world.pipeline.conductor.admission.waiting_max = 9
     world.stages.n_taken = 3
     for n_prompt in range(3, 10):
         world.open(n_prompt, max_tokens=3)
@@ -141,18 +141,18 @@ async def test_a_whole_line_waits_while_another_coordinator_has_all_lanes() -> N
         assert states_of(world).count(State.PREFILL) == 1, "it does not ask for all of them again and again"
         settle(world)
         assert not any(client.ends for client in world.clients)
-    world.pipeline._admission.waiting_max = 7
+    world.pipeline.conductor.admission.waiting_max = 7
     with pytest.raises(OverloadedError):
         world.pipeline.open(GenerationRequest("x", (1, 2), 3, SamplingParams()))
     world.stages.n_taken = 2
     world.finish()
     assert [client.ends for client in world.clients] == [["length"]] * 7
-    assert not world.pipeline._admission.is_short
+    assert not world.pipeline.conductor.admission.is_short
 
 
 async def test_lanes_that_another_coordinator_gives_back_are_soon_all_in_use() -> None:
     world = World(n_lanes=8)
-    world.pipeline._admission.waiting_max = 9
+    world.pipeline.conductor.admission.waiting_max = 9
     world.stages.n_taken = 8
     for n_prompt in range(3, 11):
         world.open(n_prompt, max_tokens=40)
@@ -160,7 +160,7 @@ async def test_lanes_that_another_coordinator_gives_back_are_soon_all_in_use() -
     world.stages.n_taken = 0
     for n_running in (1, 3, 7, 8):
         world.try_lanes()
-        assert len(world.pipeline._admission.running) == n_running
+        assert len(world.pipeline.conductor.admission.running) == n_running
         for _ in range(3 * n_running):
             world.turn()
     world.finish()
@@ -174,7 +174,7 @@ async def test_a_stream_that_is_refused_a_lane_for_ever_is_told(monkeypatch: pyt
     world.finish()
     assert world.clients[0].ends == ["no_lane"]
     assert (world.clients[0].session.n_refused, world.clients[0].session.replays) == (5, REPLAYS_MAX)
-    assert len(world.clients[0].session.record.events) < 10
+    assert len(world.clients[0].record.events) < 10
 
 
 async def test_a_suspect_that_gets_no_lane_lets_the_next_one_try() -> None:
@@ -204,7 +204,7 @@ async def test_a_suspect_that_gets_a_lane_when_another_leaves_waits_for_its_turn
     assert [state_of(client) for client in (tried, third)] == [State.PREFILL, State.WAITING]
     await second.stream.aclose()
     second.left = True
-    assert third.session.session_id in world.pipeline._admission.running
+    assert third.session.session_id in world.pipeline.conductor.admission.running
     assert state_of(third) is State.WAITING, "it may be the one that brings the pipeline down"
     while not tried.tokens:
         assert state_of(third) is State.WAITING
@@ -222,8 +222,8 @@ async def test_a_request_that_kills_a_stage_each_time_is_given_up_and_the_others
     poison = world.clients[1]
     n_lost = 0
     for _ in range(500):
-        world.pipeline._dispatch_now()
-        if any(frame.session is poison.session and frame.tokens for frame in world.stages.frames):
+        world.pipeline.dispatch()
+        if any(frame.session_id == poison.session.session_id and frame.tokens for frame in world.stages.frames):
             world.disconnect()
             n_lost += 1
             world.connect(next(lanes_then))

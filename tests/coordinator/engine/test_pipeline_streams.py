@@ -44,7 +44,7 @@ def test_every_request_ends_once_with_its_tokens_in_order(
         world = World(n_lanes, mode, share, prefix_lanes, draft)
         for event in events:
             await play(world, event)
-            world.pipeline._dispatch_now()  # what the end of a turn of the loop does
+            world.pipeline.dispatch()  # what the end of a turn of the loop does
             world.check()
         world.finish()
 
@@ -57,11 +57,11 @@ async def test_giving_up_ends_running_and_waiting_requests_once() -> None:
     for _ in range(3):
         world.open(4, 4)
     for _ in range(3):
-        world.pipeline._dispatch_now()
+        world.pipeline.dispatch()
         world.stages.step()
     world.deliver()
     world.disconnect()
-    world.pipeline._fail_all(NotReadyError("gone"))
+    world.fail_all(NotReadyError("gone"))
     world.check()
     assert [client.ends for client in world.clients] == [["not_ready"]] * 3
     world.finish()
@@ -70,7 +70,7 @@ async def test_giving_up_ends_running_and_waiting_requests_once() -> None:
 async def test_an_error_that_cannot_be_retried_reaches_clients_as_a_lost_stage() -> None:
     world = World(n_lanes=1)
     world.open(4, 4)
-    world.pipeline._fail_all(HandshakeError("a handshake that no longer fits"))
+    world.fail_all(HandshakeError("a handshake that no longer fits"))
     world.check()
     assert world.clients[0].ends == [StageLostError.label]
     world.finish()
@@ -80,8 +80,8 @@ async def test_a_token_outside_the_vocabulary_ends_the_epoch_and_no_request() ->
     world = World(n_lanes=1)
     world.open(1, 4)
     wrong = pb.Sampled(session_id=world.clients[0].session.session_id, position=1, token=ORACLE_VOCAB)
-    world.pipeline._on_return(pb.ReturnEnvelope(epoch=world.pipeline.epoch, samples=[wrong]))
-    assert isinstance(world.pipeline._lost.result(), ProtocolError)
+    world.pipeline.on_return(pb.ReturnEnvelope(epoch=world.pipeline.epoch, samples=[wrong]))
+    assert isinstance(world.pipeline.epochs._lost.result(), ProtocolError)
     assert not world.clients[0].ends
     world.connect()
     world.finish()
@@ -120,10 +120,11 @@ async def test_a_sample_that_meets_a_bug_costs_no_other_stream_its_token() -> No
             raise ZeroDivisionError("a bug of ours")
         return sampled(session, *arguments)
 
-    with mock.patch.object(Session, "sampled", stumble), pytest.raises(ZeroDivisionError):
-        world.pipeline._on_return(pb.ReturnEnvelope(epoch=world.pipeline.epoch, samples=samples))
+    with mock.patch.object(Session, "sampled", stumble):
+        world.pipeline.on_return(pb.ReturnEnvelope(epoch=world.pipeline.epoch, samples=samples))
     world.check()
     assert [len(client.tokens) for client in world.clients] == [1, 0]
+    assert isinstance(world.pipeline.epochs._lost.result(), InternalError)
     world.connect()
     world.finish()
 
@@ -131,9 +132,9 @@ async def test_a_sample_that_meets_a_bug_costs_no_other_stream_its_token() -> No
 async def test_a_bug_in_scheduling_ends_the_epoch_and_no_request() -> None:
     world = World(n_lanes=2)
     world.open(4, max_tokens=3)
-    with mock.patch.object(world.pipeline._scheduler, "take", side_effect=ZeroDivisionError("a bug")):
-        world.pipeline._dispatch_now()
-    assert "a bug" in str(world.pipeline._lost.result())
+    with mock.patch.object(world.pipeline.conductor.scheduler, "take", side_effect=ZeroDivisionError("a bug")):
+        world.pipeline.dispatch()
+    assert "a bug" in str(world.pipeline.epochs._lost.result())
     world.disconnect()
     world.finish()
     assert world.clients[0].ends == ["length"]
@@ -161,7 +162,7 @@ async def test_who_is_accused_twice_without_a_token_does_not_go_on_from_what_is_
     (client,) = world.clients
     there = []
     for _ in range(2):
-        world.pipeline._dispatch_now()
+        world.pipeline.dispatch()
         for _ in range(3):
             world.stages.step()
         world.stages.replies.clear()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams, TokenEvent
-from relayline.coordinator.sessions.request_log import StreamRecord
-from relayline.coordinator.sessions.session import Session
-from relayline.coordinator.sessions.streams import Audience, SessionStream, sharing_key
+from relayline.coordinator.sessions.readers import sharing_key
+from relayline.coordinator.sessions.streams import Audience, SessionStream
 
 REQUEST = GenerationRequest("a", (1, 2, 3), 4, SamplingParams(temperature=0, seed=1))
 
@@ -28,8 +27,7 @@ def test_key_covers_what_decides_the_answer_and_nothing_else() -> None:
 
 
 async def test_a_late_stream_gets_the_past_and_then_the_same_tokens() -> None:
-    session = Session(1, REQUEST, lambda _: False)
-    audience = Audience(session, "key", StreamRecord("r", session.record, 0))
+    audience = Audience(1)
     early, late = SessionStream(audience.streams.remove), SessionStream(audience.streams.remove)
     audience.join(early)
     audience.put(TokenEvent(5, None, ()))

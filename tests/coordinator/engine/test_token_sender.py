@@ -23,7 +23,7 @@ async def test_an_unexpected_failure_is_reported(caplog: pytest.LogCaptureFixtur
     sender = TokenSender(link, 1, lost.set_result)
     session = Session(1, GenerationRequest("r", (1, 2), 1, SamplingParams()), lambda _: False)
     with caplog.at_level(logging.ERROR, logger="relayline.coordinator"):
-        sender.push(session.start())
+        sender.push([frame.leave() for frame in session.start()])
         error = await asyncio.wait_for(lost, 10)
     assert isinstance(error, InternalError)
     assert "sending to stage 0 failed" in error.message

@@ -12,15 +12,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from relayline.coordinator.observe.observer import SUMMARY_WAIT_S, Observer
 from relayline.coordinator.observe.tracing import BAGGAGE_ENTRIES_MAX
+from relayline.coordinator.sessions.frame import Frame
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.request_log import (
     BAGGAGE_BYTES_MAX,
     NO_TRACE,
     PASSES_MAX,
     RequestRecord,
+    SessionRecord,
     StreamRecord,
 )
-from relayline.coordinator.sessions.session import OutFrame, Session
 from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -31,6 +32,15 @@ from tests.support.spans import Kept, attributes_of
 OFFSET_NS = 1_700_000_000_000_000_000
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 N_STAGES = 2
+
+
+@dataclasses.dataclass(slots=True)
+class Opened:
+    """A session as telemetry sees it."""
+
+    session_id: int
+    request: GenerationRequest
+    record: SessionRecord = dataclasses.field(default_factory=SessionRecord)
 
 
 class World:
@@ -53,28 +63,28 @@ class World:
         self.observer.received(record, headers)
         return record
 
-    def open(self, record: RequestRecord, at_ns: int = 2_000, choice: int = 0, *, cache_prompt: bool = True) -> Session:
+    def open(self, record: RequestRecord, at_ns: int = 2_000, choice: int = 0, *, cache_prompt: bool = True) -> Opened:
         name = f"{record.completion_id}-{choice}"
         request = GenerationRequest(name, (1, 2, 3), 8, SamplingParams(), record=record, cache_prompt=cache_prompt)
         self.n_sessions += 1
-        session = Session(self.n_sessions, request, lambda _: False)
+        session = Opened(self.n_sessions, request)
         self.observer.admitted(session.record, session.session_id, request, at_ns)
         return session
 
-    def run(self, session: Session, *, n_tokens: int = 3, start_ns: int = 3_000, reason: str = "length") -> None:
+    def run(self, session: Opened, *, n_tokens: int = 3, start_ns: int = 3_000, reason: str = "length") -> None:
         """Start, prefill in two chunks, generate a token every 100 ns, and end."""
         record = session.record
         self.observer.started(record, start_ns)
         for position, rows in ((0, 2), (2, 1)):
-            frame = OutFrame(session, position, (0,) * rows, Flag.PREFILL)
-            self.observer.sent([OutFrame(session, 0, (), Flag.OPEN), frame], start_ns + position)
+            frame = Frame(session.session_id, position, (0,) * rows, Flag.PREFILL)
+            self.observer.sent([Frame(session.session_id, 0, (), Flag.OPEN), frame], start_ns + position)
         self.observer.progressed(session.session_id, 2, start_ns + 50)
         for index in range(n_tokens):
             last = reason if index == n_tokens - 1 else None
             self.observer.token(record, 3 + index, last, start_ns + 100 * (index + 1))
         self.observer.ended(record, start_ns + 100 * n_tokens)
 
-    def summary(self, session: Session, stage: int, **more: int) -> None:
+    def summary(self, session: Opened, stage: int, **more: int) -> None:
         self.observer.summarised([pb.SessionSummary(session_id=session.session_id, stage_index=stage, **more)])
 
     @property
@@ -203,12 +213,11 @@ def test_drafts_and_how_many_of_them_were_right() -> None:
     record = world.receive()
     session = world.open(record)
     world.observer.started(session.record, 3_000)
-    for position, token in enumerate((7, 8, 9), start=3):
-        session.history.append(token)
+    for position in (3, 4, 5):
         world.observer.token(session.record, position, None, 3_100, is_drafted=position > 3)
-    row = OutFrame(session, 5, (9, 10, 11), Flag.WANTS_SAMPLE | Flag.DRAFTED)
-    following = OutFrame(session, 8, (12,), Flag.WANTS_SAMPLE | Flag.DRAFTED)
-    world.observer.sent([OutFrame(session, 4, (8,), Flag.WANTS_SAMPLE), row], 3_200)
+    row = Frame(session.session_id, 5, (9, 10, 11), Flag.WANTS_SAMPLE | Flag.DRAFTED, n_drafted=2)
+    following = Frame(session.session_id, 8, (12,), Flag.WANTS_SAMPLE | Flag.DRAFTED, n_drafted=1)
+    world.observer.sent([Frame(session.session_id, 4, (8,), Flag.WANTS_SAMPLE), row], 3_200)
     world.observer.sent([following], 3_200)
     assert (session.record.n_drafted, session.record.n_accepted) == (3, 2)
     told = world.observer.figures()

@@ -13,8 +13,8 @@ from relayline.coordinator.observe.passes import (
     Passes,
     Window,
 )
-from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
-from relayline.coordinator.sessions.session import OutFrame, Session
+from relayline.coordinator.sessions.frame import Frame
+from relayline.coordinator.sessions.request_log import SessionRecord
 from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -30,19 +30,17 @@ class World:
         self.done: list[Window] = []
         self.passes = Passes(lambda root: sampled, self.done.append)
         self.passes.n_stages = 3
-        self.sessions: dict[int, Session] = {}
+        self.records: dict[int, SessionRecord] = {}
 
-    def session(self, session_id: int, *, traced: bool = False) -> Session:
-        if session_id not in self.sessions:
-            request = GenerationRequest(f"r{session_id}", (1, 2, 3), 8, SamplingParams())
-            self.sessions[session_id] = Session(session_id, request, lambda _: False)
-            if traced:
-                self.sessions[session_id].record.trace = trace_context.new_root()
-        return self.sessions[session_id]
+    def record_of(self, session_id: int) -> SessionRecord:
+        return self.records.setdefault(session_id, SessionRecord())
+
+    def trace(self, session_id: int) -> None:
+        self.record_of(session_id).trace = trace_context.new_root()
 
     def leave(self, now_ns: int, *session_ids: int, position: int = 3) -> bytes:
-        frames = [OutFrame(self.session(i), position, (7,), Flag.WANTS_SAMPLE) for i in session_ids]
-        return self.passes.leaves(frames, now_ns)
+        frames = [Frame(i, position, (7,), Flag.WANTS_SAMPLE) for i in session_ids]
+        return self.passes.leaves(frames, now_ns, self.record_of)
 
     def back(self, context: bytes, now_ns: int, *session_ids: int, position: int = 4) -> None:
         self.passes.returned(context, [(i, position) for i in session_ids], len(session_ids), now_ns)
@@ -75,8 +73,8 @@ def test_a_trace_is_no_longer_than_a_viewer_draws() -> None:
 
 def test_nothing_is_opened_while_nothing_runs() -> None:
     world = World()
-    opening = OutFrame(world.session(1), 0, (), Flag.OPEN)
-    assert world.passes.leaves([opening], 0) == trace_context.NONE
+    opening = Frame(1, 0, (), Flag.OPEN)
+    assert world.passes.leaves([opening], 0, world.record_of) == trace_context.NONE
     assert not world.passes.is_busy
     world.passes.look(10 * WINDOW_NS)
     world.passes.end(10 * WINDOW_NS)
@@ -96,12 +94,12 @@ def test_an_idle_pipeline_closes_its_second_by_itself() -> None:
 
 def test_of_an_unsampled_second_only_the_passes_of_sampled_requests_are_there() -> None:
     world = World(sampled=False)
-    world.session(2, traced=True)
+    world.trace(2)
     assert world.leave(0, 1) == trace_context.NONE
     context = world.leave(1, 1, 2)
     assert trace_context.is_sampled(context)
-    assert world.sessions[2].record.passes == [context]
-    assert world.sessions[1].record.passes == []
+    assert world.records[2].passes == [context]
+    assert world.records[1].passes == []
     assert world.leave(2, 1, position=4) == trace_context.NONE
     world.passes.close(3)
     world.back(context, 4, 1, 2)

@@ -76,7 +76,7 @@ async def test_a_pipeline_tells_what_its_lanes_were_held_for() -> None:
     for n_prompt in (3, 4):
         world.open(n_prompt, 2)
     world.finish()
-    world.pipeline._turnover.left(20 * S)
+    world.pipeline.conductor._turnover.left(20 * S)
     for n_prompt in (3, 4, 5):
         world.open(n_prompt, 2)
     with pytest.raises(OverloadedError) as caught:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from llguidance import LLTokenizer
 
-from relayline.coordinator.engine.token_sender import _options, _within_bounds
+from relayline.coordinator.engine.token_sender import _options, within_bounds
 from relayline.coordinator.sessions.generation import SamplingParams
 from relayline.coordinator.sessions.session import OutFrame, Session
 from relayline.coordinator.sessions.streams import SessionStream
@@ -262,7 +262,7 @@ def session_of(grammar: str, n_generated: int = 0) -> Session:
 
 def test_an_open_tells_all_that_was_said() -> None:
     session = session_of(GRAMMAR, 5_000)
-    options = _options(session.start()[0])
+    options = _options(session.start()[0].leave())
     assert options.grammar == GRAMMAR
     assert len(options.said) == 5_000
     event, _ = session.sampled(len(session.history), 50)
@@ -270,14 +270,14 @@ def test_an_open_tells_all_that_was_said() -> None:
     session = session_of("x" * bounds.GRAMMAR_BYTES_MAX, bounds.GRAMMAR_TOKENS_MAX)
     sampling = SamplingParams(grammar=session.request.sampling.grammar, logit_bias=((1 << 20, 1.0),) * 300)
     session.request = request((1, 2, 3), 9, sampling)
-    size_bytes = _options(session.start()[0]).ByteSize()
+    size_bytes = _options(session.start()[0].leave()).ByteSize()
     assert bounds.OPTIONS_BYTES_MAX - 10_000 < size_bytes <= bounds.OPTIONS_BYTES_MAX
 
 
 def test_opens_with_grammars_leave_in_envelopes_that_fit() -> None:
     for grammar, per_envelope in ((GRAMMAR, 10), ("", 292)):
-        frames = [OutFrame(session_of(grammar), 0, (), Flag.OPEN) for _ in range(per_envelope + 1)]
-        assert [len(envelope) for envelope in _within_bounds(frames)] == [per_envelope, 1]
+        frames = [OutFrame(session_of(grammar), 0, (), Flag.OPEN).leave() for _ in range(per_envelope + 1)]
+        assert [len(envelope) for envelope in within_bounds(frames)] == [per_envelope, 1]
     assert bounds.OPTIONS_PER_ENVELOPE_BYTES_MAX // bounds.OPTIONS_BYTES_MAX == 10
 
 

@@ -1,0 +1,373 @@
+"""Every decision about requests, lanes and epochs: who starts, who is replayed, who is given up, what is kept. Pure.
+
+An event is a method, with the time where time matters; it returns what is to be done about it, in order
+(`coordinator.engine.instructions`). Nothing here waits, sends, logs or looks at a clock. Two shells carry instructions
+out: `coordinator.engine.pipeline` with futures, tasks and gRPC, and the simulation of a cluster
+(`deploy.testing.simulation.cluster`) on virtual time.
+
+The parts that it asks: `admission` (lanes and the line before them), `readers` (sessions and who shares them),
+`suspects` (whose rows bring stages down), `prefixes` (what may be copied), `availability` (what clients get), and one
+`scheduler` per epoch (what leaves for stage 0, and when).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from relayline.coordinator.engine.availability import Availability
+from relayline.coordinator.engine.instructions import (
+    Dispatch,
+    Ended,
+    Generated,
+    Instruction,
+    Log,
+    Lose,
+    Replayed,
+    Send,
+    Started,
+    Tell,
+    TryLanes,
+)
+from relayline.coordinator.schedule.groups import GroupPlanner
+from relayline.coordinator.schedule.scheduler import ScheduleConfig, Scheduler
+from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.coordinator.sessions.admission import LANE_TRY_S, Admission
+from relayline.coordinator.sessions.drafts import Acceptance
+from relayline.coordinator.sessions.generation import GenerationRequest
+from relayline.coordinator.sessions.prefixes import Prefixes
+from relayline.coordinator.sessions.readers import Readers, sharing_key
+from relayline.coordinator.sessions.session import OutFrame, Session, State
+from relayline.coordinator.sessions.silence import SILENT_S
+from relayline.coordinator.sessions.suspects import Suspects
+from relayline.coordinator.sessions.turnover import Turnover
+from relayline.wire.common.errors import (
+    InternalError,
+    LaneLimitError,
+    ProtocolError,
+    RelaylineError,
+    StageLostError,
+    from_wire,
+)
+from relayline.wire.common.phase import Phase
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConductorConfig:
+    """What is decided by hand; see coordinator.engine.pipeline_config for each."""
+
+    schedule: ScheduleConfig
+    stage_names: tuple[str, ...]
+    """In layer order, for people."""
+    n_vocab: int
+    share: bool = True
+    prefix_lanes: int | None = 0
+    waiting_max: int = 256
+    lost_wait_s: float = 15.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EpochFacts:
+    """What the stages of a new epoch say of themselves together."""
+
+    n_lanes: int
+    """Sessions that every stage can hold."""
+    ctx_tokens: int
+    """Tokens of one session that every stage can hold."""
+    held: Mapping[int, int]
+    """Of each session of the epoch before that any stage knows, how many tokens all of them hold."""
+    instances: tuple[str, ...]
+    """What each stage calls itself: another name after it was started anew."""
+    costs: Sequence[StageCost]
+    rewinds: bool = True
+    """Whether every stage can forget what was guessed wrong."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opened:
+    """A request was admitted, as a session of its own or as one more reader of another's."""
+
+    session_id: int
+    is_joined: bool
+
+
+class Conductor:
+    """Decides for one pipeline."""
+
+    def __init__(
+        self,
+        config: ConductorConfig,
+        is_end: Callable[[int], bool],
+        session_ids: Iterator[int],
+        now_ns: int,
+    ) -> None:
+        """`is_end` says of a token whether it ends an answer; `session_ids` gives each session its own, ascending."""
+        self._config, self._is_end, self._session_ids = config, is_end, session_ids
+        self.availability = Availability(config.stage_names, config.lost_wait_s, now_ns)
+        admission = self.admission = Admission(1, 0, config.waiting_max, lambda new: self.prefixes.lanes_before(new))
+        self.prefixes = Prefixes(config.prefix_lanes, session_ids, admission.free_lanes, admission.running)
+        self.readers, self.suspects, self._turnover = Readers(), Suspects(), Turnover()
+        self.scheduler = Scheduler(config.schedule, GroupPlanner(()))
+        drafts = config.schedule.draft and config.schedule.mode != "drain"
+        self._acceptance = Acceptance() if drafts else None
+        self.epoch = 0  # that stands, or is being begun; whatever is of another is not listened to
+        self._is_connected = False
+        self._is_trying = self._is_dispatching = False
+        self._out: list[Instruction] = []
+
+    def _instructions(self) -> list[Instruction]:
+        out, self._out = self._out, []
+        return out
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def check_room(self, now_ns: int) -> None:
+        """Raise OverloadedError where the line is full."""
+        self.admission.check_room(lambda: self._wait_s(now_ns))
+
+    def open(self, request: GenerationRequest, now_ns: int) -> tuple[Opened, list[Instruction]]:
+        """Admit a request, or raise its refusal, which changes nothing: see Generator.open."""
+        self.availability.check(now_ns)
+        key = sharing_key(request) if self._config.share else request.request_id
+        if (session := self.readers.join(key)) is not None:
+            return Opened(session.session_id, is_joined=True), self._instructions()
+        acceptance = None if request.wants_logits else self._acceptance
+        session = Session(next(self._session_ids), request, self._is_end, acceptance=acceptance, admitted_ns=now_ns)
+        has_lane = self.admission.admit(session, lambda: self._wait_s(now_ns))
+        self.readers.add(session, key)
+        if has_lane:
+            self._start_all([session], now_ns)
+        return Opened(session.session_id, is_joined=False), self._instructions()
+
+    def _wait_s(self, now_ns: int) -> int:
+        """Return when a request that comes now is expected to get a lane."""
+        admission = self.admission
+        running_ns = [now_ns - each.started_ns for each in admission.running.values() if each.started_ns]
+        return self._turnover.wait_s(len(admission.waiting), admission.n_ours, running_ns)
+
+    def left(self, session_id: int, now_ns: int) -> list[Instruction]:
+        """A reader is done with its session, whether that is over or not."""
+        if (session := self.readers.leave(session_id)) is not None:
+            self._finish(session, [*self.prefixes.keep(session), *session.cancel()], now_ns)
+        return self._instructions()
+
+    def fail_all(self, error: RelaylineError, now_ns: int) -> list[Instruction]:
+        """Nobody can be served any more."""
+        error = error if error.retryable else StageLostError(error.message)
+        for session in self.readers:
+            self._fail(session, error, now_ns)
+        return self._instructions()
+
+    # --- epochs -------------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> int:
+        """Another attempt to connect is made; returns the number of its epoch."""
+        self.epoch += 1
+        return self.epoch
+
+    def connected(self, facts: EpochFacts, now_ns: int) -> list[Instruction]:
+        """All stages stand at the epoch begun last: running sessions start again, from where on not all hold them."""
+        schedule, admission = self._config.schedule, self.admission
+        for session, error in self.suspects.guilty(admission.running, facts.instances):
+            self._fail(session, error, now_ns)
+        planner = GroupPlanner(facts.costs, schedule.itl_stretch)
+        self.prefixes.renew(facts.n_lanes, is_per_lane=planner.is_per_lane, there=facts.held)
+        for session in admission.running.values():
+            session.give_way()  # without a word: nothing of it is open in this epoch
+        admission.resize(facts.n_lanes, facts.ctx_tokens)
+        for session in admission.unfit():
+            self._fail(session, admission.too_long(session), now_ns)
+        self.scheduler = Scheduler(schedule, planner, may_draft=facts.rewinds)
+        self._is_connected = True
+        self.availability.enter(Phase.READY, now_ns)
+        starting = self.suspects.starting(admission.running.values())
+        self.scheduler.control(self.prefixes.left_behind(self.suspects.trusted(starting)))
+        self._start_all(starting, now_ns)
+        self._want_dispatch()  # what is left behind is closed whether anybody starts or not
+        fields = {"epoch": self.epoch, "stages": len(facts.instances), "resumed": len(admission.running)}
+        self._out.append(Log(logging.INFO, "pipeline ready", fields))
+        return self._instructions()
+
+    def lost(self, error: RelaylineError, now_ns: int) -> list[Instruction]:
+        """The epoch is over: running sessions pause until the next one."""
+        running = self.admission.running.values()
+        self.availability.lost(now_ns)
+        fields = {"epoch": self.epoch, "reason": error.message, "paused": len(running)}
+        self._out.append(Log(logging.WARNING, "pipeline lost, recovering", fields))
+        self._is_connected = False
+        self.suspects.lost(running, error)
+        return self._instructions()
+
+    def look(self, now_ns: int) -> list[Instruction]:
+        """Look at the stages and the clock, every BEAT_EVERY_S: who waited for a lost stage for too long is refused."""
+        lines, is_over = self.availability.look(now_ns)
+        self._out += [Log(logging.WARNING, line) for line in lines]
+        if is_over:
+            refusal = self.availability.refusal(now_ns)
+            self._out.append(Log(logging.WARNING, f"requests are refused: {refusal.message}"))
+            for session in self.readers:
+                if self.availability.came_while_lost(session.admitted_ns) and not session.n_generated:
+                    self._fail(session, refusal, now_ns)
+        return self._instructions()
+
+    # --- frames out ---------------------------------------------------------------------------------------------------
+
+    def _start_all(self, sessions: Iterable[Session], now_ns: int) -> None:
+        if not self.availability.phase.is_paused:  # else the next epoch starts whoever has a lane
+            for session in sessions:
+                self._start(session, now_ns)
+
+    def _start(self, session: Session, now_ns: int) -> None:
+        session.started_ns = session.started_ns or now_ns
+        frames = self.prefixes.start(session)
+        self._out.append(Started(session.session_id, session.n_copied))
+        self.scheduler.control(frames)
+        self.scheduler.prompt(session)
+        self._want_dispatch()
+
+    def _want_dispatch(self) -> None:
+        """Let what the scheduler lets go leave once, for everything that comes at the same time."""
+        if not self._is_dispatching:
+            self._is_dispatching = True
+            self._out.append(Dispatch())
+
+    def dispatch(self, now_ns: int) -> list[Instruction]:
+        """Everything that came at one time has been told: what may leave now leaves."""
+        self._is_dispatching = False
+        self._send(now_ns)
+        return self._instructions()
+
+    def _send(self, now_ns: int) -> None:
+        if not self._is_connected:
+            return
+        try:
+            self._start_all(self.scheduler.orphans(), now_ns)
+            for envelope in self.scheduler.take(now_ns):
+                self._out.append(Send(tuple([frame.leave() for frame in envelope])))
+        except Exception as error:  # a bug of ours: the next epoch begins with a new scheduler
+            self._give_in("deciding what leaves failed", error)
+
+    def _give_in(self, what: str, error: Exception) -> None:
+        self._out.append(Log(logging.ERROR, what, bug=error))
+        self._out.append(Lose(InternalError(f"{what}: {error}")))
+
+    # --- answers in ---------------------------------------------------------------------------------------------------
+
+    def returned(self, message: pb.ReturnEnvelope, now_ns: int) -> list[Instruction]:
+        """A stage answers: tokens, notes of progress, faults. What is of another epoch changes nothing."""
+        if message.epoch != self.epoch:
+            return []
+        for passed in message.progress:
+            self.scheduler.passed(passed.session_id, passed.position, now_ns)
+            session = self.readers.get(passed.session_id)
+            if session is not None and session.state is State.PREFILL:
+                self._start_all(self.suspects.passed(passed.session_id, passed.position), now_ns)
+        tells: list[Tell] = []
+        try:
+            for sample in message.samples:
+                self._on_sample(sample, now_ns, tells)
+            self._send(now_ns)  # what the stages wait for leaves before readers are told and write their answers
+        except Exception as error:  # a bug of ours; what was taken note of is told, for a replay does not tell it again
+            self._give_in("taking an answer failed", error)
+        self._out += tells
+        for fault in message.faults:
+            self._on_fault(fault, now_ns)
+            self._want_dispatch()
+        return self._instructions()
+
+    def silent(self, session_ids: Iterable[int], n_stages: int, now_ns: int) -> list[Instruction]:
+        """Nobody has anything of these sessions any more: that is taken for a fault of theirs."""
+        text = f"nothing came for {SILENT_S:.0f} s and no stage has anything of it any more"
+        label = StageLostError.label
+        for session_id in session_ids:
+            fault = pb.SessionFault(session_id=session_id, stage_index=n_stages - 1, label=label, message=text)
+            fault.retryable = True
+            self._on_fault(fault, now_ns)
+        self._want_dispatch()
+        return self._instructions()
+
+    def _on_sample(self, sample: pb.Sampled, now_ns: int, tells: list[Tell]) -> None:
+        session_id, n_vocab = sample.session_id, self._config.n_vocab
+        self.scheduler.answered(session_id, sample.position, now_ns)
+        if (session := self.readers.get(session_id)) is None:
+            return
+        if sample.token >= n_vocab:
+            self._out.append(Lose(ProtocolError(f"the last stage sampled token {sample.token} of {n_vocab}")))
+            return
+        logprob = sample.logprob if session.request.sampling.n_logprobs >= 0 else None
+        top = tuple((entry.token, entry.logprob) for entry in sample.top)
+        event, frames = session.sampled(sample.position, sample.token, logprob, top, sample.logits)
+        if event is not None:
+            tells.append(Tell(session_id, event))
+            self._out.append(Generated(session_id, sample.position, event.finish_reason, event.is_drafted))
+            self._start_all(self.suspects.cleared(session), now_ns)
+        if session.state is State.DONE:
+            self._finish(session, [*self.prefixes.keep(session), *frames], now_ns)
+        else:
+            for frame in frames:
+                self.scheduler.decode(frame)
+
+    def _on_fault(self, fault: pb.SessionFault, now_ns: int) -> None:
+        error = from_wire(fault.label, f"stage {fault.stage_index}: {fault.message}")
+        if fault.session_id == 0:  # of the whole route
+            self._out.append(Lose(error))
+        session = self.readers.get(fault.session_id)
+        bad = (fault.session_id, session.copied_from if session is not None else 0)
+        self.scheduler.control(self.prefixes.refused(bad, is_full=isinstance(error, LaneLimitError)))
+        if session is None or session.state is State.WAITING:  # a session that has sent nothing has no fault
+            return
+        # Another coordinator had the lane that its open was to get.
+        waits = isinstance(error, LaneLimitError) and not fault.position and self.admission.put_back(session)
+        if not waits and not session.may_replay(error, is_retryable=fault.retryable):
+            self._fail(session, error, now_ns)
+            return
+        if not waits or session.n_refused == 1:  # it may be refused for minutes
+            fields = {"request": session.request.request_id, "why": str(error)}
+            self._out.append(Log(logging.INFO, "session waits for a lane" if waits else "session replayed", fields))
+            self._out.append(Replayed(session.session_id, error.message))
+        self.scheduler.forget(session.session_id, now_ns)
+        if waits:
+            self._keep_trying()
+            self.scheduler.control(session.give_way())
+            self._start_all(self.suspects.gave_way(session), now_ns)
+        else:
+            session.count_replay()
+            self._start(session, now_ns)
+
+    # --- lanes that another coordinator has ---------------------------------------------------------------------------
+
+    def _keep_trying(self) -> None:
+        if not self._is_trying and self.admission.is_short:
+            self._is_trying = True
+            self._out.append(TryLanes(LANE_TRY_S))
+
+    def try_lanes(self, now_ns: int) -> list[Instruction]:
+        """LANE_TRY_S have passed since `TryLanes` was asked for."""
+        self._is_trying = False
+        for session in self.admission.try_lanes():
+            self._start_all(self.suspects.joining(session), now_ns)
+        self._keep_trying()
+        return self._instructions()
+
+    # --- ends ---------------------------------------------------------------------------------------------------------
+
+    def _fail(self, session: Session, error: RelaylineError, now_ns: int) -> None:
+        self._out.append(Tell(session.session_id, error))
+        self._finish(session, session.cancel(), now_ns, error)
+
+    def _finish(
+        self, session: Session, frames: Sequence[OutFrame], now_ns: int, error: RelaylineError | None = None
+    ) -> None:
+        """Send the session's last frames, give its lane to the next in line."""
+        self.readers.end(session.session_id)
+        self._out.append(Ended(session.session_id, error))
+        if session.started_ns:
+            self._turnover.left(now_ns - session.started_ns)
+        self.scheduler.forget(session.session_id, now_ns)
+        self.scheduler.control(frames)
+        self._want_dispatch()
+        for following in self.admission.leave(session):
+            self._start_all(self.suspects.joining(following), now_ns)
+        self._start_all(self.suspects.cleared(session), now_ns)

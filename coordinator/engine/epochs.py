@@ -1,0 +1,241 @@
+"""The life of the connection: how an epoch begins, what ends it, and what happens between two of them.
+
+    connect ---> Connection of epoch n stands ---> Conductor.connected: sessions start, from where on not all hold them
+       ^                                                  |
+       |                                           frames out, answers in
+       |                                                  |
+       |         a link or a stage is lost, a stage reports its route broken, a message is missing, a bug of ours
+       |                                                  v
+       +--- close everything of epoch n <--- Conductor.lost: sessions pause, nothing of epoch n is listened to
+
+Losing a link or a stage ends an epoch, not a request. Whoever notices it first says so (`lose`); what others say of the
+same epoch afterwards changes nothing. Then everything of the epoch is closed, and the next one is tried until it stands
+(`coordinator.engine.reconnect`): each attempt has a number of its own, so stages refuse what an attempt before it left
+behind. Requests that wait longer than `recovery_timeout_s` are failed meanwhile. Which requests start again, wait, or
+are given up, `coordinator.engine.conductor` decides.
+
+Everything here runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from relayline.coordinator.engine.conductor import Conductor, EpochFacts
+from relayline.coordinator.engine.connection import Connection
+from relayline.coordinator.engine.instructions import Instruction
+from relayline.coordinator.engine.pipeline_config import PipelineConfig
+from relayline.coordinator.engine.reconnect import Reconnector
+from relayline.coordinator.engine.roster import Roster
+from relayline.coordinator.engine.stage_client import StageClient
+from relayline.coordinator.engine.telemetry_control import greet
+from relayline.coordinator.engine.token_sender import TokenSender
+from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.coordinator.observe.losses import lost_stage
+from relayline.coordinator.observe.observer import Observer
+from relayline.coordinator.sessions.frame import Frame
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import NotReadyError, RelaylineError
+from relayline.wire.common.phase import Phase
+from relayline.wire.common.process import first_of
+from relayline.wire.links.revocation import Revocations
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+log = logging.getLogger("relayline.coordinator")
+
+Carry = Callable[[Iterable[Instruction]], None]
+
+
+class Epochs:
+    """The connections of one pipeline, one after the other."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        file: PipelineFile,
+        roster: Roster,
+        conductor: Conductor,
+        observer: Observer,
+        carry: Carry,
+        on_return: Callable[[pb.ReturnEnvelope], None],
+    ) -> None:
+        """`carry` carries out what the conductor wants done; `on_return` takes what stages answer.
+
+        Raises UsageError for a list of revoked credentials that cannot be used.
+        """
+        self._config, self._file, self._roster = config, file, roster
+        self._conductor, self._observer = conductor, observer
+        self._carry, self._on_return = carry, on_return
+        self._revocations = Revocations(config.security)
+        self._route_id = secrets.randbits(63)
+        self._reconnector = Reconnector(
+            config, roster, self._open, lambda: bool(conductor.readers), lambda error: self._fail_all(error)
+        )
+        self.connection: Connection | None = None
+        self._sender: TokenSender | None = None
+        self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
+        self.ready = asyncio.Event()
+        roster.watch(self.lose, self._on_heard)
+
+    @property
+    def stages(self) -> Sequence[StageClient]:
+        """The stages that are connected now, in layer order."""
+        return self.connection.stages if self.connection else ()
+
+    async def run(self, stopping: asyncio.Event, idle: asyncio.Event) -> None:
+        """Connect, serve and recover until `stopping` is set; then drain until `idle` is.
+
+        Raises StartError or HandshakeError if the pipeline never became ready.
+        """
+        stop = asyncio.ensure_future(stopping.wait())
+        looking = asyncio.create_task(self._look())
+        try:
+            while not stop.done():
+                connected = asyncio.ensure_future(self._connect())
+                try:
+                    await first_of(stop, connected)
+                finally:
+                    if not connected.done():
+                        connected.cancel()
+                        await asyncio.gather(connected, return_exceptions=True)
+                if connected.cancelled():
+                    break
+                connected.result()
+                await first_of(stop, self._lost)
+                if self._lost.done():
+                    await self.disconnect(self._lost.result())
+            await self.drain(idle)
+        finally:
+            stop.cancel()
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+            await self._teardown()
+
+    # --- an epoch begins ----------------------------------------------------------------------------------------------
+
+    async def _connect(self) -> None:
+        is_first = self._conductor.availability.phase is Phase.LOADING
+        connection = await self._reconnector.connect(is_first=is_first)
+        self.connection = connection
+        for index, facts in enumerate(connection.facts):
+            self._on_heard(index)
+            self._conductor.availability.serves(index, facts.instance_id)
+        await greet(connection.stages, self._observer.pushed_level)
+        self.resume(connection)
+
+    async def _open(self, addresses: tuple[str, ...]) -> Connection:
+        """Make one attempt to connect."""
+        self._lost = asyncio.get_running_loop().create_future()
+        return await Connection.open(
+            addresses,
+            self._file,
+            route_id=self._route_id,
+            epoch=self._conductor.begin_epoch(),
+            wire_dtype=self._config.wire_dtype,
+            security=self._config.security,
+            who=self._roster.identities(),
+            revocations=self._revocations,
+            name=self._config.name,
+            stage_names=self._config.stage_names,
+            on_return=self._on_return,
+            on_lost=self.lose,
+            on_heard=self._on_heard,
+        )
+
+    def resume(self, connection: Connection) -> None:
+        """All stages stand: let requests go on."""
+        conductor, observer = self._conductor, self._observer
+        self._sender = TokenSender(
+            connection.link, conductor.epoch, self.lose, observer.passes.sent, observer.record_of
+        )
+        instructions = conductor.connected(facts_of(connection), time.monotonic_ns())
+        scheduler = conductor.scheduler
+        connection.keep_costs(conductor.readers, scheduler.refresh)
+        connection.keep_watch(self._route_id, scheduler.under_way, self._is_sent, self._on_silent, self.lose)
+        observer.connected(len(self._file.stages), connection.statuses)
+        self.ready.set()
+        self._carry(instructions)
+
+    # --- while it stands ----------------------------------------------------------------------------------------------
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Send frames as one envelope; where nothing stands they are lost, and the next epoch replays them."""
+        if self._sender is not None:
+            now_ns = time.monotonic_ns()
+            self._sender.push(frames, self._observer.sent(frames, now_ns), now_ns)
+
+    def lose(self, error: RelaylineError) -> None:
+        """The epoch cannot go on; the first to say so is heard."""
+        if not self._lost.done():
+            self._lost.set_result(error)
+
+    @property
+    def lost(self) -> asyncio.Future[RelaylineError]:
+        """Why the epoch that is the latest was lost, once it is."""
+        return self._lost
+
+    async def _look(self) -> None:
+        """Say which stages do not answer, and refuse those who have waited for one for long enough."""
+        while True:
+            await asyncio.sleep(bounds.BEAT_EVERY_S)
+            self._carry(self._conductor.look(time.monotonic_ns()))
+
+    def _on_heard(self, index: int) -> None:
+        if line := self._conductor.availability.heard(index, time.monotonic_ns()):
+            log.info("%s", line)
+
+    def _is_sent(self) -> bool:
+        return self._sender is not None and self._sender.is_idle()
+
+    def _on_silent(self, session_ids: Iterable[int]) -> None:
+        self._carry(self._conductor.silent(session_ids, len(self._file.stages), time.monotonic_ns()))
+
+    # --- it ends ------------------------------------------------------------------------------------------------------
+
+    async def disconnect(self, error: RelaylineError) -> None:
+        """The epoch was lost: pause, and close everything of it."""
+        now_ns = time.monotonic_ns()
+        self.ready.clear()
+        stage = lost_stage(error, [stage.address for stage in self.stages], self._config.stage_names)
+        self._observer.lost(error.message, now_ns, stage)
+        self._carry(self._conductor.lost(error, now_ns))
+        await self._teardown()
+
+    async def _teardown(self) -> None:
+        if self._sender is not None:
+            await self._sender.close()
+            self._sender = None
+        if self.connection is not None:
+            await self.connection.close()
+            self.connection = None
+
+    def _fail_all(self, error: RelaylineError) -> None:
+        self._carry(self._conductor.fail_all(error, time.monotonic_ns()))
+
+    async def drain(self, idle: asyncio.Event) -> None:
+        """Let running requests end, bounded by DRAIN_TIMEOUT_S, then end the rest."""
+        self._conductor.availability.enter(Phase.DRAINING, time.monotonic_ns())
+        self.ready.clear()
+        if self._sender is not None:  # else nobody is left to end them
+            done = asyncio.ensure_future(idle.wait())
+            await asyncio.wait((done, self._lost), timeout=bounds.DRAIN_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            done.cancel()
+        self._fail_all(NotReadyError("the server is shutting down"))
+        if self._sender is not None and not self._lost.done():
+            await self._sender.flush(bounds.HANDSHAKE_TIMEOUT_S)
+
+
+def facts_of(connection: Connection) -> EpochFacts:
+    """Return what the stages of a connection say of themselves together."""
+    return EpochFacts(
+        n_lanes=connection.n_lanes,
+        ctx_tokens=connection.ctx_tokens,
+        held=connection.held,
+        instances=connection.instances,
+        costs=connection.stage_costs(),
+        rewinds=connection.rewinds,
+    )

@@ -1,0 +1,88 @@
+"""What the conductor wants done: the only thing that its shell has to carry out. Values; nothing here does anything.
+
+Instructions are carried out in their order. `Send`, `Tell`, `Lose`, `Dispatch` and `TryLanes` are the work; the others
+are for telemetry and the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
+
+from relayline.coordinator.sessions.frame import Frame
+from relayline.coordinator.sessions.generation import TokenEvent
+from relayline.wire.common.errors import RelaylineError
+
+
+class Send(NamedTuple):
+    """Send these frames to stage 0 as one envelope."""
+
+    frames: tuple[Frame, ...]
+
+
+class Tell(NamedTuple):
+    """Give this event to every reader of a session; an error, or a finish reason, is the last."""
+
+    session_id: int
+    event: TokenEvent | RelaylineError
+
+
+class Lose(NamedTuple):
+    """End the epoch: the connection cannot be used any more."""
+
+    error: RelaylineError
+
+
+class Dispatch(NamedTuple):
+    """Call `Conductor.dispatch` once everything else that has come by now has been dealt with."""
+
+
+class TryLanes(NamedTuple):
+    """Call `Conductor.try_lanes` after so long."""
+
+    after_s: float
+
+
+class Started(NamedTuple):
+    """A session has a lane and its first rows are about to leave; not only the first time."""
+
+    session_id: int
+    n_copied: int
+    """Tokens of it that another session has computed, or will have."""
+
+
+class Generated(NamedTuple):
+    """A session has got the token for a position."""
+
+    session_id: int
+    position: int
+    finish_reason: str | None
+    is_drafted: bool
+
+
+class Replayed(NamedTuple):
+    """A session starts again after a fault of its own."""
+
+    session_id: int
+    why: str
+
+
+class Ended(NamedTuple):
+    """A session is over, however. Nothing comes behind it but what its readers are told."""
+
+    session_id: int
+    error: RelaylineError | None
+
+
+class Log(NamedTuple):
+    """Write a line to the log."""
+
+    level: int  # of the logging module
+    text: str
+    fields: Mapping[str, object] = MappingProxyType({})
+    bug: BaseException | None = None
+    """An exception that nobody expected; its traceback belongs into the log."""
+
+
+Instruction: TypeAlias = "Send | Tell | Lose | Dispatch | TryLanes | Started | Generated | Replayed | Ended | Log"

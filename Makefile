@@ -32,7 +32,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist lo
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup rebuild anew demo test test-quick test-store check check-native proto reference docs lock bench clean
+.PHONY: help setup rebuild anew demo test test-quick test-store simulate check check-native proto reference docs lock bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -70,6 +70,9 @@ test-quick: setup ## without the slow tests
 
 test-store: setup ## traces in MLflow, a store that nobody here wrote; installs it beside (850 MB)
 	@$(BIN)/python -m pytest -m mlflow
+
+simulate: setup ## a whole cluster with losses on virtual time; N=10000 histories, SEED=S replays one
+	@$(if $(SEED),RELAYLINE_CLUSTER_SEED=$(SEED)) $(BIN)/python -m relayline.deploy.testing.cluster.run --n $(or $(N),10000)
 
 check: setup ## style, types, generated stubs, pages and tables
 	@$(BIN)/ruff check .

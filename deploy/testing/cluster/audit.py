@@ -1,0 +1,137 @@
+"""What must hold after every event of a cluster, and what must be left at its end. Raises Violation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from relayline.coordinator.sessions.session import REPLAYS_MAX
+from relayline.coordinator.sessions.suspects import LOSSES_MAX
+from relayline.deploy.testing.cluster.clock import Violation
+from relayline.deploy.testing.cluster.coordinator import Client, Coordinator
+from relayline.deploy.testing.cluster.link import IN_FLIGHT_MAX
+from relayline.deploy.testing.cluster.node import Node
+
+REFUSALS = {"refused: overloaded", "refused: not_ready"}
+SENDS_MAX = 8_192  # frames that may wait at a stage
+
+
+def check_coordinator(coordinator: Coordinator) -> None:
+    """Hold that every admitted request stands at exactly one place, and nothing else is remembered."""
+    conductor = coordinator.conductor
+    admission, readers = conductor.admission, conductor.readers
+    running, waiting = set(admission.running), [session.session_id for session in admission.waiting]
+    known = {session.session_id for session in readers}
+    if len(running) + len(waiting) != len(known) or running | set(waiting) != known:
+        raise Violation(f"sessions {sorted(known)} have readers, but {sorted(running)} run and {sorted(waiting)} wait")
+    lanes = [session.lane for session in admission.running.values()]
+    if len(set(lanes)) != len(lanes):
+        raise Violation(f"lanes {lanes} are given twice")
+    if coordinator.is_connected:
+        _check_epoch(coordinator, running)
+    if waiting and len(running) < min(admission.n_ours, admission.n_lanes):
+        raise Violation("a lane is free and some wait for one")
+    if waiting and not running and not conductor._is_trying and coordinator.is_connected:
+        raise Violation("some wait for a lane, and nothing will bring them one")
+    suspects = conductor.suspects
+    if not {*suspects._losses, *suspects._passed, *suspects._then} <= known:
+        raise Violation("sessions that are over are still under suspicion")
+    if len(conductor.prefixes._kept) > conductor.prefixes.n_max:
+        raise Violation("more lanes are kept than may be")
+    for session_id, audience in coordinator.audiences.items():
+        if not audience.streams:
+            raise Violation(f"session {session_id} goes on for nobody")
+    for read in readers._by_id.values():
+        if read.n_readers <= 0:
+            raise Violation(f"session {read.session.session_id} goes on for nobody")
+
+
+def _check_epoch(coordinator: Coordinator, running: set[int]) -> None:
+    scheduler = coordinator.conductor.scheduler
+    if not set(scheduler.under_way()) <= running:
+        raise Violation("frames of sessions that are over are still counted as under way")
+    pool = [frame.session.session_id for frame in scheduler._pool]
+    if not set(pool) <= running or len(set(pool)) != len(pool):
+        raise Violation("the pool holds rows of sessions that are over, or two of one")
+    if not {*scheduler._decoding, *(session.session_id for session in scheduler._prompts.sessions)} <= running:
+        raise Violation("the scheduler counts sessions that are over")
+    if len(running) > coordinator.conductor.admission.n_lanes:
+        raise Violation("more sessions run than there are lanes")
+    if any(link.n_in_flight > IN_FLIGHT_MAX for link in coordinator.links):
+        raise Violation("a link holds more than it may")
+
+
+def check_node(node: Node) -> None:
+    """Hold that lanes, cells and samplers belong to open sessions and to nothing else."""
+    if not node.is_up:
+        return
+    node.lanes.check()
+    owned = node.lanes._by_session
+    cells = [len(lane) for lane in node.engine.lanes]
+    for lane in owned.values():
+        if node.step is None and cells[lane.index] != lane.next_position:
+            raise Violation(
+                f"lane {lane.index} of stage {node.index} has {cells[lane.index]} cells for {lane.next_position} rows"
+            )
+        cells[lane.index] = 0
+    if any(cells):
+        raise Violation(f"stage {node.index} keeps cells of sessions that are over")
+    sessions = node.executor.sessions
+    if not set(sessions.samplers) <= set(owned):
+        raise Violation(f"stage {node.index} keeps samplers of sessions that are over")
+    if node.batcher.queued_rows < 0 or len(node.batcher) > SENDS_MAX:
+        raise Violation(f"stage {node.index} queues {len(node.batcher)} frames")
+    for route_id, _ in node.batcher._sessions:
+        if route_id not in node.routes:
+            raise Violation(f"stage {node.index} has frames of a route whose epoch is over")
+
+
+@dataclasses.dataclass(slots=True)
+class Excuses:
+    """What happened that a request may end with an error for."""
+
+    n_deaths: int = 0  # of processes
+    n_envelopes_lost: int = 0  # of which stages lost the rows
+    poisoned: set[str] = dataclasses.field(default_factory=set)  # requests that bring stages down
+
+    def excuse(self, client: Client) -> bool:
+        """Return whether an error is what this client had to get."""
+        match client.end:
+            case "internal":  # taken for one that brings stages down
+                return client.request.request_id in self.poisoned or self.n_deaths >= LOSSES_MAX
+            case "stage_lost":  # its rows were lost time and again
+                return self.n_envelopes_lost > REPLAYS_MAX
+            case "not_ready":
+                return client.may_be_refused and not client.n_tokens
+        return False
+
+
+def check_end(coordinators: list[Coordinator], nodes: list[Node], excuses: Excuses) -> None:
+    """Hold that every request ended as it had to, and that nothing is left but lanes that yield."""
+    for coordinator in coordinators:
+        for client in coordinator.clients:
+            _check_client(client, excuses)
+        if coordinator.audiences or len(coordinator.conductor.readers):
+            raise Violation("a session is left for nobody")
+        check_coordinator(coordinator)
+    kept = {
+        (coordinator.route_id, kept.session.session_id)
+        for coordinator in coordinators
+        for kept in coordinator.conductor.prefixes._kept
+    }
+    for node in nodes:
+        check_node(node)
+        held = {key for key, lane in node.lanes._by_session.items()}
+        if not held <= kept:
+            raise Violation(f"stage {node.index} was never given back lanes of sessions {sorted(held - kept)}")
+        if len(node.batcher):
+            raise Violation(f"stage {node.index} has frames left that nobody waits for")
+
+
+def _check_client(client: Client, excuses: Excuses) -> None:
+    name, end = client.request.request_id, client.end
+    if client.has_left or end == "length" or end in REFUSALS:
+        return
+    if not end:
+        raise Violation(f"request {name} never ended")
+    if not excuses.excuse(client):
+        raise Violation(f"request {name} ended with {end!r}")

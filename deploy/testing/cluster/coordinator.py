@@ -1,0 +1,383 @@
+"""A coordinator of the cluster: the real conductor, sender's codec and readers; shell and connection are simulated.
+
+It does what `coordinator.engine.epochs` and `coordinator.engine.pipeline` do, on virtual time.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterable, Sequence
+
+from relayline.coordinator.engine.conductor import Conductor, ConductorConfig, EpochFacts
+from relayline.coordinator.engine.instructions import Dispatch, Ended, Instruction, Lose, Send, Tell, TryLanes
+from relayline.coordinator.engine.token_sender import within_bounds, write_tokens
+from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.coordinator.sessions.frame import Frame
+from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
+from relayline.coordinator.sessions.prefixes import held_by_all
+from relayline.coordinator.sessions.request_log import UNKNOWN
+from relayline.coordinator.sessions.silence import Silence, Work
+from relayline.coordinator.sessions.streams import Audience
+from relayline.deploy.testing.cluster.clock import MS, Clock, S, Violation
+from relayline.deploy.testing.cluster.link import Link
+from relayline.deploy.testing.cluster.model import ROWS_MAX, Truth
+from relayline.deploy.testing.cluster.node import CTX_TOKENS, Node, Order
+from relayline.deploy.testing.simulation.world import smooth
+from relayline.wire.common.bounds import BEAT_EVERY_S, LOST_AFTER_S
+from relayline.wire.common.errors import RelaylineError, StageLostError
+from relayline.wire.envelopes import trace_context
+from relayline.wire.envelopes.buffers import BufferPool
+from relayline.wire.envelopes.envelope import DTYPE_TOKENS
+from relayline.wire.envelopes.returns import ReturnReader
+from relayline.wire.links import silence as looks
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+ATTEMPT_NS, RETRY_NS = 2 * S, 300 * MS  # how long one attempt to connect may take, and the wait before the next
+BEAT_NS = round(BEAT_EVERY_S * S)
+SLOW_SHARE, SLOW_FACTOR = 0.15, 400
+LATE_MAX = 6  # answers of the epoch before that come late
+HEARD_MAX = 64  # answers that are remembered, to come again
+
+
+class Client:
+    """Reads one stream and holds it to its contract."""
+
+    def __init__(self, request: GenerationRequest, truth: Truth, leaves_after: int | None) -> None:
+        """`leaves_after` so many tokens, or at once with 0; None: it stays to the end."""
+        self.request, self.leaves_after = request, leaves_after
+        self.session_id: int | None = None
+        self.came_ns, self.came_while_lost = 0, False
+        self.may_be_refused = False  # whether a stage that it waits for was lost before it came
+        self.n_tokens = 0
+        self.end = ""  # a finish reason, or an error's label
+        self.has_left = False
+        self._truth = truth
+
+    def put(self, event: TokenEvent | RelaylineError) -> None:
+        """Take what the session brings."""
+        name = self.request.request_id
+        if self.end:
+            raise Violation(f"request {name} is told something after its end ({self.end})")
+        if isinstance(event, RelaylineError):
+            self.end = event.label
+            return
+        self.n_tokens += 1
+        if event.token != (expected := self._truth.feed_back()):
+            raise Violation(
+                f"token {self.n_tokens} of request {name} is {event.token}, not {expected}: lost or doubled"
+            )
+        self.end = event.finish_reason or ""
+        if self.end and self.n_tokens != self.request.max_tokens:
+            raise Violation(f"request {name} ends after {self.n_tokens} tokens of {self.request.max_tokens}")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is owed to it any more."""
+        return bool(self.end) or self.has_left
+
+
+class Coordinator:
+    """One pipeline over all nodes."""
+
+    def __init__(
+        self,
+        route_id: int,
+        config: ConductorConfig,
+        nodes: Sequence[Node],
+        clock: Clock,
+        rng: random.Random,
+        delay_ns: int,
+        *,
+        has_slow_calls: bool,
+        has_late_answers: bool,
+    ) -> None:
+        self.route_id, self.nodes = route_id, nodes
+        self._has_slow_calls, self._has_late_answers = has_slow_calls, has_late_answers
+        self._clock, self._rng, self._delay_ns = clock, rng, delay_ns
+        # Both coordinators name their sessions alike: they must never meet.
+        self.conductor = Conductor(config, lambda _: False, itertools.count(1), 0)
+        self.is_connected = False
+        self.links: list[Link] = []  # of the epoch that stands or is begun, the one to stage 0 last
+        self.heard: list[pb.ReturnEnvelope] = []  # answers that came, some of them of epochs that are over
+        self.audiences: dict[int, Audience] = {}
+        self.clients: list[Client] = []
+        self.n_lost = 0
+        self._silences = [looks.Silence() for _ in nodes]
+        self._held: list[dict[int, int]] = []
+        self._pool, self._sequence = BufferPool(DTYPE_TOKENS, 1), 0
+        self._link: Link | None = None
+        self._attempted = 0  # the epoch that is tried now; 0: none
+        self._lost: RelaylineError | None = None  # why the latest epoch cannot go on
+        self._readers: list[ReturnReader] = []
+        self._quiet = Silence()
+        clock.after(0, self._attempt)
+        clock.after(BEAT_NS, self._beat)
+
+    # --- clients ------------------------------------------------------------------------------------------------------
+
+    def open(self, client: Client) -> None:
+        """A client asks."""
+        now_ns, conductor = self._clock.now_ns, self.conductor
+        self.clients.append(client)
+        client.came_ns, client.came_while_lost = now_ns, not self.is_connected
+        try:
+            opened, instructions = conductor.open(client.request, now_ns)
+        except RelaylineError as error:
+            client.end = f"refused: {error.label}"
+            return
+        client.session_id = opened.session_id
+        if not opened.is_joined:
+            self.audiences[opened.session_id] = Audience(opened.session_id)
+        self.audiences[opened.session_id].join(client)
+        self.carry(instructions)
+        if client.leaves_after == 0:
+            self._clock.after(self._rng.randrange(100 * MS), self.leave, client)
+
+    def leave(self, client: Client) -> None:
+        """A client goes away, whether its answer is whole or not."""
+        if client.session_id is None or client.has_left:
+            return
+        client.has_left = True
+        audience = self.audiences.get(client.session_id)
+        if audience is not None:
+            audience.streams.remove(client)
+            if not audience.streams:
+                del self.audiences[client.session_id]
+        self.carry(self.conductor.left(client.session_id, self._clock.now_ns))
+
+    # --- the connection's life, as coordinator.engine.epochs has it ---------------------------------------------------
+
+    def _attempt(self) -> None:
+        epoch = self._attempted = self.conductor.begin_epoch()
+        self._lost = None
+        self._held, self.links, self._readers = [], [], []
+        instances = [node.instance for node in self.nodes]
+        if all(node.answers for node in self.nodes):
+            self._configure(len(self.nodes) - 1, epoch, instances, None)
+            self._clock.after(ATTEMPT_NS, self._failed, epoch)
+        else:
+            self._clock.after(RETRY_NS, self._failed, epoch)
+
+    def _failed(self, epoch: int) -> None:
+        if epoch == self._attempted:
+            for link in self.links:
+                link.cut()
+            self._attempt()
+
+    def _configure(self, index: int, epoch: int, instances: list[int], downstream: Link | None) -> None:
+        """Order a stage into the next epoch; the one before it follows once it has answered."""
+        node, reader = self.nodes[index], ReturnReader(f"stage {index}")
+        lost = functools.partial(self._lost_at, epoch, StageLostError(f"the return link of stage {index} is gone"))
+        returns = self._new_link(functools.partial(self._returned, epoch, reader), downstream_lost=lost)
+        self._readers.insert(0, reader)
+        order = Order(self.route_id, epoch, instances[index], returns, downstream)
+
+        def reply(held: dict[int, int] | RelaylineError) -> None:
+            self._clock.after(self._travel_ns(), answered, held)
+
+        def answered(held: dict[int, int] | RelaylineError) -> None:
+            if epoch != self._attempted:
+                return
+            if isinstance(held, RelaylineError):
+                self._clock.after(RETRY_NS, self._failed, epoch)
+                return
+            self._held.append(held)
+            receive = functools.partial(node.receive, self.route_id, epoch)
+            gone = functools.partial(node.upstream_left, self.route_id, epoch)
+            above = self.nodes[index - 1] if index else None
+            link = self._new_link(
+                lambda message: node.do(functools.partial(receive, message)),
+                upstream_lost=functools.partial(self._broken, above, epoch, index),
+                downstream_lost=lambda: node.do(gone),
+            )
+            if index:
+                self._configure(index - 1, epoch, instances, link)
+            else:
+                self._connected(link)
+
+        self._clock.after(self._travel_ns(), node.do, lambda: node.configure(order, reply))
+
+    def _travel_ns(self) -> int:
+        """Return what a call takes one way: in some histories now and then longer than an attempt."""
+        is_slow = self._has_slow_calls and self._rng.random() < SLOW_SHARE
+        return (SLOW_FACTOR if is_slow else 1) * self._rng.randrange(1 + 2 * self._delay_ns)
+
+    def _new_link(
+        self,
+        deliver: Callable[[bytes], None],
+        downstream_lost: Callable[[], None],
+        upstream_lost: Callable[[], None] = lambda: None,
+    ) -> Link:
+        ends = {"upstream_lost": upstream_lost, "downstream_lost": downstream_lost}
+        link = Link(self._clock, self._rng, self._delay_ns, deliver, **ends)
+        self.links.append(link)
+        return link
+
+    def _broken(self, above: Node | None, epoch: int, index: int) -> None:
+        """The upstream end of the link into a stage notices that it is gone."""
+        error = StageLostError(f"the link to stage {index} is gone")
+        if above is None:
+            self._lost_at(epoch, error)
+        else:
+            above.do(functools.partial(above.link_broke, self.route_id, epoch, error))
+
+    def _connected(self, link: Link) -> None:
+        self._link, self._sequence, self.is_connected = link, 0, True
+        self._attempted = 0
+        self._quiet = Silence()
+        curve = smooth()
+        facts = EpochFacts(
+            n_lanes=min(node.lanes.n_lanes for node in self.nodes),
+            ctx_tokens=CTX_TOKENS,
+            held=held_by_all(self._held),
+            instances=tuple(f"{node.index}/{node.instance}" for node in self.nodes),
+            costs=[StageCost(curve, curve, ROWS_MAX) for _ in self.nodes],
+        )
+        for silence in self._silences:
+            silence.heard()
+        self.carry(self.conductor.connected(facts, self._clock.now_ns))
+        if self._has_late_answers:
+            for message in self.heard[-LATE_MAX:]:
+                self._clock.after(self._rng.randrange(100 * MS), self.answer, message)
+        if self._lost is not None:  # while the others were ordered
+            self._clock.after(0, self._disconnect, self._lost)
+
+    def _lost_at(self, epoch: int, error: RelaylineError) -> None:
+        if epoch == self.conductor.epoch:
+            self.lose(error)
+
+    def lose(self, error: RelaylineError) -> None:
+        """The epoch cannot go on; the first to say so is heard."""
+        if self._lost is None:
+            self._lost = error
+            if self.is_connected:
+                self._clock.after(0, self._disconnect, error)
+
+    def _disconnect(self, error: RelaylineError) -> None:
+        self.n_lost += 1
+        self.is_connected = False
+        self.carry(self.conductor.lost(error, self._clock.now_ns))
+        for link in self.links:
+            link.close()
+        self._link = None
+        self._clock.after(RETRY_NS, self._attempt)
+
+    # --- signs of life ------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        self._clock.after(BEAT_NS, self._beat)
+        now_ns, conductor = self._clock.now_ns, self.conductor
+        for node, silence in zip(self.nodes, self._silences, strict=True):
+            if node.answers:
+                silence.heard()
+                conductor.availability.heard(node.index, now_ns)
+        self.carry(conductor.look(now_ns))
+        n_looks = [silence.look() for silence in self._silences]
+        if max(n_looks) >= looks.looks_of(LOST_AFTER_S):
+            self.lose(StageLostError("a stage gives no sign of life"))
+        if self.is_connected:
+            self._look_for_lost_sessions()
+
+    def _look_for_lost_sessions(self) -> None:
+        """Do what coordinator.engine.connection.watch_silence does."""
+        now_ns, link = self._clock.now_ns, self._link
+        silent = self._quiet.silent(self.conductor.scheduler.under_way(), now_ns)
+        if not silent or link is None or not all(node.answers for node in self.nodes):
+            return
+        works: list[Work] = []
+        for node, reader in zip(self.nodes, self._readers, strict=True):
+            route = node.routes.get(self.route_id)
+            if route is None or route.epoch != self.conductor.epoch:
+                return
+            n_out = route.downstream.n_sent if route.downstream is not None else 0
+            came, ids = reader.n_messages, node.session_ids(self.route_id)
+            works.append(Work(route.n_envelopes, n_out, route.n_returned, came, is_busy=False, session_ids=ids))
+        if lost := self._quiet.lost(silent, link.n_sent, works):
+            self.carry(self.conductor.silent(lost, len(self.nodes), now_ns))
+        if self._quiet.broken_way(link.n_sent, works, now_ns) is not None:
+            self.lose(StageLostError("a message has not arrived"))
+
+    # --- answers in, instructions out ---------------------------------------------------------------------------------
+
+    def _returned(self, epoch: int, reader: ReturnReader, data: bytes) -> None:
+        try:
+            message = reader.read(data)
+        except RelaylineError as error:
+            self._lost_at(epoch, error)
+            return
+        self.heard = [*self.heard, message][-HEARD_MAX:]
+        self.answer(message)
+
+    def answer(self, message: pb.ReturnEnvelope) -> None:
+        """Take an answer of a stage, also one that was taken before."""
+        is_over = message.epoch != self.conductor.epoch
+        before = self._known() if is_over else None
+        instructions = self.conductor.returned(message, self._clock.now_ns)
+        if is_over and (instructions or self._known() != before):
+            raise Violation(f"at epoch {self.conductor.epoch} an answer of another epoch changes something")
+        self.carry(instructions)
+
+    def _known(self) -> object:
+        """Return what an answer may change."""
+        conductor = self.conductor
+        histories = [(session.session_id, session.state, len(session.history)) for session in conductor.readers]
+        return histories, conductor.scheduler.under_way(), dict(conductor.suspects._passed)
+
+    def carry(self, instructions: Iterable[Instruction]) -> None:
+        """Carry out what the conductor wants done, as coordinator.engine.pipeline does."""
+        for instruction in instructions:
+            match instruction:
+                case Send(frames):
+                    self._send(frames)
+                case Tell(session_id, event):
+                    self._tell(session_id, event)
+                case Dispatch():
+                    self._clock.after(0, self._dispatch)
+                case Lose(error):
+                    self.lose(error)
+                case TryLanes(after_s):
+                    self._clock.after(round(after_s * S), self._try_lanes)
+                case Ended(session_id, error) if error is not None and error.label == "internal":
+                    if "not tried again" not in error.message:
+                        raise Violation(f"session {session_id} met a bug: {error.message}")
+                case _:
+                    if getattr(instruction, "bug", None) is not None:
+                        raise instruction.bug  # type: ignore[union-attr, misc]
+
+    def _dispatch(self) -> None:
+        self.carry(self.conductor.dispatch(self._clock.now_ns))
+
+    def _try_lanes(self) -> None:
+        self.carry(self.conductor.try_lanes(self._clock.now_ns))
+
+    def _send(self, frames: Sequence[Frame]) -> None:
+        link, epoch = self._link, self.conductor.epoch
+        if link is None:
+            raise Violation("frames leave while no epoch stands")
+        for envelope in within_bounds(frames):
+            self._sequence += 1
+            buffer = self._pool.lease(len(envelope), sum(len(frame.tokens) for frame in envelope))
+            number, now_ns = self._sequence, self._clock.now_ns
+            message = write_tokens(
+                buffer, envelope, epoch, number, trace_context.NONE, lambda session_id: UNKNOWN, now_ns
+            )
+            link.send(bytes(bytearray(message)))
+            self._pool.give_back(buffer)
+
+    def _tell(self, session_id: int, event: TokenEvent | RelaylineError) -> None:
+        audience = self.audiences.get(session_id)
+        if audience is None:
+            return
+        readers = list(audience.streams)
+        silent_ns = [node.silent_since_ns for node in self.nodes if not node.answers]
+        audience.put(event)
+        if isinstance(event, RelaylineError) or event.finish_reason is not None:
+            del self.audiences[session_id]
+        for reader in readers:
+            assert isinstance(reader, Client)
+            is_later = any(reader.came_ns >= since_ns - BEAT_NS for since_ns in silent_ns)
+            reader.may_be_refused = reader.came_while_lost or is_later
+            if reader.leaves_after and reader.n_tokens == reader.leaves_after:
+                self._clock.after(0, self.leave, reader)

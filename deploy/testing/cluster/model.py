@@ -1,0 +1,111 @@
+"""A model whose every row depends on all rows before it in its lane, and the tokens that it must therefore say.
+
+A stage's row is a hash of the lane so far, small enough to be exact as f16. So a row that was lost, doubled, computed
+in another lane or upon another history shows in the next tokens. It runs below the real StepExecutor, in the place of
+stage.engine.native.NativeEngine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from relayline.deploy.testing.cluster.clock import Violation
+
+WIDTH, N_VOCAB, ROWS_MAX = 2, 509, 64
+_MODULUS = 1_021  # below 2048: whole numbers up to there are exact as f16
+
+
+def _next(before: int, value: int, stage: int) -> int:
+    return (before * 31 + value + 7 * stage + 1) % _MODULUS
+
+
+class Truth:
+    """What the model says of one history."""
+
+    def __init__(self, n_stages: int, tokens: Sequence[int]) -> None:
+        self._hashes = [0] * n_stages
+        self.token = 0
+        for token in tokens:
+            self.feed(token)
+
+    def feed(self, token: int) -> int:
+        """Go on by one token; returns the one that follows."""
+        value = token
+        for stage, before in enumerate(self._hashes):
+            value = self._hashes[stage] = _next(before, value, stage)
+        self.token = value % N_VOCAB
+        return self.token
+
+    def answer(self, n_tokens: int) -> list[int]:
+        """Return the next tokens, each fed back."""
+        return [self.feed_back() for _ in range(n_tokens)]
+
+    def feed_back(self) -> int:
+        """Say the next token and go on by it."""
+        token = self.token
+        self.feed(token)
+        return token
+
+
+class ModelEngine:
+    """Satisfies stage.steps.step_types.Engine. Raises Violation where a row does not continue its lane."""
+
+    def __init__(self, stage: int, n_lanes: int, *, is_last: bool) -> None:
+        self.n_embd, self.max_rows, self.max_wanted, self.is_last = WIDTH, ROWS_MAX, ROWS_MAX, is_last
+        self.n_vocab = N_VOCAB if is_last else 0
+        self.input_rows = np.zeros((ROWS_MAX, WIDTH), np.float32)
+        self.positions = np.zeros(ROWS_MAX, np.int32)
+        self.seq_ids = np.zeros(ROWS_MAX, np.int32)
+        self.wants = np.ones(ROWS_MAX, np.int8)
+        self.output_rows = np.zeros((0 if is_last else ROWS_MAX, WIDTH), np.float32)
+        self.micro_batches: tuple[int, ...] = ()
+        self.lanes: list[list[int]] = [[] for _ in range(n_lanes)]
+        self._stage = stage
+        self._tokens: dict[int, int] = {}
+
+    def decode(self, n_rows: int) -> None:
+        """Compute rows."""
+        self._tokens.clear()
+        values = self.input_rows[:n_rows, 0].tolist()
+        lanes, positions = self.seq_ids[:n_rows].tolist(), self.positions[:n_rows].tolist()
+        for row, (value, index, position) in enumerate(zip(values, lanes, positions, strict=True)):
+            lane = self.lanes[index]
+            if position != len(lane):
+                raise Violation(f"stage {self._stage}: lane {index} holds {len(lane)} rows, and is fed row {position}")
+            lane.append(_next(lane[-1] if lane else 0, int(value), self._stage))
+            if self.is_last:
+                self._tokens[row] = lane[-1] % N_VOCAB
+            else:
+                self.output_rows[row, 0] = lane[-1]
+
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """Return logits with one largest."""
+        logits = np.zeros(N_VOCAB, np.float32)
+        logits[self._tokens[row]] = 1.0
+        return logits
+
+    def check_rewind(self, lane: int, position: int) -> None:
+        """Any lane can be taken back."""
+
+    def drop_from(self, lane: int, position: int) -> None:
+        """Forget rows from a position on."""
+        del self.lanes[lane][position:]
+
+    def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
+        """Copy the first rows of a lane."""
+        self.lanes[target_lane] = self.lanes[source_lane][:n_tokens]
+
+    def clear(self, lane: int) -> None:
+        """Empty a lane."""
+        self.lanes[lane].clear()
+
+
+class ModelEmbeddings:
+    """Satisfies stage.steps.step_types.Embeddings: a token's row says which it is."""
+
+    def lookup(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
+        """Write the rows of tokens."""
+        out[:, 0] = tokens

@@ -1,0 +1,288 @@
+"""A stage of the cluster: the real executor, lanes, batcher and codec; the process around them is simulated.
+
+It can die, hang, be slow, forget what waits in its queue, and be started anew with other lanes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable
+
+from relayline.deploy.testing.cluster.clock import MS, Clock, Violation
+from relayline.deploy.testing.cluster.link import Link
+from relayline.deploy.testing.cluster.model import ROWS_MAX, WIDTH, ModelEmbeddings, ModelEngine
+from relayline.stage.inbound import check_due, queued_frames
+from relayline.stage.queue_types import QueuedFrame, Step
+from relayline.stage.routes import check_newer
+from relayline.stage.steps.batcher import Batcher
+from relayline.stage.steps.lanes import LaneTable
+from relayline.stage.steps.policy import DrainPolicy, GroupPolicy, Policy
+from relayline.stage.steps.step import StepExecutor
+from relayline.stage.steps.step_types import RouteOutput, RouteWiring
+from relayline.wire.common.curve import CostCurve
+from relayline.wire.common.errors import NotReadyError, RelaylineError, StageLostError
+from relayline.wire.envelopes.buffers import BufferPool
+from relayline.wire.envelopes.envelope import DTYPE_F16, parse
+from relayline.wire.envelopes.frames import Flag
+from relayline.wire.envelopes.returns import ReturnWriter
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+CTX_TOKENS = 128
+STEP_NS, ROW_NS = 4 * MS, MS // 2
+_ENVELOPES = itertools.count(1)
+
+Reply = Callable[["dict[int, int] | RelaylineError"], None]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class NodeRoute:
+    """One coordinator's use of a stage at one epoch."""
+
+    route_id: int
+    epoch: int
+    returns: Link
+    downstream: Link | None
+    writer: ReturnWriter = dataclasses.field(default_factory=ReturnWriter)
+    n_envelopes: int = 0
+    n_returned: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Order:
+    """What a coordinator asks of a stage for a new epoch."""
+
+    route_id: int
+    epoch: int
+    instance: int
+    """The process that it means."""
+    returns: Link
+    downstream: Link | None
+
+
+class Node:
+    """One stage. Everything that reaches its process goes through `do`."""
+
+    def __init__(self, index: int, n_stages: int, n_lanes: int, policy: str, clock: Clock, rng: random.Random) -> None:
+        self.index, self.is_last, self._policy = index, index == n_stages - 1, policy
+        self._clock, self._rng = clock, rng
+        self.instance = 0  # how often its process was started
+        self.is_up = False
+        self.silent_since_ns = 0  # when it last stopped answering
+        self.factor = 1.0  # how many times longer its steps take now
+        self.on_rows: Callable[[Node, list[QueuedFrame]], bool] = lambda node, frames: False
+        """Whether these rows, which are about to be computed, bring the process down."""
+        self.start(n_lanes)
+
+    def start(self, n_lanes: int) -> None:
+        """Start its process, which has nothing of the one before."""
+        if self.is_up:
+            return
+        self.instance += 1
+        self.is_up, self.is_hung = True, False
+        self.engine = ModelEngine(self.index, n_lanes, is_last=self.is_last)
+        self.lanes = LaneTable(n_lanes, CTX_TOKENS)
+        embeddings = None if self.index else ModelEmbeddings()
+        self.executor = StepExecutor(self.engine, self.lanes, self.index, embeddings)
+        self.batcher = Batcher(_policy(self._policy))
+        self.routes: dict[int, NodeRoute] = {}
+        self.newest: dict[int, int] = {}  # route id -> newest epoch that ever began here
+        self.step: Step | None = None
+        self._n_to_lose = 0
+        self._waiting: list[Callable[[], None]] = []  # what reached a process that hangs
+        self._between: list[Callable[[], None]] = []  # what is to be done between two steps
+
+    @property
+    def answers(self) -> bool:
+        """Whether whoever asks it now gets an answer."""
+        return self.is_up and not self.is_hung
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Let something reach the process: it is lost where that is dead, and waits while it hangs."""
+        if not self.is_up:
+            return
+        if self.is_hung:
+            self._waiting.append(action)
+        else:
+            action()
+
+    # --- what goes wrong ----------------------------------------------------------------------------------------------
+
+    def die(self) -> None:
+        """End the process: its links break."""
+        if not self.is_up:
+            return
+        if not self.is_hung:
+            self.silent_since_ns = self._clock.now_ns
+        self.is_up, self.step = False, None
+        for route in self.routes.values():
+            route.returns.cut()
+            if route.downstream is not None:
+                route.downstream.cut()
+        self.routes.clear()
+
+    def hang(self) -> None:
+        """Stop the process; its links stand."""
+        if not self.is_hung:
+            self.is_hung, self.silent_since_ns = True, self._clock.now_ns
+
+    def go_on(self, instance: int) -> None:
+        """Let the process go on after it hung, if it is still the same."""
+        if self.is_up and self.instance == instance and self.is_hung:
+            self.is_hung = False
+            waiting, self._waiting = self._waiting, []
+            for action in waiting:
+                self.do(action)
+
+    def lose_rows(self, n_envelopes: int) -> None:
+        """Lose, by a bug, all rows of the next envelopes that bring any."""
+        self._n_to_lose = n_envelopes
+
+    # --- routes -------------------------------------------------------------------------------------------------------
+
+    def configure(self, order: Order, reply: Reply) -> None:
+        """Begin an epoch, as stage.service.StageService does; `reply` gets what sessions hold here, or the refusal."""
+        self._between_steps(lambda: self._configure(order, reply))
+
+    def _configure(self, order: Order, reply: Reply) -> None:
+        try:
+            if order.instance != self.instance:
+                raise NotReadyError("this stage has been started anew")
+            if (previous := self.routes.get(order.route_id)) is not None:
+                check_newer(order.epoch, previous.epoch)
+                self._end(previous)
+                if order.epoch <= previous.epoch:
+                    raise Violation(f"stage {self.index} goes from epoch {previous.epoch} to {order.epoch}")
+        except RelaylineError as error:
+            reply(error)
+            return
+        self.newest[order.route_id] = max(order.epoch, self.newest.get(order.route_id, 0))
+        route = NodeRoute(order.route_id, order.epoch, order.returns, order.downstream)
+        pool = None if self.is_last else BufferPool(DTYPE_F16, WIDTH)
+        held = self.executor.begin_route(order.route_id, RouteWiring(order.epoch, pool))
+        self.routes[order.route_id] = route
+        reply(held)
+
+    def _end(self, route: NodeRoute) -> None:
+        if self.routes.get(route.route_id) is route:
+            del self.routes[route.route_id]
+            self.batcher.drop_route(route.route_id)
+            self.executor.leave_route(route.route_id)
+            route.returns.cut()
+            if route.downstream is not None:
+                route.downstream.close()
+
+    def upstream_left(self, route_id: int, epoch: int) -> None:
+        """The upstream end of an epoch's link has gone: end the epoch here."""
+        text = f"the upstream link of stage {self.index} closed"
+        self.link_broke(route_id, epoch, StageLostError(text))
+        route = self.routes.get(route_id)
+        if route is not None and route.epoch == epoch:
+            self._between_steps(lambda: self._end(route))
+
+    def link_broke(self, route_id: int, epoch: int, error: RelaylineError) -> None:
+        """A link of an epoch broke: tell the coordinator, if that epoch stands here."""
+        route = self.routes.get(route_id)
+        if route is not None and route.epoch == epoch:
+            fault = pb.SessionFault(stage_index=self.index, label=error.label, message=error.message, retryable=True)
+            self._report(route, RouteOutput(route_id, epoch, faults=[fault]))
+
+    # --- envelopes in, steps, answers out -----------------------------------------------------------------------------
+
+    def receive(self, route_id: int, epoch: int, message: bytes) -> None:
+        """Take one envelope from upstream, as stage.inbound.Inbound does."""
+        route = self.routes.get(route_id)
+        if route is None or route.epoch != epoch:
+            return  # its link has ended
+        route.n_envelopes += 1
+        try:
+            view = parse(message, max_rows=ROWS_MAX)
+            check_due(view, epoch, route.n_envelopes)
+            frames = queued_frames(view, route_id, epoch, self._clock.now_ns, next(_ENVELOPES), None)
+        except RelaylineError as error:
+            self.link_broke(route_id, epoch, error)
+            return
+        for frame in frames:
+            if frame.flags & Flag.CLOSE:
+                self.executor.sessions.cancelled.add(frame.session_key)
+        if self._n_to_lose and any(frame.n_rows for frame in frames):
+            self._n_to_lose -= 1
+            frames = [frame for frame in frames if frame.is_control]
+        self.batcher.push_together(frames)
+        self._begin()
+
+    def _between_steps(self, action: Callable[[], None]) -> None:
+        if self.step is not None:
+            self._between.append(action)
+        else:
+            action()
+
+    def _begin(self) -> None:
+        if self.step is not None:
+            return
+        self.step = self.batcher.take(self._clock.now_ns)
+        if self.step is None:
+            return
+        duration_ns = (STEP_NS + ROW_NS * self.step.n_rows) * self.factor * (0.5 + self._rng.random())
+        self._clock.after(round(duration_ns), self._ended, self.instance)
+
+    def _ended(self, instance: int) -> None:
+        if instance == self.instance:  # else of a process that is gone
+            self.do(self._finish)
+
+    def _finish(self) -> None:
+        step = self.step
+        if step is None:
+            return
+        if self.on_rows(self, step.frames):
+            self.die()
+            return
+        self._check_epochs(step)
+        result = self.executor.execute(step)
+        self.step = None
+        for output in result.outputs:
+            route = self.routes.get(output.route_id)
+            if route is None or route.epoch != output.epoch:
+                raise Violation(f"stage {self.index} has an output of epoch {output.epoch}, which does not stand")
+            self._report(route, output)
+            if output.buffer is not None and route.downstream is not None:
+                route.downstream.send(bytes(bytearray(output.message)))
+                self.executor.routes[route.route_id].pool.give_back(output.buffer)  # type: ignore[union-attr]
+        between, self._between = self._between, []
+        for action in between:
+            action()
+        self._begin()
+
+    def _check_epochs(self, step: Step) -> None:
+        """Hold that nothing of an epoch that was followed by another is computed."""
+        for frame in (*step.controls, *step.frames):
+            if frame.epoch < self.newest.get(frame.route_id, 0):
+                raise Violation(f"stage {self.index} takes a step with a frame of epoch {frame.epoch}, which is over")
+
+    def _report(self, route: NodeRoute, output: RouteOutput) -> None:
+        if output.samples or output.faults or output.progress:
+            message = pb.ReturnEnvelope(
+                epoch=output.epoch,
+                stage_index=self.index,
+                samples=output.samples,
+                faults=output.faults,
+                progress=output.progress,
+            )
+            for piece in route.writer.write(message):
+                route.n_returned += 1
+                route.returns.send(piece)
+
+    # --- for those who look -------------------------------------------------------------------------------------------
+
+    def session_ids(self, route_id: int) -> frozenset[int]:
+        """Return the sessions of a route of which anything waits or runs."""
+        running = () if self.step is None else (*self.step.controls, *self.step.frames)
+        taken = {frame.session_id for frame in running if frame.route_id == route_id}
+        return frozenset(taken | self.batcher.session_ids(route_id))
+
+
+def _policy(name: str) -> Policy:
+    if name == "drain":
+        return DrainPolicy(max_rows=ROWS_MAX, prefill_rows=32)
+    return GroupPolicy(ROWS_MAX, CostCurve())

@@ -1,0 +1,256 @@
+"""Plays one history of a cluster: real conductor, scheduler, executor, lanes, batchers and codec, on virtual time.
+
+`simulate(seed)` returns what came of it, or raises Violation. The same seed gives the same history, event for event.
+`python -m relayline.deploy.testing.cluster.run` plays many, and prints the seed of one that fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import os
+import random
+import secrets
+import sys
+import traceback
+from collections.abc import Sequence
+
+from relayline.coordinator.engine.conductor import ConductorConfig
+from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
+from relayline.deploy.testing.cluster import audit
+from relayline.deploy.testing.cluster.clock import MS, Clock, S, Violation
+from relayline.deploy.testing.cluster.coordinator import Client, Coordinator
+from relayline.deploy.testing.cluster.model import N_VOCAB, Truth
+from relayline.deploy.testing.cluster.node import Node
+from relayline.deploy.testing.cluster.plan import KINDS, Plan, Trouble, Wish, plan_of
+from relayline.stage.queue_types import QueuedFrame
+from relayline.wire.common.phase import Phase
+
+PATIENCE_NS = 120 * S  # after the last trouble everything must have ended by then
+EVENTS_MAX = 200_000
+COMES_BACK_NS = 400 * MS
+SEED_VARIABLE = "RELAYLINE_CLUSTER_SEED"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one history."""
+
+    n_events: int
+    n_tokens: int
+    n_epochs_lost: int
+    n_deaths: int
+    ends: collections.Counter[str]
+
+
+class Cluster:
+    """Nodes, coordinators, clients and what goes wrong."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.clock, self._rng = plan, Clock(), random.Random(f"{plan.seed}/run")
+        self.excuses = audit.Excuses()
+        self._poison: dict[tuple[int, int], int] = {}  # (route, session) -> the stage that it brings down
+        n = plan.n_stages
+        self.nodes = [Node(i, n, plan.n_lanes, plan.stage_policy, self.clock, self._rng) for i in range(n)]
+        for node in self.nodes:
+            node.on_rows = self._on_rows
+        config = ConductorConfig(
+            schedule=plan.schedule,
+            stage_names=tuple(f"stage {index}" for index in range(n)),
+            n_vocab=N_VOCAB,
+            share=plan.share,
+            prefix_lanes=plan.prefix_lanes,
+            waiting_max=plan.waiting_max,
+        )
+        self.coordinators = [
+            Coordinator(
+                route_id,
+                config,
+                self.nodes,
+                self.clock,
+                self._rng,
+                plan.delay_ns,
+                has_slow_calls=plan.has_slow_calls,
+                has_late_answers=plan.has_late_answers,
+            )
+            for route_id in range(1, 1 + plan.n_coordinators)
+        ]
+        self._n_to_come = len(plan.wishes)
+        for number, wish in enumerate(plan.wishes):
+            self.clock.at(100 * MS + wish.at_ns, self._arrive, number, wish)
+        for trouble in plan.troubles:
+            self.clock.at(100 * MS + trouble.at_ns, self._begin, trouble)
+
+    # --- the run ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Play to the end. Raises Violation."""
+        clock, until_ns = self.clock, self.plan.settled_ns + PATIENCE_NS
+        while not self._is_over() and clock.now_ns < until_ns and clock.n_events < EVENTS_MAX:
+            clock.step()
+            self._check()
+        if clock.n_events >= EVENTS_MAX:
+            raise Violation(f"{EVENTS_MAX} events, and no end")
+        quiet_ns = clock.now_ns + 30 * S  # closes are under way, and a last loss may have to be noticed
+        while clock.now_ns < quiet_ns and not (self._is_quiet() and self._is_over()):
+            clock.step()
+            self._check()
+        audit.check_end(self.coordinators, self.nodes, self.excuses)
+        clients = [client for coordinator in self.coordinators for client in coordinator.clients]
+        return Outcome(
+            clock.n_events,
+            sum(client.n_tokens for client in clients),
+            sum(coordinator.n_lost for coordinator in self.coordinators),
+            self.excuses.n_deaths,
+            collections.Counter("left" if client.has_left else client.end for client in clients),
+        )
+
+    def _check(self) -> None:
+        for node in self.nodes:
+            audit.check_node(node)
+        for coordinator in self.coordinators:
+            audit.check_coordinator(coordinator)
+
+    def _is_over(self) -> bool:
+        clients = (client for coordinator in self.coordinators for client in coordinator.clients)
+        return not self._n_to_come and self.clock.now_ns > self.plan.settled_ns and all(c.is_done for c in clients)
+
+    def _is_quiet(self) -> bool:
+        links = (link for coordinator in self.coordinators for link in coordinator.links)
+        return (
+            all(
+                coordinator.is_connected and not coordinator.conductor._is_dispatching
+                for coordinator in self.coordinators
+            )
+            and all(node.answers and node.step is None and not len(node.batcher) for node in self.nodes)
+            and not any(link.n_in_flight for link in links)
+        )
+
+    # --- clients ------------------------------------------------------------------------------------------------------
+
+    def _arrive(self, number: int, wish: Wish) -> None:
+        coordinator = self.coordinators[wish.coordinator]
+        if coordinator.conductor.availability.phase is Phase.LOADING:  # clients are told so, and come again
+            self.clock.after(100 * MS, self._arrive, number, wish)
+            return
+        self._n_to_come -= 1
+        prediction: tuple[int, ...] = ()
+        if wish.is_predicted and self.plan.schedule.draft:
+            answer = Truth(self.plan.n_stages, wish.prompt).answer(wish.max_tokens)
+            prediction = tuple((token + (at % 4 == 3)) % N_VOCAB for at, token in enumerate(answer))
+        sampling = SamplingParams(temperature=0.0)
+        request = GenerationRequest(f"r{number}", wish.prompt, wish.max_tokens, sampling, prediction=prediction)
+        client = Client(request, Truth(self.plan.n_stages, wish.prompt), wish.leaves_after)
+        coordinator.open(client)
+        if wish.kills_stage is not None and client.session_id is not None:
+            self.excuses.poisoned.add(request.request_id)
+            self._poison[coordinator.route_id, client.session_id] = wish.kills_stage
+        elif (coordinator.route_id, client.session_id) in self._poison:  # it shares that session
+            self.excuses.poisoned.add(request.request_id)
+
+    def _on_rows(self, node: Node, frames: list[QueuedFrame]) -> bool:
+        kills = any(self._poison.get(frame.session_key) == node.index for frame in frames)
+        if kills:
+            self.excuses.n_deaths += 1
+            self.clock.after(COMES_BACK_NS, node.start, node.lanes.n_lanes)
+        return kills
+
+    # --- what goes wrong ----------------------------------------------------------------------------------------------
+
+    def _begin(self, trouble: Trouble) -> None:
+        node, clock, lasts_ns = self.nodes[trouble.stage], self.clock, trouble.lasts_ns
+        coordinator = self.coordinators[trouble.which % len(self.coordinators)]
+        links = [link for each in self.coordinators for link in each.links if not link.is_cut]
+        match trouble.kind:
+            case "dies":
+                self._die(node, lasts_ns, node.lanes.n_lanes)
+            case "comes back with other lanes":
+                self._die(node, lasts_ns, 1 + trouble.which % 4)
+            case "flaps":
+                for turn in range(3):
+                    clock.after(turn * (lasts_ns + COMES_BACK_NS), self._die, node, lasts_ns // 2, node.lanes.n_lanes)
+            case "hangs" if node.is_up:
+                node.hang()
+                clock.after(lasts_ns, node.go_on, node.instance)
+            case "is late":
+                node.factor = 30.0
+                clock.after(lasts_ns, setattr, node, "factor", 1.0)
+            case "loses rows":
+                self.excuses.n_envelopes_lost += 1 + trouble.which % 2
+                node.lose_rows(1 + trouble.which % 2)
+            case "cut" if links:
+                links[trouble.which % len(links)].cut()
+            case "slow link" if links:
+                link = links[trouble.which % len(links)]
+                before_ns, link.delay_ns = link.delay_ns, lasts_ns // 4
+                clock.after(lasts_ns, setattr, link, "delay_ns", before_ns)
+            case "answers again":
+                for turn in range(8):
+                    clock.after(turn * lasts_ns // 8, self._answer_again, coordinator, trouble.which >> turn)
+
+    def _die(self, node: Node, lasts_ns: int, n_lanes: int) -> None:
+        if node.is_up:
+            self.excuses.n_deaths += 1
+            node.die()
+            self.clock.after(lasts_ns, node.start, n_lanes)
+
+    def _answer_again(self, coordinator: Coordinator, which: int) -> None:
+        if coordinator.heard:
+            coordinator.answer(coordinator.heard[which % len(coordinator.heard)])
+
+
+def simulate(seed: str, kinds: Sequence[str] = KINDS) -> Outcome:
+    """Play one history. Raises Violation, or what a bug of the code under test raises."""
+    return Cluster(plan_of(seed, kinds)).run()
+
+
+def simulate_many(base: str, n_seeds: int, kinds: Sequence[str] = KINDS) -> Outcome:
+    """Play many histories, seeds base/0, base/1 and so on; raises Violation with the seed of the first that fails.
+
+    kinds: what may go wrong.
+    """
+    total = Outcome(0, 0, 0, 0, collections.Counter())
+    for number in range(n_seeds):
+        seed = f"{base}/{number}"
+        try:
+            one = simulate(seed, kinds)
+        except Exception as error:
+            raise Violation(f"seed {seed}: {error!r}; replay it with {SEED_VARIABLE}={seed}") from error
+        total = Outcome(
+            total.n_events + one.n_events,
+            total.n_tokens + one.n_tokens,
+            total.n_epochs_lost + one.n_epochs_lost,
+            total.n_deaths + one.n_deaths,
+            total.ends + one.ends,
+        )
+    return total
+
+
+def base_seed() -> str:
+    """Return what seeds begin with in this run: the same where CI is set, else others each time."""
+    return "ci" if os.environ.get("CI") else secrets.token_hex(4)
+
+
+def main() -> int:
+    """Play histories from the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Simulate a whole cluster with losses on virtual time.")
+    parser.add_argument("--n", type=int, default=10_000, metavar="N", help="histories to play (default: %(default)s)")
+    parser.add_argument("--base", default=base_seed(), help="what their seeds begin with (default: another each time)")
+    arguments = parser.parse_args()
+    if one := os.environ.get(SEED_VARIABLE):
+        print(f"seed {one}", flush=True)
+        print(plan_of(one))
+        print(simulate(one))
+        return 0
+    print(f"seeds {arguments.base}/0 to {arguments.base}/{arguments.n - 1}", flush=True)
+    try:
+        print(simulate_many(arguments.base, arguments.n))
+    except Violation as violation:
+        traceback.print_exception(violation)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

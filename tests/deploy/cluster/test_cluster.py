@@ -1,0 +1,72 @@
+"""A whole cluster on virtual time: whatever is lost, every request ends once, with its tokens, and nothing is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+
+from relayline.deploy.testing.cluster.clock import MS, S
+from relayline.deploy.testing.cluster.plan import CALM, Trouble
+from relayline.deploy.testing.cluster.run import SEED_VARIABLE, Cluster, base_seed, simulate, simulate_many
+
+N_SEEDS = 60
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_hundreds_of_histories_with_losses(part: int) -> None:
+    """New ones each time, unless CI is set; `make simulate` plays more."""
+    if one := os.environ.get(SEED_VARIABLE):
+        print(f"seed {one}")
+        print(simulate(one))
+        return
+    base = f"{base_seed()}/{part}"
+    print(f"seeds {base}/0 to {base}/{N_SEEDS - 1}; replay one with {SEED_VARIABLE}=SEED")
+    outcome = simulate_many(base, N_SEEDS)
+    print(outcome)
+    assert outcome.n_epochs_lost > N_SEEDS // 10
+    assert outcome.n_deaths > N_SEEDS // 10
+    assert outcome.ends["length"] > 2 * N_SEEDS, "else little was tried"
+
+
+def test_a_seed_replays_event_for_event() -> None:
+    seeds = [f"again/{number}" for number in range(8)]
+    assert [simulate(seed) for seed in seeds] == [simulate(seed) for seed in seeds]
+
+
+def test_nothing_is_lost_where_nothing_goes_wrong() -> None:
+    outcome = Cluster(CALM).run()
+    assert (outcome.n_epochs_lost, outcome.ends) == (0, {"length": 3})
+
+
+@pytest.mark.parametrize("kind", ["dies", "flaps", "cut", "comes back with other lanes"])
+def test_what_is_lost_costs_no_token(kind: str) -> None:
+    outcome = Cluster(dataclasses.replace(CALM, troubles=(Trouble(300 * MS, kind, 1, 500 * MS, 1),))).run()
+    assert outcome.n_epochs_lost >= 1
+    assert outcome.ends == {"length": 3}
+    assert outcome.n_tokens == 60
+
+
+@pytest.mark.parametrize(("lasts_s", "n_lost"), [(4, 0), (20, 1)])
+def test_a_stage_that_hangs_is_lost_after_a_while_only(lasts_s: int, n_lost: int) -> None:
+    outcome = Cluster(dataclasses.replace(CALM, troubles=(Trouble(300 * MS, "hangs", 1, lasts_s * S, 0),))).run()
+    assert (outcome.n_epochs_lost, outcome.ends) == (n_lost, {"length": 3})
+
+
+def test_a_request_that_brings_stages_down_is_given_up_and_the_others_go_on() -> None:
+    bad = dataclasses.replace(CALM.wishes[1], kills_stage=2)
+    outcome = Cluster(dataclasses.replace(CALM, wishes=(CALM.wishes[0], bad, CALM.wishes[2]))).run()
+    assert outcome.ends == {"length": 2, "internal": 1}
+    assert outcome.n_deaths == 3
+
+
+def test_rows_that_a_stage_loses_are_found_missing() -> None:
+    outcome = Cluster(dataclasses.replace(CALM, troubles=(Trouble(200 * MS, "loses rows", 1, 0, 1),))).run()
+    assert (outcome.n_epochs_lost, outcome.ends) == (0, {"length": 3})
+
+
+def test_two_coordinators_take_turns_at_one_lane() -> None:
+    wishes = tuple(dataclasses.replace(wish, coordinator=number % 2) for number, wish in enumerate(CALM.wishes))
+    outcome = Cluster(dataclasses.replace(CALM, n_coordinators=2, n_lanes=1, wishes=wishes)).run()
+    assert (outcome.n_epochs_lost, outcome.ends) == (0, {"length": 3})

@@ -1,0 +1,167 @@
+"""Real code, broken on purpose in one place each: the simulation of a cluster must find every one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from relayline.coordinator.engine.conductor import Conductor
+from relayline.coordinator.schedule.scheduler import Scheduler
+from relayline.coordinator.sessions.admission import Admission
+from relayline.coordinator.sessions.readers import Readers
+from relayline.coordinator.sessions.session import Session
+from relayline.coordinator.sessions.silence import Silence
+from relayline.coordinator.sessions.suspects import Suspects
+from relayline.deploy.testing.cluster import node, run
+from relayline.deploy.testing.cluster.clock import S, Violation
+from relayline.deploy.testing.cluster.plan import CALM, KINDS
+from relayline.deploy.testing.cluster.run import Cluster, simulate_many
+from relayline.stage.steps import step
+from relayline.stage.steps.batcher import Batcher
+from relayline.stage.steps.lanes import LaneTable
+from relayline.stage.steps.sessions import Sessions
+
+N_SEEDS = 150  # at most; most are found at once
+Canary = Callable[[pytest.MonkeyPatch], None]
+POISONED = dataclasses.replace(CALM, wishes=(dataclasses.replace(CALM.wishes[0], kills_stage=1), *CALM.wishes[1:]))
+
+
+def takes_any_token(patch: pytest.MonkeyPatch) -> None:
+    """Whatever position it is for: an echo becomes a token."""
+    sampled = Session.sampled
+    patch.setattr(Session, "sampled", lambda self, at, *rest: sampled(self, len(self.history), *rest))
+
+
+def listens_to_old_epochs(patch: pytest.MonkeyPatch) -> None:
+    returned = Conductor.returned
+
+    def fenceless(self: Conductor, message: Any, now_ns: int) -> Any:
+        message.epoch = self.epoch
+        return returned(self, message, now_ns)
+
+    patch.setattr(Conductor, "returned", fenceless)
+
+
+def goes_back_to_old_epochs(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(node, "check_newer", lambda epoch, previous: None)
+
+
+def sends_into_a_lost_epoch(patch: pytest.MonkeyPatch) -> None:
+    lost = Conductor.lost
+
+    def goes_on(self: Conductor, *arguments: Any) -> Any:
+        instructions = lost(self, *arguments)
+        self._is_connected = True
+        return instructions
+
+    patch.setattr(Conductor, "lost", goes_on)
+
+
+def keeps_lanes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        LaneTable, "close", lambda self, session_id, route_id: self._by_session.pop((route_id, session_id), None)
+    )
+
+
+def keeps_cells(patch: pytest.MonkeyPatch) -> None:
+    def close(self: Sessions, key: tuple[int, int]) -> None:
+        self._lanes.close(key[1], key[0])
+        self._forget_marks(key)
+
+    patch.setattr(Sessions, "close", close)
+
+
+def does_not_forget_rows(patch: pytest.MonkeyPatch) -> None:
+    """A row that is repeated, or was guessed wrong, goes behind what it is to replace."""
+    place = LaneTable.place
+    patch.setattr(LaneTable, "place", lambda self, *arguments: (place(self, *arguments)[0], None))
+
+
+def starts_nobody_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Suspects, "starting", lambda self, running: [])
+
+
+def leaves_lanes_empty(patch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for the lane of one that ends does not get it."""
+
+    def leave(self: Admission, session: Session) -> list[Session]:
+        self.running.pop(session.session_id, None)
+        return []
+
+    patch.setattr(Admission, "leave", leave)
+
+
+def counts_ended_sessions(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "forget", lambda self, session_id, now_ns: None)
+
+
+def goes_on_for_nobody(patch: pytest.MonkeyPatch) -> None:
+    """A session whose last reader has left is not ended."""
+    leave = Readers.leave
+    patch.setattr(Readers, "leave", lambda self, session_id: leave(self, session_id) and None)
+
+
+def keeps_frames_of_ended_epochs(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Batcher, "drop_route", lambda self, route_id: [])
+
+
+def misses_no_row(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Silence, "lost", lambda self, *arguments: set())
+
+
+def mixes_heads(patch: pytest.MonkeyPatch) -> None:
+    """Rows leave a stage under the headers of others."""
+    heads_of = step.heads_of
+    patch.setattr(step, "heads_of", lambda frames: heads_of(frames)[::-1])
+
+
+def loses_a_row(patch: pytest.MonkeyPatch) -> None:
+    """Of a history that is replayed, the latest token is left out."""
+    start = Session.start
+
+    def forgetful(self: Session, n_there: int = 0) -> Any:
+        frames = start(self, n_there)
+        if self.n_generated and self.n_sent < len(self.history) - 1:
+            self.n_sent += 1
+        return frames
+
+    patch.setattr(Session, "start", forgetful)
+
+
+ANY = KINDS
+# What each breaks, and what goes wrong where that shows soonest.
+CANARIES = [
+    (takes_any_token, ("answers again",)),
+    (listens_to_old_epochs, ("dies", "cut")),
+    (goes_back_to_old_epochs, ("dies", "flaps")),
+    (sends_into_a_lost_epoch, ANY),
+    (keeps_lanes, ANY),
+    (keeps_cells, ANY),
+    (does_not_forget_rows, ANY),
+    (starts_nobody_again, ANY),
+    (leaves_lanes_empty, ANY),
+    (counts_ended_sessions, ANY),
+    (goes_on_for_nobody, ANY),
+    (keeps_frames_of_ended_epochs, ("is late", "cut")),
+    (misses_no_row, ("loses rows",)),
+    (mixes_heads, ANY),
+    (loses_a_row, ("dies", "cut")),
+]
+
+
+@pytest.mark.parametrize(("canary", "kinds"), CANARIES, ids=lambda given: getattr(given, "__name__", ""))
+def test_broken_code_is_found(canary: Canary, kinds: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    canary(monkeypatch)
+    with pytest.raises(Violation) as found:
+        simulate_many("canary", N_SEEDS, kinds)
+    print(found.value)
+
+
+def test_a_request_that_brings_stages_down_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Suspects, "accuse", lambda self, sessions: [])
+    monkeypatch.setattr(run, "PATIENCE_NS", 20 * S)
+    with pytest.raises(Violation, match="never ended"):
+        Cluster(POISONED).run()

@@ -6,8 +6,9 @@ import dataclasses
 
 from relayline.coordinator.sessions.session import REPLAYS_MAX
 from relayline.coordinator.sessions.suspects import LOSSES_MAX
+from relayline.deploy.testing.cluster.client import Client
 from relayline.deploy.testing.cluster.clock import Violation
-from relayline.deploy.testing.cluster.coordinator import Client, Coordinator
+from relayline.deploy.testing.cluster.coordinator import Coordinator
 from relayline.deploy.testing.cluster.link import IN_FLIGHT_MAX
 from relayline.deploy.testing.cluster.node import Node
 

@@ -12,24 +12,20 @@ from collections.abc import Callable, Iterable, Sequence
 
 from relayline.coordinator.engine.conductor import Conductor, ConductorConfig, EpochFacts
 from relayline.coordinator.engine.instructions import Dispatch, Ended, Instruction, Lose, Send, Tell, TryLanes
-from relayline.coordinator.engine.token_sender import within_bounds, write_tokens
 from relayline.coordinator.schedule.stage_cost import StageCost
-from relayline.coordinator.sessions.frame import Frame
-from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
+from relayline.coordinator.sessions.generation import TokenEvent
 from relayline.coordinator.sessions.prefixes import held_by_all
-from relayline.coordinator.sessions.request_log import UNKNOWN
 from relayline.coordinator.sessions.silence import Silence, Work
 from relayline.coordinator.sessions.streams import Audience
+from relayline.deploy.testing.cluster.client import Client
 from relayline.deploy.testing.cluster.clock import MS, Clock, S, Violation
 from relayline.deploy.testing.cluster.link import Link
-from relayline.deploy.testing.cluster.model import ROWS_MAX, Truth
+from relayline.deploy.testing.cluster.model import ROWS_MAX
 from relayline.deploy.testing.cluster.node import CTX_TOKENS, Node, Order
+from relayline.deploy.testing.cluster.sender import Sender
 from relayline.deploy.testing.simulation.world import smooth
 from relayline.wire.common.bounds import BEAT_EVERY_S, LOST_AFTER_S
 from relayline.wire.common.errors import RelaylineError, StageLostError
-from relayline.wire.envelopes import trace_context
-from relayline.wire.envelopes.buffers import BufferPool
-from relayline.wire.envelopes.envelope import DTYPE_TOKENS
 from relayline.wire.envelopes.returns import ReturnReader
 from relayline.wire.links import silence as looks
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -39,43 +35,6 @@ BEAT_NS = round(BEAT_EVERY_S * S)
 SLOW_SHARE, SLOW_FACTOR = 0.15, 400
 LATE_MAX = 6  # answers of the epoch before that come late
 HEARD_MAX = 64  # answers that are remembered, to come again
-
-
-class Client:
-    """Reads one stream and holds it to its contract."""
-
-    def __init__(self, request: GenerationRequest, truth: Truth, leaves_after: int | None) -> None:
-        """`leaves_after` so many tokens, or at once with 0; None: it stays to the end."""
-        self.request, self.leaves_after = request, leaves_after
-        self.session_id: int | None = None
-        self.came_ns, self.came_while_lost = 0, False
-        self.may_be_refused = False  # whether a stage that it waits for was lost before it came
-        self.n_tokens = 0
-        self.end = ""  # a finish reason, or an error's label
-        self.has_left = False
-        self._truth = truth
-
-    def put(self, event: TokenEvent | RelaylineError) -> None:
-        """Take what the session brings."""
-        name = self.request.request_id
-        if self.end:
-            raise Violation(f"request {name} is told something after its end ({self.end})")
-        if isinstance(event, RelaylineError):
-            self.end = event.label
-            return
-        self.n_tokens += 1
-        if event.token != (expected := self._truth.feed_back()):
-            raise Violation(
-                f"token {self.n_tokens} of request {name} is {event.token}, not {expected}: lost or doubled"
-            )
-        self.end = event.finish_reason or ""
-        if self.end and self.n_tokens != self.request.max_tokens:
-            raise Violation(f"request {name} ends after {self.n_tokens} tokens of {self.request.max_tokens}")
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing is owed to it any more."""
-        return bool(self.end) or self.has_left
 
 
 class Coordinator:
@@ -106,8 +65,7 @@ class Coordinator:
         self.n_lost = 0
         self._silences = [looks.Silence() for _ in nodes]
         self._held: list[dict[int, int]] = []
-        self._pool, self._sequence = BufferPool(DTYPE_TOKENS, 1), 0
-        self._link: Link | None = None
+        self._sender: Sender | None = None
         self._attempted = 0  # the epoch that is tried now; 0: none
         self._lost: RelaylineError | None = None  # why the latest epoch cannot go on
         self._readers: list[ReturnReader] = []
@@ -224,7 +182,7 @@ class Coordinator:
             above.do(functools.partial(above.link_broke, self.route_id, epoch, error))
 
     def _connected(self, link: Link) -> None:
-        self._link, self._sequence, self.is_connected = link, 0, True
+        self._sender, self.is_connected = Sender(link, self.conductor.epoch), True
         self._attempted = 0
         self._quiet = Silence()
         curve = smooth()
@@ -261,7 +219,7 @@ class Coordinator:
         self.carry(self.conductor.lost(error, self._clock.now_ns))
         for link in self.links:
             link.close()
-        self._link = None
+        self._sender = None
         self._clock.after(RETRY_NS, self._attempt)
 
     # --- signs of life ------------------------------------------------------------------------------------------------
@@ -282,9 +240,9 @@ class Coordinator:
 
     def _look_for_lost_sessions(self) -> None:
         """Do what coordinator.engine.connection.watch_silence does."""
-        now_ns, link = self._clock.now_ns, self._link
+        now_ns, sender = self._clock.now_ns, self._sender
         silent = self._quiet.silent(self.conductor.scheduler.under_way(), now_ns)
-        if not silent or link is None or not all(node.answers for node in self.nodes):
+        if not silent or sender is None or not all(node.answers for node in self.nodes):
             return
         works: list[Work] = []
         for node, reader in zip(self.nodes, self._readers, strict=True):
@@ -294,9 +252,9 @@ class Coordinator:
             n_out = route.downstream.n_sent if route.downstream is not None else 0
             came, ids = reader.n_messages, node.session_ids(self.route_id)
             works.append(Work(route.n_envelopes, n_out, route.n_returned, came, is_busy=False, session_ids=ids))
-        if lost := self._quiet.lost(silent, link.n_sent, works):
+        if lost := self._quiet.lost(silent, sender.link.n_sent, works):
             self.carry(self.conductor.silent(lost, len(self.nodes), now_ns))
-        if self._quiet.broken_way(link.n_sent, works, now_ns) is not None:
+        if self._quiet.broken_way(sender.link.n_sent, works, now_ns) is not None:
             self.lose(StageLostError("a message has not arrived"))
 
     # --- answers in, instructions out ---------------------------------------------------------------------------------
@@ -330,7 +288,9 @@ class Coordinator:
         for instruction in instructions:
             match instruction:
                 case Send(frames):
-                    self._send(frames)
+                    if self._sender is None:
+                        raise Violation("frames leave while no epoch stands")
+                    self._sender.send(frames, self._clock.now_ns)
                 case Tell(session_id, event):
                     self._tell(session_id, event)
                 case Dispatch():
@@ -351,20 +311,6 @@ class Coordinator:
 
     def _try_lanes(self) -> None:
         self.carry(self.conductor.try_lanes(self._clock.now_ns))
-
-    def _send(self, frames: Sequence[Frame]) -> None:
-        link, epoch = self._link, self.conductor.epoch
-        if link is None:
-            raise Violation("frames leave while no epoch stands")
-        for envelope in within_bounds(frames):
-            self._sequence += 1
-            buffer = self._pool.lease(len(envelope), sum(len(frame.tokens) for frame in envelope))
-            number, now_ns = self._sequence, self._clock.now_ns
-            message = write_tokens(
-                buffer, envelope, epoch, number, trace_context.NONE, lambda session_id: UNKNOWN, now_ns
-            )
-            link.send(bytes(bytearray(message)))
-            self._pool.give_back(buffer)
 
     def _tell(self, session_id: int, event: TokenEvent | RelaylineError) -> None:
         audience = self.audiences.get(session_id)

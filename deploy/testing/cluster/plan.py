@@ -77,10 +77,12 @@ KINDS = (
     "hangs",  # for a moment, or until it is noticed
     "is late",  # takes many times as long for its steps
     "loses rows",  # of the next envelopes, by a bug that nobody else notices
-    "cut",  # a link is
+    "cut",  # a link is, up to three times
     "slow link",
     "answers again",  # answers of now, or of an epoch that is over, come once more
 )
+
+OFTEN = {"cut": 4}  # where only a link breaks, sessions go on from what stages hold
 
 
 def plan_of(seed: str, kinds: Sequence[str] = KINDS) -> Plan:
@@ -133,7 +135,7 @@ def _wish(rng: random.Random, n_coordinators: int, common: tuple[int, ...], n_st
 
 
 def _trouble(rng: random.Random, n_stages: int, kinds: Sequence[str]) -> Trouble:
-    kind = rng.choice(kinds)
+    kind = rng.choices(kinds, [OFTEN.get(kind, 1) for kind in kinds])[0]
     lasts_ns = rng.choice((50 * MS, 500 * MS, 3 * S))
     if kind == "hangs":
         lasts_ns = rng.choice((500 * MS, 4 * S, 20 * S))

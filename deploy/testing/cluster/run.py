@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from relayline.coordinator.engine.conductor import ConductorConfig
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.deploy.testing.cluster import audit
+from relayline.deploy.testing.cluster.client import Client
 from relayline.deploy.testing.cluster.clock import MS, Clock, S, Violation
-from relayline.deploy.testing.cluster.coordinator import Client, Coordinator
+from relayline.deploy.testing.cluster.coordinator import Coordinator
 from relayline.deploy.testing.cluster.model import N_VOCAB, Truth
 from relayline.deploy.testing.cluster.node import Node
 from relayline.deploy.testing.cluster.plan import KINDS, Plan, Trouble, Wish, plan_of
@@ -179,8 +180,9 @@ class Cluster:
             case "loses rows":
                 self.excuses.n_envelopes_lost += 1 + trouble.which % 2
                 node.lose_rows(1 + trouble.which % 2)
-            case "cut" if links:
-                links[trouble.which % len(links)].cut()
+            case "cut":
+                for turn in range(1 + trouble.which % 3):
+                    clock.after(turn * (lasts_ns + COMES_BACK_NS), self._cut, trouble.which >> turn)
             case "slow link" if links:
                 link = links[trouble.which % len(links)]
                 before_ns, link.delay_ns = link.delay_ns, lasts_ns // 4
@@ -194,6 +196,11 @@ class Cluster:
             self.excuses.n_deaths += 1
             node.die()
             self.clock.after(lasts_ns, node.start, n_lanes)
+
+    def _cut(self, which: int) -> None:
+        links = [link for each in self.coordinators for link in each.links if not link.is_cut]
+        if links:
+            links[which % len(links)].cut()
 
     def _answer_again(self, coordinator: Coordinator, which: int) -> None:
         if coordinator.heard:

@@ -1,0 +1,194 @@
+"""The conductor by itself: what it wants done about one event after the other, a loss and a recovery among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from relayline.coordinator.engine.conductor import Conductor, ConductorConfig, EpochFacts
+from relayline.coordinator.engine.instructions import (
+    Dispatch,
+    Ended,
+    Generated,
+    Instruction,
+    Log,
+    Lose,
+    Send,
+    Started,
+    Tell,
+    TryLanes,
+)
+from relayline.coordinator.schedule.scheduler import ScheduleConfig
+from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
+from relayline.wire.common.curve import CostCurve
+from relayline.wire.common.errors import NotReadyError, OverloadedError, ProtocolError, RelaylineError, StageLostError
+from relayline.wire.common.phase import Phase
+from relayline.wire.envelopes.frames import Flag
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+S = 1_000_000_000
+FACTS = EpochFacts(1, 64, {}, ("a", "b"), [StageCost(CostCurve(), CostCurve(), 64)] * 2)
+
+
+def new(**changes: Any) -> Conductor:
+    config = ConductorConfig(ScheduleConfig(draft=0), ("stage-0", "stage-1"), 100)
+    return Conductor(dataclasses.replace(config, **changes), lambda _: False, itertools.count(1), 0)
+
+
+def connected(facts: EpochFacts = FACTS, **changes: Any) -> Conductor:
+    conductor = new(**changes)
+    conductor.begin_epoch()
+    conductor.connected(facts, 0)
+    conductor.dispatch(0)
+    return conductor
+
+
+def request(name: str = "r", prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 4) -> GenerationRequest:
+    return GenerationRequest(name, prompt, max_tokens, SamplingParams(temperature=0.0))
+
+
+def kinds(instructions: Sequence[Instruction]) -> list[str]:
+    return [type(instruction).__name__ for instruction in instructions]
+
+
+def frames(instructions: Sequence[Instruction]) -> list[tuple[int, int, tuple[int, ...], int]]:
+    sent = [frame for each in instructions if isinstance(each, Send) for frame in each.frames]
+    return [(frame.session_id, frame.position, frame.tokens, frame.flags) for frame in sent]
+
+
+def sample(conductor: Conductor, position: int, token: int, session_id: int = 1, now_ns: int = 0) -> list[Instruction]:
+    message = pb.ReturnEnvelope(epoch=conductor.epoch)
+    message.samples.add(session_id=session_id, position=position, token=token)
+    return conductor.returned(message, now_ns)
+
+
+def test_the_way_of_one_request() -> None:
+    conductor = connected()
+    opened, instructions = conductor.open(request(max_tokens=2), 0)
+    assert (opened.session_id, opened.is_joined) == (1, False)
+    assert instructions == [Started(1, 0), Dispatch()]
+    first = [(1, 0, (), Flag.OPEN), (1, 0, (1, 2, 3), Flag.PREFILL | Flag.WANTS_SAMPLE)]
+    assert frames(conductor.dispatch(0)) == first
+    instructions = sample(conductor, 3, 7)
+    assert kinds(instructions) == ["Generated", "Send", "Tell"], "what stages wait for goes first"
+    assert frames(instructions) == [(1, 3, (7,), Flag.WANTS_SAMPLE)]
+    instructions = sample(conductor, 4, 8)
+    assert kinds(instructions) == ["Generated", "Ended", "Dispatch", "Send", "Tell"]
+    assert frames(instructions) == [(1, 0, (), Flag.CLOSE)]
+    assert instructions[0] == Generated(1, 4, "length", is_drafted=False)
+    assert not conductor.readers
+
+
+def test_a_frame_that_has_left_does_not_change_with_its_session() -> None:
+    conductor = connected()
+    conductor.open(request(), 0)
+    (send,) = conductor.dispatch(0)
+    before = repr(send)
+    sample(conductor, 3, 7)
+    conductor.lost(StageLostError("gone"), 1)
+    conductor.begin_epoch()
+    conductor.connected(FACTS, 2)
+    assert repr(send) == before
+    assert hash(send)
+
+
+def test_a_recovery_replays_what_was_said_and_repeats_no_token() -> None:
+    conductor = connected()
+    conductor.open(request(), 0)
+    conductor.dispatch(0)
+    sample(conductor, 3, 7)
+    before = conductor.epoch
+    assert kinds(conductor.lost(StageLostError("stage 1 is gone"), 5)) == ["Log"]
+    assert conductor.dispatch(6) == [], "nothing leaves until the next epoch stands"
+    conductor.begin_epoch()
+    late = pb.ReturnEnvelope(epoch=before)
+    late.samples.add(session_id=1, position=4, token=8)
+    late.faults.add(session_id=0, label="stage_lost", message="of the epoch before")
+    assert conductor.returned(late, 7) == []
+    instructions = conductor.connected(dataclasses.replace(FACTS, held={1: 2, 9: 4}), 8)
+    assert kinds(instructions) == ["Started", "Dispatch", "Log"]
+    assert frames(conductor.dispatch(8)) == [
+        (9, 0, (), Flag.CLOSE),  # what is left of one that nobody knows
+        (1, 0, (), Flag.OPEN),
+        (1, 2, (), Flag.TRIM),  # all stages hold its first two rows
+        (1, 2, (3, 7), Flag.PREFILL | Flag.WANTS_SAMPLE),
+    ]
+    assert sample(conductor, 3, 7) == [], "its client has that token"
+    assert [each.event.token for each in sample(conductor, 4, 8) if isinstance(each, Tell)] == [8]  # type: ignore[union-attr]
+
+
+def test_identical_requests_share_a_session_until_the_last_reader_leaves() -> None:
+    conductor = connected()
+    conductor.open(request("a"), 0)
+    opened, instructions = conductor.open(request("b"), 0)
+    assert (opened.session_id, opened.is_joined, instructions) == (1, True, [])
+    assert conductor.left(1, 0) == []
+    assert kinds(conductor.left(1, 0)) == ["Ended"], "its first rows have not left: a dispatch is asked for already"
+    assert conductor.left(1, 0) == []
+
+
+def test_a_lane_goes_to_who_waits_and_a_full_line_says_so() -> None:
+    conductor = connected(waiting_max=1, share=False)
+    for name in ("a", "b"):
+        conductor.open(request(name), 0)
+    with pytest.raises(OverloadedError):
+        conductor.open(request("c"), 0)
+    instructions = conductor.left(1, 0)
+    assert [each for each in instructions if isinstance(each, Started | Ended)] == [Ended(1, None), Started(2, 0)]
+
+
+def test_a_refused_lane_is_asked_for_again_after_a_while() -> None:
+    conductor = connected()
+    conductor.open(request(), 0)
+    conductor.dispatch(0)
+    message = pb.ReturnEnvelope(epoch=1)
+    message.faults.add(session_id=1, label="no_lane", message="taken", retryable=True)
+    instructions = conductor.returned(message, 0)
+    assert [each for each in instructions if isinstance(each, TryLanes)] == [TryLanes(0.5)]
+    assert frames(conductor.dispatch(0)) == [(1, 0, (), Flag.CLOSE)]
+    assert kinds(conductor.try_lanes(S // 2)) == ["Started", "Dispatch"]
+
+
+def test_who_came_while_a_stage_was_lost_is_refused_in_time() -> None:
+    conductor = connected(lost_wait_s=3.0)
+    conductor.lost(StageLostError("gone"), 10 * S)
+    conductor.open(request(), 11 * S)
+    assert conductor.look(12 * S) == []
+    told = [each.event for each in conductor.look(13 * S) if isinstance(each, Tell)]
+    assert [type(event) for event in told] == [NotReadyError]
+    assert conductor.availability.phase is Phase.UNREACHABLE
+    with pytest.raises(NotReadyError):
+        conductor.open(request(), 13 * S)
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        (pb.ReturnEnvelope(epoch=1, samples=[pb.Sampled(session_id=1, position=3, token=100)]), ProtocolError),
+        (pb.ReturnEnvelope(epoch=1, faults=[pb.SessionFault(label="stage_lost", message="m")]), StageLostError),
+    ],
+)
+def test_what_cannot_go_on_ends_the_epoch_and_no_request(
+    message: pb.ReturnEnvelope, kind: type[RelaylineError]
+) -> None:
+    conductor = connected()
+    conductor.open(request(), 0)
+    lost = [each.error for each in conductor.returned(message, 0) if isinstance(each, Lose)]
+    assert [type(error) for error in lost] == [kind]
+    assert len(conductor.readers) == 1
+
+
+def test_a_bug_comes_with_its_traceback() -> None:
+    conductor = connected()
+    conductor.open(request(), 0)
+    with mock.patch.object(conductor.scheduler, "take", side_effect=ZeroDivisionError("a bug")):
+        log, lose = conductor.dispatch(0)
+    assert isinstance(log, Log)
+    assert isinstance(log.bug, ZeroDivisionError)
+    assert isinstance(lose, Lose)

@@ -1,4 +1,4 @@
-"""Every decision about requests, lanes and epochs: who starts, who is replayed, who is given up, what is kept. Pure.
+"""Every decision about requests, lanes and epochs: what starts, is replayed, is given up, is kept. Pure.
 
 An event is a method, with the time where time matters; it returns what is to be done about it, in order
 (`coordinator.engine.instructions`). Nothing here waits, sends, logs or looks at a clock. Two shells carry instructions
@@ -148,13 +148,13 @@ class Conductor:
         return self._turnover.wait_s(len(admission.waiting), admission.n_ours, running_ns)
 
     def left(self, session_id: int, now_ns: int) -> list[Instruction]:
-        """A reader is done with its session, whether that is over or not."""
+        """One reader of a session has gone. The last one to go ends the session."""
         if (session := self.readers.leave(session_id)) is not None:
             self._finish(session, [*self.prefixes.keep(session), *session.cancel()], now_ns)
         return self._instructions()
 
     def fail_all(self, error: RelaylineError, now_ns: int) -> list[Instruction]:
-        """Nobody can be served any more."""
+        """End every request with this error."""
         error = error if error.retryable else StageLostError(error.message)
         for session in self.readers:
             self._fail(session, error, now_ns)
@@ -168,7 +168,7 @@ class Conductor:
         return self.epoch
 
     def connected(self, facts: EpochFacts, now_ns: int) -> list[Instruction]:
-        """All stages stand at the epoch begun last: running sessions start again, from where on not all hold them."""
+        """All stages stand at the epoch begun last. Running sessions start again; rows that all stages hold stay."""
         schedule, admission = self._config.schedule, self.admission
         for session, error in self.suspects.guilty(admission.running, facts.instances):
             self._fail(session, error, now_ns)
@@ -201,7 +201,7 @@ class Conductor:
         return self._instructions()
 
     def look(self, now_ns: int) -> list[Instruction]:
-        """Look at the stages and the clock, every BEAT_EVERY_S: who waited for a lost stage for too long is refused."""
+        """Look at stages and clock, every BEAT_EVERY_S: requests that waited too long for a stage are refused."""
         lines, is_over = self.availability.look(now_ns)
         self._out += [Log(logging.WARNING, line) for line in lines]
         if is_over:
@@ -278,7 +278,7 @@ class Conductor:
         return self._instructions()
 
     def silent(self, session_ids: Iterable[int], n_stages: int, now_ns: int) -> list[Instruction]:
-        """Nobody has anything of these sessions any more: that is taken for a fault of theirs."""
+        """No stage has anything of these sessions any more. Each is treated as having met a fault of its own."""
         text = f"nothing came for {SILENT_S:.0f} s and no stage has anything of it any more"
         label = StageLostError.label
         for session_id in session_ids:

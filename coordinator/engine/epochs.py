@@ -1,6 +1,6 @@
 """The life of the connection: how an epoch begins, what ends it, and what happens between two of them.
 
-    connect ---> Connection of epoch n stands ---> Conductor.connected: sessions start, from where on not all hold them
+    connect ---> Connection of epoch n stands ---> Conductor.connected: sessions start again
        ^                                                  |
        |                                           frames out, answers in
        |                                                  |
@@ -8,11 +8,11 @@
        |                                                  v
        +--- close everything of epoch n <--- Conductor.lost: sessions pause, nothing of epoch n is listened to
 
-Losing a link or a stage ends an epoch, not a request. Whoever notices it first says so (`lose`); what others say of the
-same epoch afterwards changes nothing. Then everything of the epoch is closed, and the next one is tried until it stands
-(`coordinator.engine.reconnect`): each attempt has a number of its own, so stages refuse what an attempt before it left
-behind. Requests that wait longer than `recovery_timeout_s` are failed meanwhile. Which requests start again, wait, or
-are given up, `coordinator.engine.conductor` decides.
+Losing a link or a stage ends an epoch, not a request. The first report of a loss counts (`lose`); later ones of the
+same epoch change nothing. Then everything of the epoch is closed, and new attempts are made until one stands
+(`coordinator.engine.reconnect`). Each attempt has its own epoch number, so stages refuse what an earlier attempt left
+behind. Requests that wait longer than `recovery_timeout_s` are failed meanwhile. `coordinator.engine.conductor` decides
+which requests start again, wait, or are given up. Rows of a history that every stage still holds are not sent again.
 
 Everything here runs on the event loop.
 """

@@ -37,7 +37,7 @@ from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.observe.description import describe_pipeline, describe_stages, overlap_since
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
-from relayline.coordinator.sessions.request_log import SessionRecord, StreamRecord
+from relayline.coordinator.sessions.request_log import RequestRecord, SessionRecord, StreamRecord
 from relayline.coordinator.sessions.streams import Audience, SessionStream
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.phase import Phase as Phase
@@ -109,18 +109,18 @@ class Pipeline:
         """Raise OverloadedError where the line is full."""
         self.conductor.check_room(time.monotonic_ns())
 
-    def open(self, request: GenerationRequest) -> SessionStream:
+    def open(self, request: GenerationRequest, record: RequestRecord | None = None) -> SessionStream:
         """Admit and start a request; see Generator.open."""
         now_ns = time.monotonic_ns()
         opened, instructions = self.conductor.open(request, now_ns)
         session_id = opened.session_id
         if opened.is_joined:
-            record = self._observer.joined(self._observer.record_of(session_id), request, now_ns)
+            stream_record = self._observer.joined(self._observer.record_of(session_id), request, now_ns, record)
         else:
             self._audiences[session_id] = Audience(session_id)
-            record = self._observer.admitted(SessionRecord(), session_id, request, now_ns)
+            stream_record = self._observer.admitted(SessionRecord(), session_id, request, now_ns, record)
         audience = self._audiences[session_id]
-        stream = SessionStream(functools.partial(self._leave, audience, record))
+        stream = SessionStream(functools.partial(self._leave, audience, stream_record))
         audience.join(stream)
         self.carry(instructions)
         return stream

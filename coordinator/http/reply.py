@@ -25,7 +25,7 @@ log = logging.getLogger("relayline.http")
 
 async def run(request: web.Request, service: Service, job: Job, dialect: Dialect) -> web.StreamResponse:
     """Admit the job and answer it in the form that it asks for. Raises the refusal, before any byte is sent."""
-    streams = await open_streams(service.generator, job.requests)
+    streams = await open_streams(service.generator, job)
     if isinstance(request, Request):
         request.body_done()  # all that it says is in the job
     async with Merge(streams, service.limits.backlog_events_max) as merge:

@@ -179,7 +179,6 @@ def make_job(
                     max_tokens=max_tokens,
                     sampling=plan.sampling_of(choice),
                     ignore_eos=plan.ignore_eos,
-                    record=record,
                     cache_prompt=plan.cache_prompt,
                     prediction=prediction,
                 )
@@ -187,12 +186,12 @@ def make_job(
     return Job(header, plan, tuple(prompts), tuple(requests), record, form)
 
 
-async def open_streams(generator: Generator, requests: Sequence[GenerationRequest]) -> list[TokenStream]:
+async def open_streams(generator: Generator, job: Job) -> list[TokenStream]:
     """Admit every choice, or none: when one is refused, those before it are closed and the refusal is raised."""
     streams: list[TokenStream] = []
     try:
-        for request in requests:
-            streams.append(generator.open(request))
+        for request in job.requests:
+            streams.append(generator.open(request, job.record))
     except BaseException:
         for stream in streams:
             await stream.aclose()

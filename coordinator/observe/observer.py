@@ -78,31 +78,43 @@ class Observer:
     # --- the pipeline side: life of a session -------------------------------------------------------------------------
 
     def admitted(
-        self, session: SessionRecord, session_id: int, request: GenerationRequest, now_ns: int
+        self,
+        session: SessionRecord,
+        session_id: int,
+        request: GenerationRequest,
+        now_ns: int,
+        record: RequestRecord | None = None,
     ) -> StreamRecord:
-        """A request was admitted as a session of its own; it may still wait for a lane."""
+        """A request was admitted as a session of its own; it may still wait for a lane.
+
+        `record` is of the HTTP request that it is a part of, as in `joined`.
+        """
         session.session_id, session.request_id = session_id, request.request_id
         session.n_prompt = len(request.prompt_tokens)
         session.looks_for_prefix = request.cache_prompt
         session.admitted_ns = now_ns
-        session.origin = self._stream(session, request, now_ns)
-        if request.record is not None and request.record.span is not None:
-            session.baggage = request.record.baggage
+        session.origin = self._stream(session, request, now_ns, record)
+        if record is not None and record.span is not None:
+            session.baggage = record.baggage
         self._sessions[session_id] = session
         return session.origin
 
-    def joined(self, session: SessionRecord, request: GenerationRequest, now_ns: int) -> StreamRecord:
+    def joined(
+        self, session: SessionRecord, request: GenerationRequest, now_ns: int, record: RequestRecord | None = None
+    ) -> StreamRecord:
         """A request was admitted as one more reader of a session that another opened."""
-        stream = self._stream(session, request, now_ns)
+        stream = self._stream(session, request, now_ns, record)
         stream.is_shared = True
         self.tracing.joined(stream)
         return stream
 
     @staticmethod
-    def _stream(session: SessionRecord, request: GenerationRequest, now_ns: int) -> StreamRecord:
-        stream = StreamRecord(request.request_id, session, now_ns, request=request.record)
-        if request.record is not None:
-            request.record.streams.append(stream)
+    def _stream(
+        session: SessionRecord, request: GenerationRequest, now_ns: int, record: RequestRecord | None
+    ) -> StreamRecord:
+        stream = StreamRecord(request.request_id, session, now_ns, request=record)
+        if record is not None:
+            record.streams.append(stream)
         return stream
 
     def started(self, session: SessionRecord, now_ns: int) -> None:

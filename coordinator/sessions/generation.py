@@ -53,7 +53,6 @@ class GenerationRequest:
     max_tokens: int  # >= 1; len(prompt_tokens) + max_tokens <= tokens per stream
     sampling: SamplingParams
     ignore_eos: bool = False  # go on past an end-of-generation token
-    record: RequestRecord | None = None  # of the HTTP request that it is a part of
     wants_logits: bool = False  # certification: whole rows of logits with every token
     cache_prompt: bool = True  # may begin with what others computed, and leave to others what it computes
     prediction: tuple[int, ...] = ()  # what the client expects the answer to be like: drafts are looked up there too
@@ -124,8 +123,10 @@ class Generator(Protocol):
         Without `with_recent` neither waits nor overlap are told, which come from thousands of numbers of each stage.
         """
 
-    def open(self, request: GenerationRequest) -> TokenStream:
+    def open(self, request: GenerationRequest, record: RequestRecord | None = None) -> TokenStream:
         """Admit the request and start it, or refuse it now, without waiting.
+
+        `record` is what telemetry notes of the HTTP request that it is a part of.
 
         A refusal leaves nothing behind: OverloadedError, LaneLimitError, NotReadyError or ContextLengthError. It is
         synchronous so that the HTTP side can still answer with a real status before it sends a byte, and can open

@@ -21,7 +21,7 @@ def sharing_key(request: GenerationRequest) -> Hashable:
     sampling = request.sampling
     if sampling.temperature == 0:
         sampling = dataclasses.replace(sampling, seed=0, top_k=0, top_p=1.0, min_p=0.0)
-    return dataclasses.replace(request, request_id="", record=None, sampling=sampling)
+    return dataclasses.replace(request, request_id="", sampling=sampling)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -43,7 +43,7 @@ class SessionStream:
 
 
 class Reader(Protocol):
-    """Who is told what a session brings."""
+    """Takes the events of a session."""
 
     def put(self, event: TokenEvent | RelaylineError) -> None:
         """Take an event; an error, or one with a finish reason, is the last."""

@@ -73,8 +73,8 @@ class World:
         record = RequestRecord(f"req-{number}", "POST", "/v1/completions", 1, 1_000, f"cmpl-{number}", "tiny")
         self.observer.received(record, {})
         prompt = np.random.default_rng(number if seed is None else seed).integers(0, SHAPE.n_vocab, n_prompt)
-        request = GenerationRequest(f"cmpl-{number}-0", tuple(prompt.tolist()), n_tokens, GREEDY, record=record)
-        return record, self.pipeline.open(request)
+        request = GenerationRequest(f"cmpl-{number}-0", tuple(prompt.tolist()), n_tokens, GREEDY)
+        return record, self.pipeline.open(request, record)
 
     async def run(self, n_prompt: int, n_tokens: int, seed: int | None = None) -> RequestRecord:
         """Ask for tokens and read all of them."""

@@ -12,6 +12,7 @@ from relayline.coordinator.http.app import make_app
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import start_http
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
+from relayline.coordinator.sessions.request_log import RequestRecord
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, EOS
@@ -97,6 +98,7 @@ class FakeGenerator:
         self.full: Exception | None = None  # refuses long bodies unread
         self.closing: Gate | None = None
         self.requests: list[GenerationRequest] = []
+        self.records: list[RequestRecord | None] = []  # of each of them
         self.streams: list[FakeStream] = []
         self.streams_opened = asyncio.Event()
 
@@ -118,12 +120,13 @@ class FakeGenerator:
     async def describe(self, since_ns: int | None = None, *, with_recent: bool = True) -> dict[str, object]:
         return {"stages": [{"index": 0, "rows_per_step": {"1": 3}}], "asked_since_ns": since_ns}
 
-    def open(self, request: GenerationRequest) -> FakeStream:
+    def open(self, request: GenerationRequest, record: RequestRecord | None = None) -> FakeStream:
         refusal = self.refusals.pop(0) if self.refusals else None
         if refusal is not None:
             raise refusal
         self.check_ready()
         self.requests.append(request)
+        self.records.append(record)
         self.streams.append(FakeStream(self.script(request), self.closing))
         self.streams_opened.set()
         return self.streams[-1]

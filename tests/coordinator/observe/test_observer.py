@@ -65,10 +65,10 @@ class World:
 
     def open(self, record: RequestRecord, at_ns: int = 2_000, choice: int = 0, *, cache_prompt: bool = True) -> Opened:
         name = f"{record.completion_id}-{choice}"
-        request = GenerationRequest(name, (1, 2, 3), 8, SamplingParams(), record=record, cache_prompt=cache_prompt)
+        request = GenerationRequest(name, (1, 2, 3), 8, SamplingParams(), cache_prompt=cache_prompt)
         self.n_sessions += 1
         session = Opened(self.n_sessions, request)
-        self.observer.admitted(session.record, session.session_id, request, at_ns)
+        self.observer.admitted(session.record, session.session_id, request, at_ns, record)
         return session
 
     def run(self, session: Opened, *, n_tokens: int = 3, start_ns: int = 3_000, reason: str = "length") -> None:
@@ -443,8 +443,8 @@ def test_requests_that_share_a_session_each_have_their_trace() -> None:
     world = World()
     first, second = world.receive("a"), world.receive("b", at_ns=2_500)
     session = world.open(first)
-    request = dataclasses.replace(session.request, request_id="cmpl-b-0", record=second)
-    joined = world.observer.joined(session.record, request, 2_600)
+    request = dataclasses.replace(session.request, request_id="cmpl-b-0")
+    joined = world.observer.joined(session.record, request, 2_600, second)
     world.run(session)
     world.summary(session, 0)
     world.summary(session, 1)

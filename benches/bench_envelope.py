@@ -90,7 +90,7 @@ class Naive:
         assert np.isfinite(self.rows).all()
         halves = self.rows.astype(np.float16)  # copy 1
         payload = halves.tobytes()  # copy 2
-        message = pb.Envelope(
+        message = pb.RelayRequest(
             epoch=1,
             sequence=1,
             dtype=pb.DTYPE_F16,
@@ -117,7 +117,7 @@ class Naive:
 
     def decode(self, message: bytes, keep: list[Any]) -> None:
         """Check a message and fill `inputs` from it."""
-        envelope = pb.Envelope.FromString(message)  # copy 1
+        envelope = pb.RelayRequest.FromString(message)  # copy 1
         payload = envelope.payload  # copy 2, out of the message
         halves = np.frombuffer(payload, np.float16).reshape(envelope.n_rows, envelope.width)
         for row, frame in enumerate(envelope.frames):

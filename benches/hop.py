@@ -75,7 +75,7 @@ class Driver:
         self._done = asyncio.Event()
         self._failure: str | None = None
 
-    def on_return(self, message: pb.ReturnEnvelope) -> None:
+    def on_return(self, message: pb.ReturnResponse) -> None:
         """Count samples; a fault ends the run."""
         self._answered += len(message.samples)
         for fault in message.faults:

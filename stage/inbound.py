@@ -45,7 +45,7 @@ class Inbound:
     @staticmethod
     def hello(message: Any, route: Route) -> pb.LinkOpen:
         """Read the first message of a stream that named this route. Raises ProtocolError, HandshakeError."""
-        envelope = messages.read(pb.Envelope, message, "handshake")
+        envelope = messages.read(pb.RelayRequest, message, "handshake")
         if not envelope.HasField("open") or envelope.dtype or envelope.frames:
             raise ProtocolError("a link must begin with its handshake and nothing else")
         hello = envelope.open
@@ -58,7 +58,7 @@ class Inbound:
     async def accept(self) -> None:
         """Tell the neighbour that it may send, and how much."""
         accepted = pb.LinkAccepted(credit_bytes=bounds.BYTES_IN_FLIGHT_DEFAULT, max_rows=self._max_rows)
-        await self._context.write(pb.LinkReply(accepted=accepted))
+        await self._context.write(pb.RelayResponse(accepted=accepted))
 
     async def next(self) -> EnvelopeView | None:
         """Return the next envelope, None when the neighbour has closed. Raises ProtocolError, StaleEpochError."""
@@ -86,7 +86,7 @@ class Inbound:
         try:
             while self._owed_bytes >= CREDIT_REPLY_BYTES and not self._closed:
                 owed, self._owed_bytes = self._owed_bytes, 0
-                await self._context.write(pb.LinkReply(credit_bytes=owed))
+                await self._context.write(pb.RelayResponse(credit_bytes=owed))
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
             self._closed = True  # the reader sees the end of the stream and cleans up
         finally:

@@ -28,7 +28,7 @@ class Listener:
     """One Return stream: messages on their way to the coordinator. None ends it."""
 
     epoch: int
-    queue: asyncio.Queue[pb.ReturnEnvelope | None] = dataclasses.field(
+    queue: asyncio.Queue[pb.ReturnResponse | None] = dataclasses.field(
         default_factory=lambda: asyncio.Queue(RETURN_QUEUE_MAX)
     )
 
@@ -94,7 +94,7 @@ class Route:
     def listen(self) -> Listener:
         """Add a Return stream."""
         listener = Listener(self.epoch)
-        listener.queue.put_nowait(pb.ReturnEnvelope(epoch=self.epoch, stage_index=self.stage_index, subscribed=True))
+        listener.queue.put_nowait(pb.ReturnResponse(epoch=self.epoch, stage_index=self.stage_index, subscribed=True))
         self._listeners.append(listener)
         return listener
 
@@ -112,7 +112,7 @@ class Route:
         """Pass one step's samples, faults and summaries to the coordinator as one message."""
         if not (output.samples or output.faults or output.progress or output.summaries):
             return
-        message = pb.ReturnEnvelope(
+        message = pb.ReturnResponse(
             epoch=output.epoch,
             stage_index=self.stage_index,
             samples=output.samples,

@@ -97,8 +97,8 @@ class StageService:
                 "Status": unary(self.status, parser(pb.StatusRequest), serialize),
                 "Batches": unary(self._observer.batches, parser(pb.BatchesRequest), serialize),
                 "Beat": unary(self._observer.beat, parser(pb.BeatRequest), serialize),
-                "SetTelemetry": unary(self._observer.set_telemetry, parser(pb.TelemetrySettings), serialize),
-                "Revoke": unary(self._revoke, parser(pb.RevocationList), serialize),
+                "SetTelemetry": unary(self._observer.set_telemetry, parser(pb.SetTelemetryRequest), serialize),
+                "Revoke": unary(self._revoke, parser(pb.RevokeRequest), serialize),
                 "Relay": grpc.stream_stream_rpc_method_handler(self.relay, None, serialize),
                 "Watch": grpc.stream_stream_rpc_method_handler(self.watch, None, None),
                 "Return": grpc.unary_stream_rpc_method_handler(self.return_, parser(pb.ReturnRequest), None),
@@ -187,7 +187,7 @@ class StageService:
             raise
         return pb.ConfigureResponse(held=[pb.HeldSession(session_id=key, n_tokens=n) for key, n in held.items()])
 
-    async def _revoke(self, request: pb.RevocationList, context: Context) -> pb.RevocationsKnown:
+    async def _revoke(self, request: pb.RevokeRequest, context: Context) -> pb.RevokeResponse:
         """Take the CA's list of revoked certificates from the coordinator; calls of their holders end."""
         number = 0
         if self._guard is not None:
@@ -197,7 +197,7 @@ class StageService:
             except RelaylineError as error:
                 await rpc.abort(context, error)
             number = self._guard.revocations.number
-        return pb.RevocationsKnown(number=number)
+        return pb.RevokeResponse(number=number)
 
     async def _begin(self, request: pb.ConfigureRequest) -> dict[int, int]:
         async with self._configuring:

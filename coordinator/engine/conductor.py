@@ -255,7 +255,7 @@ class Conductor:
 
     # --- answers in ---------------------------------------------------------------------------------------------------
 
-    def returned(self, message: pb.ReturnEnvelope, now_ns: int) -> list[Instruction]:
+    def returned(self, message: pb.ReturnResponse, now_ns: int) -> list[Instruction]:
         """A stage answers: tokens, notes of progress, faults. What is of another epoch changes nothing."""
         if message.epoch != self.epoch:
             return []

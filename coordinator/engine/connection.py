@@ -99,7 +99,7 @@ class Connection:
         revocations: Revocations | None = None,
         name: str = "",
         stage_names: Sequence[str] = (),
-        on_return: Callable[[pb.ReturnEnvelope], None],
+        on_return: Callable[[pb.ReturnResponse], None],
         on_lost: Callable[[RelaylineError], None],
         on_heard: Callable[[int], None] = lambda index: None,
     ) -> Connection:

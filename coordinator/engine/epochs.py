@@ -61,7 +61,7 @@ class Epochs:
         conductor: Conductor,
         observer: Observer,
         carry: Carry,
-        on_return: Callable[[pb.ReturnEnvelope], None],
+        on_return: Callable[[pb.ReturnResponse], None],
     ) -> None:
         """`carry` carries out what the conductor wants done; `on_return` takes what stages answer.
 

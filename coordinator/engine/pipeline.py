@@ -178,7 +178,7 @@ class Pipeline:
 
     # --- events in, instructions out ----------------------------------------------------------------------------------
 
-    def on_return(self, message: pb.ReturnEnvelope) -> None:
+    def on_return(self, message: pb.ReturnResponse) -> None:
         """Take what a stage answers."""
         if message.epoch != self.epoch:
             return

@@ -94,9 +94,9 @@ class StageClient:
 
     async def revoke(self, crl_pem: bytes) -> None:
         """Hand the stage a list of revoked certificates. Raises the stage's typed refusal, or its loss."""
-        request = pb.RevocationList(crl_pem=crl_pem)
+        request = pb.RevokeRequest(crl_pem=crl_pem)
         timeout_s = bounds.HANDSHAKE_TIMEOUT_S
-        await rpc.call(self._channel, "Revoke", request, pb.RevocationsKnown, self.address, timeout_s)
+        await rpc.call(self._channel, "Revoke", request, pb.RevokeResponse, self.address, timeout_s)
 
     async def status(
         self, *, with_recent: bool, with_steps: bool = False, with_memory: bool = False, route_id: int = 0
@@ -173,11 +173,11 @@ class StageClient:
             return None
         return RoundTrip(sent_ns, time.monotonic_ns(), answer.now_ns)
 
-    async def set_telemetry(self, wanted: pb.TelemetrySettings) -> pb.TelemetrySettings | None:
+    async def set_telemetry(self, wanted: pb.SetTelemetryRequest) -> pb.SetTelemetryResponse | None:
         """Set how much the stage traces (UNSPECIFIED leaves it) and return what holds now, None without an answer."""
         try:
-            settings: pb.TelemetrySettings = await rpc.call(
-                self._channel, "SetTelemetry", wanted, pb.TelemetrySettings, self.address, STATUS_TIMEOUT_S
+            settings: pb.SetTelemetryResponse = await rpc.call(
+                self._channel, "SetTelemetry", wanted, pb.SetTelemetryResponse, self.address, STATUS_TIMEOUT_S
             )
         except RelaylineError:
             return None
@@ -186,7 +186,7 @@ class StageClient:
     async def listen(
         self,
         request: pb.ReturnRequest,
-        on_message: Callable[[pb.ReturnEnvelope], None],
+        on_message: Callable[[pb.ReturnResponse], None],
         on_lost: Callable[[RelaylineError], None],
         on_heard: Callable[[], None] = lambda: None,
         shown_pass: str = "",
@@ -220,7 +220,7 @@ class StageClient:
     async def _read(
         self,
         call: grpc.aio.UnaryStreamCall[pb.ReturnRequest, bytes],
-        on_message: Callable[[pb.ReturnEnvelope], None],
+        on_message: Callable[[pb.ReturnResponse], None],
         on_lost: Callable[[RelaylineError], None],
     ) -> None:
         error: RelaylineError = StageLostError(f"stage at {self.address} closed its return stream")

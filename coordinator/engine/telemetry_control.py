@@ -78,7 +78,7 @@ async def greet(stages: Sequence[StageClient], level: Level | None) -> None:
 
 async def push_level(stages: Sequence[StageClient], level: Level | None) -> list[str | None]:
     """Set the level of every stage (None leaves it); returns what holds now, None where a stage does not answer."""
-    wanted = pb.TelemetrySettings() if level is None else level.settings()
+    wanted = pb.SetTelemetryRequest(level=None if level is None else level.to_wire())
     answers = await asyncio.gather(*(stage.set_telemetry(wanted) for stage in stages))
     levels = [None if answer is None else Level.from_wire(answer.level) for answer in answers]
     return [None if found is None else str(found) for found in levels]

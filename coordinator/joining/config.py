@@ -42,7 +42,7 @@ class TelemetryDefaults:
         if not 0 <= self.metrics_port <= 65_535:
             raise UsageError(f"metrics port {self.metrics_port} is outside 0..65535")
         return pb.TelemetryOrder(
-            level=Level.named(self.level).settings().level if self.level else None,
+            level=Level.named(self.level).to_wire() if self.level else None,
             otlp_endpoint=self.otlp_endpoint,
             sampler_ratio=self.sampler_ratio,
             metrics_port=self.metrics_port,

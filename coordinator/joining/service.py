@@ -128,7 +128,7 @@ class JoinService:
             ends.append(reading)
             if member.beats:
                 ends.append(asyncio.create_task(until_silent(member.silence)))
-                beating.append(asyncio.create_task(beat(context.write, pb.StageOrder(beats=True))))
+                beating.append(asyncio.create_task(beat(context.write, pb.JoinResponse(beats=True))))
             await first_of(*ends)
             if reading.done():
                 await reading
@@ -184,10 +184,10 @@ class JoinService:
         if self._members.get(member.index) is member:
             del self._members[member.index]
 
-    def _order(self, index: int, secret: bytes, *, beats: bool = False) -> pb.StageOrder:
+    def _order(self, index: int, secret: bytes, *, beats: bool = False) -> pb.JoinResponse:
         stage, settings = self._file.stages[index], self._config.stages[index]
         path = str((self._directory / stage.file).resolve()) if self._config.offer_path else ""
-        return pb.StageOrder(
+        return pb.JoinResponse(
             stage_index=index,
             stage_count=len(self._file.stages),
             pipeline_id=self._file.pipeline_id,
@@ -240,7 +240,7 @@ class JoinService:
                     async for offset, data in chunks:
                         if self._members.get(member.index) is not member or self._closing.is_set():
                             raise NotReadyError("this membership has ended")
-                        await context.write(pb.FetchChunk(offset=offset, data=data))
+                        await context.write(pb.FetchResponse(offset=offset, data=data))
             finally:
                 member.fetching = False
         except RelaylineError as error:
@@ -270,11 +270,11 @@ async def _hello(context: Context) -> pb.StageHello:
     return report.hello
 
 
-def _parse(message: Any) -> pb.StageReport | None:
+def _parse(message: Any) -> pb.JoinRequest | None:
     """Read one report; None at the end of the stream. Raises ProtocolError."""
     if not isinstance(message, bytes):
         return None
-    report = messages.read(pb.StageReport, message, "report", who="a stage")
+    report = messages.read(pb.JoinRequest, message, "report", who="a stage")
     tidy(report, bounds.PEER_TEXT_CHARS_MAX if report.HasField("failure") else bounds.PEER_NAME_CHARS_MAX)
     return report
 

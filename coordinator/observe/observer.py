@@ -247,7 +247,7 @@ class Observer:
 
     # --- the pipeline side: life of the connection --------------------------------------------------------------------
 
-    def returned(self, message: pb.ReturnEnvelope, now_ns: int) -> None:
+    def returned(self, message: pb.ReturnResponse, now_ns: int) -> None:
         """What a stage answered has been dealt with, which arrived at now_ns; what follows from it has left."""
         self.passes.returned(message, now_ns)
 

@@ -92,7 +92,7 @@ class PassTraces:
             )
         )
 
-    def returned(self, message: pb.ReturnEnvelope, arrived_ns: int) -> None:
+    def returned(self, message: pb.ReturnResponse, arrived_ns: int) -> None:
         """What a stage answered has been dealt with, and what follows from it has left."""
         if not self._passes.is_busy:
             return

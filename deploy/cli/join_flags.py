@@ -150,12 +150,12 @@ def _own_settings(given: dict[str, Any]) -> dict[str, Any]:
     return {entry.name: value for entry, value in values.items() if value != entry.default}
 
 
-def stage_telemetry(given: dict[str, Any]) -> Callable[[StageConfig, pb.StageOrder], StageConfig]:
+def stage_telemetry(given: dict[str, Any]) -> Callable[[StageConfig, pb.JoinResponse], StageConfig]:
     """Return how a joining stage records: as its own flags say, and where they say nothing, as the order does."""
     own = {entry.name for entry in entries(TelemetrySettings) if is_given(entry.parameter)}
     mine, metrics = telemetry_config(given), given["metrics"]
 
-    def adapt(config: StageConfig, order: pb.StageOrder) -> StageConfig:
+    def adapt(config: StageConfig, order: pb.JoinResponse) -> StageConfig:
         theirs = order.telemetry
         telemetry = TelemetryConfig(
             level=mine.level if "level" in own else Level.from_wire(theirs.level) or mine.level,

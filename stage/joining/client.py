@@ -34,7 +34,7 @@ class Member:
     """An open membership with its order. `lost` is set, once, with the reason for its end. Event loop only."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, bulk: grpc.aio.Channel, call: Any, order: pb.StageOrder, peer: str
+        self, channel: grpc.aio.Channel, bulk: grpc.aio.Channel, call: Any, order: pb.JoinResponse, peer: str
     ) -> None:
         """`bulk` carries the artifact: on the membership's own connection it would hold up signs of life."""
         self.order, self.peer = order, peer
@@ -72,12 +72,12 @@ class Member:
         return cls(channel, rpc.open_channel(address, security, Role.COORDINATOR), call, order, peer)
 
     async def report(self, **report: Any) -> None:
-        """Send one report (a field of StageReport by name). One that cannot be sent any more is dropped: see `lost`."""
+        """Send one report (a field of JoinRequest by name). One that cannot be sent any more is dropped: see `lost`."""
         async with self._writing:
             if self.lost.done():
                 return
             try:
-                await self._call.write(rpc.serialize(pb.StageReport(**report)))
+                await self._call.write(rpc.serialize(pb.JoinRequest(**report)))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 pass  # the reader learns why
 
@@ -85,7 +85,7 @@ class Member:
         """Say how far this stage is with its artifact."""
         await self.report(progress=pb.ArtifactProgress(phase=phase, done_bytes=done_bytes, total_bytes=total_bytes))
 
-    async def fetch(self, offset: int) -> AsyncGenerator[pb.FetchChunk, None]:
+    async def fetch(self, offset: int) -> AsyncGenerator[pb.FetchResponse, None]:
         """Yield the artifact's bytes from an offset on. Raises the typed error of the other side, or its loss."""
         request = pb.FetchRequest(ticket=self.order.ticket, offset=offset)
         stream = self._bulk.unary_stream(FETCH, request_serializer=rpc.serialize, response_deserializer=None)
@@ -93,7 +93,7 @@ class Member:
         try:
             while isinstance(data := await call.read(), bytes):
                 what, limit = "piece of the artifact", bounds.FETCH_CHUNK_BYTES_MAX
-                yield messages.read(pb.FetchChunk, data, what, bytes_max=limit, who=self.peer)
+                yield messages.read(pb.FetchResponse, data, what, bytes_max=limit, who=self.peer)
         except grpc.aio.AioRpcError as error:
             raise rpc.typed(error, self.peer) from error
         finally:
@@ -122,7 +122,7 @@ class Member:
         try:
             while isinstance(data := await self._call.read(), bytes):
                 self._silence.heard()
-                if not messages.read(pb.StageOrder, data, "order", who=self.peer).beats:
+                if not messages.read(pb.JoinResponse, data, "order", who=self.peer).beats:
                     error = ProtocolError(f"{self.peer} sent a second order, which this version does not know")
                     break
         except grpc.aio.AioRpcError as failure:
@@ -143,17 +143,17 @@ class Member:
         self._lose(StageLostError(silent_text(self.peer)))
 
 
-async def _introduce(channel: grpc.aio.Channel, hello: pb.StageHello, peer: str) -> tuple[Any, pb.StageOrder]:
+async def _introduce(channel: grpc.aio.Channel, hello: pb.StageHello, peer: str) -> tuple[Any, pb.JoinResponse]:
     call = channel.stream_stream(JOIN, request_serializer=None, response_deserializer=None)()
     try:
         try:
-            await call.write(rpc.serialize(pb.StageReport(hello=hello)))
+            await call.write(rpc.serialize(pb.JoinRequest(hello=hello)))
         except asyncio.InvalidStateError:
             pass  # the call has ended already; reading says why
         data = await call.read()
         if not isinstance(data, bytes):
             raise StageLostError(f"{peer} ended the membership")
-        return call, messages.read(pb.StageOrder, data, "order", bytes_max=bounds.ORDER_BYTES_MAX, who=peer)
+        return call, messages.read(pb.JoinResponse, data, "order", bytes_max=bounds.ORDER_BYTES_MAX, who=peer)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             raise HandshakeError(f"{peer} lets no stages join; give the address of its --join-listen") from error

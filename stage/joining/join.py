@@ -46,7 +46,7 @@ REJOIN_FIRST_S, REJOIN_MAX_S = 0.2, 5.0
 PLACE_TAKEN_MAX_S = 60.0
 
 OnReady = Callable[[str, StageFacts], None]
-Adapt = Callable[[StageConfig, pb.StageOrder], StageConfig]
+Adapt = Callable[[StageConfig, pb.JoinResponse], StageConfig]
 
 
 def run_joined(config: JoinConfig, on_ready: OnReady, adapt: Adapt = lambda config, order: config) -> None:
@@ -155,7 +155,7 @@ class JoinedStage:
             return None
         return getting.result()
 
-    def _stage_config(self, path: Path, host: str, order: pb.StageOrder) -> StageConfig:
+    def _stage_config(self, path: Path, host: str, order: pb.JoinResponse) -> StageConfig:
         settings = read_message(EngineSettings, order.engine)
         return StageConfig(
             name=self._config.name,
@@ -277,7 +277,7 @@ def _teller(member: Member) -> Tell:
     return tell
 
 
-def same_work(one: pb.StageOrder, other: pb.StageOrder) -> bool:
+def same_work(one: pb.JoinResponse, other: pb.JoinResponse) -> bool:
     """Return whether two orders lead to the same engine, so that a loaded one can go on."""
     return (one.pipeline_id, one.stage_index, one.artifact.sha256, one.engine, one.coordinator) == (
         other.pipeline_id,

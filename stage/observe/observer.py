@@ -93,7 +93,7 @@ class StageObserver:
         response.n_forgotten = self.ring.n_forgotten
         return response
 
-    async def set_telemetry(self, request: pb.TelemetrySettings, context: Any) -> pb.TelemetrySettings:
+    async def set_telemetry(self, request: pb.SetTelemetryRequest, context: Any) -> pb.SetTelemetryResponse:
         """Change the level, or leave it when none is named; answers with what holds."""
         level = Level.from_wire(request.level)
         if level is not None:
@@ -102,7 +102,7 @@ class StageObserver:
                 self.spans.finish()
             if level is Level.OFF:
                 self._summaries.forget()
-        return self.telemetry.level.settings()
+        return pb.SetTelemetryResponse(level=self.telemetry.level.to_wire())
 
     async def beat(self, request: pb.BeatRequest, context: Any) -> pb.BeatResponse:
         """Say what time it is here, and take what the coordinator knows of it."""

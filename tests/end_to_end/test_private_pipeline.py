@@ -130,7 +130,7 @@ def test_a_host_of_the_pipeline_that_is_no_coordinator(
             with pytest.raises(UnauthenticatedError) as caught:
                 await client.describe()
             said.append(caught.value.message)
-            assert await client.set_telemetry(pb.TelemetrySettings(level=pb.TELEMETRY_LEVEL_FRAMES)) is None
+            assert await client.set_telemetry(pb.SetTelemetryRequest(level=pb.TELEMETRY_LEVEL_FRAMES)) is None
             assert await client.status(with_recent=False) is None
             await client.close()
         return said

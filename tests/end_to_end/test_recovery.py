@@ -262,9 +262,9 @@ async def test_samples_of_an_old_epoch_and_echoes_are_ignored(artifacts: Artifac
             (pipeline.epoch, length + 1),
         ):
             sample = pb.Sampled(session_id=session_id, position=position, token=1)
-            pipeline.on_return(pb.ReturnEnvelope(epoch=epoch, samples=[sample]))
+            pipeline.on_return(pb.ReturnResponse(epoch=epoch, samples=[sample]))
         gone = pb.SessionFault(session_id=0, label="stage_lost", message="long ago", retryable=True)
-        pipeline.on_return(pb.ReturnEnvelope(epoch=pipeline.epoch - 1, faults=[gone]))
+        pipeline.on_return(pb.ReturnResponse(epoch=pipeline.epoch - 1, faults=[gone]))
         tokens += await tokens_of(stream)
         assert pipeline.epoch == 1
     assert len(tokens) == 20
@@ -278,7 +278,7 @@ async def test_a_session_is_replayed_after_a_fault_of_its_own(artifacts: Artifac
         tokens = await read(stream, 3)
         (session_id,) = running.pipeline._audiences
         fault = pb.SessionFault(session_id=session_id, label="no_lane", message="m", retryable=True)
-        running.pipeline.on_return(pb.ReturnEnvelope(epoch=running.pipeline.epoch, faults=[fault]))
+        running.pipeline.on_return(pb.ReturnResponse(epoch=running.pipeline.epoch, faults=[fault]))
         tokens += await tokens_of(stream)
         await running.until_free()
     assert_greedy(whole, prompt, tokens)

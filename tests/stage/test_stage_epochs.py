@@ -205,9 +205,9 @@ class LostContext:
         return rpc.route_metadata(self._hello.route_id, self._hello.epoch)
 
     async def read(self) -> bytes:
-        return rpc.serialize(pb.Envelope(open=self._hello))
+        return rpc.serialize(pb.RelayRequest(open=self._hello))
 
-    async def write(self, _message: pb.LinkReply) -> None:
+    async def write(self, _message: pb.RelayResponse) -> None:
         self.writing.set()
         if self._failure is not None:
             raise self._failure

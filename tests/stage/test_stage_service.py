@@ -218,7 +218,7 @@ async def test_a_second_upstream_is_refused_and_the_first_goes_on() -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [b"", b"\xff" * 40, b"GET / HTTP/1.1\r\n\r\n", envelope_of(*prompt(1)), rpc.serialize(pb.Envelope(epoch=1))],
+    [b"", b"\xff" * 40, b"GET / HTTP/1.1\r\n\r\n", envelope_of(*prompt(1)), rpc.serialize(pb.RelayRequest(epoch=1))],
     ids=["empty", "noise", "http", "data first", "no handshake"],
 )
 async def test_a_link_that_does_not_begin_with_a_handshake_is_refused(message: bytes) -> None:
@@ -244,7 +244,7 @@ async def test_a_handshake_for_another_route_than_the_stream_is_refused() -> Non
         await two.configure()
         with pytest.raises(HandshakeError, match="another route"):
             await one.first_message(
-                rpc.serialize(pb.Envelope(open=one.hello())), rpc.route_metadata(two.route_id, two.epoch)
+                rpc.serialize(pb.RelayRequest(open=one.hello())), rpc.route_metadata(two.route_id, two.epoch)
             )
 
 
@@ -300,7 +300,7 @@ GARBAGE = {
     "empty": b"",
     "truncated": envelope_of(rows_frame(1, 3, 1, SAMPLE), sequence=2)[:-3],
     "altered payload": altered(-20),
-    "handshake again": rpc.serialize(pb.Envelope(open=pb.LinkOpen(route_id=ROUTE))),
+    "handshake again": rpc.serialize(pb.RelayRequest(open=pb.LinkOpen(route_id=ROUTE))),
     "another width": envelope_of(rows_frame(1, 3, np.ones((1, 7), np.float32), SAMPLE), sequence=2),
     "another dtype": envelope_of(
         rows_frame(1, 3, np.ones((1, WIDTH), np.float16), SAMPLE), dtype=envelope.DTYPE_F16, sequence=2

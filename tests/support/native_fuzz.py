@@ -54,7 +54,7 @@ EDGES = (
     4_096,
     4_097,
 )
-TABLE, ROOT = messages._table(pb.Envelope.DESCRIPTOR)
+TABLE, ROOT = messages._table(pb.RelayRequest.DESCRIPTOR)
 KINDS = (Flag.NONE, Flag.PREFILL, Flag.WANTS_SAMPLE, Flag.PREFILL | Flag.WANTS_SAMPLE)
 
 
@@ -145,9 +145,9 @@ def parse_altered(rnd: random.Random) -> str:
     if rnd.random() < 0.5:
         message = sealed_again(message)
     if rnd.random() < 0.1:
-        parsed = pb.Envelope()
+        parsed = pb.RelayRequest()
         try:
-            message = pb.Envelope.FromString(message).SerializeToString()
+            message = pb.RelayRequest.FromString(message).SerializeToString()
         except Exception:
             message = parsed.SerializeToString()
     _frames.read(message, envelope.checksum, rnd.choice((0, 1, 4_096)))
@@ -191,7 +191,7 @@ def weigh_anything(rnd: random.Random) -> str:
 def read_return(rnd: random.Random) -> str:
     """A message of the return stream that was altered is refused."""
     samples = [pb.Sampled(session_id=at, token=rnd.getrandbits(32)) for at in range(rnd.randrange(4))]
-    (message,) = ReturnWriter().write(pb.ReturnEnvelope(epoch=1, samples=samples))
+    (message,) = ReturnWriter().write(pb.ReturnResponse(epoch=1, samples=samples))
     ReturnReader("stage").read(altered(message, rnd) if rnd.random() < 0.9 else message)
     return "returns accepted"
 

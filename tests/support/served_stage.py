@@ -94,7 +94,7 @@ class Coordinator:
     ) -> None:  # fmt: skip
         self.stage, self.route_id, self.epoch = stage, route_id, epoch
         self.client = StageClient(stage.address, security, to)
-        self.returned: asyncio.Queue[pb.ReturnEnvelope] = asyncio.Queue()
+        self.returned: asyncio.Queue[pb.ReturnResponse] = asyncio.Queue()
         self.lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
         self.channel = rpc.open_channel(stage.address, security, to)
         self.call: Any = None
@@ -143,14 +143,14 @@ class Coordinator:
         """Open the link as an upstream neighbour. Raises the typed refusal."""
         hello = self.hello(**changes)
         metadata = rpc.route_metadata(hello.route_id, hello.epoch)
-        return await self.first_message(rpc.serialize(pb.Envelope(open=hello)), metadata)
+        return await self.first_message(rpc.serialize(pb.RelayRequest(open=hello)), metadata)
 
     async def first_message(self, message: bytes, metadata: tuple[tuple[str, str], ...] = ()) -> pb.LinkAccepted:
         """Open a stream with these bytes. Raises the typed refusal."""
         self.n_sent = 0
         for n_left in reversed(range(HANDSHAKE_TRIES)):
             self.call = self.channel.stream_stream(
-                rpc.method("Relay"), request_serializer=None, response_deserializer=rpc.parser(pb.LinkReply)
+                rpc.method("Relay"), request_serializer=None, response_deserializer=rpc.parser(pb.RelayResponse)
             )(metadata=metadata)
             try:
                 await self.call.write(message)
@@ -178,7 +178,7 @@ class Coordinator:
         self.n_sent += 1
         await self.call.write(envelope_of(*frames, **({"epoch": self.epoch, "sequence": self.n_sent} | form)))
 
-    async def reply(self) -> pb.ReturnEnvelope:
+    async def reply(self) -> pb.ReturnResponse:
         """The next message of the return stream."""
         async with asyncio.timeout(20):
             return await self.returned.get()
@@ -187,7 +187,7 @@ class Coordinator:
         """The typed error with which the stage ends the upstream link."""
         async with asyncio.timeout(20):
             try:
-                while isinstance(await self.call.read(), pb.LinkReply):
+                while isinstance(await self.call.read(), pb.RelayResponse):
                     pass
             except grpc.aio.AioRpcError as error:
                 return rpc.typed(error, "stage")

@@ -49,8 +49,8 @@ class StagesModel:
 
     n_lanes: int
     frames: list[Frame] = dataclasses.field(default_factory=list)  # in flight towards the stages
-    replies: list[pb.ReturnEnvelope] = dataclasses.field(default_factory=list)  # in flight towards the coordinator
-    said: list[pb.ReturnEnvelope] = dataclasses.field(default_factory=list)  # everything ever said, for echoes
+    replies: list[pb.ReturnResponse] = dataclasses.field(default_factory=list)  # in flight towards the coordinator
+    said: list[pb.ReturnResponse] = dataclasses.field(default_factory=list)  # everything ever said, for echoes
     rows: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     last: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)  # position and token sampled last
     refused: set[int] = dataclasses.field(default_factory=set)  # sessions whose open was; their rows are dropped
@@ -88,7 +88,7 @@ class StagesModel:
                 assert self.n_taken, "the coordinator opened more sessions than there are lanes"
                 self.refused.add(session_id)
                 fault = pb.SessionFault(session_id=session_id, label="no_lane", message="taken", retryable=True)
-                self.say(pb.ReturnEnvelope(epoch=self.epoch, faults=[fault]))
+                self.say(pb.ReturnResponse(epoch=self.epoch, faults=[fault]))
                 return
             self.rows.setdefault(session_id, [])
         elif frame.flags & Flag.COPY_PREFIX and session_id not in self.refused:
@@ -96,7 +96,7 @@ class StagesModel:
             if source is None or frame.argument in self.refused:  # or it was given up while its frames waited
                 self.refused.add(session_id)
                 fault = pb.SessionFault(session_id=session_id, label="bad_session", message="not open")
-                self.say(pb.ReturnEnvelope(epoch=self.epoch, faults=[fault]))
+                self.say(pb.ReturnResponse(epoch=self.epoch, faults=[fault]))
                 return
             assert not self.rows[session_id], "a copy goes into an empty lane"
             assert frame.position <= len(source), "the source does not hold so much"
@@ -115,7 +115,7 @@ class StagesModel:
         held = self.rows[session_id]
         assert frame.position <= len(held), "a gap"
         held[frame.position :] = frame.tokens
-        answer = pb.ReturnEnvelope(epoch=self.epoch)
+        answer = pb.ReturnResponse(epoch=self.epoch)
         queued = mock.Mock(flags=flags, position=frame.position, draft_tokens=frame.tokens)
         n_good = 0
         if not is_guessed_wrong(queued, mock.Mock(last=self.last.get(session_id))):
@@ -134,7 +134,7 @@ class StagesModel:
             answer.progress.append(pb.Progress(session_id=session_id, position=len(held)))
         self.say(answer)
 
-    def say(self, message: pb.ReturnEnvelope) -> None:
+    def say(self, message: pb.ReturnResponse) -> None:
         self.replies.append(message)
         self.said.append(message)
 
@@ -226,7 +226,7 @@ class World:
     def fault(self, client: Client, retryable: bool, position: int = 0) -> None:
         session_id, label = client.session.session_id, "no_lane" if retryable else "not_finite"
         fault = pb.SessionFault(session_id=session_id, position=position, label=label, message="m", retryable=retryable)
-        self.stages.said.append(pb.ReturnEnvelope(epoch=self.pipeline.epoch, faults=[fault]))
+        self.stages.said.append(pb.ReturnResponse(epoch=self.pipeline.epoch, faults=[fault]))
         self.pipeline.on_return(self.stages.said[-1])
 
     def check(self) -> None:

@@ -60,7 +60,7 @@ class Downstream:
     async def relay(self, _: object, context: Any) -> None:
         await context.read()
         accepted = pb.LinkAccepted(credit_bytes=self.credit_bytes, max_rows=MAX_ROWS)
-        await context.write(rpc.serialize(pb.LinkReply(accepted=accepted)))
+        await context.write(rpc.serialize(pb.RelayResponse(accepted=accepted)))
         giving = asyncio.create_task(self._give(context))
         self.n_links += 1
         try:
@@ -73,7 +73,7 @@ class Downstream:
 
     async def _give(self, context: Any) -> None:
         while True:
-            await context.write(rpc.serialize(pb.LinkReply(credit_bytes=await self.credits.get())))
+            await context.write(rpc.serialize(pb.RelayResponse(credit_bytes=await self.credits.get())))
 
 
 @contextlib.asynccontextmanager

@@ -32,7 +32,7 @@ def frame(n_rows: int, session: int = 1, **fields: object) -> pb.Frame:
     return pb.Frame(**(values | fields))
 
 
-def envelope(dtype: int, rows: np.ndarray, frames: list[pb.Frame], **fields: object) -> pb.Envelope:
+def envelope(dtype: int, rows: np.ndarray, frames: list[pb.Frame], **fields: object) -> pb.RelayRequest:
     """An envelope around rows (n_rows, width) with the frames' checksums filled in."""
     at = 0
     for each in frames:
@@ -51,7 +51,7 @@ def envelope(dtype: int, rows: np.ndarray, frames: list[pb.Frame], **fields: obj
         "payload": rows.tobytes(),
         "batch_trace": BATCH_TRACE,
     }
-    return pb.Envelope(**(values | fields))
+    return pb.RelayRequest(**(values | fields))
 
 
 def _rows(n_rows: int, width: int, dtype: str) -> np.ndarray:
@@ -62,7 +62,7 @@ _OPTIONS = pb.SessionOptions(temperature=0.5, top_k=40, seed=7, n_logprobs=-1)
 _GREEDY = pb.SessionOptions()
 
 # name -> a message whose frames' rows, options and exponents agree
-EXAMPLES: dict[str, pb.Envelope] = {
+EXAMPLES: dict[str, pb.RelayRequest] = {
     "one token": envelope(1, _rows(1, 1, "<i4"), [frame(1, flags=2)]),
     "a prompt opens a session": envelope(
         1, _rows(5, 1, "<i4"), [frame(0, flags=16), frame(5, flags=1 | 2)], options=[_OPTIONS]
@@ -104,7 +104,7 @@ EXAMPLES: dict[str, pb.Envelope] = {
 }
 
 
-def _head(message: pb.Envelope) -> bytes:
+def _head(message: pb.RelayRequest) -> bytes:
     """Header and frames, every fixed field in order, present even when zero."""
     parts = [
         struct.pack(
@@ -122,7 +122,7 @@ def _head(message: pb.Envelope) -> bytes:
     return b"".join(parts)
 
 
-def _tail(message: pb.Envelope, exponents: bytes) -> bytes:
+def _tail(message: pb.RelayRequest, exponents: bytes) -> bytes:
     parts = [b"\x52" + varint(len(exponents)) + exponents] if exponents else []
     for options in message.options:
         parts.append(b"\x5a" + varint(options.ByteSize()) + options.SerializeToString())
@@ -136,25 +136,25 @@ def _sum(head: bytes, tail: bytes) -> int:
     return xxhash.xxh3_64_intdigest(tail, xxhash.xxh3_64_intdigest(head))
 
 
-def canonical(message: pb.Envelope) -> bytes:
+def canonical(message: pb.RelayRequest) -> bytes:
     """Every fixed field in order, present even when zero; exponents with every f16 payload; drafts packed."""
     head = _head(message)
     tail = _tail(message, message.row_exponents or bytes(message.n_rows if message.dtype == 2 else 0))
     parts = [head, b"\x4a" + varint(len(message.payload)) + message.payload, tail]
     if message.HasField("open"):
-        parts.append(pb.Envelope(open=message.open).SerializeToString())
+        parts.append(pb.RelayRequest(open=message.open).SerializeToString())
     return b"".join((*parts, struct.pack("<BQ", 0x71, _sum(head, tail))))
 
 
-def sealed(message: pb.Envelope) -> pb.Envelope:
+def sealed(message: pb.RelayRequest) -> pb.RelayRequest:
     """A copy with its checksum, as any program would make it."""
-    copy = pb.Envelope()
+    copy = pb.RelayRequest()
     copy.CopyFrom(message)
     copy.checksum = _sum(_head(message), _tail(message, message.row_exponents))
     return copy
 
 
-def library(message: pb.Envelope) -> bytes:
+def library(message: pb.RelayRequest) -> bytes:
     """As any program would send it: zero fields left out."""
     return sealed(message).SerializeToString()
 
@@ -164,11 +164,11 @@ def varint(value: int) -> bytes:
     return bytes([value & 0x7F | 0x80]) + varint(value >> 7) if value > 0x7F else bytes([value])
 
 
-def reordered(message: pb.Envelope) -> bytes:
+def reordered(message: pb.RelayRequest) -> bytes:
     """The fields in reverse order, repeated ones in theirs."""
     parts = []
     for descriptor, value in sealed(message).ListFields():
-        part = pb.Envelope()
+        part = pb.RelayRequest()
         if hasattr(value, "extend"):
             getattr(part, descriptor.name).extend(value)
         elif descriptor.name == "open":
@@ -183,7 +183,7 @@ def reordered(message: pb.Envelope) -> bytes:
 UNKNOWN_FIELDS = (b"\xa0\x06\x05", b"\xa1\x06" + bytes(8), b"\xa2\x06\x03abc")
 
 
-def with_unknown_fields(message: pb.Envelope) -> bytes:
+def with_unknown_fields(message: pb.RelayRequest) -> bytes:
     """Fields this version does not know, before, after, and within each frame."""
     extended = sealed(message)
     for each in extended.frames:

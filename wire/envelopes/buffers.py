@@ -204,4 +204,4 @@ def with_extras(
         buffer.exponents[:] = exponents
     if not options and not draft_tokens:
         return buffer.close()
-    return buffer.close(pb.Envelope(options=options, draft_tokens=draft_tokens).SerializeToString())
+    return buffer.close(pb.RelayRequest(options=options, draft_tokens=draft_tokens).SerializeToString())

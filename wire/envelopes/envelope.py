@@ -180,7 +180,7 @@ def _parse_canonical(message: bytes) -> tuple[EnvelopeView, memoryview] | None:
     if rest_checksum(view[:lead_at], view[payload_end:end]) != CHECKSUM.unpack_from(message, end)[1]:
         return None  # altered, or extras that are right and written in another way
     if end - payload_end > bounds.ROWS_PER_ENVELOPE_MAX + 8:  # else these are but exponents
-        check_cost(pb.Envelope, message[payload_end:end], "envelope")
+        check_cost(pb.RelayRequest, message[payload_end:end], "envelope")
     extras = _parse_extras(message, payload_end, end)
     if extras is None:
         return None
@@ -255,8 +255,8 @@ def _parse_any(data: bytes) -> tuple[EnvelopeView, memoryview]:
     if parts is None:
         raise ProtocolError("message is not a relayline envelope; is something else talking to this port?")
     rows, rest = parts
-    check_cost(pb.Envelope, rest, "envelope")
-    message: pb.Envelope = _message(pb.Envelope, rest)
+    check_cost(pb.RelayRequest, rest, "envelope")
+    message: pb.RelayRequest = _message(pb.RelayRequest, rest)
     if message.HasField("open"):
         raise ProtocolError("a handshake came in the middle of a link")
     if message.dtype not in NUMPY_DTYPE:
@@ -276,7 +276,9 @@ def _parse_any(data: bytes) -> tuple[EnvelopeView, memoryview]:
         raise ProtocolError("row exponents do not match the rows")
     payload = np.frombuffer(rows, dtype=element).reshape(message.n_rows, message.width)
     records = memoryview(_records(message).tobytes())
-    tail = pb.Envelope(row_exponents=message.row_exponents, options=message.options, draft_tokens=message.draft_tokens)
+    tail = pb.RelayRequest(
+        row_exponents=message.row_exponents, options=message.options, draft_tokens=message.draft_tokens
+    )
     batch_trace = _trace(message.batch_trace)
     if rest_checksum(_header_of(message, batch_trace) + records, tail.SerializeToString()) != message.checksum:
         raise ChecksumError("an envelope's headers do not match their checksum; the sender may repeat the step")
@@ -298,14 +300,14 @@ def _parse_any(data: bytes) -> tuple[EnvelopeView, memoryview]:
     return view, rows
 
 
-def _header_of(message: pb.Envelope, batch_trace: bytes) -> bytes:
+def _header_of(message: pb.RelayRequest, batch_trace: bytes) -> bytes:
     """Return a message's header in the canonical layout."""
     t1, t2, t3, t4, t5, t6, t7, t8 = HEADER_TAGS
     head = (t1, message.epoch, t2, message.sequence, t3, message.dtype, t4, message.n_rows, t5, message.width)
     return HEADER.pack(*head, t6, message.sent_ns, t7, message.n_frames, t8, frames.TRACE_BYTES, batch_trace)
 
 
-def _records(message: pb.Envelope) -> frames.Records:
+def _records(message: pb.RelayRequest) -> frames.Records:
     records = frames.new_frames(len(message.frames))
     for index, frame in enumerate(message.frames):
         for name in ("session_id", "epoch", "position", "n_rows", "flags", "argument", "checksum", "enqueued_ns"):

@@ -19,7 +19,7 @@ from relayline.wire.common.texts import tidy
 from relayline.wire.envelopes import messages
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
-_CHECKSUM = struct.Struct("<BQ")  # tag and value of ReturnEnvelope.checksum
+_CHECKSUM = struct.Struct("<BQ")  # tag and value of ReturnResponse.checksum
 _CHECKSUM_TAG = 0x79
 _LISTS = ("samples", "faults", "progress", "summaries")
 
@@ -30,7 +30,7 @@ class ReturnWriter:
     def __init__(self) -> None:
         self.n_messages = 0  # that have been written
 
-    def write(self, message: pb.ReturnEnvelope) -> list[bytes]:
+    def write(self, message: pb.ReturnResponse) -> list[bytes]:
         """Return a message's bytes as they go over the stream: nearly always one piece, which is the whole."""
         message.sequence = self.n_messages + 1
         body = message.SerializeToString()
@@ -39,7 +39,7 @@ class ReturnWriter:
             return [_sealed(body)]
         return [self._numbered(part) for part in _parts(message)]
 
-    def _numbered(self, part: pb.ReturnEnvelope) -> bytes:
+    def _numbered(self, part: pb.ReturnResponse) -> bytes:
         self.n_messages += 1
         part.sequence = self.n_messages
         return _sealed(part.SerializeToString())
@@ -53,7 +53,7 @@ class ReturnReader:
         self.n_messages = 0  # that have come
         self._who = who
 
-    def read(self, data: Any) -> pb.ReturnEnvelope:
+    def read(self, data: Any) -> pb.ReturnResponse:
         """Read the next message. Raises ProtocolError, and ChecksumError for one that was altered."""
         if not isinstance(data, bytes) or len(data) < _CHECKSUM.size:
             raise ProtocolError(f"{self._who} sent a return message that cannot be read")
@@ -61,7 +61,7 @@ class ReturnReader:
         if tag != _CHECKSUM_TAG or total != xxhash.xxh3_64_intdigest(memoryview(data)[: -_CHECKSUM.size]):
             raise ChecksumError(f"a return message of {self._who} does not match its checksum")
         message = messages.read(
-            pb.ReturnEnvelope, data, "return message", bytes_max=bounds.RETURN_BYTES_MAX, who=self._who
+            pb.ReturnResponse, data, "return message", bytes_max=bounds.RETURN_BYTES_MAX, who=self._who
         )
         for fault in message.faults:
             tidy(fault, bounds.PEER_TEXT_CHARS_MAX)
@@ -78,7 +78,7 @@ def _sealed(body: bytes) -> bytes:
     return b"".join((body, _CHECKSUM.pack(_CHECKSUM_TAG, xxhash.xxh3_64_intdigest(body))))
 
 
-def _parts(message: pb.ReturnEnvelope) -> Iterator[pb.ReturnEnvelope]:
+def _parts(message: pb.ReturnResponse) -> Iterator[pb.ReturnResponse]:
     """Take a long message apart, with everything in its order."""
     part, part_bytes = _empty(message), 0
     for name in _LISTS:
@@ -92,5 +92,5 @@ def _parts(message: pb.ReturnEnvelope) -> Iterator[pb.ReturnEnvelope]:
     yield part
 
 
-def _empty(message: pb.ReturnEnvelope) -> pb.ReturnEnvelope:
-    return pb.ReturnEnvelope(epoch=message.epoch, stage_index=message.stage_index)
+def _empty(message: pb.ReturnResponse) -> pb.ReturnResponse:
+    return pb.ReturnResponse(epoch=message.epoch, stage_index=message.stage_index)

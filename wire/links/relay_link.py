@@ -153,7 +153,7 @@ class RelayLink:
     async def _read_credits(self) -> None:
         try:
             while isinstance(data := await self._call.read(), bytes):
-                reply = messages.read(pb.LinkReply, data, "reply", who=self.address)
+                reply = messages.read(pb.RelayResponse, data, "reply", who=self.address)
                 self._in_flight_bytes = max(0, self._in_flight_bytes - reply.credit_bytes)
                 self._credit_changed.set()
             detail = printable(await self._call.details() or "no reason given")
@@ -209,7 +209,7 @@ async def _say(
 async def _shake_hands(
     channel: grpc.aio.Channel, address: str, hello: pb.LinkOpen, shown_pass: str
 ) -> tuple[grpc.aio.StreamStreamCall[bytes, bytes], pb.LinkAccepted]:
-    message = rpc.serialize(pb.Envelope(open=hello))
+    message = rpc.serialize(pb.RelayRequest(open=hello))
     metadata = rpc.route_metadata(hello.route_id, hello.epoch) + rpc.pass_metadata(shown_pass)
     try:
         for n_left in reversed(range(HANDSHAKE_TRIES)):
@@ -222,7 +222,7 @@ async def _shake_hands(
         if not isinstance(data, bytes):
             detail = printable(await call.details() or "no reason given")
             raise StageLostError(f"{address} closed the link: {detail}")
-        reply = messages.read(pb.LinkReply, data, "answer to the handshake", who=address)
+        reply = messages.read(pb.RelayResponse, data, "answer to the handshake", who=address)
     except grpc.aio.AioRpcError as error:
         raise rpc.typed(error, address) from error
     if not reply.HasField("accepted"):

@@ -31,9 +31,10 @@ class Level(enum.IntEnum):
         """Return the level of a pb.TelemetryLevel; None for UNSPECIFIED and for what a newer peer may say."""
         return cls(level - 1) if 1 <= level <= len(cls) else None
 
-    def settings(self) -> pb.TelemetrySettings:
-        """Return the message that asks for this level, or says that it holds."""
-        return pb.TelemetrySettings(level=f"TELEMETRY_LEVEL_{self.name}")
+    def to_wire(self) -> pb.TelemetryLevel:
+        """Return this level as messages have it."""
+        level: pb.TelemetryLevel = getattr(pb, f"TELEMETRY_LEVEL_{self.name}")
+        return level
 
     def __str__(self) -> str:
         return self.name.lower()

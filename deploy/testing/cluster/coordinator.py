@@ -59,7 +59,7 @@ class Coordinator:
         self.conductor = Conductor(config, lambda _: False, itertools.count(1), 0)
         self.is_connected = False
         self.links: list[Link] = []  # of the epoch that stands or is begun, the one to stage 0 last
-        self.heard: list[pb.ReturnEnvelope] = []  # answers that came, some of them of epochs that are over
+        self.heard: list[pb.ReturnResponse] = []  # answers that came, some of them of epochs that are over
         self.audiences: dict[int, Audience] = {}
         self.clients: list[Client] = []
         self.n_lost = 0
@@ -268,7 +268,7 @@ class Coordinator:
         self.heard = [*self.heard, message][-HEARD_MAX:]
         self.answer(message)
 
-    def answer(self, message: pb.ReturnEnvelope) -> None:
+    def answer(self, message: pb.ReturnResponse) -> None:
         """Take an answer of a stage, also one that was taken before."""
         is_over = message.epoch != self.conductor.epoch
         before = self._known() if is_over else None

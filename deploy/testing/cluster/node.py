@@ -262,7 +262,7 @@ class Node:
 
     def _report(self, route: NodeRoute, output: RouteOutput) -> None:
         if output.samples or output.faults or output.progress:
-            message = pb.ReturnEnvelope(
+            message = pb.ReturnResponse(
                 epoch=output.epoch,
                 stage_index=self.index,
                 samples=output.samples,

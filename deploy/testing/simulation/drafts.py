@@ -67,9 +67,9 @@ def real(sampler: OracleSampler | None) -> SessionSampler | None:
 
 def answers(
     computed: list[Placed], pointless: list[QueuedFrame], samplers: Mapping[int, OracleSampler]
-) -> pb.ReturnEnvelope:
+) -> pb.ReturnResponse:
     """Return what the last stage says of a step, as stage.steps.step does."""
-    message = pb.ReturnEnvelope()
+    message = pb.ReturnResponse()
     passed = list(pointless)
     for item in computed:
         if not item.frame.flags & Flag.WANTS_SAMPLE:

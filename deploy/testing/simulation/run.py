@@ -198,7 +198,7 @@ class Simulation:
         for envelope in envelopes:
             self._travel(0, [queued(frame) for frame in envelope])
 
-    def _returned(self, message: pb.ReturnEnvelope, n_frames: int) -> None:
+    def _returned(self, message: pb.ReturnResponse, n_frames: int) -> None:
         self.audit.n_on_links -= n_frames
         for passed in message.progress:
             self.audit.passed(passed.session_id, passed.position)

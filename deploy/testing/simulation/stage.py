@@ -154,7 +154,7 @@ class SimStage:
         """Rows of the native step."""
         return sum(item.frame.n_rows for item in self.placed)
 
-    def answer(self) -> tuple[pb.ReturnEnvelope, int]:
+    def answer(self) -> tuple[pb.ReturnResponse, int]:
         """Return what the last stage says of the step that has ended, and how many frames nobody waits for."""
         computed = [item for item in self.placed if item.frame.session_id not in self.cancelled]
         pointless = [frame for frame in self._pointless if frame.session_id not in self.cancelled]

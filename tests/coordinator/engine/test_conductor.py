@@ -63,7 +63,7 @@ def frames(instructions: Sequence[Instruction]) -> list[tuple[int, int, tuple[in
 
 
 def sample(conductor: Conductor, position: int, token: int, session_id: int = 1, now_ns: int = 0) -> list[Instruction]:
-    message = pb.ReturnEnvelope(epoch=conductor.epoch)
+    message = pb.ReturnResponse(epoch=conductor.epoch)
     message.samples.add(session_id=session_id, position=position, token=token)
     return conductor.returned(message, now_ns)
 
@@ -107,7 +107,7 @@ def test_a_recovery_replays_what_was_said_and_repeats_no_token() -> None:
     assert kinds(conductor.lost(StageLostError("stage 1 is gone"), 5)) == ["Log"]
     assert conductor.dispatch(6) == [], "nothing leaves until the next epoch stands"
     conductor.begin_epoch()
-    late = pb.ReturnEnvelope(epoch=before)
+    late = pb.ReturnResponse(epoch=before)
     late.samples.add(session_id=1, position=4, token=8)
     late.faults.add(session_id=0, label="stage_lost", message="of the epoch before")
     assert conductor.returned(late, 7) == []
@@ -147,7 +147,7 @@ def test_a_refused_lane_is_asked_for_again_after_a_while() -> None:
     conductor = connected()
     conductor.open(request(), 0)
     conductor.dispatch(0)
-    message = pb.ReturnEnvelope(epoch=1)
+    message = pb.ReturnResponse(epoch=1)
     message.faults.add(session_id=1, label="no_lane", message="taken", retryable=True)
     instructions = conductor.returned(message, 0)
     assert [each for each in instructions if isinstance(each, TryLanes)] == [TryLanes(0.5)]
@@ -170,12 +170,12 @@ def test_who_came_while_a_stage_was_lost_is_refused_in_time() -> None:
 @pytest.mark.parametrize(
     ("message", "kind"),
     [
-        (pb.ReturnEnvelope(epoch=1, samples=[pb.Sampled(session_id=1, position=3, token=100)]), ProtocolError),
-        (pb.ReturnEnvelope(epoch=1, faults=[pb.SessionFault(label="stage_lost", message="m")]), StageLostError),
+        (pb.ReturnResponse(epoch=1, samples=[pb.Sampled(session_id=1, position=3, token=100)]), ProtocolError),
+        (pb.ReturnResponse(epoch=1, faults=[pb.SessionFault(label="stage_lost", message="m")]), StageLostError),
     ],
 )
 def test_what_cannot_go_on_ends_the_epoch_and_no_request(
-    message: pb.ReturnEnvelope, kind: type[RelaylineError]
+    message: pb.ReturnResponse, kind: type[RelaylineError]
 ) -> None:
     conductor = connected()
     conductor.open(request(), 0)

@@ -41,7 +41,7 @@ async def test_with_fewer_lanes_the_youngest_wait_and_go_on_where_they_were() ->
     begun = [len(client.tokens) for client in world.clients]
     assert min(begun[:3]) > 0
     fault = pb.SessionFault(session_id=world.clients[1].session.session_id, label="not_finite")
-    world.pipeline.on_return(pb.ReturnEnvelope(epoch=world.pipeline.epoch, faults=[fault]))
+    world.pipeline.on_return(pb.ReturnResponse(epoch=world.pipeline.epoch, faults=[fault]))
     assert not world.clients[1].ends, "it has sent nothing in this epoch"
     world.open(3, 3)
     assert len(world.clients) == 4, "the line is full"

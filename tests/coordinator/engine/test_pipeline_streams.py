@@ -80,7 +80,7 @@ async def test_a_token_outside_the_vocabulary_ends_the_epoch_and_no_request() ->
     world = World(n_lanes=1)
     world.open(1, 4)
     wrong = pb.Sampled(session_id=world.clients[0].session.session_id, position=1, token=ORACLE_VOCAB)
-    world.pipeline.on_return(pb.ReturnEnvelope(epoch=world.pipeline.epoch, samples=[wrong]))
+    world.pipeline.on_return(pb.ReturnResponse(epoch=world.pipeline.epoch, samples=[wrong]))
     assert isinstance(world.pipeline.epochs._lost.result(), ProtocolError)
     assert not world.clients[0].ends
     world.connect()
@@ -121,7 +121,7 @@ async def test_a_sample_that_meets_a_bug_costs_no_other_stream_its_token() -> No
         return sampled(session, *arguments)
 
     with mock.patch.object(Session, "sampled", stumble):
-        world.pipeline.on_return(pb.ReturnEnvelope(epoch=world.pipeline.epoch, samples=samples))
+        world.pipeline.on_return(pb.ReturnResponse(epoch=world.pipeline.epoch, samples=samples))
     world.check()
     assert [len(client.tokens) for client in world.clients] == [1, 0]
     assert isinstance(world.pipeline.epochs._lost.result(), InternalError)

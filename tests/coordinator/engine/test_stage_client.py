@@ -33,7 +33,7 @@ class Call:
         return self._messages.pop(0) if self._messages else None
 
 
-def stumble(message: pb.ReturnEnvelope) -> None:
+def stumble(message: pb.ReturnResponse) -> None:
     raise ZeroDivisionError("a bug of ours")
 
 
@@ -42,8 +42,8 @@ def stumble(message: pb.ReturnEnvelope) -> None:
     [
         ((), StageLostError, "closed its return stream"),
         ((b"\xff",), ProtocolError, "cannot be read"),
-        ((pb.ReturnEnvelope(epoch=1).SerializeToString() * 5,), ChecksumError, "checksum"),
-        (ReturnWriter().write(pb.ReturnEnvelope(epoch=1)), InternalError, "a bug of ours"),
+        ((pb.ReturnResponse(epoch=1).SerializeToString() * 5,), ChecksumError, "checksum"),
+        (ReturnWriter().write(pb.ReturnResponse(epoch=1)), InternalError, "a bug of ours"),
     ],
 )
 async def test_every_end_of_the_return_stream_is_told(

@@ -39,11 +39,11 @@ class FakeStage(StageClient):
         self.level, self.is_up = Level.SUMMARY, is_up
         self.asked: list[list[int]] = []
 
-    async def set_telemetry(self, wanted: pb.TelemetrySettings) -> pb.TelemetrySettings | None:
+    async def set_telemetry(self, wanted: pb.SetTelemetryRequest) -> pb.SetTelemetryResponse | None:
         if not self.is_up:
             return None
         self.level = Level.from_wire(wanted.level) or self.level
-        return self.level.settings()
+        return pb.SetTelemetryResponse(level=self.level.to_wire())
 
     async def batches(self, session_ids: Sequence[int]) -> pb.BatchesResponse | None:
         self.asked.append(list(session_ids))

@@ -236,7 +236,7 @@ async def test_a_file_that_changed_behind_the_coordinator_is_not_sent(
     [
         ([b"\xff\xff"], "cannot be read"),
         ([b""], "begins with an introduction"),
-        ([pb.StageReport(serving=pb.StageServing(port=1)).SerializeToString()], "begins with an introduction"),
+        ([pb.JoinRequest(serving=pb.StageServing(port=1)).SerializeToString()], "begins with an introduction"),
     ],
 )
 async def test_nonsense_ends_one_call_only(port: JoinPort, messages: list[bytes], words: str) -> None:
@@ -256,14 +256,14 @@ async def test_nonsense_ends_one_call_only(port: JoinPort, messages: list[bytes]
 @pytest.mark.parametrize(
     "report",
     [
-        pb.StageReport(),
-        pb.StageReport(hello=pb.StageHello(name="box1")),
-        pb.StageReport(serving=pb.StageServing(port=0)),
-        pb.StageReport(serving=pb.StageServing(port=70_000)),
-        pb.StageReport(progress=pb.ArtifactProgress()),
+        pb.JoinRequest(),
+        pb.JoinRequest(hello=pb.StageHello(name="box1")),
+        pb.JoinRequest(serving=pb.StageServing(port=0)),
+        pb.JoinRequest(serving=pb.StageServing(port=70_000)),
+        pb.JoinRequest(progress=pb.ArtifactProgress()),
     ],
 )
-async def test_a_member_that_reports_nonsense_loses_its_place(port: JoinPort, report: pb.StageReport) -> None:
+async def test_a_member_that_reports_nonsense_loses_its_place(port: JoinPort, report: pb.JoinRequest) -> None:
     member = await port.join()
     await member._call.write(report.SerializeToString())
     async with asyncio.timeout(WAIT_S):

@@ -107,7 +107,7 @@ async def test_a_new_process_goes_on_where_the_old_one_was(tmp_path: Path, reads
     assert reads.offsets == [1_500_000]
 
 
-async def _order(split: Path) -> pb.StageOrder:
+async def _order(split: Path) -> pb.JoinResponse:
     async with join_port(split) as port:
         member = await port.join()
         await member.close()

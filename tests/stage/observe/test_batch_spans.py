@@ -95,9 +95,9 @@ async def batches(stage: StageUnderTest, **asked: Any) -> pb.BatchesResponse:
     return answer
 
 
-async def level(stage: StageUnderTest, asked: pb.TelemetrySettings) -> Level | None:
+async def level(stage: StageUnderTest, asked: pb.SetTelemetryRequest) -> Level | None:
     async with rpc.open_channel(stage.address) as channel:
-        answer = await rpc.call(channel, "SetTelemetry", asked, pb.TelemetrySettings, "stage", 20)
+        answer = await rpc.call(channel, "SetTelemetry", asked, pb.SetTelemetryResponse, "stage", 20)
     return Level.from_wire(answer.level)
 
 
@@ -333,13 +333,13 @@ async def test_a_failed_decode_is_an_error_on_its_span() -> None:
 async def test_the_level_changes_while_serving_and_a_new_epoch_leaves_it() -> None:
     with storing(Level.SUMMARY) as store:
         async with one_stage(store) as (stage, one):
-            assert await level(stage, pb.TelemetrySettings()) is Level.SUMMARY
+            assert await level(stage, pb.SetTelemetryRequest()) is Level.SUMMARY
             await one_token(one, 5, trace_context.new_root())
-            assert await level(stage, Level.FRAMES.settings()) is Level.FRAMES
+            assert await level(stage, pb.SetTelemetryRequest(level=Level.FRAMES.to_wire())) is Level.FRAMES
             await one_token(one, 6, trace_context.new_root())
             await one.configure(epoch=EPOCH + 1)
-            assert await level(stage, pb.TelemetrySettings()) is Level.FRAMES
-            assert await level(stage, Level.OFF.settings()) is Level.OFF
+            assert await level(stage, pb.SetTelemetryRequest()) is Level.FRAMES
+            assert await level(stage, pb.SetTelemetryRequest(level=Level.OFF.to_wire())) is Level.OFF
             assert len((await batches(stage)).batches) == 2, "what is in the ring stays to be looked at"
         span = store.batch()
     assert dict(span.attributes or {})[names.ATTR_BATCH_ID] == "1:2"

@@ -87,7 +87,7 @@ def test_a_traceback_has_its_lines_and_no_other(as_json: bool) -> None:
 
 
 def test_texts_of_messages_are_tidied_however_deep() -> None:
-    report = join_pb2.StageReport(hello={"name": "\x1b" * 500, "process_id": "p", "host": {"hostname": "a\nb"}})
+    report = join_pb2.JoinRequest(hello={"name": "\x1b" * 500, "process_id": "p", "host": {"hostname": "a\nb"}})
     tidy(report)
     assert report.hello.name.isprintable()
     assert len(report.hello.name) < 5 * bounds.PEER_NAME_CHARS_MAX

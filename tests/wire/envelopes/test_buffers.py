@@ -78,7 +78,9 @@ class Naive(Path):
             for row in range(N_ROWS)
         ]
         message = library(
-            pb.Envelope(dtype=2, n_rows=N_ROWS, width=WIDTH, n_frames=N_ROWS, frames=frames, payload=payload.tobytes())
+            pb.RelayRequest(
+                dtype=2, n_rows=N_ROWS, width=WIDTH, n_frames=N_ROWS, frames=frames, payload=payload.tobytes()
+            )
         )
         self.received = parse(message).payload.astype(np.float32)
 

@@ -58,7 +58,7 @@ def content(view: EnvelopeView) -> dict[str, Any]:
     }
 
 
-def expected(message: pb.Envelope) -> dict[str, Any]:
+def expected(message: pb.RelayRequest) -> dict[str, Any]:
     exponents = list(message.row_exponents)
     return {
         "head": (
@@ -81,7 +81,7 @@ def expected(message: pb.Envelope) -> dict[str, Any]:
     }
 
 
-def write(message: pb.Envelope) -> bytes:
+def write(message: pb.RelayRequest) -> bytes:
     """Encode an example with the code under test."""
     buffer = Buffer(message.dtype, message.width, len(message.frames), message.n_rows)
     buffer.payload[:] = np.frombuffer(message.payload, NUMPY_DTYPE[message.dtype]).reshape(buffer.payload.shape)
@@ -101,7 +101,7 @@ def test_writer_writes_the_canonical_layout(name: str):
 
 @each_example
 def test_protobuf_library_reads_what_the_writer_writes(name: str):
-    message = pb.Envelope.FromString(write(EXAMPLES[name]))
+    message = pb.RelayRequest.FromString(write(EXAMPLES[name]))
     message.checksum = 0
     if not any(message.row_exponents):
         message.row_exponents = b""
@@ -110,7 +110,7 @@ def test_protobuf_library_reads_what_the_writer_writes(name: str):
 
 @each_example
 @each_encoding
-def test_every_encoding_gives_the_same_view(name: str, encode: Callable[[pb.Envelope], bytes]):
+def test_every_encoding_gives_the_same_view(name: str, encode: Callable[[pb.RelayRequest], bytes]):
     assert content(parse(encode(EXAMPLES[name]))) == expected(EXAMPLES[name])
 
 
@@ -139,7 +139,7 @@ def test_golden_bytes():
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if len(EXAMPLES[name].payload) < 1000])
 @each_encoding
-def test_cut_at_every_byte(name: str, encode: Callable[[pb.Envelope], bytes]):
+def test_cut_at_every_byte(name: str, encode: Callable[[pb.RelayRequest], bytes]):
     message = EXAMPLES[name]
     data = encode(message)
     for n_bytes in range(len(data)):
@@ -155,7 +155,7 @@ def test_cut_at_every_byte(name: str, encode: Callable[[pb.Envelope], bytes]):
 
 @each_example
 @each_encoding
-def test_bytes_behind(name: str, encode: Callable[[pb.Envelope], bytes]):
+def test_bytes_behind(name: str, encode: Callable[[pb.RelayRequest], bytes]):
     data = encode(EXAMPLES[name])
     for tail in (b"\x00", b"\x52", b"\x5a\x05", b"\x4a\x80\x80\x80\x80\x80\x80\x80\x80\x80\x80\x01", b"\x5a\xff\xff"):
         with pytest.raises(ProtocolError):
@@ -175,27 +175,27 @@ def test_later_fields_win_as_protobuf_says():
 # --- broken rules and bounds ------------------------------------------------------------------------------------------
 
 
-def _set(**fields: Any) -> Callable[[pb.Envelope], None]:
-    def change(message: pb.Envelope) -> None:
+def _set(**fields: Any) -> Callable[[pb.RelayRequest], None]:
+    def change(message: pb.RelayRequest) -> None:
         for name, value in fields.items():
             setattr(message, name, value)
 
     return change
 
 
-def _set_frame(index: int, **fields: Any) -> Callable[[pb.Envelope], None]:
-    def change(message: pb.Envelope) -> None:
+def _set_frame(index: int, **fields: Any) -> Callable[[pb.RelayRequest], None]:
+    def change(message: pb.RelayRequest) -> None:
         for name, value in fields.items():
             setattr(message.frames[index], name, value)
 
     return change
 
 
-def _wide_options(message: pb.Envelope) -> None:
+def _wide_options(message: pb.RelayRequest) -> None:
     message.options[0].said.extend([1] * bounds.OPTIONS_BYTES_MAX)
 
 
-def _many_options(message: pb.Envelope) -> None:
+def _many_options(message: pb.RelayRequest) -> None:
     grammar = "x" * (bounds.OPTIONS_BYTES_MAX - 100)
     n_more = bounds.OPTIONS_PER_ENVELOPE_BYTES_MAX // bounds.OPTIONS_BYTES_MAX + 1
     message.frames.extend([frame(0, flags=Flag.OPEN)] * n_more)
@@ -203,14 +203,14 @@ def _many_options(message: pb.Envelope) -> None:
     message.n_frames = len(message.frames)
 
 
-def _many_frames(message: pb.Envelope) -> None:
+def _many_frames(message: pb.RelayRequest) -> None:
     del message.frames[:]
     message.frames.extend([frame(0, flags=32)] * (bounds.FRAMES_PER_ENVELOPE_MAX + 1))
     message.n_frames, message.n_rows, message.payload = len(message.frames), 0, b""
 
 
 # what is wrong -> (example, change, text of the error)
-BROKEN: dict[str, tuple[str, Callable[[pb.Envelope], None], str]] = {
+BROKEN: dict[str, tuple[str, Callable[[pb.RelayRequest], None], str]] = {
     "dtype 0": ("exact rows", _set(dtype=0), "dtype 0"),
     "dtype 4": ("exact rows", _set(dtype=4), "dtype 4"),
     "width 0": ("controls only", _set(width=0), "width 0"),
@@ -260,7 +260,7 @@ BROKEN: dict[str, tuple[str, Callable[[pb.Envelope], None], str]] = {
 
 @pytest.mark.parametrize("problem", BROKEN)
 @each_encoding
-def test_broken_rule(problem: str, encode: Callable[[pb.Envelope], bytes]):
+def test_broken_rule(problem: str, encode: Callable[[pb.RelayRequest], bytes]):
     name, change, text = BROKEN[problem]
     message = copy.deepcopy(EXAMPLES[name])
     change(message)
@@ -270,7 +270,7 @@ def test_broken_rule(problem: str, encode: Callable[[pb.Envelope], bytes]):
 
 
 @each_encoding
-def test_bounds_themselves_are_allowed(encode: Callable[[pb.Envelope], bytes]):
+def test_bounds_themselves_are_allowed(encode: Callable[[pb.RelayRequest], bytes]):
     tokens = np.zeros((bounds.ROWS_PER_ENVELOPE_MAX, 1), "<i4")
     last = frame(tokens.shape[0], position=bounds.CTX_TOKENS_MAX - tokens.shape[0])
     assert parse(encode(envelope(1, tokens, [last]))).payload.shape == tokens.shape
@@ -281,7 +281,7 @@ def test_bounds_themselves_are_allowed(encode: Callable[[pb.Envelope], bytes]):
 
 
 @each_encoding
-def test_rows_per_frame_are_bounded_by_the_reader(encode: Callable[[pb.Envelope], bytes]):
+def test_rows_per_frame_are_bounded_by_the_reader(encode: Callable[[pb.RelayRequest], bytes]):
     data = encode(EXAMPLES["f16 rows of three sessions"])
     assert parse(data, max_rows=2).payload.shape[0] == 4
     with pytest.raises(ProtocolError, match="a frame of 2 rows is over the limit of 1"):
@@ -318,7 +318,7 @@ def test_a_buffer_used_again_forgets_the_batch_it_carried():
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if len(EXAMPLES[name].payload) < 1000])
 @each_encoding
-def test_every_altered_byte_is_noticed(name: str, encode: Callable[[pb.Envelope], bytes]):
+def test_every_altered_byte_is_noticed(name: str, encode: Callable[[pb.RelayRequest], bytes]):
     """Of rows and of everything around them; only what means nothing may change: fields that nobody knows."""
     data = encode(EXAMPLES[name])
     for at in range(len(data)):

@@ -64,7 +64,7 @@ def test_every_way_to_write_them_is_read(name: str, way: str) -> None:
     rest, check, drafts = without_drafts(name)
     data = rest + WAYS[way](drafts) + check
     assert parse(data).draft_tokens == tuple(drafts)
-    assert list(pb.Envelope.FromString(data).draft_tokens) == drafts
+    assert list(pb.RelayRequest.FromString(data).draft_tokens) == drafts
     assert parse(WAYS[way](drafts) + rest + check).draft_tokens == tuple(drafts), "before everything else"
 
 
@@ -88,12 +88,12 @@ def test_only_the_drafts_of_its_rows(name: str) -> None:
             parse(rest + tail + check)
 
 
-def _flags(index: int, flags: int) -> Callable[[pb.Envelope], None]:
+def _flags(index: int, flags: int) -> Callable[[pb.RelayRequest], None]:
     return lambda message: setattr(message.frames[index], "flags", flags)
 
 
 # what is wrong -> (change of "guessed tokens", text of the error)
-BROKEN: dict[str, tuple[Callable[[pb.Envelope], None], str]] = {
+BROKEN: dict[str, tuple[Callable[[pb.RelayRequest], None], str]] = {
     "no sample wanted": (_flags(1, Flag.DRAFTED), "flags 0x4 have no meaning"),
     "prompt rows": (_flags(1, GUESSES | Flag.PREFILL), "flags 0x7 have no meaning"),
     "prompt rows without a sample": (_flags(1, Flag.DRAFTED | Flag.PREFILL), "flags 0x5 have no meaning"),
@@ -105,7 +105,7 @@ BROKEN: dict[str, tuple[Callable[[pb.Envelope], None], str]] = {
     **{
         f"a control: {control}": (
             lambda message, control=control: message.MergeFrom(  # type: ignore[misc]
-                pb.Envelope(n_frames=3, frames=[frame(0, flags=control | GUESSES)])
+                pb.RelayRequest(n_frames=3, frames=[frame(0, flags=control | GUESSES)])
             ),
             "have no meaning",
         )
@@ -113,7 +113,7 @@ BROKEN: dict[str, tuple[Callable[[pb.Envelope], None], str]] = {
     },
     "a control with rows": (_flags(1, Flag.CLOSE | GUESSES), "either carry rows"),
     "no rows": (
-        lambda message: message.MergeFrom(pb.Envelope(n_frames=3, frames=[frame(0, flags=GUESSES)])),
+        lambda message: message.MergeFrom(pb.RelayRequest(n_frames=3, frames=[frame(0, flags=GUESSES)])),
         "either carry rows",
     ),
     "drafts without any": (lambda message: message.ClearField("draft_tokens"), "3 drafted rows came with 0"),
@@ -122,7 +122,7 @@ BROKEN: dict[str, tuple[Callable[[pb.Envelope], None], str]] = {
 
 @pytest.mark.parametrize("problem", BROKEN)
 @each_encoding
-def test_broken_rule(problem: str, encode: Callable[[pb.Envelope], bytes]) -> None:
+def test_broken_rule(problem: str, encode: Callable[[pb.RelayRequest], bytes]) -> None:
     change, text = BROKEN[problem]
     message = copy.deepcopy(EXAMPLES["guessed tokens"])
     change(message)
@@ -131,7 +131,7 @@ def test_broken_rule(problem: str, encode: Callable[[pb.Envelope], bytes]) -> No
 
 
 @each_encoding
-def test_rows_of_a_drafted_frame_are_bounded(encode: Callable[[pb.Envelope], bytes]) -> None:
+def test_rows_of_a_drafted_frame_are_bounded(encode: Callable[[pb.RelayRequest], bytes]) -> None:
     for n_rows in (bounds.DRAFT_TOKENS_MAX + 1, bounds.DRAFT_TOKENS_MAX + 2):
         tokens = np.arange(n_rows, dtype="<i4")[:, None]
         data = encode(envelope(1, tokens, [frame(n_rows, flags=GUESSES)], draft_tokens=range(n_rows)))
@@ -200,7 +200,7 @@ def test_round_trip_of_mixed_frames(heads: list[Head], dtype: int, scaled: bool,
     n_drafted = drafted_rows(heads)
     drafts = data.draw(st.lists(st.integers(0, 2**32 - 1), min_size=n_drafted, max_size=n_drafted), "drafts")
     message, options = sealed(heads, dtype, drafts, scaled)
-    views = [parse(message), parse(library(pb.Envelope.FromString(message)))]
+    views = [parse(message), parse(library(pb.RelayRequest.FromString(message)))]
     for view in views:
         assert (view.draft_tokens, view.options) == (tuple(drafts), options)
         assert [(*head[:6], 0, *head[7:]) for head in view.heads] == heads
@@ -214,7 +214,7 @@ def test_round_trip_of_mixed_frames(heads: list[Head], dtype: int, scaled: bool,
             expected = [next(rest) for _ in range(queued.n_rows)] if queued.flags & Flag.DRAFTED else []
             assert queued.draft_tokens == tuple(expected)
         assert next(rest, None) is None
-    assert canonical(pb.Envelope.FromString(message)) == message
+    assert canonical(pb.RelayRequest.FromString(message)) == message
 
 
 @settings(max_examples=300)
@@ -224,7 +224,7 @@ def test_mutated_bytes_are_read_or_refused(heads: list[Head], dtype: int, data: 
     drafts = list(range(drafted_rows(heads)))
     message, _ = sealed(heads, dtype, drafts, scaled=False)
     if data.draw(st.booleans(), "by the library"):
-        message = library(pb.Envelope.FromString(message))
+        message = library(pb.RelayRequest.FromString(message))
     start = data.draw(st.integers(max(0, len(message) - 60), len(message)) | st.integers(0, len(message)), "start")
     end = data.draw(st.integers(start, min(len(message), start + 12)), "end")
     filling = data.draw(st.binary(max_size=6) | st.just(message[start:end] * 2) | st.just(packed([1])), "filling")

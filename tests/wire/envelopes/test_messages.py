@@ -194,8 +194,8 @@ def test_no_message_costs_more_than_it_may(name: str) -> None:
 def test_what_is_legitimate_is_read_at_its_largest() -> None:
     top = [pb.TokenLogprob(token=2**31, logprob=-1.5)] * bounds.LOGPROBS_MAX
     samples = [pb.Sampled(session_id=2**62 + at, position=at, token=7, logprob=-1, top=top) for at in range(2_048)]
-    said = pb.ReturnEnvelope(epoch=1, samples=samples)
-    assert messages.read(pb.ReturnEnvelope, said.SerializeToString(), "x", bytes_max=bounds.RETURN_BYTES_MAX) == said
+    said = pb.ReturnResponse(epoch=1, samples=samples)
+    assert messages.read(pb.ReturnResponse, said.SerializeToString(), "x", bytes_max=bounds.RETURN_BYTES_MAX) == said
     members = [pb.BatchMember(session_id=2**62, position=9, n_rows=1, wait_ns=2**40, upstream_wait_ns=2**40)] * 16
     batches = pb.BatchesResponse(batches=[pb.BatchRecord(step=2**40, start_ns=2**50, members=members)] * 4_096)
     assert messages.read(pb.BatchesResponse, batches.SerializeToString(), "x", bytes_max=bounds.BATCHES_BYTES_MAX)
@@ -226,14 +226,17 @@ def test_nested_deeper_than_the_contract_goes() -> None:
 
 
 def test_the_one_field_is_found_wherever_it_stands() -> None:
-    message = pb.Envelope(epoch=1, payload=b"rows", batch_trace=bytes(25))
-    parts = [pb.Envelope(epoch=1), pb.Envelope(payload=b"rows"), pb.Envelope(batch_trace=bytes(25))]
+    message = pb.RelayRequest(epoch=1, payload=b"rows", batch_trace=bytes(25))
+    parts = [pb.RelayRequest(epoch=1), pb.RelayRequest(payload=b"rows"), pb.RelayRequest(batch_trace=bytes(25))]
     for order in ((0, 1, 2), (1, 0, 2), (2, 0, 1)):
         data = b"".join(parts[at].SerializeToString() for at in order)
         found = messages.split(data, 9)
         assert found is not None
         rows, rest = found
-        assert (bytes(rows), pb.Envelope.FromString(rest)) == (b"rows", pb.Envelope(epoch=1, batch_trace=bytes(25)))
+        assert (bytes(rows), pb.RelayRequest.FromString(rest)) == (
+            b"rows",
+            pb.RelayRequest(epoch=1, batch_trace=bytes(25)),
+        )
     data = message.SerializeToString()
     assert messages.split(data + b"\x4a\x01x", 9) is None, "twice"
     assert messages.split(data[:-1], 9) is None, "cut"

@@ -11,7 +11,7 @@ from relayline.wire.common.errors import ChecksumError, ProtocolError
 from relayline.wire.envelopes.returns import ReturnReader, ReturnWriter
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
-SAID = pb.ReturnEnvelope(
+SAID = pb.ReturnResponse(
     epoch=3,
     stage_index=1,
     samples=[pb.Sampled(session_id=7, position=9, token=5, logprob=-0.5)],
@@ -19,7 +19,7 @@ SAID = pb.ReturnEnvelope(
 )
 
 
-def content(message: pb.ReturnEnvelope) -> pb.ReturnEnvelope:
+def content(message: pb.ReturnResponse) -> pb.ReturnResponse:
     """What a step said, without what the stream adds."""
     plain = copy.deepcopy(message)
     plain.sequence = plain.checksum = 0
@@ -33,7 +33,7 @@ def test_messages_arrive_as_they_were_sent_and_say_their_number() -> None:
         found = reader.read(data)
         assert content(found) == SAID
         assert (found.sequence, reader.n_messages, writer.n_messages) == (number, number, number)
-        assert pb.ReturnEnvelope.FromString(data) == found, "any protobuf library reads it"
+        assert pb.ReturnResponse.FromString(data) == found, "any protobuf library reads it"
 
 
 def test_every_altered_byte_is_noticed() -> None:
@@ -72,7 +72,7 @@ def test_what_is_no_message_is_refused(data: object) -> None:
 
 
 def test_a_step_with_much_to_say_says_it_in_several_messages() -> None:
-    said = pb.ReturnEnvelope(
+    said = pb.ReturnResponse(
         epoch=3,
         stage_index=1,
         samples=[pb.Sampled(session_id=at, token=at, logits=bytes(600_000)) for at in range(40)],
@@ -83,7 +83,7 @@ def test_a_step_with_much_to_say_says_it_in_several_messages() -> None:
     parts = writer.write(said)
     assert len(parts) == writer.n_messages > 8
     assert max(map(len, parts)) <= bounds.RETURN_BYTES_MAX
-    together = pb.ReturnEnvelope()
+    together = pb.ReturnResponse()
     for data in parts:
         together.MergeFrom(content(reader.read(data)))
     assert together == content(said)
@@ -92,6 +92,6 @@ def test_a_step_with_much_to_say_says_it_in_several_messages() -> None:
 
 
 def test_one_sample_with_all_logits_of_a_large_vocabulary_fits() -> None:
-    (data,) = ReturnWriter().write(pb.ReturnEnvelope(samples=[pb.Sampled(logits=bytes(4 * 1_000_000))]))
+    (data,) = ReturnWriter().write(pb.ReturnResponse(samples=[pb.Sampled(logits=bytes(4 * 1_000_000))]))
     assert len(data) <= bounds.RETURN_BYTES_MAX
     assert ReturnReader("stage").read(data).samples[0].logits == bytes(4 * 1_000_000)

@@ -107,15 +107,15 @@ class Serving:
 
     async def _return(self, request: bytes, context: Any) -> None:
         self.metadata.append(dict(context.invocation_metadata()))
-        await context.write(pb.ReturnEnvelope(subscribed=True))
+        await context.write(pb.ReturnResponse(subscribed=True))
 
     async def _relay(self, requests: Any, context: Any) -> None:
         self.metadata.append(dict(context.invocation_metadata()))
         try:
-            messages.read(pb.Envelope, await context.read(), "handshake")
+            messages.read(pb.RelayRequest, await context.read(), "handshake")
         except RelaylineError as error:
             await rpc.abort(context, error)
-        await context.write(pb.LinkReply(accepted=pb.LinkAccepted(credit_bytes=1 << 20, max_rows=8)))
+        await context.write(pb.RelayResponse(accepted=pb.LinkAccepted(credit_bytes=1 << 20, max_rows=8)))
         await context.read()
 
 

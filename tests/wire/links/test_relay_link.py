@@ -67,9 +67,9 @@ class Receiver:
         self.orders: asyncio.Queue[bytes | RelaylineError | None] = asyncio.Queue()
 
     async def __call__(self, context: Any) -> None:
-        self.hello = pb.Envelope.FromString(await context.read()).open
+        self.hello = pb.RelayRequest.FromString(await context.read()).open
         accepted = pb.LinkAccepted(credit_bytes=self.window_bytes, max_rows=77)
-        await context.write(pb.LinkReply(accepted=accepted).SerializeToString())
+        await context.write(pb.RelayResponse(accepted=accepted).SerializeToString())
         reading = asyncio.create_task(self._read(context))
         try:
             while (order := await self.orders.get()) is not None:
@@ -85,7 +85,7 @@ class Receiver:
             self.arrived.put_nowait(message)
 
     def give_credit(self, n_bytes: int) -> None:
-        self.orders.put_nowait(pb.LinkReply(credit_bytes=n_bytes).SerializeToString())
+        self.orders.put_nowait(pb.RelayResponse(credit_bytes=n_bytes).SerializeToString())
 
 
 class Lost:
@@ -177,7 +177,7 @@ async def test_refusal_before_the_handshake_was_read():
             await RelayLink.open(address, HELLO, Lost())
 
 
-@pytest.mark.parametrize("reply", [pb.LinkReply(credit_bytes=5).SerializeToString(), b"", b"\xff\xff\xff"])
+@pytest.mark.parametrize("reply", [pb.RelayResponse(credit_bytes=5).SerializeToString(), b"", b"\xff\xff\xff"])
 async def test_another_answer_is_a_protocol_error(reply: bytes):
     async def answer(context: Any) -> None:
         await context.write(reply)
@@ -308,7 +308,7 @@ async def test_a_buffer_is_free_as_soon_as_send_returns():
     async def read_late(context: Any) -> None:
         await context.read()
         accepted = pb.LinkAccepted(credit_bytes=1 << 20, max_rows=8)
-        await context.write(pb.LinkReply(accepted=accepted).SerializeToString())
+        await context.write(pb.RelayResponse(accepted=accepted).SerializeToString())
         await gate.wait()
         arrived.extend([await context.read() for _ in range(3)])
 

@@ -149,7 +149,7 @@ async def test_an_unknown_method_and_garbage_bytes_end_the_call_only():
 
 async def test_a_reply_that_does_not_parse_is_a_protocol_error():
     async def answer(request: pb.DescribeRequest, context: Any) -> Any:
-        return pb.ReturnEnvelope(samples=[pb.Sampled(token=2**32 - 1)])  # field 3 is not UTF-8
+        return pb.ReturnResponse(samples=[pb.Sampled(token=2**32 - 1)])  # field 3 is not UTF-8
 
     async with serving(answer) as channel:
         with pytest.raises(ProtocolError, match="what b sent as answer to Describe cannot be read"):

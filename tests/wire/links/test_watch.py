@@ -77,7 +77,9 @@ async def peer(watch: Handler | None) -> AsyncIterator[Peer]:
 
     async def handle_relay(_: Any, context: Any) -> None:
         await context.read()
-        await context.write(rpc.serialize(pb.LinkReply(accepted=pb.LinkAccepted(credit_bytes=1 << 20, max_rows=64))))
+        await context.write(
+            rpc.serialize(pb.RelayResponse(accepted=pb.LinkAccepted(credit_bytes=1 << 20, max_rows=64)))
+        )
         await made.over.wait()  # reads nothing more, and says nothing
 
     make = grpc.stream_stream_rpc_method_handler
@@ -357,8 +359,8 @@ async def test_ends_of_which_one_knows_nothing_of_beats_have_none(tmp_path: Any)
         old = join_pb.StageHello(
             protocol_version=bounds.PROTOCOL_VERSION, software_version=version, name="box2", process_id="old"
         )
-        await call.write(rpc.serialize(join_pb.StageReport(hello=old)))
-        assert not join_pb.StageOrder.FromString(await call.read()).beats
+        await call.write(rpc.serialize(join_pb.JoinRequest(hello=old)))
+        assert not join_pb.JoinResponse.FromString(await call.read()).beats
         second = asyncio.create_task(call.read())
         await long_enough()
         assert not second.done()

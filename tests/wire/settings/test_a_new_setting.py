@@ -84,7 +84,7 @@ def up(*arguments):
 
 def joined(engine):
     # The flux of a stage that gets this engine in its order, over the wire.
-    order = pb.StageOrder.FromString(pb.StageOrder(engine=engine_message(engine)).SerializeToString())
+    order = pb.JoinResponse.FromString(pb.JoinResponse(engine=engine_message(engine)).SerializeToString())
     joining = JoinedStage(JoinConfig("127.0.0.1:1", "stage-0", directory), lambda *_: None)
     return joining._stage_config(directory / "a.gguf", "127.0.0.1", order).engine.flux
 
@@ -134,7 +134,7 @@ said = {
 order = engine_message(table.EngineSettings(flux=9))
 order.more["flux"] = "41"
 said["refused"].append(refusal(lambda: JoinedStage(JoinConfig("127.0.0.1:1", "a", directory), lambda *_: None)
-                               ._stage_config(directory, "127.0.0.1", pb.StageOrder(engine=order))))
+                               ._stage_config(directory, "127.0.0.1", pb.JoinResponse(engine=order))))
 os.environ["RELAYLINE_FLUX"] = "11"
 said["variable"] = [up(), serve(*joins), serve("--manifest", str(low)), serve("--manifest", str(low), "--flux", "9")]
 print(json.dumps(said))

@@ -53,8 +53,8 @@ def test_levels_have_names_an_order_and_a_wire_form() -> None:
     assert LEVEL_NAMES == ("off", "summary", "batches", "frames")
     assert [Level.named(name) for name in LEVEL_NAMES] == sorted(Level)
     for level in Level:
-        assert level.settings().level == getattr(pb, f"TELEMETRY_LEVEL_{level.name}")
-        assert Level.from_wire(level.settings().level) is level
+        assert level.to_wire() == getattr(pb, f"TELEMETRY_LEVEL_{level.name}")
+        assert Level.from_wire(level.to_wire()) is level
     assert Level.from_wire(pb.TELEMETRY_LEVEL_UNSPECIFIED) is None
     assert Level.from_wire(99) is None
     with pytest.raises(UsageError, match="'loud' is unknown; choose one of off, summary"):

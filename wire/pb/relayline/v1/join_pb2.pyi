@@ -17,7 +17,7 @@ ARTIFACT_PHASE_UNSPECIFIED: ArtifactPhase
 ARTIFACT_PHASE_FETCHING: ArtifactPhase
 ARTIFACT_PHASE_LOADING: ArtifactPhase
 
-class StageReport(_message.Message):
+class JoinRequest(_message.Message):
     __slots__ = ("hello", "progress", "serving", "failure", "alive")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
@@ -91,7 +91,7 @@ class StageFailure(_message.Message):
     message: str
     def __init__(self, label: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
-class StageOrder(_message.Message):
+class JoinResponse(_message.Message):
     __slots__ = ("stage_index", "stage_count", "pipeline_id", "artifact", "pipeline_json", "engine", "telemetry", "ticket", "coordinator", "beats")
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     STAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -180,7 +180,7 @@ class FetchRequest(_message.Message):
     offset: int
     def __init__(self, ticket: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
 
-class FetchChunk(_message.Message):
+class FetchResponse(_message.Message):
     __slots__ = ("offset", "data")
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]

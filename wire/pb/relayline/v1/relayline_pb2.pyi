@@ -52,13 +52,13 @@ TELEMETRY_LEVEL_SUMMARY: TelemetryLevel
 TELEMETRY_LEVEL_BATCHES: TelemetryLevel
 TELEMETRY_LEVEL_FRAMES: TelemetryLevel
 
-class RevocationList(_message.Message):
+class RevokeRequest(_message.Message):
     __slots__ = ("crl_pem",)
     CRL_PEM_FIELD_NUMBER: _ClassVar[int]
     crl_pem: bytes
     def __init__(self, crl_pem: _Optional[bytes] = ...) -> None: ...
 
-class RevocationsKnown(_message.Message):
+class RevokeResponse(_message.Message):
     __slots__ = ("number",)
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     number: int
@@ -192,7 +192,7 @@ class LinkOpen(_message.Message):
     dtype: Dtype
     def __init__(self, protocol_version: _Optional[int] = ..., route_id: _Optional[int] = ..., epoch: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., source_sha256: _Optional[str] = ..., next_layer: _Optional[int] = ..., n_embd: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ...) -> None: ...
 
-class Envelope(_message.Message):
+class RelayRequest(_message.Message):
     __slots__ = ("epoch", "sequence", "dtype", "n_rows", "width", "sent_ns", "n_frames", "frames", "payload", "row_exponents", "options", "batch_trace", "draft_tokens", "checksum", "open")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -282,7 +282,7 @@ class SessionOptions(_message.Message):
     baggage: str
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., n_logprobs: _Optional[int] = ..., wants_logits: _Optional[bool] = ..., kept: _Optional[bool] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., said: _Optional[_Iterable[int]] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., grammar: _Optional[str] = ..., baggage: _Optional[str] = ...) -> None: ...
 
-class LinkReply(_message.Message):
+class RelayResponse(_message.Message):
     __slots__ = ("accepted", "credit_bytes")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -306,7 +306,7 @@ class ReturnRequest(_message.Message):
     epoch: int
     def __init__(self, route_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
-class ReturnEnvelope(_message.Message):
+class ReturnResponse(_message.Message):
     __slots__ = ("epoch", "stage_index", "samples", "faults", "subscribed", "progress", "summaries", "sequence", "batch_trace", "checksum")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -546,7 +546,13 @@ class StatusResponse(_message.Message):
     memory_free_bytes: int
     def __init__(self, stage_index: _Optional[int] = ..., instance_id: _Optional[str] = ..., steps_by_rows: _Optional[_Mapping[int, int]] = ..., steps_by_sessions: _Optional[_Mapping[int, int]] = ..., n_steps: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_frames: _Optional[int] = ..., busy_ns: _Optional[int] = ..., uptime_ns: _Optional[int] = ..., recent_wait_ns: _Optional[_Iterable[int]] = ..., lanes_used: _Optional[int] = ..., lanes_total: _Optional[int] = ..., queued_rows: _Optional[int] = ..., envelopes_in: _Optional[int] = ..., envelopes_out: _Optional[int] = ..., payload_bytes_in: _Optional[int] = ..., payload_bytes_out: _Optional[int] = ..., faults_by_label: _Optional[_Mapping[str, int]] = ..., close_reasons: _Optional[_Mapping[str, int]] = ..., n_padded_rows: _Optional[int] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., step_start_ns: _Optional[_Iterable[int]] = ..., step_end_ns: _Optional[_Iterable[int]] = ..., now_ns: _Optional[int] = ..., n_micro_batches: _Optional[int] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., n_decode_frames: _Optional[int] = ..., decode_held_ns: _Optional[int] = ..., lanes_kept: _Optional[int] = ..., route: _Optional[_Union[RouteWork, _Mapping]] = ..., resident_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_free_bytes: _Optional[int] = ...) -> None: ...
 
-class TelemetrySettings(_message.Message):
+class SetTelemetryRequest(_message.Message):
+    __slots__ = ("level",)
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    level: TelemetryLevel
+    def __init__(self, level: _Optional[_Union[TelemetryLevel, str]] = ...) -> None: ...
+
+class SetTelemetryResponse(_message.Message):
     __slots__ = ("level",)
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     level: TelemetryLevel

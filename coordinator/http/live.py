@@ -24,6 +24,7 @@ from relayline.wire.telemetry.telemetry import Level
 
 FACTS = web.AppKey("page_facts", dict[str, object])  # that a page is told and that do not come from looks
 NUMBER_DIGITS_MAX = 15
+LOOKS_PER_BEAT = 5  # looks from one measurement of round trips to the next
 PLAN_EVERY_S = 5.0  # at most: planning takes a while, in a thread
 LOOK_EVERY_S = 0.9  # at most: pages ask every second
 
@@ -106,14 +107,19 @@ class LiveFeed:
     async def _ask(
         self, index: int, stage: StageClient, known: Mapping[str, object], limit: int
     ) -> tuple[pb.BatchesResponse | None, int | None]:
-        """Ask a stage that has just answered for its new steps, and how long it takes to hear from it."""
+        """Ask a stage that has just answered for its new steps, and now and then how long it takes to hear from it.
+
+        Each question costs this process most of what a look costs: one whose answer is known is not asked.
+        """
         if not known.get("up"):
             return None, None
+        trip_ns = None
+        if self.n_looks % LOOKS_PER_BEAT == 0 and (trip := await stage.beat(pb.BeatRequest())) is not None:
+            trip_ns = trip.received_ns - trip.sent_ns
         after = self._looks.after(index, str(known.get("instance_id", "")))
-        trip = await stage.beat(pb.BeatRequest())
-        if trip is None:
-            return None, None
-        return await stage.batches((), after_step=after, limit=limit), trip.received_ns - trip.sent_ns
+        if known.get("steps") == after:
+            return None, trip_ns
+        return await stage.batches((), after_step=after, limit=limit), trip_ns
 
 
 def _rows_max(status: pb.StatusResponse) -> int:

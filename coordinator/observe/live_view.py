@@ -22,7 +22,7 @@ POINTS_MAX = 300  # of figures over time; five minutes of looks
 RUNNING_MAX = 64  # running requests that are listed; `running` says how many there are
 ENDED_MAX = 40  # ended ones, the latest
 ANSWERS_MAX = 8  # of one look that are kept as bytes: pages that poll ask for the same one or two
-TRIPS_MAX = 10  # round trips of a stage of which the shortest is told
+TRIPS_MAX = 6  # round trips of a stage of which the shortest is told
 LOOK_GAP_NS = 5_000_000_000  # between two looks: what happened in a longer time is no rate of now
 MS = 1e-6
 _TOLD = ("model", "architecture", "pipeline_id", "phase", "phase_s", "epoch", "ctx_tokens", "lanes", "running",
@@ -45,7 +45,7 @@ class Seen:
     """See coordinator.sessions.generation.Generator.describe."""
     picture: Picture
     round_trips_ns: Sequence[int | None]
-    """From this process to each stage and back; None: no answer."""
+    """From this process to each stage and back; None: not measured this time."""
     loss: tuple[int | None, str] | None
     """Which stage is lost, where it is known, and why."""
     is_recording: bool
@@ -121,9 +121,7 @@ class LiveView:
         while len(self._trips_ns) < len(round_trips_ns):
             self._trips_ns.append(collections.deque(maxlen=TRIPS_MAX))
         for trips, latest_ns in zip(self._trips_ns, round_trips_ns, strict=False):
-            if latest_ns is None:
-                trips.clear()  # it may come back elsewhere
-            else:
+            if latest_ns is not None:
                 trips.append(latest_ns)
         return [min(trips, default=None) for trips in self._trips_ns]
 

@@ -58,11 +58,12 @@ class Described(FakeGenerator):
     """A generator of one stage; counts how often it is asked."""
 
     n_asked = 0
+    stage: FakeStage
 
     async def describe(self, since_ns: int | None = None, *, with_recent: bool = True) -> dict[str, object]:
         assert not with_recent, "thousands of numbers that a page doesn't show"
         self.n_asked += 1
-        stage = {"index": 0, "layers": [0, 4], "up": True, "instance_id": "i"}
+        stage = {"index": 0, "layers": [0, 4], "up": True, "instance_id": "i", "steps": self.stage.n_steps}
         return {"phase": "ready", "lanes": 8, "ctx_tokens": 64, "plan": {"overhead_ns": 1}, "stages": [stage]}
 
 
@@ -94,6 +95,7 @@ class World:
 @contextlib.asynccontextmanager
 async def served(tokenizer: Tokenizer, keys: Path | None = None) -> AsyncIterator[World]:
     stage, generator = FakeStage(), Described()
+    generator.stage = stage
     chat = ChatTemplate(CHATML, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
     control = TelemetryControl(Observer(), lambda: [stage])
     app = make_app(generator, tokenizer, chat, MODEL, CREATED, control=control)

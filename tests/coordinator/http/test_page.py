@@ -146,8 +146,11 @@ async def test_steps_come_by_number_and_nobody_looks_while_no_page_is_open(
         assert [step[1] for step in look[4]] == [4, 5]
         assert world.stage.asked[1] == ((), 3, world.stage.asked[0][2]), "all sessions, after the step seen last"
         assert second["state"]["stages"][0]["round_trip_ms"] == 2.0
+        assert world.stage.n_beats == 1, "a round trip is measured now and then"
+        assert [step[1] for each in (await world.look(second["look"]))["looks"] for step in each[4]] == []
+        assert len(world.stage.asked) == 2, "a stage that has no new step is not asked for them"
         world.facts["join"] = "box:50050"
-        assert (await world.look(second["look"]))["facts"]["join"] == "box:50050"
+        assert (await world.look())["facts"]["join"] == "box:50050"
 
 
 async def test_pages_that_ask_together_share_a_look(tokenizer: Tokenizer) -> None:

@@ -23,6 +23,7 @@ RUNNING_MAX = 64  # running requests that are listed; `running` says how many th
 ENDED_MAX = 40  # ended ones, the latest
 ANSWERS_MAX = 8  # of one look that are kept as bytes: pages that poll ask for the same one or two
 TRIPS_MAX = 6  # round trips of a stage of which the shortest is told
+RECENT_NS = 20_000_000_000  # since its end, in which a request may be in the steps that are shown
 LOOK_GAP_NS = 5_000_000_000  # between two looks: what happened in a longer time is no rate of now
 MS = 1e-6
 _TOLD = ("model", "architecture", "pipeline_id", "phase", "phase_s", "epoch", "ctx_tokens", "lanes", "running",
@@ -64,6 +65,7 @@ class LiveView:
         self._state = msgspec.Raw(b"null")
         self._before: tuple[int, Mapping[str, Any]] | None = None
         self._trips_ns: list[collections.deque[int]] = []  # of each stage, the latest round trips
+        self._ended: dict[int, tuple[RequestRecord, msgspec.Raw]] = {}  # lines of ended requests, by the record's id()
         self._n_gaps: dict[int, int] = {}  # times between tokens that have been looked at, of running sessions
         self._answers: dict[int, bytes] = {}  # of this look, by the look that was asked for
 
@@ -73,13 +75,14 @@ class LiveView:
         before = self._before
         if before is not None and now_ns - before[0] > LOOK_GAP_NS:
             before = None
-        owners = log.owners()
         picture, described = seen.picture, seen.described
+        recent = [record for record in log if not record.ended_ns or record.ended_ns > now_ns - RECENT_NS]
+        owners = _owners(recent)
         streams = {number: owners.get(session, "") for number, session in picture.streams.items()}
         look = [self._n_looks, picture.from_us, picture.to_us, picture.n_skipped, picture.steps, streams]
         self._looks.append((self._n_looks, msgspec.Raw(encode(look))))
         stages = _stages(seen, self._shortest_trips(seen.round_trips_ns), before, now_ns)
-        point = self._point(seen, stages, log, before, now_ns)
+        point = self._point(seen, stages, recent, before, now_ns)
         self._points.append((self._n_looks, msgspec.Raw(encode(point))))
         state = {
             **{name: described.get(name) for name in _TOLD},
@@ -87,7 +90,7 @@ class LiveView:
             "overlap": picture.overlap,
             "loss": None if seen.loss is None else {"stage": seen.loss[0], "why": seen.loss[1]},
             "is_recording": seen.is_recording,
-            "requests": [_request(record, now_ns) for record in _listed(log)],
+            "requests": self._requests(log, now_ns),
         }
         self._state = msgspec.Raw(encode(state))
         self._before = (now_ns, described)
@@ -129,7 +132,7 @@ class LiveView:
         self,
         seen: Seen,
         stages: Sequence[Mapping[str, Any]],
-        log: RequestLog,
+        recent: Sequence[RequestRecord],
         before: tuple[int, Mapping[str, Any]] | None,
         now_ns: int,
     ) -> list[object]:
@@ -145,11 +148,11 @@ class LiveView:
             rate = round(max(0, n_tokens) * 1e9 / max(1, now_ns - since_ns), 1)
         firsts = sorted(
             stream.session.first_token_ns - stream.opened_ns
-            for record in log
+            for record in recent
             for stream in record.streams
             if since_ns < stream.session.first_token_ns <= now_ns and not stream.is_shared
         )
-        gaps = sorted(self._new_gaps(log))
+        gaps = sorted(self._new_gaps(recent))
         capacity = _number(described, "lanes") * _number(described, "ctx_tokens")
         return [
             (now_ns - self._zero_ns) // 1_000_000_000,
@@ -164,10 +167,23 @@ class LiveView:
             sum(stage.get("queued_rows") or 0 for stage in stages),
         ]
 
-    def _new_gaps(self, log: RequestLog) -> Iterator[int]:
+    def _requests(self, log: RequestLog, now_ns: int) -> list[msgspec.Raw]:
+        """Return a line of each request that is shown; those of ended ones, which change no more, are kept."""
+        known, self._ended = self._ended, {}
+        lines = []
+        for record in _listed(log):
+            kept = known.get(id(record))
+            is_same = kept is not None and kept[0] is record
+            line = kept[1] if is_same and kept is not None else msgspec.Raw(encode(_request(record, now_ns)))
+            if record.ended_ns:
+                self._ended[id(record)] = (record, line)
+            lines.append(line)
+        return lines
+
+    def _new_gaps(self, recent: Sequence[RequestRecord]) -> Iterator[int]:
         """Return the times between tokens of running sessions since the look before."""
         known, self._n_gaps = self._n_gaps, {}
-        for session in {id(stream.session): stream.session for record in log for stream in record.streams}.values():
+        for session in {id(stream.session): stream.session for record in recent for stream in record.streams}.values():
             if not session.ended_ns and session.first_token_ns:
                 yield from session.gaps_ns[known.get(session.session_id, 0) :]
                 self._n_gaps[session.session_id] = len(session.gaps_ns)
@@ -209,6 +225,11 @@ def _rates(old: Mapping[str, Any], new: Mapping[str, Any], elapsed_ns: int) -> d
         "row_bytes": round(done["payload_bytes_out"] / n_rows) if n_rows and done["payload_bytes_out"] else None,
         "envelopes_per_s": round(done["envelopes_out"] / elapsed_s, 1),
     }
+
+
+def _owners(records: Sequence[RequestRecord]) -> dict[int, str]:
+    """Return the id of the stream that opened each session, by session id."""
+    return {stream.session.session_id: stream.session.request_id for record in records for stream in record.streams}
 
 
 def _listed(log: RequestLog) -> list[RequestRecord]:

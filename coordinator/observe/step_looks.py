@@ -16,7 +16,7 @@ from relayline.coordinator.observe.overlap import Interval, overlap_between
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 STEPS_PER_STAGE_MAX = 64  # of one look
-STEPS_MAX = 192  # of one look over all stages: some milliseconds of work
+STEPS_MAX = 128  # of one look over all stages: some milliseconds of work
 MEMBERS_MAX = 16  # frames that are named per step; `n_members` says how many there were
 MEMBERS_READ_MAX = 64  # frames that are looked at per step: enough to know its group and a usual wait
 HOPS_MAX = 2  # frames of each step by which the way between two stages is measured

@@ -3,6 +3,7 @@
 import { ask, frozen } from "./dom.js";
 
 const EVERY_MS = 1000;
+const IDLE_MS = 2000; // while all is well and nothing runs
 const LOOKS_KEPT = 40;
 const POINTS_KEPT = 300;
 const STREAMS_KEPT = 4096;
@@ -91,7 +92,9 @@ async function poll() {
   }
   running = false;
   tell(fresh);
-  if (!frozen) timer = setTimeout(poll, Math.max(200, EVERY_MS - (performance.now() - began)));
+  const { state } = feed;
+  const isIdle = feed.error === null && state.phase === "ready" && !state.running && !state.waiting;
+  if (!frozen) timer = setTimeout(poll, Math.max(200, (isIdle ? IDLE_MS : EVERY_MS) - (performance.now() - began)));
 }
 
 export function start() {

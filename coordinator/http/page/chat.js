@@ -1,6 +1,6 @@
 // A chat with the model, over the same API that every tool uses.
 
-import { apiKey, ask, count, fixed, h, ms, none, say } from "./dom.js";
+import { apiKey, ask, count, fixed, h, ms, say } from "./dom.js";
 import { feed } from "./feed.js";
 import { prose } from "./prose.js";
 
@@ -262,5 +262,3 @@ export function chatView() {
     update() {},
   };
 }
-
-export { none };

@@ -205,8 +205,8 @@ export function pipelineView() {
   const figures = new Figures();
   const canvas = h("canvas", { tabindex: "0", role: "application", "aria-label": "Time line of native steps by stage" });
   const inspect = h(".inspect", { "aria-live": "polite" });
-  const line = new Timeline(canvas, (step) => describeStep(inspect, step, h));
-  describeStep(inspect, null, h);
+  const line = new Timeline(canvas, (step) => describeStep(inspect, step));
+  describeStep(inspect, null);
   const lanes = h(".lanes");
   const labels = new Keyed(lanes, laneLabel, (row, stage) => {
     const [health, word] = healthOf(stage, feed.state);
@@ -281,7 +281,7 @@ export function pipelineView() {
       line.setStages(stages);
       labels.show(state.stages, (stage) => stage.index);
       line.take(fresh);
-      if (!line.isPaused && !line.picked && !line.hovered) describeStep(inspect, null, h);
+      if (!line.isPaused && !line.picked && !line.hovered) describeStep(inspect, null);
       const items = state.stages.flatMap((stage, at) => [{ stage }, { from: stage, to: state.stages[at + 1] }]);
       machines.show(items, (item) => (item.stage ? `s${item.stage.index}` : `l${item.from.index}`));
       say(entry, linkText(state));

@@ -1,6 +1,6 @@
 // Requests, and the life of one: its way through the stages, batch by batch.
 
-import { Keyed, ApiError, ask, bytes, colour, count, fitCanvas, fixed, forgetColours, h, inkOn, mark, ms, none, percent, say } from "./dom.js";
+import { Keyed, ApiError, ask, colour, count, fitCanvas, fixed, forgetColours, h, inkOn, ms, none, percent, say } from "./dom.js";
 import { feed } from "./feed.js";
 import { short } from "./timeline.js";
 
@@ -391,5 +391,3 @@ class Life {
     }));
   }
 }
-
-export { bytes, mark };

@@ -1,7 +1,7 @@
 // Native steps as they form: one lane a stage, one block a step. Time in which nothing ran, or of which nothing was
 // fetched, is folded into a narrow gap that says so; within a stretch every lane has the same scale.
 
-import { colour, fitCanvas, forgetColours, inkOn, mark, ms, say, stillness } from "./dom.js";
+import { colour, fitCanvas, forgetColours, h, inkOn, ms, stillness } from "./dom.js";
 import { feed, isLate } from "./feed.js";
 
 const AXIS = 22; // px below the lanes
@@ -452,7 +452,10 @@ export class Timeline {
   }
 }
 
-export function describeStep(line, step, h) {
+export function describeStep(line, step) {
+  const key = step ? `${step.stage}:${step.number}` : "none";
+  if (line.dataset.step === key) return; // said once: screen readers would say it again
+  line.dataset.step = key;
   if (!step) {
     line.replaceChildren(h("span.soft", null, "Point at a block to see who travels in it. Arrow keys walk, space pauses, + and − zoom, Enter opens its request."));
     return;
@@ -468,11 +471,11 @@ export function describeStep(line, step, h) {
     part("queued", `${step.before} → ${step.after}`),
     part("closed by", step.reason || "–"),
     part("out", step.bytes >= 1024 ? `${(step.bytes / 1024).toFixed(1)} KiB` : `${step.bytes} B`),
-    h("span", null, h("span", null, step.members === 1 ? "request" : `${step.members} frames`), ...step.streams.slice(0, 8).map((each) => link(each, h)), step.members > 8 ? ` and ${step.members - 8} more` : ""),
+    h("span", null, h("span", null, step.members === 1 ? "request" : `${step.members} frames`), ...step.streams.slice(0, 8).map(link), step.members > 8 ? ` and ${step.members - 8} more` : ""),
   );
 }
 
-function link(each, h) {
+function link(each) {
   const id = feed.streams.get(each.stream);
   const text = `${id ? short(id) : `#${each.stream}`}${each.isPrompt ? ` (${each.rows} prompt rows)` : each.rows > 1 ? ` (${each.rows} rows)` : ""}`;
   return id ? h("a.num", { href: `#/requests/${encodeURIComponent(id)}` }, text, " ") : h("span.num", null, text, " ");
@@ -483,5 +486,3 @@ export function short(id) {
   const choice = /-(\d+)$/.exec(rest);
   return `${kind ? `${kind === "cmpl" ? "cmpl" : "chat"}-` : ""}${rest.slice(0, 6)}${choice && choice[1] !== "0" ? `·${choice[1]}` : ""}`;
 }
-
-export { mark, say };

@@ -193,8 +193,10 @@ class Coordinator:
             instances=tuple(f"{node.index}/{node.instance}" for node in self.nodes),
             costs=[StageCost(curve, curve, ROWS_MAX) for _ in self.nodes],
         )
-        for silence in self._silences:
+        for node, silence in zip(self.nodes, self._silences, strict=True):
             silence.heard()
+            self.conductor.availability.heard(node.index, self._clock.now_ns)
+            self.conductor.availability.serves(node.index, str(node.instance))
         self.carry(self.conductor.connected(facts, self._clock.now_ns))
         if self._has_late_answers:
             for message in self.heard[-LATE_MAX:]:

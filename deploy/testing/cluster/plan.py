@@ -11,6 +11,8 @@ from relayline.coordinator.sessions.prefixes import PREFIX_TOKENS_MIN
 from relayline.deploy.testing.cluster.clock import MS, S
 from relayline.deploy.testing.cluster.model import N_VOCAB
 
+START_NS = 100 * MS  # until the first thing happens
+COMES_BACK_NS = 400 * MS  # between two turns of what happens several times
 TROUBLE_NS = 2 * S  # from the beginning on, in which things begin to go wrong and clients come
 
 
@@ -67,7 +69,8 @@ class Plan:
     @property
     def settled_ns(self) -> int:
         """When nothing more goes wrong."""
-        return max([TROUBLE_NS, *(trouble.at_ns + 4 * trouble.lasts_ns for trouble in self.troubles)])
+        ends_ns = (trouble.at_ns + 4 * (trouble.lasts_ns + COMES_BACK_NS) for trouble in self.troubles)
+        return START_NS + max([TROUBLE_NS, *ends_ns])
 
 
 KINDS = (

@@ -24,13 +24,12 @@ from relayline.deploy.testing.cluster.clock import MS, Clock, S, Violation
 from relayline.deploy.testing.cluster.coordinator import Coordinator
 from relayline.deploy.testing.cluster.model import N_VOCAB, Truth
 from relayline.deploy.testing.cluster.node import Node
-from relayline.deploy.testing.cluster.plan import KINDS, Plan, Trouble, Wish, plan_of
+from relayline.deploy.testing.cluster.plan import COMES_BACK_NS, KINDS, START_NS, Plan, Trouble, Wish, plan_of
 from relayline.stage.queue_types import QueuedFrame
 from relayline.wire.common.phase import Phase
 
 PATIENCE_NS = 120 * S  # after the last trouble everything must have ended by then
 EVENTS_MAX = 200_000
-COMES_BACK_NS = 400 * MS
 SEED_VARIABLE = "RELAYLINE_CLUSTER_SEED"
 
 
@@ -79,9 +78,9 @@ class Cluster:
         ]
         self._n_to_come = len(plan.wishes)
         for number, wish in enumerate(plan.wishes):
-            self.clock.at(100 * MS + wish.at_ns, self._arrive, number, wish)
+            self.clock.at(START_NS + wish.at_ns, self._arrive, number, wish)
         for trouble in plan.troubles:
-            self.clock.at(100 * MS + trouble.at_ns, self._begin, trouble)
+            self.clock.at(START_NS + trouble.at_ns, self._begin, trouble)
 
     # --- the run ------------------------------------------------------------------------------------------------------
 
@@ -125,7 +124,7 @@ class Cluster:
                 for coordinator in self.coordinators
             )
             and all(node.answers and node.step is None and not len(node.batcher) for node in self.nodes)
-            and not any(link.n_in_flight for link in links)
+            and not any(link.n_in_flight or link.is_cut for link in links)  # a cut is noticed later
         )
 
     # --- clients ------------------------------------------------------------------------------------------------------

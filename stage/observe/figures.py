@@ -31,7 +31,7 @@ class Figure:
         return _UNIT_SCALES.get(self.unit, 1.0)
 
 
-COUNTERS = (  # of StageStats
+COUNTERS: tuple[Figure, ...] = (  # of StageStats
     Figure(names.METRIC_STEPS, "Native steps", "n_steps"),
     Figure(names.METRIC_ROWS, "Rows decoded, padding left out", "n_rows"),
     Figure(names.METRIC_PADDED_ROWS, "Scratch rows decoded beside them", "n_padded_rows"),
@@ -48,11 +48,11 @@ COUNTERS = (  # of StageStats
     Figure(names.METRIC_LINK_BYTES, "Payload bytes of neighbours' links", "payload_bytes", label=names.LABEL_DIRECTION),
     Figure(names.METRIC_LINK_ENVELOPES, "Envelopes of neighbours' links", "envelopes", label=names.LABEL_DIRECTION),
 )
-TELEMETRY_COUNTERS = (  # of Telemetry
+TELEMETRY_COUNTERS: tuple[Figure, ...] = (  # of Telemetry
     Figure(names.METRIC_SPANS_EXPORTED, "Spans that a collector took", "exported_spans"),
     Figure(names.METRIC_SPANS_DROPPED, "Spans that were lost", "dropped_spans"),
 )
-GAUGES = (  # of Gauges
+GAUGES: tuple[Figure, ...] = (  # of Gauges
     Figure(names.METRIC_QUEUED_ROWS, "Rows waiting for a step", "queued_rows"),
     Figure(names.METRIC_QUEUED_FRAMES, "Frames waiting for a step, controls included", "queued_frames"),
     Figure(names.METRIC_LANES_USED, "Lanes of sessions that somebody waits for", "lanes_used"),
@@ -61,7 +61,9 @@ GAUGES = (  # of Gauges
     Figure(names.METRIC_LINK_IN_FLIGHT, "Payload bytes sent downstream and not yet decoded there", "in_flight_bytes"),
     Figure(names.METRIC_LINK_WINDOW, "Payload bytes that may be in flight downstream", "window_bytes"),
 )
-TELEMETRY_GAUGES = (Figure(names.METRIC_TELEMETRY_LEVEL, "0 off, 1 summary, 2 batches, 3 frames", "level"),)
+TELEMETRY_GAUGES: tuple[Figure, ...] = (
+    Figure(names.METRIC_TELEMETRY_LEVEL, "0 off, 1 summary, 2 batches, 3 frames", "level"),
+)
 HISTOGRAMS = (  # of StageStats, which keeps each in a form of its own
     Figure(names.METRIC_BATCH_ROWS, "Rows of a native step, padding left out", "steps_by_rows"),
     Figure(names.METRIC_BATCH_SESSIONS, "Sessions of a native step", "steps_by_sessions"),

@@ -76,24 +76,20 @@ class StageCollector:
         yield self._histogram(waits, buckets, stats.wait_sum_ns * waits.scale)
 
     def _plain(self) -> Iterator[Metric]:
-        told: list[tuple[Any, Sequence[Figure], object]] = [
-            (CounterMetricFamily, figures.COUNTERS, self._stats),
-            (CounterMetricFamily, figures.TELEMETRY_COUNTERS, self._telemetry),
-            (GaugeMetricFamily, figures.GAUGES, self._read()),
-            (GaugeMetricFamily, figures.TELEMETRY_GAUGES, self._telemetry),
-        ]
-        for kind, of_kind, source in told:
-            for figure in of_kind:
-                yield self._family(kind, figure, source)
+        counters = ((self._stats, figures.COUNTERS), (self._telemetry, figures.TELEMETRY_COUNTERS))
+        gauges = ((self._read(), figures.GAUGES), (self._telemetry, figures.TELEMETRY_GAUGES))
+        for source, table in counters:
+            yield from (self._filled(CounterMetricFamily, figure, source) for figure in table)
+        for now, table in gauges:
+            yield from (self._filled(GaugeMetricFamily, figure, now) for figure in table)
 
-    def _family(self, kind: Any, figure: Figure, source: object) -> Metric:
+    def _filled(self, kind: type[Metric], figure: Figure, source: object) -> Metric:
         """Return one figure, of every label value that it was counted by."""
         held = getattr(source, figure.field)
         family = kind(figure.name, figure.help, labels=[names.LABEL_STAGE, *([figure.label] if figure.label else [])])
         for given, value in sorted(dict(held).items()) if figure.label else [(None, held)]:
             family.add_metric([self._stage, *([given] if figure.label else [])], float(value) * figure.scale)
-        made: Metric = family
-        return made
+        return family
 
     def _histogram(self, figure: Figure, buckets: Sequence[tuple[Any, ...]], total: float) -> Metric:
         family = HistogramMetricFamily(figure.name, figure.help, labels=[names.LABEL_STAGE])

@@ -32,7 +32,7 @@ class SettingType(click.ParamType[Any]):
         try:
             return self.entry.read(value)
         except UsageError as error:
-            if not self.entry.words and not self.entry.choices:
+            if not self.entry.words:
                 raise
             self.fail(error.message.removeprefix(f"{self.entry.flag} "), param, ctx)
 

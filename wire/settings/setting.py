@@ -114,7 +114,7 @@ class Setting:
         if not isinstance(value, accepted) or isinstance(value, bool) != self.is_switch:
             raise UsageError(f"{self.flag} {value!r} is not {self._expected}")
         if self.choices and value not in self.choices:
-            raise UsageError(f"{self.flag} {value!r} is not one of {self.allowed}")
+            raise UsageError(f"{self.flag} {value} is unknown; choose one of {self.allowed}")
         if self.low is None or self.high is None or value in self.words.values() or self.low <= value <= self.high:
             return value
         if self.words:

@@ -457,7 +457,7 @@ def test_a_missing_file_and_a_whole_model_are_artifact_errors(tmp_path: Path) ->
         ({"max_rows": 4096}, "--max-rows 4096 is"),
         ({"n_threads": -1}, "--threads -1 is"),
         ({"gpu_layers": -2}, "--gpu-layers -2 is"),
-        ({"kv_type": "f8"}, "--kv-type 'f8' is"),
+        ({"kv_type": "f8"}, "--kv-type f8 is unknown"),
         ({"max_wanted": 513}, "513 rows with logits"),
     ],
 )

@@ -239,7 +239,7 @@ async def test_a_stage_process_tells_where_its_metrics_are(tmp_path: Path) -> No
     ("flags", "text"),
     [
         (("--otlp-endpoint", "localhost:4317"), "give http://HOST:4317"),
-        (("--trace-level", "loud"), "'loud' is not one of"),
+        (("--trace-level", "loud"), "--trace-level loud is unknown; choose one of off, summary"),
         (("--trace-sample", "2"), "--trace-sample 2.0 is outside 0..1"),
     ],
 )

@@ -26,6 +26,7 @@ from relayline.deploy.launch.trial import why_it_ended
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import InternalError, ModelFileError, NativeError, RelaylineError
 from relayline.wire.common.rope_factors import LongRope
+from relayline.wire.settings.table import EngineSettings
 
 END_TIMEOUT_S = 10.0  # of a child whose input has ended: it frees the model meanwhile
 _LENGTH = struct.Struct("<Q")
@@ -129,7 +130,8 @@ def _read(stream: BinaryIO | Any) -> dict[str, Any] | None:
 def _opened(settings: dict[str, Any]) -> WholeModel:
     rope = settings["long_rope"]
     path, long_rope = Path(os.fsdecode(settings["path"])), None if rope is None else LongRope(**rope)
-    return WholeModel(WholeConfig(**settings | {"path": path, "long_rope": long_rope}))
+    engine = EngineSettings(**settings["settings"])
+    return WholeModel(WholeConfig(**settings | {"path": path, "settings": engine, "long_rope": long_rope}))
 
 
 def _answer(model: WholeModel | None, request: dict[str, Any]) -> dict[str, Any]:

@@ -117,6 +117,7 @@ class Watch:
             if judging.done():
                 on_silent(StageLostError(silent_text(self._who)))
         finally:
+            judging.cancel()  # even where this is cancelled once more while it waits for the other
             await end_task(talking)
             await end_task(judging)
 
@@ -137,8 +138,8 @@ class Watch:
                     log.warning("%s refuses to be watched: %s", self._who, error.details())
                     return
             finally:
-                await end_task(beating)
                 call.cancel()
+                await end_task(beating)
             if rpc.task_is_cancelled():
                 return  # gRPC swallows a cancellation that meets a call whose connection has just failed
             await asyncio.sleep(bounds.BEAT_EVERY_S)  # this connection alone may have broken; silence is still counted

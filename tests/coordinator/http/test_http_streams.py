@@ -123,7 +123,7 @@ async def test_headers_and_role_come_before_the_first_token(tokenizer: Tokenizer
     generator = FakeGenerator(lambda request: [gate, *tokens(request, b"hi")])
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
     async with (
-        serving(tokenizer, generator) as served,
+        serving(tokenizer, generator, ping_interval_s=0.5) as served,
         aiohttp.ClientSession(served.url) as session,
         session.post("/v1/chat/completions", json=body) as reply,
     ):

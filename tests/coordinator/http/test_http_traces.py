@@ -59,10 +59,10 @@ class World:
 
 @contextlib.asynccontextmanager
 async def session_of(
-    tokenizer: Tokenizer, world: World, generator: FakeGenerator | None = None
+    tokenizer: Tokenizer, world: World, generator: FakeGenerator | None = None, **limits: object
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, Served]]:
     async with (
-        serving(tokenizer, generator, control=world.control) as served,
+        serving(tokenizer, generator, control=world.control, **limits) as served,
         aiohttp.ClientSession(served.url) as session,
     ):
         yield session, served
@@ -201,7 +201,7 @@ async def test_a_client_that_leaves_ends_the_span(tokenizer: Tokenizer) -> None:
 async def test_a_client_that_leaves_a_stream_has_had_its_status(tokenizer: Tokenizer) -> None:
     world, gate = World(Kept()), Gate()
     generator = FakeGenerator(lambda _: [gate])
-    async with session_of(tokenizer, world, generator) as (session, served):
+    async with session_of(tokenizer, world, generator, ping_interval_s=0.5) as (session, served):
         async with asyncio.timeout(WAIT_S):
             reply = await session.post("/v1/completions", json={"prompt": "x", "stream": True})
             await gate.reached.wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,8 @@ import pytest
 from relayline.coordinator.model.gguf_file import GgufModel, open_model
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
-from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.deploy.testing.engines import engine_config
+from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.errors import CutError, ModelFileError, UnsupportedArchitectureError, UsageError
 from tests.support.tiny_later_families import GEMMA4_WINDOWS
 from tests.support.tiny_models import make_tiny
@@ -114,10 +114,10 @@ def test_a_stage_holds_no_more_positions_than_its_model_knows(tmp_path: Path) ->
     """llama.cpp aborts on a row beyond the end of the table."""
     split_model(make_tiny("gpt2", tmp_path / "model.gguf"), tmp_path / "out", cuts=(2,))
     for index in range(2):
-        config = EngineConfig(tmp_path / "out" / f"stage-{index}.gguf", n_lanes=1, ctx_tokens=CTX + 1, max_rows=8)
+        artifact = tmp_path / "out" / f"stage-{index}.gguf"
         with pytest.raises(UsageError, match="--ctx is 513; this model knows 512 positions and no more"):
-            NativeEngine(config)
-        with NativeEngine(dataclasses.replace(config, ctx_tokens=CTX)) as engine:
+            NativeEngine(engine_config(artifact, 1, CTX + 1, 8))
+        with NativeEngine(engine_config(artifact, 1, CTX, 8)) as engine:
             engine.positions[0] = CTX - 1
             engine.decode(1)
 

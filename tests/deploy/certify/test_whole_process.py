@@ -12,9 +12,15 @@ import pytest
 from relayline.deploy.certify.whole_model import Row, WholeConfig, WholeModel
 from relayline.deploy.certify.whole_process import WholeProcess
 from relayline.wire.common.errors import InternalError, ModelFileError, NativeError
+from relayline.wire.settings.table import EngineSettings
 from tests.support.tiny_models import make_tiny
 
 ROWS = [Row(token, at, 0, at % 2 == 0) for at, token in enumerate([3, 14, 15, 92, 65, 35, 89, 79])]
+
+
+def whole_config(path: Path, n_lanes: int = 1, ctx_tokens: int = 64, max_rows: int = 512) -> WholeConfig:
+    settings = EngineSettings(n_lanes=n_lanes, ctx_tokens=ctx_tokens, max_rows=max_rows, kv_layout="unified")
+    return WholeConfig(path, settings)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_gives_what_the_model_gives_here(tiny: Path) -> None:
-    config = WholeConfig(tiny, n_lanes=2, ctx_tokens=128, max_rows=16)
+    config = whole_config(tiny, n_lanes=2, ctx_tokens=128, max_rows=16)
     with WholeModel(config) as here, WholeProcess(config) as elsewhere:
         expected = here.decode(ROWS)
         assert (elsewhere.n_vocab, elsewhere.n_ctx) == (here.n_vocab, here.n_ctx)
@@ -44,18 +50,18 @@ def test_an_abort_of_llama_cpp_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(
         NativeError, match=r"the unsplit model ended: llama.cpp aborted: GGML_ASSERT\(.*is_swa_any"
     ) as caught:
-        WholeProcess(WholeConfig(model, n_lanes=1, ctx_tokens=64))
+        WholeProcess(whole_config(model))
     assert "\n" not in caught.value.message
 
 
 def test_a_file_that_does_not_load_is_refused_as_here(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"no model")
     with pytest.raises(ModelFileError, match=r"llama.cpp cannot load it"):
-        WholeProcess(WholeConfig(tmp_path / "model.gguf", n_lanes=1, ctx_tokens=64))
+        WholeProcess(whole_config(tmp_path / "model.gguf"))
 
 
 def test_a_process_that_is_killed_is_told(tiny: Path) -> None:
-    with WholeProcess(WholeConfig(tiny, n_lanes=1, ctx_tokens=64)) as model:
+    with WholeProcess(whole_config(tiny)) as model:
         os.kill(model._child.pid, signal.SIGKILL)
         with pytest.raises(NativeError, match=r"the unsplit model ended: llama.cpp ended with SIGKILL"):
             model.decode(ROWS)

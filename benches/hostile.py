@@ -38,7 +38,7 @@ from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 
 MIB = 1 << 20
 SILENCE_MAX_S, SILENCE_RATIO, LIVE_MAX_S, MEMORY_MAX_BYTES = 0.1, 3.0, 0.05, 256 * MIB  # the goals
-PROBE_EVERY_S, MEMORY_EVERY_S = 0.01, 0.1
+PROBE_EVERY_S, MEMORY_EVERY_S = 0.01, 0.4
 CTX_TOKENS = 2048
 QUIET_S, WATCHED_S = 5.0, 1.5  # the quiet row; after each answer, since work may go on when the client has left
 ANSWER_TIMEOUT_S = 60.0
@@ -131,17 +131,17 @@ def bodies() -> list[Body]:
         Body("prompt of 32 KiB", COMPLETIONS, _said(prompt="ab " * (32 * 1024 // 3))),
         Body("prompt of special tokens", COMPLETIONS, _said(prompt=special)),
         Body("chat of special tokens", CHAT, _said(messages=_user(special))),
-        Body("prompts, 5M empty", COMPLETIONS, _filled('{"prompt":[', '""', "]}")),
-        Body("stops, 5M empty", COMPLETIONS, _filled('{"prompt":"x","stop":[', '""', "]}")),
-        Body("tools, 5M empty lists", CHAT, _filled(chat + '[{"role":"user","content":"x"}],"tools":[', "[]", "]}")),
+        Body("prompts 5M empty", COMPLETIONS, _filled('{"prompt":[', '""', "]}")),
+        Body("stops 5M empty", COMPLETIONS, _filled('{"prompt":"x","stop":[', '""', "]}")),
+        Body("tools 5M empty lists", CHAT, _filled(chat + '[{"role":"user","content":"x"}],"tools":[', "[]", "]}")),
         Body("template arguments", CHAT,
              _filled(chat + '[{"role":"user","content":"x"}],"chat_template_kwargs":{"a":[', "{}", "]}}")),
-        Body("messages, 1M", CHAT, _filled(chat + "[", '{"role":"user","content":""}', "]}")),
-        Body("content, 600k parts", CHAT,
+        Body("messages 1M", CHAT, _filled(chat + "[", '{"role":"user","content":""}', "]}")),
+        Body("content 600k parts", CHAT,
              _filled(chat + '[{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}")),
-        Body("deep lists, 16 MiB", CHAT,
+        Body("deep lists 16 MiB", CHAT,
              lambda: (chat + '[],"tools":').encode() + b"[" * (8 * MIB - 90) + b"]" * (8 * MIB - 90) + b"}"),
-        Body("biases, 1M", COMPLETIONS,
+        Body("biases 1M", COMPLETIONS,
              lambda: b'{"prompt":"x","logit_bias":{' + b",".join(b'"%d":1' % at for at in range(1_200_000)) + b"}}"),
         Body("prediction of 4 MiB", COMPLETIONS,
              _said(prompt="x", prediction={"type": "content", "content": "ab " * (4 * MIB // 3)})),
@@ -149,11 +149,11 @@ def bodies() -> list[Body]:
              lambda: b'{"with_pieces":true,"content":"' + b"ab " * ((16 * MIB - 100) // 3) + b'"}'),
         Body("detokenize 8M", "/detokenize", _filled('{"tokens":[', "1", "]}")),
         Body("number of 20k digits", COMPLETIONS, lambda: b'{"prompt":"x","seed":' + b"9" * 20_000 + b"}"),
-        Body("blanks, 17 MiB", COMPLETIONS, lambda: b" " * (17 * MIB)),
-        Body("strings, 2M short", COMPLETIONS, _filled('{"prompt":"x","metadata":[', '"abcde"', "]}")),
-        Body("keys, 1M", COMPLETIONS,
+        Body("blanks 17 MiB", COMPLETIONS, lambda: b" " * (17 * MIB)),
+        Body("strings 2M short", COMPLETIONS, _filled('{"prompt":"x","metadata":[', '"abcde"', "]}")),
+        Body("keys 1M", COMPLETIONS,
              lambda: b'{"prompt":"x","metadata":{' + b",".join(b'"k%d":1' % at for at in range(1_200_000)) + b"}}"),
-        Body("8 prompts, n 16", COMPLETIONS,
+        Body("128 answers", COMPLETIONS,
              _said(prompt=["x"] * 8, n=16, max_tokens=50, logprobs=5, seed=1, temperature=1)),
         Body("gzip of 1 GiB", COMPLETIONS, _bomb(lambda data: gzip.compress(data, 9), 1024 * MIB), zipped),
         Body("gzip of 1 GiB to nowhere", "/nowhere", _bomb(lambda data: gzip.compress(data, 9), 1024 * MIB), zipped),
@@ -199,11 +199,13 @@ def family_of(root: int) -> list[int]:
 
 
 def resident_bytes(pids: Sequence[int]) -> int:
-    """Return the resident memory of these processes together; what they share counts for each."""
+    """Return the resident memory of these processes together; a page that several share counts once (PSS)."""
     total = 0
     for pid in pids:
-        with contextlib.suppress(OSError, IndexError):
-            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1]) * 1024
     return total
 
 

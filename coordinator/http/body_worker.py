@@ -24,7 +24,7 @@ from relayline.wire.common.errors import InternalError, OverloadedError, Relayli
 CPU_S_MAX = 10.0  # of one request; a million tokens take 3 s
 TEMPLATE_CPU_S_MAX = 1.0  # of these for the model's template; a chat of 128,000 tokens takes 0.1 s
 QUICK_CPU_S_MAX = 0.25  # of a short body; what takes longer goes to those who have more time
-MEMORY_BYTES_MAX = 160 * 1024 * 1024  # above what was there when it was forked
+MEMORY_BYTES_MAX = 128 * 1024 * 1024  # above what was there when it was forked
 
 TO_WORKER = struct.Struct("<II")
 FROM_WORKER = struct.Struct("<cI")

@@ -7,6 +7,7 @@ import contextlib
 import io
 import logging
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -14,7 +15,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from relayline.coordinator.http import reply as replies
 from relayline.coordinator.http.body_pool import INLINE_BYTES_MAX
+from relayline.coordinator.http.dialects import CompletionDialect
 from relayline.coordinator.http.preparing import TOKENS_PER_PART
 from relayline.coordinator.http.server import start_http
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
@@ -23,7 +26,7 @@ from relayline.deploy.testing.vocabulary_files import write_no_tokenizer, write_
 from relayline.wire.common import logs
 from relayline.wire.common.errors import HandshakeError, StartError
 from relayline.wire.common.phase import Phase
-from tests.support.http_support import CREATED, MODEL, WAIT_S, FakeGenerator, Served, serving
+from tests.support.http_support import CREATED, MODEL, WAIT_S, FakeGenerator, Served, serving, tokens
 
 
 @pytest.fixture(scope="module")
@@ -327,3 +330,22 @@ async def test_start_errors_are_one_line() -> None:
         await start_http(web.Application(), "203.0.113.1", 0)
     with pytest.raises(StartError, match="65536 is not a port"):
         await start_http(web.Application(), "127.0.0.1", 65536)
+
+
+@pytest.mark.parametrize(("n_tokens", "elsewhere"), [(replies.WRITTEN_INLINE_TOKENS_MAX, False), (600, True)])
+async def test_a_long_answer_is_not_written_on_the_event_loop(
+    tokenizer: Tokenizer, n_tokens: int, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers: list[int] = []
+    written = CompletionDialect.reply
+
+    def noted(*arguments: Any) -> bytes:
+        writers.append(threading.get_ident())
+        return written(*arguments)
+
+    monkeypatch.setattr(CompletionDialect, "reply", noted)
+    generator = FakeGenerator(lambda request: tokens(request, b"a" * n_tokens), ctx_tokens=1024)
+    asked = {"prompt": "x", "max_tokens": n_tokens, "logprobs": 5}
+    async with session_of(tokenizer, generator) as (session, _), session.post("/v1/completions", json=asked) as answer:
+        assert len((await answer.json())["choices"][0]["text"]) == n_tokens
+    assert (writers != [threading.get_ident()]) == elsewhere

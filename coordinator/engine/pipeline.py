@@ -1,7 +1,7 @@
 """The coordinator's engine room: carries events to the conductor, and carries out what it wants done.
 
 Every decision is `coordinator.engine.conductor`'s; how connections come and go is told in `coordinator.engine.epochs`.
-What is left is the seam to the HTTP side (streams, descriptions) and to telemetry. Everything here runs on the event
+The rest is the seam to the HTTP side (streams, descriptions) and to telemetry. Everything here runs on the event
 loop.
 """
 

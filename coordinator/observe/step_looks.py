@@ -1,7 +1,7 @@
 """The stages' latest native steps as one picture after another, for who watches a pipeline while it runs. Pure.
 
 A look asks every stage for the steps since the look before, of each stage the newest few only: where steps are short,
-the steps in between are counted and not shown. What is shown is a time in which every stage's steps are all there.
+the steps in between are counted and not shown. Each shown time has the steps of every stage.
 """
 
 from __future__ import annotations

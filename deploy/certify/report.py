@@ -15,7 +15,7 @@ from relayline.deploy.certify.run import CutResult, Report
 def as_json(report: Report) -> str:
     """Return the report as one JSON object. Differences are in logits and in deviations, divergences in nats.
 
-    What is not finite, or could not be measured because a pipeline did not run, is null.
+    A figure is null if it is not finite, or if a pipeline did not run.
     """
     config, noise = report.config, report.noise
     fields: dict[str, Any] = {

@@ -77,7 +77,7 @@ def in_order(places: dict[int, tuple[int, int]]) -> list[int]:
 def divided(cores: Sequence[int], n_threads: Sequence[int]) -> list[Cores] | None:
     """Divide cores in proportion to threads, at least as many each as it has threads; None where they are too few.
 
-    Pure. What is left over goes to those whose part of it comes first to a whole core.
+    Pure. Left-over cores go to those whose part of them comes first to a whole core.
     """
     total = sum(n_threads)
     if not 0 < total <= len(cores) or min(n_threads) < 1:

@@ -104,7 +104,7 @@ async def test_the_next_rows_leave_before_the_answer_is_written() -> None:
 
 
 async def test_a_sample_that_meets_a_bug_costs_no_other_stream_its_token() -> None:
-    """What was taken note of is told, whatever comes of the rest of the message: a replay does not tell it again."""
+    """A noted token is told, even if the rest of the message fails: a replay does not tell it again."""
     world = World(n_lanes=2)
     for n_prompt in (1, 2):
         world.open(n_prompt, 3)

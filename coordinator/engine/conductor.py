@@ -3,7 +3,7 @@
 An event is a method, with the time where time matters; it returns what is to be done about it, in order
 (`coordinator.engine.instructions`). Nothing here waits, sends, logs or looks at a clock. Two shells carry instructions
 out: `coordinator.engine.pipeline` with futures, tasks and gRPC, and the simulation of a cluster
-(`deploy.testing.simulation.cluster`) on virtual time.
+(`deploy.testing.cluster`) on virtual time.
 
 The parts that it asks: `admission` (lanes and the line before them), `readers` (sessions and who shares them),
 `suspects` (whose rows bring stages down), `prefixes` (what may be copied), `availability` (what clients get), and one

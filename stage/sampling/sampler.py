@@ -94,7 +94,7 @@ def _scratch(n_vocab: int) -> _Scratch:
 
 
 class SessionSampler:
-    """The sampler of one session. Not thread-safe; a grammar's native memory goes with `close`."""
+    """The sampler of one session. Not thread-safe."""
 
     def __init__(
         self, options: SamplingOptions, n_vocab: int, said: Sequence[int] = (), vocabulary: LLTokenizer | None = None

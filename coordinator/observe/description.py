@@ -23,7 +23,7 @@ def describe_pipeline(
     stages: Sequence[Mapping[str, object]],
     statuses: Sequence[pb.StatusResponse | None],
 ) -> dict[str, object]:
-    """Return the whole picture: what is served, `live` figures of the coordinator, overlap, and the stages."""
+    """Return the whole description: model and settings, the coordinator's `live` figures, overlap, and the stages."""
     return {
         "model": file.model_name,
         "architecture": file.architecture,
@@ -35,12 +35,11 @@ def describe_pipeline(
 
 
 def overlap_since(statuses: Sequence[pb.StatusResponse | None], since_ns: int | None, now_ns: int) -> dict[str, object]:
-    """Return `overlap` of the time from `since_ns` to `now_ns` (this process's clock) for describe_pipeline's answer.
+    """Return `overlap` from `since_ns` to `now_ns` (this process's clock) for describe_pipeline's answer.
 
-    Nothing where nobody asked since when.
-
-    Stages remember a bounded number of steps: `overlap_since_ns` says from when on every stage still knows all of its
-    own, and only that part counts. `overlap` is empty where a stage did not answer or none computed in that time.
+    Returns {} if since_ns is None. Stages remember a bounded number of steps. `overlap_since_ns` is the time from which
+    every stage still has all of its steps, and only steps after it count. `overlap` is empty if a stage did not answer,
+    or if no stage computed in that time.
     """
     if since_ns is None:
         return {}
@@ -52,12 +51,12 @@ def overlap_since(statuses: Sequence[pb.StatusResponse | None], since_ns: int | 
 
 
 def steps_of(status: pb.StatusResponse) -> list[Interval]:
-    """Return when the stage was in native decode, as far as it remembers."""
+    """Return the stage's remembered native decodes as (start, end)."""
     return list(zip(status.step_start_ns, status.step_end_ns, strict=True))
 
 
 def known_from_ns(status: pb.StatusResponse, now_ns: int) -> int:
-    """Return since when `status` names every native step of its stage: its start, unless it has forgotten some."""
+    """Return the time from which `status` has every native step of its stage; 0 unless the stage forgot some."""
     if status.n_steps > len(status.step_start_ns) > 0:
         return status.step_start_ns[0]
     return now_ns - status.uptime_ns

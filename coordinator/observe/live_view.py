@@ -1,7 +1,6 @@
-"""What a page shows of a running pipeline, put together once for all that are open: the latest looks, figures over the
-last minutes, and requests. Pure.
+"""The data of the page, built once for all open pages: the latest looks, figures of the last minutes, requests. Pure.
 
-A look has a number. A page says which one it saw last and gets what came after it; every part of an answer has a bound.
+Looks are numbered. A page names the last look that it saw and gets the later ones. Every part of an answer is bounded.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class LiveView:
     """The state of one pipeline for its pages. Times are monotonic nanoseconds of the caller."""
 
     def __init__(self, zero_ns: int, unix_offset_ns: int, facts: Mapping[str, object]) -> None:
-        """`facts` are told with every answer as they are then."""
+        """`facts` are part of every answer, with their values at that time."""
         self._zero_ns, self._unix_offset_ns, self._facts = zero_ns, unix_offset_ns, facts
         self._n_looks = 0
         self._looks: collections.deque[tuple[int, msgspec.Raw]] = collections.deque(maxlen=LOOKS_MAX)
@@ -97,7 +96,7 @@ class LiveView:
         self._answers.clear()
 
     def answer(self, after: int, now_ns: int) -> bytes:
-        """Return what came after look `after` as JSON; 0 for all that is remembered."""
+        """Return everything after look `after` as JSON; 0 returns all that is remembered."""
         oldest = self._points[0][0] if self._points else 1
         if not oldest <= after <= self._n_looks:
             after = 0  # long ago, or of a process that was here before this one
@@ -120,7 +119,7 @@ class LiveView:
         return known
 
     def _shortest_trips(self, round_trips_ns: Sequence[int | None]) -> list[int | None]:
-        """Return the shortest of each stage's latest round trips: the others waited for something else as well."""
+        """Return the shortest of each stage's latest round trips. Longer ones include other waits."""
         while len(self._trips_ns) < len(round_trips_ns):
             self._trips_ns.append(collections.deque(maxlen=TRIPS_MAX))
         for trips, latest_ns in zip(self._trips_ns, round_trips_ns, strict=False):
@@ -168,7 +167,7 @@ class LiveView:
         ]
 
     def _requests(self, log: RequestLog, now_ns: int) -> list[msgspec.Raw]:
-        """Return a line of each request that is shown; those of ended ones, which change no more, are kept."""
+        """Return one line for each shown request. Lines of ended requests no longer change and are kept."""
         known, self._ended = self._ended, {}
         lines = []
         for record in _listed(log):
@@ -181,7 +180,7 @@ class LiveView:
         return lines
 
     def _new_gaps(self, recent: Sequence[RequestRecord]) -> Iterator[int]:
-        """Return the times between tokens of running sessions since the look before."""
+        """Return the times between tokens of running sessions since the last look."""
         known, self._n_gaps = self._n_gaps, {}
         for session in {id(stream.session): stream.session for record in recent for stream in record.streams}.values():
             if not session.ended_ns and session.first_token_ns:
@@ -192,7 +191,7 @@ class LiveView:
 def _stages(
     seen: Seen, trips_ns: Sequence[int | None], before: tuple[int, Mapping[str, Any]] | None, now_ns: int
 ) -> list[dict[str, Any]]:
-    """Return each stage with what it did since the look before."""
+    """Return each stage with its work since the last look."""
     found = []
     olds = {stage.get("index"): stage for stage in before[1].get("stages", ())} if before is not None else {}
     for at, stage in enumerate(seen.described.get("stages", ())):
@@ -209,7 +208,7 @@ def _stages(
 
 
 def _rates(old: Mapping[str, Any], new: Mapping[str, Any], elapsed_ns: int) -> dict[str, Any]:
-    """Return what a stage did between two looks; nothing where it was started anew in between."""
+    """Return a stage's work between two looks; {} if it was restarted in between."""
     if old.get("instance_id") != new.get("instance_id"):
         return {}
     done = {name: max(0, _number(new, name) - _number(old, name)) for name in _COUNTED}
@@ -246,7 +245,7 @@ def _ended_ns(record: RequestRecord) -> int:
 
 
 def _request(record: RequestRecord, now_ns: int) -> dict[str, object]:
-    """Return one line about a request; of several choices the sums, and times of the first."""
+    """Return one line about a request. Several choices give sums, and the times of the first choice."""
     first = record.streams[0] if record.streams else None
     sessions = [stream.session for stream in record.streams]
     return {

@@ -1,4 +1,4 @@
-"""Which stage was lost, as far as the reason of a loss tells. Pure."""
+"""Finds the stage that was lost from the reason of a loss. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _UPSTREAM = re.compile(r"the upstream link of stage (\d+) closed")
 
 
 def lost_stage(error: RelaylineError, addresses: Sequence[str], stage_names: Sequence[str] = ()) -> int | None:
-    """Return the index of the stage that a loss is about; None where nothing tells.
+    """Return the index of the lost stage; None if the reason does not tell.
 
-    A stage that reports the loss of a link names the neighbour at its other end: that one is meant, not who reports.
+    A stage that reports a lost link names the neighbour at its other end. The neighbour is the lost stage.
     """
     reason = error.message
     for index, address in enumerate(addresses):

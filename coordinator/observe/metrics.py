@@ -58,7 +58,7 @@ def _pipeline(described: dict[str, Any]) -> list[Metric]:
 
 
 def _telemetry(telemetry: dict[str, int], label: dict[str, str]) -> list[Metric]:
-    """Return the figures of the coordinator's own telemetry, under the names that stages use too."""
+    """Return the figures of the coordinator's own telemetry, under the same names as a stage's."""
     if not telemetry:
         return []
     return [
@@ -69,7 +69,7 @@ def _telemetry(telemetry: dict[str, int], label: dict[str, str]) -> list[Metric]
 
 
 def _link(link: dict[str, int]) -> list[Metric]:
-    """Return the figures of the link to stage 0, as stages give theirs; none while it does not stand."""
+    """Return the figures of the link to stage 0, in the form that stages use; none while it is not connected."""
     if not link:
         return []
     own = {names.LABEL_STAGE: names.STAGE_COORDINATOR}

@@ -1,8 +1,8 @@
-"""What the pipeline and the HTTP side tell about requests, brought to spans, figures and the ring.
+"""The coordinator's one entry to telemetry: turns events of requests into spans, metrics and ring entries.
 
-The one seam of telemetry in the coordinator: whoever serves calls a method here at each turn of a request's life, with
-the time. Nothing here decides anything about serving or raises into it. A token costs one cached observation and a few
-attribute writes, whatever the level; the rest happens once per request.
+The pipeline and the HTTP side call a method here for each event of a request, with its time. Nothing here affects
+serving or raises into it. At any level a token costs one cached observation and a few attribute writes. Everything else
+happens once per request.
 
 A session's spans stay open for at most SUMMARY_WAIT_S after its end, until every stage has summed it up.
 """
@@ -41,9 +41,9 @@ class Observer:
         later: Later | None = None,
         pushed_level: Level | None = None,
     ) -> None:
-        """Without `later` nobody waits for the stages' summaries.
+        """Without `later` sessions do not wait for the stages' summaries.
 
-        `pushed_level` is what stages are set to when they connect; None leaves them at their own.
+        `pushed_level` is the level that stages are set to when they connect; None leaves their own.
         """
         self.telemetry = telemetry or Telemetry()
         self.tracing = Tracing(self.telemetry, sampler_ratio)
@@ -65,13 +65,13 @@ class Observer:
     # --- the HTTP side ------------------------------------------------------------------------------------------------
 
     def received(self, record: RequestRecord, carrier: Mapping[str, str]) -> None:
-        """A request that will generate has come in; `carrier` holds its headers, in lower case."""
+        """A request that will generate has arrived. `carrier` holds its headers, with lower-case names."""
         if self.telemetry.level > Level.OFF:
             self.log.add(record)
         self.tracing.received(record, carrier)
 
     def answered(self, record: RequestRecord, now_ns: int) -> None:
-        """The last byte of its answer has been handed over, or nobody wants it any more."""
+        """The last byte of its answer has been handed over, or its client has left."""
         record.ended_ns = now_ns
         self.tracing.answered(record)
 
@@ -85,9 +85,9 @@ class Observer:
         now_ns: int,
         record: RequestRecord | None = None,
     ) -> StreamRecord:
-        """A request was admitted as a session of its own; it may still wait for a lane.
+        """A request was admitted with a new session, which may still wait for a lane.
 
-        `record` is of the HTTP request that it is a part of, as in `joined`.
+        `record` is the record of its HTTP request, as in `joined`.
         """
         session.session_id, session.request_id = session_id, request.request_id
         session.n_prompt = len(request.prompt_tokens)
@@ -102,7 +102,7 @@ class Observer:
     def joined(
         self, session: SessionRecord, request: GenerationRequest, now_ns: int, record: RequestRecord | None = None
     ) -> StreamRecord:
-        """A request was admitted as one more reader of a session that another opened."""
+        """A request was admitted as a further reader of a running session."""
         stream = self._stream(session, request, now_ns, record)
         stream.is_shared = True
         self.tracing.joined(stream)
@@ -139,7 +139,7 @@ class Observer:
         return self.passes.leaves(frames, now_ns, self.record_of)
 
     def record_of(self, session_id: int) -> SessionRecord:
-        """Return what is noted of a session that runs, or that ended just now; UNKNOWN for any other."""
+        """Return the record of a session that runs or has just ended; UNKNOWN for any other."""
         return self._sessions.get(session_id, UNKNOWN)
 
     def _drafted(self, session: SessionRecord, n_tokens: int) -> None:
@@ -162,7 +162,7 @@ class Observer:
         *,
         is_drafted: bool = False,
     ) -> None:
-        """The token for `position` has arrived, as it was guessed or not; the last one brings a finish reason."""
+        """The token for `position` has arrived. The last one has a finish reason."""
         if finish_reason is not None:
             session.finish_reason = finish_reason
         self.n_tokens += 1
@@ -180,9 +180,9 @@ class Observer:
             session.next_phase()
 
     def figures(self) -> dict[str, int]:
-        """Return the tokens since the start, for GET /v1/pipeline.
+        """Return the token counts since the start, for GET /v1/pipeline.
 
-        `copied_tokens` are of the prompts' tokens, `accepted_tokens` those of the drafted ones that were right.
+        `copied_tokens`: prompt tokens copied from the prefix cache. `accepted_tokens`: right guesses among the drafted.
         """
         return {
             "generated_tokens": self.n_tokens,
@@ -193,12 +193,12 @@ class Observer:
         }
 
     def replayed(self, session: SessionRecord, why: str, now_ns: int) -> None:
-        """The session starts again after a fault of its own."""
+        """The session starts again, because a stage refused one of its frames."""
         session.event(names.EVENT_REPLAYED, now_ns, why)
         self.metrics.replays.inc()
 
     def ended(self, session: SessionRecord, now_ns: int) -> None:
-        """The session is over, however; the stages will sum it up once they have applied its close."""
+        """The session has ended, for any reason. The stages send its summary after they have applied its close."""
         if session.ended_ns:
             return
         session.end(now_ns)
@@ -218,7 +218,7 @@ class Observer:
         self._later(SUMMARY_WAIT_S, lambda: self._finalize(session))
 
     def left(self, stream: StreamRecord, now_ns: int) -> None:
-        """A reader is done with its session, whether the session is over or not."""
+        """A reader has left its session, which may go on for others."""
         stream.ended_ns = now_ns
         stream.n_tokens = stream.n_tokens or stream.session.n_tokens
         self.metrics.stream_ended(stream)
@@ -248,11 +248,11 @@ class Observer:
     # --- the pipeline side: life of the connection --------------------------------------------------------------------
 
     def returned(self, message: pb.ReturnResponse, now_ns: int) -> None:
-        """What a stage answered has been dealt with, which arrived at now_ns; what follows from it has left."""
+        """A stage's message that arrived at now_ns has been handled, and the frames that follow from it have left."""
         self.passes.returned(message, now_ns)
 
     def connected(self, n_stages: int, statuses: StatusesOf | None = None) -> None:
-        """All stages stand at a new epoch. Paused sessions start again from their history, each when its turn comes."""
+        """All stages are connected in a new epoch. Paused sessions will start again from their history, one by one."""
         self._n_stages = n_stages
         self.loss = None
         self.passes.connected(n_stages, statuses)
@@ -261,9 +261,9 @@ class Observer:
             self.metrics.recoveries.inc()
 
     def lost(self, why: str, now_ns: int, stage: int | None = None) -> None:
-        """The connection is gone; running sessions pause, and no stage will sum anything up.
+        """The connection is lost. Running sessions pause, and no summary will come.
 
-        `stage` is the index of the one that was lost, where it is known.
+        `stage` is the index of the lost stage, if known.
         """
         self.loss = (stage, why)
         self.passes.lost(why, now_ns)
@@ -274,7 +274,7 @@ class Observer:
         self._finalize_all()
 
     def close(self) -> None:
-        """End what only waits: for summaries, for answers of passes."""
+        """End sessions that wait for summaries, and windows that wait for answers."""
         self._finalize_all()
         self.passes.close()
 

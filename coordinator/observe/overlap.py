@@ -21,7 +21,7 @@ def overlap(stages: Sequence[Sequence[Interval]]) -> dict[str, float]:
 
 
 def overlap_between(stages: Sequence[Sequence[Interval]], from_ns: int, to_ns: int) -> dict[str, float]:
-    """Return the same of a window: of an interval counts what lies in it, and a stage without any was idle.
+    """Return the same for a given window. Intervals are clipped to it, and a stage without intervals was idle.
 
     Empty when no stage computed in the window.
     """

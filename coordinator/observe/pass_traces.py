@@ -1,11 +1,11 @@
-"""Spans of the coordinator in traces of passes: the root of each second, and its own part of every pass.
+"""The coordinator's spans in traces of passes: the root of each second, and its own part of every pass.
 
-passes ×8                    the root: what the second came to
+passes ×8                    the root: sums over the second
   send                       from the choice of the rows until their envelope has left
   decode ×8                  stage 0, see stage.observe.batch_spans
     decode ×8                stage 1
       decode ×8              stage 2
-        return               from the arrival of the tokens until what follows from them has left
+        return               from the arrival of the tokens until the next frames have left
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PassTraces:
     """Makes the traces of passes of one coordinator. Event loop only."""
 
     def __init__(self, telemetry: Telemetry, later: Later | None, sampler_ratio: Callable[[], float]) -> None:
-        """Without `later` a window ends when the next begins. `sampler_ratio` says what share of windows is sampled."""
+        """Without `later` a window ends when the next begins. `sampler_ratio` returns the share of sampled windows."""
         self._telemetry, self._later = telemetry, later
         self._passes = Passes(
             lambda root: random.random() < sampler_ratio() and telemetry.samples(root), self._window_over
@@ -54,7 +54,7 @@ class PassTraces:
         self._ending: dict[asyncio.Task[None], Window] = {}
 
     def connected(self, n_stages: int, statuses: StatusesOf | None) -> None:
-        """All stages stand; `statuses` asks them for what they did lately."""
+        """All stages are connected. `statuses` asks them for their latest steps."""
         self._passes.n_stages, self.statuses = n_stages, statuses
 
     def leaves(self, frames: Sequence[Frame], now_ns: int, record_of: RecordOf) -> bytes:
@@ -93,7 +93,7 @@ class PassTraces:
         )
 
     def returned(self, message: pb.ReturnResponse, arrived_ns: int) -> None:
-        """What a stage answered has been dealt with, and what follows from it has left."""
+        """A stage's message has been handled, and the frames that follow from it have left."""
         if not self._passes.is_busy:
             return
         now_ns, n_tokens = time.monotonic_ns(), len(message.samples)
@@ -117,7 +117,7 @@ class PassTraces:
             self._passes.returned(context, answered, n_tokens, now_ns)
 
     def session_ended(self, session_id: int) -> None:
-        """Nothing will come back for a session any more."""
+        """A session has ended: no more answers will come for it."""
         if self._passes.is_busy:
             self._passes.forget(session_id)
 
@@ -127,7 +127,7 @@ class PassTraces:
         self._passes.lost(why, now_ns)
 
     def close(self) -> None:
-        """End every window as it is; for the end of the process."""
+        """End every window in its present state, at the end of the process."""
         self.statuses = None
         self._passes.end(time.monotonic_ns())
         for task, window in list(self._ending.items()):
@@ -179,9 +179,9 @@ class PassTraces:
 
 
 def busy_attributes(statuses: Statuses | None, from_ns: int, to_ns: int) -> dict[str, AttributeValue]:
-    """Return each stage's busy share of a time, and the share of busy time in which two or more stages worked.
+    """Return each stage's busy share of a time span, and the share of busy time in which two or more stages computed.
 
-    Of a part of that time, where a stage has forgotten steps of it. Empty where some stage did not answer.
+    If a stage has forgotten steps, only the later part of the span counts. Empty if a stage did not answer.
     """
     known = [status for status in statuses or () if status is not None]
     if not known or len(known) != len(statuses or ()):

@@ -1,11 +1,11 @@
-"""Traces of passes: which second a pass belongs to, what came of each, and when a second is over. Pure.
+"""Traces of passes: assigns passes to windows of one second, sums them up, and decides when a window is over. Pure.
 
-A pass is one envelope's way through all stages. Passes of one second, or so many that their spans come to
-WINDOW_SPANS_MAX, are one trace, a *window*: opened by the first pass that leaves, so that none is of nothing. Its root
-is told once everything that left in it has come back, since what it came to is not known before.
+A pass is one envelope's way through all stages. The passes of one second are one trace, called a *window*. A window
+also ends at WINDOW_SPANS_MAX spans. Its first pass opens it, so no window is empty. Its root span is made after all its
+passes have come back, because its sums are not known earlier.
 
-A window is sampled as a request is. In one that is not, those passes are recorded all the same that hold a row of a
-sampled request, and with them the root.
+Windows are sampled like requests. In a window that is not sampled, passes with rows of a sampled request are still
+recorded, and the root with them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from relayline.coordinator.sessions.request_log import SessionRecord
 from relayline.wire.envelopes import trace_context
 
 WINDOW_NS = 1_000_000_000
-WINDOW_SPANS_MAX = 1_000  # what a viewer draws at ease; passes still under way may add some
+WINDOW_SPANS_MAX = 1_000  # a trace viewer still draws these quickly; passes under way may add some
 COORDINATOR_SPANS = 2  # of a pass: its sending and its return
 ANSWER_WAIT_NS = (
     60_000_000_000  # for what left in a window: a prompt's chunk at slow stages; then the root goes without
@@ -56,7 +56,7 @@ class Window:
 
     @property
     def n_spans(self) -> int:
-        """About how many spans it has come to."""
+        """About how many spans it has so far."""
         return self.n_passes * (self.n_stages + COORDINATOR_SPANS)
 
     def is_full(self, now_ns: int) -> bool:
@@ -68,7 +68,7 @@ class Passes:
     """The windows of one coordinator: at most one takes passes, the others wait for answers."""
 
     def __init__(self, is_sampled: Callable[[bytes], bool], done: Callable[[Window], None]) -> None:
-        """`is_sampled(root)` draws for a new window. `done(window)` is called once for each in which a pass was."""
+        """`is_sampled(root)` decides for a new window. `done(window)` is called once for each window with passes."""
         self._is_sampled, self._done = is_sampled, done
         self._windows: dict[bytes, Window] = {}  # by trace id, oldest first
         self._current: Window | None = None
@@ -80,9 +80,9 @@ class Passes:
         return bool(self._windows)
 
     def leaves(self, frames: Sequence[Frame], now_ns: int, record_of: RecordOf) -> bytes:
-        """An envelope leaves: return the context that it carries; NONE for one that is not recorded.
+        """An envelope leaves: return the context that it carries; NONE if it is not recorded.
 
-        `record_of(session_id)` is what is noted of a session.
+        `record_of(session_id)` returns a session's record.
         """
         rows = [frame for frame in frames if frame.tokens]
         if not rows:
@@ -130,21 +130,21 @@ class Passes:
             self._finish_if_over(each)
 
     def forget(self, session_id: int) -> None:
-        """Nothing will come back for a session any more."""
+        """A session has ended: no more answers will come for it."""
         for window in list(self._windows.values()):
             if session_id in window.streams:
                 window.waiting = {key for key in window.waiting if key[0] != session_id}
                 self._finish_if_over(window)
 
     def close(self, now_ns: int) -> None:
-        """The window that takes passes takes no more."""
+        """Close the current window for new passes."""
         window, self._current = self._current, None
         if window is not None:
             window.is_closed, window.closed_ns = True, now_ns
             self._finish_if_over(window)
 
     def look(self, now_ns: int) -> None:
-        """Close what is over by time: no pass has come that would open the next, or answers do not come."""
+        """Close the current window after its second, and finish windows whose answers do not come."""
         if self._current is not None and now_ns - self._current.started_ns >= WINDOW_NS:
             self.close(now_ns)
         for window in list(self._windows.values()):
@@ -152,13 +152,13 @@ class Passes:
                 self._finish(window)
 
     def lost(self, why: str, now_ns: int) -> None:
-        """The pipeline was lost: nothing that is under way will come back."""
+        """The pipeline was lost: no more answers will come."""
         for window in self._windows.values():
             window.lost, window.last_ns = why, now_ns
         self.end(now_ns)
 
     def end(self, now_ns: int) -> None:
-        """Finish all windows as they are."""
+        """Finish all windows in their present state."""
         self.close(now_ns)
         for window in list(self._windows.values()):
             self._finish(window)

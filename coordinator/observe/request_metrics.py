@@ -1,7 +1,7 @@
-"""Figures of requests for Prometheus, under the stems that vLLM's dashboards use: what the coordinator itself times.
+"""The coordinator's own request metrics for Prometheus, under the name stems that vLLM's dashboards use.
 
-Children are looked up once; a token costs one cached observation. What stages do is in `coordinator.observe.metrics`
-and at the stages' own /metrics.
+Label children are looked up once, so a token costs one cached observation. Figures of stages are in
+`coordinator.observe.metrics` and at the stages' own /metrics.
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ class RequestMetrics:
         self._draft_tokens.inc(n_tokens)
 
     def token(self, gap_ns: int | None) -> None:
-        """Count one token, and the time since the one before it unless it is the first (None)."""
+        """Count one token, and the time since the last one; None for the first token."""
         self._tokens.inc()
         if gap_ns is not None:
             self._gap.observe(gap_ns * S)
 
     def read(self, n_prompt: int, n_copied: int) -> None:
-        """Count the tokens of a prompt that were looked for in kept lanes, and those of them that were copied."""
+        """Count a prompt's tokens that were looked up in the prefix cache, and those that were copied from it."""
         self._asked.inc(n_prompt)
         self._copied.inc(n_copied)
 
     def stream_ended(self, stream: StreamRecord) -> None:
-        """Observe a choice that was left, however it went."""
+        """Observe a choice that has ended, for any reason."""
         reason, _ = stream.outcome()
         reason = "stop" if reason == "tool_calls" else reason  # vLLM's dashboards know no other
         self._finished[reason if reason in self._finished else "error"].inc()

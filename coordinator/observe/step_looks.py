@@ -1,7 +1,7 @@
-"""The stages' latest native steps as one picture after another, for who watches a pipeline while it runs. Pure.
+"""Turns the stages' latest native steps into a series of pictures for people who watch a running pipeline. Pure.
 
-A look asks every stage for the steps since the look before, of each stage the newest few only: where steps are short,
-the steps in between are counted and not shown. Each shown time has the steps of every stage.
+A look asks every stage for its steps since the last look, at most the newest few. If steps are short, the ones in
+between are counted and not shown. Every time that is shown has the steps of all stages.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def steps_asked(n_stages: int) -> int:
 
 
 class Colours:
-    """Numbers for the groups in which streams travel: a group keeps its number while some of its streams stay in it."""
+    """Colour numbers of groups of streams. A group keeps its number while some of its streams stay in it."""
 
     def __init__(self) -> None:
         self._of: dict[int, int] = {}  # by session
         self._latest: dict[int, frozenset[int]] = {}  # the streams of each group's latest flight
 
     def flight(self, sessions: frozenset[int]) -> int:
-        """Return the number of a group that enters the first stage: one flight of these streams."""
+        """Return the number of the group of these streams, one flight of which enters the first stage."""
         colour = self.known(sessions)
         if not sessions or self._latest.get(colour) == sessions:
             return colour  # nearly always
@@ -73,7 +73,7 @@ class Colours:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageFigures:
-    """What the steps of one look say of a stage beyond its counters. Milliseconds; None where nothing tells."""
+    """Figures of a stage from the steps of one look, in milliseconds; None if unknown."""
 
     wait_p50_ms: float | None
     """Median wait of frames for their step."""
@@ -83,12 +83,12 @@ class StageFigures:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Picture:
-    """One look at the steps. Microseconds since the looks' own zero."""
+    """The result of one look. Times are microseconds since the zero of the looks."""
 
     from_us: int
     to_us: int
     n_skipped: int
-    """Steps between the look before and `from_us` that are not shown."""
+    """Steps between the last look and `from_us` that are not shown."""
     steps: list[list[object]]
     """Each: stage, step, start, duration, rows, padded rows, group, close reason, longest wait, predicted duration (0:
     not known), rows queued before and after, bytes out, members, and of the first MEMBERS_MAX of these, one after the
@@ -101,7 +101,7 @@ class Picture:
 
 
 class _Step(NamedTuple):
-    """A batch, and what is looked at of its frames, read once: each look at a message's field costs."""
+    """A batch and some fields of its frames, each read once, because reading fields of a message is slow."""
 
     batch: pb.BatchRecord
     start_ns: int
@@ -170,7 +170,7 @@ class StepLooks:
         )
 
     def _note(self, stage: int, answer: pb.BatchesResponse | None, batches: Sequence[pb.BatchRecord]) -> int:
-        """Remember how far a stage has been seen; returns how many steps are missing before the first of these."""
+        """Remember the latest step of a stage. Returns how many steps are missing before the first of these."""
         while len(self._seen) <= stage:
             self._seen.append(("", 0))
         if answer is None or not batches:
@@ -180,7 +180,7 @@ class StepLooks:
         return max(0, batches[0].step - before - 1)
 
     def _steps(self, shown: Sequence[Sequence[_Step]]) -> tuple[list[list[object]], dict[int, int]]:
-        """Return the steps in order of time, and which sessions the numbers in them stand for."""
+        """Return the steps in order of time, and the session id for each stream number in them."""
         first = next((stage for stage, steps in enumerate(shown) if steps), 0)
         ordered = sorted(
             ((step.start_ns, stage, step) for stage, steps in enumerate(shown) for step in steps),
@@ -218,7 +218,7 @@ class StepLooks:
 
 
 def _figures(shown: Sequence[Sequence[_Step]]) -> list[StageFigures]:
-    """Return what the steps say of each stage."""
+    """Return each stage's figures from its steps."""
     figures = []
     ends: Mapping[tuple[int, int], int] = {}  # of the stage before, by session and position
     for steps in shown:

@@ -11,8 +11,8 @@
         batches
         recovery               from the loss of a stage until the session goes on
 
-The spans of prefill and decode are started early because frames carry their context; everything they say is added at
-the end, when the stages have summed up. A request that shares another's session has one decode span that links to the
+The spans of prefill and decode are started early, because frames carry their context. Their attributes are added at the
+end, after the stages' summaries. A request that shares another's session has one decode span, which links to the
 session's own.
 """
 
@@ -61,7 +61,7 @@ class Tracing:
     # --- the HTTP request ---------------------------------------------------------------------------------------------
 
     def received(self, record: RequestRecord, carrier: Mapping[str, str]) -> None:
-        """Start the server span, under the caller's span if its headers name one, unless it is not to be traced."""
+        """Start the server span if the request is traced, below the caller's span if its headers name one."""
         if not self.telemetry.records(Level.SUMMARY):
             return
         # A header may hold bytes that are no UTF-8; propagators raise for what Python makes of them.
@@ -91,7 +91,7 @@ class Tracing:
             record.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
 
     def describe(self, record: RequestRecord, attributes: Mapping[str, AttributeValue]) -> None:
-        """Add what is known once the body has been read."""
+        """Add the attributes that come from the body."""
         if record.span is not None:
             record.span.set_attributes(dict(attributes))
 
@@ -160,7 +160,7 @@ class Tracing:
         session.trace = context_of(session.decode_span)
 
     def final(self, session: SessionRecord, n_stages: int) -> None:
-        """Everything is known: say it and end the session's spans at their true ends."""
+        """Add the final attributes, and end the session's spans at their true times."""
         record = _request_of(session)
         if record is None or record.span is None:
             return
@@ -216,7 +216,7 @@ class Tracing:
     # --- requests that share a session --------------------------------------------------------------------------------
 
     def joined(self, stream: StreamRecord) -> None:
-        """A request reads another's session: it gets a decode span of its own."""
+        """A request reads another's session: start its own decode span."""
         record = stream.request
         if record is None or record.span is None:
             return
@@ -229,7 +229,7 @@ class Tracing:
         stream.span = self._child(record, names.SPAN_DECODE, stream.opened_ns, 0, identity)
 
     def left(self, stream: StreamRecord) -> None:
-        """A request that shared a session is done with it: link to the span that describes the session."""
+        """A request has left a shared session: end its span, with a link to the session's own."""
         span, record = stream.span, stream.request
         if span is None or record is None:
             return
@@ -272,7 +272,7 @@ class Tracing:
 
 
 def session_text(session_id: int) -> str:
-    """Return a session id as it stands in spans and in JSON: 16 hexadecimal digits."""
+    """Return a session id as spans and JSON show it: 16 hexadecimal digits."""
     return f"{session_id:016x}"
 
 
@@ -314,7 +314,7 @@ def _session_attributes(session: SessionRecord) -> dict[str, AttributeValue]:
 
 
 def _stage_attributes(stages: Mapping[int, StageRecord], n_stages: int) -> dict[str, AttributeValue]:
-    """Return what the stages summed up as arrays in stage order; zeros for one that said nothing."""
+    """Return the stages' summaries as arrays in stage order, with zeros for a stage without one."""
     if not stages:
         return {}
     rows = [stages.get(index, StageRecord()) for index in range(max(n_stages, max(stages) + 1))]
@@ -357,7 +357,7 @@ def _fail(span: Span, error: str, cause: str, at_ns: int) -> None:
 
 
 def _baggage_of(context: Context) -> dict[str, str]:
-    """Return the caller's baggage, without what is no entry or would not fit: a header may hold any bytes."""
+    """Return the caller's baggage without malformed entries and entries that do not fit: headers may hold any bytes."""
     found: dict[str, str] = {}
     n_bytes = 0
     for key, value in baggage.get_all(context).items():
@@ -369,5 +369,5 @@ def _baggage_of(context: Context) -> dict[str, str]:
 
 
 def _header_of(entries: Mapping[str, str]) -> str:
-    """Return baggage as W3C's header says it."""
+    """Return baggage in the form of W3C's header."""
     return ",".join(f"{key}={urllib.parse.quote(value)}" for key, value in entries.items())

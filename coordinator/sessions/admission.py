@@ -1,13 +1,14 @@
-"""Who may run now, who waits, who is told to come back. Pure.
+"""Admission: each new session gets a lane, a place in the line, or a refusal. Pure.
 
-Lanes are counted here exactly as the stages count them: a lane is free again once its close has been sent, because
-closes travel in order with the next open on the same stream.
+Lanes are counted exactly as the stages count them. A lane is free once its close has been sent, because closes travel
+in order with the next open on the same stream.
 
-Who came first runs first. A session that loses its lane, because the stages came back with fewer or share them with
-another coordinator, goes back into the line; as it is older than all that never had one, that is its front.
+Sessions get lanes in the order in which they arrived. A session can lose its lane: the stages may come back with fewer
+lanes, or share them with another coordinator. It then returns to the front of the line, because it is older than every
+session that never had a lane.
 
-Where another coordinator has lanes, stages refuse opens. Then only as many sessions run as have lanes, the others keep
-their places in the line, and every LANE_TRY_S one of them tries again, twice as many after each time that went well.
+Stages refuse opens while another coordinator holds the lanes. Then only sessions with lanes run, and the others keep
+their places in the line. Every LANE_TRY_S one of them tries again. After each success twice as many try.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Admission:
     def __init__(
         self, n_lanes: int, ctx_tokens: int, waiting_max: int, kept: Callable[[Session], Sequence[int]] = lambda _: ()
     ) -> None:
-        """`kept` names the lanes that this session had better leave alone, the one to take first of all in front."""
+        """`kept` names the lanes that this session should take last, ordered by which of them to take first."""
         self._kept = kept
         self.n_lanes, self.ctx_tokens, self.waiting_max = n_lanes, ctx_tokens, waiting_max
         self._n_ours = n_lanes  # of these, as many as other coordinators seem to leave us
@@ -37,10 +38,10 @@ class Admission:
         self.waiting: collections.deque[Session] = collections.deque()
 
     def admit(self, session: Session, wait_s: Callable[[], int] = lambda: 1) -> bool:
-        """Take the session in; True when it has a lane, False when it waits for one.
+        """Admit the session. Returns True when it has a lane, False when it waits for one.
 
-        Raises ContextLengthError (it can never fit) or OverloadedError (no room in the line); `wait_s` says how long
-        the line is expected to take.
+        Raises ContextLengthError when it can never fit, and OverloadedError when the line is full. `wait_s` is the
+        expected wait in the line.
         """
         if not self._fits(session):
             raise self.too_long(session)
@@ -52,7 +53,7 @@ class Admission:
         return False
 
     def check_room(self, wait_s: Callable[[], int]) -> None:
-        """Raise OverloadedError where the line is full; `wait_s` says for how many seconds that is expected."""
+        """Raise OverloadedError if the line is full. `wait_s` is how long it is expected to stay full, in seconds."""
         if (self.waiting or len(self.running) >= self._n_ours) and len(self.waiting) >= self.waiting_max:
             line = f"all {self.n_lanes} lanes are taken and {len(self.waiting)} requests already wait"
             after_s = wait_s()
@@ -81,11 +82,11 @@ class Admission:
         )
 
     def unfit(self) -> list[Session]:
-        """Return whom a context that has become smaller, see `resize`, cannot hold."""
+        """Return the sessions that no longer fit after `resize` made the context smaller."""
         return [session for session in (*self.running.values(), *self.waiting) if not self._fits(session)]
 
     def figures(self) -> dict[str, int]:
-        """Return who runs and who waits, for GET /v1/pipeline; `kv_tokens` is what the running ones hold."""
+        """Return the running and waiting sessions for GET /v1/pipeline. `kv_tokens`: tokens that running ones hold."""
         return {
             "ctx_tokens": self.ctx_tokens,
             "lanes": self.n_lanes,
@@ -95,7 +96,7 @@ class Admission:
         }
 
     def leave(self, session: Session) -> list[Session]:
-        """Take the session out, wherever it stands. Returns the waiting sessions that get lanes by that."""
+        """Remove the session, running or waiting. Returns the waiting sessions that get a lane as a result."""
         if self.running.pop(session.session_id, None) is None:
             if session in self.waiting:
                 self.waiting.remove(session)
@@ -103,9 +104,9 @@ class Admission:
         return self._fill_lanes()
 
     def resize(self, n_lanes: int, ctx_tokens: int) -> list[Session]:
-        """The stages stand anew, with so many lanes. Returns the running sessions that have to wait for one again.
+        """Take the number of lanes of a new epoch. Returns the running sessions that must wait for a lane again.
 
-        Such are never refused, however long the line. Where there are more lanes, those who wait get them.
+        These are never refused, however long the line is. If there are more lanes, waiting sessions get them.
         """
         self.n_lanes, self.ctx_tokens = n_lanes, ctx_tokens
         self._n_ours, self._n_more = n_lanes, 1
@@ -127,7 +128,7 @@ class Admission:
         return self._n_ours < self.n_lanes
 
     def put_back(self, session: Session) -> bool:
-        """The stages had no lane for a running session. Returns whether it waits now; it does LANE_TRIES_MAX times."""
+        """Take back a running session that found no lane at the stages. Returns False after LANE_TRIES_MAX times."""
         if session.n_refused >= LANE_TRIES_MAX:
             return False
         session.n_refused += 1
@@ -136,7 +137,7 @@ class Admission:
         return True
 
     def try_lanes(self) -> list[Session]:
-        """Time has passed: returns the waiting sessions that try whether there are lanes now."""
+        """Return the waiting sessions that should now try to get a lane."""
         self._n_ours = min(self.n_lanes, self._n_ours + self._n_more) if self.waiting else self.n_lanes
         self._n_more *= 2
         return self._fill_lanes()

@@ -1,13 +1,12 @@
-"""What a stream may say next, guessed from what it has said and read, and how likely such drafts are right. Pure.
+"""Drafts by prompt lookup: guesses of a stream's next tokens, and how likely they are right. Pure.
 
-A draft is what followed the last time the stream's latest tokens stood somewhere: in its prompt, its answer so far, or
-what its client expects of the answer (prompt lookup decoding: Saxena, 2023; overlapping its own end, as LZ77 has it).
-Texts that repeat themselves, such as code that is edited, quotations and JSON, are guessed well that way, others not.
+A draft repeats the tokens that followed the last earlier occurrence of the stream's latest tokens. The search covers
+the prompt, the answer so far and the client's prediction (prompt lookup decoding: Saxena, 2023). A match may overlap
+the end of the text, as in LZ77. This works well for text that repeats itself, such as edited code, quotations and JSON.
 
-How often guesses are right is known without sending any: at every token it is looked at whether the draft went on with
-it. The longer the match that a guess comes from, the likelier it is right, so rates are kept by that length: of each
-stream, and of all streams together for who has just begun. `coordinator.schedule.draft_plan` decides what is worth a
-row.
+Acceptance rates are known without sending any draft: every new token is compared with the guess for it. A longer match
+makes a right guess more likely. So rates are kept by match length, for each stream, and for all streams together as the
+start value of a new one. `coordinator.schedule.draft_plan` decides which guesses are worth a row.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from collections.abc import Sequence
 MATCHES = (4, 2)  # tokens that must stand alike, the best first
 LENGTH_MAX = 8  # a longer match says no more
 LOOKBACK_TOKENS = 32_768  # latest tokens that are searched: 80 us for a search that finds nothing
-AHEAD_TOKENS = 4_096  # of a prediction, behind where the answer has come in it
-LOOKALIKES_MAX = 64  # places where bytes are alike and tokens are not, after which a search is given up
+AHEAD_TOKENS = 4_096  # of a prediction, searched from the answer's place in it
+LOOKALIKES_MAX = 64  # places with equal bytes but other tokens, after which a search is given up
 CHANCE_MIN = 0.02  # guesses that are less likely right are not worth looking at
 SKIPPED_MAX = 16  # tokens of a prediction that an answer may leave out and still be followed at once
-TRUSTED = 4.0  # guesses of its own that a stream needs to outweigh what all streams say
-FORGETTING = 0.97  # of what was seen of a stream, at each of its guesses
-FORGETTING_SHARED = 0.998  # and of all streams
-# Before anything is known: of guesses behind matches of so many tokens, how many are right, and how many that counts.
+TRUSTED = 4.0  # guesses of its own after which a stream's rate outweighs the shared one
+FORGETTING = 0.97  # decay of a stream's counts at each of its guesses
+FORGETTING_SHARED = 0.998  # the same for all streams together
+# Start values by match length: the share of right guesses, and the number of guesses that this share counts for.
 PRIOR_RATES = (0.0, 0.2, 0.35, 0.45, 0.55, 0.65, 0.7, 0.75, 0.8)
 PRIOR_WEIGHT = 16.0
 _TOKEN_BYTES = 4
@@ -65,13 +64,13 @@ class Drafter:
     """The drafts of one stream."""
 
     def __init__(self, history: Sequence[int], prediction: Sequence[int], shared: Acceptance) -> None:
-        """`history` is what the stream holds so far; `prediction` what its client expects it to go on like."""
+        """`history`: the stream's tokens so far. `prediction`: tokens that its client expects next."""
         history = history[-LOOKBACK_TOKENS:]
         self._text = bytearray(array.array("i", [*history, *prediction]).tobytes())
         self._latest = collections.deque(history[-LENGTH_MAX:], maxlen=LENGTH_MAX)
         self._shared, self._own = shared, Rates(FORGETTING)
         end = len(history) + len(prediction)
-        self._predicted = range(len(history), end)  # where the prediction stands in the text
+        self._predicted = range(len(history), end)  # the prediction's place in the text
         self._predicted_at = len(history)  # how far the answer has come in it
         self._cursor = -1  # where the text goes on like the stream's latest tokens; -1: nowhere
         self._length = 0  # tokens that stand alike there and here, at most LENGTH_MAX
@@ -103,9 +102,9 @@ class Drafter:
         return is_predicted
 
     def tokens(self, first: int, n_tokens: int) -> list[int]:
-        """Return the guesses for the next tokens, n_tokens at most, but for the `first` ones; [] where there are none.
+        """Return at most n_tokens guesses for the next tokens, without the `first` ones; [] if there are none.
 
-        Of a stream that goes on repeating its own end there are as many as anybody asks for.
+        A stream that repeats its own end has as many guesses as the caller asks for.
         """
         found: list[int] = []
         n_known, at = len(self._text) // _TOKEN_BYTES, self._cursor
@@ -119,9 +118,9 @@ class Drafter:
         return found[first:]
 
     def chances(self, first: int, n_tokens: int) -> list[float]:
-        """Return how likely each of the guesses of `tokens` is right, which takes all before it to be.
+        """Return for each guess the probability that it and all guesses before it are right.
 
-        Fewer where those that are left are less likely than CHANCE_MIN.
+        The list ends early at the first guess below CHANCE_MIN.
         """
         chances: list[float] = []
         chance = 1.0
@@ -137,7 +136,7 @@ class Drafter:
         return int.from_bytes(self._text[index * _TOKEN_BYTES : (index + 1) * _TOKEN_BYTES], "little")
 
     def _search(self) -> None:
-        """Find where the latest tokens stood last, the prediction first: behind where the answer has come in it."""
+        """Find the last earlier occurrence of the latest tokens. The rest of the prediction is searched first."""
         latest = list(self._latest)
         for n_alike in MATCHES:
             if len(latest) < n_alike:
@@ -156,7 +155,7 @@ class Drafter:
     def _latest_place(self, wanted: bytes, n_alike: int) -> int:
         n_tokens = len(self._text) // _TOKEN_BYTES
         first, end = max(0, n_tokens - LOOKBACK_TOKENS), n_tokens - 1  # not where they stand now
-        # Behind the prompt stands the prediction, and behind that the answer: neither followed.
+        # The text is prompt, prediction, answer. What crosses their borders never followed.
         seams = (self._predicted.start, self._predicted.stop) if self._predicted else ()
         while (found := self._rfind(wanted, first, end)) >= 0 and found + n_alike in seams:
             end = found + n_alike - 1

@@ -1,4 +1,4 @@
-"""One frame as it leaves for stage 0: a value, which nothing that happens to its session afterwards changes. Pure."""
+"""One frame as it leaves for stage 0: an immutable value, independent of later changes to its session. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from relayline.coordinator.sessions.generation import SamplingParams
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opening:
-    """What stages are told of a session that is opened."""
+    """The settings of a session that its open carries to the stages."""
 
     sampling: SamplingParams
     wants_logits: bool = False
     is_kept: bool = False
     said: tuple[int, ...] = ()
-    """The latest tokens of its answer so far, where a pick depends on what was picked before."""
+    """The latest tokens of its answer so far, if sampling depends on earlier tokens."""
 
 
 class Frame(NamedTuple):

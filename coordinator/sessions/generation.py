@@ -1,7 +1,7 @@
-"""The seam between the HTTP side and the pipeline side of the coordinator: what is asked for, what comes back.
+"""The interface between the HTTP side and the pipeline side of the coordinator: requests in, token events out.
 
-This module knows neither HTTP nor gRPC. The HTTP side turns a request body into a `GenerationRequest` (validated:
-past this point nothing re-checks) and reads `TokenEvent`s; the pipeline side turns it into frames.
+This module knows neither HTTP nor gRPC. The HTTP side turns a request body into a validated `GenerationRequest`, and
+nothing checks it again. The pipeline side turns it into frames and answers with `TokenEvent`s.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SamplingParams:
 
     @property
     def looks_back(self) -> bool:
-        """Whether a pick depends on what was picked before."""
+        """Whether sampling depends on the tokens sampled before."""
         return self.is_penalised or bool(self.grammar)
 
 
@@ -54,7 +54,7 @@ class GenerationRequest:
     sampling: SamplingParams
     ignore_eos: bool = False  # go on past an end-of-generation token
     wants_logits: bool = False  # certification: whole rows of logits with every token
-    cache_prompt: bool = True  # may begin with what others computed, and leave to others what it computes
+    cache_prompt: bool = True  # may use the prefix cache and add to it
     prediction: tuple[int, ...] = ()  # what the client expects the answer to be like: drafts are looked up there too
 
 
@@ -74,11 +74,11 @@ class TokenEvent:
     logits: bytes = b""  # f32 per vocabulary entry; empty unless asked for
     n_cached: int = 0  # of a stream's first event: prompt tokens that others had computed
     is_predicted: bool = False  # the client's prediction goes on with this token where the answer stood
-    is_drafted: bool = False  # its row was under way before it was known
+    is_drafted: bool = False  # it was guessed, and its row had left before it was sampled
 
 
 class TokenStream(Protocol):
-    """The tokens of one admitted session, in order. One reader; iterate it once, then close it, always.
+    """The tokens of one admitted session, in order. It has one reader, which iterates once and always closes it.
 
     `__anext__` raises a RelaylineError at most once, in place of an event, after which the stream has ended. A reader
     that is cancelled inside `__anext__` loses no lane: `aclose` still cancels the session.
@@ -92,7 +92,7 @@ class TokenStream(Protocol):
 
 
 class Generator(Protocol):
-    """What the HTTP side needs of the pipeline side."""
+    """The pipeline side, as the HTTP side sees it."""
 
     @property
     def ctx_tokens(self) -> int:
@@ -100,7 +100,7 @@ class Generator(Protocol):
 
     @property
     def phase(self) -> Phase:
-        """What clients get now; see wire.common.phase."""
+        """The state that clients see; see wire.common.phase."""
 
     def is_ready(self) -> bool:
         """Return whether a request would start now (all stages connected, not draining)."""
@@ -108,27 +108,27 @@ class Generator(Protocol):
     def check_ready(self) -> None:
         """Raise NotReadyError, which says why, unless a request would be admitted now.
 
-        That is when `is_ready`, and for a while after a stage was lost: then the request waits too, and NotReadyError
-        comes out of its stream if the stage does not come back in that time.
+        Requests are admitted while `is_ready`, and for a while after a stage was lost. Then the request waits, and its
+        stream raises NotReadyError if the stage does not come back in time.
         """
 
     def check_room(self) -> None:
-        """Raise OverloadedError where a request would be refused now whatever it asks for: before its body is read."""
+        """Raise OverloadedError if every request would be refused now. Called before a body is read."""
 
     async def describe(self, since_ns: int | None = None, *, with_recent: bool = True) -> dict[str, object]:
         """Return the JSON-ready topology and live counters shown by GET /v1/pipeline.
 
-        `since_ns`, monotonic nanoseconds of this process as in the answer's `now_ns`, restricts `overlap` to what came
-        after it; `overlap_since_ns` then says from when on it is known. None: of the steps that stages remember.
-        Without `with_recent` neither waits nor overlap are told, which come from thousands of numbers of each stage.
+        `since_ns` restricts `overlap` to later steps: monotonic nanoseconds of this process, as in the answer's
+        `now_ns`. `overlap_since_ns` says from when on it is known. None takes all steps that stages remember.
+        Without `with_recent` the answer has no waits and no overlap, which need thousands of numbers from each stage.
         """
 
     def open(self, request: GenerationRequest, record: RequestRecord | None = None) -> TokenStream:
         """Admit the request and start it, or refuse it now, without waiting.
 
-        `record` is what telemetry notes of the HTTP request that it is a part of.
+        `record` is the telemetry record of its HTTP request.
 
-        A refusal leaves nothing behind: OverloadedError, LaneLimitError, NotReadyError or ContextLengthError. It is
-        synchronous so that the HTTP side can still answer with a real status before it sends a byte, and can open
-        several choices as all or nothing. What goes wrong later comes out of the stream.
+        A refusal leaves nothing behind: OverloadedError, LaneLimitError, NotReadyError or ContextLengthError. The call
+        is synchronous, so the HTTP side can still answer with a real status, and can open several choices as all or
+        nothing. Later errors are raised by the stream.
         """

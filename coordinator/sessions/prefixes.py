@@ -1,17 +1,16 @@
-"""What other sessions have computed, or are about to, for prompts that begin alike. Pure.
+"""The prefix cache: prompts reuse the KV cells of sessions that begin with the same tokens. Pure.
 
-Who shares a beginning with a running session copies it as soon as that one's rows have left: of a burst of requests
-with one system prompt, or of several choices of one, the first reads it for all.
+A new session that shares its beginning with a running one copies those cells as soon as the other's rows have left. In
+a burst of requests with one system prompt, or several choices of one request, the first one reads it for all.
 
-And what ended sessions computed is kept in spare lanes: for the next turn of a chat. A session that ends gives its lane
-back as ever. Before, what it holds is copied at every stage into a lane that nobody uses, under an id of its own that
-no client knows; a later prompt that begins with the same tokens copies that and is read from there on. Open, copy and
-close travel in band, so that all stages hold the same.
+Ended sessions are kept in spare lanes for the next turn of a chat. Before a session gives its lane back, every stage
+copies its cells into an unused lane, under a session id that no client knows. A later prompt with the same beginning
+copies the cells back and reads only its rest. Open, copy and close travel in band, so all stages hold the same.
 
-Kept lanes yield to whoever needs them, the one longest unused first: this coordinator's streams take them by name, and
-stages give them to another's that would find none, after which copies from there are refused and all is read. A new
-epoch forgets them all: the stages do, too. What running sessions held in the epoch before stages remember for a while:
-where only a link broke, these go on from there.
+Kept lanes yield to streams, the least recently used first. This coordinator's streams take them by name. Stages also
+give them to another coordinator that finds no free lane; copies from them are then refused, and the prompt is read in
+full. A new epoch forgets all kept lanes, here and at the stages. Stages remember the lanes of running sessions for a
+while, so these continue from there when only a link broke.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ SOURCES_MAX = 64  # running sessions that one which starts is compared with, of 
 class Kept:
     """One kept lane."""
 
-    session: Session  # not any client's; its history is what the lane holds
+    session: Session  # of no client; its history lists the lane's tokens
     lane: int
 
     @property
     def tokens(self) -> list[int]:
-        """What the lane holds."""
+        """The tokens that the lane holds."""
         return self.session.history
 
 
@@ -52,10 +51,9 @@ class Prefixes:
         free_lanes: Callable[[], Sequence[int]],
         running: Mapping[int, Session],
     ) -> None:
-        """Keep at most n_max lanes, each as a session of its own; None leaves the number to each epoch, see `renew`.
+        """Keep at most n_max lanes, each as a session. None leaves the number to each epoch, see `renew`.
 
-        With 0 nothing is copied from the running sessions, by their ids, either. free_lanes() are those that none of
-        these has, ascending.
+        0 also turns off copies from running sessions. free_lanes() returns the lanes without a session, ascending.
         """
         self._n_asked, self._session_ids, self._free_lanes = n_max, session_ids, free_lanes
         self._running = running
@@ -69,12 +67,12 @@ class Prefixes:
         return [kept.lane for kept in self._kept]
 
     def lanes_before(self, session: Session) -> list[int]:
-        """Return the kept lanes in the order in which the session may take them: what it would copy is the last."""
+        """Return the kept lanes in the order in which the session may take them, the one it would copy from last."""
         source, _ = _longest(session, [kept.session for kept in self._kept])
         return sorted(self.lanes, key=lambda lane: source is not None and lane == source.lane)
 
     def figures(self) -> dict[str, int]:
-        """Return what is kept, for GET /v1/pipeline."""
+        """Return the kept lanes for GET /v1/pipeline."""
         return {"lanes": len(self._kept), "tokens": sum(len(kept.tokens) for kept in self._kept)}
 
     def start(self, session: Session) -> list[OutFrame]:
@@ -110,10 +108,10 @@ class Prefixes:
         return list(itertools.islice(alike, SOURCES_MAX))
 
     def keep(self, session: Session) -> list[OutFrame]:
-        """Keep what a session that ends now holds, if there is a lane for it besides its own.
+        """Keep the cells of a session that ends now, if there is a spare lane.
 
-        Returns the frames that do it; they go before the session's close. Who ends in the middle of its prompt leaves
-        nothing: which rows of it the stages have is not known.
+        Returns the frames that do it; they go before the session's close. A session that ends in the middle of its
+        prompt is not kept, because it is not known which of its rows the stages have.
         """
         held = session.history[: session.n_left]
         is_computed = session.state in (State.DECODE, State.DONE) and len(held) >= PREFIX_TOKENS_MIN
@@ -143,22 +141,22 @@ class Prefixes:
         return [*frames, *copy.start(), *copy.continue_from(session, len(held))]
 
     def refused(self, session_ids: Collection[int], *, is_full: bool) -> list[OutFrame]:
-        """A stage refused something of a session, and perhaps for what it was copied from. Returns closes.
+        """Handle a frame that a stage refused, perhaps because of the lane it was copied from. Returns closes.
 
-        Nobody may copy what a stage could not keep, or no longer has: other coordinators' streams may have its lane.
-        And where there is no room for what runs, whatever is only kept is the first to go.
+        A lane that a stage could not keep, or no longer has, must not be copied: another coordinator may have taken it.
+        When running sessions lack room, kept lanes are given up first.
         """
         refused = [kept for kept in self._kept if is_full or kept.session.session_id in session_ids]
         return [frame for kept in refused for frame in self._drop(kept)]
 
     def renew(self, n_lanes: int, *, is_per_lane: bool, there: Mapping[int, int] = MappingProxyType({})) -> None:
-        """A new epoch begins with so many lanes: nothing is kept but, of running sessions, what is `there` already.
+        """Begin a new epoch with this number of lanes. Kept lanes are forgotten; running sessions go on from `there`.
 
-        `there` names all sessions that any stage knows, with the tokens of their histories that all of them hold.
+        `there` maps every session that a stage knows to the number of its tokens that all stages hold.
 
-        Where nobody said how many may be, half of them may where lanes have KV cells of their own: streams take the
-        lower half, and those that travel together have neighbouring lanes. Where lanes share their cells, every row is
-        held against those of kept lanes too, and none may be.
+        Without a configured number, half of the lanes may be kept if each lane has its own KV cells. Streams then take
+        the lower half, so streams of one flight have neighbouring lanes. If lanes share their cells, none is kept:
+        every row would attend over the kept cells too.
         """
         self._kept.clear()
         self._there = dict(there)
@@ -166,7 +164,7 @@ class Prefixes:
             self.n_max = n_lanes // 2 if is_per_lane else 0
 
     def left_behind(self, going_on: Iterable[Session]) -> list[OutFrame]:
-        """Return closes for what is there of any but these sessions, which will be started now."""
+        """Return closes for all lanes held from the last epoch, except those of these sessions, which start now."""
         wanted = {session.session_id for session in going_on}
         closed = [key for key, n_tokens in self._there.items() if key not in wanted or not n_tokens]
         for key in closed:
@@ -180,10 +178,10 @@ class Prefixes:
 
 
 def _longest(session: Session, sources: Iterable[Session], *, is_held: bool = False) -> tuple[Session | None, int]:
-    """Return which source begins like the session's history for longest, and for how many tokens; None: none does.
+    """Return the source with the longest common beginning, and its length in tokens; None if no source has one.
 
-    `is_held` counts only what the sources hold already. Of one that decodes nothing else counts in any case: what it
-    was started again with may be less than it has said, and it reads nothing more.
+    `is_held` counts only tokens that the sources hold already. A source that decodes is always counted so: after a
+    restart it may hold fewer tokens than its history has, and it reads no more of them.
     """
     if not session.request.cache_prompt or session.replays:  # after a fault of its own it reads everything itself
         return None, 0

@@ -1,4 +1,4 @@
-"""Which sessions there are, and how many read each of them. Pure.
+"""The sessions of a pipeline, and the number of readers of each. Pure.
 
 Identical deterministic requests may share one session: the later one joins the running session, and the session ends
 early only when its last reader has left. Two requests are identical when they must produce the same tokens: same
@@ -17,7 +17,7 @@ AUDIENCE_MAX = 1_024  # readers of one session; the next identical request gets 
 
 
 def sharing_key(request: GenerationRequest) -> Hashable:
-    """Return what must be equal for two requests to have the same answer, and the same told of their predictions."""
+    """Return a key that is equal for two requests only if their answers and their prediction counts are equal."""
     sampling = request.sampling
     if sampling.temperature == 0:
         sampling = dataclasses.replace(sampling, seed=0, top_k=0, top_p=1.0, min_p=0.0)
@@ -60,11 +60,11 @@ class Readers:
         return read.session
 
     def add(self, session: Session, key: Hashable) -> None:
-        """Add a session with its first reader; who asks for the same from now on joins this one."""
+        """Add a session with its first reader. Identical requests join it from now on."""
         self._by_id[session.session_id] = self._by_key[key] = _Read(session, key)
 
     def leave(self, session_id: int) -> Session | None:
-        """Count one reader less. Returns the session if nobody waits for it any more; it is still to be ended."""
+        """Remove one reader. Returns the session if that was the last one; the caller then ends it."""
         read = self._by_id.get(session_id)
         if read is None:
             return None

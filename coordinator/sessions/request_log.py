@@ -1,11 +1,11 @@
-"""What a request went through, as plain records, and a bounded ring of the latest of them. Pure.
+"""Plain records of requests, and a bounded ring of the latest ones. Pure.
 
 Three records, from the outside in: one HTTP request (`RequestRecord`) has one `StreamRecord` per choice, and each
 stream reads one session (`SessionRecord`); identical deterministic requests may read the same session. Times are this
 process's monotonic nanoseconds; 0 means not yet.
 
-Nothing here holds a prompt or an answer. Spans hang on the records only as handles: who makes and ends them is
-`coordinator.observe.tracing`.
+Nothing here holds a prompt or an answer. A record holds its span only as a handle: `coordinator.observe.tracing` makes
+and ends spans.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class EventRecord:
     name: str
     at_ns: int
     detail: str = ""
-    stage: int | None = None  # that was lost, where it is known
+    stage: int | None = None  # the lost stage, if known
 
 
 @dataclasses.dataclass(slots=True)
 class StageRecord:
-    """What one stage says that it did for a session; sums where a replay made it say so more than once."""
+    """The figures of one stage for a session; sums if a replay made the stage report more than once."""
 
     n_prefill_steps: int = 0
     n_decode_steps: int = 0
@@ -98,7 +98,7 @@ class SessionRecord:
     ended_ns: int = 0
     finish_reason: str = ""
     error: str = ""  # label of the error that ended it
-    error_text: str = ""  # and what it says
+    error_text: str = ""  # the error's message
     baggage: str = ""  # of its request, as W3C's header says it; travels with its opens
     passes: list[bytes] = dataclasses.field(default_factory=list)  # roots of traces of passes in this phase, 25 bytes
     prefill_passes: list[bytes] = dataclasses.field(default_factory=list)  # and of the phase before
@@ -109,7 +109,7 @@ class SessionRecord:
     stages: dict[int, StageRecord] = dataclasses.field(default_factory=dict)
     stages_after_end: set[int] = dataclasses.field(default_factory=set)  # that have summed up since it ended
     trace: bytes = NO_TRACE
-    """What its frames carry: the context of the span that describes it now. Made once per phase, not per token."""
+    """The trace context that its frames carry: of its current span. Made once per phase, not per token."""
     gaps_ns: array.array[int] = dataclasses.field(default_factory=lambda: array.array("q"))
     """Times between its tokens while it runs, at most max_tokens; condensed and emptied at the end."""
     gaps: Gaps = dataclasses.field(default_factory=Gaps)
@@ -177,12 +177,12 @@ class SessionRecord:
 
 
 UNKNOWN = SessionRecord()
-"""Stands for a session that telemetry knows nothing of; nothing is ever noted in it."""
+"""Placeholder for a session without a record. Nothing is ever written into it."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StreamRecord:
-    """One choice of a request, or one request that came by another way than HTTP."""
+    """One choice of a request, or one request that did not come over HTTP."""
 
     request_id: str
     session: SessionRecord
@@ -195,7 +195,7 @@ class StreamRecord:
     n_thought: int = 0  # of those
     first_token_ns: int = 0
     request: RequestRecord | None = None
-    span: Span | None = None  # of a joiner; who opened the session has the session's spans
+    span: Span | None = None  # of a joiner; the opener has the session's spans
 
     def outcome(self) -> tuple[str, str]:
         """Return (finish reason, label of the error); both empty while it runs."""
@@ -221,7 +221,7 @@ class RequestRecord:
     model: str = ""
     status: int = 0
     error: str = ""
-    error_text: str = ""  # what the client is told of it
+    error_text: str = ""  # the message that the client gets
     baggage: str = ""  # W3C's, as a header says it
     is_whole: bool = False  # all of a streamed answer has been handed over; closing the connection loses nothing now
     n_prompt: int = 0
@@ -266,7 +266,7 @@ class RequestLog:
         return None
 
     def last(self) -> RequestRecord | None:
-        """Return the request that ended last; while none has, the one that came last."""
+        """Return the request that ended last, or the latest one if none has ended."""
         ended = [record for record in self._records if record.ended_ns]
         if ended:
             return max(ended, key=lambda record: record.ended_ns)

@@ -1,9 +1,8 @@
-"""One request's life at the coordinator: which frames it sends, what a sampled token means. Pure.
+"""One request's life at the coordinator: the frames that it sends, and its reaction to sampled tokens. Pure.
 
-The coordinator owns the truth, `history`: prompt and generated tokens. Stages hold only caches of it. So recovery is
-nothing special: at a new epoch `start` opens the session again and replays the history as prefill, from where on not
-all stages hold it; and the token at position `len(history)` is the only one that is ever accepted, whoever sends it and
-however often.
+The coordinator owns `history`: prompt and generated tokens. Stages hold only caches of it. So recovery needs no special
+case: at a new epoch `start` opens the session again and replays, as prefill, the tokens that some stage no longer
+holds. Only a token for position `len(history)` is ever accepted, so a repeated or late one changes nothing.
 
     WAITING --start--> PREFILL --first sample--> DECODE --last sample--> DONE
        |  ^               |  ^------ start (new epoch) -----|               ^
@@ -123,7 +122,7 @@ class Session:
 
     @property
     def is_orphan(self) -> bool:
-        """Whether the leader ended, or waits for a lane again, before it had read what this session is to copy."""
+        """Whether the leader ended or lost its lane before it had read the tokens that this session wants to copy."""
         return self.leader is not None and self.leader.state in (State.WAITING, State.DONE)
 
     @property
@@ -150,55 +149,55 @@ class Session:
         return waiting is other
 
     def may_replay(self, error: RelaylineError, *, is_retryable: bool) -> bool:
-        """Return whether it is to be started again after a fault of its own."""
-        # What it copied, or went on from, may be what was wrong; next time it reads everything itself.
+        """Return whether to start it again after a stage refused one of its frames."""
+        # The fault may lie in the cells that it copied or still held. Next time it reads everything itself.
         is_retryable |= self.n_copied > 0 or self.n_there > 0
         return is_retryable and not isinstance(error, StaleEpochError) and self.replays < REPLAYS_MAX
 
     def count_replay(self) -> None:
-        """Count a fault of its own; none is one with what stages had held, since they may have to yield that."""
+        """Count a replay, unless it went on from cells of the last epoch: stages may have had to give those away."""
         self.replays += not self.n_there
 
     def start(self, n_there: int = 0) -> list[OutFrame]:
-        """Open the session at every stage; its history is then prefilled chunk by chunk. A new epoch resumes it so.
+        """Open the session at every stage; its history is then prefilled in chunks. A new epoch resumes it this way.
 
-        Its first n_there tokens are not sent: all stages hold them from the epoch before, and perhaps more.
+        Its first n_there tokens are not sent, because all stages still hold at least these from the last epoch.
         """
         if self.state is State.DONE:
             return []
         self.ahead.clear()
-        # Who waited for a leader has sent nothing yet that an answer could come for.
+        # A session that waited for its leader has sent nothing that a stage could answer.
         self.is_restarted = self.state is not State.WAITING and (self.leader is None or self.is_restarted)
-        # Where one stage had to give away what all held, others may still hold it, and would not copy over that.
+        # If one stage gave its cells away, others may still hold theirs, and would refuse a copy into that lane.
         is_there = self.n_there > 0 and self.state is not State.WAITING
         self.state, self.leader = State.PREFILL, None
         self.n_opened = len(self.history)
         self.n_copied = self.copied_from = 0
-        # The last row is computed again: what it brought may be lost.
+        # The last row is computed again, because its token may be lost.
         self.n_sent = self.n_there = min(n_there, len(self.history) - 1)
         opening = OutFrame(self, 0, (), Flag.OPEN, self.lane + 1)
         return [opening, OutFrame(self, self.n_sent, (), Flag.TRIM)] if self.n_sent or is_there else [opening]
 
     def opening(self) -> Opening:
-        """Return what stages are told of it when it is opened."""
+        """Return the settings that its open carries to the stages."""
         sampling, n_prompt = self.request.sampling, len(self.request.prompt_tokens)
         said = self.history[n_prompt : self.n_opened] if sampling.looks_back else []
         n_said_max = bounds.GRAMMAR_TOKENS_MAX if sampling.grammar else bounds.PENALTY_TOKENS_MAX
         return Opening(sampling, self.request.wants_logits, self.is_kept, tuple(said[-n_said_max:]))
 
     def continue_from(self, source: Session, n_tokens: int) -> list[OutFrame]:
-        """Copy the first n_tokens that another session holds, which begins alike, and read on from there.
+        """Copy the first n_tokens from another session with the same beginning, and read on from there.
 
-        To be called right after `start`; n_tokens is less than the history that is to be read.
+        Call it right after `start`. n_tokens is less than the history that is to be read.
         """
         self.n_sent = self.n_copied = n_tokens
         self.copied_from = source.session_id
         return [OutFrame(self, n_tokens, (), Flag.COPY_PREFIX, source.session_id)]
 
     def follow(self, leader: Session, n_tokens: int) -> None:
-        """Wait until another session, which begins alike, has sent its first n_tokens: see `catch_up`.
+        """Wait until another session with the same beginning has sent its first n_tokens: see `catch_up`.
 
-        To be called right after `start`; n_tokens is less than the history that is to be read.
+        Call it right after `start`. n_tokens is less than the history that is to be read.
         """
         self.continue_from(leader, n_tokens)
         self.leader = leader
@@ -230,8 +229,8 @@ class Session:
     ) -> tuple[TokenEvent | None, list[OutFrame]]:
         """Take a sampled token. Returns the event for the client and the frames that follow from it.
 
-        A token for any other position than the next is an echo of a retry: nothing happens. One whose row was guessed
-        right is under way already: no frame follows.
+        A token for any other position than the next is an echo of a retry and changes nothing. The row of a rightly
+        guessed token is under way already, so no frame follows.
         """
         if self.state not in (State.PREFILL, State.DECODE) or position != len(self.history):
             return None, []
@@ -259,9 +258,9 @@ class Session:
         return event, [OutFrame(self, position, (token,), Flag.WANTS_SAMPLE)]
 
     def chances(self, n_tokens: int) -> list[float]:
-        """Return how likely each of the next guesses behind those under way is right with all before it: see `guess`.
+        """Return for each guess after those under way the probability that all up to it are right: see `guess`.
 
-        None is of a token that ends the answer, or beyond its last one.
+        No guess ends the answer or lies beyond its last token.
         """
         guesses = self._guesses(n_tokens)
         return self._drafter.chances(len(self.ahead), len(guesses)) if self._drafter and guesses else []
@@ -280,7 +279,7 @@ class Session:
     def extend(self, frame: OutFrame, n_tokens: int) -> None:
         """Let the next guesses travel behind the row of a frame that has not left.
 
-        Not where its token's successor is known already, as from an answer of before a replay: that follows by itself.
+        Not if the token's successor is known already, for instance from before a replay: it follows without a guess.
         """
         guesses = self._guesses(n_tokens) if frame.position == len(self.history) - 1 else []
         if guesses:

@@ -1,10 +1,10 @@
-"""Which sessions wait for something that nobody has any more. Pure: facts and times are arguments.
+"""Finds sessions whose frames or tokens were lost while all links stand. Pure: facts and times are arguments.
 
-Everything that travels is under checksums and numbered, so what is altered or lost on a link is noticed by the message
-behind it. Where nothing comes behind it, and where a stage lost what it had, a session would wait for ever while all
-links stand. How long a step takes tells nothing: a prompt on a slow host takes minutes. So who is silent for a while is
-looked for at the stages. What stands in a queue or in the step that runs is only slow, however long that takes; a step
-that never ends is the stage's own to notice (stage/steps/watchdog.py). What is at no stage and on no link is lost.
+Messages are numbered and carry checksums, so the next message on a link reveals an altered or lost one. If there is no
+next message, or a stage lost a frame, the session would wait forever. The duration of a step proves nothing, since a
+prompt on a slow host takes minutes. So after some silence the coordinator asks the stages. A frame in a queue or in the
+running step is only slow. A frame at no stage and on no link is lost. A step that never ends is noticed by its own
+stage (stage/steps/watchdog.py).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ LOOKS_SURE = 3  # times in a row, at least, that nobody has anything of a sessio
 TRANSIT_MAX_S = 60.0  # a message that has left and not come, while nothing else moves on its link either, is lost
 
 UnderWay = Mapping[int, tuple[int, int]]
-"""By session id, what it waits for; any other value than before is a sign of life."""
+"""Session id -> (end of its first frame under way, frames under way). A changed value is a sign of life."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """What one stage has of the route, and what has come of it; messages are counted since the epoch began."""
+    """One stage's counts of messages on the route since the epoch began, and the sessions that it has frames of."""
 
     envelopes_in: int
     envelopes_out: int
     returned: int
     received: int  # return messages of it that have come here
-    is_busy: bool  # it has more to say than it has said
+    is_busy: bool  # it has results that it has not sent yet
     session_ids: frozenset[int]
 
 
@@ -37,13 +37,13 @@ class Silence:
     """The sessions of one epoch."""
 
     def __init__(self) -> None:
-        self._since_ns: dict[int, tuple[tuple[int, int], int]] = {}  # session id -> what it waits for, since when
-        self._looks: dict[int, int] = {}  # session id -> looks in a row at which nobody had anything of it
-        self._left: list[int] = []  # messages that had left on each way, at the last look
-        self._late: dict[int, tuple[int, int]] = {}  # way -> messages that had come of more that had left, since when
+        self._since_ns: dict[int, tuple[tuple[int, int], int]] = {}  # session id -> (its UnderWay value, since when)
+        self._looks: dict[int, int] = {}  # session id -> looks in a row in which no stage had a frame of it
+        self._left: list[int] = []  # messages sent on each link, at the last look
+        self._late: dict[int, tuple[int, int]] = {}  # link -> (messages arrived while more were sent, since when)
 
     def silent(self, under_way: UnderWay, now_ns: int) -> set[int]:
-        """Take note of what sessions wait for; returns those that have waited for the same for SILENT_S."""
+        """Take the current waits. Returns the sessions that have waited for the same token for SILENT_S."""
         self._since_ns = {
             session_id: known
             if (known := self._since_ns.get(session_id)) is not None and known[0] == waits_for
@@ -55,10 +55,10 @@ class Silence:
         return found
 
     def lost(self, silent: set[int], sent: int, works: Sequence[Work]) -> set[int]:
-        """Return which silent sessions are lost; `sent` envelopes have left for stage 0, and none waits to leave.
+        """Return the silent sessions that are lost. `sent` envelopes have left for stage 0, and none waits to leave.
 
-        A look counts if whatever was on any link at the last one has come since. What is lost is at no stage at more
-        looks in a row than there are links.
+        A look counts only if everything that was on a link at the last look has arrived since. A session is lost if no
+        stage has its frame in more looks in a row than there are links.
         """
         ways, before = _ways(sent, works), self._left
         self._left = [left for left, _ in ways]
@@ -75,7 +75,7 @@ class Silence:
         return found
 
     def broken_way(self, sent: int, works: Sequence[Work], now_ns: int) -> int | None:
-        """Return the way on which a message has been for TRANSIT_MAX_S while none has come; None if there is none.
+        """Return the link on which a message has been under way for TRANSIT_MAX_S without any arrival; None: no link.
 
         Way i < len(works) is into stage i, else it is back from stage i - len(works).
         """

@@ -50,7 +50,7 @@ class Reader(Protocol):
 
 
 class Audience:
-    """Everybody who listens to one session, and what they have been told."""
+    """All readers of one session, and the events that they have been given."""
 
     def __init__(self, session_id: int) -> None:
         self.session_id = session_id

@@ -1,13 +1,13 @@
-"""Which request brings the pipeline down again and again, told from those that merely ran beside it. Pure.
+"""Finds the request that crashes the pipeline again and again, among those that ran at the same time. Pure.
 
-Every epoch replays what ran when the last one ended. A request whose rows crash a stage would crash it again at each
-replay, for ever and for everybody. So such losses are counted for each session that ran, until it gets a token, or many
-more rows of its prompt are read than at any loss before. Sessions with LOSSES_ALONE of them are *suspects*: of these
-one at a time is replayed, the next when it has got so far. The innocent go on after at most a pause; a session that
-brings the pipeline down alone as well is given up.
+Every epoch replays the sessions that ran when the last one ended. A request whose rows crash a stage would crash it at
+each replay. So losses are counted for each session that ran. The count starts again when the session gets a token, or
+when many more rows of its prompt are read than at any earlier loss. A session with LOSSES_ALONE losses is a *suspect*.
+Suspects are replayed one at a time. Innocent sessions only see a pause; one that also crashes the pipeline alone is
+given up.
 
-A loss accuses only if a process may have failed because of what ran: a stage has been started anew since, or reported a
-bug of ours. Broken connections between processes that live on accuse nobody, however many.
+A loss counts only if a process may have failed because of its work: a stage was started again since, or reported a bug
+of ours. Broken connections between living processes never count.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Suspects:
         self._line: collections.deque[Session] = collections.deque()  # suspects that have not been started
         self._tried: Session | None = None
         self._instances: tuple[str, ...] = ()  # of the stages of the latest epoch
-        self._paused: list[Session] = []  # sessions that had been started in it when it was lost, and how that was
+        self._paused: list[Session] = []  # sessions that had been started in the epoch when it was lost
         self._paused_by: RelaylineError = StageLostError("")
 
     def lost(self, running: Iterable[Session], error: RelaylineError) -> None:
-        """An epoch was lost while these sessions had lanes."""
+        """Note that an epoch was lost while these sessions had lanes."""
         self._paused, self._paused_by = self.paused(running), error
 
     def guilty(self, running: Mapping[int, Session], instances: tuple[str, ...]) -> list[tuple[Session, InternalError]]:
-        """All stages stand anew, and call themselves so. Returns the sessions to give up, with what to tell them."""
+        """Take the instance ids of all stages at a new epoch. Returns the sessions to give up, each with its error."""
         before, self._instances = self._instances, instances
         paused = [session for session in self._paused if session.session_id in running]
         self._paused, error = [], self._paused_by
@@ -56,7 +56,7 @@ class Suspects:
         return [(session, given_up(error)) for session in self.accuse(paused)]
 
     def paused(self, running: Iterable[Session]) -> list[Session]:
-        """An epoch was lost while these sessions had lanes. Returns those that had been started in it."""
+        """Return the sessions that had been started in a lost epoch, of these that had lanes."""
         in_line = {session.session_id for session in self._line}
         self._line.clear()
         self._tried = None

@@ -1,4 +1,4 @@
-"""When a lane is expected to be free for one more request, from how long lanes were held lately. Pure."""
+"""Estimates when a lane becomes free, from how long lanes were held recently. Pure."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Turnover:
         self._held_ns.append(held_ns)
 
     def wait_s(self, n_before: int, n_lanes: int, running_ns: Sequence[int]) -> int:
-        """Return when one more request would get a lane, behind n_before others: seconds, 1 to RETRY_AFTER_MAX_S.
+        """Return in how many seconds a request behind n_before others would get a lane: 1 to RETRY_AFTER_MAX_S.
 
-        running_ns: for how long the lanes that are taken have been held until now.
+        running_ns: for how long each taken lane has been held so far.
         """
         hold_ns = max(_mean(self._held_ns), _mean(running_ns))
         wait_s = hold_ns * (n_before + 1) / max(1, n_lanes) / 1e9

@@ -1,13 +1,12 @@
-"""What drafts are worth by how often they are right: `python -m benches.drafts [--quick]`.
+"""The gain of drafts by their acceptance rate: `python -m benches.drafts [--quick]`.
 
-Greedy streams are asked for the same answers twice at a time, without drafts (`--draft off`) and with them (`auto`), on
-two pipelines side by side that are used in turns. The drafts come from predictions of the answers: what the one without
-drafts has said, every token of which was made wrong with a given probability. So the model may have random weights,
-which repeat nothing, and the drafts are as good as is said (but where steps of other shapes move the last bits of a
-logit and with them a near-tie, after which nothing of a prediction is right); with the share 0 every one of them is
-wrong, which is what drafts cost. How often drafts from what a real text repeats are right is another question.
+Two pipelines run side by side, one without drafts (`--draft off`) and one with them (`auto`). They take turns with the
+same greedy requests. Each request carries a prediction: the answer of the pipeline without drafts, with each token made
+wrong at a given probability. So the acceptance rate is set by the bench, and the model may have random weights. A rate
+of 0 shows the cost of drafts. Near-ties of logits can end a right prediction early, because steps of another shape move
+the last bits. The acceptance rate of real text is another question.
 
-Answers must be whole and the unsplit model's, with drafts as without; the exit code is 1 where one is not.
+Every answer must be complete and equal to the unsplit model's. Otherwise the exit code is 1.
 """
 
 from __future__ import annotations

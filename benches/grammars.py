@@ -1,9 +1,9 @@
-"""What following a grammar costs a stream per token: `python -m benches.grammars [--quick]`.
+"""The cost of a grammar per token: `python -m benches.grammars [--quick]`.
 
-The last stage's own sampler on random logits over a vocabulary of real size (words of one to eight letters, so that its
-tree is as wide as a real one), greedy and drawn, without a grammar and with several. Printed are the median and the
-95th percentile of one pick in microseconds, what reading the vocabulary at start takes, and what a grammar's check at
-the coordinator and its start at the stage take.
+The last stage's sampler picks from random logits, greedy and drawn, without a grammar and with several. The vocabulary
+has a real size and words of one to eight letters, so its prefix tree is as wide as a real one. The bench prints the
+median and the 95th percentile of one pick in microseconds. It also prints the time to read the vocabulary at start, to
+check a grammar at the coordinator, and to start it at the stage.
 """
 
 from __future__ import annotations

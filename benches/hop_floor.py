@@ -1,10 +1,10 @@
-"""What no hop can be quicker than here: a bare grpc.aio stream with the same bytes, and one wake-up of a thread.
+"""The lower bound of a hop on this machine: a bare grpc.aio stream with the same bytes, and one thread wake-up.
 
-The stream does nothing but carry: no envelope, no frames, no credit, no decode thread. It is measured as the hop's own
-`wire` is: from before the write in one process to after the read in another, both under uvloop as stages are, and the
-next message leaves when the last one was answered, so that no core sleeps for longer than it does there. A wake-up is
-what handing over to another, waiting thread or event loop costs; a hop has two of ours (decode thread to event loop,
-event loop to decode thread) beside those inside gRPC.
+The stream only carries bytes: no envelope, frames, credit or decode thread. It is timed like the hop's `wire` part,
+from before the write in one process to after the read in another. Both processes run uvloop, as stages do. The next
+message leaves after the answer to the last one, so cores sleep as long as they do in a hop. A wake-up is the cost of
+handing over to a waiting thread or event loop. A hop has two of them outside gRPC: decode thread to event loop, and
+back.
 """
 
 from __future__ import annotations

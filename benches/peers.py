@@ -1,11 +1,10 @@
 """The programs relayline is measured against, built from the sources that it depends on: `python -m benches.peers`.
 
-The source distribution of the pinned llama-cpp-python carries all of llama.cpp, so `llama-server`, `ggml-rpc-server`
-and `llama-batched-bench` come from the very revision that relayline's stages run: as it ships, which is what anybody
-gets who builds it, or (`--our-kernels`) with the products and the attention that relayline compiles into its own, which
-tells what kernels make of a ratio and what splitting and batching do. What a worker of llama.cpp's RPC holds is not
-repacked either way, as a local model's weights are, so that few rows take it longer (see docs/results/serving.md).
-Everything lies in the user's cache; nothing of it is committed.
+The source distribution of the pinned llama-cpp-python carries all of llama.cpp. So `llama-server`, `ggml-rpc-server`
+and `llama-batched-bench` are built from the same revision that relayline's stages run. By default they are built as
+llama.cpp ships. `--our-kernels` builds them with relayline's kernels, which separates the gain of the kernels from the
+gain of splitting and batching. Neither build repacks the weights of an RPC worker, as a local model's weights are, so
+steps of few rows take it longer (see docs/results/serving.md). Everything lies in the user's cache.
 """
 
 from __future__ import annotations

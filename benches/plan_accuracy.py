@@ -1,8 +1,9 @@
-"""How near `relayline plan` comes to what a pipeline then gives: `python -m benches.plan_accuracy [--quick]`.
+"""The error of `relayline plan`: predicted against measured rates, `python -m benches.plan_accuracy [--quick]`.
 
-For 1, 2, 3 and 4 stages on this machine: measure the model's slices (as `plan --measure` does), plan, start the planned
-pipeline, load it with 1, 8 and 32 streams in a closed loop, and hold decode tokens per second (after each answer's
-first) and time to first token against the prediction. Goal: tokens per second within 25 %.
+It runs 1, 2, 3 and 4 stages on this machine. For each it measures the model's slices (as `plan --measure` does), plans,
+starts the planned pipeline, and loads it with 1, 8 and 32 streams in a closed loop. It compares decode tokens per
+second (after each answer's first token) and time to first token with the prediction. Goal: tokens per second within
+25 %.
 
 The exit code is 1 where a request was not answered in full, or, in a full run, where the goal is missed. A quick run
 only checks that everything works: its toy model's steps are shorter than the noise of a machine.

@@ -1,12 +1,12 @@
 """Stages die while everybody talks: `python -m benches.soak [--minutes 3] [--seed 1] [--lanes 10] [--cut-links]`.
 
-Streams of the demonstration model ask one request after the other, some of them leave in the middle of an answer, and
-meanwhile stages are killed, ended or stopped for seconds, at random and from the seed. What must come out of it: every
-request that nobody cancelled is answered whole, every answer is the unsplit model's (near-ties weighed as in
-reference.py), also what was read of cancelled ones, and at the end no lane is taken, but by what is only kept for
-prompts that begin alike. Prompts come again, so with more lanes than streams most are read from such a lane on. What is
-reported beside that is what users noticed: the pauses between tokens. With --cut-links all stages live on, and it is
-the connections to a stage, its neighbours' and the coordinator's, that break.
+Streams of the demo model send one request after the other, and some clients leave in the middle of an answer. Meanwhile
+stages are killed, ended or stopped for seconds, at random from the seed. Three things must hold. Every request that was
+not cancelled gets a complete answer. Every answer, also the read part of a cancelled one, is equal to the unsplit
+model's (near-ties are judged as in reference.py). At the end no lane is taken, except by kept prefixes. Prompts repeat,
+so with more lanes than streams most of them start from a kept prefix. The bench also reports the pauses between tokens
+that clients saw. With --cut-links stages stay alive, and the connections of one stage to its neighbours and to the
+coordinator are cut instead.
 """
 
 from __future__ import annotations

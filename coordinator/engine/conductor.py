@@ -5,9 +5,9 @@ An event is a method, with the time where time matters; it returns what is to be
 out: `coordinator.engine.pipeline` with futures, tasks and gRPC, and the simulation of a cluster
 (`deploy.testing.cluster`) on virtual time.
 
-The parts that it asks: `admission` (lanes and the line before them), `readers` (sessions and who shares them),
-`suspects` (whose rows bring stages down), `prefixes` (what may be copied), `availability` (what clients get), and one
-`scheduler` per epoch (what leaves for stage 0, and when).
+It asks these parts: `admission` (lanes, and the line of waiting requests), `readers` (sessions and their readers),
+`suspects` (requests that crash stages), `prefixes` (the prefix cache), `availability` (the state that clients see).
+One `scheduler` per epoch chooses the rows that leave for stage 0, and when.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def steps_of(status: pb.StatusResponse) -> list[Interval]:
 
 
 def known_from_ns(status: pb.StatusResponse, now_ns: int) -> int:
-    """Return the time from which `status` has every native step of its stage; 0 unless the stage forgot some."""
+    """Return the time from which `status` has every native step: the stage's start, or later if it forgot some."""
     if status.n_steps > len(status.step_start_ns) > 0:
         return status.step_start_ns[0]
     return now_ns - status.uptime_ns

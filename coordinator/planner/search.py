@@ -1,11 +1,12 @@
-"""The split with the best predicted rate, exactly. Pure.
+"""Exact search for the split with the best predicted rate. Pure.
 
-What is best: most tokens per second with all of `Load.streams` streams running, under the best way to group them. Of
-equals, the least sum of the stages' squared work: quick and even.
+The best split makes the most tokens per second with `Load.streams` running streams, under the best grouping of them.
+Among equal rates the search takes the least sum of the stages' squared work, which is fast and even.
 
-For each grouping the rate falls with three numbers, the busiest stage's work, the busiest cores' and a flight's way, so
-labels of these (and of what machines shared by several stages have used up) find the best split (see frontier). A rate
-once found bounds the work of every stage, which leaves few ends to look at for the groupings that follow.
+For a given grouping the rate falls with three numbers: the work of the busiest stage, the work of the busiest cores,
+and the time of a flight's way. Labels of these three find the best split (see frontier). A label also holds the used
+memory of machines that several stages share. A rate already found bounds the work of every stage, so later groupings
+have few stage ends to look at.
 """
 
 from __future__ import annotations

@@ -1,25 +1,25 @@
-"""How many guessed rows a flight takes along: as many as the stages' cost curves make worth it. Pure.
+"""Chooses the number of guessed rows in each flight, from the stages' cost curves. Pure.
 
-A guess pays where a row more costs less than the chance that it is right. That differs from stage to stage and from
-row to row: on a staircase the rest of a tile is free, on a GPU a few dozen rows are, and on a CPU that is bound by
-arithmetic hardly any is. So the choice is made for each flight, from the same curves and the same cycle as the groups
-(`coordinator.schedule.groups`): tokens that all streams are expected to get in a cycle, over
+A guess pays if the cost of one more row is less than its chance to be right is worth. That depends on the stage and the
+row count. On a staircase the rest of a tile is free. On a GPU a few dozen rows are free, and on a compute-bound CPU
+hardly any is. So the choice is made for each flight, with the curves and the cycle of `coordinator.schedule.groups`. It
+maximises the expected tokens of all streams in a cycle, over
 
     cycle = max( the busiest stage's work on all flights,  the longest flight's way through all stages + overhead )
 
-A flight that takes guesses along is longer than those without, and no flight overtakes another: the others soon queue
-behind it and have its pace. So what one flight gains is weighed against what all lose, unless these draft as well,
-which makes the same long way worth more. Were each flight to look at what the others carry just now, none would begin.
-So each supposes that the others take along what it takes itself: guesses that are as likely, as far as their streams
-had any when they were asked last. All decide alike then, and what was supposed comes true.
+A flight with guesses takes longer, and no flight overtakes another, so the others soon queue behind it at its pace. The
+gain of one flight is therefore weighed against the loss of all. The loss is smaller if the others draft too, since the
+same long way then carries more tokens. If each flight looked at the present load of the others, none would begin to
+draft. So each assumes that the others take guesses that are as likely as its own, as far as their streams had any when
+they were last asked. All flights then decide alike, and the assumption comes true.
 
-Flights that differ in rows are never as well spread over the stages as equal ones, see UNEVEN; and flights that take
-guesses along differ from each other.
+Flights of unequal rows spread less evenly over the stages than equal ones, see UNEVEN. Flights with guesses are
+unequal.
 
-Where stages would stand idle, guesses may also follow as a flight of their own, right behind the rows that they depend
-on, and be computed by one stage while the next computes those. Where they are right, a single stream keeps several
-stages at work. For a stream that is alone such a flight is counted here by its chance to be right as a whole: then the
-next token takes one stage's step instead of the whole way.
+If stages would be idle, guesses may also follow as a separate flight, right behind the rows that they depend on. One
+stage computes them while the next computes those rows. If they are right, a single stream keeps several stages busy.
+For a lone stream such a flight counts with its chance to be right as a whole: the next token then takes one stage's
+step instead of the whole way.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""How many groups circulate, and how many rows each step takes: chosen from the stages' cost curves. Pure.
+"""Chooses the number of groups under way, and the rows of each step, from the stages' cost curves. Pure.
 
 With P stages, N running streams and G flights of r rows, one *cycle* in which every flight goes round once takes
 
     cycle = max( the busiest stage's work on all flights,  one flight's way through all stages + overhead )
 
-and yields min(N, G r) tokens. The first term is what a saturated stage needs, the second what a flight needs when
-nothing is in its way. One flight is lock-step: one stage works, the others wait. Too many flights pay the cost of small
-steps. G r may be less than N: then the flights are full, and the streams take turns in them; where the cost of a step
-is a staircase that beats both a dear row count and one more, poorly filled flight. G r may be more than N: then the
-last flight is smaller. Where the best lies depends on the staircase of each stage, so candidates are simply evaluated.
+and yields min(N, G r) tokens. The first term is the time of a saturated stage, the second the time of a flight that
+meets no queue. One flight is lock-step: one stage computes while the others wait. Too many flights pay for many small
+steps. If G r is less than N, the flights are full and the streams take turns in them. On a staircase of costs this can
+beat both an expensive row count and one more, poorly filled flight. If G r is more than N, the last flight is smaller.
+The optimum depends on the staircase of each stage, so candidates are simply evaluated.
 
-When both terms are equal every delay anywhere shows, so nearness costs something too, see SHARPNESS.
+When both terms are nearly equal, any delay shows in the cycle. So nearness has a cost too, see SHARPNESS.
 
-Prompts travel in two ways, whichever brings more of them through: as rows that *ride* in the decode flights (a step
-that has room in its tile, or whose fixed cost is high, takes them at little extra cost), and as flights of their own.
-Both are sized so that running streams' inter-token latency stays within `itl_stretch` of what it is without them. When
-more streams wait for their first token than run, that bound grows in proportion: a second of delay weighs the same
-whoever waits it. While prompts wait there may be one decode flight more than is best without them, or fewer, where that
-gives their rows more room.
+Prompt rows travel in one of two ways, whichever makes more progress. They *ride* in decode flights, where a step with
+room in its tile or a high fixed cost takes them at little extra cost. Or they form flights of their own. Both are sized
+so that the inter-token latency of running streams stays within `itl_stretch` of its value without prompts. When more
+streams wait for their first token than run, this bound grows in proportion, because a second of delay counts the same
+for both. While prompts wait, there may be one decode flight more than would be best without them. There may also be
+fewer, if that leaves more room for prompt rows.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Whether one flight of all streams is better than the planned ones, found out by trying. Pure.
+"""Finds out by trial whether one flight of all streams beats the planned flights. Pure.
 
-Curves say what a step takes, not what it takes while another stage reads weights from the same memory. As long as rows
-go in several flights, stages of one host compute at once and their curves are learned so; that a single flight would
-find each of them alone, and quicker, cannot be seen in them. So where stages share a host and a single flight is not
-predicted to be much slower, the other way is tried now and then for a few tokens, and kept if it has brought more of
-them, this time and before, than the one that is kept. Hosts that are shared give and take a tenth within seconds, so
-that one window says little where both ways are close: then the other one is tried soon again. Each number of streams
-has a contest of its own, which goes on where it was when that number is back.
+A cost curve does not show how a step slows down while another stage on the host reads weights from the same memory.
+With several flights the stages of one host compute at the same time, and their curves are learned that way. So the
+curves cannot predict that a single flight finds each stage alone, and faster.
+
+If stages share a host, and one flight is not predicted to be much slower, the scheduler tries the other way now and
+then for a few tokens. It keeps the way that has made more tokens in this trial and the earlier ones. The speed of a
+shared host varies by a tenth within seconds. So when both ways are close, one window proves little, and the next trial
+comes soon. Each number of streams has its own contest, which continues when that number returns.
 """
 
 from __future__ import annotations

@@ -171,11 +171,11 @@ class Curves:
     def observe(self, shape: StepShape, ns: int) -> None:
         """Refine from a real step.
 
-        A wrong prediction is blamed on the price of context (that of many rows, where it was most of it) and on the
-        curve, each as far as it is uncertain and part of the cost. Of steps of both kinds nobody can say which rows
-        were dearer, so these refine the price of context alone: where they took the blame to the speed of the machine,
-        and steps of one kind took it back again for their own number of rows, all numbers of rows that were not tried
-        meanwhile seemed dearer and dearer.
+        The error of a prediction is divided between the price of context and the curve, in proportion to their
+        uncertainty and their part of the cost. If most of the context's price is that of many rows, that one takes the
+        blame. A mixed step does not show which of its rows were dearer, so it refines only the price of context. Once
+        mixed steps moved the scale of the whole curve instead. Steps of one kind then moved it back for their own row
+        count only, and all other row counts seemed dearer and dearer.
         """
         rows_ns, context_ns = self._rows_ns(shape), self._context_ns(shape)
         ratio = ns / (rows_ns + context_ns) if rows_ns else 1.0

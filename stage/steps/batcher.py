@@ -4,24 +4,24 @@ Pure: frames are pushed as they arrive, `take` is asked when the engine is free,
 thread and the event loop share it under the runner's lock.
 
 Theory of operation. Each session has a queue of its own, so frames of one session never overtake each other. The
-*head* of every non-empty session queue stands in one of two lines, decode or prefill; `take` asks the policy how far
-down each line to go. Who becomes head goes to the end of its line, so that who has sent much does not keep others
-waiting; unless what it was sent with stands in line already, and it follows frames of an envelope before or a control:
-then it joins those. (Else the rest of a prompt whose first part has just left would fall behind the frames that it was
-sent with, and cost a step of its own.)
+*head* of every non-empty session queue stands in one of two lines, decode or prefill. `take` asks the policy how far
+down each line to go. A new head goes to the end of its line, so a session with many frames does not keep others
+waiting. There is one exception: a head that follows a control, or frames of an earlier envelope, joins the frames of
+its own envelope if these are in line. Otherwise the rest of a prompt, whose first part has just left, would fall behind
+the frames that it was sent with, and cost a step of its own.
 
-A control at the head is applied by the next step at no cost in rows, and the frame behind it becomes the head at once,
-so that an open and the first rows of a prompt run in the same step. Controls of one step are applied in the order in
-which they came, whichever sessions they belong to: a close gives the lane that the next open takes. A prefix is copied
-only after the source's rows that came before it, nothing is opened before the closes that came before it, and nothing
-is closed before the copies from it that came before. So what waits waits for what came earlier, and nobody for ever.
+A control at the head is applied by the next step and takes no rows. The frame behind it becomes the head at once, so an
+open and the first rows of a prompt run in the same step. The controls of a step are applied in order of arrival across
+sessions: a close gives the lane that the next open takes. A prefix is copied only after the source's earlier rows.
+Nothing is opened before the earlier closes, and nothing is closed before the earlier copies from it. So frames only
+wait for earlier ones, and never forever.
 
 Most steps run one envelope of decode rows that found nothing else waiting. Such an envelope is kept whole (`_whole`),
-and leaves whole if the policy wants all of it; whatever else happens first spreads it over queues and lines, as if its
-frames had come one by one. Nobody can tell but by the time it takes.
+and leaves whole if the policy takes all of it. Any other event first spreads it over queues and lines, as if its frames
+had arrived one by one. The result is the same, only slower.
 
-A close makes the session's waiting rows pointless: they are dropped when it arrives, but for those that others are to
-copy. Its controls stay: what it was to copy, others may be to copy from it.
+When a close arrives, the session's waiting rows are dropped, except rows that other sessions are to copy. Its controls
+stay, because other sessions may copy what it was to copy.
 """
 
 from __future__ import annotations

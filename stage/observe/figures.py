@@ -27,7 +27,7 @@ class Figure:
 
     @property
     def scale(self) -> float:
-        """What the field's number is multiplied by."""
+        """The factor from the field's number to the metric's unit."""
         return _UNIT_SCALES.get(self.unit, 1.0)
 
 

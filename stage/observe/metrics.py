@@ -34,7 +34,7 @@ WHO = "the metrics port"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gauges:
-    """What a stage holds at this moment."""
+    """Gauges of a stage."""
 
     queued_rows: int
     queued_frames: int

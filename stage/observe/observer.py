@@ -1,4 +1,4 @@
-"""What a stage remembers and tells of its steps: summaries of sessions, the ring of batches, spans. Event loop only.
+"""A stage's records of its steps: summaries of sessions, the ring of batches, spans. Event loop only.
 
 At level off none of it is kept. Nothing here is on the way of an envelope: the ring and the spans of a step are made
 in a later turn of the loop than its sends.
@@ -88,7 +88,7 @@ class StageObserver:
             response.batches.append(entry.message())
             if number % BATCHES_PER_TURN == 0:
                 await asyncio.sleep(0)
-        # Whoever asks takes it for the middle between question and answer; thousands of batches take a while.
+        # The caller takes it for the middle between question and answer, and thousands of batches take a while.
         response.now_ns = (began_ns + time.monotonic_ns()) // 2
         response.n_forgotten = self.ring.n_forgotten
         return response
@@ -105,7 +105,7 @@ class StageObserver:
         return pb.SetTelemetryResponse(level=self.telemetry.level.to_wire())
 
     async def beat(self, request: pb.BeatRequest, context: Any) -> pb.BeatResponse:
-        """Say what time it is here, and take what the coordinator knows of it."""
+        """Answer with this host's clock, and take the coordinator's estimate of it."""
         now_ns = time.monotonic_ns()
         if request.knows_clock:
             self.telemetry.set_clock(Clock(request.unix_offset_ns, request.uncertainty_ns))
@@ -113,7 +113,7 @@ class StageObserver:
 
 
 def _constants(artifact: StageArtifact, config: StageConfig) -> dict[str, AttributeValue]:
-    """Return what is the same for every batch of a stage: where it stands, and what its policy was told."""
+    """Return the attributes that every batch of a stage shares: its place in the pipeline and its policy's settings."""
     return {
         names.ATTR_STAGE_INDEX: artifact.stage_index,
         names.ATTR_STAGE_NAME: config.name or f"stage-{artifact.stage_index}",

@@ -1,4 +1,4 @@
-"""What a stage shows of itself in the traces of requests: one span per phase and session, with an event per batch.
+"""A stage's spans in the traces of requests: one span per phase and session, with an event per batch.
 
 The span stands below the coordinator's span of the phase, whose context every frame carries. It is made once the phase
 is over here: when a frame carries another context, the session is closed, or its epoch ends. Its ids are chosen when it
@@ -67,7 +67,7 @@ class Moment(NamedTuple):
         )
 
     def words(self) -> str:
-        """Return what a person reads in a list of events."""
+        """Return the event's name, as a person reads it in a list."""
         waited, decoded = f"waited {self.wait_ns * MS:.2f} ms", f"decoded {self.decode_ns * MS:.2f} ms"
         where = f"position {self.first}" if self.first == self.last else f"positions {self.first}-{self.last}"
         if self.n_batches == 1:
@@ -87,7 +87,7 @@ def thinned(moments: list[Moment]) -> list[Moment]:
 
 
 class _Batch(NamedTuple):
-    """What is kept of a batch for all of its sessions; the fields of one that are the same for each."""
+    """A batch, kept once for all of its sessions; the fields of one that are the same for each."""
 
     taken_ns: int
     ended_ns: int

@@ -67,7 +67,7 @@ class Entry:
 
     @classmethod
     def of(cls, result: StepResult) -> Entry:
-        """Copy what is kept of a step that decoded something."""
+        """Copy the kept facts of a step that decoded rows."""
         step = result.step
         return cls(
             step=result.number,

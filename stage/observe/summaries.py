@@ -1,4 +1,4 @@
-"""What this stage did for each open session, told to the coordinator when the session ends. Pure.
+"""Sums of this stage's work for each open session, sent to the coordinator when the session ends. Pure.
 
 Bounded by lanes: only frames of open sessions decode, and a close or the end of the route takes the totals away.
 """
@@ -39,7 +39,7 @@ class Summaries:
     def step_done(self, result: StepResult) -> list[tuple[QueuedFrame, pb.SessionSummary]]:
         """Count a step; returns its applied closes, each with the summary of the session it ended.
 
-        A step applies its controls first, so a session that it closes and opens again begins anew.
+        A step applies its controls first, so a session that it closes and opens again starts from zero.
         """
         ended = [(close, self._end(close)) for close in result.closed]
         taken_ns, decode_ns, n_rows = result.step.taken_ns, result.decode_ns, result.n_rows

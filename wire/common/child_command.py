@@ -1,4 +1,4 @@
-"""How a module of this package is run in a process of its own, wherever the user happens to stand.
+"""Runs a module of this package in a new process, from any working directory.
 
 `python -m` alone would look for modules in the current directory first: somebody's `grpc.py` there would be imported in
 place of the library. The package itself is found as it is installed, or as PYTHONPATH says.

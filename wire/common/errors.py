@@ -19,7 +19,7 @@ import grpc
 
 
 class Fault(enum.Enum):
-    """Who has to change something before the operation can succeed."""
+    """The party that must change something before the operation can succeed."""
 
     CLIENT = "client"  # the caller of the HTTP API
     OPERATOR = "operator"  # whoever typed the command, wrote the manifest or made the file

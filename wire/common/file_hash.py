@@ -1,8 +1,8 @@
 """The sha256 of large files, remembered: a file is not read again while it looks as it did when it was last hashed.
 
-Every process checks what it loads; without this each start would read all weights twice. Whoever writes to a file moves
-its change time, also where the modification time is set back. What rots on the disk moves nothing: so a hash is
-remembered for some days only, and `relayline doctor --deep` reads everything.
+Every process checks what it loads; without this each start would read all weights twice. Every write moves the file's
+change time, even if its modification time is set back. What rots on the disk moves nothing: so a hash is remembered for
+some days only, and `relayline doctor --deep` reads everything.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What memory this process holds, and what its machine or its container has."""
+"""Memory of this process, and of its machine or container."""
 
 from __future__ import annotations
 

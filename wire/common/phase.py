@@ -1,4 +1,4 @@
-"""The words for what a pipeline can do for its clients, and for how far one of its processes is.
+"""The words for a pipeline's state as clients see it, and for the state of one of its processes.
 
 `/health`, `/v1/pipeline`, `relayline status`, `relayline top`, the launcher's state file and the logs use these and no
 others, each with one meaning.

@@ -1,4 +1,4 @@
-"""What every relayline process does around its event loop: uvloop, signals, a graceful end."""
+"""The life of every relayline process around its event loop: uvloop, signals, a graceful end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ends of tasks, after which nothing of them is left."""
+"""Ends tasks so that nothing of them is left."""
 
 from __future__ import annotations
 

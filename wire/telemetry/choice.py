@@ -59,7 +59,7 @@ def chosen(endpoint: str, environment: Mapping[str, str]) -> list[str]:
 
 
 def hint(endpoint: str, environment: Mapping[str, str]) -> str:
-    """Return what a person should know whose collector gets no spans: where they go, how, and what says so. Pure."""
+    """Return a hint for people whose collector gets no spans: where they go, how, and what says so. Pure."""
     known = endpoint or _with_scheme(_first(environment, _ENDPOINT_KEYS), environment)
     protocols = [name for name, entry in _BY_PROTOCOL.items() if entry in chosen(endpoint, environment)]
     if not known or not protocols:

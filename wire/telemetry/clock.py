@@ -1,4 +1,4 @@
-"""What one host knows of another's clock: estimated from round trips, with how wrong it can be. Pure.
+"""One host's estimate of another's clock: from round trips, with its uncertainty. Pure.
 
 A peer that answers between two readings of our clock read its own somewhere in between; the middle is wrong by at most
 half of what the round trip took, however unequal its two ways are. The best of the latest round trips is the shortest,
@@ -16,7 +16,7 @@ ROUND_TRIPS_KEPT = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Clock:
-    """What a process is told of the wall clock that its spans are to be stamped with."""
+    """The wall clock that a process stamps its spans with."""
 
     unix_offset_ns: int
     """What to add to its own monotonic nanoseconds."""

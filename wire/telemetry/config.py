@@ -1,4 +1,4 @@
-"""What a process can be told about telemetry. Imports nothing of OpenTelemetry, so that every command may import it."""
+"""The telemetry settings of a process. Imports nothing of OpenTelemetry, so that every command may import it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LEVEL_NAMES = tuple(str(level) for level in Level)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TelemetryConfig:
-    """What a process is told about telemetry at its start."""
+    """The telemetry settings at the start of a process."""
 
     level: Level = Level.SUMMARY
     """How much is traced; may be changed later."""

@@ -3,7 +3,7 @@
 The SDK's batch processor does the queueing and its exporters the sending, in a thread of theirs. Around both stands a
 counter: it refuses a span before the SDK's queue would overflow, and it sees what an exporter failed to send.
 
-What the SDK has to say about a failing collector goes to our log as one line now and then, not as a line per attempt.
+The SDK's messages about a failing collector become one line in our log now and then, not one per attempt.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Pipe:
     ) -> None:
         """`who` are the attributes of the resource; names.RESOURCE_SERVICE_NAME there is without its stem.
 
-        `hint` is told where spans do not arrive: how they are sent, and what would change that.
+        `hint` is logged when spans do not arrive: how they are sent, and which setting changes that.
         """
         _route_sdk_log(hint)
         self._ids = _PlannedIds()
@@ -129,7 +129,7 @@ class Pipe:
 
 
 def _within(timeout_s: float, work: Callable[[], object]) -> bool:
-    """Run blocking work of the SDK, which keeps no time limit of its own, in a thread; false if it is still at it."""
+    """Run blocking work of the SDK in a thread, because the SDK has no time limit; false if it is still at it."""
     thread = threading.Thread(target=work, name="telemetry-flush", daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -202,7 +202,7 @@ class _Counted(SpanProcessor):
 
     @property
     def dropped(self) -> int:
-        # Once closed, what is queued or half sent will not arrive any more.
+        # Once closed, queued and half-sent spans are lost.
         lost = self._taken - self._exporter.exported if self._closed else self._exporter.failed
         return self._refused + lost
 
@@ -222,7 +222,7 @@ class _Counted(SpanProcessor):
         self._closed = True
 
     def give_up(self) -> None:
-        """Stop waiting for the exporter, whatever it is at."""
+        """Stop waiting for the exporter in any state."""
         self._closed = True
         self._exporter.shutdown()
 

@@ -1,7 +1,7 @@
 """Every name that leaves relayline in a span or a metric: one list, so that boards, docs and tests cannot drift apart.
 
 OpenTelemetry's own names are spelled out here rather than imported: the GenAI conventions are still in development and
-their constants in the Python package are marked as moved. What is ours begins with `relayline.`.
+their constants in the Python package are marked as moved. Our own names begin with `relayline.`.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def request_of(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
 
 
 def _resource_spans(spans: Sequence[FinishedSpan]) -> ResourceSpans:
-    """Return spans of one resource: what they share as the SDK encodes it, then each span's own bytes."""
+    """Return spans of one resource: their common part as the SDK encodes it, then each span's own bytes."""
     shared = encode_spans([_bare(spans[0])]).resource_spans[0]
     del shared.scope_spans[0].spans[:]
     scope = shared.scope_spans[0].SerializeToString()
@@ -77,7 +77,7 @@ def encode(span: FinishedSpan) -> bytes:
 
 
 def _lead(field: int, size_bytes: int) -> bytes:
-    """Return what stands before a length-delimited field."""
+    """Return the tag and length before a length-delimited field."""
     lead = bytearray([field << 3 | 2])
     while size_bytes > 0x7F:
         lead.append((size_bytes & 0x7F) | 0x80)

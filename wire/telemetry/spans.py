@@ -1,9 +1,9 @@
-"""Spans that are made whole, once they are over: what a stage records of every batch.
+"""Spans that are made in one piece after their end, such as a stage's spans of its batches.
 
-The SDK's own way to a span (start it, add to it, end it) and its exporters' way from there cost a stage more than all
-else that it does around a step of a tiny model. A `FinishedSpan` is a span that any exporter of the SDK takes, made of
-plain values without a look at them; what exporters ask of it as objects is made when they ask.
-`wire.telemetry.otlp` never does: it writes OTLP from the plain values.
+With the SDK a span is started, extended and ended, and then exported. Around a step of a tiny model this costs a stage
+more than all its other work. A `FinishedSpan` is a span that any exporter of the SDK takes, made of plain values
+without a look at them; what exporters ask of it as objects is made when they ask. `wire.telemetry.otlp` never does: it
+writes OTLP from the plain values.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Finished(NamedTuple):
 
 
 class FinishedSpan(ReadableSpan):
-    """What a processor and an exporter see of a Finished."""
+    """A Finished in the form that processors and exporters take."""
 
     def __init__(
         self,

@@ -101,7 +101,7 @@ class Telemetry:
         stage_name: str | None = None,
         layers: tuple[int, int] | None = None,
     ) -> None:
-        """Say who speaks, as far as it is known now; spans that are made from here on say it.
+        """Set the resource of later spans, as far as it is known.
 
         layers: first, and one past the last. What is not given stays as it was.
         """
@@ -144,7 +144,7 @@ class Telemetry:
 
     @property
     def is_exporting(self) -> bool:
-        """Whether spans have anywhere to go."""
+        """Whether spans are exported."""
         return self._pipe is not None
 
     def records(self, level: Level) -> bool:
@@ -208,7 +208,8 @@ class Telemetry:
         return self._pipe.flush(timeout_s) if self._pipe else True
 
     def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
-        """Export what is left within timeout_s, drop and count the rest. Blocks; call it off the event loop."""
+        """Export the remaining spans within timeout_s, then drop and count the rest. Blocks; call it off the event
+        loop."""
         if self._pipe is not None:
             self._pipe.shutdown(timeout_s)
 

@@ -3,9 +3,9 @@
 The scheduler asks, in two places: as a decode flight is about to leave, and when nothing else does and stages would
 stand idle. While prompts are read nothing is drafted: their rows are what fills the stages then.
 
-What follows in a flight of its own is one stream's, and only where every stream has flights of its own: of a group of
-several those whose guesses are right would part from the others, and flights of fewer streams leave instead of full
-ones. It must cost nobody anything, so it has to fit into the time in which the stages have nothing to do, see `fits`.
+A draft flight belongs to one stream, and exists only if every stream has its own flights: of a group of several those
+whose guesses are right would part from the others, and flights of fewer streams leave instead of full ones. It must
+cost nobody anything, so it has to fit into the time in which the stages have nothing to do, see `fits`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DraftFlights:
         self._followed: dict[int, tuple[Session, int]] = {}  # session id -> whose next guesses may follow, and how many
 
     def forget(self, session_id: int) -> None:
-        """Nothing of the session's is under way any more, or what is was guessed wrong."""
+        """No row of the session is under way any more, or its rows under way were guessed wrong."""
         self._followed.pop(session_id, None)
 
     def ended(self, session_id: int) -> None:

@@ -58,7 +58,7 @@ class Offers:
         self._n_right = [0.0] * (CHANCE_STEPS + 1)  # of these are expected to be right
 
     def put(self, session_id: int, chances: Sequence[float]) -> None:
-        """Take note of what a stream has now; of none once it has ended."""
+        """Note a stream's present guesses; of none once it has ended."""
         for sign, each in ((-1, self._of.pop(session_id, ())), (1, chances)):
             for chance in each:
                 self._n[int(chance * CHANCE_STEPS)] += sign

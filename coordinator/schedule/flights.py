@@ -1,4 +1,4 @@
-"""The flights under way: who waits for what, and how much work they are predicted to be. Pure.
+"""The flights under way: their rows, the sessions that wait for them, and their predicted work. Pure.
 
 A *flight* is one envelope on its way through the stages; it has landed when every frame in it has been answered (a
 sample, a progress note) or given up. A decode flight whose prompt rows stages have left behind is a flight of prompt
@@ -18,7 +18,7 @@ from relayline.coordinator.sessions.session import OutFrame
 
 
 class Kind(enum.Enum):
-    """What a flight is for."""
+    """The kind of a flight."""
 
     DECODE = "decode"  # next rows of streams, prompt rows perhaps riding
     PREFILL = "prefill"  # prompt rows alone
@@ -167,6 +167,6 @@ def _keys(frames: Sequence[OutFrame]) -> set[tuple[int, int]]:
 
 
 def mean_context(frames: Sequence[OutFrame]) -> float:
-    """Return how many tokens stand before the frame of an average row."""
+    """Return the context of an average row: tokens before its frame."""
     n_rows = sum(len(frame.tokens) for frame in frames)
     return sum(len(frame.tokens) * frame.position for frame in frames) / n_rows if n_rows else 0.0

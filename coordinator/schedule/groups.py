@@ -31,8 +31,8 @@ from relayline.coordinator.schedule.tiles import TileRule
 from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
 
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
-ITL_STRETCH = 2.0  # running streams' inter-token latency beside prefill, against none, unless somebody sets it
-PREDICTED_PART = 0.92  # of that bound is what plans may predict; the rest is for what they do not foresee
+ITL_STRETCH = 2.0  # inter-token latency of running streams with prefill over without, unless set by --itl-stretch
+PREDICTED_PART = 0.92  # of that bound is what plans may predict; the rest is reserve for prediction errors
 MET_PART = 0.92  # and of that, where flights meet to make room: more streams feel whatever such a step does not foresee
 PRESSURE_MAX = 64  # prompts per running stream beyond which more of them change nothing
 BUSY = 0.9  # a stage that works this part of the time has none for another flight
@@ -45,8 +45,8 @@ EQUAL = 1.02  # plans whose predicted rates are this close count as equally fast
 SHARPNESS = 32  # exponent that joins the two terms of a cycle; equal terms make it 2 % longer than either
 ROWS_ONE_BY_ONE = 32  # candidates: every row count up to here, whole tiles beyond
 CACHE_MAX = 4_096  # plans kept
-CONTEXT_STEPS = 8  # contexts are told apart by so many steps between a power of two and the next
-CONTEXT_STEP_MIN = 32  # tokens; below, a step of context would make plans anew for nothing
+CONTEXT_STEPS = 8  # distinguished context lengths between two powers of two
+CONTEXT_STEP_MIN = 32  # tokens; below it, a step of context would cause needless planning
 VIEWS_MAX = 64  # pairs of contexts for which a planner is kept
 
 
@@ -69,7 +69,7 @@ class GroupPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Beside:
-    """One way to prefill beside decode."""
+    """One way to mix prefill with decode."""
 
     n_groups: int
     rows: int
@@ -149,7 +149,7 @@ class GroupPlanner:
         pressure_min: int = 0,
         by_hand: tuple[int, int] | None = None,
     ) -> GroupPlan:
-        """Return the plan for this many running streams, with this many prompts waiting beside them.
+        """Return the plan for this many running streams and this many waiting prompts.
 
         n_prompt_rows: of these prompts together. It matters while no stream runs: the fewer, the smaller the chunks in
         which they keep all stages at work. Taken in powers of two. pressure_min: as many prompts per running stream
@@ -177,7 +177,7 @@ class GroupPlanner:
         return max((stage.prefill_ns(rows) for stage in self.stages), default=0.0)
 
     def mixed_ns(self, rows: int, prompt_rows: int) -> float:
-        """Predict the busiest stage's step of decode rows with prompt rows beside them."""
+        """Predict the busiest stage's step of decode rows and prompt rows."""
         return max(self._mixed(rows, prompt_rows), default=0.0)
 
     def ride_within(self, rows: int, ride_rows: int, way_max_ns: float) -> int:
@@ -285,7 +285,7 @@ class GroupPlanner:
     def _beside(
         self, n_streams: int, best: tuple[int, int], pressure: int, token_max_ns: float, *, may_change: bool = True
     ) -> _Beside | None:
-        """Return the most prefill beside decode that keeps the bound on a stream's latency; None where nothing does.
+        """Return the most prefill that keeps the bound on the streams' latency; None if none does.
 
         Decode flights are those that are best without prompts; or, where they may change, one more if these leave the
         busiest stage idle at times (where steps cost much however few their rows, one flight of all streams may be
@@ -310,7 +310,7 @@ class GroupPlanner:
         return min(good, key=rank, default=None)
 
     def _within(self, groups: tuple[int, int], pressure: int, latency_max_ns: float) -> Iterator[_Beside]:
-        """Yield the choices of riding rows and of flights of prompt rows, beside these decode flights, in the bound."""
+        """Yield the choices of riding rows and of prompt flights that keep the bound, with these decode flights."""
         n_groups, rows = groups
         for ride in (0, *self._rides(rows)):
             decode = self._mixed(rows, ride)
@@ -342,7 +342,7 @@ class GroupPlanner:
     def _beside_flights(
         self, groups: tuple[int, int], decode: Sequence[float], ride: int, latency_max_ns: float
     ) -> Iterator[_Beside]:
-        """Yield the choices of flights of prompt rows, beside decode flights with this ride, that keep the bound."""
+        """Yield the choices of prompt flights that keep the bound, with decode flights that carry this ride."""
         n_groups, way_ns = groups[0], sum(decode) + self.overhead_ns
         for chunk in CHUNK_LADDER:
             if chunk > self.rows_max:
@@ -379,7 +379,7 @@ def train_ns(costs: Sequence[float], n_chunks: int) -> float:
 
 
 def _context_step(tokens: float) -> int:
-    """Return the context among those told apart that is nearest."""
+    """Return the nearest of the distinguished context lengths."""
     step = max(CONTEXT_STEP_MIN, (1 << int(tokens).bit_length()) // (2 * CONTEXT_STEPS))
     return step * round(tokens / step)
 

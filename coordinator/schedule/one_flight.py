@@ -24,9 +24,9 @@ AGAIN_WINDOWS = 32  # of the better way until the other is tried again: one toke
 AGAIN_SOON_WINDOWS = 16  # where it was given up early, which costs half and may have been a bad moment
 AGAIN_CLOSE_WINDOWS = 8  # where both are as fast to within CLOSE: a seventh of the tokens then goes a little worse
 CLOSE = 0.1
-NEWEST_SHARE = 0.5  # of what is known of a way, its newest window
+NEWEST_SHARE = 0.5  # weight of the newest window in a way's average
 CLEARLY = 1.03  # times as fast the way that is tried must have been
-WORTH_TRYING = 0.7  # of the planned flights' predicted rate is what a single flight must promise
+WORTH_TRYING = 0.7  # a single flight is tried if its predicted rate is at least this share of the planned flights'
 CONTESTS_MAX = 64  # numbers of streams for which one is kept
 
 
@@ -86,7 +86,7 @@ class OneFlight:
 
 
 def may_be_better(planner: GroupPlanner, n_streams: int) -> bool:
-    """Return whether one flight of so many streams may turn out to be better than what the curves say is best."""
+    """Return whether one flight of this many streams may beat the best plan by the curves."""
     if not (planner.shares_host and planner.is_known and 2 <= n_streams <= planner.rows_max):
         return False
     plan = planner.plan(n_streams, n_prompts=0)

@@ -1,4 +1,4 @@
-"""What a round trip takes beyond the steps as plans count them: on links, and in what host work they do not know. Pure.
+"""The time of a round trip beyond its planned steps: on links, and in what host work they do not know. Pure.
 
 Plans need it: the longer a flight is on its way with no stage working on it, the more flights keep the stages busy. It
 cannot be read off a flight that has waited in line, so there are two ways to it.
@@ -33,7 +33,7 @@ OVERHEAD_STEP_NS = 200_000  # and a fifth: smaller moves of the overhead are noi
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """What a stage has counted since it started."""
+    """A stage's counters since its start."""
 
     n_frames: int
     """Decode frames that it has computed."""
@@ -48,7 +48,7 @@ class Overhead:
         self._bounds_ns: collections.deque[tuple[float, float]] = collections.deque(maxlen=ROUND_TRIPS_KEPT)
         self._n_landed = 0
         self._windows_ns: collections.deque[float] = collections.deque(maxlen=WINDOWS_KEPT)
-        self._since: tuple[Held, ...] = ()  # what the stages said when the window began
+        self._since: tuple[Held, ...] = ()  # the stages' counters at the start of the window
         self._n_flights = self._n_rows = self._took_ns = 0  # of flights that landed in it; took: summed over rows
 
     def landed(self, n_rows: int, took_ns: int) -> None:
@@ -63,7 +63,7 @@ class Overhead:
         self._n_landed += 1
 
     def stages_held(self, said: Sequence[Held]) -> None:
-        """Hear what every stage has counted; a window ends when enough flights have landed in it."""
+        """Take every stage's counters; a window ends when enough flights have landed in it."""
         now = tuple(said)
         if self._since and self._n_flights < ROUND_TRIPS_MIN:
             return

@@ -17,7 +17,7 @@ from relayline.coordinator.schedule.groups import pressure_of
 from relayline.coordinator.schedule.tiles import StepRows, TileRule, n_of_whole_tiles
 from relayline.coordinator.sessions.session import OutFrame, Session
 
-BURST_PRESSURE = 2  # prompts per running stream that make a crowd, and what they count until they are read
+BURST_PRESSURE = 2  # prompts per running stream that make a crowd; also their weight until they are read
 OLDEST_EVERY = 4  # turns
 _NO_RULE = TileRule()
 
@@ -50,7 +50,7 @@ class PromptLine:
         return not self._crowding.isdisjoint(self._prompts)
 
     def add(self, session: Session, n_decoding: int) -> None:
-        """Let a session's rows go until none are left, beside n_decoding running streams."""
+        """Release a session's rows until none are left, with n_decoding running streams."""
         self._prompts[session.session_id] = session
         self._crowding &= self._prompts.keys()
         if pressure_of(max(1, n_decoding), len(self)) >= BURST_PRESSURE:
@@ -65,7 +65,7 @@ class PromptLine:
         return [session for session in self.sessions if session.is_orphan]
 
     def catch_up(self) -> list[OutFrame]:
-        """Let those go on whose leader has sent what they copy. Returns the frames that copy it."""
+        """Continue the sessions whose leader has sent the rows that they copy. Returns the frames that copy it."""
         return [frame for session in self.sessions for frame in session.catch_up()]
 
     def upcoming(self) -> Session:

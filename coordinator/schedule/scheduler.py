@@ -73,7 +73,7 @@ class Scheduler:
     """Frames in, envelopes out. One per epoch."""
 
     def __init__(self, config: ScheduleConfig, planner: GroupPlanner, *, may_draft: bool = True) -> None:
-        """`may_draft`: whether the stages can forget what was guessed wrong."""
+        """`may_draft`: whether the stages can drop wrongly guessed rows."""
         self.config, self.planner = config, planner
         self._drafts = DraftFlights(config.draft if may_draft else 0)
         self._controls: list[OutFrame] = []
@@ -152,7 +152,7 @@ class Scheduler:
             self._held_since_ns = {key: since for key, since in self._held_since_ns.items() if key[0] != session_id}
 
     def refresh(self, costs: Sequence[StageCost], held: Sequence[Held] = ()) -> None:
-        """The stages say what they have learned of their speed and, all or none, how long they have held frames."""
+        """Take the stages' learned curves and, of all or none, how long they have held frames."""
         self.planner.update(costs)
         if held:
             self._overhead.stages_held(held)
@@ -171,7 +171,7 @@ class Scheduler:
         return self._by_hand(planner) if self.config.mode == "fixed" else self._automatic(planner)
 
     def describe(self) -> dict[str, object]:
-        """Return the plan, and what a round trip takes beyond steps, for who looks at the pipeline."""
+        """Return the plan and the overhead of a round trip, for GET /v1/pipeline."""
         return {**dataclasses.asdict(self.plan()), "overhead_ns": round(self.planner.overhead_ns)}
 
     def _by_hand(self, planner: GroupPlanner) -> GroupPlan:
@@ -299,7 +299,7 @@ class Scheduler:
 
     def _is_overdue(self, plan: GroupPlan, now_ns: int) -> bool:
         """Return whether the pool's oldest row is held for as long as is predicted; flights by hand it waits for."""
-        hold_max_ns = plan.hold_max_ns or self._slowest_flight_ns  # while no curve is known, that is what a token takes
+        hold_max_ns = plan.hold_max_ns or self._slowest_flight_ns  # the latter while no curve is known
         held_ns = now_ns - self._held_since_ns.get(_key(self._pool[0]), now_ns)
         return self.config.mode != "fixed" and 0 < hold_max_ns <= held_ns
 
@@ -310,7 +310,7 @@ class Scheduler:
     def _take_guesses(
         self, plan: GroupPlan, planner: GroupPlanner, envelopes: list[list[OutFrame]], now_ns: int
     ) -> None:
-        """Let guesses follow what is under way as long as stages would stand idle."""
+        """Send guesses behind the rows under way while stages would be idle."""
         if plan.group_rows > 1 or self._pool or self._is_reading or not self._drafts.may_follow:
             return
 
@@ -322,7 +322,7 @@ class Scheduler:
             self._launch(envelopes, Kind.GUESS, [frame], [], now_ns)
 
     def _traffic(self, plan: GroupPlan, n_streams: int, planner: GroupPlanner) -> Traffic:
-        """Return what will be beside a flight of so many streams once all that decode are under way."""
+        """Return the other flights beside one of this many streams, once all decoding streams are under way."""
         n_flights = min(plan.n_groups, math.ceil(self.n_decoding / n_streams))
         n_idle = planner.saturating(n_streams) - n_flights
         # Where streams take turns in flights, some wait in the pool.
@@ -349,10 +349,10 @@ class Scheduler:
     def _ride_rows(self, plan: GroupPlan, rows: int, now_ns: int) -> int:
         """Return how many prompt rows a decode flight takes along now.
 
-        What the plan says holds for flights that have spread over the stages, as they have soon after the first rows of
-        a prompt. Until then one that has to wait behind others which became longer takes fewer, so that its streams'
-        next token is not later than the plan allows; unless that leaves less than half, for where the curve has no step
-        in between the flights would never spread.
+        The plan assumes flights that have spread over the stages, as they do soon after the first rows of a prompt.
+        Until then one that has to wait behind others which became longer takes fewer, so that its streams' next token
+        is not later than the plan allows; unless that leaves less than half, for where the curve has no step in between
+        the flights would never spread.
         """
         ride_rows = plan.ride_rows
         if ride_rows and not self.planner.is_per_lane:  # else they are computed apart, and fill tiles by themselves
@@ -392,7 +392,7 @@ class Scheduler:
 
     def _learn_overhead(self, flight: Flight, took_ns: int) -> None:
         self._overhead.landed(flight.n_streams, took_ns)
-        # Beside prefill nobody can tell queueing from overhead by predictions.
+        # With prefill in between, predictions cannot separate queueing from overhead.
         if flight.way_ns and flight.n_chunks_before == self._flights.n_chunks:
             self._overhead.bounded(took_ns, flight.way_ns, flight.ahead_ns)
         overhead_ns = self._overhead.revised_ns(self.planner.overhead_ns)

@@ -1,7 +1,7 @@
-"""What one stage's steps cost, as plans see them: its curves, what context adds, padding. Pure.
+"""The cost of one stage's steps for planning: its curves, the price of context, padding. Pure.
 
-The stage decides the same for its real steps (`stage.speed.curves`, `stage.steps.padding`); a plan predicts what it
-will decide.
+The stage decides the same for its real steps (`stage.speed.curves`, `stage.steps.padding`); a plan predicts that
+decision.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class StageCost:
     decode: CostCurve  # every row wants what the stage computes for decode
     prefill: CostCurve  # rows of a prompt: the last stage computes no head for them
     rows_max: int  # rows of one native step
-    context_ns: float = 0.0  # what a row costs for every token before it in its lane
+    context_ns: float = 0.0  # price of a row per token before it in its lane
     context_tiled_ns: float = 0.0  # and in steps of tiles, for every token of its tile's lanes; 0: not known. Per lane:
     # what every further row of a prompt's chunk costs for every token before it
     decode_tokens: int = 0  # context of an average decode row, or of the longest where all of a flight pay for that

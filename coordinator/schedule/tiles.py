@@ -1,10 +1,11 @@
 """Which rows may travel together so that a row has the same bits whenever it is computed, and in whose company. Pure.
 
 From ATTENTION_TILE_ROWS rows on, attention on processors goes by tiles for many models, and rounds otherwise than for
-fewer rows; all else of a step gives a row the same bits in any company. So an answer that is read again after a loss,
-or that runs beside many others, would differ in its last bits from what it was alone. The rule: whole tiles of a long
-prompt are read in steps of as many rows as suit, all other rows (its rest, short prompts, what was generated) in steps
-that are no tile. The exception is what is read of a long prompt in small parts, beside running streams.
+fewer rows; all else of a step gives a row the same bits in any company. So the logits of an answer that is replayed
+after a loss, or that runs with many others, would differ in their last bits from those of the answer alone. The rule:
+whole tiles of a long prompt are read in steps of as many rows as suit, all other rows (its rest, short prompts, what
+was generated) in steps that are no tile. The exception is what is read of a long prompt in small parts, beside running
+streams.
 
 Where lanes have cells of their own, only rows of one lane make a tile; else all rows of a step do.
 """
@@ -18,12 +19,12 @@ from relayline.wire.common.bounds import ROWS_PER_ENVELOPE_MAX
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS
 
 LONG_PROMPT_ROWS = 512  # attention is a small part of what shorter prompts take
-RIDE_ROWS_MIN = 8  # prompts beside so many streams that less is left to them do not wait for the sake of bits
+RIDE_ROWS_MIN = 8  # with so many streams that prompts have less room than this, they do not wait for equal bits
 
 
 @dataclasses.dataclass(slots=True)
 class StepRows:
-    """What a step that is being put together holds."""
+    """The rows of a step that is being put together."""
 
     n_decode: int = 0
     n_whole: int = 0  # of whole tiles of long prompts

@@ -72,8 +72,16 @@ class LiveFeed:
         names = [str(stage.get("name") or f"stage {stage['index']}") for stage in told]
         running, lanes = described.get("plan"), described.get("lanes")
         overhead_ns = float(running.get("overhead_ns", 0.0)) if isinstance(running, dict) else 0.0
-        n_lanes = lanes if isinstance(lanes, int) else 1
-        plan = await asyncio.to_thread(running_plan, costs, edges, names, overhead_ns=overhead_ns, n_lanes=n_lanes)
+        ctx_tokens = described.get("ctx_tokens")
+        plan = await asyncio.to_thread(
+            running_plan,
+            costs,
+            edges,
+            names,
+            overhead_ns=overhead_ns,
+            n_lanes=lanes if isinstance(lanes, int) else 1,
+            ctx_tokens=ctx_tokens if isinstance(ctx_tokens, int) else 0,
+        )
         self._plan_body, self._planned_ns = msgspec.json.encode(plan), time.monotonic_ns()
 
     async def close(self, _app: web.Application | None = None) -> None:

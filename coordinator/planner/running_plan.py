@@ -1,7 +1,7 @@
-"""What other plans would give a pipeline that runs, from what its stages have measured of their own steps. Pure.
+"""Predicted rates of other plans for a running pipeline, from its stages' measured cost curves. Pure.
 
-Without the model's file: a stage's step is taken to be in proportion to its layers, the last one's head and the first
-one's tables included, and neither memory nor which cuts are legal is looked at. `relayline plan` does all of that.
+This works without the model's file. A stage's step is scaled with its layers, including the head of the last stage and
+the tables of the first. Memory and legal cuts are not checked; `relayline plan` does both.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from relayline.wire.common.curve import CostCurve
 
 STREAMS_SHOWN = (1, 8, 32)
 ROWS_SHOWN = (1, 8, 32)
+LANES_MORE = 2  # times the lanes of the plan with more of them
 ROWS_COMPARED = 8  # of the step by which layers are divided
 STEP_SHARE_MIN = 0.02  # of layers that would have to move for another cut to be told
 
@@ -45,23 +46,36 @@ class RunningPlan:
 
 
 def running_plan(
-    costs: Sequence[StageCost], edges: Edges, names: Sequence[str], *, overhead_ns: float, n_lanes: int
+    costs: Sequence[StageCost],
+    edges: Edges,
+    names: Sequence[str],
+    *,
+    overhead_ns: float,
+    n_lanes: int,
+    ctx_tokens: int = 0,
 ) -> RunningPlan:
-    """Return what a pipeline of these stages is predicted to give, as it is and otherwise.
+    """Return the predicted rates of a pipeline of these stages: as it runs, and with other settings.
 
-    `overhead_ns` is what a round trip takes beyond the steps.
+    `overhead_ns`: time of a round trip beyond its steps. `n_lanes`: streams that run at once; further ones wait.
+    `ctx_tokens`: tokens that one lane may hold; 0 if unknown.
     """
-    counts = sorted({n for n in STREAMS_SHOWN if n < n_lanes} | {max(1, n_lanes)})
+    n_lanes = max(1, n_lanes)
+    counts = sorted({n for n in STREAMS_SHOWN if n < n_lanes} | {n_lanes, LANES_MORE * n_lanes})
     is_known = bool(costs) and all(cost.decode.is_known and cost.prefill.is_known for cost in costs)
-    plans = [_variant("as it runs", costs, edges, overhead_ns, counts)]
+    within = [min(n, n_lanes) for n in counts]
+    plans = [_variant("as it runs", costs, edges, overhead_ns, within)]
     if is_known:
+        plans.append(_variant(f"{LANES_MORE * n_lanes} lanes", costs, edges, overhead_ns, counts))
+        if ctx_tokens:
+            full = [dataclasses.replace(cost, decode_tokens=ctx_tokens) for cost in costs]
+            plans.append(_variant(f"every lane full: {ctx_tokens:,} tokens", full, edges, overhead_ns, within))
         steps_ns = [cost.decode_ns(ROWS_COMPARED) for cost in costs]
         speeds = [step_ns / (end - start) for step_ns, (start, end) in zip(steps_ns, edges, strict=True)]
         n_layers = edges[-1][1]
         even = _edges(_shares(speeds, n_layers))
         moved = sum(abs(new[1] - old[1]) for new, old in zip(even[:-1], edges[:-1], strict=True))
         if moved > STEP_SHARE_MIN * n_layers:
-            plans.append(_variant("cut by measured speed", _moved(costs, edges, even), even, overhead_ns, counts))
+            plans.append(_variant("cut by measured speed", _moved(costs, edges, even), even, overhead_ns, within))
         slowest = max(range(len(costs)), key=steps_ns.__getitem__)
         if n_layers > len(costs):
             copy = dataclasses.replace(costs[slowest], shares_host=False)
@@ -70,7 +84,7 @@ def running_plan(
             new = _edges(_shares([*speeds[: slowest + 1], speeds[slowest], *speeds[slowest + 1 :]], n_layers))
             longer_ns = overhead_ns * (len(costs) + 2) / (len(costs) + 1)
             name = f"one more machine like {names[slowest]}'s"
-            plans.append(_variant(name, _moved(more, old, new), new, longer_ns, counts))
+            plans.append(_variant(name, _moved(more, old, new), new, longer_ns, within))
     steps = [{"step_ms": _steps_ms(cost)} for cost in costs]
     return RunningPlan(is_known, counts, steps, plans)
 

@@ -64,7 +64,7 @@ export function planView() {
       lines.push(h("p.soft", null, "DIRECTORY holds the stage's certificate and token, made on the machine with the CA; on this machine alone --token-file FILE is enough:"));
       lines.push(codeBlock(`relayline certs issue CA-DIRECTORY HOST --stage ${names[0]}`));
     } else lines.push(h("p.soft", null, "This coordinator was given the addresses of its stages. For machines that join by themselves, write them into a manifest and start it on the first one; it prints the line for each other:"), codeBlock("relayline init\nrelayline plan pipeline.yaml\nrelayline up pipeline.yaml"));
-    lines.push(h("p.soft", null, "Another cut, other lanes or another context are a new start. What each would give, with memory checked:"), codeBlock("relayline plan pipeline.yaml"));
+    lines.push(h("p.soft", null, "Another cut, other lanes or another context are a new start. relayline plan says what each needs in memory:"), codeBlock("relayline plan pipeline.yaml"));
     next.replaceChildren(...lines);
   }
 

@@ -190,8 +190,9 @@ async def test_plans_come_from_what_stages_have_measured(tokenizer: Tokenizer) -
         plan = json.loads(body)
         assert status == 200
         assert plan["is_known"]
-        assert [each["name"] for each in plan["plans"]] == ["as it runs", "one more machine like stage 0's"]
-        assert plan["streams"] == [1, 8]
+        names = [each["name"] for each in plan["plans"]]
+        assert names == ["as it runs", "16 lanes", "every lane full: 64 tokens", "one more machine like stage 0's"]
+        assert plan["streams"] == [1, 8, 16]
         assert all(rate > 0 for each in plan["plans"] for rate in each["tokens_per_s"])
         assert (await world.get("/v1/pipeline/plan"))[2] == body
         assert world.generator.n_asked == 1, "planned once for some seconds"

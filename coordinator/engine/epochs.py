@@ -25,6 +25,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from relayline.coordinator.engine.balance import Balance
 from relayline.coordinator.engine.conductor import Conductor, EpochFacts
 from relayline.coordinator.engine.connection import Connection
 from relayline.coordinator.engine.instructions import Instruction
@@ -76,6 +77,7 @@ class Epochs:
             config, roster, self._open, lambda: bool(conductor.readers), lambda error: self._fail_all(error)
         )
         self.connection: Connection | None = None
+        self.balance = Balance(file, config.stage_names)
         self._sender: TokenSender | None = None
         self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
         self.ready = asyncio.Event()
@@ -154,7 +156,7 @@ class Epochs:
         )
         instructions = conductor.connected(facts_of(connection), time.monotonic_ns())
         scheduler = conductor.scheduler
-        connection.keep_costs(conductor.readers, scheduler.refresh)
+        connection.keep_costs(conductor.readers, self.balance.refresh(scheduler))
         connection.keep_watch(self._route_id, scheduler.under_way, self._is_sent, self._on_silent, self.lose)
         observer.connected(len(self._file.stages), connection.statuses)
         self.ready.set()

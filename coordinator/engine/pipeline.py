@@ -155,6 +155,7 @@ class Pipeline:
             "shared_requests": conductor.readers.n_joined,
             "prefixes": conductor.prefixes.figures(),
             "plan": conductor.scheduler.describe(),
+            "imbalance": self.epochs.balance.describe(now_ns),
             "link": connection.link.figures() if connection else {},
             "missing": self._roster.missing(),
         }

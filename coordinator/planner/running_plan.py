@@ -72,7 +72,7 @@ def running_plan(
         steps_ns = [cost.decode_ns(ROWS_COMPARED) for cost in costs]
         speeds = [step_ns / (end - start) for step_ns, (start, end) in zip(steps_ns, edges, strict=True)]
         n_layers = edges[-1][1]
-        even = _edges(_shares(speeds, n_layers))
+        even = cut_by_speed(steps_ns, edges)
         moved = sum(abs(new[1] - old[1]) for new, old in zip(even[:-1], edges[:-1], strict=True))
         if moved > STEP_SHARE_MIN * n_layers:
             plans.append(_variant("cut by measured speed", _moved(costs, edges, even), even, overhead_ns, within))
@@ -87,6 +87,12 @@ def running_plan(
             plans.append(_variant(name, _moved(more, old, new), new, longer_ns, within))
     steps = [{"step_ms": _steps_ms(cost)} for cost in costs]
     return RunningPlan(is_known, counts, steps, plans)
+
+
+def cut_by_speed(steps_ns: Sequence[float], edges: Edges) -> Edges:
+    """Return the cut with which all stages take about as long, if these steps were measured with `edges`."""
+    layer_ns = [step_ns / (end - start) for step_ns, (start, end) in zip(steps_ns, edges, strict=True)]
+    return _edges(_shares(layer_ns, edges[-1][1]))
 
 
 def _variant(name: str, costs: Sequence[StageCost], edges: Edges, overhead_ns: float, counts: Sequence[int]) -> Variant:
@@ -104,7 +110,7 @@ def _steps_ms(cost: StageCost) -> dict[str, float]:
 
 
 def _shares(layer_ns: Sequence[float], n_layers: int) -> list[int]:
-    """Divide layers so that all stages take about as long: at least one each, what is left over to who is quickest."""
+    """Divide layers so that all stages take about as long, with at least one each. The quickest get the remainder."""
     pace = 1.0 / sum(1.0 / ns for ns in layer_ns)
     wanted = [n_layers * pace / ns for ns in layer_ns]
     found = [max(1, int(layers)) for layers in wanted]

@@ -11,6 +11,7 @@ export function planView() {
   const facts = h("dl.facts");
   const ifs = h("tbody");
   const note = h("p");
+  const warning = h("p.warn-t", { role: "status" });
   const next = h("div");
   let computed = null;
   let asking = false;
@@ -70,7 +71,7 @@ export function planView() {
 
   return {
     element: h("div", null,
-      h("section", null, h(".head", null, h("h2", null, "The plan that runs")), h(".panel", null, facts, h(".pad", null, bar), h(".scroll", { tabindex: "0", role: "region", "aria-label": "Stages" }, h("table", null, head, body)))),
+      h("section", null, h(".head", null, h("h2", null, "The plan that runs")), h(".panel", null, facts, h(".pad", null, bar, warning), h(".scroll", { tabindex: "0", role: "region", "aria-label": "Stages" }, h("table", null, head, body)))),
       h("section", null, h(".head", null, h("h2", null, "What others would give"), note, h(".tools", null, h("button", { type: "button", onclick: look }, "Compute again"))), h(".panel.scroll", { tabindex: "0", role: "region", "aria-label": "Plans" }, h("table", null, ifs))),
       h("section", null, h(".head", null, h("h2", null, "The next machine")), next)),
     show() {
@@ -92,6 +93,8 @@ export function planView() {
         fact("Beside steps", ms(plan.overhead_ns / 1e6), "a round trip"),
         fact("Prompt chunk", count(plan.chunk_rows), "rows"),
       );
+      const unequal = state.imbalance;
+      say(warning, unequal ? `${stageName(state.stages[unequal.slowest])} holds the others up for ${unequal.for_s.toFixed(0)} s: layers ${unequal.layers.map(layers).join(", ")} would give ${percent(unequal.gain)} more tokens.` : "");
       const total = Math.max(1, ...state.stages.map((stage) => stage.layers[1]));
       bar.setAttribute("aria-label", state.stages.map((stage) => `${stageName(stage)}: layers ${layers(stage.layers)}`).join(", "));
       if (bar.children.length !== state.stages.length) {

@@ -153,6 +153,13 @@ def test_a_coordinator_that_counts_from_zero_again_shows_no_nonsense() -> None:
     assert (found["tokens_per_s"], found["stages"][0]["steps_per_s"]) == (0.0, 0.0)
 
 
+def test_a_cut_that_would_be_faster_is_a_line() -> None:
+    after = described(10**9, 30) | {"imbalance": {"slowest": 0, "layers": [[0, 2], [2, 4]], "gain": 0.314, "for_s": 75}}
+    out = io.StringIO()
+    Console(file=out, width=100).print(frame("http://h", after, rates(described(0, 0), after)))
+    assert "stage 0 holds the others up for 75 s: layers 0-1, 2-3 would give 31% more" in out.getvalue()
+
+
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_one_frame_fits_a_terminal(width: int) -> None:
     after = described(10**9, 30, tokens=90)

@@ -1,0 +1,41 @@
+"""Takes the stages' fresh costs each second: the schedule plans with them, and a lasting imbalance is logged once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.coordinator.planner.imbalance import ImbalanceWatch
+from relayline.coordinator.schedule.overhead import Held
+from relayline.coordinator.schedule.scheduler import Scheduler
+from relayline.coordinator.schedule.stage_cost import StageCost
+
+log = logging.getLogger("relayline.coordinator")
+
+
+class Balance:
+    """The balance of one pipeline's stages over all its epochs. Event loop only."""
+
+    def __init__(self, file: PipelineFile, stage_names: Sequence[str]) -> None:
+        self._watch = ImbalanceWatch(tuple((stage.layer_start, stage.layer_end) for stage in file.stages))
+        self._stage_names = stage_names
+
+    def refresh(self, scheduler: Scheduler) -> Callable[[list[StageCost], list[Held]], None]:
+        """Return what takes fresh costs for one epoch's scheduler."""
+
+        def refresh(costs: list[StageCost], held: list[Held]) -> None:
+            scheduler.refresh(costs, held)
+            plan, now_ns = scheduler.plan(), time.monotonic_ns()
+            overhead_ns = scheduler.planner.overhead_ns
+            found = self._watch.look(costs, plan.n_groups, plan.group_rows, overhead_ns=overhead_ns, now_ns=now_ns)
+            if found is not None:
+                log.warning("%s", found.words(self._stage_names))
+
+        return refresh
+
+    def describe(self, now_ns: int) -> dict[str, object] | None:
+        """Return the imbalance for GET /v1/pipeline; None while there is none."""
+        found = self._watch.reported
+        return found.describe(now_ns) if found is not None else None

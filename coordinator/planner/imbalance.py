@@ -1,0 +1,106 @@
+"""Notices that another cut would be clearly faster, from the steps that stages measure while they serve. Pure.
+
+A neighbour on a host gets busy, or a laptop throttles: then one stage's steps grow, and the others wait for it. Each
+look compares the running cut with the cut that fits the present steps. The two are compared by the cycle of the groups
+under way (`coordinator.schedule.groups`): the busiest stage's work on all flights, or one flight's way if that is
+longer. An imbalance is reported once the gain has been large for a while, and until it has become small.
+
+Memory and legal cuts are not known here. `relayline plan` checks both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from relayline.coordinator.planner.running_plan import cut_by_speed
+from relayline.coordinator.planner.search import Edges
+from relayline.coordinator.schedule.stage_cost import StageCost
+
+GAIN_MIN = 0.15  # more tokens per second by another cut, from which on it is worth moving weights
+GAIN_KEPT = 0.08  # a reported imbalance is over below this: near GAIN_MIN it would come and go
+HOLD_NS = 60_000_000_000  # for which the gain must have been large
+LOOKS_APART_NS = 10_000_000_000  # between looks; a longer pause starts the time anew, because nothing was measured
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Imbalance:
+    """Another cut that would be faster."""
+
+    slowest: int
+    """Index of the stage whose steps take longest."""
+    layers: Edges
+    """Of each stage in the other cut: first layer, and one past the last."""
+    gain: float
+    """More tokens per second than now, as a share: 0.2 for 20 %."""
+    since_ns: int
+    """When it was first seen, on the caller's monotonic clock."""
+
+    def words(self, stage_names: Sequence[str]) -> str:
+        """Return it as one line for a person."""
+        name = stage_names[self.slowest] if self.slowest < len(stage_names) else f"stage {self.slowest}"
+        cut = ", ".join(f"{start}-{end - 1}" for start, end in self.layers)
+        return (
+            f"{name} holds the others up: with layers {cut} the pipeline would make about {self.gain:.0%} more tokens; "
+            "`relayline plan` checks memory and cuts"
+        )
+
+    def describe(self, now_ns: int) -> dict[str, object]:
+        """Return it for GET /v1/pipeline."""
+        return {
+            "slowest": self.slowest,
+            "layers": [list(edge) for edge in self.layers],
+            "gain": round(self.gain, 3),
+            "for_s": round((now_ns - self.since_ns) / 1e9, 1),
+        }
+
+
+class ImbalanceWatch:
+    """The looks at one pipeline. Cuts do not change while it lives."""
+
+    def __init__(self, edges: Edges) -> None:
+        self._edges = edges
+        self._seen: Imbalance | None = None
+        self._looked_ns = 0
+        self._is_reported = False
+
+    @property
+    def reported(self) -> Imbalance | None:
+        """The imbalance that has lasted long enough; None while there is none."""
+        return self._seen if self._is_reported else None
+
+    def look(
+        self, costs: Sequence[StageCost], n_groups: int, group_rows: int, *, overhead_ns: float, now_ns: int
+    ) -> Imbalance | None:
+        """Compare the running cut with the best one. Returns an imbalance once, when it has lasted long enough.
+
+        `costs`: of each stage, as measured now. `overhead_ns`: time of a round trip beyond its steps.
+        """
+        found = self._compare(costs, max(1, n_groups), max(1, group_rows), overhead_ns, now_ns)
+        is_apart = now_ns - self._looked_ns > LOOKS_APART_NS
+        self._looked_ns = now_ns
+        if found is None or found.gain < (GAIN_KEPT if self._is_reported else GAIN_MIN):
+            self._seen, self._is_reported = None, False
+            return None
+        if self._seen is not None and (self._is_reported or not is_apart):
+            found = dataclasses.replace(found, since_ns=self._seen.since_ns)
+        was_reported = self._is_reported
+        self._seen = found
+        self._is_reported = was_reported or now_ns - found.since_ns >= HOLD_NS
+        return found if self._is_reported and not was_reported else None
+
+    def _compare(
+        self, costs: Sequence[StageCost], n_groups: int, rows: int, overhead_ns: float, now_ns: int
+    ) -> Imbalance | None:
+        if len(costs) < 2 or not all(cost.decode.is_known for cost in costs):
+            return None
+        steps_ns = [cost.decode_ns(rows) for cost in costs]
+        cut = cut_by_speed(steps_ns, self._edges)
+        sizes = zip(steps_ns, self._edges, cut, strict=True)
+        moved_ns = [ns * (after[1] - after[0]) / (before[1] - before[0]) for ns, before, after in sizes]
+        gain = _cycle_ns(steps_ns, n_groups, overhead_ns) / _cycle_ns(moved_ns, n_groups, overhead_ns) - 1
+        return Imbalance(max(range(len(costs)), key=steps_ns.__getitem__), cut, gain, now_ns)
+
+
+def _cycle_ns(steps_ns: Sequence[float], n_groups: int, overhead_ns: float) -> float:
+    return max(n_groups * max(steps_ns), sum(steps_ns) + overhead_ns)

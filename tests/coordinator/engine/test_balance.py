@@ -1,0 +1,46 @@
+"""Fresh costs of an epoch reach its schedule, and a lasting imbalance is one line in the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from relayline.coordinator.engine.balance import Balance
+from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.coordinator.planner.imbalance import HOLD_NS
+from relayline.coordinator.schedule.groups import GroupPlanner
+from relayline.coordinator.schedule.scheduler import ScheduleConfig, Scheduler
+from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.wire.common.curve import CostCurve
+
+
+def cost(step_ms: float) -> StageCost:
+    flat = CostCurve([(rows, step_ms * 1e6) for rows in (1, 8, 32)])
+    return StageCost(flat, flat, 32)
+
+
+def test_costs_reach_the_schedule_and_an_imbalance_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = [SimpleNamespace(layer_start=start, layer_end=start + 4) for start in (0, 4)]
+    balance = Balance(cast("PipelineFile", SimpleNamespace(stages=layers)), ["desk", "laptop"])
+    scheduler = Scheduler(ScheduleConfig(mode="fixed", n_groups=2, group_rows=8), GroupPlanner([cost(10), cost(10)]))
+    refresh = balance.refresh(scheduler)
+    now: dict[str, Any] = {"ns": 0}
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now["ns"])
+    with caplog.at_level(logging.WARNING, "relayline.coordinator"):
+        for _ in range(2 * HOLD_NS // 1_000_000_000):
+            now["ns"] += 1_000_000_000
+            refresh([cost(10), cost(30)], [])
+    assert scheduler.planner.step_ns(8) == 30e6
+    (line,) = caplog.messages
+    assert line.startswith("laptop holds the others up: with layers 0-5, 6-7 ")
+    described = balance.describe(now["ns"])
+    assert described is not None
+    assert described["layers"] == [[0, 6], [6, 8]]
+    refresh([cost(10), cost(10)], [])
+    assert balance.describe(now["ns"]) is None

@@ -1,0 +1,91 @@
+"""When another cut would be clearly faster: said after a minute, and once, from measured steps. Time is an argument."""
+
+from __future__ import annotations
+
+import pytest
+
+from relayline.coordinator.planner import imbalance
+from relayline.coordinator.planner.imbalance import HOLD_NS, Imbalance, ImbalanceWatch
+from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.wire.common.curve import CostCurve
+
+S = 1_000_000_000
+MS = 1_000_000
+EDGES = ((0, 10), (10, 20))
+
+
+def cost(step_ms: float) -> StageCost:
+    flat = CostCurve([(rows, step_ms * MS) for rows in (1, 8, 32)])
+    return StageCost(flat, flat, 32)
+
+
+class Looks:
+    """A watch that looks once a second."""
+
+    def __init__(self) -> None:
+        self.watch = ImbalanceWatch(EDGES)
+        self.now_ns = 5 * S
+
+    def take(self, seconds: int, *steps_ms: float, overhead_ms: float = 0.0) -> list[Imbalance]:
+        told = []
+        for _ in range(seconds):
+            costs = [cost(ms) for ms in steps_ms]
+            found = self.watch.look(costs, 2, 8, overhead_ns=overhead_ms * MS, now_ns=self.now_ns)
+            told += [found] if found is not None else []
+            self.now_ns += S
+        return told
+
+
+def test_a_neighbour_that_gets_busy_is_told_once_after_a_minute() -> None:
+    looks = Looks()
+    assert looks.take(300, 10, 10) == []
+    assert looks.take(60, 10, 30) == [], "a minute has not passed"
+    (told,) = looks.take(120, 10, 30)
+    assert told.slowest == 1
+    assert told.layers == ((0, 15), (15, 20)), "three times as slow, a third of the layers"
+    # Two groups: from 2 x 30 ms a cycle to 2 x 15 ms.
+    assert told.gain == pytest.approx(1.0)
+    assert looks.watch.reported is not None
+    assert looks.watch.reported.describe(looks.now_ns)["for_s"] == pytest.approx(180.0)
+    assert told.words(["desk", "laptop"]).startswith(
+        "laptop holds the others up: with layers 0-14, 15-19 the pipeline would make about 100% more tokens"
+    )
+
+
+def test_it_is_over_when_the_neighbour_is_quiet_again() -> None:
+    looks = Looks()
+    looks.take(100, 10, 30)
+    looks.take(1, 10, 10)
+    assert looks.watch.reported is None
+    assert looks.take(59, 10, 30) == [], "and the minute starts anew"
+
+
+def test_a_gain_about_the_bound_does_not_come_and_go() -> None:
+    looks = Looks()
+    assert len(looks.take(100, 10, 14)) == 1
+    assert imbalance.GAIN_KEPT < 0.1 < imbalance.GAIN_MIN
+    # From 12.2 ms to 11 ms: a gain of less than GAIN_MIN, and more than GAIN_KEPT.
+    assert looks.take(100, 10, 12.3) == []
+    assert looks.watch.reported is not None
+    assert Looks().take(100, 10, 12.3) == [], "not worth telling by itself"
+
+
+def test_a_short_burst_and_a_time_without_measurements_tell_nothing() -> None:
+    looks = Looks()
+    for _ in range(10):
+        assert looks.take(50, 10, 30) == []
+        looks.take(5, 10, 10)
+    looks.take(50, 10, 30)
+    looks.now_ns += HOLD_NS  # nothing ran
+    assert looks.take(50, 10, 30) == []
+
+
+def test_where_round_trips_take_the_time_another_cut_gains_little() -> None:
+    assert Looks().take(200, 1, 2, overhead_ms=100) == []
+
+
+def test_nothing_is_told_without_curves_or_neighbours() -> None:
+    watch = ImbalanceWatch(EDGES)
+    bare = StageCost(CostCurve(), CostCurve(), 32)
+    assert watch.look([bare, cost(5)], 2, 8, overhead_ns=0.0, now_ns=S) is None
+    assert ImbalanceWatch(((0, 20),)).look([cost(5)], 1, 8, overhead_ns=0.0, now_ns=S) is None

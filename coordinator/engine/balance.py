@@ -27,9 +27,8 @@ class Balance:
 
         def refresh(costs: list[StageCost], held: list[Held]) -> None:
             scheduler.refresh(costs, held)
-            plan, now_ns = scheduler.plan(), time.monotonic_ns()
-            overhead_ns = scheduler.planner.overhead_ns
-            found = self._watch.look(costs, plan.n_groups, plan.group_rows, overhead_ns=overhead_ns, now_ns=now_ns)
+            overhead_ns, now_ns = scheduler.planner.overhead_ns, time.monotonic_ns()
+            found = self._watch.look(costs, scheduler.n_decoding, overhead_ns=overhead_ns, now_ns=now_ns)
             if found is not None:
                 log.warning("%s", found.words(self._stage_names))
 

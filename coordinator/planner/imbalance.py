@@ -1,9 +1,9 @@
 """Notices that another cut would be clearly faster, from the steps that stages measure while they serve. Pure.
 
 A neighbour on a host gets busy, or a laptop throttles: then one stage's steps grow, and the others wait for it. Each
-look compares the running cut with the cut that fits the present steps. The two are compared by the cycle of the groups
-under way (`coordinator.schedule.groups`): the busiest stage's work on all flights, or one flight's way if that is
-longer. An imbalance is reported once the gain has been large for a while, and until it has become small.
+look compares the running cut with the cut that fits the present steps. Each is taken with the number of groups that
+suits it best, by the cycle of `coordinator.schedule.groups`: the busiest stage's work on all flights, or one flight's
+way if that is longer. An imbalance is reported once the gain has been large for a while, and until it has become small.
 
 Memory and legal cuts are not known here. `relayline plan` checks both.
 """
@@ -11,6 +11,7 @@ Memory and legal cuts are not known here. `relayline plan` checks both.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from relayline.coordinator.planner.running_plan import cut_by_speed
@@ -20,6 +21,7 @@ from relayline.coordinator.schedule.stage_cost import StageCost
 GAIN_MIN = 0.15  # more tokens per second by another cut, from which on it is worth moving weights
 GAIN_KEPT = 0.08  # a reported imbalance is over below this: near GAIN_MIN it would come and go
 HOLD_NS = 60_000_000_000  # for which the gain must have been large
+GROUPS_PER_STAGE = 2  # groups that are tried, per stage
 LOOKS_APART_NS = 10_000_000_000  # between looks; a longer pause starts the time anew, because nothing was measured
 
 
@@ -69,14 +71,13 @@ class ImbalanceWatch:
         """The imbalance that has lasted long enough; None while there is none."""
         return self._seen if self._is_reported else None
 
-    def look(
-        self, costs: Sequence[StageCost], n_groups: int, group_rows: int, *, overhead_ns: float, now_ns: int
-    ) -> Imbalance | None:
+    def look(self, costs: Sequence[StageCost], n_streams: int, *, overhead_ns: float, now_ns: int) -> Imbalance | None:
         """Compare the running cut with the best one. Returns an imbalance once, when it has lasted long enough.
 
-        `costs`: of each stage, as measured now. `overhead_ns`: time of a round trip beyond its steps.
+        `costs`: of each stage, as measured now. `n_streams`: that decode now. `overhead_ns`: time of a round trip
+        beyond its steps.
         """
-        found = self._compare(costs, max(1, n_groups), max(1, group_rows), overhead_ns, now_ns)
+        found = self._compare(costs, max(1, n_streams), overhead_ns, now_ns)
         is_apart = now_ns - self._looked_ns > LOOKS_APART_NS
         self._looked_ns = now_ns
         if found is None or found.gain < (GAIN_KEPT if self._is_reported else GAIN_MIN):
@@ -89,18 +90,23 @@ class ImbalanceWatch:
         self._is_reported = was_reported or now_ns - found.since_ns >= HOLD_NS
         return found if self._is_reported and not was_reported else None
 
-    def _compare(
-        self, costs: Sequence[StageCost], n_groups: int, rows: int, overhead_ns: float, now_ns: int
-    ) -> Imbalance | None:
+    def _compare(self, costs: Sequence[StageCost], n_streams: int, overhead_ns: float, now_ns: int) -> Imbalance | None:
         if len(costs) < 2 or not all(cost.decode.is_known for cost in costs):
             return None
-        steps_ns = [cost.decode_ns(rows) for cost in costs]
+        n_rows = min(n_streams, *(cost.rows_max for cost in costs))
+        steps_ns = [cost.decode_ns(n_rows) for cost in costs]
         cut = cut_by_speed(steps_ns, self._edges)
-        sizes = zip(steps_ns, self._edges, cut, strict=True)
-        moved_ns = [ns * (after[1] - after[0]) / (before[1] - before[0]) for ns, before, after in sizes]
-        gain = _cycle_ns(steps_ns, n_groups, overhead_ns) / _cycle_ns(moved_ns, n_groups, overhead_ns) - 1
+        scales = [(new[1] - new[0]) / (old[1] - old[0]) for old, new in zip(self._edges, cut, strict=True)]
+        now_cycle_ns = _cycle_ns(costs, [1.0] * len(costs), n_rows, overhead_ns)
+        gain = now_cycle_ns / _cycle_ns(costs, scales, n_rows, overhead_ns) - 1
         return Imbalance(max(range(len(costs)), key=steps_ns.__getitem__), cut, gain, now_ns)
 
 
-def _cycle_ns(steps_ns: Sequence[float], n_groups: int, overhead_ns: float) -> float:
-    return max(n_groups * max(steps_ns), sum(steps_ns) + overhead_ns)
+def _cycle_ns(costs: Sequence[StageCost], scales: Sequence[float], n_rows: int, overhead_ns: float) -> float:
+    """Return the shortest cycle in which every one of n_rows streams gets a token."""
+    cycles_ns = []
+    for n_groups in range(1, min(n_rows, GROUPS_PER_STAGE * len(costs)) + 1):
+        rows = math.ceil(n_rows / n_groups)
+        steps_ns = [cost.decode_ns(rows) * scale for cost, scale in zip(costs, scales, strict=True)]
+        cycles_ns.append(max(n_groups * max(steps_ns), sum(steps_ns) + overhead_ns))
+    return min(cycles_ns)

@@ -15,8 +15,9 @@ EDGES = ((0, 10), (10, 20))
 
 
 def cost(step_ms: float) -> StageCost:
-    flat = CostCurve([(rows, step_ms * MS) for rows in (1, 8, 32)])
-    return StageCost(flat, flat, 32)
+    """Return the cost of a stage of which eight rows take so long, and others in proportion."""
+    curve = CostCurve([(rows, step_ms * MS * rows / 8) for rows in (1, 2, 4, 8, 16, 32)])
+    return StageCost(curve, curve, 32)
 
 
 class Looks:
@@ -30,7 +31,7 @@ class Looks:
         told = []
         for _ in range(seconds):
             costs = [cost(ms) for ms in steps_ms]
-            found = self.watch.look(costs, 2, 8, overhead_ns=overhead_ms * MS, now_ns=self.now_ns)
+            found = self.watch.look(costs, 16, overhead_ns=overhead_ms * MS, now_ns=self.now_ns)
             told += [found] if found is not None else []
             self.now_ns += S
         return told
@@ -43,7 +44,7 @@ def test_a_neighbour_that_gets_busy_is_told_once_after_a_minute() -> None:
     (told,) = looks.take(120, 10, 30)
     assert told.slowest == 1
     assert told.layers == ((0, 15), (15, 20)), "three times as slow, a third of the layers"
-    # Two groups: from 2 x 30 ms a cycle to 2 x 15 ms.
+    # Sixteen streams in two groups: from 2 x 30 ms a cycle to 2 x 15 ms.
     assert told.gain == pytest.approx(1.0)
     assert looks.watch.reported is not None
     assert looks.watch.reported.describe(looks.now_ns)["for_s"] == pytest.approx(180.0)
@@ -87,5 +88,5 @@ def test_where_round_trips_take_the_time_another_cut_gains_little() -> None:
 def test_nothing_is_told_without_curves_or_neighbours() -> None:
     watch = ImbalanceWatch(EDGES)
     bare = StageCost(CostCurve(), CostCurve(), 32)
-    assert watch.look([bare, cost(5)], 2, 8, overhead_ns=0.0, now_ns=S) is None
-    assert ImbalanceWatch(((0, 20),)).look([cost(5)], 1, 8, overhead_ns=0.0, now_ns=S) is None
+    assert watch.look([bare, cost(5)], 16, overhead_ns=0.0, now_ns=S) is None
+    assert ImbalanceWatch(((0, 20),)).look([cost(5)], 16, overhead_ns=0.0, now_ns=S) is None

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -22,6 +23,8 @@ if "RELAYLINE_SANITIZED" in os.environ:
 
 # A worker of pytest-xdist ignores Ctrl-C, and so would every process that a test starts in it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+OURS = tuple(f"{Path(__file__).parents[1] / name}/" for name in ("stage", "coordinator", "wire"))
 
 
 @pytest.fixture(autouse=True)
@@ -60,4 +63,4 @@ async def no_stray_tasks() -> AsyncIterator[None]:
 def _is_ours(task: asyncio.Task[object]) -> bool:
     """Whether a package of this repository wrote the coroutine; grpc and pytest keep tasks of their own."""
     code = getattr(task.get_coro(), "cr_code", None)
-    return code is not None and any(f"/{name}/" in code.co_filename for name in ("stage", "coordinator", "wire"))
+    return code is not None and code.co_filename.startswith(OURS)

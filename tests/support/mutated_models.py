@@ -1,7 +1,8 @@
 """Seeded mutations of tiny models, and what becomes of each from `inspect` to the first decoded rows.
 
-`python -m tests.support.mutated_models COUNT [SEED]` tries that many, each in a process of its own, and lists every one
-that ended a process instead of being refused.
+`python -m tests.support.mutated_models COUNT [SEED] [PART/PARTS]` tries that many, each in a process of its own, and
+lists every one that ended a process instead of being refused. A part is every PARTS-th of the same mutants: several of
+them can run side by side, or one after the other.
 """
 
 from __future__ import annotations
@@ -275,6 +276,16 @@ def go_through(path: Path, directory: Path) -> None:
                     read_vocabulary(engine.vocab, engine.n_vocab)
 
 
+def load_modules() -> None:
+    """Load what `go_through` needs, so that not every forked process does it anew."""
+    import relayline.coordinator.model.inspection
+    import relayline.coordinator.model.split
+    import relayline.coordinator.text.tokenizer
+    import relayline.deploy.launch.trial
+    import relayline.stage.engine.native
+    import relayline.stage.sampling.constraint  # noqa: F401
+
+
 def outcome(path: Path, directory: Path, limit_s: int = 200) -> str:
     """Go through a model in a forked process; returns how it ended: ok, the line it was refused with, or its death."""
     read_end, write_end = os.pipe()
@@ -312,14 +323,17 @@ def outcome(path: Path, directory: Path, limit_s: int = 200) -> str:
     return f"DEATH {how}: {text} {lines[-1][:200]}"
 
 
-def main(count: int, seed: int) -> int:
+def main(count: int, seed: int, part: int = 0, n_parts: int = 1) -> int:
     deaths, tally = [], collections.Counter[str]()
+    load_modules()
     with tempfile.TemporaryDirectory() as name:
         root, dice = Path(name), random.Random(seed)
         models = sources(root, dice)
         for number in range(count):
             family, source = next(models)
             content, done = mutate(read_draft(source), dice)
+            if number % n_parts != part:
+                continue
             path, place = root / "mutant.gguf", root / "split"
             path.write_bytes(content)
             found = outcome(path, place)
@@ -336,4 +350,5 @@ def main(count: int, seed: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1))
+    _part, _, _parts = (sys.argv[3] if len(sys.argv) > 3 else "0/1").partition("/")
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1, int(_part), int(_parts)))

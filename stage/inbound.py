@@ -17,8 +17,9 @@ from relayline.wire.common import bounds
 from relayline.wire.common.errors import HandshakeError, ProtocolError, StaleEpochError
 from relayline.wire.common.texts import printable
 from relayline.wire.envelopes import messages
-from relayline.wire.envelopes.envelope import NUMPY_DTYPE, EnvelopeView, parse
+from relayline.wire.envelopes.envelope import NUMPY_DTYPE, EnvelopeView, bytes_max_of, parse
 from relayline.wire.envelopes.frames import Flag
+from relayline.wire.envelopes.parts import PartReader
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CREDIT_REPLY_BYTES = bounds.BYTES_IN_FLIGHT_DEFAULT // bounds.CREDIT_HELD_DIVISOR
@@ -37,7 +38,9 @@ class Inbound:
         self._dtype: int = hello.dtype
         self._width = 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd
         self._context = context
+        self._parts = PartReader(bytes_max_of(self._width))
         self.n_envelopes = 0  # that have come; each says its number
+        self._in_flight_bytes = 0  # of rows that have come, and for which no credit has been given back
         self._owed_bytes = 0
         self._replying: asyncio.Task[None] | None = None
         self._closed = False
@@ -62,15 +65,26 @@ class Inbound:
 
     async def next(self) -> EnvelopeView | None:
         """Return the next envelope, None when the neighbour has closed. Raises ProtocolError, StaleEpochError."""
-        message = await self._context.read()
-        if not isinstance(message, bytes):
-            return None
-        view = parse(message, max_rows=self._max_rows)
+        envelope = None
+        while envelope is None:
+            message = await self._context.read()
+            if not isinstance(message, bytes):
+                return None
+            envelope = self._parts.take(message)
+        view = parse(envelope, max_rows=self._max_rows)
         self.n_envelopes += 1
         check_due(view, self.route.epoch, self.n_envelopes)
         if view.dtype != self._dtype or view.width != self._width:
             raise ProtocolError(f"envelope of dtype {view.dtype} and width {view.width} does not fit the handshake")
+        self._take_credit(view.payload_bytes)
         return view
+
+    def _take_credit(self, size_bytes: int) -> None:
+        """Hold an envelope against what its sender may have in flight, by the sender's own rule in RelayLink."""
+        held_bytes, window_bytes = self._in_flight_bytes, bounds.BYTES_IN_FLIGHT_DEFAULT
+        if held_bytes > CREDIT_REPLY_BYTES and held_bytes + size_bytes > window_bytes:
+            raise ProtocolError(f"{held_bytes + size_bytes} bytes are in flight, over the credit of {window_bytes}")
+        self._in_flight_bytes += size_bytes
 
     def frames(self, view: EnvelopeView) -> list[QueuedFrame]:
         """Turn an envelope into frames for the batcher; rows stay in the received message. Raises StaleEpochError."""
@@ -86,6 +100,7 @@ class Inbound:
         try:
             while self._owed_bytes >= CREDIT_REPLY_BYTES and not self._closed:
                 owed, self._owed_bytes = self._owed_bytes, 0
+                self._in_flight_bytes -= owed
                 await self._context.write(pb.RelayResponse(credit_bytes=owed))
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
             self._closed = True  # the reader sees the end of the stream and cleans up

@@ -36,7 +36,7 @@ from relayline.stage.steps.policy import DrainPolicy, GroupPolicy, Policy, Singl
 from relayline.stage.steps.runner import Runner
 from relayline.stage.steps.step import StepExecutor
 from relayline.stage.steps.watchdog import StepWatch, watch_steps
-from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
+from relayline.wire.common.bounds import DRAFTED_ROWS_MAX, MESSAGE_BYTES_MAX
 from relayline.wire.common.curve import PAD_SEARCH_ROWS, CostCurve
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.process import first_of, run
@@ -179,7 +179,8 @@ async def serve(
 
     runner = Runner(batcher, executor, service.deliver, crash, service.account)
     artifact = facts.artifact
-    receive_bytes_max = bytes_max_of(1 if artifact.is_first else artifact.n_embd)
+    envelope_bytes_max = bytes_max_of(1 if artifact.is_first else artifact.n_embd)
+    receive_bytes_max = min(envelope_bytes_max, MESSAGE_BYTES_MAX)
     who = f"stage {artifact.stage_index}"
     listener = Listener(config.security, who, receive_bytes_max, config.coordinator)
     service.attach(runner, listener.guard)

@@ -5,7 +5,7 @@ A bound that a user may lower is a configuration field whose default and ceiling
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 6  # raised on any incompatible change of the contract; checked in every handshake
+PROTOCOL_VERSION = 7  # raised on any incompatible change of the contract; checked in every handshake
 
 N_EMBD_MAX = 32_768  # widest hidden state accepted; twice the widest open model of 2026
 ROWS_PER_ENVELOPE_MAX = 2_048  # rows of one native step, hence of one envelope; also the ceiling of --max-rows
@@ -29,9 +29,13 @@ CTX_TOKENS_MAX = 1 << 20  # tokens per stream
 DRAFT_TOKENS_MAX = 31  # tokens drafted behind one row; with it they are half a tile of attention; ceiling of --draft
 DRAFTED_ROWS_MAX = 32  # rows that drafts may add to one envelope: the last stage has room for the logits of so many
 
-# One message holds at most the payload of a full step in the exact (f32) dtype, plus headers and options.
+# An envelope holds at most the payload of a full step in the exact (f32) dtype, plus headers and options.
 HEADERS_BYTES_MAX = 3 * 1024 * 1024
 ENVELOPE_BYTES_MAX = ROWS_PER_ENVELOPE_MAX * N_EMBD_MAX * 4 + HEADERS_BYTES_MAX
+# Of one message of any call. gRPC's Python binding holds a message up to three times before it hands it over, so this
+# bounds what a peer can make it hold before a check. A larger envelope travels in parts, see wire.envelopes.parts.
+MESSAGE_BYTES_MAX = 4 * 1024 * 1024
+PART_BYTES_MAX = MESSAGE_BYTES_MAX // 2  # of an envelope's data in one message
 # What is read by the protobuf library, see wire.envelopes.messages:
 MESSAGE_COST_BYTES_MAX = (
     4 * 1024 * 1024
@@ -67,7 +71,8 @@ LOST_AFTER_S = 9.0  # of silence, after which a peer is taken for lost; with wha
 
 assert ROWS_PER_FRAME_MAX <= ROWS_PER_ENVELOPE_MAX
 assert BYTES_IN_FLIGHT_DEFAULT <= ENVELOPE_BYTES_MAX
-assert ENVELOPE_BYTES_MAX < 2**31  # protobuf and gRPC count message bytes in 32 bits, signed
+assert ENVELOPE_BYTES_MAX < 2**31  # protobuf counts the bytes of a message in 32 bits, signed
+assert HEADERS_BYTES_MAX + 4 * ROWS_PER_ENVELOPE_MAX <= MESSAGE_BYTES_MAX  # token rows never travel in parts
 assert FRAMES_PER_ENVELOPE_MAX >= 2 * SESSIONS_PER_LINK_MAX
 # 256 bytes cover a frame record, the envelope's header, row exponents and draft tokens, spread over the frames.
 assert HEADERS_BYTES_MAX >= FRAMES_PER_ENVELOPE_MAX * 256 + OPTIONS_PER_ENVELOPE_BYTES_MAX
@@ -77,4 +82,4 @@ assert OPTIONS_BYTES_MAX >= PLAIN_OPTIONS_BYTES_MAX + 4 * GRAMMAR_TOKENS_MAX + G
 assert OPTIONS_PER_ENVELOPE_BYTES_MAX >= 8 * OPTIONS_BYTES_MAX  # some sessions always open together
 assert 3 * ERROR_TEXT_BYTES_MAX < 8 * 1024
 assert 4 * BEAT_EVERY_S <= QUIET_AFTER_S < LOST_AFTER_S <= 12 - 2 * BEAT_EVERY_S
-assert max(RETURN_BYTES_MAX, BATCHES_BYTES_MAX) <= ORDER_BYTES_MAX  # which every channel takes
+assert max(RETURN_BYTES_MAX, BATCHES_BYTES_MAX) <= ORDER_BYTES_MAX <= MESSAGE_BYTES_MAX  # which every channel takes

@@ -92,8 +92,8 @@ def bytes_max_of(width: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def lead_of(tag: int, size_bytes: int) -> bytes:
-    """Return what stands before a length-delimited field of one-byte tag."""
-    return bytes([tag]) + _varint(size_bytes)
+    """Return what stands before a length-delimited field."""
+    return _varint(tag) + _varint(size_bytes)
 
 
 @dataclasses.dataclass(slots=True)
@@ -259,6 +259,8 @@ def _parse_any(data: bytes) -> tuple[EnvelopeView, memoryview]:
     message: pb.RelayRequest = _message(pb.RelayRequest, rest)
     if message.HasField("open"):
         raise ProtocolError("a handshake came in the middle of a link")
+    if message.part_of_bytes or message.part_at or message.part:
+        raise ProtocolError("an envelope is also said to be a part of one")
     if message.dtype not in NUMPY_DTYPE:
         raise ProtocolError(f"envelope has unknown dtype {message.dtype}")
     if len(message.frames) > bounds.FRAMES_PER_ENVELOPE_MAX:

@@ -22,6 +22,7 @@ from relayline.wire.common.tasks import end_task
 from relayline.wire.common.texts import printable
 from relayline.wire.envelopes import messages
 from relayline.wire.envelopes.buffers import Buffer, BufferPool
+from relayline.wire.envelopes.parts import parts_of
 from relayline.wire.links import rpc
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.links.trouble import explained
@@ -123,7 +124,11 @@ class RelayLink:
             async with self._sending:
                 await self._take_credit(buffer.payload_bytes)
                 self.handed_ns = time.monotonic_ns()
-                await self._call.write(message)
+                if len(message) <= bounds.MESSAGE_BYTES_MAX:
+                    await self._call.write(message)
+                else:
+                    for part in parts_of(message):
+                        await self._call.write(part)
             self.envelopes_sent += 1
             self.payload_bytes_sent += buffer.payload_bytes
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:

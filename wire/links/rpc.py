@@ -43,7 +43,7 @@ _KEEPALIVE: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.ping_timeout_ms", bounds.PING_TIMEOUT_MS),
 )
-_SENT_SIZE: tuple[tuple[str, int], ...] = (("grpc.max_send_message_length", bounds.ENVELOPE_BYTES_MAX),)
+_SENT_SIZE: tuple[tuple[str, int], ...] = (("grpc.max_send_message_length", bounds.MESSAGE_BYTES_MAX),)
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *_KEEPALIVE,
     *_SENT_SIZE,

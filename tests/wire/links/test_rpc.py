@@ -271,7 +271,7 @@ def wire_setting() -> str:
 
 def test_options_say_what_the_bounds_say():
     for options in (dict(rpc.CHANNEL_OPTIONS), dict(rpc.SERVER_OPTIONS)):
-        assert options["grpc.max_send_message_length"] == bounds.ENVELOPE_BYTES_MAX
+        assert options["grpc.max_send_message_length"] == bounds.MESSAGE_BYTES_MAX
         assert options["grpc.keepalive_time_ms"] == bounds.KEEPALIVE_TIME_MS
     # A server that allows fewer pings than its clients send ends their connections with "too_many_pings".
     assert dict(rpc.SERVER_OPTIONS)["grpc.http2.min_ping_interval_without_data_ms"] < bounds.KEEPALIVE_TIME_MS

@@ -213,9 +213,15 @@ async def test_a_link_that_is_stuck_behind_its_data_is_not_cut():
     hello = pb.LinkOpen(route_id=7, epoch=3, n_embd=8, dtype=pb.DTYPE_F32)
     async with peer(alive) as other:
         link = await RelayLink.open(other.address, hello, lost.set_result)
-        stuck = asyncio.create_task(link._call.write(bytes(32 << 20)))
+
+        async def fill() -> None:
+            for _ in range(8):
+                await link._call.write(bytes(bounds.MESSAGE_BYTES_MAX))
+
+        stuck = asyncio.create_task(fill())
         await long_enough()
         assert not lost.done()
+        assert not stuck.done()
         stuck.cancel()
         await asyncio.gather(stuck, return_exceptions=True)
         await link.close()

@@ -109,7 +109,7 @@ def _load(config: StageConfig, artifact: StageArtifact, load: Load | None) -> tu
     except BaseException:
         engine.close()
         raise
-    rewinds = not engine.window or settings.layout_used == "per-lane"
+    rewinds = not engine.keeps_state and (not engine.window or settings.layout_used == "per-lane")
     facts = StageFacts(
         artifact, config, importlib.metadata.version("relayline"), curves, rewinds, name=own_name(config)
     )

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from relayline.coordinator.model.family import ATTENDS, BOTH, RECURRENT
 from relayline.wire.common.errors import CutError
 
 STAGES_MAX = 256
@@ -34,6 +35,8 @@ class CutFacts(Protocol):
     @property
     def windows(self) -> tuple[bool, ...]: ...  # noqa: D102
     @property
+    def kinds(self) -> str: ...  # noqa: D102
+    @property
     def indexers(self) -> tuple[bool, ...]: ...  # noqa: D102
     @property
     def blocked(self) -> Mapping[int, str]: ...  # noqa: D102
@@ -49,7 +52,7 @@ def is_allowed(facts: CutFacts, start: int, end: int) -> bool:
     """Tell whether the layers from start to end may be one stage. A whole model always may."""
     if start % facts.cut_period or start in facts.blocked or end in facts.blocked:
         return False
-    if _lacks_choice(facts, start) or _lacks_window(facts, start, end):
+    if _lacks_choice(facts, start) or _lacks_window(facts, start, end) or _lacks_kind(facts, start, end):
         return False
     return end - start == facts.n_layers or end - start not in facts.forbidden_lengths
 
@@ -57,6 +60,17 @@ def is_allowed(facts: CutFacts, start: int, end: int) -> bool:
 def _lacks_window(facts: CutFacts, start: int, end: int) -> bool:
     """Tell whether llama_model::create_memory would abort the process: it asserts that some layer has a window."""
     return bool(facts.windows) and not any(facts.windows[start:end])
+
+
+def _lacks_kind(facts: CutFacts, start: int, end: int) -> bool:
+    """Tell whether llama.cpp would abort: llm_graph_input_mem_hybrid sets inputs of both kinds, which no layer reads.
+
+    Of a model whose layers are all alike every slice is as the whole.
+    """
+    needed, there = facts.kinds, facts.kinds[start:end]
+    if BOTH in needed or not (ATTENDS in needed and RECURRENT in needed):
+        return False
+    return not (ATTENDS in there and RECURRENT in there)
 
 
 def _lacks_choice(facts: CutFacts, start: int) -> bool:
@@ -103,6 +117,8 @@ def _reason(facts: CutFacts, edges: Sequence[int]) -> str:
     """Tell why the layers between one edge and the next cannot be stages."""
     if any(_lacks_window(facts, start, end) for start, end in itertools.pairwise(edges)):
         return "llama.cpp runs layers without a sliding window only together with one that has a window"
+    if any(_lacks_kind(facts, start, end) for start, end in itertools.pairwise(edges)):
+        return "llama.cpp runs layers with a recurrent state only together with one that attends, and the reverse"
     if any(_lacks_choice(facts, start) for start in edges[:-1]):
         return "its first layer would attend to tokens that the layer before has chosen"
     blocked = [edge for edge in edges if edge in facts.blocked]

@@ -187,6 +187,21 @@ FAMILIES: dict[str, Family] = {
         Family("gpt2", "GPT-2", entry_tables=POSITIONS),
         Family("starcoder", "StarCoder, SantaCoder", entry_tables=POSITIONS),
         Family("mpt", "MPT 7B, 30B", entry_tables=POSITIONS),
+        # Layers with a recurrent state, most of them beside layers that attend.
+        Family("qwen35", "Qwen3.5, Qwen3.6 0.8B to 27B", kinds=rules.delta_net_kinds, states_kinds=True),
+        Family("qwen35moe", "Qwen3.5, Qwen3.6 35B-A3B to 397B", kinds=rules.delta_net_kinds, states_kinds=True),
+        Family("qwen3next", "Qwen3-Next-80B, Qwen3-Coder-Next", kinds=rules.delta_net_kinds, states_kinds=True),
+        Family("nemotron_h", "Nemotron-H, Nemotron Nano 2", kinds=rules.nemotron_kinds),
+        Family("nemotron_h_moe", "Nemotron 3 Nano, Super", kinds=rules.nemotron_kinds),
+        Family("granitehybrid", "Granite 4 H", embedding_scale=0.0, kinds=rules.headless_kinds),
+        Family("lfm2", "LFM2, LFM2.5", kinds=rules.headless_kinds, refusal=rules.lfm2_refusal),
+        Family("lfm2moe", "LFM2-8B-A1B, 24B-A2B", kinds=rules.headless_kinds),
+        Family("jamba", "Jamba 1.5, Jamba 2", kinds=rules.headless_kinds),
+        Family("falcon-h1", "Falcon H1", kinds=rules.both_kinds),
+        Family("mamba", "Mamba, Falcon Mamba", kinds=rules.recurrent_kinds),
+        Family("mamba2", "Mamba 2, Mamba Codestral", kinds=rules.recurrent_kinds),
+        Family("bailingmoe3", "Ling 3, Ring 3", kinds=rules.headless_kinds),
+        Family("kimi-linear", "Kimi Linear 48B-A3B", head_required=True, kinds=rules.headless_kinds),
     )
 }
 

@@ -64,6 +64,16 @@ def _no_indexers(_: Metadata) -> Indexers:
     return ()
 
 
+# What each layer keeps of the past, one letter per layer: see the constants. Empty where all layers attend.
+Kinds = str
+ATTENDS, RECURRENT, BOTH, NEITHER = "a", "r", "b", "f"
+RECURRENT_LAYERS = "attention.recurrent_layers"
+
+
+def _no_kinds(_: Metadata) -> Kinds:
+    return ""
+
+
 # F32 vectors of each block, by name without "blk.N.", and what a slice carries them multiplied with.
 Factors = Mapping[str, float]
 
@@ -137,6 +147,8 @@ class Family:
     blocked: Callable[[Metadata], Blocked] = _no_blocked  # layers with which no slice may start
     windows: Callable[[Metadata], Windows] = _no_windows  # where layers with and without sliding windows alternate
     indexers: Callable[[Metadata], Indexers] = _no_indexers  # which layers choose what is attended to
+    kinds: Callable[[Metadata], Kinds] = _no_kinds  # what each layer keeps of the past, where some have a state
+    states_kinds: bool = False  # slices carry RECURRENT_LAYERS: else the pattern counts from the first layer in a file
     factors: Callable[[Metadata], Factors] = _no_factors  # what llama.cpp would multiply by in the whole file alone
     row_orders: Callable[[Metadata], RowOrders] = _no_orders  # where slices are computed with another form of rope
     unread: Callable[[Windows], frozenset[str]] = _all_read  # windows of a slice -> tensors its loader would refuse

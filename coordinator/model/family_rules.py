@@ -9,10 +9,16 @@ import math
 import struct
 
 from relayline.coordinator.model.family import (
+    ATTENDS,
+    BOTH,
     INDEXER_TYPES,
+    NEITHER,
+    RECURRENT,
+    RECURRENT_LAYERS,
     Blocked,
     Factors,
     Indexers,
+    Kinds,
     Metadata,
     Overrides,
     RowOrders,
@@ -317,3 +323,69 @@ def deci_blocked(facts: Metadata) -> Blocked:
         elif widths[layer - 1] == 0:
             blocked[layer] = "the layer before has no feed-forward part, and llama.cpp does not name what leaves it"
     return blocked
+
+
+DELTA_NET_INTERVAL = 4
+
+
+def delta_net_kinds(facts: Metadata) -> Kinds:
+    """Stated per layer, or the last layer of each interval attends."""
+    # llama_model_qwen35::load_arch_hparams, and the same in qwen35moe and qwen3next.
+    stated = facts.values.get(RECURRENT_LAYERS)
+    if isinstance(stated, tuple):
+        found = "".join(RECURRENT if flag else ATTENDS for flag in stated[: facts.n_layers])
+        return found.ljust(facts.n_layers, ATTENDS)
+    if stated is not None:
+        return (RECURRENT if stated else ATTENDS) * facts.n_layers
+    interval = facts.integer("full_attention_interval") or DELTA_NET_INTERVAL
+    return "".join(RECURRENT if (layer + 1) % interval else ATTENDS for layer in range(facts.n_layers))
+
+
+def headless_kinds(facts: Metadata) -> Kinds:
+    """A layer without heads of keys and values has a state."""
+    # hparams.is_recr_impl in granite-hybrid.cpp, lfm2.cpp, jamba.cpp, kimi-linear.cpp and bailingmoe3.cpp.
+    found = "".join(ATTENDS if n_heads else RECURRENT for n_heads in _of_layers(facts, "attention.head_count_kv"))
+    return found.ljust(facts.n_layers, ATTENDS)
+
+
+def nemotron_kinds(facts: Metadata) -> Kinds:
+    """Layers with a feed-forward part keep nothing; others without heads of keys and values have a state."""
+    # llama_model_nemotron_h::load_arch_hparams and load_arch_tensors.
+    heads, widths = _of_layers(facts, "attention.head_count_kv"), _of_layers(facts, "feed_forward_length")
+    pairs = zip(heads, widths, strict=False)
+    found = "".join(NEITHER if width else ATTENDS if n_heads else RECURRENT for n_heads, width in pairs)
+    return found.ljust(facts.n_layers, NEITHER)
+
+
+def lfm2_refusal(facts: Metadata) -> str | None:
+    """Models whose attention has a window."""
+    # llama_model_lfm2::load_arch_hparams; their memory is another class of llama.cpp, llama_memory_hybrid_iswa.
+    if facts.integer("attention.sliding_window"):
+        return "its attention has a sliding window beside recurrent states, which nobody has certified"
+    return None
+
+
+def both_kinds(facts: Metadata) -> Kinds:
+    """Each layer attends and has a state."""
+    return BOTH * facts.n_layers
+
+
+def recurrent_kinds(facts: Metadata) -> Kinds:
+    """Each layer has a state, and none attends."""
+    return RECURRENT * facts.n_layers
+
+
+def state_values(facts: Metadata) -> int:
+    """Return how many f32 values a layer with a state keeps for each lane."""
+    # llama_hparams::n_embd_r and n_embd_s.
+    n_embd, n_heads = facts.integer("embedding_length") or 0, _of_layers(facts, "attention.head_count")
+    cached = facts.integer("shortconv.l_cache") or 0
+    if cached:
+        return n_embd * (cached - 1)
+    n_kept = max(0, (facts.integer("ssm.conv_kernel") or 0) - 1)
+    kda = facts.integer("kda.head_dim") or 0
+    if kda:
+        inner = kda * (n_heads[0] if n_heads else 0)
+        return 3 * (n_kept or 3) * inner + kda * inner
+    state, inner = facts.integer("ssm.state_size") or 0, facts.integer("ssm.inner_size") or 0
+    return n_kept * (inner + 2 * (facts.integer("ssm.group_count") or 0) * state) + state * inner

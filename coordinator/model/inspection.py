@@ -15,7 +15,18 @@ from pathlib import Path
 
 from relayline.coordinator.model import families
 from relayline.coordinator.model.cuts import legal_cuts
-from relayline.coordinator.model.family import Blocked, Family, Indexers, Metadata, Windows
+from relayline.coordinator.model.family import (
+    ATTENDS,
+    BOTH,
+    RECURRENT,
+    Blocked,
+    Family,
+    Indexers,
+    Kinds,
+    Metadata,
+    Windows,
+)
+from relayline.coordinator.model.family_rules import state_values
 from relayline.coordinator.model.first_layer import first_layer_refusal
 from relayline.coordinator.model.gguf_file import GgufModel, open_model
 from relayline.coordinator.model.refused_families import REFUSED
@@ -32,12 +43,14 @@ HEAD = "output.weight"
 GLOBAL_TENSORS = frozenset({
     EMBEDDING, HEAD, "output.bias", "output.scale", "output.input_scale", "output_norm.weight", "output_norm.bias",
     "rope_freqs.weight", LONG_FACTORS, "rope_factors_short.weight", "position_embd.weight",
+    "token_embd_norm.weight",
 })  # fmt: skip
 # general.type of files that are none of a language model by themselves.
 PARTS = {"adapter": "an adapter (LoRA)", "imatrix": "an importance matrix", "mmproj": "a projector for images or sound"}
 SAMPLE_BYTES = 4_096
 HASH_CHUNK_BYTES = 1 << 20  # of one entry at a time: a vocabulary has tens of MiB
 KV_VALUE_BYTES = 2  # f16, the default cache type
+STATE_VALUE_BYTES = 4  # f32, whatever the cache type
 INDEXER_KEYS = "attention.indexer.key_length"
 
 
@@ -72,7 +85,9 @@ class ModelFacts:
     embedding_bytes: int  # the token embedding table, needed by stage 0
     head_bytes: int  # the matrix the last stage multiplies with; equals embedding_bytes when tied
     tied_embeddings: bool
-    kv_bytes_per_token: tuple[int, ...]  # per layer, with an f16 cache
+    kv_bytes_per_token: tuple[int, ...]  # per layer, with an f16 cache; 0 where a layer does not attend
+    state_bytes_per_lane: tuple[int, ...]  # per layer: its recurrent state, kept for each lane; 0 where it has none
+    kinds: Kinds  # what each layer keeps of the past; empty where all attend
     supported: bool  # certified and nothing in this very model forbids it
     refusal: str | None  # why not, when it is not
     may_be_tried: bool  # whether that is only because nobody has certified it; else it is known to come out wrong
@@ -137,6 +152,8 @@ def facts_of(model: GgufModel) -> ModelFacts:
         head_bytes=head.size_bytes,
         tied_embeddings=head is embedding,
         kv_bytes_per_token=_kv_bytes(model, architecture, n_embd, n_heads, n_kv_heads, family, facts),
+        state_bytes_per_lane=_state_bytes(n_layers, family, facts),
+        kinds=family.kinds(facts),
         supported=refusal is None,
         refusal=refusal,
         may_be_tried=may_be_tried,
@@ -279,10 +296,19 @@ def _kv_bytes(
     index_width = model.integer(f"{architecture}.{INDEXER_KEYS}", 0)  # of one key more, where a layer has an indexer
     none = (False,) * len(n_kv_heads)
     indexers, windows = family.indexers(facts) or none, family.windows(facts) or none
+    kinds = family.kinds(facts) or ATTENDS * len(n_kv_heads)
     return tuple(
-        (n_kv * widths[is_windowed] + index_width * has_indexer) * KV_VALUE_BYTES
-        for n_kv, has_indexer, is_windowed in zip(n_kv_heads, indexers, windows, strict=True)
+        (n_kv * widths[is_windowed] + index_width * has_indexer) * KV_VALUE_BYTES if kind in (ATTENDS, BOTH) else 0
+        for n_kv, has_indexer, is_windowed, kind in zip(n_kv_heads, indexers, windows, kinds, strict=True)
     )
+
+
+def _state_bytes(n_layers: int, family: Family, facts: Metadata) -> tuple[int, ...]:
+    kinds = family.kinds(facts)
+    if not kinds:
+        return (0,) * n_layers
+    size_bytes = state_values(facts) * STATE_VALUE_BYTES
+    return tuple(size_bytes if kind in (RECURRENT, BOTH) else 0 for kind in kinds)
 
 
 def content_key(path: Path) -> str:

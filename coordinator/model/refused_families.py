@@ -5,7 +5,7 @@ A name stands here or in the table of `families.py`; `python -m tests.families -
 
 from __future__ import annotations
 
-_RECURRENT = "it keeps a recurrent state, which stages cannot take back to an earlier position"
+_RWKV = "its first layer norms what it is given, or hands its values to all others, and no other can be first"
 _WIDE = "its layers hand on several rows for each token, which stages do not forward"
 _NORMED = "llama.cpp norms its rows where they enter a graph, and would do so again in every stage"
 _DIFFUSION = "it is a diffusion model, which fills in many tokens at once; stages generate one after another"
@@ -16,11 +16,9 @@ _SPEECH = "it makes sound and no text"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
-            "arwkv7", "bailingmoe3", "falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe", "mamba",
-            "mamba2", "nemotron_h", "nemotron_h_moe", "plamo2", "qwen35", "qwen35moe", "qwen3next", "rwkv6",
-            "rwkv6qwen2", "rwkv7",
+            "arwkv7", "rwkv6", "rwkv6qwen2", "rwkv7",
         ),
-        _RECURRENT,
+        _RWKV,
     ),
     **dict.fromkeys(("deepseek4", "glm5-next", "hy_v4"), _WIDE),
     **dict.fromkeys(("bloom", "muse-glimmer"), _NORMED),
@@ -46,6 +44,7 @@ REFUSED: dict[str, str] = {
     "kimi-k3": "its layers add up what blocks of earlier layers gave, which stages do not forward",
     "minicpm3": "the scale of its layers follows from the number of layers in the file",
     "minimax-01": "the slopes of its attention follow from the number of layers in the file",
+    "plamo2": "llama.cpp aborts on it, whole or in stages, with more than one sequence",
     "plm": "llama.cpp aborts on it, whole or in stages",
     "qwen4exp": "some of its layers look token ids up, and all hand on several rows for each token",
     "t5": "it is an encoder and a decoder in one, and stages run decoders only",

@@ -16,7 +16,15 @@ from collections.abc import Sequence
 
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.model.families import metadata_of, output_scale_of, scale_of, slice_overrides
-from relayline.coordinator.model.family import INDEXER_TYPES, WINDOW_PATTERN, Family, Metadata, Overrides
+from relayline.coordinator.model.family import (
+    INDEXER_TYPES,
+    RECURRENT,
+    RECURRENT_LAYERS,
+    WINDOW_PATTERN,
+    Family,
+    Metadata,
+    Overrides,
+)
 from relayline.coordinator.model.first_layer import stated_widths
 from relayline.coordinator.model.gguf_file import GgufModel, read_entries
 from relayline.coordinator.model.gguf_write import (
@@ -178,12 +186,14 @@ class _Planner:
         """Return the family's keys that differ from the source's in a slice."""
         lead, windows = self.rules.integer("leading_dense_block_count"), self.facts.windows[start:end]
         indexers = tuple(int(flag) for flag in self.facts.indexers[start:end])
+        kinds = tuple(kind == RECURRENT for kind in self.facts.kinds[start:end]) if self.family.states_kinds else ()
         return {
             **stated_widths(self.rules),
             **slice_overrides(self.family, self.rules),
             "block_count": (U32, end - start),
             **({} if lead is None else {"leading_dense_block_count": (U32, min(max(0, lead - start), end - start))}),
             **({WINDOW_PATTERN: (BOOL, windows)} if windows else {}),
+            **({RECURRENT_LAYERS: (BOOL, kinds)} if kinds else {}),
             **({} if all(self.facts.indexers) else {INDEXER_TYPES: (U32, indexers)}),
             **({"nextn_predict_layers": (U32, 0)} if self.facts.n_prediction_layers else {}),
             **({} if is_last else {"vocab_size": (U32, DUMMY_TOKENS)}),

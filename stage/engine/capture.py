@@ -27,11 +27,14 @@ _REASONS = {
 
 # llama_model_step35::graph gives the last layer's output a second name, which replaces the first.
 _OTHER_NAMES = {"step35": "h_nextn"}
+# Families that have a word of their own for what leaves a layer (llama_model_nemotron_h::graph).
+_OTHER_WORDS = dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "nemotron_h_block_out")
 
 
 def output_name(artifact: StageArtifact) -> str:
     """Return the name of what leaves the artifact's last layer."""
-    return _OTHER_NAMES.get(artifact.architecture, f"l_out-{artifact.layer_end - artifact.layer_start - 1}")
+    architecture, last = artifact.architecture, artifact.layer_end - artifact.layer_start - 1
+    return _OTHER_NAMES.get(architecture, f"{_OTHER_WORDS.get(architecture, 'l_out')}-{last}")
 
 
 class _State(ctypes.Structure):

@@ -14,6 +14,7 @@ from relayline.wire.common.errors import PositionGapError
 # A lane is read and written again in the time in which llama.cpp copies this many times its cells in one go. Measured
 # for half of a llama-1b (20 KB per token): 512 tokens take 4 to 8 ms, whole lanes of 2,048 5 ms and of 16,384 28 to 35.
 HELD_COPIES_MAX = 4
+_PARTIAL_ONLY = llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
 def read_lane(context: Any, lane: int) -> npt.NDArray[np.uint8] | None:
@@ -26,6 +27,19 @@ def read_lane(context: Any, lane: int) -> npt.NDArray[np.uint8] | None:
 def write_lane(context: Any, lane: int, state: npt.NDArray[np.uint8]) -> bool:
     """Let the lane hold what `read_lane` returned; false, and the lane is empty, where that cannot be."""
     return bool(llama.llama_state_seq_set_data(context, _pointer(state), state.nbytes, lane) == state.nbytes)
+
+
+def read_recurrent(context: Any, lane: int) -> npt.NDArray[np.uint8] | None:
+    """Return the lane's recurrent state, without its KV cells; None where llama.cpp cannot tell."""
+    state = np.empty(llama.llama_state_seq_get_size_ext(context, lane, _PARTIAL_ONLY), np.uint8)
+    n_bytes = llama.llama_state_seq_get_data_ext(context, _pointer(state), state.nbytes, lane, _PARTIAL_ONLY)
+    return state if n_bytes == state.nbytes else None
+
+
+def write_recurrent(context: Any, lane: int, state: npt.NDArray[np.uint8]) -> bool:
+    """Let the lane have a recurrent state that `read_recurrent` returned; its KV cells stay. False: it cannot be."""
+    n_bytes = llama.llama_state_seq_set_data_ext(context, _pointer(state), state.nbytes, lane, _PARTIAL_ONLY)
+    return bool(n_bytes == state.nbytes)
 
 
 def copy_lane(context: Any, source_lane: int, target_lane: int) -> bool:

@@ -5,6 +5,9 @@ With one unified cache a step is one micro-batch and keeps its row order. With a
 number of rows, in the order of lanes: the first lane of the batch that has rows left begins it, every following lane of
 the batch whose number is one higher than the last one's joins it, and all give as many rows as the shortest has. Hidden
 rows are captured in that order, so it has to be known. A step of decode rows of neighbouring lanes is one micro-batch.
+
+Where some layers have a recurrent state, a unified cache is no exception, but every following lane joins, whatever its
+number (`llama_memory_hybrid::init_batch`).
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ class Cut:
     """Rows of each micro-batch."""
 
 
-def cut(lanes: npt.NDArray[np.int32]) -> Cut:
+def cut(lanes: npt.NDArray[np.int32], *, sequential: bool = True) -> Cut:
     """Return how a step whose rows are of these lanes (shape [n_rows]) is run in the fewest micro-batches.
+
+    `sequential`: only lanes of consecutive numbers share a micro-batch.
 
     Rows of one lane keep their order; a lane's rows need not stand together. Of orders with as few micro-batches that
     is taken which keeps lanes of several rows (prompts) apart from those of one.
@@ -41,7 +46,8 @@ def cut(lanes: npt.NDArray[np.int32]) -> Cut:
     several = [lane for lane in ascending if len(rows_of[lane]) > 1]
     single = [lane for lane in ascending if len(rows_of[lane]) == 1]
     orders = [several + single, single + several, ascending] if several and single else [ascending]
-    best_order, best = min(((order, _run(order, rows_of)) for order in orders), key=lambda each: len(each[1]))
+    runs = [(order, _run(order, rows_of, sequential=sequential)) for order in orders]
+    best_order, best = min(runs, key=lambda each: len(each[1]))
     return Cut(
         _flat(rows_of[lane] for lane in best_order),
         _flat(part for micro_batch in best for part in micro_batch),
@@ -49,7 +55,7 @@ def cut(lanes: npt.NDArray[np.int32]) -> Cut:
     )
 
 
-def _run(order: list[int], rows_of: dict[int, list[int]]) -> list[list[list[int]]]:
+def _run(order: list[int], rows_of: dict[int, list[int]], *, sequential: bool) -> list[list[list[int]]]:
     """Return the micro-batches of lanes given in this order: of each lane in it the rows that it gives."""
     taken = dict.fromkeys(order, 0)
     micro_batches: list[list[list[int]]] = []
@@ -57,7 +63,7 @@ def _run(order: list[int], rows_of: dict[int, list[int]]) -> list[list[list[int]
     while left:
         chosen = [left[0]]
         for lane in left[1:]:
-            if lane == chosen[-1] + 1:
+            if not sequential or lane == chosen[-1] + 1:
                 chosen.append(lane)
         count = min(len(rows_of[lane]) - taken[lane] for lane in chosen)
         micro_batches.append([rows_of[lane][taken[lane] : taken[lane] + count] for lane in chosen])

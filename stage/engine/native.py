@@ -23,10 +23,17 @@ from relayline.stage.engine.artifact import StageArtifact, open_artifact
 from relayline.stage.engine.capture import RowCapture, output_name
 from relayline.stage.engine.kv_cache import FLASH_ATTN, goes_by_tiles, lay_out
 from relayline.stage.engine.kv_state import multiplied
-from relayline.stage.engine.lane_state import HELD_COPIES_MAX, copy_lane, read_lane, require, write_lane
+from relayline.stage.engine.lane_state import (
+    HELD_COPIES_MAX,
+    copy_lane,
+    read_lane,
+    require,
+    write_lane,
+)
 from relayline.stage.engine.loading import Load
 from relayline.stage.engine.micro_batches import Cut, cut
 from relayline.stage.engine.model_load import abandonable, load_model
+from relayline.stage.engine.recurrent import RecurrentLanes
 from relayline.wire.common.errors import InternalError, LaneLimitError, NativeError, UsageError
 from relayline.wire.settings.table import EngineSettings
 
@@ -100,13 +107,13 @@ class NativeEngine:
         self._context: Any = None
         self._capture: RowCapture | None = None
         self._copies_wait = False  # llama.cpp copies whole lanes when the next step begins
-        self._is_per_lane = settings.kv_layout == "per-lane"
-        self._step_cut: Cut | None = None  # of the last step, where lanes have cells of their own
+        self._step_cut: Cut | None = None  # of the last step, where llama.cpp may cut it
         try:
             self._model = load_model(self.artifact, settings.gpu_layers, settings.ctx_tokens, load)
             self.window: int = llama.llama_model_n_swa(self._model)  # 0: no layer has a sliding window
             self._n_positions = 4 if llama.llama_model_rope_type(self._model) in _ROPE_TYPES_4D else 1
             self._check_model()
+            self._states = RecurrentLanes(self._model, self.artifact.architecture, settings.kv_layout)
             self._allocate()
             self._context = self._open_context()
             self._memory: Any = llama.llama_get_memory(self._context)
@@ -119,9 +126,6 @@ class NativeEngine:
 
     def _check_model(self) -> None:
         model, name = self._model, self.artifact.architecture
-        if llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model):
-            # Their state cannot be rewound to a position, and llama.cpp regroups their rows by sequence.
-            raise NativeError(f"{name} keeps recurrent state, which this version cannot serve in stages")
         widths = (llama.llama_model_n_embd(model), llama.llama_model_n_embd_inp(model))
         if widths != (self.n_embd, self.n_embd):
             raise NativeError(f"{name} takes rows of {widths[1]} values and gives {widths[0]}, not {self.n_embd}")
@@ -142,7 +146,7 @@ class NativeEngine:
         self.wants = np.ones(n_rows, np.int8)
         self.output_rows = np.zeros((0 if self.is_last else n_rows, self.n_embd), np.float32)
         self._batch_arrays: list[npt.NDArray[Any]] = [self.input_rows, self.positions, self.seq_ids, self.wants]
-        if self._is_per_lane:  # llama.cpp gets copies in the order of lanes
+        if self._states.cut_steps:  # llama.cpp gets copies in the order of lanes
             self._batch_arrays = [np.zeros_like(array) for array in self._batch_arrays]
         rows, positions, lanes, wants = self._batch_arrays
         # Multi-axis rope reads four positions a row, axis by axis: a copy laid out that way is made for each step.
@@ -208,7 +212,8 @@ class NativeEngine:
         """Run one llama_decode over rows [0:n_rows); returns once they have been computed, on every backend.
 
         Raises LaneLimitError when no KV cells are left and NativeError otherwise. After an error every lane of this
-        batch ends before its first row of the batch, and no other lane has changed.
+        batch ends before its first row of the batch, and no other lane has changed. With a recurrent state, a lane may
+        be empty instead.
         """
         if not 0 < n_rows <= self.max_rows:
             raise InternalError(f"a step of {n_rows} rows; the engine was made for 1 to {self.max_rows}")
@@ -240,10 +245,10 @@ class NativeEngine:
             self.output_rows[self._step_cut.computed] = rows
 
     def _fill_batch(self, n_rows: int) -> None:
-        """Let llama.cpp's batch hold the step's rows, where lanes have cells of their own in the order of lanes."""
+        """Let llama.cpp's batch hold the step's rows, where it may cut the step in the order of lanes."""
         self._batch.n_tokens = n_rows
-        if self._is_per_lane:
-            self._step_cut = cut(self.seq_ids[:n_rows])
+        if self._states.cut_steps:
+            self._step_cut = cut(self.seq_ids[:n_rows], sequential=self._states.cut_in_sequence)
             given: list[npt.NDArray[Any]] = [self.input_rows, self.positions, self.seq_ids, self.wants]
             for array, ordered in zip(given, self._batch_arrays, strict=True):
                 np.take(array, self._step_cut.given, axis=0, out=ordered[:n_rows], mode="clip")  # else it buffers
@@ -251,6 +256,15 @@ class NativeEngine:
             axes = self._positions_4d[: 4 * n_rows].reshape(4, n_rows)
             axes[:3] = self._batch_arrays[1][:n_rows]
             axes[3] = 0
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether some layer has a recurrent state, which knows no position but its lane's end."""
+        return self._states.exist
+
+    @property
+    def _is_per_lane(self) -> bool:
+        return self.config.settings.kv_layout == "per-lane"
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
@@ -270,8 +284,10 @@ class NativeEngine:
         lanes = self.seq_ids[:n_rows]
         known = (lanes >= 0) & (lanes < self.config.n_sequences)  # an impossible lane is what may have failed
         np.minimum.at(first, lanes[known], self.positions[:n_rows][known])
-        for lane in np.unique(lanes[known]):
-            self.drop_from(int(lane), max(0, int(first[lane])))
+        for lane in np.unique(lanes[known]).tolist():
+            position = max(0, int(first[lane]))
+            can_rewind = self._states.can_rewind(lane, position, self.lane_tokens(lane))
+            self.drop_from(lane, position if can_rewind else 0)  # some micro-batch may have moved its state
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
         """Return the logits of a wanted row of the last step: f32 [n_vocab], a view valid until the next decode.
@@ -292,14 +308,30 @@ class NativeEngine:
     # --- lanes --------------------------------------------------------------------------------------------------------
 
     def check_rewind(self, lane: int, position: int) -> None:
-        """Raise PositionGapError where the lane, rewound to `position`, could not go on from there: see `require`."""
+        """Raise PositionGapError where the lane, rewound to `position`, could not go on from there: see `require`.
+
+        A lane with a recurrent state can be rewound to its checkpoints and to its beginning alone.
+        """
         self._check_lanes(lane)
+        self._states.require(lane, position, self.lane_tokens(lane))
         require(self._context, lane, position, self.window)
 
+    def checkpoint(self, lane: int) -> None:
+        """Remember the lane's recurrent state at its end, to be able to come back to it. Without one it does nothing.
+
+        Bounded, see stage.engine.checkpoints. Raises NativeError where llama.cpp does not give the state.
+        """
+        self._states.checkpoint(self._context, lane, self.lane_tokens(lane))
+
     def drop_from(self, lane: int, position: int) -> None:
-        """Forget what the lane holds at `position` and above. Dropping what is not there does nothing."""
+        """Forget what the lane holds at `position` and above. Dropping what is not there does nothing.
+
+        `check_rewind` says beforehand whether it can be done. Raises NativeError where it cannot.
+        """
         self._check_lanes(lane)
-        if not llama.llama_memory_seq_rm(self._memory, lane, max(0, position), -1):
+        position = max(0, position)
+        self._states.take_back(self._context, lane, position, self.lane_tokens(lane))
+        if not llama.llama_memory_seq_rm(self._memory, lane, position, -1):
             raise NativeError(f"{self.artifact.architecture}: the cache of lane {lane} cannot be cut at {position}")
 
     def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
@@ -313,10 +345,11 @@ class NativeEngine:
             self.drop_from(target_lane, n_tokens)
             return
         self.clear(target_lane)
-        if n_tokens > 0 and self._is_per_lane:
-            if not self._copy_held(source_lane, target_lane):
+        self._states.copy(source_lane, target_lane, n_tokens)
+        if n_tokens > 0 and (self._is_per_lane or self.keeps_state):  # a state is copied whole, then taken back
+            if not (self._is_per_lane and self._copy_held(source_lane, target_lane)):
                 llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, -1, -1)
-                self._copies_wait = True
+                self._copies_wait = self._is_per_lane
             self.drop_from(target_lane, n_tokens)
         elif n_tokens > 0:
             llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, 0, n_tokens)
@@ -339,6 +372,8 @@ class NativeEngine:
         cells or has no room for them; some copies may have been made then, or the lane be empty.
         """
         self._check_lanes(lane, free_lane)
+        if self.keeps_state:  # the longer context would have another state
+            return False
         state = read_lane(self._context, lane)
         if state is None:
             return False

@@ -6,6 +6,7 @@ import collections
 from collections.abc import Iterable
 from pathlib import Path
 
+from relayline.coordinator.model import family_rules as rules
 from relayline.coordinator.model.families import FAMILIES
 from relayline.coordinator.model.family import Family
 from relayline.coordinator.model.refused_families import REFUSED
@@ -87,6 +88,11 @@ def _layers(family: Family, recipes: list[Recipe]) -> str:
     kinds = [
         "latent attention" if any("attention.kv_lora_rank" in recipe.values for recipe in recipes) else "attention"
     ]
+    if family.kinds is not _PLAIN.kinds:
+        kinds = {
+            rules.recurrent_kinds: ["recurrent state"],
+            rules.both_kinds: ["recurrent state and attention in each"],
+        }.get(family.kinds, ["recurrent state in most", f"{kinds[0]} in the others"])
     if family.windows is not _PLAIN.windows:
         kinds.append("sliding windows in some layers")
     if any("attention.indexer.key_length" in recipe.values for recipe in recipes):
@@ -97,15 +103,17 @@ def _layers(family: Family, recipes: list[Recipe]) -> str:
 
 
 def _cuts(family: Family) -> str:
-    rules = []
+    told = []
     if family.cut_period > 1:
-        rules.append(f"every {family.cut_period} layers")
+        told.append(f"every {family.cut_period} layers")
     if family.windows is not _PLAIN.windows:
-        rules.append("each stage has a layer with a window")
+        told.append("each stage has a layer with a window")
+    if family.kinds not in (_PLAIN.kinds, rules.recurrent_kinds, rules.both_kinds):
+        told.append("each stage has a layer with a state and one that attends")
     if family.indexers is not _PLAIN.indexers:
-        rules.append("a stage starts with a layer that has an indexer")
-    rules += [_told(rule) for rule in (family.blocked, family.forbidden_lengths) if _has(rule)]
-    return "; ".join(rule[:1].lower() + rule[1:] for rule in rules)
+        told.append("a stage starts with a layer that has an indexer")
+    told += [_told(rule) for rule in (family.blocked, family.forbidden_lengths) if _has(rule)]
+    return "; ".join(rule[:1].lower() + rule[1:] for rule in told)
 
 
 def _has(rule: object) -> bool:

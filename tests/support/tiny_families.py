@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.support.tiny_hybrids import HYBRIDS
 from tests.support.tiny_later_families import LATER
 from tests.support.tiny_shapes import (
     BIASED_NORM,
@@ -442,4 +443,4 @@ RECIPES: dict[str, Recipe] = {
     ),
 }  # fmt: skip
 
-RECIPES |= LATER
+RECIPES |= LATER | HYBRIDS

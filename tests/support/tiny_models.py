@@ -60,7 +60,9 @@ def make_tiny(
     for layer in range(n_layers):
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in recipe.block(layer).items()}
     for name, shape in shapes.items():
-        _add_tensor(writer, name, _weights(name, (vocab,) if name == "output.bias" else shape, seed), quant)
+        _add_tensor(
+            writer, name, _weights(name, (vocab,) if name == "output.bias" else shape, seed, recipe.gain), quant
+        )
     for name, array in (extra_tensors or {}).items():
         writer.add_tensor(name, array)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,8 +86,12 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Value | list[Value]) -> None:
         writer.add_array(key, value)
 
 
+_STATE_PARTS = ("ssm_a", "ssm_d", "ssm_norm.weight", "conv.weight", "conv1d.weight")
+
+
 def _add_tensor(writer: gguf.GGUFWriter, name: str, array: np.ndarray, quant: str) -> None:
-    plain = array.ndim == 1 or "gate_inp" in name or name.endswith(".bias")  # in real files these stay f32 too
+    # In real files these stay f32 too.
+    plain = array.ndim == 1 or "gate_inp" in name or name.endswith((".bias", *_STATE_PARTS))
     kind = gguf.GGMLQuantizationType.F32 if plain else gguf.GGMLQuantizationType[quant.upper()]
     if kind == gguf.GGMLQuantizationType.F32:
         writer.add_tensor(name, array)
@@ -93,9 +99,11 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, array: np.ndarray, quant: st
         writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
 
 
-def _weights(name: str, shape: Shape, seed: int) -> np.ndarray:
+def _weights(name: str, shape: Shape, seed: int, block_gain: float) -> np.ndarray:
     random = np.random.default_rng((seed, zlib.crc32(name.encode())))
     values = random.standard_normal(shape, np.float32)
+    if name.endswith("ssm_a"):
+        return -np.exp(0.5 * values)  # how quickly a state fades
     if name.startswith("rope_"):
         return 1.0 + np.abs(values)
     if ("norm" in name and not name.endswith("bias")) or "scale" in name:
@@ -104,7 +112,7 @@ def _weights(name: str, shape: Shape, seed: int) -> np.ndarray:
         return 0.2 * values
     if name == "token_embd.weight":
         return values
-    gain = 4.0 if name == "output.weight" else 1.5
+    gain = 4.0 if name == "output.weight" else 1.5 * block_gain
     return values * np.float32(gain / np.sqrt(shape[-1]))
 
 

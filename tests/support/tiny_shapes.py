@@ -54,6 +54,7 @@ class Recipe:
     may_tie: bool = True
     always_tied: bool = False
     per_layer: tuple[str, ...] = ()  # keys written as one value per layer
+    gain: float = 1.0  # of the blocks' matrices, beyond the usual
 
 
 def attention(bias: bool = False, n_kv: int = N_KV_HEADS, out_bias: bool = False) -> dict[str, Shape]:

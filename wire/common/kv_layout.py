@@ -22,6 +22,8 @@ from collections.abc import Iterable
 LAYOUTS = ("unified", "per-lane")
 KV_LAYOUTS = ("auto", *LAYOUTS)  # what may be asked for
 LONG_LANE_TOKENS = 1_024  # from which on a lane is taken for one whose stream grows long
+# Architectures on which llama.cpp aborts where lanes have cells of their own (ggml_can_repeat in the model's graph).
+UNIFIED_ARCHITECTURES = frozenset({"kimi-linear"})
 SCORED_KV_TYPES = ("f16", "f32")  # a quantised cache needs flash attention
 SCORE_BYTES_MAX = 1 << 30  # of one step's scores, f32; with more, flash attention stays
 

@@ -22,6 +22,7 @@ class Facts:
     windows: tuple[bool, ...] = ()
     indexers: tuple[bool, ...] = ()
     blocked: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    kinds: str = ""
 
     @property
     def n_layers(self) -> int:
@@ -78,6 +79,18 @@ def test_every_stage_needs_a_layer_with_a_window() -> None:
     assert balanced_cuts(facts, 4) == (1, 2, 4)
     with pytest.raises(CutError, match="the most is 4"):
         balanced_cuts(facts, 5)
+
+
+def test_every_stage_needs_a_layer_of_both_kinds_where_the_model_has_both() -> None:
+    """r has a state, a attends, f does neither, b does both."""
+    facts = Facts((10,) * 8, kinds="rrfarfra")
+    assert legal_cuts(facts) == (4, 5, 6)
+    with pytest.raises(
+        CutError, match=r"cut 3 is not legal: llama.cpp runs layers with a recurrent state only together"
+    ):
+        check_cuts(facts, (3,))
+    for alike in ("rrrrrrrr", "bbbbbbbb", "aaaaffff"):
+        assert legal_cuts(Facts((10,) * 8, kinds=alike)) == (1, 2, 3, 4, 5, 6, 7)
 
 
 def test_no_stage_begins_with_a_layer_that_attends_to_what_another_has_chosen() -> None:

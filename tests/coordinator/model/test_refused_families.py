@@ -56,9 +56,9 @@ def test_what_cannot_be_cut_is_refused_by_name(architecture: str, tmp_path: Path
 
 
 def test_inspect_says_why(tmp_path: Path) -> None:
-    result = CliRunner().invoke(inspect_command, [str(write(tmp_path / "model.gguf", "qwen35"))])
+    result = CliRunner().invoke(inspect_command, [str(write(tmp_path / "model.gguf", "deepseek4"))])
     assert result.exit_code == 0
-    assert result.stdout.splitlines()[-1] == f"cannot be split: {REFUSED['qwen35']}"
+    assert result.stdout.splitlines()[-1] == f"cannot be split: {REFUSED['deepseek4']}"
 
 
 @pytest.mark.parametrize("architecture", ["clip", "wavtokenizer-dec"])
@@ -83,11 +83,11 @@ def test_the_page_is_what_the_tables_say() -> None:
 
 
 def test_the_report_counts_what_it_tried(capsys: pytest.CaptureFixture[str]) -> None:
-    assert families.report(["olmo", "mamba"]) == 0
+    assert families.report(["olmo", "rwkv6"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:2] == ["olmo", "certified"]
     assert "olmo: cuts 1-4 of 5 layers, difference 0e+00" in lines[0]
-    assert lines[1].split()[:2] == ["mamba", "refused"]
+    assert lines[1].split()[:2] == ["rwkv6", "refused"]
     assert lines[2] == "2 architectures: 1 certified, 1 refused, 0 wrong or aborted, 0 hung, 0 neither"
 
 

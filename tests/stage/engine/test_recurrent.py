@@ -1,0 +1,211 @@
+"""Lanes with a recurrent state: what they can be taken back to, copied from, and what a failed step leaves.
+
+Each model is hot (see tiny_hybrids): a wrong state moves what comes out by deviations, and the first test shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relayline.coordinator.model.cuts import balanced_cuts
+from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.model.split import split_model
+from relayline.deploy.testing.engines import engine_config
+from relayline.stage.engine.lane_state import read_recurrent, write_recurrent
+from relayline.stage.engine.native import NativeEngine
+from relayline.wire.common.errors import NativeError, PositionGapError, UsageError
+from relayline.wire.common.kv_layout import UNIFIED_ARCHITECTURES
+from tests.support.tiny_hybrids import HYBRIDS
+from tests.support.tiny_models import make_tiny
+
+N_LANES, CTX, MAX_ROWS = 4, 64, 64
+CASES = [
+    (name, kv_layout)
+    for name in HYBRIDS
+    if ":" not in name
+    for kv_layout in ("unified", "per-lane")
+    if kv_layout == "unified" or HYBRIDS[name].architecture not in UNIFIED_ARCHITECTURES
+]
+# One of each kind of memory: delta net, three kinds of layers, convolution, both in one layer, nothing that attends.
+FEW = [case for case in CASES if case[0] in ("qwen35", "nemotron_h", "lfm2", "falcon-h1", "mamba2")]
+
+
+class Lanes:
+    """The first stage of a split, fed with rows that follow from a seed and a position."""
+
+    def __init__(self, path: Path, kv_layout: str) -> None:
+        self.engine = NativeEngine(
+            engine_config(path, n_lanes=N_LANES, ctx_tokens=CTX, max_rows=MAX_ROWS, kv_layout=kv_layout)
+        )
+        self.texts = [
+            np.random.default_rng(seed).standard_normal((CTX, self.engine.n_embd), np.float32) for seed in range(4)
+        ]
+
+    def decode(self, *parts: tuple[int, int, int, int]) -> list[np.ndarray]:
+        """Decode parts (lane, text, first position, end) in one step; return each part's rows."""
+        row = 0
+        for lane, text, first, end in parts:
+            count = end - first
+            self.engine.input_rows[row : row + count] = self.texts[text][first:end]
+            self.engine.positions[row : row + count] = range(first, end)
+            self.engine.seq_ids[row : row + count] = lane
+            row += count
+        self.engine.decode(row)
+        edges = np.cumsum([end - first for _, _, first, end in parts])[:-1]
+        rows: Sequence[np.ndarray] = np.split(self.engine.output_rows[:row].copy(), edges)
+        return list(rows)
+
+    def expected(self, text: int, edges: Sequence[int]) -> np.ndarray:
+        """What a fresh lane says of a text that is read in steps that end at these positions; the last step's rows."""
+        self.engine.clear(3)
+        for first, end in zip((0, *edges), edges, strict=False):
+            found = self.decode((3, text, first, end))[0]
+        self.engine.clear(3)
+        return found
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Lanes]]:
+    """Loads each model once; its lanes are empty at every test."""
+    found: dict[tuple[str, str], Lanes] = {}
+
+    def open_it(name: str, kv_layout: str) -> Lanes:
+        if (name, kv_layout) not in found:
+            found[name, kv_layout] = load(name, kv_layout, tmp_path_factory.mktemp("model"))
+        lanes = found[name, kv_layout]
+        for lane in range(N_LANES):
+            lanes.engine.clear(lane)
+        return lanes
+
+    yield open_it
+    for lanes in found.values():
+        lanes.engine.close()
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def lanes(request: pytest.FixtureRequest, opened: Callable[[str, str], Lanes]) -> Lanes:
+    return opened(*request.param)
+
+
+@pytest.fixture(params=FEW, ids="-".join)
+def few(request: pytest.FixtureRequest, opened: Callable[[str, str], Lanes]) -> Lanes:
+    return opened(*request.param)
+
+
+def load(name: str, kv_layout: str, directory: Path) -> Lanes:
+    model = make_tiny(name, directory / "model.gguf")
+    split_model(model, directory / "out", cuts=balanced_cuts(inspect_model(model), 2))
+    return Lanes(directory / "out" / "stage-0.gguf", kv_layout)
+
+
+def far(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference, in deviations of what is expected."""
+    return float(np.abs(found - expected).max() / expected.std())
+
+
+def test_a_lane_goes_on_exactly_from_a_checkpoint_and_a_wrong_state_shows(lanes: Lanes) -> None:
+    expected = lanes.expected(0, (20, 21))
+    lanes.decode((0, 0, 0, 20))
+    lanes.engine.checkpoint(0)
+    lanes.decode((0, 1, 20, 24))
+    lanes.engine.check_rewind(0, 20)
+    lanes.engine.drop_from(0, 20)
+    assert lanes.engine.lane_tokens(0) == 20
+    assert far(lanes.decode((0, 0, 20, 21))[0], expected) == 0.0
+    # The planted fault: the state of another text at the same position.
+    context = lanes.engine._context
+    lanes.decode((1, 1, 0, 20))
+    wrong = read_recurrent(context, 1)
+    assert wrong is not None
+    lanes.engine.drop_from(0, 20)
+    assert write_recurrent(context, 0, wrong)
+    assert far(lanes.decode((0, 0, 20, 21))[0], expected) > 0.05
+
+
+def test_a_lane_cannot_be_taken_back_to_where_it_has_no_checkpoint(few: Lanes) -> None:
+    few.decode((0, 0, 0, 20))
+    few.engine.checkpoint(0)
+    few.decode((0, 0, 20, 30))
+    with pytest.raises(PositionGapError, match=r"from position 30 to 25: .* its checkpoints are at 20"):
+        few.engine.check_rewind(0, 25)
+    with pytest.raises(NativeError, match="lane 0 has no checkpoint at 25"):
+        few.engine.drop_from(0, 25)
+    for position in (0, 20, 30, 31):
+        few.engine.check_rewind(0, position)
+    assert few.engine.lane_tokens(0) == 30, "nothing has changed"
+    few.engine.drop_from(0, 20)
+    few.engine.clear(0)
+    few.decode((0, 0, 0, 30))
+    with pytest.raises(PositionGapError, match="its checkpoints are at none"):
+        few.engine.check_rewind(0, 20)
+
+
+def test_copies_are_exact_whole_and_from_a_checkpoint(lanes: Lanes) -> None:
+    """Also where the source goes on before the copy does, and from a copy of a copy."""
+    whole, beginning = lanes.expected(0, (20, 30, 31)), lanes.expected(0, (20, 21))
+    lanes.decode((0, 0, 0, 20))
+    lanes.engine.checkpoint(0)
+    lanes.decode((0, 0, 20, 30))
+    lanes.engine.check_rewind(0, 30)
+    lanes.engine.copy_prefix(0, 1, 30)
+    lanes.engine.check_rewind(1, 20)
+    lanes.engine.copy_prefix(1, 2, 20)
+    assert [lanes.engine.lane_tokens(lane) for lane in range(3)] == [30, 30, 20]
+    other = lanes.decode((0, 1, 30, 31))[0]
+    assert far(lanes.decode((1, 0, 30, 31))[0], whole) < 1e-4
+    assert far(lanes.decode((2, 0, 20, 21))[0], beginning) < 1e-4
+    assert far(other, whole) > 0.05
+    with pytest.raises(PositionGapError):
+        lanes.engine.check_rewind(2, 10)
+
+
+def test_mixed_steps_equal_lanes_alone(lanes: Lanes) -> None:
+    """Prompts of several lengths and single rows in one step, in an order in which llama.cpp would not run them."""
+    texts, lengths = (0, 1, 2), (17, 3, 9)
+    expected = [
+        lanes.expected(text, (length, length + 1, length + 4)) for text, length in zip(texts, lengths, strict=True)
+    ]
+    lanes.decode(*((lane, lane, 0, lengths[lane]) for lane in (2, 0, 1)))
+    lanes.decode(*((lane, lane, lengths[lane], lengths[lane] + 1) for lane in (1, 2, 0)))
+    found = lanes.decode(*((lane, lane, lengths[lane] + 1, lengths[lane] + 4) for lane in (2, 0, 1)))
+    for lane, rows in zip((2, 0, 1), found, strict=True):
+        assert far(rows, expected[lane]) < 1e-4
+
+
+def test_a_step_that_failed_leaves_its_lanes_empty_and_others_as_they_were(
+    few: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The native step has moved the states before the fault comes; at a checkpoint they are taken back instead."""
+    expected = few.expected(2, (20, 21))
+    few.decode((0, 0, 0, 20), (1, 1, 0, 20), (2, 2, 0, 20))
+    few.engine.checkpoint(1)
+
+    def fail(*_: object) -> None:
+        raise NativeError("planted")
+
+    assert few.engine._capture is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(few.engine._capture, "check", fail)
+        with pytest.raises(NativeError, match="planted"):
+            few.decode((0, 0, 20, 24), (1, 1, 20, 24))
+    assert [few.engine.lane_tokens(lane) for lane in range(3)] == [0, 20, 20]
+    assert far(few.decode((2, 2, 20, 21))[0], expected) < 1e-4
+    again = few.decode((1, 1, 20, 24))[0]
+    assert far(again, few.expected(1, (20, 24))) < 1e-4
+
+
+def test_a_step_without_room_changes_nothing(few: Lanes) -> None:
+    few.decode((0, 0, 0, 20))
+    few.engine.positions[0], few.engine.seq_ids[0] = 7, 0  # which the lane holds already
+    with pytest.raises(NativeError, match="code -1"):
+        few.engine.decode(1)
+    assert few.engine.lane_tokens(0) == 0, "whose state may have moved: it is read anew"
+
+
+def test_kimi_linear_runs_with_shared_cells_alone(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="kimi-linear runs with shared KV cells only; use --kv-layout unified"):
+        load("kimi-linear", "per-lane", tmp_path)

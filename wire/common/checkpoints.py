@@ -1,0 +1,22 @@
+"""Which checkpoints of a recurrent state stay, as coordinator and stages both count them. Pure.
+
+The coordinator marks rows behind which every stage is to keep its lane's state (Flag.CHECKPOINT), and asks later for
+these positions alone. Both ends forget by the same rule, so that the coordinator knows what is there without asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+CHECKPOINTS_PER_LANE_MAX = 4  # the end of the first message, of the last one, of the prompt, and one that others share
+CHECKPOINT_BYTES_MAX = 2 * 1024**3  # of all lanes of a stage; what is beyond is read anew
+
+
+def kept_positions(positions: Iterable[int]) -> set[int]:
+    """Return which checkpoints of a lane stay: the first one, and the last ones.
+
+    The first one is where a system prompt ends, which all chats begin with; the last ones are those of the latest turn.
+    """
+    ascending = sorted(set(positions))
+    n_surplus = max(0, len(ascending) - CHECKPOINTS_PER_LANE_MAX)
+    return {*ascending[:1], *ascending[1 + n_surplus :]}

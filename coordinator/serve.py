@@ -22,7 +22,7 @@ from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.live import FACTS
 from relayline.coordinator.http.server import start_http
 from relayline.coordinator.joining.config import JoinConfig
-from relayline.coordinator.joining.service import make_roster, serve_joining
+from relayline.coordinator.joining.port import make_roster, serve_joining
 from relayline.coordinator.model.pipeline_file import PipelineFile, check_artifact, load_pipeline
 from relayline.coordinator.observe.telemetry_start import observed
 from relayline.coordinator.text.chat import ChatTemplate, read_template
@@ -90,6 +90,7 @@ class Joinable:
     join_address: str  # host:port
     url: str
     names: tuple[str, ...]  # of the stages that are waited for, in layer order
+    enrol_address: str = ""  # host:port where hosts get their certificates; empty: nowhere
 
 
 def run_coordinator(
@@ -167,9 +168,10 @@ async def _serve(
         stack.push_async_callback(runner.cleanup)
         if config.join is not None and joined is not None:
             joining = serve_joining(config.join, config.pipeline_dir, file, joined, config.pipeline.security)
-            address = await stack.enter_async_context(joining)
+            address, enrol_address = await stack.enter_async_context(joining)
             app[FACTS]["join"] = address
-            on_joinable(Joinable(address, url, tuple(stage.name for stage in config.join.stages)))
+            names = tuple(stage.name for stage in config.join.stages)
+            on_joinable(Joinable(address, url, names, enrol_address))
         await _drive(
             pipeline,
             stopping,

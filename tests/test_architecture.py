@@ -73,6 +73,7 @@ PURE_CORES = (
     "coordinator/sessions/frame.py",
     "coordinator/sessions/readers.py",
     "coordinator/joining/config.py",
+    "coordinator/joining/invitations.py",
     "coordinator/observe/observer.py",
     "coordinator/sessions/request_log.py",
     "coordinator/observe/trace_view.py",

@@ -103,7 +103,7 @@ class JoinedRoster:
         self._on_lost: OnLost = lambda error: None
         self._on_heard: OnHeard = lambda index: None
         self.on_change: Callable[[Place], None] = lambda place: None
-        """Called with a place whose state has changed."""
+        """Called with a place whose state has changed, or that got on with its artifact."""
         self.is_closing = False  # whether stages leave because this coordinator stops
 
     # --- what the pipeline asks ---------------------------------------------------------------------------------------
@@ -172,8 +172,7 @@ class JoinedRoster:
         if changed:
             log.info("stage is %s", state.value, extra={"fields": {"stage": place.name, "bytes": total_bytes}})
         self._membership.progress(ticket, state, done_bytes, total_bytes, time.monotonic_ns())
-        if changed:
-            self.on_change(place)
+        self.on_change(place)
 
     def serving(self, ticket: int, address: str, instance_id: str) -> None:
         """Note that a member serves at an address; the last one missing makes the pipeline whole."""

@@ -31,13 +31,15 @@ async def start_http(
     *,
     shutdown_timeout_s: float = 1.0,
     context: ssl.SSLContext | None = None,
+    what: str = "HTTP",
+    flag: str = "--http",
 ) -> tuple[web.AppRunner, int]:
     """Serve `app` on host:port (port 0 takes a free one), over TLS with a `context`; return the runner, and the port
     that it got.
 
     Handlers are cancelled when their client goes away, which is what frees its lanes. Stop with `runner.cleanup()`,
     which waits `shutdown_timeout_s` for running requests; drain before it. Raises StartError when the address cannot
-    be listened on.
+    be listened on; it says `what` the port is for and which `flag` chooses another.
     """
     if not 0 <= port <= 65535:  # checked here because uvloop would listen on the port modulo 65536
         raise StartError(f"{port} is not a port; use 0 to 65535")
@@ -48,7 +50,7 @@ async def start_http(
     except OSError as error:
         await runner.cleanup()
         if error.errno == errno.EADDRINUSE:
-            raise StartError(f"HTTP port {address_of(host, port)} is taken; choose another with --http") from error
-        raise StartError(f"cannot listen on {address_of(host, port)} for HTTP: {error.strerror or error}") from error
+            raise StartError(f"{what} port {address_of(host, port)} is taken; choose another with {flag}") from error
+        raise StartError(f"cannot listen on {address_of(host, port)} for {what}: {error.strerror or error}") from error
     actual_port: int = runner.addresses[0][1]
     return runner, actual_port

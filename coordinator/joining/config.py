@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import re
 from collections.abc import Sequence
+from typing import Protocol
 
+from relayline.coordinator.joining.invitations import Invitation
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.kv_layout import choose_pipeline_layout
+from relayline.wire.links import enrolment
+from relayline.wire.links.roles import Identity
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from relayline.wire.settings.setting import write_message
 from relayline.wire.settings.table import EngineSettings
@@ -59,6 +64,45 @@ class JoiningStage:
     """What its engine is to be."""
     telemetry: TelemetryDefaults = dataclasses.field(default_factory=TelemetryDefaults)
     """What it records."""
+    listen_port: int = 0
+    """Port that it listens on unless its own flags say so; 0 lets its system choose."""
+
+
+class Authority(Protocol):
+    """A CA with its invitations. Every call may block; each is made in a thread, one at a time."""
+
+    def ca_pem(self) -> str:
+        """Return the CA's certificate."""
+
+    def invitation(self, name: str) -> Invitation | None:
+        """Return the invitation of a stage."""
+
+    def bind(self, name: str, key_digest: str, address: str) -> None:
+        """Note that the invitation of a stage is used."""
+
+    def key_of(self, csr_pem: str) -> bytes:
+        """Return the public key (DER) of a certificate request that its key has signed. Raises UsageError."""
+
+    def holder(self, certificate_pem: str, now: datetime.datetime) -> tuple[Identity, bytes]:
+        """Return whom a certificate of this CA names and its public key (DER).
+
+        Raises UnauthenticatedError for one that is not of this CA, not valid at `now`, or revoked.
+        """
+
+    def sign(self, csr_pem: str, stage: Identity, names: tuple[str, ...], now: datetime.datetime) -> enrolment.Enrolled:
+        """Return the credentials of a stage. Raises UsageError."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EnrolConfig:
+    """How hosts enrol."""
+
+    authority: Authority
+    """Signs."""
+    host: str
+    """Address to listen on."""
+    port: int
+    """Port to listen on; 0 lets the system choose."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,6 +117,8 @@ class JoinConfig:
     """Port that stages join at; 0 lets the system choose, and `Joinable` tells."""
     fetches_max: int = 8
     """Artifacts that are sent at once; further stages wait their turn."""
+    enrol: EnrolConfig | None = None
+    """Let hosts get their certificates too, with the line that `relayline up` prints; takes TLS."""
     offer_path: bool = True
     """Tell stages where the artifact lies here, so that those who see the same files need not fetch it."""
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import importlib.metadata
 import logging
 import secrets
-import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
 
-from relayline.coordinator.engine.membership import Introduction, Membership
+from relayline.coordinator.engine.membership import Introduction
 from relayline.coordinator.engine.roster import JoinedRoster
 from relayline.coordinator.engine.whereabouts import whereabouts
 from relayline.coordinator.joining.artifact_reader import read_chunks
@@ -36,10 +33,9 @@ from relayline.wire.common.texts import tidy
 from relayline.wire.envelopes import messages
 from relayline.wire.links import rpc
 from relayline.wire.links.guard import caller, credential
-from relayline.wire.links.listening import Listener
 from relayline.wire.links.refusals import peer_of
 from relayline.wire.links.roles import Identity
-from relayline.wire.links.security import PLAINTEXT, LinkSecurity, address_of
+from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.links.silence import Silence, silent_text
 from relayline.wire.links.watch import beat, until_silent
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -50,7 +46,6 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 SERVICE = "relayline.v1.PipelineService"
 TICKET_BYTES = 16
-SHUTDOWN_GRACE_S = 2.0
 _STATES = {
     pb.ARTIFACT_PHASE_FETCHING: HostState.FETCHING,
     pb.ARTIFACT_PHASE_LOADING: HostState.LOADING,
@@ -198,6 +193,7 @@ class JoinService:
             ticket=secret,
             beats=beats,
             coordinator=self._own,
+            listen_port=settings.listen_port,
         )
 
     async def _read(self, context: Context, member: _Membership) -> None:
@@ -277,28 +273,3 @@ def _parse(message: Any) -> pb.JoinRequest | None:
     report = messages.read(pb.JoinRequest, message, "report", who="a stage")
     tidy(report, bounds.PEER_TEXT_CHARS_MAX if report.HasField("failure") else bounds.PEER_NAME_CHARS_MAX)
     return report
-
-
-@contextlib.asynccontextmanager
-async def serve_joining(
-    config: JoinConfig, directory: Path, file: PipelineFile, roster: JoinedRoster, security: LinkSecurity
-) -> AsyncIterator[str]:
-    """Let stages join for the length of a with block; yields the address (host:port). Raises StartError, UsageError."""
-    service = JoinService(config, directory, file, roster, security)
-    listener = Listener(security, "the coordinator")
-    roster.ask_of_revoked(listener.guard.revocations.is_revoked)
-    listener.server.add_generic_rpc_handlers((service.handlers(),))
-    try:
-        port = listener.add_port(config.host, config.port)
-        await listener.server.start()
-        yield address_of(config.host, port)
-    finally:
-        service.close()
-        await listener.server.stop(SHUTDOWN_GRACE_S)
-        listener.close()
-
-
-def make_roster(config: JoinConfig) -> JoinedRoster:
-    """Return the places that stages may take, all of them free."""
-    names = [stage.name for stage in config.stages]
-    return JoinedRoster(Membership(names, importlib.metadata.version("relayline"), time.monotonic_ns()))

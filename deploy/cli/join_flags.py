@@ -20,7 +20,7 @@ from relayline.wire.telemetry.config import Level, TelemetryConfig
 
 if TYPE_CHECKING:
     from relayline.coordinator.engine.membership import Place
-    from relayline.coordinator.joining.config import JoinConfig
+    from relayline.coordinator.joining.config import EnrolConfig, JoinConfig
     from relayline.coordinator.serve import Joinable
     from relayline.stage.config import StageConfig
     from relayline.stage.joining.config import JoinConfig as StageJoinConfig
@@ -36,6 +36,12 @@ def serve_join_options(command: Command) -> Command:
     """Add the coordinator's flags: given addresses, or stages that join. The engine flags apply to the latter."""
     for option in (
         click.option("--names", default="", help="Names of the stages, in layer order [default: stage-0,...]."),
+        click.option(
+            "--authority",
+            type=click.Path(path_type=Path, file_okay=False),
+            help="With --enrol-listen: directory of the CA that signs.",
+        ),
+        click.option("--enrol-listen", type=Address(), help="Let hosts get certificates here: `relayline join`."),
         click.option("--join-listen", type=Address(), help="Let stages join here instead of giving --stages."),
         click.option("--stages", type=AddressList(), help="Stage addresses in layer order."),
     ):
@@ -75,6 +81,8 @@ def coordinator_join(given: dict[str, Any], n_stages: int) -> JoinConfig | None:
     from relayline.coordinator.engine.roster import default_names
     from relayline.coordinator.joining.config import JoinConfig, JoiningStage
 
+    if given["enrol_listen"] is not None and (given["join_listen"] is None or given["tls_dir"] is None):
+        raise UsageError("--enrol-listen needs --join-listen and --tls DIR")
     if (given["join_listen"] is None) == (given["stages"] is None):
         raise UsageError("give --stages with every address, or --join-listen to let stages join; one of them")
     if given["join_listen"] is None:
@@ -84,7 +92,20 @@ def coordinator_join(given: dict[str, Any], n_stages: int) -> JoinConfig | None:
     engine = from_parameters(EngineSettings, given)
     names = given_names(given) or default_names(n_stages)
     host, port = given["join_listen"]
-    return JoinConfig(tuple(JoiningStage(name, engine) for name in names), host, port)
+    stages = tuple(JoiningStage(name, engine) for name in names)
+    return JoinConfig(stages, host, port, enrol=_enrol(given))
+
+
+def _enrol(given: dict[str, Any]) -> EnrolConfig | None:
+    """Return how hosts get their certificates, None where they don't. Raises UsageError."""
+    if given["enrol_listen"] is None:
+        return None
+    if given["authority"] is None:
+        raise UsageError("--enrol-listen needs --authority CA-DIR")
+    from relayline.coordinator.joining.config import EnrolConfig
+    from relayline.deploy.launch.invitations import SigningAuthority
+
+    return EnrolConfig(SigningAuthority(given["authority"]), *given["enrol_listen"])
 
 
 def given_names(given: dict[str, Any]) -> tuple[str, ...]:
@@ -98,6 +119,7 @@ def joinable_event(joinable: Joinable) -> dict[str, Any]:
         "event": "joinable",
         "role": "coordinator",
         "join": joinable.join_address,
+        "enrol": joinable.enrol_address,
         "url": joinable.url,
         "stages": list(joinable.names),
     }
@@ -114,6 +136,8 @@ def member_event(place: Place) -> dict[str, Any]:
         "address": place.address,
         "host": host,
         "process": place.process_id,
+        "done_bytes": place.done_bytes,
+        "total_bytes": place.total_bytes,
     }
 
 
@@ -137,13 +161,13 @@ def stage_join(given: dict[str, Any], security: LinkSecurity) -> StageJoinConfig
         host=host,
         port=port,
         advertise=given["advertise"],
-        own_settings=_own_settings(given),
+        own_settings=own_settings(given),
         always_fetch=given["always_fetch"],
         security=security,
     )
 
 
-def _own_settings(given: dict[str, Any]) -> dict[str, Any]:
+def own_settings(given: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of this host that win over the coordinator's order, where they say anything."""
     said = from_parameters(EngineSettings, given)
     values = {entry: getattr(said, entry.name) for entry in entries(EngineSettings) if entry.host_wins}

@@ -34,6 +34,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "split": ("relayline.deploy.cli.model", "split_command"),
     "calibrate": ("relayline.deploy.cli.calibrate", "calibrate_command"),
     "certify": ("relayline.deploy.cli.certify", "certify_command"),
+    "join": ("relayline.deploy.cli.join", "join_command"),
+    "invite": ("relayline.deploy.cli.join", "invite_command"),
     "stage": ("relayline.deploy.cli.processes", "stage_command"),
     "serve": ("relayline.deploy.cli.processes", "serve_command"),
     "cache": ("relayline.deploy.cli.cache", "cache_command"),

@@ -61,7 +61,7 @@ def announce(event: dict[str, Any], text: str, *, as_json: bool) -> None:
     print(json.dumps(event) if as_json else text, flush=True)
 
 
-def _watch_stdin() -> None:
+def watch_stdin() -> None:
     """End this process, gracefully, when the supervisor's end of stdin closes."""
 
     def wait() -> None:
@@ -106,9 +106,9 @@ def stage_command(**given: Any) -> None:
     security = security_from(given, Role.STAGE)
     joining = stage_join(given, security)
     if given["exit_with_stdin"]:
-        _watch_stdin()
+        watch_stdin()
     if joining is not None:
-        run_joined(joining, _on_stage_ready(given), stage_telemetry(given))
+        run_joined(joining, on_stage_ready(given), stage_telemetry(given))
         return
     host, port = given["listen"]
     config = StageConfig(
@@ -121,10 +121,12 @@ def stage_command(**given: Any) -> None:
         metrics=given["metrics"],
         security=security,
     )
-    run_stage(config, _on_stage_ready(given))
+    run_stage(config, on_stage_ready(given))
 
 
-def _on_stage_ready(given: dict[str, Any]) -> Callable[[str, StageFacts], None]:
+def on_stage_ready(given: dict[str, Any]) -> Callable[[str, StageFacts], None]:
+    """Return what prints the line of a stage that has begun to serve."""
+
     def on_ready(address: str, facts: StageFacts) -> None:
         artifact = facts.artifact
         announce(
@@ -238,7 +240,7 @@ def serve_command(**given: Any) -> None:
         push_level=is_given("trace_level"),
     )
     if given["exit_with_stdin"]:
-        _watch_stdin()
+        watch_stdin()
     run_coordinator(config, *_announcers(as_json=given["as_json"]))
 
 

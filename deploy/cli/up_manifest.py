@@ -10,6 +10,7 @@ import click
 
 from relayline.deploy.cli.setting_flags import manifest_changes, parameter_arguments
 from relayline.deploy.launch.detach import Report, start_detached
+from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.local import print_prefixed
 from relayline.deploy.launch.prepare import override
@@ -35,7 +36,7 @@ def up_manifest(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple
     Raises UsageError, StartError and what preparing the model raises.
     """
     path: Path = given["manifest"]
-    manifest = override(load_manifest(path), changes_of(changed))
+    manifest = override(at_home(load_manifest(path)), changes_of(changed))
     directory = StateDir(given["state_dir"] or state_root() / manifest.name)
     as_json = given["as_json"]
 

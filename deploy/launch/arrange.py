@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from relayline.deploy.launch.inviting import authority_of
 from relayline.deploy.launch.own_tls import JOIN_DIR, makes_stage_tokens, stage_token
 from relayline.deploy.launch.plan import LaunchPlan, LocalStage, RemoteStage
 from relayline.deploy.launch.ports import LOCALHOST, join_host, stage_host
@@ -23,6 +24,8 @@ def arrange(manifest: Manifest, source: Path, settled: Path, log_flags: tuple[st
         join=(join_host(manifest), manifest.join_port),
         advertised_host="127.0.0.1" if manifest.all_local else manifest.spec.coordinator.host,
         stages=tuple(_stage(manifest, stage, tokens, log_flags) for stage in manifest.stages),
+        authority=authority_of(manifest),
+        enrol=(join_host(manifest), manifest.enrol_port),
     )
 
 

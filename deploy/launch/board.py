@@ -60,9 +60,9 @@ class Board:
         """Enter a phase."""
         self._store(phase=phase, reason=reason)
 
-    def set_addresses(self, url: str, join: str) -> None:
-        """Note where clients and stages connect."""
-        self._store(url=url, join=join)
+    def set_addresses(self, url: str, join: str, enrol: str = "") -> None:
+        """Note where clients and stages connect, and where hosts get their certificates."""
+        self._store(url=url, join=join, enrol=enrol)
 
     def _store(self, **changes: Any) -> None:
         if changes.get("phase", self.state.phase) != self.state.phase:

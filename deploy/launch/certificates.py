@@ -12,11 +12,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import ipaddress
-import os
 import re
-import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -25,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.files import write_file
 from relayline.wire.links import role_tokens
 from relayline.wire.links.revocation import CRL_BYTES_MAX, CRL_FILE, REVOKED_FILE, read_crl
 from relayline.wire.links.roles import NAME, TAKEN_NAMES, Identity, Role, identity_named
@@ -105,31 +105,13 @@ def issue(
     check_stage_name(role, stage)
     if not 1 <= days <= CERT_DAYS_MAX:
         raise UsageError(f"--days {days} is outside 1..{CERT_DAYS_MAX}")
-    authority, authority_key = _load_authority(directory)
-    check_dates(authority, directory / CA_FILE, now, "make a new one with `relayline certs init`")
-    ours = authority.public_bytes(serialization.Encoding.PEM)
+    ours = _load_authority(directory)[0].public_bytes(serialization.Encoding.PEM)
     if (out / CA_FILE).exists() and (out / CA_FILE).read_bytes() != ours:
         raise UsageError(f"{out} holds certificates of another CA; choose another directory with --out")
-    hosts = _alternatives([host, *names, "localhost", "127.0.0.1", "::1"])
     identity = Identity(role, credential_host(host), stage)
-    alternatives = [*hosts, x509.UniformResourceIdentifier(identity.uri)]
     token = issued_token(directory, identity) if role is not Role.MONITOR else ""
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host[:_COMMON_NAME_CHARS_MAX])])
-    days = min(days, (authority.not_valid_after_utc - now).days)
-    cert = (
-        _certificate(subject, authority.subject, key.public_key(), now, days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs_certificates=False), critical=True)
-        .add_extension(
-            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
-        )
-        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
-        .sign(authority_key, hashes.SHA256())
-    )
-    _record(directory, cert, identity)
+    cert, hosts = sign_key(directory, key.public_key(), identity, host, names, days, now)
     out.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_file(out / KEY_FILE, _key_pem(key), PRIVATE)
     write_file(out / CERT_FILE, cert.public_bytes(serialization.Encoding.PEM), _PUBLIC)
@@ -137,7 +119,65 @@ def issue(
     if token:
         write_file(out / TOKEN_FILE, token.encode() + b"\n", PRIVATE)
     _copy_lists(directory, out)
-    return Issued(out, identity, tuple(str(name.value) for name in hosts), cert.not_valid_after_utc)
+    return Issued(out, identity, hosts, cert.not_valid_after_utc)
+
+
+def sign_key(
+    directory: Path,
+    public: ec.EllipticCurvePublicKey,
+    identity: Identity,
+    host: str,
+    names: Sequence[str],
+    days: int,
+    now: datetime.datetime,
+) -> tuple[x509.Certificate, tuple[str, ...]]:
+    """Sign a public key with the CA in `directory` and note it there; returns the certificate and the names in it.
+
+    `host` and `names` are DNS names or IP addresses of its holder; those of loopback are added. Raises UsageError.
+    """
+    with _locked(directory):
+        authority, authority_key = _load_authority(directory)
+        check_dates(authority, directory / CA_FILE, now, "make a new one with `relayline certs init`")
+        hosts = _alternatives([host, *names, "localhost", "127.0.0.1", "::1"])
+        cert = (
+            _certificate(_subject(host), authority.subject, public, now, min(days, _days_left(authority, now)))
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs_certificates=False), critical=True)
+            .add_extension(
+                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
+                critical=False,
+            )
+            .add_extension(
+                x509.SubjectAlternativeName([*hosts, x509.UniformResourceIdentifier(identity.uri)]), critical=False
+            )
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False
+            )
+            .sign(authority_key, hashes.SHA256())
+        )
+        _record(directory, cert, identity)
+    return cert, tuple(str(name.value) for name in hosts)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Keep other processes of this machine from writing the CA's records meanwhile."""
+    path = directory / CA_KEY_FILE
+    if not path.exists():
+        yield  # what comes next says that it is missing
+        return
+    with path.open("rb") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _subject(host: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host[:_COMMON_NAME_CHARS_MAX])])
+
+
+def _days_left(authority: x509.Certificate, now: datetime.datetime) -> int:
+    return (authority.not_valid_after_utc - now).days
 
 
 def check_stage_name(role: Role, stage: str) -> None:
@@ -287,23 +327,6 @@ def _copy_lists(directory: Path, out: Path) -> None:
     for name in (CRL_FILE, REVOKED_FILE):
         if (directory / name).exists():
             write_file(out / name, (directory / name).read_bytes(), _PUBLIC)
-
-
-def write_file(path: Path, data: bytes, mode: int) -> None:
-    """Put `data` at `path` with `mode`, whole or not at all, replacing what was there."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(handle, "wb") as file:
-            os.fchmod(file.fileno(), mode)  # whatever the umask is
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
 
 
 def _load_authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:

@@ -2,7 +2,7 @@
 
 STATE/tls/              the CA of this pipeline, see deploy.launch.certificates
 STATE/tls/coordinator/  what the coordinator needs
-STATE/tls/NAME/         what the stage of that name needs
+STATE/tls/NAME/         what the stage of that name needs, where it runs here
 STATE/join/token        the coordinator's join token, where links are plaintext
 STATE/join/NAME.token   a stage's, also where the manifest names the coordinator's
 """
@@ -19,9 +19,9 @@ from relayline.deploy.launch.certificates import (
     issue,
     issued_token,
     revoked_serials,
-    write_file,
 )
 from relayline.deploy.manifest import Manifest, Stage
+from relayline.wire.common.files import write_file
 from relayline.wire.links import role_tokens
 from relayline.wire.links.roles import COORDINATOR_DIR, Identity, Role
 from relayline.wire.links.security import CA_FILE, CERT_FILE, TOKEN_FILE, credential_host, read_token
@@ -43,7 +43,7 @@ def needs_own_tls(manifest: Manifest) -> bool:
 
 
 def make_own_tls(manifest: Manifest, root: Path, now: datetime.datetime | None = None) -> Path:
-    """Make a CA below `root` and a directory for every process, as far as they are not there and valid.
+    """Make a CA below `root` and a directory for every process of this machine, as far as they are not there and valid.
 
     Returns the coordinator's directory. Raises UsageError and OSError.
     """
@@ -54,7 +54,9 @@ def make_own_tls(manifest: Manifest, root: Path, now: datetime.datetime | None =
         init_authority(root, manifest.name[:NAME_CHARS_MAX], now)
     wanted = {COORDINATOR_DIR: Identity(Role.COORDINATOR, manifest.spec.coordinator.host)}
     wanted |= {
-        stage.name: Identity(Role.STAGE, host_of_stage(manifest, stage), stage.name) for stage in manifest.stages
+        stage.name: Identity(Role.STAGE, host_of_stage(manifest, stage), stage.name)
+        for stage in manifest.stages
+        if stage.is_local  # the others make their own keys, and enrol
     }
     revoked = revoked_serials(root)
     for name, identity in wanted.items():

@@ -44,6 +44,10 @@ class LaunchPlan:
     """Name under which other hosts reach the coordinator."""
     stages: tuple[LocalStage | RemoteStage, ...]
     """In layer order."""
+    authority: Path | None = None
+    """Directory of the CA that signs for hosts that join; None where they are given their credentials by hand."""
+    enrol: tuple[str, int] = ("", 0)
+    """Host and port where hosts get their certificates, with an authority."""
 
     @property
     def local(self) -> tuple[LocalStage, ...]:

@@ -84,6 +84,7 @@ def for_each_stage(join: JoinConfig | None, manifest: Manifest | None) -> JoinCo
             telemetry=TelemetryDefaults(
                 telemetry.level, telemetry.otlp_endpoint, telemetry.sampler_ratio, manifest.metrics_port(stage)
             ),
+            listen_port=manifest.listen_port(stage),
         )
         for place, stage in zip(join.stages, manifest.stages, strict=True)
     )

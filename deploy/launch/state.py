@@ -71,6 +71,8 @@ class LaunchState(msgspec.Struct, frozen=True):
     reason: str = ""
     """Why it failed, in one line."""
     processes: tuple[ProcessRecord, ...] = ()
+    enrol: str = ""
+    """host:port where other hosts get their certificates; empty: nowhere."""
     phase_since_ns: int = 0
     """When it entered the phase, on the machine's monotonic clock; 0: not known."""
 

@@ -18,10 +18,13 @@ from typing import Any
 from relayline.deploy.launch.backoff import RestartHistory, RestartPolicy
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.child import Child
+from relayline.deploy.launch.invitations import invite
+from relayline.deploy.launch.inviting import join_line
 from relayline.deploy.launch.log_files import LogWriter
-from relayline.deploy.launch.plan import LaunchPlan, LocalStage
+from relayline.deploy.launch.plan import LaunchPlan, LocalStage, RemoteStage
 from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.state import ProcessRecord, StateDir
+from relayline.deploy.launch.waiting import Waiting
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import StartError
 from relayline.wire.common.phase import HostState, Phase
@@ -47,7 +50,8 @@ class _Kept:
 class Supervisor:
     """Runs one LaunchPlan. Event loop only; whoever makes it holds the lock of `directory`.
 
-    `emit` gets events: `process` (one became ready), `remote` (a command to run on another host), `ready`.
+    `emit` gets events: `process` (one became ready), `remote` (a command to run on another host), `waiting` and `fetch`
+    (see Waiting), `ready`.
     """
 
     def __init__(
@@ -70,7 +74,9 @@ class Supervisor:
         self._ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._coordinator = self._kept(COORDINATOR, self._serve_arguments(plan.http, plan.join), self._on_event)
+        arguments = self._serve_arguments(plan.http, plan.join, plan.enrol)
+        self._coordinator = self._kept(COORDINATOR, arguments, self._on_event)
+        self._waiting = Waiting([stage.name for stage in plan.stages] if plan.remote else ())
         self._stages: dict[str, _Kept] = {}
         self._remote_processes: dict[str, str] = {}  # stage of another host -> what its last process called itself
 
@@ -89,8 +95,7 @@ class Supervisor:
             self._stages[stage.name] = kept
             self._keep(kept)
         for remote in self.plan.remote:
-            command = shlex.join(("relayline", "stage", "--join", join, "--name", remote.name, *remote.arguments))
-            bring = " and ".join(map(str, remote.bring))
+            command, bring = await self._remote_command(remote, join)
             self.board.set_process(remote.name, command=command)
             self._emit(
                 {"event": "remote", "name": remote.name, "host": remote.host, "command": command, "bring": bring}
@@ -100,9 +105,20 @@ class Supervisor:
             self.failed.result()
         return self._ready.result()
 
-    def _serve_arguments(self, http: tuple[str, int], join: tuple[str, int]) -> tuple[str, ...]:
+    async def _remote_command(self, remote: RemoteStage, join: str) -> tuple[str, str]:
+        """Return what to run on another host, and what has to be copied there first."""
+        if self.plan.authority is None:
+            command = ("relayline", "stage", "--join", join, "--name", remote.name, *remote.arguments)
+            return shlex.join(command), " and ".join(map(str, remote.bring))
+        token = await asyncio.to_thread(invite, self.plan.authority, remote.name, remote.host)
+        return join_line(self.board.state.enrol, token), ""
+
+    def _serve_arguments(self, http: tuple[str, int], join: tuple[str, int], enrol: tuple[str, int]) -> tuple[str, ...]:
+        enrolling: tuple[str, ...] = ()
+        if self.plan.authority is not None:
+            enrolling = ("--enrol-listen", address_of(*enrol), "--authority", str(self.plan.authority))
         return ("serve", *self.plan.serve_arguments, "--http", address_of(*http), "--join-listen", address_of(*join),
-                "--json", "--exit-with-stdin")  # fmt: skip
+                *enrolling, "--json", "--exit-with-stdin")  # fmt: skip
 
     def _stage_arguments(self, stage: LocalStage, join: str) -> tuple[str, ...]:
         return ("stage", "--join", join, "--name", stage.name, *stage.arguments, "--json", "--exit-with-stdin")
@@ -198,15 +214,19 @@ class Supervisor:
     def _on_event(self, event: dict[str, Any]) -> None:
         """Take what the coordinator tells of itself and of its stages."""
         if event["event"] == "joinable":
-            self.board.set_addresses(event["url"], event["join"])
             # It comes back where clients and stages look for it.
             http = (self.plan.http[0], int(event["url"].rpartition(":")[2]))
             join = (self.plan.join[0], int(event["join"].rpartition(":")[2]))
-            self._coordinator.child.arguments = self._serve_arguments(http, join)
+            enrol = (self.plan.enrol[0], int((event.get("enrol") or ":0").rpartition(":")[2]))
+            enrol_address = address_of(self.plan.advertised_host, enrol[1]) if enrol[1] else ""
+            self.board.set_addresses(event["url"], event["join"], enrol_address)
+            self._coordinator.child.arguments = self._serve_arguments(http, join, enrol)
             if not self._listening.done():
                 self._listening.set_result(event["join"])
         elif event["event"] == "stage" and self.board.has(event["name"]):
             self._on_stage_event(event)
+            for said in self._waiting.told(event, time.monotonic()):
+                self._emit(said)
 
     def _on_stage_event(self, event: dict[str, Any]) -> None:
         name, address = event["name"], event.get("address") or ""

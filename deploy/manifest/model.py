@@ -22,6 +22,7 @@ KIND = "Pipeline"
 STAGES_MAX = 64
 ALLOWED_HOSTS_MAX = 64
 STAGE_PORT = 50_051  # of a stage's first place on another host, and inside containers
+ENROL_PORT = 50_049  # of the coordinator, where other hosts get their certificates
 JOIN_PORT = 50_050  # of the coordinator, where other hosts have to find it
 METRICS_PORT = 9_464  # as Prometheus's exporter allocations give to OpenTelemetry
 
@@ -94,6 +95,8 @@ class Coordinator(Part):
     """The API's address."""
     join_port: Port = 0
     """Port on which stages join. 0: chosen by the system while all stages are local, else 50050."""
+    enrol_port: Port = 0
+    """Port where other hosts get their certificates, by the line that `relayline up` prints. 0: 50049."""
     declare_settings(locals(), "coordinator")
     api_keys_file: FilePath | None = None
     """File with one API key per line; with it, requests need `Authorization: Bearer KEY`."""
@@ -289,6 +292,11 @@ class Manifest(Part):
     def join_port(self) -> int:
         """Port on which stages join; 0 means chosen by the system."""
         return self.spec.coordinator.join_port or (0 if self.all_local else JOIN_PORT)
+
+    @property
+    def enrol_port(self) -> int:
+        """Port where other hosts get their certificates."""
+        return self.spec.coordinator.enrol_port or ENROL_PORT
 
     @property
     def engine(self) -> EngineSettings:

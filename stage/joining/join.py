@@ -161,7 +161,7 @@ class JoinedStage:
             name=self._config.name,
             artifact=path,
             host=host,
-            port=self._config.port,
+            port=self._config.port or (0 if self._config.host else order.listen_port),
             engine=dataclasses.replace(settings, **self._config.own_settings),
             security=self._config.security,
             coordinator=identity_named(order.coordinator),

@@ -69,6 +69,18 @@ BEAT_EVERY_S = 1.0  # between signs of life of one end of a link
 QUIET_AFTER_S = 5.0  # of silence, from which on it is said that a host does not answer
 LOST_AFTER_S = 9.0  # of silence, after which a peer is taken for lost; with what follows from it, within 12 s
 
+# Of enrolment, see wire.links.enrolment:
+INVITATION_S = 24 * 3600  # how long the token of a join line is good: a day, so that a host may be set up tomorrow
+ENROL_BYTES_MAX = 16 * 1024  # of a request and of an answer: a certificate request, or two certificates
+ENROL_WRONG_MAX = 8  # wrong tokens from one address within ENROL_WRONG_S; what comes after them is not looked at
+ENROL_WRONG_S = 60.0
+ENROL_ADDRESSES_MAX = (
+    1_024  # addresses with wrong tokens that are remembered; the one longest silent is forgotten first
+)
+ENROL_CONNECTIONS_MAX = 64  # at once; a host needs one, for less than a second
+ENROL_ANSWER_S = 10.0  # for an answer to a host that enrols
+CLOCK_SKEW_MAX_S = 1_800.0  # between a host's clock and the coordinator's; certificates are dated back by an hour
+
 assert ROWS_PER_FRAME_MAX <= ROWS_PER_ENVELOPE_MAX
 assert BYTES_IN_FLIGHT_DEFAULT <= ENVELOPE_BYTES_MAX
 assert ENVELOPE_BYTES_MAX < 2**31  # protobuf counts the bytes of a message in 32 bits, signed

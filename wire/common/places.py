@@ -39,6 +39,11 @@ def state_dir() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or home() / ".local" / "state") / "relayline"
 
 
+def joined_dir() -> Path:
+    """Return where this host keeps the credentials of its memberships: `.joined` in the state directory."""
+    return state_dir() / ".joined"
+
+
 def expanded(path: str) -> Path:
     """Return a path with `~` expanded. Raises UsageError for the home of a user that is not known."""
     if path == "~" or path.startswith("~/"):

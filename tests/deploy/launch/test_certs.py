@@ -10,8 +10,7 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from relayline.deploy.launch import certificates
-from relayline.deploy.launch.certificates import CERT_DAYS_MAX, init_authority, issue, revoke, write_file
+from relayline.deploy.launch.certificates import CERT_DAYS_MAX, init_authority, issue, revoke
 from relayline.deploy.testing.processes import relayline
 from relayline.wire.common.errors import ProtocolError, UsageError
 from relayline.wire.links.revocation import CRL_BYTES_MAX, Revocations
@@ -116,20 +115,6 @@ def test_refusals(ca: Path, tmp_path: Path):
     (ca / "ca-key.pem").write_text("nonsense")
     with pytest.raises(UsageError, match="not a PEM private key"):
         issue(ca, "box1", [], 10, ca / "x", NOW, role=Role.COORDINATOR)
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "key.pem"
-    write_file(path, b"old", 0o600)
-
-    def fail(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(certificates.os, "fsync", fail)
-    with pytest.raises(OSError, match="No space"):
-        write_file(path, b"new", 0o600)
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_command(tmp_path: Path):

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -350,24 +351,33 @@ async def test_a_stage_that_keeps_dying_ends_the_whole_with_the_telling_line(hom
     assert [event["restarts"] for event in events if event.get("name") == "stage-1"] == [0, 1, 2]
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 def test_another_host_gets_its_one_command(home: Path) -> None:
-    """A stage of another name joins from a second process here, over mutual TLS that the launcher made itself."""
+    """A stage of another name joins by that line from an empty disk, over mutual TLS."""
     stages = "[{name: here}, {name: there, host: box.test}]"
     manifest = write_manifest(home, "apart", stages=stages)
-    text = manifest.read_text().replace("http: {port: 0}", "host: 127.0.0.1, joinPort: 0, http: {port: 0}")
+    ports = f"host: 127.0.0.1, joinPort: 0, enrolPort: {free_port()}, http: {{port: 0}}"
+    text = manifest.read_text().replace("http: {port: 0}", ports)
     manifest.write_text(text)
     with up(manifest) as running:
         remote = running.wait_for(lambda event: event["event"] == "remote")
         assert (remote["name"], remote["host"]) == ("there", "box.test")
         words = remote["command"].split()
-        assert words[:3] == ["relayline", "stage", "--join"]
-        words[words.index("--tls") + 1] = remote["bring"]
-        for flag, value in (("--listen", "127.0.0.1:0"), ("--metrics", "127.0.0.1:0"), ("--advertise", "127.0.0.1")):
-            words[words.index(flag) + 1] = value
+        assert words[:2] == ["relayline", "join"]
+        assert len(words) == 4, "an address and a token, and nothing to copy"
+        assert not remote["bring"]
+        words += ["--listen", "127.0.0.2:0", "--advertise", "127.0.0.2", "--metrics", "127.0.0.2:0"]
+        words += ["--state", str(home / "there"), "--cache", str(home / "there")]
         assert status("apart")["phase"] == "loading"
         assert remote["command"] in relayline("status", "apart").stdout, "for whoever has closed that terminal"
         with subprocess.Popen([*COMMAND, *words[1:]], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as stage:
             try:
+                said = running.wait_for(lambda event: event["event"] == "waiting" and not event["missing"])
+                assert said["message"] == "2 of 2 joined"
                 running.ready()
                 (there,) = (entry for entry in status("apart")["processes"] if entry["name"] == "there")
                 assert (there["state"], there["host"], there["pid"]) == ("ready", "box.test", None)

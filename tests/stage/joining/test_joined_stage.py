@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from relayline.coordinator.joining import port as join_port
 from relayline.coordinator.joining import service as join_service
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage
 from relayline.stage.config import StageConfig
@@ -102,8 +103,8 @@ class Living:
 async def coordinator(split: Path, engine: EngineSettings, port: int = 0) -> AsyncIterator[JoinPort]:
     """A join port whose order says this engine."""
     settings = JoinConfig(tuple(JoiningStage(name, engine) for name in NAMES), port=port)
-    roster = join_service.make_roster(settings)
-    async with join_service.serve_joining(settings, split, write_split(split), roster, PLAINTEXT) as address:
+    roster = join_port.make_roster(settings)
+    async with join_port.serve_joining(settings, split, write_split(split), roster, PLAINTEXT) as (address, _):
         yield JoinPort(address, roster, settings)
 
 

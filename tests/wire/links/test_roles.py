@@ -20,7 +20,7 @@ import pytest
 from relayline.coordinator.engine.revoking import check_servers, keep_told
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage
-from relayline.coordinator.joining.service import make_roster, serve_joining
+from relayline.coordinator.joining.port import make_roster, serve_joining
 from relayline.deploy.launch.certificates import issue, issued_token, revoke
 from relayline.deploy.testing import paths
 from relayline.stage.joining.client import Member, introduction
@@ -315,7 +315,7 @@ async def test_a_stage_that_joined_takes_work_from_no_other_coordinator(ids: Ide
 async def joining(directory: Path, security: LinkSecurity) -> AsyncIterator[str]:
     config = JoinConfig(tuple(JoiningStage(name) for name in NAMES))
     file = write_split(directory)
-    async with serve_joining(config, directory, file, make_roster(config), security) as address:
+    async with serve_joining(config, directory, file, make_roster(config), security) as (address, _):
         yield address
 
 

@@ -1,0 +1,157 @@
+"""The port where hosts get their certificates: HTTP over TLS, two calls, no certificate asked of the client.
+
+The decisions are those of `coordinator.joining.invitations`. Signing and the invitations' file are an `Authority`,
+handed in by the code that starts the coordinator: this module does not know where a CA keeps its key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import datetime
+import hashlib
+import importlib.metadata
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+from aiohttp import web
+
+from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.server import LIMITS, start_http
+from relayline.coordinator.joining.config import Authority, EnrolConfig
+from relayline.coordinator.joining.invitations import Desk, WrongTokenError, may_be_called
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import ProtocolError, RelaylineError, UnauthenticatedError, UsageError, http_status
+from relayline.wire.links import enrolment
+from relayline.wire.links.roles import NAME, Identity, Role
+from relayline.wire.links.security import LinkSecurity, address_of
+from relayline.wire.links.tls_server import server_context
+
+log = logging.getLogger("relayline.coordinator")
+
+LIMITS_OF_ENROLMENT = HttpLimits(
+    body_bytes_max=bounds.ENROL_BYTES_MAX,
+    connections_max=bounds.ENROL_CONNECTIONS_MAX,
+    connections_per_address_max=bounds.ENROL_WRONG_MAX,
+    idle_timeout_s=bounds.ENROL_ANSWER_S,
+)
+
+
+class Enrolment:
+    """Both calls. Event loop only."""
+
+    def __init__(self, authority: Authority, join_host: str, join_port: int) -> None:
+        self._authority, self._join = authority, (join_host, join_port)
+        self._desk = Desk()
+        self._one_at_a_time = asyncio.Lock()  # what is read of an invitation still holds when it is bound
+
+    def app(self) -> web.Application:
+        """Return the application with these calls and no other."""
+        app = web.Application(client_max_size=bounds.ENROL_BYTES_MAX)
+        app[LIMITS] = LIMITS_OF_ENROLMENT
+        app.router.add_get(enrolment.PATH, self.welcome)
+        app.router.add_post(enrolment.PATH, self.enrol)
+        return app
+
+    async def welcome(self, request: web.Request) -> web.Response:
+        """Tell the CA's certificate, the time and where stages join."""
+        host, port = self._join
+        ca = await asyncio.to_thread(self._authority.ca_pem)
+        version = importlib.metadata.version("relayline")
+        return _answer(enrolment.Welcome(ca, _now().isoformat(), host, port, version))
+
+    async def enrol(self, request: web.Request) -> web.Response:
+        """Sign a host's key, or say why not."""
+        address = request.remote or ""
+        try:
+            asked = _read(await request.read())
+            async with self._one_at_a_time:
+                enrolled = await self._decide(asked, address)
+        except RelaylineError as error:
+            log.warning("enrolment refused", extra={"fields": {"from": address, "reason": error.message}})
+            return _answer(enrolment.Refusal(error.label, error.message), http_status(error))
+        what = "certificate renewed" if asked.certificate else "host enrolled"
+        log.info("%s", what, extra={"fields": {"stage": asked.name, "from": address}})
+        return _answer(enrolled)
+
+    async def _decide(self, asked: enrolment.Request, address: str) -> enrolment.Enrolled:
+        now, now_ns = _now(), time.monotonic_ns()
+        self._desk.check_address(address, now_ns)
+        try:
+            stage, key = await self._admitted(asked, now)
+        except WrongTokenError:
+            self._desk.note_wrong(address, now_ns)
+            raise
+        if not may_be_called(asked.advertise, stage, address):
+            raise UnauthenticatedError(
+                f"stage {stage.name} is to be on {stage.host} and calls from {address}, so it gets no certificate for "
+                f"{asked.advertise}; write `host: {asked.advertise}` for it in the manifest, or leave --advertise away"
+            )
+        names = tuple(name for name in (address, asked.advertise) if name)
+        if not asked.certificate:
+            await asyncio.to_thread(self._authority.bind, asked.name, hashlib.sha256(key).hexdigest(), address)
+        return await asyncio.to_thread(self._authority.sign, asked.csr, stage, names, now)
+
+    async def _admitted(self, asked: enrolment.Request, now: datetime.datetime) -> tuple[Identity, bytes]:
+        """Return who asks and its public key (DER). Raises UnauthenticatedError, UsageError."""
+        key = await asyncio.to_thread(self._authority.key_of, asked.csr)
+        if asked.certificate:
+            stage, held = await asyncio.to_thread(self._authority.holder, asked.certificate, now)
+            if stage.role is not Role.STAGE or stage.name != asked.name or held != key:
+                raise WrongTokenError(f"a renewal for stage {asked.name} came with a certificate of {stage}")
+            return stage, key
+        invitation = await asyncio.to_thread(self._authority.invitation, asked.name)
+        try:
+            secret = base64.urlsafe_b64decode(asked.secret.encode())
+        except (binascii.Error, ValueError):
+            secret = b""
+        self._desk.check_secret(asked.name, secret, hashlib.sha256(key).hexdigest(), invitation, now)
+        assert invitation is not None, "the desk refuses where there is none"
+        return invitation.stage, key
+
+
+@contextlib.asynccontextmanager
+async def serve_enrolment(config: EnrolConfig | None, security: LinkSecurity, join_address: str) -> AsyncIterator[str]:
+    """Let hosts enrol for the length of a with block; yields the address (host:port), empty without a configuration.
+
+    `security` is that of the links: TLS, with the coordinator's own certificate. Stages join at the port of
+    `join_address`, host:port. Raises UsageError, StartError.
+    """
+    if config is None:
+        yield ""
+        return
+    identity = security.identity
+    if not security.is_tls or identity is None:
+        raise UsageError("hosts can enrol where links are TLS; give --tls DIR")
+    _, cert, key = security.files
+    context = server_context(cert, key)
+    service = Enrolment(config.authority, identity.host, int(join_address.rpartition(":")[2]))
+    runner, port = await start_http(
+        service.app(), config.host, config.port, context=context, what="enrolment", flag="--enrol-listen"
+    )
+    try:
+        yield address_of(config.host, port)
+    finally:
+        await runner.cleanup()
+
+
+def _read(body: bytes) -> enrolment.Request:
+    try:
+        asked = msgspec.json.decode(body, type=enrolment.Request)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError("this is no request to enrol; run the same relayline version on both ends") from error
+    if not NAME.fullmatch(asked.name):
+        raise ProtocolError("a request to enrol names no stage")
+    return asked
+
+
+def _answer(message: msgspec.Struct, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(message), status=status, content_type="application/json")
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)

@@ -1,0 +1,140 @@
+"""`relayline join`: this host becomes a stage of a pipeline with one line. `relayline invite` prints that line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from relayline.deploy.cli.join_flags import stage_telemetry
+from relayline.deploy.cli.options import Address, CoreList, log_options, telemetry_options, threads_option
+from relayline.deploy.cli.processes import on_stage_ready, watch_stdin
+from relayline.deploy.machine.cores import keep_to
+from relayline.wire.common import logs
+from relayline.wire.common.errors import UsageError
+from relayline.wire.common.places import artifacts_dir, joined_dir
+from relayline.wire.links.enrolment import read_token
+from relayline.wire.links.roles import Role
+from relayline.wire.links.security import host_of, load_security
+
+if TYPE_CHECKING:
+    from relayline.stage.joining.config import JoinConfig
+    from relayline.stage.joining.enrol import Joined
+
+
+@click.command("join", short_help="Make this host a stage of a pipeline, by the line that `up` printed.")
+@click.argument("address", type=Address(), metavar="[HOST:PORT]", required=False)
+@click.argument("token", required=False)
+@click.option("--name", default="", help="Without TOKEN: which stage, where this host has joined as several.")
+@click.option("--listen", type=Address(), help="Where neighbours connect [default: the address that faces HOST].")
+@click.option("--advertise", default="", help="Host that neighbours connect to [default: as the coordinator sees].")
+@click.option("--metrics", type=Address(), help="Where to serve Prometheus metrics [default: as the coordinator says].")
+@click.option(
+    "--cache", type=click.Path(path_type=Path, file_okay=False), help="Where fetched layers are kept [default: cache]."
+)
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where key and certificate are kept [default: this user's state directory].",
+)
+@threads_option
+@click.option("--cores", type=CoreList(), default=None, help="Cores that it keeps to, as 0-3,8 [default: any].")
+@click.option("--always-fetch", is_flag=True, help="Fetch even where the coordinator's own file can be seen.")
+@click.option("--enrol-only", is_flag=True, help="Get the certificate and end; a later `relayline join` goes on.")
+@click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
+@telemetry_options
+@log_options
+@click.option("--exit-with-stdin", is_flag=True, hidden=True)
+def join_command(**given: Any) -> None:
+    """Get a certificate from the coordinator at HOST:PORT with TOKEN, then fetch layers and serve them until SIGINT.
+
+    `relayline up` prints the whole line for each host. The key is made here. The token is good once, for this host;
+    after that the same line, or `relayline join` alone, joins again.
+    """
+    from relayline.stage.joining.join import run_joined
+
+    logs.setup("stage", as_json=given["log_json"], verbose=given["verbose"])
+    joined = _joined(given, given["state"] or joined_dir())
+    if given["enrol_only"]:
+        click.echo(f"this host can join as {joined.file.name} now: relayline join {joined.file.enrol}")
+        return
+    if given["cores"]:
+        keep_to(given["cores"])
+    if given["exit_with_stdin"]:
+        watch_stdin()
+    given["name"] = joined.file.name
+    run_joined(_config(given, joined), on_stage_ready(given), stage_telemetry(given))
+
+
+def _joined(given: dict[str, Any], root: Path) -> Joined:
+    """Return the membership to take up: a new one by the token, else one of those that this host has."""
+    from relayline.stage.joining.enrol import enrol, renewed
+
+    if given["token"]:
+        token = read_token(given["token"])
+        if given["name"] not in ("", token.name):
+            raise UsageError(f"the token is for stage {token.name}, not for {given['name']}; leave --name away")
+        host, port = given["address"]
+        return enrol(host, port, token, root, given["advertise"])
+    known = _chosen(given, root)
+    return renewed(known, host_of(known.file.enrol), int(known.file.enrol.rpartition(":")[2]), given["advertise"])
+
+
+def _chosen(given: dict[str, Any], root: Path) -> Joined:
+    from relayline.stage.joining.enrol import memberships
+    from relayline.wire.links.security import address_of
+
+    found = memberships(root)
+    address = address_of(*given["address"]) if given["address"] is not None else ""
+    fits = [
+        one
+        for one in found
+        if given["name"] in ("", one.file.name) and address in ("", one.file.enrol, one.file.coordinator)
+    ]
+    if len(fits) == 1:
+        return fits[0]
+    known = ", ".join(f"{one.file.name} at {one.file.enrol}" for one in fits or found) or "nothing yet"
+    if fits:
+        raise UsageError(f"this host has joined as {known}; say which with HOST:PORT or --name")
+    raise UsageError(
+        f"this host has joined no such pipeline (it has joined {known}); give the whole line that `relayline up` "
+        "printed: relayline join HOST:PORT TOKEN"
+    )
+
+
+def _config(given: dict[str, Any], joined: Joined) -> JoinConfig:
+    from relayline.deploy.cli.join_flags import own_settings
+    from relayline.stage.joining.config import JoinConfig
+
+    host, port = given["listen"] or ("", 0)
+    return JoinConfig(
+        coordinator=joined.file.coordinator,
+        name=joined.file.name,
+        cache=given["cache"] or artifacts_dir(),
+        host=host,
+        port=port,
+        advertise=given["advertise"],
+        own_settings=own_settings(given),
+        always_fetch=given["always_fetch"],
+        security=load_security(joined.directory, role=Role.STAGE, name=joined.file.name),
+    )
+
+
+@click.command("invite", short_help="Print a new join line for a host of a pipeline that runs here.")
+@click.argument("stage")
+@click.option("--pipeline", default=None, help="Name of the pipeline, where several run here.")
+@click.option("--state-dir", type=click.Path(path_type=Path, file_okay=False), help="State directory of the pipeline.")
+def invite_command(stage: str, pipeline: str | None, state_dir: Path | None) -> None:
+    """Print the line with which STAGE joins from its host: the last one has expired, was used, or its disk is gone.
+
+    The line that was printed before opens nothing any more. A certificate that it brought stays good; `relayline certs
+    revoke` ends one.
+    """
+    from relayline.deploy.launch.control import find
+    from relayline.deploy.launch.inviting import fresh_line
+
+    found = find(pipeline, state_dir)
+    if found is None:
+        raise UsageError("no pipeline runs here; `relayline up MANIFEST` starts one and prints the line of each host")
+    click.echo(fresh_line(found, stage))

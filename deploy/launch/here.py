@@ -1,0 +1,89 @@
+"""Which hosts of a manifest are this machine, and where other hosts find it.
+
+A manifest is written for all machines at once, so it names this one as well. What it names here is started here.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import socket
+from collections.abc import Callable, Sequence
+
+from relayline.deploy.manifest import Manifest, is_local
+
+LOOKUP_S = 5.0  # for all names together; a name that is not found by then is another host's
+_ANYWHERE = ("192.0.2.1", 9)  # no host has it (RFC 5737); the way there is the way out of this machine
+
+IsHere = Callable[[str], bool]
+Facing = Callable[[str], str]
+
+
+def addresses_of(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    """Return the addresses of a host, none for a name that is not known."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+    except OSError:
+        return []
+    return [(family, str(address[0])) for family, _, _, _, address in found]
+
+
+def is_this_machine(host: str) -> bool:
+    """Return whether a host is at an address of this machine."""
+    for family, address in addresses_of(host):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.bind((address, 0))  # the kernel binds no socket to an address of another machine
+            except OSError:
+                continue
+        return True
+    return False
+
+
+def facing(host: str) -> str:
+    """Return this machine's address on the way to `host`, or out of the machine where it is not known; empty for none.
+
+    Nothing is sent.
+    """
+    found = addresses_of(host)
+    ways = [(family, (address, 9)) for family, address in found] or [(socket.AF_INET, _ANYWHERE)]
+    for family, target in ways:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(target)
+            except OSError:
+                continue
+            return str(probe.getsockname()[0])
+    return ""
+
+
+def at_home(manifest: Manifest, is_here: IsHere = is_this_machine, way: Facing = facing) -> Manifest:
+    """Return the manifest with `localhost` for every host that is this machine, and with a coordinator that the others
+    can reach.
+
+    The coordinator is here, so its own host is this machine. Where the manifest leaves `coordinator.host` away and
+    stages are on other hosts, it becomes the address of this machine that faces them.
+    """
+    coordinator = manifest.spec.coordinator
+    elsewhere = list(dict.fromkeys(stage.host for stage in manifest.stages if not stage.is_local))
+    if not elsewhere:
+        return manifest
+    here = {coordinator.host} | _those(elsewhere, is_here)
+    data = manifest.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    away = []
+    for stage in data["spec"]["stages"]:
+        if stage.get("host") in here and not is_local(stage["host"]):
+            stage["host"] = "localhost"
+        elif stage.get("host") in elsewhere:
+            away.append(stage["host"])
+    if away and "host" not in coordinator.model_fields_set and (address := way(away[0])) and not is_local(address):
+        data["spec"].setdefault("coordinator", {})["host"] = address
+    return Manifest.model_validate(data).with_directory(manifest.directory)
+
+
+def _those(hosts: Sequence[str], is_here: IsHere) -> set[str]:
+    """Return the hosts that are here; asked for side by side, because an unknown name takes seconds."""
+    pool = concurrent.futures.ThreadPoolExecutor(max_workers=len(hosts))
+    asked = {pool.submit(is_here, host): host for host in hosts}
+    done, _ = concurrent.futures.wait(asked, LOOKUP_S)
+    pool.shutdown(wait=False, cancel_futures=True)
+    return {asked[future] for future in done if future.result()}

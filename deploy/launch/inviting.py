@@ -1,0 +1,49 @@
+"""The join lines of a launch: which hosts get one, and with which CA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relayline.deploy.launch.invitations import can_sign, invite
+from relayline.deploy.manifest import Manifest, load_manifest
+from relayline.wire.common.errors import UsageError
+from relayline.wire.links.enrolment import JoinToken
+
+if TYPE_CHECKING:
+    from relayline.deploy.launch.control import Launched
+
+
+def authority_of(manifest: Manifest) -> Path | None:
+    """Return the directory of the CA that signs for hosts that join, None where none can.
+
+    None also where no host has to: then nothing listens for them.
+    """
+    directory = manifest.spec.wire.tls.directory
+    if directory is None or not manifest.uses_tls or all(stage.is_local for stage in manifest.stages):
+        return None
+    authority = manifest.resolve(directory).parent
+    return authority if can_sign(authority) else None
+
+
+def join_line(address: str, token: JoinToken) -> str:
+    """Return what to run on a host; `address` (host:port) is where it enrols."""
+    return f"relayline join {address} {token}"
+
+
+def fresh_line(launched: Launched, name: str) -> str:
+    """Return a new line for a stage of a pipeline that runs here. Raises UsageError where there is none to give."""
+    pipeline, address = launched.state.name, launched.state.enrol
+    if not launched.is_running:
+        raise UsageError(f"{pipeline} does not run; `relayline up` starts it and prints the line of each host")
+    manifest = load_manifest(launched.directory.manifest)
+    stage = next((stage for stage in manifest.stages if stage.name == name), None)
+    if stage is None or stage.is_local:
+        remote = ", ".join(stage.name for stage in manifest.stages if not stage.is_local) or "none"
+        raise UsageError(f"{pipeline} has no stage {name!r} on another host; those are: {remote}")
+    authority = authority_of(manifest)
+    if authority is None or not address:
+        raise UsageError(
+            f"hosts of {pipeline} get their credentials by hand: its links are plaintext, or its CA's key is elsewhere"
+        )
+    return join_line(address, invite(authority, name, stage.host))

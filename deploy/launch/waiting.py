@@ -1,0 +1,84 @@
+"""What `up` says while it waits for the stages of other hosts: members, missing hosts, how far a fetch is. Pure.
+
+Nothing is said twice: a line comes when the set of members has changed, or when a fetch has gone on for some seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from relayline.wire.common.phase import HostState
+
+FETCH_LINE_EVERY_S = 5.0
+_JOINED = (HostState.STARTING, HostState.FETCHING, HostState.LOADING, HostState.READY, HostState.SILENT)
+GB, MB = 1e9, 1e6
+
+
+@dataclasses.dataclass(slots=True)
+class _Fetch:
+    began_s: float
+    began_bytes: int
+    said_s: float
+
+
+class Waiting:
+    """The stages of one launch until all of them serve."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Take the stages' names in layer order."""
+        self._states = dict.fromkeys(names, HostState.WAITING)
+        self._fetches: dict[str, _Fetch] = {}
+        self._said: tuple[str, ...] = ()  # the members that the last line was about
+        self.is_over = False
+        """Set once every stage serves; nothing is said from then on."""
+
+    def told(self, event: dict[str, Any], now_s: float) -> list[dict[str, Any]]:
+        """Take the coordinator's event about a stage; returns the events to emit, each with its `message`."""
+        name = event["name"]
+        if self.is_over or name not in self._states:
+            return []
+        self._states[name] = HostState(event["state"])
+        said = self._members() + self._fetch(name, event.get("done_bytes", 0), event.get("total_bytes", 0), now_s)
+        self.is_over = all(state is HostState.READY for state in self._states.values())
+        return said
+
+    def _members(self) -> list[dict[str, Any]]:
+        joined = tuple(name for name, state in self._states.items() if state in _JOINED)
+        if joined == self._said:
+            return []
+        self._said = joined
+        missing = [name for name in self._states if name not in joined]
+        text = f"{len(joined)} of {len(self._states)} joined"
+        if missing:
+            text += f", waiting for {', '.join(missing)}"
+        return [{"event": "waiting", "joined": list(joined), "missing": missing, "message": text}]
+
+    def _fetch(self, name: str, done_bytes: int, total_bytes: int, now_s: float) -> list[dict[str, Any]]:
+        if self._states[name] is not HostState.FETCHING or not total_bytes:
+            self._fetches.pop(name, None)
+            return []
+        fetch = self._fetches.get(name)
+        if fetch is None:
+            self._fetches[name] = _Fetch(now_s, done_bytes, now_s)
+            return []  # most are over before there is anything to say
+        if now_s - fetch.said_s < FETCH_LINE_EVERY_S or done_bytes >= total_bytes:
+            return []
+        fetch.said_s = now_s
+        rate = (done_bytes - fetch.began_bytes) / (now_s - fetch.began_s)
+        text = f"{name} fetches its layers: {done_bytes / GB:.2f} of {total_bytes / GB:.2f} GB"
+        left_s = (total_bytes - done_bytes) / rate if rate > 0 else None
+        if left_s is not None:
+            text += f", {rate / MB:.0f} MB/s, {time_text(left_s)} left"
+        return [{"event": "fetch", "name": name, "done_bytes": done_bytes, "total_bytes": total_bytes,
+                 "left_s": left_s, "message": text}]  # fmt: skip
+
+
+def time_text(seconds: float) -> str:
+    """Return a time for people: `45 s`, `3 min 20 s`, `2 h 5 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,357 @@
+"""A host's side of enrolment: its key, its certificate, and where both are kept. Blocks; before the event loop runs.
+
+    ROOT/NAME-FINGERPRINT/      ca.pem, cert.pem, key.pem, token: what `--tls DIR` takes
+        joined.json             where the coordinator is, and which token was used
+        pending-*.pem           a key whose certificate has not come yet: asked for again with the same key
+
+The key is made here and never leaves. A token whose certificate is here already is not needed again, so the same line
+can be run any number of times.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import datetime
+import http.client
+import logging
+import ssl
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import (
+    HandshakeError,
+    ProtocolError,
+    RelaylineError,
+    StageLostError,
+    UnauthenticatedError,
+    UsageError,
+    from_wire,
+)
+from relayline.wire.common.files import write_file
+from relayline.wire.common.texts import printable
+from relayline.wire.links import enrolment
+from relayline.wire.links.enrolment import JoinToken
+from relayline.wire.links.revocation import CRL_FILE
+from relayline.wire.links.roles import Role
+from relayline.wire.links.security import CA_FILE, CERT_FILE, KEY_FILE, TOKEN_FILE, address_of, is_loopback
+from relayline.wire.links.tls_material import (
+    RENEW_DAYS,
+    canonical_name,
+    check_material,
+    identity_of,
+    names_of,
+    read_certificate,
+)
+
+log = logging.getLogger("relayline.stage")
+
+T = TypeVar("T")
+M = TypeVar("M", bound=msgspec.Struct)
+
+JOINED_FILE = "joined.json"
+ATTEMPTS_MAX = 5  # after a connection that was lost on its way
+RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
+_PRIVATE, _PUBLIC = 0o600, 0o644
+_X509_NOT_YET_VALID, _X509_EXPIRED = 9, 10  # X509_V_ERR_* of OpenSSL
+
+
+class _LostError(StageLostError):
+    """A connection that ended on its way; worth another attempt at once."""
+
+
+class JoinedFile(msgspec.Struct, frozen=True):
+    """joined.json."""
+
+    name: str
+    """Of the stage."""
+    enrol: str
+    """host:port of the join line."""
+    coordinator: str
+    """host:port where stages join."""
+    token: str
+    """`digest_of` the secret of the token that was used."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Joined:
+    """A membership that this host has credentials for."""
+
+    directory: Path
+    """What `--tls` takes."""
+    file: JoinedFile
+    """What is known of it."""
+
+
+def memberships(root: Path) -> list[Joined]:
+    """Return every membership of this host, by the names of their directories. What cannot be read is left out."""
+    found = []
+    for path in sorted(root.glob(f"*/{JOINED_FILE}")):
+        try:
+            found.append(Joined(path.parent, msgspec.json.decode(path.read_bytes(), type=JoinedFile)))
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            log.warning("%s cannot be read; it is left out", path)
+    return found
+
+
+def enrol(host: str, port: int, token: JoinToken, root: Path, advertise: str = "") -> Joined:
+    """Return this host's credentials for the stage that `token` names, from the coordinator at host:port.
+
+    What is there already for this token is taken as it is. Raises UnauthenticatedError for a token or a coordinator
+    that is not right, StageLostError where it cannot be reached, HandshakeError for clocks too far apart, ProtocolError
+    for something else at that port, and OSError for a disk that cannot be written.
+    """
+    directory = root / f"{token.name}-{token.fingerprint.hex()[:8]}"
+    known = next((one for one in memberships(root) if one.directory == directory), None)
+    digest = enrolment.digest_of(token.secret)
+    if known is not None and known.file.token == digest and _is_usable(directory):
+        return renewed(known, host, port, advertise)
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    pending = directory / f"pending-{digest[:16]}.pem"
+    if not pending.exists():
+        write_file(pending, _key_pem(ec.generate_private_key(ec.SECP256R1())), _PRIVATE)
+    key_pem = pending.read_bytes()
+    client = _Client(host, port, token)
+    secret = base64.urlsafe_b64encode(token.secret).decode()
+    asked = enrolment.Request(token.name, _csr(key_pem), secret=secret, advertise=advertise)
+    got = client.enrol(asked)
+    write_file(directory / KEY_FILE, key_pem, _PRIVATE)
+    _store(directory, client.ca_pem, got)
+    file = JoinedFile(token.name, address_of(host, port), client.coordinator, digest)
+    write_file(directory / JOINED_FILE, msgspec.json.encode(file) + b"\n", _PUBLIC)
+    check_material(directory / CA_FILE, directory / CERT_FILE, directory / KEY_FILE)
+    for left in directory.glob("pending-*.pem"):
+        left.unlink()
+    return Joined(directory, file)
+
+
+def renewed(known: Joined, host: str, port: int, advertise: str = "") -> Joined:
+    """Return a membership with a certificate that is good for some time and for the address that this host has now.
+
+    Where the coordinator cannot be asked, what is there has to do; a warning says so if it will not for long.
+    """
+    directory = known.directory
+    cert = read_certificate(directory / CERT_FILE)
+    days_left = (cert.not_valid_after_utc - _now()).days
+    token = JoinToken(known.file.name, b"", enrolment.fingerprint_of(_ca_der((directory / CA_FILE).read_text())))
+    try:
+        client = _Client(host, port, token)
+        wanted = {canonical_name(name) for name in (client.own_address, advertise) if name}
+        named = {*names_of(cert), *(name for name in wanted if is_loopback(name))}
+        if days_left < RENEW_DAYS or not wanted <= named:
+            pem = cert.public_bytes(serialization.Encoding.PEM).decode()
+            csr = _csr((directory / KEY_FILE).read_bytes())
+            got = client.enrol(enrolment.Request(known.file.name, csr, certificate=pem, advertise=advertise))
+            _store(directory, client.ca_pem, got)
+            log.info("certificate renewed", extra={"fields": {"for": ", ".join(sorted(wanted))}})
+        file = msgspec.structs.replace(known.file, enrol=address_of(host, port), coordinator=client.coordinator)
+        write_file(directory / JOINED_FILE, msgspec.json.encode(file) + b"\n", _PUBLIC)
+        return Joined(directory, file)
+    except StageLostError as error:
+        log.info("going on with the certificate of before: %s", error.message)
+        return known
+    except RelaylineError as error:
+        log.warning("going on with the certificate of before, which could not be renewed: %s", error.message)
+        return known
+
+
+class _Client:
+    """Connections to one coordinator's enrolment port."""
+
+    def __init__(self, host: str, port: int, token: JoinToken) -> None:
+        """Take the CA's certificate, check it against the token, then meet the coordinator. Raises as `enrol`."""
+        self._host, self._port, self._token = host, port, token
+        self._address = address_of(host, port)
+        self.own_address = ""
+        self._names: list[str] = []
+        self._welcome = persistently(lambda: self._read_welcome(self._exchange(_trusting_nobody())))
+        self.ca_pem = self._welcome.ca
+        self._check_clock()
+        persistently(lambda: self._exchange(self._verifying()))
+
+    @property
+    def coordinator(self) -> str:
+        """host:port where stages join: by the host that was given, where the coordinator's certificate carries it."""
+        is_known = canonical_name(self._host) in self._names
+        return address_of(self._host if is_known else self._welcome.join_host, self._welcome.join_port)
+
+    def enrol(self, asked: enrolment.Request) -> enrolment.Enrolled:
+        """Ask for a certificate, again while connections are lost. Raises as the module's `enrol`."""
+        return persistently(lambda: self._read_enrolled(self._exchange(self._verifying(), msgspec.json.encode(asked))))
+
+    def _exchange(self, context: ssl.SSLContext, body: bytes | None = None) -> tuple[int, bytes]:
+        """Make one call over a connection of its own: a POST where there is a body. Returns status and answer."""
+        link = http.client.HTTPSConnection(self._host, self._port, context=context, timeout=bounds.ENROL_ANSWER_S)
+        try:
+            self._connect(link)
+            if context.verify_mode is ssl.CERT_REQUIRED:
+                self._check_role(link)
+            try:
+                link.request("GET" if body is None else "POST", enrolment.PATH, body)
+                answer = link.getresponse()
+                return answer.status, answer.read(bounds.ENROL_BYTES_MAX)
+            except (OSError, http.client.HTTPException) as error:
+                raise _LostError(f"the connection to {self._address} was lost: {_words(error)}") from error
+        finally:
+            link.close()
+
+    def _connect(self, link: http.client.HTTPSConnection) -> None:
+        try:
+            link.connect()
+        except ssl.SSLCertVerificationError as error:
+            if error.verify_code in (_X509_NOT_YET_VALID, _X509_EXPIRED):
+                raise HandshakeError(
+                    f"the coordinator's certificate is not valid at {_now():%Y-%m-%d %H:%M} UTC, the time of this "
+                    "machine's clock; set the clock, or start `relayline up` again, which renews the certificate"
+                ) from error
+            raise UnauthenticatedError(
+                f"{self._address} shows a certificate that is not of its own CA; nothing was sent to it"
+            ) from error
+        except (ssl.SSLEOFError, ConnectionResetError) as error:
+            raise _LostError(f"the connection to {self._address} was lost: {_words(error)}") from error
+        except ssl.SSLError as error:
+            raise ProtocolError(
+                f"{self._address} does not speak TLS; give the HOST:PORT of the line that `relayline up` printed"
+            ) from error
+        except OSError as error:
+            raise StageLostError(
+                f"{self._address} cannot be reached: {_words(error)}; is `relayline up` running there, and is port "
+                f"{self._port} open in its firewall?"
+            ) from error
+        self.own_address = str(link.sock.getsockname()[0])
+
+    def _check_role(self, link: http.client.HTTPSConnection) -> None:
+        """Raise UnauthenticatedError unless the coordinator itself answers: its stages have certificates as well."""
+        cert = x509.load_der_x509_certificate(link.sock.getpeercert(binary_form=True) or b"")
+        identity = identity_of(cert)
+        if identity is None or identity.role is not Role.COORDINATOR:
+            raise UnauthenticatedError(
+                f"{self._address} is {identity or 'nobody'} and no coordinator; nothing was sent"
+            )
+        self._names = names_of(cert)
+
+    def _verifying(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False  # the CA and the role say who answers, under whatever name it was found
+        context.load_verify_locations(cadata=self._welcome.ca)
+        return context
+
+    def _read_welcome(self, answer: tuple[int, bytes]) -> enrolment.Welcome:
+        welcome = _decoded(answer, enrolment.Welcome, self._address)
+        if not enrolment.is_ca(self._token, _ca_der(welcome.ca)):
+            raise UnauthenticatedError(
+                f"{self._address} is of another pipeline than the token for {self._token.name}, or somebody stands "
+                "between; nothing was sent. Copy the line again from `relayline up`"
+            )
+        return welcome
+
+    def _read_enrolled(self, answer: tuple[int, bytes]) -> enrolment.Enrolled:
+        return _decoded(answer, enrolment.Enrolled, self._address)
+
+    def _check_clock(self) -> None:
+        try:
+            skew_s = (_now() - datetime.datetime.fromisoformat(self._welcome.now)).total_seconds()
+        except (ValueError, TypeError) as error:
+            raise ProtocolError(f"{self._address} says no time; run the same relayline version on both ends") from error
+        if abs(skew_s) > bounds.CLOCK_SKEW_MAX_S:
+            side = "ahead of" if skew_s > 0 else "behind"
+            raise HandshakeError(
+                f"this machine's clock is {_minutes(abs(skew_s))} {side} the coordinator's, and certificates have "
+                "dates; set the clock that is wrong and run the line again"
+            )
+
+
+def persistently(work: Callable[[], T]) -> T:
+    """Do work again while its connection is lost on the way. Raises what it raises in the end."""
+    delay_s = RETRY_FIRST_S
+    for _ in range(ATTEMPTS_MAX - 1):
+        try:
+            return work()
+        except _LostError as error:
+            log.warning("%s; trying again", error.message)
+        threading.Event().wait(delay_s)
+        delay_s = min(2 * delay_s, RETRY_MAX_S)
+    return work()
+
+
+def _trusting_nobody() -> ssl.SSLContext:
+    """Return a context for reading what everybody may know and what is checked against the token's fingerprint."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _decoded(answer: tuple[int, bytes], kind: type[M], address: str) -> M:
+    """Return a message, or raise the refusal that came in its place."""
+    status, body = answer
+    try:
+        if status == http.client.OK:
+            return msgspec.json.decode(body, type=kind)
+        refusal = msgspec.json.decode(body, type=enrolment.Refusal)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(
+            f"{address} answers {status} and is not where hosts enrol; give the HOST:PORT of the line that "
+            "`relayline up` printed"
+        ) from error
+    raise from_wire(refusal.error, printable(refusal.message, bounds.PEER_TEXT_CHARS_MAX))
+
+
+def _store(directory: Path, ca_pem: str, got: enrolment.Enrolled) -> None:
+    write_file(directory / CA_FILE, ca_pem.encode(), _PUBLIC)
+    write_file(directory / CERT_FILE, got.certificate.encode(), _PUBLIC)
+    if got.token:
+        write_file(directory / TOKEN_FILE, got.token.encode() + b"\n", _PRIVATE)
+    if got.crl:
+        write_file(directory / CRL_FILE, got.crl.encode(), _PUBLIC)
+
+
+def _is_usable(directory: Path) -> bool:
+    try:
+        check_material(directory / CA_FILE, directory / CERT_FILE, directory / KEY_FILE)
+    except UsageError as error:
+        log.info("asking for a certificate again: %s", error.message)
+        return False
+    return True
+
+
+def _ca_der(pem: str) -> bytes:
+    try:
+        return x509.load_pem_x509_certificate(pem.encode()).public_bytes(serialization.Encoding.DER)
+    except ValueError as error:
+        raise ProtocolError("the coordinator's CA certificate cannot be read") from error
+
+
+def _csr(key_pem: bytes) -> str:
+    key = serialization.load_pem_private_key(key_pem, password=None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey), "made here"
+    # Who it is for is the coordinator's to say: the request states nothing.
+    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
+    return request.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _minutes(seconds: float) -> str:
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def _words(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)

@@ -1,0 +1,149 @@
+"""Hosts of a launch: which of them is this machine, the line for each other one, and the words while they come."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayline.deploy.launch.arrange import arrange
+from relayline.deploy.launch.certificates import CA_KEY_FILE
+from relayline.deploy.launch.control import Launched
+from relayline.deploy.launch.here import addresses_of, at_home, facing, is_this_machine
+from relayline.deploy.launch.inviting import authority_of, fresh_line
+from relayline.deploy.launch.own_tls import make_own_tls
+from relayline.deploy.launch.prepare import override
+from relayline.deploy.launch.process_id import identify
+from relayline.deploy.launch.state import STATE_VERSION, LaunchState, StateDir
+from relayline.deploy.launch.waiting import FETCH_LINE_EVERY_S, Waiting, time_text
+from relayline.deploy.manifest import Manifest, parse_manifest
+from relayline.wire.common.errors import UsageError
+from relayline.wire.common.phase import Phase
+from relayline.wire.links.enrolment import read_token
+
+GB = 1_000_000_000
+
+
+def manifest_of(directory: Path, coordinator: str = "") -> Manifest:
+    text = (
+        "apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: four}\nspec:\n"
+        "  model: {path: m.gguf}\n"
+        "  stages: [{name: desk, host: desk.test}, {name: mini}, {name: server, host: 10.0.0.2}, "
+        "{name: old, host: old}]\n" + (f"  coordinator: {{{coordinator}}}\n" if coordinator else "")
+    )
+    return parse_manifest(text.encode(), "four").with_directory(directory)
+
+
+# --- this machine ---------------------------------------------------------------------------------------------------
+
+
+def test_hosts_of_this_machine_are_started_here(tmp_path: Path) -> None:
+    manifest = at_home(manifest_of(tmp_path), lambda host: host == "desk.test", lambda host: "")
+    assert [stage.host for stage in manifest.stages] == ["localhost", "localhost", "10.0.0.2", "old"]
+    plan = arrange(manifest, tmp_path / "four.yaml", tmp_path / "settled.json")
+    assert [stage.name for stage in plan.local] == ["desk", "mini"]
+
+
+def test_the_coordinators_own_host_is_this_machine(tmp_path: Path) -> None:
+    manifest = at_home(manifest_of(tmp_path, "host: desk.test"), lambda host: False, lambda host: "10.0.0.9")
+    assert manifest.stages[0].is_local
+    assert manifest.spec.coordinator.host == "desk.test", "as it was written"
+
+
+def test_a_coordinator_without_a_host_takes_the_address_that_faces_the_others(tmp_path: Path) -> None:
+    asked = []
+
+    def way(host: str) -> str:
+        asked.append(host)
+        return "10.0.0.9"
+
+    manifest = at_home(manifest_of(tmp_path), lambda host: host == "desk.test", way)
+    assert (manifest.spec.coordinator.host, asked) == ("10.0.0.9", ["10.0.0.2"])
+    assert manifest.directory == tmp_path
+    kept = at_home(manifest_of(tmp_path, "host: 127.0.0.1"), lambda host: False, way)
+    assert kept.spec.coordinator.host == "127.0.0.1", "somebody wrote it"
+
+
+def test_addresses_of_this_machine_are_known_by_the_kernel() -> None:
+    assert is_this_machine("127.0.0.1")
+    assert is_this_machine(socket.gethostname()) == any(
+        is_this_machine(a) for _, a in addresses_of(socket.gethostname())
+    )
+    assert not is_this_machine("192.0.2.1"), "an address that no host has"
+    assert not is_this_machine("no-such-host.invalid")
+    assert facing("127.0.0.1") == "127.0.0.1"
+
+
+# --- the lines ------------------------------------------------------------------------------------------------------
+
+
+def test_who_has_the_cas_key_invites(tmp_path: Path) -> None:
+    manifest = manifest_of(tmp_path, "host: 10.0.0.9")
+    material = make_own_tls(manifest, tmp_path / "tls")
+    settled = override(manifest, {"wire.tls.directory": str(material)})
+    assert authority_of(settled) == tmp_path / "tls"
+    plan = arrange(settled, tmp_path / "four.yaml", tmp_path / "settled.json")
+    assert (plan.authority, plan.enrol) == (tmp_path / "tls", ("0.0.0.0", 50_049))
+    (tmp_path / "tls" / CA_KEY_FILE).unlink()
+    assert authority_of(settled) is None, "then credentials are copied by hand"
+
+
+def test_a_fresh_line_is_for_a_stage_on_another_host_of_a_pipeline_that_runs(tmp_path: Path) -> None:
+    manifest = manifest_of(tmp_path, "host: 10.0.0.9")
+    material = make_own_tls(manifest, tmp_path / "tls")
+    directory = StateDir(tmp_path)
+    settled = override(manifest, {"wire.tls.directory": str(material)})
+    directory.manifest.write_text(settled.model_dump_json(by_alias=True, exclude_none=True))
+    me = identify(os.getpid())
+    assert me is not None
+    state = LaunchState(
+        STATE_VERSION, "four", "four.yaml", Phase.LOADING, me.pid, me.start_ticks, enrol="10.0.0.9:50049"
+    )
+    words = fresh_line(Launched(directory, state), "old").split()
+    assert words[:3] == ["relayline", "join", "10.0.0.9:50049"]
+    assert read_token(words[3]).name == "old"
+    for name in ("mini", "nobody"):
+        with pytest.raises(UsageError, match=rf"no stage '{name}' on another host; those are: desk, server, old"):
+            fresh_line(Launched(directory, state), name)
+    ended = LaunchState(STATE_VERSION, "four", "four.yaml", Phase.STOPPED, me.pid, me.start_ticks - 1)
+    with pytest.raises(UsageError, match="four does not run"):
+        fresh_line(Launched(directory, ended), "old")
+
+
+# --- what is said ---------------------------------------------------------------------------------------------------
+
+
+def said(waiting: Waiting, name: str, state: str, now_s: float = 0.0, done: int = 0, total: int = 0) -> list[str]:
+    event: dict[str, Any] = {"name": name, "state": state, "done_bytes": done, "total_bytes": total}
+    return [told["message"] for told in waiting.told(event, now_s)]
+
+
+def test_who_is_missing_is_said_when_it_changes_and_not_again() -> None:
+    waiting = Waiting(["desk", "mini", "server", "old"])
+    assert said(waiting, "desk", "starting") == ["1 of 4 joined, waiting for mini, server, old"]
+    assert said(waiting, "desk", "loading") == []
+    assert said(waiting, "mini", "starting") == ["2 of 4 joined, waiting for server, old"]
+    assert said(waiting, "mini", "lost") == ["1 of 4 joined, waiting for mini, server, old"]
+    assert said(waiting, "nobody", "starting") == []
+    for name in ("mini", "server", "old"):
+        said(waiting, name, "starting")
+    for name in ("desk", "mini", "server", "old"):
+        assert said(waiting, name, "ready") == []
+    assert waiting.is_over
+    assert said(waiting, "old", "lost") == [], "that is for the log, from then on"
+
+
+def test_a_long_fetch_says_how_far_it_is_and_how_long_it_takes() -> None:
+    waiting = Waiting(["old"])
+    assert said(waiting, "old", "fetching", 0.0, 0, 4 * GB) == ["1 of 1 joined"]
+    assert said(waiting, "old", "fetching", FETCH_LINE_EVERY_S - 0.1, GB // 2, 4 * GB) == []
+    assert said(waiting, "old", "fetching", 10.0, GB, 4 * GB) == [
+        "old fetches its layers: 1.00 of 4.00 GB, 100 MB/s, 30 s left"
+    ]
+    assert said(waiting, "old", "fetching", 12.0, GB, 4 * GB) == []
+    assert said(waiting, "old", "fetching", 20.0, 4 * GB, 4 * GB) == []
+    assert said(waiting, "old", "loading", 20.0, GB, 4 * GB) == []
+    assert (time_text(200), time_text(7500)) == ("3 min 20 s", "2 h 5 min")

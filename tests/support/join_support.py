@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from relayline.coordinator.engine.roster import JoinedRoster
-from relayline.coordinator.joining import port as join_port
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage
+from relayline.coordinator.joining.port import make_roster, serve_joining
 from relayline.coordinator.model.pipeline_file import (
     ArtifactFile,
     PipelineFile,
@@ -78,6 +78,6 @@ async def join_port(directory: Path, **settings: object) -> AsyncIterator[JoinPo
     """Run a join port over a split for the length of a with block."""
     file = write_split(directory)
     config = JoinConfig(tuple(JoiningStage(name) for name in NAMES), **settings)  # type: ignore[arg-type]
-    roster = join_port.make_roster(config)
-    async with join_port.serve_joining(config, directory, file, roster, PLAINTEXT) as (address, _):
+    roster = make_roster(config)
+    async with serve_joining(config, directory, file, roster, PLAINTEXT) as (address, _):
         yield JoinPort(address, roster, config)

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from relayline.coordinator.joining import port as join_port
 from relayline.coordinator.joining import service as join_service
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage
+from relayline.coordinator.joining.port import make_roster, serve_joining
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import TELL_EVERY_S, WEIGHTS, Load
 from relayline.stage.joining import artifact_fetch, join
@@ -103,8 +103,8 @@ class Living:
 async def coordinator(split: Path, engine: EngineSettings, port: int = 0) -> AsyncIterator[JoinPort]:
     """A join port whose order says this engine."""
     settings = JoinConfig(tuple(JoiningStage(name, engine) for name in NAMES), port=port)
-    roster = join_port.make_roster(settings)
-    async with join_port.serve_joining(settings, split, write_split(split), roster, PLAINTEXT) as (address, _):
+    roster = make_roster(settings)
+    async with serve_joining(settings, split, write_split(split), roster, PLAINTEXT) as (address, _):
         yield JoinPort(address, roster, settings)
 
 

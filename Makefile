@@ -32,7 +32,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist lo
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup rebuild anew demo test test-quick test-store simulate check check-native proto reference docs lock bench clean
+.PHONY: help setup rebuild anew demo test test-quick test-store simulate check check-native proto reference docs lock bench wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -103,6 +103,12 @@ lock: ## install the newest version of every dependency and write them down; run
 bench: setup ## every benchmark at real size, 8 to 15 minutes; QUICK=1 for a smoke run, FULL=1 for hours
 	@$(BIN)/python -m benches $(if $(QUICK),--quick,$(if $(FULL),--full))
 	@$(if $(QUICK),$(PYTEST) -m bench,true)
+
+# What an earlier build left in build/lib would go into the wheel as well.
+wheel: setup ## a wheel for this CPython in build/wheels, with the C extensions compiled; llama.cpp is not in it
+	@rm -rf build/lib* build/bdist* build/wheels
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheels .
+	@echo "made $$(ls build/wheels/*.whl); install it anywhere with: pip install FILE"
 
 clean: ## remove the environment and build products
 	rm -rf $(VENV) build *.egg-info stage/engine/*.so wire/envelopes/*.so

@@ -16,7 +16,7 @@ from relayline.wire.common.errors import UsageError
 from relayline.wire.common.places import artifacts_dir, joined_dir
 from relayline.wire.links.enrolment import read_token
 from relayline.wire.links.roles import Role
-from relayline.wire.links.security import host_of, load_security
+from relayline.wire.links.security import address_of, host_of, load_security
 
 if TYPE_CHECKING:
     from relayline.stage.joining.config import JoinConfig
@@ -77,26 +77,24 @@ def _joined(given: dict[str, Any], root: Path) -> Joined:
             raise UsageError(f"the token is for stage {token.name}, not for {given['name']}; leave --name away")
         host, port = given["address"]
         return enrol(host, port, token, root, given["advertise"])
-    known = _chosen(given, root)
+    address = address_of(*given["address"]) if given["address"] is not None else ""
+    known = chosen(root, given["name"], address)
     return renewed(known, host_of(known.file.enrol), int(known.file.enrol.rpartition(":")[2]), given["advertise"])
 
 
-def _chosen(given: dict[str, Any], root: Path) -> Joined:
+def chosen(root: Path, name: str = "", address: str = "") -> Joined:
+    """Return the one membership of this host with this name and address (host:port); empty: any. Raises UsageError."""
     from relayline.stage.joining.enrol import memberships
-    from relayline.wire.links.security import address_of
 
     found = memberships(root)
-    address = address_of(*given["address"]) if given["address"] is not None else ""
     fits = [
-        one
-        for one in found
-        if given["name"] in ("", one.file.name) and address in ("", one.file.enrol, one.file.coordinator)
+        one for one in found if name in ("", one.file.name) and address in ("", one.file.enrol, one.file.coordinator)
     ]
     if len(fits) == 1:
         return fits[0]
     known = ", ".join(f"{one.file.name} at {one.file.enrol}" for one in fits or found) or "nothing yet"
     if fits:
-        raise UsageError(f"this host has joined as {known}; say which with HOST:PORT or --name")
+        raise UsageError(f"this host has joined as {known}; say which of them")
     raise UsageError(
         f"this host has joined no such pipeline (it has joined {known}); give the whole line that `relayline up` "
         "printed: relayline join HOST:PORT TOKEN"

@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "certify": ("relayline.deploy.cli.certify", "certify_command"),
     "join": ("relayline.deploy.cli.join", "join_command"),
     "invite": ("relayline.deploy.cli.join", "invite_command"),
+    "service": ("relayline.deploy.cli.service", "service_command"),
     "stage": ("relayline.deploy.cli.processes", "stage_command"),
     "serve": ("relayline.deploy.cli.processes", "serve_command"),
     "cache": ("relayline.deploy.cli.cache", "cache_command"),

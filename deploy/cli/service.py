@@ -1,0 +1,159 @@
+"""`relayline service`: a stage that has joined comes back when its host starts again."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from relayline.deploy.cli.join import chosen
+from relayline.deploy.machine.service import Unit, launchd_unit, systemd_unit
+from relayline.wire.common.child_command import module_command
+from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.files import write_file
+from relayline.wire.common.places import home, joined_dir
+
+if TYPE_CHECKING:
+    from relayline.stage.joining.enrol import Joined
+
+COMMAND_TIMEOUT_S = 60.0  # of systemctl and launchctl; a stage that is ended may drain for half of it
+_READABLE = 0o644
+
+name_argument = click.argument("name", required=False, default="")
+system_option = click.option("--system", "is_system", is_flag=True, help="For the whole system; takes root.")
+state_option = click.option(
+    "--state",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=None,
+    help="Where key and certificate are kept [default: this user's state directory].",
+)
+
+
+@click.group("service", short_help="Keep a joined stage running over restarts of its host.")
+def service_command() -> None:
+    """Make a stage that has joined a service of this system: systemd on Linux, launchd on macOS.
+
+    Join once with the line that `relayline up` printed (with --enrol-only if it shall not serve yet), then install.
+    NAME is the stage's; it can be left away where this host has joined as one stage alone.
+    """
+
+
+@service_command.command("install", context_settings={"ignore_unknown_options": True})
+@name_argument
+@system_option
+@state_option
+@click.option("--dry-run", is_flag=True, help="Print the unit and the commands, and change nothing.")
+@click.argument("join_flags", nargs=-1, type=click.UNPROCESSED)
+def install_command(name: str, is_system: bool, state: Path | None, dry_run: bool, join_flags: tuple[str, ...]) -> None:
+    """Install, start, and start again at every start of the system. Flags of `relayline join` come behind `--`.
+
+    For example: relayline service install old -- --threads 4 --advertise old.lan
+    """
+    if name.startswith("-"):  # NAME was left away
+        name, join_flags = "", (name, *join_flags)
+    joined = _of(name, state)
+    unit = _unit(joined, is_system=is_system, state=state, join_flags=join_flags)
+    if dry_run:
+        click.echo(f"# {unit.path}\n{unit.text}")
+        for command in unit.enable:
+            click.echo(f"# then: {' '.join(command)}")
+        return
+    _check_flags(join_flags)
+    try:
+        unit.path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(unit.path, unit.text.encode(), _READABLE)
+    except OSError as error:
+        remedy = "run it with sudo" if is_system else "is the home directory writable?"
+        raise StartError(f"{unit.path} cannot be written: {error.strerror}; {remedy}") from error
+    for command in unit.enable:
+        _run(command)
+    click.echo(f"installed {unit.path}; stage {joined.file.name} runs, and starts with this system")
+    click.echo(f"its log: {unit.logs}")
+    if unit.advice:
+        click.echo(unit.advice)
+
+
+@service_command.command("uninstall")
+@name_argument
+@system_option
+@state_option
+@click.option("--dry-run", is_flag=True, help="Print the commands, and change nothing.")
+def uninstall_command(name: str, is_system: bool, state: Path | None, dry_run: bool) -> None:
+    """End the service and remove it. The host's certificate stays: `relayline join` goes on by hand."""
+    unit = _unit(_of(name, state), is_system=is_system, state=state)
+    if dry_run:
+        click.echo("\n".join([*(" ".join(command) for command in unit.disable), f"rm {unit.path}"]))
+        return
+    if not unit.path.exists():
+        raise UsageError(f"{unit.path} is not there: this service is not installed")
+    for command in unit.disable:
+        _run(command)
+    unit.path.unlink()
+    click.echo(f"removed {unit.path}")
+
+
+@service_command.command("status")
+@name_argument
+@system_option
+@state_option
+@click.pass_context
+def status_command(ctx: click.Context, name: str, is_system: bool, state: Path | None) -> None:
+    """Show whether the service is installed and how it is; exit code 1 if it does not run."""
+    unit = _unit(_of(name, state), is_system=is_system, state=state)
+    if not unit.path.exists():
+        click.echo(f"not installed: {unit.path}")
+        ctx.exit(1)
+    click.echo(f"installed: {unit.path}")
+    done = _started(unit.status)
+    click.echo((done.stdout or done.stderr).strip())
+    ctx.exit(1 if done.returncode else 0)
+
+
+def _of(name: str, state: Path | None) -> Joined:
+    return chosen(state or joined_dir(), name)
+
+
+def _unit(joined: Joined, *, is_system: bool, state: Path | None, join_flags: tuple[str, ...] = ()) -> Unit:
+    """Return the service of a membership. Raises UsageError on a system that has neither systemd nor launchd."""
+    command = [
+        *module_command("relayline.deploy.cli", "join", joined.file.enrol, "--name", joined.file.name),
+        "--state", str(joined.directory.parent.absolute()), *join_flags,
+    ]  # fmt: skip
+    user = os.environ.get("SUDO_USER", "") if is_system else ""
+    user = user or getpass.getuser()
+    if sys.platform == "darwin":
+        return launchd_unit(joined.file.name, command, home(), is_system=is_system, user=user, user_id=os.getuid())
+    if shutil.which("systemctl") is None:
+        raise UsageError(
+            "this system has no systemctl; start `relayline join` from what starts your services, with the command "
+            f"{' '.join(command)}"
+        )
+    text = f"relayline stage {joined.file.name} of the pipeline at {joined.file.coordinator}"
+    return systemd_unit(joined.file.name, command, text, home(), is_system=is_system, user=user)
+
+
+def _check_flags(join_flags: tuple[str, ...]) -> None:
+    """Raise click's usage error for flags that `relayline join` does not have, before a service fails with them."""
+    from relayline.deploy.cli.join import join_command
+
+    join_command.make_context("join", ["localhost:1", *join_flags])
+
+
+def _started(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StartError(f"`{' '.join(command)}` did not run: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _run(command: tuple[str, ...]) -> None:
+    done = _started(command)
+    if done.returncode:
+        why = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        raise StartError(f"`{' '.join(command)}` failed: {why}")

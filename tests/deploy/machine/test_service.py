@@ -1,0 +1,139 @@
+"""Services of joined stages: the units' text, and a systemctl that writes down what it was asked."""
+
+from __future__ import annotations
+
+import os
+import plistlib
+import shlex
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from relayline.deploy.cli.service import service_command
+from relayline.deploy.machine.service import launchd_unit, systemd_unit, systemd_word
+from relayline.stage.joining.enrol import JOINED_FILE, JoinedFile
+from relayline.wire.common.errors import StartError, UsageError
+
+COMMAND = ("/opt/my env/bin/python", "-m", "relayline.deploy.cli", "join", "10.0.0.1:50049", "--name", "old")
+
+
+def test_a_users_unit_starts_with_the_network_and_not_after_a_usage_error() -> None:
+    unit = systemd_unit("old", COMMAND, "stage old", Path("/home/ann"), is_system=False, user="ann")
+    assert unit.path == Path("/home/ann/.config/systemd/user/relayline-old.service")
+    lines = unit.text.splitlines()
+    for line in ("After=network-online.target", "Restart=on-failure", "RestartPreventExitStatus=2",
+                 "WantedBy=default.target"):  # fmt: skip
+        assert line in lines
+    (start,) = (line for line in lines if line.startswith("ExecStart="))
+    assert shlex.split(start.removeprefix("ExecStart=")) == list(COMMAND)
+    assert not any(line.startswith("User=") for line in lines)
+    assert unit.enable[-1] == ("systemctl", "--user", "enable", "--now", "relayline-old.service")
+    assert "enable-linger ann" in unit.advice
+
+
+def test_a_systems_unit_runs_as_the_user() -> None:
+    unit = systemd_unit("old", COMMAND, "50 % of it", Path("/home/ann"), is_system=True, user="ann")
+    assert unit.path == Path("/etc/systemd/system/relayline-old.service")
+    assert {"User=ann", "WantedBy=multi-user.target", "Description=50 %% of it"} <= {*unit.text.splitlines()}
+    assert unit.enable == (("systemctl", "daemon-reload"),
+                           ("systemctl", "enable", "--now", "relayline-old.service"))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("word", "written"),
+    [
+        ("plain", "plain"),
+        ("", '""'),
+        ("a b", '"a b"'),
+        ("50%", "50%%"),
+        ("$HOME", "$$HOME"),
+        ('say "x"', '"say \\"x\\""'),
+    ],
+)
+def test_words_mean_to_systemd_what_they_say(word: str, written: str) -> None:
+    assert systemd_word(word) == written
+
+
+def test_launchd_gets_the_command_word_by_word() -> None:
+    unit = launchd_unit("old", COMMAND, Path("/Users/ann"), is_system=False, user="ann", user_id=501)
+    facts = plistlib.loads(unit.text.encode())
+    assert unit.path == Path("/Users/ann/Library/LaunchAgents/dev.relayline-old.plist")
+    assert (facts["Label"], facts["ProgramArguments"]) == ("dev.relayline-old", list(COMMAND))
+    assert facts["KeepAlive"] == {"SuccessfulExit": False}
+    assert unit.enable == (("launchctl", "bootstrap", "gui/501", str(unit.path)),)
+    daemon = launchd_unit("old", COMMAND, Path("/Users/ann"), is_system=True, user="ann", user_id=501)
+    assert plistlib.loads(daemon.text.encode())["UserName"] == "ann"
+    assert daemon.disable == (("launchctl", "bootout", "system/dev.relayline-old"),)
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A host that has joined once, on a system whose systemctl only writes down what it is asked."""
+    home, programs = tmp_path / "home", tmp_path / "programs"
+    directory = home / ".local" / "state" / "relayline" / ".joined" / "old-1234"
+    directory.mkdir(parents=True)
+    file = JoinedFile("old", "10.0.0.1:50049", "10.0.0.1:50050", "digest")
+    (directory / JOINED_FILE).write_bytes(msgspec.json.encode(file))
+    programs.mkdir()
+    control = programs / "systemctl"
+    control.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ntest ! -e {tmp_path}/broken || '
+                       '{ echo "no bus" >&2; exit 1; }\necho active\n')  # fmt: skip
+    control.chmod(0o755)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr("sys.platform", "linux")
+    for name in ("XDG_STATE_HOME", "SUDO_USER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path / "asked"
+
+
+def service(*arguments: str) -> Result:
+    done = CliRunner().invoke(service_command, arguments)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done
+
+
+def test_install_status_and_uninstall(asked: Path) -> None:
+    unit = Path(os.environ["HOME"], ".config/systemd/user/relayline-old.service")
+    assert service("status").exit_code == 1
+    done = service("install", "--", "--threads", "4")
+    assert "stage old runs, and starts with this system" in done.output
+    assert "loginctl enable-linger" in done.output
+    (start,) = (line for line in unit.read_text().splitlines() if line.startswith("ExecStart="))
+    words = shlex.split(start)
+    assert words[words.index("join") :][:2] == ["join", "10.0.0.1:50049"]
+    assert words[-2:] == ["--threads", "4"]
+    assert asked.read_text().splitlines() == ["--user daemon-reload", "--user enable --now relayline-old.service"]
+    found = service("status", "old")
+    assert (found.exit_code, found.output.splitlines()) == (0, [f"installed: {unit}", "active"])
+    service("uninstall")
+    assert not unit.exists()
+    assert asked.read_text().splitlines()[-1] == "--user disable --now relayline-old.service"
+    with pytest.raises(UsageError, match="is not installed"):
+        service("uninstall")
+
+
+def test_a_dry_run_changes_nothing(asked: Path) -> None:
+    done = service("install", "old", "--dry-run", "--", "--advertise", "old.lan")
+    assert "[Service]" in done.output
+    assert "# then: systemctl --user enable --now relayline-old.service" in done.output
+    assert "systemctl --user disable --now" in service("uninstall", "--dry-run").output
+    assert not asked.exists()
+    assert not Path(os.environ["HOME"], ".config").exists()
+
+
+def test_mistakes_are_told_before_anything_is_installed(asked: Path) -> None:
+    with pytest.raises(UsageError, match=r"has joined no such pipeline \(it has joined old at 10\.0\.0\.1:50049\)"):
+        service("install", "new")
+    wrong = service("install", "--", "--thread-count", "4")
+    assert (wrong.exit_code, "--thread-count" in wrong.output) == (2, True)
+    assert not asked.exists()
+    asked.with_name("broken").touch()
+    with pytest.raises(StartError, match="daemon-reload` failed: no bus"):
+        service("install")

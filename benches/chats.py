@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -27,8 +28,8 @@ from benches.reference import Prompt, prompts_for
 from benches.verdicts import wrong_answers
 from relayline.deploy.cli import load
 from relayline.deploy.cli.load import Request, Target
-from relayline.deploy.launch.local import LocalConfig, running, threads_per_stage
-from relayline.deploy.launch.splits import split_for
+from relayline.deploy.launch.local import running
+from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 
 N_STAGES = 2
 
@@ -52,12 +53,10 @@ async def talk(path: Path, said: Sequence[Sequence[Prompt]], n_tokens: int, pref
     """Run one pipeline and all chats; said[chat][turn] is what its user adds."""
     longest = max(sum(map(len, chat)) + n_tokens * len(chat) for chat in said)
     n_lanes = 2 * len(said) + 1  # one for each chat's stream and one that is kept, and one to copy into
-    config = LocalConfig(
-        split_for(path, N_STAGES, None, None), ("127.0.0.1", 0), threads_per_stage(N_STAGES),
-        ("--ctx", str(longest), "--lanes", str(n_lanes)), ("--prefix-lanes", str(prefix_lanes)),
-    )  # fmt: skip
+    settings: dict[str, Any] = {"ctx_tokens": longest, "n_lanes": n_lanes, "prefix_lanes": prefix_lanes}
+    manifest = with_stages(smallest_manifest(path, **settings), StageFlags(N_STAGES), 0)
     turns: list[Turn] = []
-    async with running(config, lambda _, __: None) as (_, ready), load.client() as session:
+    async with running(manifest, lambda _, __: None) as (_, ready), load.client() as session:
         target = Target(ready["url"], "openai", ready["model"], cache_prompt=True)
 
         async def chat(questions: Sequence[Prompt]) -> None:

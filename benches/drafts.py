@@ -34,8 +34,8 @@ from benches.reference import Answer, Prompt, prompts_for
 from benches.verdicts import wrong_answers
 from relayline.deploy.cli import load
 from relayline.deploy.cli.load import Request, Target, summarise
-from relayline.deploy.launch.local import LocalConfig, running, threads_per_stage
-from relayline.deploy.launch.splits import split_for
+from relayline.deploy.launch.local import running
+from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 
 DRAFTS = ("off", "auto")
 
@@ -93,16 +93,14 @@ async def ask(
 async def measure(path: Path, prompts: Sequence[Prompt], options: Any) -> list[Run]:
     """Run everything: for each number of streams and each share, both pipelines in turns."""
     n_vocab = SHAPES[options.shape].n_vocab
-    context = ("--ctx", str(options.prompt + options.tokens), "--lanes", str(max(options.streams)))
+    context = {"ctx_tokens": options.prompt + options.tokens, "n_lanes": max(options.streams)}
     runs: list[Run] = []
     async with contextlib.AsyncExitStack() as stack:
         ready: dict[str, dict[str, str]] = {}
         for draft in DRAFTS:
-            config = LocalConfig(
-                split_for(path, options.stages, None, None), ("127.0.0.1", 0),
-                options.threads or threads_per_stage(options.stages), context, ("--draft", draft),
-            )  # fmt: skip
-            _, ready[draft] = await stack.enter_async_context(running(config, lambda _, __: None))
+            manifest = smallest_manifest(path, draft=draft, **context)
+            manifest = with_stages(manifest, StageFlags(options.stages, n_threads=options.threads or None), 0)
+            _, ready[draft] = await stack.enter_async_context(running(manifest, lambda _, __: None))
         session = await stack.enter_async_context(load.client())
         for n_streams in options.streams:
             asked = prompts[:n_streams]

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from rich.console import Console
@@ -35,8 +36,9 @@ from benches.verdicts import wrong_answers
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.deploy.cli import load
 from relayline.deploy.cli.load import Request, Target
-from relayline.deploy.launch.local import LocalConfig, running, threads_per_stage
+from relayline.deploy.launch.local import running
 from relayline.deploy.launch.splits import split_for
+from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 from relayline.wire.common.process import first_of
 
 N_STAGES = 2
@@ -134,15 +136,12 @@ async def back_again(session: aiohttp.ClientSession, target: Target, epoch: int)
 @contextlib.asynccontextmanager
 async def to_kill(path: Path, policy: str, n_lanes: int, ctx_tokens: int) -> AsyncIterator[Breakable]:
     """Run a pipeline whose last stage can be killed, and is started again then."""
-    policy_flags = ("--policy", policy)
-    config = LocalConfig(
-        split_for(path, N_STAGES, None, None), ("127.0.0.1", 0), threads_per_stage(N_STAGES),
-        ("--ctx", str(ctx_tokens), "--lanes", str(n_lanes), *policy_flags), policy_flags,
-    )  # fmt: skip
-    async with running(config, lambda _, __: None) as (pipeline, ready):
+    settings: dict[str, Any] = {"ctx_tokens": ctx_tokens, "n_lanes": n_lanes, "policy": policy}
+    manifest = with_stages(smallest_manifest(path, **settings), StageFlags(N_STAGES), 0)
+    async with running(manifest, lambda _, __: None) as (pipeline, ready):
 
         async def kill() -> None:
-            os.kill(pipeline.stages[-1].pid, signal.SIGKILL)
+            os.kill(pipeline.stage(-1).pid, signal.SIGKILL)
 
         yield Breakable(Target(ready["url"], "openai", ready["model"]), kill, pipeline.failed)
 

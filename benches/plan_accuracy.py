@@ -81,8 +81,9 @@ async def measure(path: Path, plan: Plan, n_tokens: int, streams: Sequence[int],
     cuts = tuple(start for start, _ in plan.best.edges[1:])
     setup = Setup(path, n_stages, max(streams), CTX_TOKENS, tuple(sorted(os.sched_getaffinity(0))), logs)
     threads = plan.prediction.stages[0].threads
-    command = ["up", "--model", str(path), "--http", "127.0.0.1:0", "--lanes", str(max(streams)),
-               "--ctx", str(CTX_TOKENS), "--threads", str(threads), "--no-share"]  # fmt: skip
+    command = ["up", str(path), "--state-dir", str(logs / f"state-{n_stages}"), "--http", "127.0.0.1:0",
+               "--lanes", str(max(streams)), "--ctx", str(CTX_TOKENS), "--threads", str(threads),
+               "--no-share"]  # fmt: skip
     command += ["--cuts", ",".join(map(str, cuts))] if cuts else ["--stages", "1"]
     short, long = prompts_for(max(streams), N_PROMPT, n_vocab), prompts_for(1, PROMPT_TOKENS, n_vocab)
     points = []

@@ -116,6 +116,8 @@ async def relayline(
         assert child.stdout is not None
         async with asyncio.timeout(READY_TIMEOUT_S):
             line = await asyncio.to_thread(child.stdout.readline)
+            while arguments[0] == "up" and line and json.loads(line)["event"] != "ready":
+                line = await asyncio.to_thread(child.stdout.readline)  # it tells of every process first
         if not line:
             await asyncio.to_thread(child.wait)
             raise _failure(name, child, setup)
@@ -130,7 +132,8 @@ def _engine_flags(setup: Setup) -> list[str]:
 @contextlib.asynccontextmanager
 async def relayline_up(name: str, flags: Sequence[str], setup: Setup) -> AsyncIterator[Target]:
     """Run a whole pipeline by `relayline up`."""
-    arguments = ["up", "--model", str(setup.model), "--stages", str(setup.n_stages), "--http", "127.0.0.1:0"]
+    arguments = ["up", str(setup.model), "--stages", str(setup.n_stages), "--http", "127.0.0.1:0",
+                 "--state-dir", str(setup.log_dir / f"{name}-state"), "--verbose"]  # fmt: skip
     async with relayline(name, [*arguments, *_engine_flags(setup), *flags], setup, stages.TOKEN) as ready:
         yield Target(ready["url"], "openai", ready["model"])
 

@@ -37,9 +37,12 @@ from benches.verdicts import CANCELLED, wrong_answers
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.deploy.cli import load
 from relayline.deploy.cli.load import Request, Target
+from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.demo_run import MODEL
-from relayline.deploy.launch.local import RESTARTS, LocalConfig, LocalPipeline, running
+from relayline.deploy.launch.local import running
 from relayline.deploy.launch.splits import split_for
+from relayline.deploy.launch.supervisor import Supervisor
+from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 from relayline.wire.common.process import first_of
 
 N_STAGES, N_LANES, N_STREAMS = 3, 10, 16  # some always wait for a lane
@@ -49,7 +52,8 @@ N_PROMPTS = 30
 LEAVING_SHARE = 0.15  # of all requests
 REQUEST_TIMEOUT_S = 150.0  # beyond the time that requests wait for a stage: whoever takes longer hangs
 QUIET_S = 15.0  # at the end, without faults
-DEATHS_WINDOW_S, DEATHS_MAX = 70.0, RESTARTS.deaths_max - 1  # of one stage: `up` gives up a stage that dies more often
+RESTARTS = RestartPolicy(max_s=2.5, healthy_s=12.0)  # quicker than usual, so that a soak sees more losses
+DEATHS_WINDOW_S, DEATHS_MAX = 70.0, RESTARTS.deaths_max - 1  # of one stage: it is given up if it dies more often
 KINDS, LINK_KINDS = ("kill", "kill", "end", "stop"), ("cut",)
 Inflict = Callable[["Fault"], Awaitable[bool]]  # returns whether there was anything to do it to
 
@@ -79,9 +83,9 @@ def faults_of(seed: int, minutes: float, kinds: Sequence[str] = KINDS) -> Iterat
         yield fault
 
 
-async def inflict(pipeline: LocalPipeline, fault: Fault) -> bool:
+async def inflict(pipeline: Supervisor, fault: Fault) -> bool:
     """Do it to the stage's process of the moment; returns whether there was one."""
-    child = pipeline.stages[fault.stage]
+    child = pipeline.stage(fault.stage)
     if child.exited.is_set():
         return False
     with contextlib.suppress(ProcessLookupError):
@@ -100,9 +104,9 @@ async def inflict(pipeline: LocalPipeline, fault: Fault) -> bool:
 @contextlib.asynccontextmanager
 async def supervised(n_lanes: int) -> AsyncIterator[tuple[Target, Inflict, asyncio.Future[None]]]:
     """Run a pipeline whose stages are started again; the future is done when one no longer is."""
-    split = split_for(MODEL, N_STAGES, None, None)
-    config = LocalConfig(split, ("127.0.0.1", 0), 1, engine_flags(n_lanes), serve_flags(n_lanes))
-    async with running(config, lambda _, __: None) as (pipeline, ready):
+    settings: dict[str, Any] = {"ctx_tokens": CTX_TOKENS, "n_lanes": n_lanes, "share": False, "prefix_lanes": n_lanes}
+    manifest = with_stages(smallest_manifest(MODEL, **settings), StageFlags(N_STAGES, n_threads=1), 0)
+    async with running(manifest, lambda _, __: None, policy=RESTARTS) as (pipeline, ready):
         target = Target(ready["url"], "openai", ready["model"], cache_prompt=True)
         yield target, functools.partial(inflict, pipeline), pipeline.failed
 
@@ -122,11 +126,6 @@ async def linked(n_lanes: int) -> AsyncIterator[tuple[Target, Inflict, asyncio.F
 
             keeping = dataclasses.replace(target, cache_prompt=True)
             yield keeping, cut, asyncio.get_running_loop().create_future()
-
-
-def engine_flags(n_lanes: int) -> tuple[str, ...]:
-    """Return what stages are told."""
-    return ("--ctx", str(CTX_TOKENS), "--lanes", str(n_lanes))
 
 
 def serve_flags(n_lanes: int) -> tuple[str, ...]:

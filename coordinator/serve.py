@@ -48,22 +48,14 @@ class ServeConfig:
     """Address of the HTTP API."""
     port: int = 8080
     """Port of the HTTP API; 0 lets the system choose."""
-    model_id: str = ""
-    """Name clients use in requests; empty takes the model's own name."""
     api_keys_file: Path | None = None
     """File with the keys that the HTTP API demands, see coordinator.http.api_keys; None demands none."""
-    protect_metrics: bool = False
-    """Whether /metrics needs a key too."""
     http_tls: tuple[Path, Path] | None = None
     """Certificate (with intermediates) and private key of the HTTP API, PEM; None serves it in the clear."""
     allow_hosts: tuple[str, ...] = ()
     """Names under which web pages may find the HTTP API, beside those of loopback, see coordinator.http.web_pages."""
-    connections_per_address: int | None = None
-    """Connections to the HTTP API from one address; 0 for any number, None for the default."""
     chat_template_file: Path | None = None
     """Jinja template for chats; None takes the model's own."""
-    jaeger_url: str = ""
-    """Where people look at traces, as http://HOST:16686: the page links requests to it. Empty for nowhere."""
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     """How much is traced here, and where to."""
     push_level: bool = False
@@ -134,7 +126,7 @@ async def _serve(
     joined = make_roster(config.join) if config.join is not None else None
     if joined is not None:
         joined.on_change = on_member
-    model_id = config.model_id or file.model_name
+    model_id = config.pipeline.serving.model_id or file.model_name
     limits = _limits(config)
     chat = _chat_template(tokenizer, config.chat_template_file)
     context = _http_context(config.http_tls)
@@ -147,7 +139,7 @@ async def _serve(
         pipeline = Pipeline(named, file, tokenizer.is_end, joined, observer)
         control = TelemetryControl(observer, lambda: pipeline.stages)
         app = make_app(pipeline, tokenizer, chat, model_id, int(time.time()), limits, control)
-        app[FACTS]["jaeger_url"] = _checked_url(config.jaeger_url)
+        app[FACTS]["jaeger_url"] = _checked_url(config.pipeline.serving.jaeger_url)
         if app[TEMPLATE_FAULT]:
             if config.chat_template_file is not None:
                 raise UsageError(f"chat template {config.chat_template_file}: {app[TEMPLATE_FAULT]}")
@@ -157,7 +149,7 @@ async def _serve(
                 app,
                 config.host,
                 config.api_keys_file,
-                protect_metrics=config.protect_metrics,
+                protect_metrics=config.pipeline.serving.protect_metrics,
                 is_tls=context is not None,
                 allow_hosts=config.allow_hosts,
             )
@@ -204,11 +196,10 @@ def _checked_url(url: str) -> str:
 def _limits(config: ServeConfig) -> HttpLimits:
     """Return the bounds of the HTTP side: whoever may stand in the line may also be connected."""
     limits = HttpLimits()
-    per_address = config.connections_per_address
     return dataclasses.replace(
         limits,
-        connections_max=limits.connections_max + config.pipeline.waiting_max,
-        connections_per_address_max=limits.connections_per_address_max if per_address is None else per_address,
+        connections_max=limits.connections_max + config.pipeline.serving.queue,
+        connections_per_address_max=config.pipeline.serving.connections_per_address,
     )
 
 

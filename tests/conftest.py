@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -20,6 +21,10 @@ THREADS_OF_OURS = ("decode",)
 hypothesis.settings.register_profile("sanitized", max_examples=20, deadline=None)
 if "RELAYLINE_SANITIZED" in os.environ:
     hypothesis.settings.load_profile("sanitized")
+
+# What `relayline up` notes of running pipelines is this run's alone: a user's own are not seen, and not overwritten.
+_STATE = tempfile.TemporaryDirectory(prefix="relayline-state-")
+os.environ["XDG_STATE_HOME"] = _STATE.name
 
 # A worker of pytest-xdist ignores Ctrl-C, and so would every process that a test starts in it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -254,8 +254,8 @@ def _decided(config: PipelineConfig, file: PipelineFile, stage_names: Sequence[s
         schedule=config.schedule,
         stage_names=tuple(stage_names),
         n_vocab=file.n_vocab,
-        share=config.share,
-        prefix_lanes=config.prefix_lanes,
-        waiting_max=config.waiting_max,
-        lost_wait_s=min(config.lost_wait_s, config.recovery_timeout_s),
+        share=config.serving.share,
+        prefix_lanes=config.serving.prefix_lanes,
+        waiting_max=config.serving.queue,
+        lost_wait_s=min(config.serving.lost_wait_s, config.recovery_timeout_s),
     )

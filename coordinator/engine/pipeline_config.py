@@ -6,6 +6,7 @@ import dataclasses
 
 from relayline.coordinator.schedule.scheduler import ScheduleConfig
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
+from relayline.wire.settings.table import ServingSettings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,19 +23,12 @@ class PipelineConfig:
     """What people call the pipeline, for telemetry."""
     stage_names: tuple[str, ...] = ()
     """What they call its stages, in layer order; empty where they have no names."""
-    share: bool = True
-    """Whether identical deterministic requests in flight share one session."""
-    prefix_lanes: int | None = 0
-    """Spare lanes that keep what ended sessions computed, for prompts that begin alike; None: see Prefixes.renew.
-    With 0 nothing is copied from running sessions either."""
-    waiting_max: int = 256
-    """Requests that may wait for a lane; one more is refused with 429."""
+    serving: ServingSettings = dataclasses.field(default_factory=lambda: ServingSettings(prefix_lanes=0))
+    """What the table of settings says of requests. `schedule` and `wire_dtype` are made of it too."""
     start_timeout_s: float = 60.0
     """How long the stages may take to become reachable at the start."""
     recovery_timeout_s: float = 120.0
     """How long requests that ran when a stage was lost wait for it to come back."""
-    lost_wait_s: float = 15.0
-    """How long after a loss new requests wait for their first token; then they are refused with 503."""
     names: tuple[str, ...] = ()
     """Names of the stages at `addresses`, as their join tokens say them; empty: stage-0, stage-1 and so on."""
     security: LinkSecurity = PLAINTEXT

@@ -46,7 +46,11 @@ GLOBAL_TENSORS = frozenset({
     "token_embd_norm.weight",
 })  # fmt: skip
 # general.type of files that are none of a language model by themselves.
-PARTS = {"adapter": "an adapter (LoRA)", "imatrix": "an importance matrix", "mmproj": "a projector for images or sound"}
+PARTS = {
+    "adapter": "an adapter (LoRA), a part of a model; merge it with llama.cpp's llama-export-lora and give the result",
+    "imatrix": "an importance matrix, which only helps to quantise a model; give the model itself",
+    "mmproj": "a projector for images or sound, a part of a model; give the model itself, which serves text without it",
+}
 SAMPLE_BYTES = 4_096
 HASH_CHUNK_BYTES = 1 << 20  # of one entry at a time: a vocabulary has tens of MiB
 KV_VALUE_BYTES = 2  # f16, the default cache type
@@ -171,7 +175,7 @@ def _architecture(model: GgufModel) -> str:
     """Return the architecture of what may be a language model; what is another thing is refused for what it is."""
     kind = model.text("general.type", "model")
     if kind in PARTS:
-        raise ModelFileError(f"{model.path}: is {PARTS[kind]}, a part of a model; give the model itself")
+        raise ModelFileError(f"{model.path}: is {PARTS[kind]}")
     architecture = model.text("general.architecture")
     if not architecture:
         raise ModelFileError(f"{model.path}: has no general.architecture; it is not a language model")

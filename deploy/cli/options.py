@@ -105,19 +105,17 @@ security_options = _apply(
                  help="File with the join token [default: RELAYLINE_TOKEN, or `token` in the --tls directory]."),
 )  # fmt: skip
 
+HTTP_SETTINGS = ("connections_per_address", "protect_metrics", "jaeger_url")  # flags in their own place of the help
 http_security_options = _apply(
     click.option("--http-cert", type=click.Path(path_type=Path), default=None,
                  help="Certificate (PEM) with which the HTTP API is HTTPS; renewed files are taken up by themselves."),
     click.option("--http-key", type=click.Path(path_type=Path), default=None, help="Private key of --http-cert (PEM)."),
     click.option("--api-keys", type=click.Path(path_type=Path), default=None,
                  help="File with one API key (or NAME: KEY) a line; read again on SIGHUP [default: no key is needed]."),
-    click.option("--protect-metrics", is_flag=True, help="Demand an API key for /metrics too."),
     click.option("--allow-host", "allow_hosts", multiple=True, metavar="NAME",
                  help="Also answer web pages of this host, and clients that call the server so; may be repeated "
                  "[default: without --api-keys only loopback names on loopback, and no pages of other hosts]."),
-    click.option("--jaeger-url", default="", metavar="URL",
-                 help="Where traces are looked at, as http://HOST:16686; the page at / links requests to it."),
-    setting_options(ServingSettings, only=("connections_per_address",)),
+    setting_options(ServingSettings, only=HTTP_SETTINGS),
 )  # fmt: skip
 
 chat_template_option = click.option(
@@ -152,7 +150,7 @@ def http_tls_from(given: dict[str, Any]) -> tuple[Path, Path] | None:
 
 telemetry_options = setting_options(TelemetrySettings, but=("content",))
 content_option = setting_options(TelemetrySettings, only=("content",))
-pipeline_options = setting_options(ServingSettings, but=("connections_per_address",))
+pipeline_options = setting_options(ServingSettings, but=HTTP_SETTINGS)
 
 
 def check_draft(serving: ServingSettings, policy: str) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from relayline.wire.common.errors import UsageError
+from relayline.wire.links.security import address_of
 from relayline.wire.settings.setting import STAGES, Setting, Settings, entries
 from relayline.wire.settings.table import TABLES
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 _UNCHANGED = object()
+BY_USER = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
 class SettingType(click.ParamType[Any]):
@@ -83,11 +87,32 @@ def manifest_changes(changed: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def parameter_arguments(changed: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return parameters, by name, as arguments for another process that reads the same manifest."""
-    return tuple(
-        argument
-        for entry in of_pipelines()
-        if entry.parameter in changed
-        for argument in entry.arguments(entry.of_parameter(changed[entry.parameter]))
-    )
+def again(ctx: click.Context, but: Collection[str] = ()) -> tuple[str, ...]:
+    """Return what a user gave the running command, as arguments for another process that runs it once more.
+
+    Paths become absolute. `but`: parameters, by name, that the other process is told otherwise.
+    """
+    said: list[str] = []
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
+        if name in but or not isinstance(parameter, click.Option) or ctx.get_parameter_source(name) not in BY_USER:
+            continue
+        value = ctx.params[name]
+        if parameter.is_flag:
+            said += parameter.opts[:1] if value else ()
+            continue
+        for one in value if parameter.multiple else (value,):
+            if one is not None:
+                said += (parameter.opts[0], _text(parameter, one))
+    return tuple(said)
+
+
+def _text(parameter: click.Parameter, value: Any) -> str:
+    """Return a parameter's value as it is written on a command line."""
+    if isinstance(parameter.type, SettingType):
+        return parameter.type.entry.text(value)
+    if isinstance(value, Path):
+        return str(value.absolute())
+    if parameter.type.name == "host:port":
+        return address_of(*value)
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

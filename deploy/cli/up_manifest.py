@@ -1,4 +1,4 @@
-"""`relayline up MANIFEST`, from the flags to the launch."""
+"""`relayline up`, from the flags to the launch: the manifest that is meant, changed by flags, then run."""
 
 from __future__ import annotations
 
@@ -8,18 +8,29 @@ from typing import Any
 
 import click
 
-from relayline.deploy.cli.setting_flags import manifest_changes, parameter_arguments
+from relayline.coordinator.model.cuts import check_cuts
+from relayline.coordinator.model.inspection import inspect_model
+from relayline.deploy.cli.options import check_draft, http_tls_from
+from relayline.deploy.cli.setting_flags import again, manifest_changes
 from relayline.deploy.launch.detach import Report, start_detached
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.local import print_prefixed
-from relayline.deploy.launch.prepare import override
-from relayline.deploy.launch.run import launch, ready_to_start
+from relayline.deploy.launch.model_source import resolve_model
+from relayline.deploy.launch.prepare import find_model, override
+from relayline.deploy.launch.run import Launch, check_before_work, launch, ready_to_start
 from relayline.deploy.launch.state import StateDir, state_root
+from relayline.deploy.launch.target import manifest_of
 from relayline.deploy.launch.tell import line_of
 from relayline.deploy.manifest import Manifest, load_manifest
-from relayline.wire.common.errors import RelaylineError
-from relayline.wire.links.security import address_of
+from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
+from relayline.wire.common.errors import RelaylineError, UsageError
+from relayline.wire.settings.setting import from_parameters
+from relayline.wire.settings.table import EngineSettings, ServingSettings, TelemetrySettings
+
+# What the one in the background is told otherwise: which pipeline it is, where it keeps state, how it reports.
+_NOT_AGAIN = ("target", "model", "name", "state_dir", "detach", "report_fd", "as_json")
+_FILES = {"api_keys": "coordinator.apiKeysFile", "chat_template": "coordinator.chatTemplateFile"}
 
 
 def changes_of(changed: dict[str, Any]) -> dict[str, Any]:
@@ -27,58 +38,118 @@ def changes_of(changed: dict[str, Any]) -> dict[str, Any]:
     changes = manifest_changes(changed)
     if "http" in changed:
         changes["coordinator.http.host"], changes["coordinator.http.port"] = changed["http"]
+    for parameter, place in _FILES.items():
+        if changed.get(parameter) is not None:
+            changes[place] = str(changed[parameter].absolute())
+    if changed.get("http_cert") is not None:
+        pair = {"certFile": changed["http_cert"], "keyFile": changed["http_key"]}
+        changes["coordinator.http.tls"] = {key: str(path.absolute()) for key, path in pair.items()}
+    if changed.get("allow_hosts"):
+        changes["coordinator.allowHosts"] = list(changed["allow_hosts"])
     return changes
 
 
 def up_manifest(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]) -> None:
-    """Launch a manifest. `given` holds every flag by name, `changed` those that somebody gave.
+    """Launch what the flags mean. `given` holds every flag by name, `changed` those that somebody gave.
 
     Raises UsageError, StartError and what preparing the model raises.
     """
-    path: Path = given["manifest"]
-    manifest = override(at_home(load_manifest(path)), changes_of(changed))
-    directory = StateDir(given["state_dir"] or state_root() / manifest.name)
-    as_json = given["as_json"]
+    for table in (EngineSettings, ServingSettings, TelemetrySettings):
+        from_parameters(table, given)  # what no process would take is refused before anything is loaded
+    http_tls_from(given)
+    what = _launch_of(given, changed, log_flags)
+    directory = StateDir(given["state_dir"] or state_root() / what.manifest.name)
 
     def show(event: dict[str, Any]) -> None:
-        click.echo(line_of(event, as_json=as_json))
+        click.echo(line_of(event, as_json=given["as_json"]))
 
     if given["detach"] and given["report_fd"] is None:  # RELAYLINE_DETACH reaches the one in the background too
-        _detach(path, manifest, directory, given, changed, log_flags)
+        _detach(what, directory, given)
         return
     if given["report_fd"] is None:
-        echo = print_prefixed if given["verbose"] else None
-        launch(manifest, path.absolute(), directory, show, log_flags=log_flags, echo=echo)
+        launch(what, directory, show, echo=print_prefixed if given["verbose"] else None)
         return
     report = Report(given["report_fd"])
     os.set_inheritable(given["report_fd"], False)  # no child of this supervisor holds the report open
     try:
-        launch(manifest, path.absolute(), directory, report.send, log_flags=log_flags)
+        launch(what, directory, report.send)
     except RelaylineError as error:
         report.fail(error)
         raise
 
 
-def _detach(
-    path: Path,
-    manifest: Manifest,
-    directory: StateDir,
-    given: dict[str, Any],
-    changed: dict[str, Any],
-    log_flags: tuple[str, ...],
-) -> None:
-    with directory.locked(manifest.name):
+def _launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]) -> Launch:
+    """Return what is launched: the manifest that is named, or the smallest of a model, with what flags change."""
+    is_flag = given["target"] is None and given["model"] is not None
+    target = given["model"] if is_flag else given["target"]
+    path = None if is_flag else manifest_of(target, Path.cwd())
+    changes = changes_of(changed)
+    if path is not None:
+        manifest, source = at_home(load_manifest(path)), path.absolute()
+    else:
+        # Everything is looked at before a model is loaded from the hub, which may take an hour.
+        placeholder = smallest_manifest(Path("model.gguf"), given["name"])
+        check_before_work(override(placeholder, changes | _http_of(given)))
+        model = resolve_model(str(target))
+        manifest, source = smallest_manifest(model, given["name"]), model.absolute()
+        changes |= _http_of(given)
+    manifest = override(manifest, changes)
+    if given["name"]:
+        manifest = named(manifest, given["name"])
+    check_draft(manifest.serving, manifest.engine.policy)
+    manifest = _with_stage_flags(manifest, given, changed)
+    return Launch(manifest, source, log_flags, given["split_dir"])
+
+
+def named(manifest: Manifest, name: str) -> Manifest:
+    """Return the manifest with another name. Raises UsageError for what can be none."""
+    data = manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
+    data["metadata"]["name"] = name
+    try:
+        return Manifest.model_validate(data).with_directory(manifest.directory)
+    except ValueError as error:
+        raise UsageError(
+            f"--name {name!r} is not a name of lower-case letters, digits and inner dashes, at most 63 characters"
+        ) from error
+
+
+def _http_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Return where the API of a model without a manifest listens: the flag's own default is one too."""
+    return changes_of({"http": given["http"]})
+
+
+def _with_stage_flags(manifest: Manifest, given: dict[str, Any], changed: dict[str, Any]) -> Manifest:
+    flags = StageFlags(
+        n_stages=given["n_stages"],
+        cuts=given["cuts"],
+        n_threads=given["threads"] if "threads" in changed else None,
+        gpu_layers=given["gpu_layers"] if "gpu_layers" in changed else None,
+        pin=not given["no_pin"],
+    )
+    if flags.cuts is not None and flags.n_stages is not None:
+        raise UsageError("give either --stages or --cuts, not both")
+    n_layers = 0
+    if flags.cuts is not None:
+        facts = inspect_model(find_model(manifest))
+        check_cuts(facts, flags.cuts)
+        n_layers = facts.n_layers
+    return with_stages(manifest, flags, n_layers) if flags.says_something else manifest
+
+
+def _detach(what: Launch, directory: StateDir, given: dict[str, Any]) -> None:
+    with directory.locked(what.manifest.name):
         # The same is done again in the background, quickly then; here its progress is seen, and its mistakes.
         end_leftovers(directory.load())  # they may hold the ports and the memory that are looked at next
-        ready_to_start(manifest, directory)
-    arguments = [str(path.absolute()), "--state-dir", str(directory.path.absolute()), *log_flags]
-    arguments += parameter_arguments(changed)
-    if "http" in changed:
-        arguments += ["--http", address_of(*changed["http"])]
+        ready_to_start(what, directory)
+    # A model that a name led to is not looked for again; a manifest is read again.
+    named_by = str(what.source)
+    arguments = [named_by, "--state-dir", str(directory.path.absolute()), "--name", what.manifest.name]
+    arguments += again(click.get_current_context(), but=_NOT_AGAIN)
 
     def show(event: dict[str, Any]) -> None:
         click.echo(line_of(event, as_json=given["as_json"]))
 
     start_detached(arguments, directory, show)
     if not given["as_json"]:
-        click.echo(f"it runs in the background: relayline status {manifest.name}, relayline down {manifest.name}")
+        name = what.manifest.name
+        click.echo(f"it runs in the background: relayline status {name}, relayline down {name}")

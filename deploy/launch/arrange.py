@@ -12,14 +12,23 @@ from relayline.deploy.manifest import Manifest, Stage
 from relayline.wire.links.security import address_of
 
 
-def arrange(manifest: Manifest, source: Path, settled: Path, log_flags: tuple[str, ...] = ()) -> LaunchPlan:
-    """Return what to start for a settled manifest that lies at `settled`; `source` is what the user named."""
+def arrange(
+    manifest: Manifest,
+    source: Path,
+    settled: Path,
+    log_flags: tuple[str, ...] = (),
+    split_flags: tuple[str, ...] = (),
+) -> LaunchPlan:
+    """Return what to start for a settled manifest that lies at `settled`; `source` is what the user named.
+
+    `split_flags` tell the coordinator of a split that is not in the cache.
+    """
     http = manifest.spec.coordinator.http
     tokens = settled.parent / JOIN_DIR
     return LaunchPlan(
         name=manifest.name,
         manifest=source,
-        serve_arguments=("--manifest", str(settled), *log_flags),
+        serve_arguments=("--manifest", str(settled), *split_flags, *log_flags),
         http=(http.host, http.port),
         join=(join_host(manifest), manifest.join_port),
         advertised_host="127.0.0.1" if manifest.all_local else manifest.spec.coordinator.host,

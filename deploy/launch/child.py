@@ -25,9 +25,8 @@ log = logging.getLogger("relayline.child")
 LAST_LINES_MAX = 20  # kept to explain a death
 LINE_BYTES_MAX = 1 << 20
 NATIVE_FAULTS = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE}  # a library's, most likely
-# What a supervisor cannot hand on as flags: secrets, which others would see in the process list, and who may use the
-# API, for which `relayline up` has no flags of its own.
-KEPT_VARIABLES = ("RELAYLINE_API_KEY", "RELAYLINE_API_KEYS", "RELAYLINE_PROTECT_METRICS")
+# What a supervisor cannot hand on as a flag: a secret, which others would see in the process list.
+KEPT_VARIABLES = ("RELAYLINE_API_KEY",)
 
 
 def child_environment(token: str = "") -> dict[str, str]:

@@ -20,11 +20,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from relayline.deploy.launch.local import LocalConfig, running
-from relayline.deploy.launch.splits import split_for
+from relayline.deploy.launch.local import running
+from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 from relayline.wire.common import logs
-from relayline.wire.settings.setting import argument
-from relayline.wire.settings.table import EngineSettings
 
 MODEL = Path(__file__).parents[1] / "demo" / "relayline-demo.gguf"
 N_STAGES = 3
@@ -112,9 +110,8 @@ async def demo(*, keep: bool) -> None:
     """Run the whole demonstration."""
     console = Console()
     console.print(f"splitting {MODEL.name} into {N_STAGES} stages and starting them ...")
-    settings = argument(EngineSettings, "ctx_tokens", 512)
-    config = LocalConfig(split_for(MODEL, N_STAGES, None, None), ("127.0.0.1", 0), stage_arguments=settings)
-    async with running(config) as (_, ready), aiohttp.ClientSession() as session:
+    manifest = with_stages(smallest_manifest(MODEL, ctx_tokens=512), StageFlags(N_STAGES), 0)
+    async with running(manifest) as (_, ready), aiohttp.ClientSession() as session:
         url, model = ready["url"], ready["model"]
         states: list[dict[str, Any]] = [
             {"index": i, "prompt": p, "text": "", "tokens": 0} for i, p in enumerate(PROMPTS)

@@ -1,25 +1,35 @@
-"""Where a model comes from: a path on this machine, or a file of the Hugging Face hub.
+"""Where a model comes from: a path on this machine, or a repository of the Hugging Face hub.
 
-`hf://ORG/REPO/FILE.gguf[@REVISION]` is loaded by huggingface_hub into its own cache, so HF_HOME, HF_TOKEN,
-HF_HUB_OFFLINE and HF_ENDPOINT mean what they mean everywhere. Of a sharded set any shard may be named; all are loaded.
+On this machine it is a file, any shard of a set, a directory with one model, or a pattern that matches one model.
+On the hub it is `hf://ORG/REPO/FILE.gguf[@REVISION]`, or ORG/REPO[:QUANT][@REVISION], with or without `hf://`: then the
+file is chosen by its quantisation (deploy.launch.hub_choice).
+
+Files of the hub are loaded by huggingface_hub into its own cache, so HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT
+mean what they mean everywhere, and a download that was cut short goes on where it ended. Of a sharded set any shard may
+be named; all are loaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import glob
 import os
 import re
 from pathlib import Path
 from typing import NoReturn
 
+from relayline.deploy.launch.hub_choice import SHARD, chosen_file, models_among
+from relayline.deploy.launch.hub_download import load_blob
 from relayline.wire.common.errors import ModelFileError, UsageError
 from relayline.wire.common.file_hash import sha256_of
 from relayline.wire.common.places import home
 
 SCHEME = "hf://"
+MODELS_SHOWN = 8  # of a directory that holds several
 SHARDS_MAX = 4_096  # as many as a sharded set may have, see coordinator.model.gguf_file
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _REFERENCE = re.compile(r"hf://([^/@]+)/([^/@]+)/([^@]+\.gguf)(?:@(.+))?")
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_REPOSITORY = re.compile(rf"(?:hf://)?({_NAME}/{_NAME})(?::([A-Za-z0-9_.-]+))?(?:@([^@\s]+))?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -28,12 +38,13 @@ class HubFile:
     """One file of a repository on the hub."""
 
     repo: str  # ORG/NAME
-    file: str  # path inside the repository
+    file: str  # path inside the repository; empty: chosen by `quant`
     revision: str = ""  # branch, tag or commit; empty is the repository's main branch
+    quant: str = ""  # the quantisation that is wanted; empty: the usual one
 
     def shards(self) -> list[str]:
         """Return the files that make up the model, the first shard first. Raises UsageError for an impossible set."""
-        named = _SHARD.fullmatch(self.file)
+        named = SHARD.fullmatch(self.file)
         if named is None:
             return [self.file]
         stem, number, count = named[1], int(named[2]), int(named[3])
@@ -42,12 +53,28 @@ class HubFile:
         return [f"{stem}-{index:05d}-of-{count:05d}.gguf" for index in range(1, count + 1)]
 
 
+def is_hub_name(text: str) -> bool:
+    """Return whether a text can name a repository of the hub, as ORG/NAME[:QUANT]."""
+    found = _REPOSITORY.fullmatch(text)
+    return found is not None and not found[1].endswith(".gguf")
+
+
+def is_pattern(text: str) -> bool:
+    """Return whether a text is a pattern of files, as *.gguf."""
+    return glob.has_magic(text)
+
+
 def parse_reference(reference: str) -> HubFile:
-    """Read hf://ORG/REPO/FILE.gguf[@REVISION]. Raises UsageError."""
+    """Read hf://ORG/REPO/FILE.gguf[@REVISION], or [hf://]ORG/REPO[:QUANT][@REVISION]. Raises UsageError."""
     found = _REFERENCE.fullmatch(reference)
-    if found is None or any(part in ("", ".", "..") for part in found[3].split("/")):
-        raise UsageError(f"{reference!r} is no model on the hub; write hf://ORG/REPO/FILE.gguf or ...gguf@REVISION")
-    return HubFile(f"{found[1]}/{found[2]}", found[3], found[4] or "")
+    if found is not None and not any(part in ("", ".", "..") for part in found[3].split("/")):
+        return HubFile(f"{found[1]}/{found[2]}", found[3], found[4] or "")
+    named = _REPOSITORY.fullmatch(reference)
+    if named is None or found is not None or named[1].endswith(".gguf"):
+        raise UsageError(
+            f"{reference!r} is no model on the hub; write hf://ORG/REPO/FILE.gguf, hf://ORG/REPO or hf://ORG/REPO:QUANT"
+        )
+    return HubFile(named[1], "", named[3] or "", named[2] or "")
 
 
 def resolve_model(reference: str, sha256: str = "") -> Path:
@@ -61,22 +88,52 @@ def resolve_model(reference: str, sha256: str = "") -> Path:
     """
     if sha256 and not _SHA256.fullmatch(sha256.lower()):
         raise UsageError(f"sha256 {sha256!r} is not 64 hexadecimal digits")
-    path = _from_hub(parse_reference(reference)) if reference.startswith(SCHEME) else _here(Path(reference))
+    if reference.startswith(SCHEME) or (not os.path.lexists(reference) and is_hub_name(reference)):
+        path = _from_hub(parse_reference(reference))
+    else:
+        path = local_model(reference)
     if sha256:
         _check(path, sha256.lower())
     return path
 
 
-def _here(path: Path) -> Path:
+def local_model(named: str) -> Path:
+    """Return the only or first file of a model here: of a file, a shard, a directory or a pattern.
+
+    Raises ModelFileError where there is none, or more than one.
+    """
+    path = Path(named)
     if path.is_dir():
-        raise ModelFileError(f"{path} is a directory; name the .gguf file in it, the first one of a sharded set")
+        return _only_model(sorted(path.glob("*.gguf")), f"{path}", sorted(path.glob("*.safetensors")))
+    if not path.exists() and is_pattern(named):
+        return _only_model(sorted(map(Path, glob.glob(named))), named, [])
     if not path.is_file():
         raise ModelFileError(f"{path}: no such file")
-    return path
+    shard = SHARD.fullmatch(path.name)
+    if shard is None or int(shard[2]) == 1:
+        return path
+    return path.with_name(f"{shard[1]}-00001-of-{shard[3]}.gguf")
+
+
+def _only_model(files: list[Path], where: str, others: list[Path]) -> Path:
+    """Return the first file of the only model among files. Raises ModelFileError."""
+    found = models_among([str(file) for file in files])
+    if len(found) == 1:
+        return Path(found[0])
+    if found:
+        names = ", ".join(Path(file).name for file in found[:MODELS_SHOWN])
+        more = f" and {len(found) - MODELS_SHOWN} more" if len(found) > MODELS_SHOWN else ""
+        raise ModelFileError(f"{where}: holds {len(found)} models; name one of {names}{more}")
+    if others:
+        raise ModelFileError(
+            f"{where}: holds safetensors files; take a GGUF of the model, or make one with llama.cpp's "
+            f"convert_hf_to_gguf.py"
+        )
+    raise ModelFileError(f"{where}: no .gguf file of a model there")
 
 
 def _check(path: Path, sha256: str) -> None:
-    named = _SHARD.fullmatch(path.name)
+    named = SHARD.fullmatch(path.name)
     if named is not None and int(named[3]) > 1:
         raise UsageError(f"{path.name} is one of {int(named[3])} shards; a sha256 can be given for a single file only")
     try:
@@ -90,6 +147,9 @@ def _check(path: Path, sha256: str) -> None:
 
 
 def _from_hub(model: HubFile) -> Path:
+    if not model.file:
+        names = _names_of(model)
+        model = dataclasses.replace(model, file=chosen_file(names, model.quant, f"{SCHEME}{model.repo}"))
     files = model.shards()
     first = _load(model, files[0], model.revision)
     # A branch may move while a large set loads; the rest comes from the commit that the first shard came from.
@@ -99,14 +159,59 @@ def _from_hub(model: HubFile) -> Path:
     return first
 
 
-def _load(model: HubFile, file: str, revision: str) -> Path:
+def _set_home() -> None:
     if not os.environ.get("XDG_CACHE_HOME"):
         # It takes "~" for the home directory of a user who has none, which is one of this name where the user stands.
         os.environ.setdefault("HF_HOME", str(home() / ".cache" / "huggingface"))
+
+
+def _names_of(model: HubFile) -> list[str]:
+    """Return the files of a repository; those that are here already where the hub cannot be asked.
+
+    Raises ModelFileError.
+    """
+    _set_home()
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return list(huggingface_hub.HfApi().list_repo_files(model.repo, revision=model.revision or None))
+    except Exception as error:  # of the hub's client, of HTTP, of the system
+        is_answer = isinstance(error, errors.HfHubHTTPError | errors.HFValidationError)
+        if is_answer:
+            _explain(model, "", model.revision, error)
+        if kept := _kept_names(model):
+            return kept
+        raise ModelFileError(
+            f"{SCHEME}{model.repo}: the hub cannot be reached, and none of its models is here; "
+            "check the network and HF_HUB_OFFLINE"
+        ) from error
+
+
+def _kept_names(model: HubFile) -> list[str]:
+    """Return the files of a repository that are whole in the hub's cache."""
+    from huggingface_hub import constants
+
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{model.repo.replace('/', '--')}"
+    try:
+        commit = (repository / "refs" / (model.revision or "main")).read_text().strip()
+    except OSError:
+        commit = model.revision
+    snapshot = repository / "snapshots" / commit
+    if not commit or not snapshot.is_dir():
+        return []
+    return sorted(str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf") if path.exists())
+
+
+def _load(model: HubFile, file: str, revision: str) -> Path:
+    _set_home()
     import huggingface_hub  # here, because it is slow to import and most models are files
 
     try:
+        load_blob(model.repo, file, revision)
         found = huggingface_hub.hf_hub_download(model.repo, file, revision=revision or None)
+    except ModelFileError:
+        raise
     except Exception as error:  # the hub's client raises errors of its own, of HTTP, of the system and of its helpers
         _explain(model, file, revision, error)
     return Path(str(found))
@@ -115,7 +220,7 @@ def _load(model: HubFile, file: str, revision: str) -> Path:
 def _explain(model: HubFile, file: str, revision: str, error: Exception) -> NoReturn:
     from huggingface_hub import errors
 
-    where = f"{SCHEME}{model.repo}/{file}"
+    where = f"{SCHEME}{model.repo}/{file}".rstrip("/")
     if isinstance(error, errors.GatedRepoError):
         text = f"{where}: access is granted by its authors only; ask on its page, then set HF_TOKEN"
     elif isinstance(error, errors.RepositoryNotFoundError):

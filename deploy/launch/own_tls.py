@@ -10,6 +10,7 @@ STATE/join/NAME.token   a stage's, also where the manifest names the coordinator
 from __future__ import annotations
 
 import datetime
+import os
 from pathlib import Path
 
 from relayline.deploy.launch.certificates import (
@@ -24,7 +25,14 @@ from relayline.deploy.manifest import Manifest, Stage
 from relayline.wire.common.files import write_file
 from relayline.wire.links import role_tokens
 from relayline.wire.links.roles import COORDINATOR_DIR, Identity, Role
-from relayline.wire.links.security import CA_FILE, CERT_FILE, TOKEN_FILE, credential_host, read_token
+from relayline.wire.links.security import (
+    CA_FILE,
+    CERT_FILE,
+    TOKEN_FILE,
+    TOKEN_VARIABLE,
+    credential_host,
+    read_token,
+)
 from relayline.wire.links.tls_material import RENEW_DAYS, canonical_name, identity_of, names_of, read_certificate
 
 JOIN_DIR = "join"  # in the state directory
@@ -74,11 +82,22 @@ def needs_own_token(manifest: Manifest) -> bool:
     return not manifest.uses_tls and manifest.spec.wire.token_file is None
 
 
+def given_root() -> str:
+    """Return the coordinator's join token that RELAYLINE_TOKEN holds, for callers that ask the stages; else nothing."""
+    text = os.environ.get(TOKEN_VARIABLE, "")
+    token = role_tokens.read(text)
+    return text if token is not None and token.role is Role.COORDINATOR else ""
+
+
 def make_own_token(path: Path) -> Path:
-    """Put a coordinator's join token at `path` unless there is one. Returns `path`. Raises UsageError, OSError."""
-    if not path.exists():
+    """Put a coordinator's join token at `path`: the caller's own, or a new one unless there is one.
+
+    Returns `path`. Raises UsageError, OSError.
+    """
+    given = given_root()
+    if given or not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_file(path, role_tokens.new_root().encode() + b"\n", PRIVATE)
+        write_file(path, (given or role_tokens.new_root()).encode() + b"\n", PRIVATE)
     return path
 
 

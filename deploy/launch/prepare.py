@@ -126,6 +126,7 @@ def settle(manifest: Manifest, model: Path, file: PipelineFile) -> Manifest:
     spec["model"] = {"path": str(model.absolute())}
     for part, key in (
         (spec["coordinator"], "apiKeysFile"),
+        (spec["coordinator"], "chatTemplateFile"),
         (spec["coordinator"]["http"].get("tls", {}), "certFile"),
         (spec["coordinator"]["http"].get("tls", {}), "keyFile"),
         (spec["wire"], "tokenFile"),

@@ -1,9 +1,10 @@
-"""`relayline up MANIFEST`: everything checked, then everything started, then watched until told to stop."""
+"""`relayline up`: everything checked, then everything started, then watched until told to stop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import sys
@@ -11,12 +12,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.coordinator.text.chat import read_template
 from relayline.deploy.launch.arrange import arrange, stage_directory
 from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.log_files import LOG_BYTES_MAX, LOG_OLD_FILES, RotatedFile
+from relayline.deploy.launch.plan import LaunchPlan
 from relayline.deploy.launch.ports import port_problem, wanted_ports
-from relayline.deploy.launch.prepare import Prepared, planned_cuts, prepare
+from relayline.deploy.launch.prepare import Prepared, Split, planned_cuts, prepare
+from relayline.deploy.launch.splits import split_for
 from relayline.deploy.launch.state import StateDir
 from relayline.deploy.launch.supervisor import COORDINATOR, Emit, Supervisor
 from relayline.deploy.manifest import Manifest, is_local
@@ -25,10 +30,32 @@ from relayline.wire.common.process import first_of
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import load_security
 from relayline.wire.links.tls_material import check_pair
+from relayline.wire.telemetry.config import Level, TelemetryConfig
 
 log = logging.getLogger("relayline.up")
 
 SUPERVISOR = "up"  # the name of its own log
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launch:
+    """What one `relayline up` was asked to run."""
+
+    manifest: Manifest
+    """Changed by flags already. Of a model without a manifest it is the smallest one."""
+    source: Path
+    """What the user named, absolute: the manifest's file, or the model's."""
+    log_flags: tuple[str, ...] = ()
+    """Passed on to every process."""
+    split_dir: Path | None = None
+    """Where to keep the split; None for the cache."""
+
+    @property
+    def split(self) -> Split | None:
+        """How the model is split, None as usual."""
+        if self.split_dir is None:
+            return None
+        return lambda model, cuts: split_for(model, None if cuts else 1, cuts or None, self.split_dir)
 
 
 def check_names(manifest: Manifest) -> None:
@@ -64,23 +91,54 @@ def log_file(path: Path) -> Iterator[logging.Handler]:
         handler.close()
 
 
-def ready_to_start(manifest: Manifest, directory: StateDir) -> Prepared:
-    """Check what a launch needs and prepare its files; nothing is started. Raises what is wrong."""
+def check_before_work(manifest: Manifest) -> None:
+    """Check what can be known before the model is. Raises UsageError, StartError."""
     check_names(manifest)
     check_ports(manifest)
+    said = manifest.telemetry
+    TelemetryConfig(Level.named(said.level), said.otlp_endpoint, said.sampler_ratio)
+    coordinator = manifest.spec.coordinator
+    if (tls := coordinator.http.tls) is not None:
+        check_pair(manifest.resolve(tls.cert_file), manifest.resolve(tls.key_file))
+    if coordinator.chat_template_file is not None:
+        read_template(manifest.resolve(coordinator.chat_template_file))
+
+
+def ready_to_start(what: Launch, directory: StateDir) -> Prepared:
+    """Check what a launch needs and prepare its files; nothing is started. Raises what is wrong."""
+    manifest = what.manifest
+    check_before_work(manifest)
     if not all(stage.is_local for stage in manifest.stages) and is_local(manifest.spec.coordinator.host):
         log.warning("coordinator.host is %s, where stages on other hosts cannot reach it; set it in the manifest",
                     manifest.spec.coordinator.host)  # fmt: skip
-    prepared = prepare(manifest, choose=planned_cuts, own_tls=directory.tls)
+    prepared = prepare(manifest, choose=planned_cuts, split=what.split, own_tls=directory.tls)
     check_security(prepared.manifest)
+    warn_of_context(manifest.engine.ctx_tokens, prepared.file)
     return prepared
 
 
+def warn_of_context(ctx_tokens: int, file: PipelineFile) -> None:
+    """Warn where streams may grow longer than what the model was trained for."""
+    if 0 < file.ctx_train < ctx_tokens:
+        log.warning("the context of %d tokens is longer than the %d that %s was trained for: what it says beyond them "
+                    "may make no sense; --ctx %d saves memory too",
+                    ctx_tokens, file.ctx_train, file.model_name, file.ctx_train)  # fmt: skip
+
+
+def plan_of(what: Launch, directory: StateDir) -> LaunchPlan:
+    """Check and prepare a launch, and note every choice for the coordinator to read. Raises as `ready_to_start`."""
+    prepared = ready_to_start(what, directory)
+    settled = prepared.manifest
+    directory.manifest.write_text(
+        json.dumps(settled.model_dump(mode="json", by_alias=True, exclude_none=True), indent=2) + "\n"
+    )
+    split_flags = ("--pipeline", str(prepared.pipeline_dir.absolute())) if what.split_dir is not None else ()
+    return arrange(settled, what.source, directory.manifest, what.log_flags, split_flags)
+
+
 def check_security(manifest: Manifest) -> None:
-    """Check the credentials of the processes of this machine. Raises UsageError."""
-    wire, http = manifest.spec.wire, manifest.spec.coordinator.http
-    if http.tls is not None:
-        check_pair(manifest.resolve(http.tls.cert_file), manifest.resolve(http.tls.key_file))
+    """Check the credentials of the links of this machine's processes. Raises UsageError."""
+    wire = manifest.spec.wire
     token_file = manifest.resolve(wire.token_file) if wire.token_file is not None else None
     if not manifest.uses_tls or wire.tls.directory is None:
         load_security(None, token_file=token_file, insecure=not manifest.all_local, role=Role.COORDINATOR)
@@ -92,12 +150,10 @@ def check_security(manifest: Manifest) -> None:
 
 
 def launch(
-    manifest: Manifest,
-    source: Path,
+    what: Launch,
     directory: StateDir,
     emit: Emit,
     *,
-    log_flags: tuple[str, ...] = (),
     echo: Callable[[str, str], None] | None = None,
     policy: RestartPolicy | None = None,
 ) -> None:
@@ -107,17 +163,12 @@ def launch(
     """
     from relayline.wire.common.process import run
 
-    with directory.locked(manifest.name), log_file(directory.log(SUPERVISOR)) as file:
+    with directory.locked(what.manifest.name), log_file(directory.log(SUPERVISOR)) as file:
         before = directory.load()
         n_ended = end_leftovers(before)
         if n_ended or (before is not None and not before.phase.has_ended):
             log.warning("the last run did not end properly; %d processes of it were still there", n_ended)
-        prepared = ready_to_start(manifest, directory)
-        settled = prepared.manifest
-        directory.manifest.write_text(
-            json.dumps(settled.model_dump(mode="json", by_alias=True, exclude_none=True), indent=2) + "\n"
-        )
-        plan = arrange(settled, source, directory.manifest, log_flags)
+        plan = plan_of(what, directory)
 
         async def main(stopping: asyncio.Event) -> None:
             supervisor = Supervisor(plan, directory, emit, policy=policy, echo=echo)

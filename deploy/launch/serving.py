@@ -54,6 +54,8 @@ def flag_defaults(manifest: Manifest) -> dict[str, Any]:
         defaults["token_file"] = manifest.resolve(spec.wire.token_file)
     if spec.coordinator.api_keys_file is not None:
         defaults["api_keys"] = manifest.resolve(spec.coordinator.api_keys_file)
+    if spec.coordinator.chat_template_file is not None:
+        defaults["chat_template"] = manifest.resolve(spec.coordinator.chat_template_file)
     if http.tls is not None:
         defaults |= {"http_cert": manifest.resolve(http.tls.cert_file), "http_key": manifest.resolve(http.tls.key_file)}
     if manifest.uses_tls and spec.wire.tls.directory is not None:

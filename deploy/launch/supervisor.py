@@ -105,6 +105,10 @@ class Supervisor:
             self.failed.result()
         return self._ready.result()
 
+    def stage(self, index: int) -> Child:
+        """Return a stage of this machine, in layer order. Raises KeyError before it was started."""
+        return self._stages[self.plan.local[index].name].child
+
     async def _remote_command(self, remote: RemoteStage, join: str) -> tuple[str, str]:
         """Return what to run on another host, and what has to be copied there first."""
         if self.plan.authority is None:

@@ -100,6 +100,8 @@ class Coordinator(Part):
     declare_settings(locals(), "coordinator")
     api_keys_file: FilePath | None = None
     """File with one API key per line; with it, requests need `Authorization: Bearer KEY`."""
+    chat_template_file: FilePath | None = None
+    """File with a Jinja template for chats; without it the model's own."""
     allow_hosts: Annotated[tuple[Host, ...], Field(max_length=ALLOWED_HOSTS_MAX)] = ()
     """Hosts whose web pages may use the API, and names under which it may be called; without API keys, on loopback,
     only those of loopback may otherwise."""

@@ -48,7 +48,7 @@ class Running:
         self._reader.start()
         assert self.process.stdout is not None
         assert self.process.stderr is not None
-        line = self.process.stdout.readline()
+        line = self._first_line(is_up=arguments[0] == "up")
         if not line:
             self.process.wait(TIMEOUT_S)
             self._reader.join(TIMEOUT_S)
@@ -56,6 +56,14 @@ class Running:
             self.process.stderr.close()
             raise AssertionError(f"not ready, exit code {self.process.returncode}: {self.stderr}")
         self.event = json.loads(line)
+
+    def _first_line(self, *, is_up: bool) -> str:
+        """Return the ready line: the first of every command but `up`, which tells of every process before."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        while is_up and line and json.loads(line)["event"] != "ready":
+            line = self.process.stdout.readline()
+        return line
 
     def _read(self) -> None:
         assert self.process.stderr is not None

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from benches import soak
-from benches.soak import Fault, faults_of, inflict
+from benches.soak import RESTARTS, Fault, faults_of, inflict
 from benches.verdicts import CANCELLED, faulty
 from relayline.deploy.cli.load import Request
-from relayline.deploy.launch.local import RESTARTS
 
 
 def test_faults_come_from_the_seed_and_no_stage_dies_so_often_that_it_is_given_up() -> None:
@@ -66,7 +65,8 @@ def test_a_stage_that_keeps_lanes_or_says_nothing_is_wrong() -> None:
 async def waiting_process() -> tuple[asyncio.subprocess.Process, Any]:
     """Return a process that ends with its input, and a pipeline whose only stage it is."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
-    return process, SimpleNamespace(stages=[SimpleNamespace(pid=process.pid, exited=asyncio.Event())])
+    child = SimpleNamespace(pid=process.pid, exited=asyncio.Event())
+    return process, SimpleNamespace(stage=lambda _: child)
 
 
 @pytest.mark.parametrize(("kind", "number"), [("kill", signal.SIGKILL), ("end", signal.SIGTERM)])
@@ -76,7 +76,7 @@ async def test_a_fault_reaches_the_process_of_the_moment(kind: str, number: int)
     async with asyncio.timeout(20):
         assert await process.wait() == -number
     assert not await inflict(pipeline, Fault(0.0, kind, 0, 0.0)), "nobody is there any more"
-    pipeline.stages[0].exited.set()
+    pipeline.stage(0).exited.set()
     assert not await inflict(pipeline, Fault(0.0, "stop", 0, 0.0))
 
 

@@ -35,7 +35,7 @@ PROMPTS = (
 @pytest.fixture(scope="module", params=["auto", pytest.param("unified", marks=pytest.mark.slow)])
 def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Running]:
     directory = tmp_path_factory.mktemp("split")
-    with running("up", "--model", DEMO, "--stages", "3", "--split-dir", directory, "--http", "127.0.0.1:0", "--json",
+    with running("up", DEMO, "--stages", "3", "--split-dir", directory, "--http", "127.0.0.1:0", "--json",
                  "--ctx", "1024", "--lanes", "16", "--threads", "1",
                  "--kv-layout", request.param) as process:  # fmt: skip
         process.event["asked"] = request.param
@@ -257,7 +257,7 @@ async def test_a_killed_stage_is_a_pause_not_a_failure(served: Running) -> None:
         client = Client(session, served.event)
         undisturbed = tokens_of(await client.stream(PROMPTS[1], max_tokens=400))
         epoch = (await client.pipeline())["epoch"]
-        victim = child_running(served.process.pid, "stage-1.gguf")
+        victim = child_running(served.process.pid, "stage-1")
         seen = 0
 
         def kill_once(_: dict[str, Any]) -> None:
@@ -275,7 +275,7 @@ async def test_a_killed_stage_is_a_pause_not_a_failure(served: Running) -> None:
 def test_stop_leaves_no_process(tmp_path: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         process = Running(
-            ["up", "--model", DEMO, "--stages", "2", "--split-dir", tmp_path, "--http", "127.0.0.1:0", "--json"]
+            ["up", DEMO, "--name", "ends", "--stages", "2", "--split-dir", tmp_path, "--http", "127.0.0.1:0", "--json"]
         )
         pids = children(process.process.pid)
         assert len(pids) == 3
@@ -285,7 +285,7 @@ def test_stop_leaves_no_process(tmp_path: Path) -> None:
 
 def test_children_leave_when_their_supervisor_is_killed(tmp_path: Path) -> None:
     process = Running(
-        ["up", "--model", DEMO, "--stages", "2", "--split-dir", tmp_path, "--http", "127.0.0.1:0", "--json"]
+        ["up", DEMO, "--name", "ends", "--stages", "2", "--split-dir", tmp_path, "--http", "127.0.0.1:0", "--json"]
     )
     pids = children(process.process.pid)
     process.stop(signal.SIGKILL)

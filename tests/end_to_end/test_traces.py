@@ -23,6 +23,7 @@ from relayline.deploy.testing.engines import stage_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage import process
 from relayline.wire.envelopes.envelope import DTYPE_F32
+from relayline.wire.settings.table import ServingSettings
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.config import Level
 from relayline.wire.telemetry.telemetry import Role
@@ -104,7 +105,7 @@ async def world_of(
     for index in range(N_STAGES):
         await world.start(index)
     file = pipeline_file(N_STAGES, pipeline_id="tiny", n_embd=SHAPE.n_embd, n_vocab=SHAPE.n_vocab)
-    config = PipelineConfig(tuple(world.addresses), DTYPE_F32, share=share)
+    config = PipelineConfig(tuple(world.addresses), DTYPE_F32, serving=ServingSettings(share=share, prefix_lanes=0))
     world.pipeline = Pipeline(config, file, lambda _: False, observer=world.observer)
     stopping = asyncio.Event()
     running = asyncio.create_task(world.pipeline.run(stopping))

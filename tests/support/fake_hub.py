@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import http.server
+import json
 import threading
 from collections.abc import Iterator
 from urllib.parse import unquote, urlsplit
@@ -22,6 +23,7 @@ class Hub:
     gated: bool = False
     url: str = ""
     asked: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # (method, path)
+    ranges: list[str] = dataclasses.field(default_factory=list)  # of files that were asked for in part
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -39,6 +41,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.hub.asked.append((self.command, path))
         if self.hub.token and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             return self._refuse(401, "GatedRepo" if self.hub.gated else "RepoNotFound")
+        if path.startswith("api/models/"):
+            return self._list(path.removeprefix("api/models/").partition("/tree/")[0])
         repo, _, rest = path.partition("/resolve/")
         revision, _, file = rest.partition("/")
         if not any(name.startswith(f"{repo}/") for name in self.hub.files):
@@ -48,13 +52,34 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         body = self.hub.files.get(f"{repo}/{file}")
         if body is None:
             return self._refuse(404, "EntryNotFound")
-        self.send_response(200)
-        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        etag, asked = hashlib.sha256(body).hexdigest(), self.headers.get("Range", "")
+        if with_body and asked:
+            self.hub.ranges.append(asked)
+            start, n_bytes = int(asked.removeprefix("bytes=").rstrip("-")), len(body)
+            body = body[start:]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{n_bytes - 1}/{n_bytes}")
+        else:
+            self.send_response(200)
+        self.send_header("ETag", f'"{etag}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if with_body:
             self.wfile.write(body)
+        return None
+
+    def _list(self, repo: str) -> None:
+        names = [name.removeprefix(f"{repo}/") for name in self.hub.files if name.startswith(f"{repo}/")]
+        if not names:
+            return self._refuse(404, "RepoNotFound")
+        entries = [{"type": "file", "path": name, "size": 1, "oid": COMMIT} for name in names]
+        body = json.dumps(entries).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
         return None
 
     def _refuse(self, status: int, code: str) -> None:

@@ -28,6 +28,7 @@ from relayline.wire.common.errors import (
     RelaylineError,
 )
 from relayline.wire.envelopes.envelope import DTYPE_F32
+from relayline.wire.settings.table import ServingSettings
 from tests.support.cutting_proxy import CuttingProxy, cutting_proxy
 from tests.support.fakes import pipeline_file
 
@@ -183,11 +184,8 @@ async def fleet(
         tuple(proxy.address for proxy in made.proxies) or tuple(made.addresses),
         DTYPE_F32,
         ScheduleConfig(mode, n_groups=1, group_rows=8, chunk_rows=16, draft=draft),
-        waiting_max=waiting_max,
+        serving=ServingSettings(queue=waiting_max, lost_wait_s=lost_wait_s, share=share, prefix_lanes=prefix_lanes),
         recovery_timeout_s=recovery_timeout_s,
-        lost_wait_s=lost_wait_s,
-        share=share,
-        prefix_lanes=prefix_lanes,
     )
     file = file or pipeline_file(len(paths), pipeline_id="tiny", n_embd=SHAPE.n_embd, n_vocab=n_vocab)
     pipeline = made.pipeline = Pipeline(config, file, is_end)

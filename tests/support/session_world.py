@@ -29,6 +29,7 @@ from relayline.wire.common.errors import (
 from relayline.wire.envelopes.envelope import DTYPE_F16
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.wire.settings.table import ServingSettings
 from tests.support.fakes import pipeline_file
 from tests.support.sessions import SAMPLE
 
@@ -171,7 +172,8 @@ class World:
     ) -> None:
         """With `draft` not 0 clients predict their answers, and every third token wrongly."""
         schedule = ScheduleConfig(mode, n_groups=2, group_rows=2, chunk_rows=3, draft=draft)
-        config = PipelineConfig(("a:1",), DTYPE_F16, schedule, waiting_max=2, share=share, prefix_lanes=prefix_lanes)
+        serving = ServingSettings(queue=2, share=share, prefix_lanes=prefix_lanes)
+        config = PipelineConfig(("a:1",), DTYPE_F16, schedule, serving=serving)
         self.pipeline = Pipeline(config, pipeline_file(1, n_vocab=ORACLE_VOCAB), lambda _: False)
         self.stages = StagesModel(n_lanes)
         self.clients: list[Client] = []
@@ -277,7 +279,7 @@ class World:
         assert (self.pipeline._audiences, readers._by_id, readers._by_key) == ({}, {}, {})
         kept = {kept.session.session_id: kept.tokens for kept in self.pipeline.conductor.prefixes._kept}
         assert self.stages.rows == kept, "a lane was never given back, or is not what the coordinator believes"
-        assert len(kept) <= self.pipeline.config.prefix_lanes
+        assert len(kept) <= (self.pipeline.config.serving.prefix_lanes or 0)
         assert self.pipeline._idle.is_set()
 
 

@@ -23,6 +23,7 @@ from typing import BinaryIO
 import numpy as np
 
 from relayline.wire.common.errors import ModelFileError
+from relayline.wire.model_files.file_kind import HEAD_BYTES, foreign_kind
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -195,6 +196,9 @@ def read_header(path: Path, file_index: int = 0, budget: HeaderBudget | None = N
 
 def _parse(path: Path, file: BinaryIO, status: os.stat_result, file_index: int, budget: HeaderBudget) -> GgufFile:
     size_bytes = status.st_size
+    head = os.pread(file.fileno(), HEAD_BYTES, 0)
+    if not head.startswith(MAGIC) and (kind := foreign_kind(path.name, head)):
+        raise ModelFileError(f"{path}: not a GGUF file but {kind}")
     if size_bytes < 24:
         raise ModelFileError(f"{path}: not a GGUF file ({size_bytes} bytes)")
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:

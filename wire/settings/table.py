@@ -254,6 +254,21 @@ class ServingSettings(Settings):
         place="coordinator.http.connectionsPerAddress",
         reader=COORDINATOR,
     )
+    protect_metrics: bool = setting(
+        False,
+        "Whether /metrics demands an API key too.",
+        flag="--protect-metrics",
+        flag_doc="Demand an API key for /metrics too.",
+        place="coordinator.protectMetrics",
+        reader=COORDINATOR,
+    )
+    jaeger_url: str = setting(
+        "",
+        "Where people look at traces, as http://HOST:16686; the page at / links requests to it.",
+        flag="--jaeger-url",
+        place="telemetry.jaegerUrl",
+        reader=COORDINATOR,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,22 +8,18 @@ import pytest
 
 from relayline.coordinator.serve import _checked_url
 from relayline.deploy.cli.processes import serve_command
-from relayline.deploy.cli.up import _up_model, up_command
+from relayline.deploy.manifest.dump import dump_manifest
 from relayline.wire.common.errors import UsageError
+from tests.support.launches import launched
 
 URL = "http://traces.example:16686"
 
 
-def test_up_hands_it_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr("relayline.deploy.launch.splits.split_for", lambda *_: tmp_path)
-    monkeypatch.setattr(
-        "relayline.deploy.launch.local.LocalConfig", lambda **given: told.extend(given["serve_arguments"])
-    )
-    monkeypatch.setattr("relayline.wire.common.process.run", lambda _: None)
-    arguments = ["--model", "m.gguf", "--http", "127.0.0.1:0", "--jaeger-url", URL]
-    with up_command.make_context("up", arguments) as context:
-        _up_model(context.params)
+def test_up_hands_it_on_and_a_manifest_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = launched(monkeypatch, "m.gguf", "--jaeger-url", URL).manifest
+    (tmp_path / "settled.yaml").write_text(dump_manifest(manifest))
+    assert f"jaegerUrl: {URL}" in (tmp_path / "settled.yaml").read_text()
+    told = ["--manifest", str(tmp_path / "settled.yaml")]
     assert serve_command.make_context("serve", told).params["jaeger_url"] == URL
 
 

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.schedule.draft_flights import DRAFT_AUTO
 from relayline.deploy.cli.processes import schedule_config, serve_command
-from relayline.deploy.cli.up import _up_model, up_command
-from relayline.deploy.cli.up_manifest import changes_of, up_manifest
+from relayline.deploy.cli.up import up_command
+from relayline.deploy.cli.up_manifest import changes_of
 from relayline.deploy.doctor.files import look_security, names_here
 from relayline.deploy.doctor.report import Outcome
 from relayline.deploy.launch.arrange import arrange
@@ -35,6 +35,7 @@ from relayline.wire.common.bounds import DRAFT_TOKENS_MAX
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import load_security, read_token
+from tests.support.launches import launched
 from tests.support.tiny_models import make_tiny
 
 SMALL = """
@@ -113,30 +114,29 @@ def test_drafts_are_said_alike_everywhere(
 
 @pytest.mark.parametrize("said", ["auto", "off", "5"])
 def test_what_up_hands_on_means_the_same_again(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr("relayline.deploy.launch.splits.split_for", lambda *_: tmp_path)
-    monkeypatch.setattr(
-        "relayline.deploy.launch.local.LocalConfig", lambda **config: told.extend(config["serve_arguments"])
-    )
-    monkeypatch.setattr("relayline.wire.common.process.run", lambda _: None)
-    with up_command.make_context("up", ["--model", "m.gguf", "--http", "127.0.0.1:0", "--draft", said]) as context:
-        _up_model(context.params)
-    n_tokens = context.params["draft"]
-    assert draft_of_serve(*told) == n_tokens
-    told.clear()
+    n_tokens = up_command.make_context("up", ["--draft", said]).params["draft"]
+    (tmp_path / "settled.yaml").write_text(dump_manifest(launched(monkeypatch, "m.gguf", "--draft", said).manifest))
+    assert draft_of_serve("--manifest", tmp_path / "settled.yaml") == n_tokens
     manifest_of(SMALL, tmp_path)
+    told: list[str] = []
     monkeypatch.setattr("relayline.deploy.cli.up_manifest.ready_to_start", lambda *_: None)
     monkeypatch.setattr("relayline.deploy.cli.up_manifest.start_detached", lambda arguments, *_: told.extend(arguments))
-    given = {"manifest": tmp_path / "pipeline.yaml", "state_dir": tmp_path / "state", "detach": True, "as_json": True}
-    up_manifest(given | {"report_fd": None}, {"draft": n_tokens}, ())
-    assert up_command.make_context("up", told).params["draft"] == n_tokens
+    flags = ["--detach", "--json", "--state-dir", str(tmp_path / "state"), "--allow-host", "a.example",
+             "--allow-host", "b.example", "--no-share", "--http", "127.0.0.1:0", "--cuts", "4"]  # fmt: skip
+    monkeypatch.setattr("relayline.deploy.cli.up_manifest._with_stage_flags", lambda manifest, *_: manifest)
+    up_command.main([str(tmp_path / "pipeline.yaml"), "--draft", said, *flags], standalone_mode=False)
+    again = up_command.make_context("up", told).params
+    assert (again["draft"], again["no_share"], again["http"], again["cuts"], again["target"], again["name"]) == (
+        n_tokens, True, ("127.0.0.1", 0), (4,), str(tmp_path / "pipeline.yaml"), "small")  # fmt: skip
+    assert again["allow_hosts"] == ("a.example", "b.example")
+    assert not again["detach"]
 
 
 def test_who_was_detached_does_not_detach_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """RELAYLINE_DETACH reaches the supervisor in the background as well, which would start another for ever."""
     manifest_of(SMALL, tmp_path)
-    launched: list[Manifest] = []
-    monkeypatch.setattr("relayline.deploy.cli.up_manifest.launch", lambda manifest, *_, **__: launched.append(manifest))
+    started: list[Manifest] = []
+    monkeypatch.setattr("relayline.deploy.cli.up_manifest.launch", lambda what, *_, **__: started.append(what.manifest))
     monkeypatch.setattr("relayline.deploy.cli.up_manifest.start_detached", lambda *_: pytest.fail("detached once more"))
     monkeypatch.setenv("RELAYLINE_DETACH", "1")
     read_end, write_end = os.pipe()
@@ -147,7 +147,7 @@ def test_who_was_detached_does_not_detach_again(tmp_path: Path, monkeypatch: pyt
         os.close(read_end)
         os.close(write_end)
     assert done.exit_code == 0, done.output
-    assert [manifest.name for manifest in launched] == ["small"]
+    assert [manifest.name for manifest in started] == ["small"]
 
 
 def test_detaching_ends_first_what_a_killed_supervisor_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +157,8 @@ def test_detaching_ends_first_what_a_killed_supervisor_left(tmp_path: Path, monk
     monkeypatch.setattr("relayline.deploy.cli.up_manifest.end_leftovers", lambda _: done.append("leftovers"))
     monkeypatch.setattr("relayline.deploy.cli.up_manifest.ready_to_start", lambda *_: done.append("looked"))
     monkeypatch.setattr("relayline.deploy.cli.up_manifest.start_detached", lambda *_: done.append("started"))
-    given = {"manifest": tmp_path / "pipeline.yaml", "state_dir": tmp_path / "state", "detach": True, "as_json": True}
-    up_manifest(given | {"report_fd": None}, {}, ())
+    flags = ["--detach", "--json", "--state-dir", str(tmp_path / "state")]
+    up_command.main([str(tmp_path / "pipeline.yaml"), *flags], standalone_mode=False)
     assert done == ["leftovers", "looked", "started"]
 
 

@@ -1,4 +1,4 @@
-"""`relayline up --model`: what its children are told, and children that end, fail to start or are being started."""
+"""`relayline up MODEL`: what its children are told, and children that end, fail to start or are being started."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ import os
 import signal
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from relayline.coordinator.model.split import split_model
-from relayline.deploy.launch import local
+from relayline.deploy.launch import own_tls
+from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.child import Child, child_environment
-from relayline.deploy.launch.local import LocalConfig, LocalPipeline
+from relayline.deploy.launch.own_tls import make_own_token
+from relayline.deploy.launch.state import StateDir
+from relayline.deploy.launch.supervisor import Supervisor, _Kept
+from relayline.deploy.manifest.smallest import smallest_manifest
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.deploy.testing.processes import TIMEOUT_S, child_running, relayline, running, wait_gone
 from relayline.wire.common.errors import StartError
 from relayline.wire.links import role_tokens
-from tests.support.tiny_models import make_tiny
+from relayline.wire.links.security import read_token
 
 QUICK = ("--version",)  # a child that ends by itself
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny.gguf", n_layers=4, tokenizer=True)
 
 
 # --- what children are told -------------------------------------------------------------------------------------------
@@ -39,13 +38,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_children_inherit_everything_but_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {
         "RELAYLINE_API_KEY": "key",
-        "RELAYLINE_API_KEYS": "keys",
-        "RELAYLINE_PROTECT_METRICS": "1",
         "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317",
         "HTTPS_PROXY": "http://proxy:3128",
         "LD_LIBRARY_PATH": "/opt/cuda",
     }
-    flags = ("RELAYLINE_CTX", "RELAYLINE_LANES", "RELAYLINE_JOIN_LISTEN", "RELAYLINE_NAMES", "RELAYLINE_HTTP")
+    flags = ("RELAYLINE_CTX", "RELAYLINE_LANES", "RELAYLINE_JOIN_LISTEN", "RELAYLINE_NAMES", "RELAYLINE_HTTP",
+             "RELAYLINE_API_KEYS", "RELAYLINE_PROTECT_METRICS")  # fmt: skip
     monkeypatch.setenv("RELAYLINE_TOKEN", "the supervisor's own")
     for name, value in kept.items() | {(flag, "1") for flag in flags}:
         monkeypatch.setenv(name, value)
@@ -64,7 +62,7 @@ def test_variables_are_flags_of_up_and_not_of_its_children(tmp_path: Path, monke
     for name, value in (("CTX", "64"), ("LANES", "3"), ("NO_CALIBRATE", "1"), ("MODEL_ID", "mine"), ("API_KEYS", keys)):
         monkeypatch.setenv(f"RELAYLINE_{name}", str(value))
     flags = ("--split-dir", tmp_path / "split", "--threads", "1", "--http", "127.0.0.1:0", "--json")
-    with running("up", "--model", DEMO, *flags) as up:
+    with running("up", DEMO, *flags) as up:
         assert (up.event["ctx"], up.event["lanes"], up.event["model"]) == (64, 3, "mine")
         with pytest.raises(urllib.error.HTTPError, match="401") as refused:
             urllib.request.urlopen(f"{up.event['url']}/v1/models", timeout=60)
@@ -99,10 +97,32 @@ class Ending(Child):
 
 
 @pytest.fixture
-def pipeline(model: Path, tmp_path: Path) -> Any:
-    """Make a pipeline of a split model, of which nothing has been started."""
-    split_model(model, tmp_path, n_stages=2)
-    return lambda **more: LocalPipeline(LocalConfig(tmp_path, ("127.0.0.1", 0), **more), lambda *_: None)
+def supervisor(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
+    """Make the supervisor of two stages here, of which nothing has been started."""
+    directory = StateDir(tmp_path / "state")
+    made: list[Supervisor] = []
+
+    def make(policy: RestartPolicy) -> Supervisor:
+        manifest = smallest_manifest(Path("model.gguf"))
+        plan = arrange(manifest, tmp_path / "model.gguf", directory.manifest)
+        made.append(Supervisor(plan, directory, lambda _: None, policy=policy))
+        return made[0]
+
+    with directory.locked("model"):
+        yield make
+    for each in made:
+        each._coordinator.log.close()
+
+
+def kept(whole: Supervisor, child: Child) -> _Kept:
+    """Put a child into the place of a stage, or of the coordinator."""
+    if child.name == "coordinator":
+        whole._coordinator.child = child
+        return whole._coordinator
+    place = whole._kept(child.name, (), None)
+    place.child = child
+    whole._stages[child.name] = place
+    return place
 
 
 async def test_a_start_that_is_cancelled_leaves_a_child_that_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,65 +166,61 @@ async def no_process(*_: Any, **__: Any) -> None:
 
 
 async def test_a_stage_that_cannot_be_started_again_ends_the_whole(
-    pipeline: Any, monkeypatch: pytest.MonkeyPatch
+    supervisor: Callable[..., Supervisor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "RESTARTS", RestartPolicy(first_s=0.0))
-    whole, stage = pipeline(), Ending()
-    whole.stages = [stage]
-    await stage.start()
+    whole, stage = supervisor(AT_ONCE), Ending()
     monkeypatch.setattr(asyncio, "create_subprocess_exec", no_process)
-    whole._watch(stage.name, whole._keep_alive(stage))
+    whole._keep(kept(whole, stage))
     async with asyncio.timeout(TIMEOUT_S):
-        with pytest.raises(StartError, match=r"^stage-0 cannot be started again: Too many open files$"):
+        with pytest.raises(StartError, match=r"^a process cannot be started: .*Too many open files$"):
             await whole.failed
         await whole.stop()
 
 
-async def test_nothing_is_started_again_while_the_coordinator_drains(
-    pipeline: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local, "RESTARTS", RestartPolicy(first_s=3_600.0, max_s=3_600.0))
-    whole, stage = pipeline(), Ending()
+async def test_nothing_is_started_again_while_the_coordinator_drains(supervisor: Callable[..., Supervisor]) -> None:
+    whole, stage = supervisor(RestartPolicy(first_s=3_600.0, max_s=3_600.0)), Ending()
 
     class Draining(Child):
         async def stop(self, timeout_s: float) -> None:
-            await asyncio.wait(whole._watchers)
+            await asyncio.wait(whole._tasks)
 
-    whole.stages, whole.coordinator = [stage], Draining("coordinator", QUICK, lambda *_: None)
-    await stage.start()
-    await stage.exited.wait()
-    stage.told.clear()
-    whole._watch(stage.name, whole._keep_alive(stage))
+    kept(whole, Draining("coordinator", QUICK, lambda *_: None))
+    whole._keep(kept(whole, stage))
     await stage.told.wait()  # its end has been seen, and now the delay runs
     async with asyncio.timeout(TIMEOUT_S):
         await whole.stop()
     assert stage.n_starts == 1
 
 
-class Serving(Child):
-    """A coordinator that says it is ready and ends at once, `n_lives` times; then its ready line does not come."""
+class Scripted(Child):
+    """A child that ends at once, `n_lives` times: after its ready line, or before it. Then it runs on."""
 
-    def __init__(self, n_lives: int, exit_code: int = 1) -> None:
-        super().__init__("coordinator", (), lambda *_: None)
-        self.n_lives, self.n_starts, self.code = n_lives, 0, exit_code
-        self.started: list[tuple[str, ...]] = []
+    def __init__(self, name: str, n_lives: int, exit_code: int, *, is_ready: bool) -> None:
+        super().__init__(name, (), lambda *_: None)
+        self.n_lives, self.n_starts, self.code, self.is_ready = n_lives, 0, exit_code, is_ready
 
     async def start(self) -> None:
-        self.started.append(self.arguments)
+        self.n_starts += 1
         self.ready = asyncio.get_running_loop().create_future()
         self.exited = asyncio.Event()
-        if len(self.started) < self.n_lives:
-            self.ready.set_result({"event": "ready"})
-            self.exited.set()
-        elif len(self.started) > self.n_lives:
-            raise AssertionError("it had been given up")
+        if self.n_starts > self.n_lives:
+            return
+        if self.is_ready:
+            self.ready.set_result({"event": "ready", "url": "http://127.0.0.1:1"})
+        else:
+            self.ready.set_exception(StartError("it died"))
+        self.exited.set()
+
+    @property
+    def pid(self) -> int:
+        return os.getpid()
 
     @property
     def exit_code(self) -> int | None:
         return self.code
 
     def cause_of_death(self) -> str:
-        return f"coordinator ended with exit code {self.code}"
+        return f"{self.name} ended with code {self.code}"
 
     async def stop(self, timeout_s: float) -> None:
         if not self.ready.done():
@@ -212,58 +228,65 @@ class Serving(Child):
         self.exited.set()
 
 
-def keep(whole: LocalPipeline, coordinator: Child) -> None:
-    whole.coordinator = coordinator
-    whole._watch(coordinator.name, whole._keep_coordinator(coordinator))
+AT_ONCE = RestartPolicy(first_s=0, max_s=0, deaths_max=3, starts_max=2)
 
 
-AT_ONCE = RestartPolicy(first_s=0, max_s=0, deaths_max=3)
-
-
-async def test_a_coordinator_that_dies_is_started_again_and_goes_on(pipeline: Any) -> None:
-    whole, coordinator = pipeline(policy=AT_ONCE), Serving(n_lives=4)
-    await coordinator.start()
-    keep(whole, coordinator)
+@pytest.mark.parametrize("name", ["coordinator", "stage-0"])
+async def test_a_process_that_dies_is_started_again_and_goes_on(
+    name: str, supervisor: Callable[..., Supervisor]
+) -> None:
+    whole, child = supervisor(AT_ONCE), Scripted(name, 3, 1, is_ready=True)
+    whole._keep(kept(whole, child))
     async with asyncio.timeout(TIMEOUT_S):
-        while len(coordinator.started) < 4:  # noqa: ASYNC110 - nothing tells of a start
+        while child.n_starts < 4:  # noqa: ASYNC110 - nothing tells of a start
             await asyncio.sleep(0)
         assert not whole.failed.done()
         await whole.stop()
-    assert len(coordinator.started) == 4
+    assert child.n_starts == 4
 
 
+@pytest.mark.parametrize("name", ["coordinator", "stage-0"])
 @pytest.mark.parametrize(
-    ("exit_code", "n_starts", "text"),
-    [(1, 4, "exit code 1; it died 4 times in a row"), (2, 1, "exit code 2")],
-    ids=["again and again", "told something impossible"],
+    ("exit_code", "is_ready", "n_starts", "text"),
+    [
+        (1, True, 4, "code 1; it died 4 times in a row"),
+        (2, True, 1, "code 2"),
+        (-signal.SIGSEGV, False, 2, f"code {-signal.SIGSEGV}; it died 2 times in a row"),
+    ],
+    ids=["again and again", "told something impossible", "at every start, by what it loads"],
 )
-async def test_a_coordinator_that_keeps_dying_ends_the_whole(
-    pipeline: Any, exit_code: int, n_starts: int, text: str
+async def test_a_process_that_keeps_dying_ends_the_whole(
+    exit_code: int, is_ready: bool, n_starts: int, text: str, name: str, supervisor: Callable[..., Supervisor]
 ) -> None:
-    whole, coordinator = pipeline(policy=AT_ONCE), Serving(n_lives=9, exit_code=exit_code)
-    await coordinator.start()
-    keep(whole, coordinator)
+    whole, child = supervisor(AT_ONCE), Scripted(name, 9, exit_code, is_ready=is_ready)
+    if not whole._ready.done():
+        whole._ready.set_result({})  # the pipeline has served before
+    whole._keep(kept(whole, child))
     async with asyncio.timeout(TIMEOUT_S):
-        with pytest.raises(StartError, match=f"^coordinator ended with {text}$"):
+        with pytest.raises(StartError, match=f"^{name} ended with {text}$"):
             await whole.failed
         await whole.stop()
-    assert len(coordinator.started) == n_starts
+    assert child.n_starts == n_starts
 
 
 @pytest.mark.slow
 def test_a_coordinator_that_is_killed_comes_back_at_its_port(tmp_path: Path) -> None:
     flags = ("--split-dir", tmp_path, "--threads", "1", "--http", "127.0.0.1:0", "--ctx", "64", "--lanes", "2")
-    with running("up", "--model", DEMO, *flags, "--no-calibrate", "--json") as up:
+    with running("up", DEMO, *flags, "--no-calibrate", "--json") as up:
         os.kill(child_running(up.process.pid, "serve"), signal.SIGKILL)
-        up.wait_for_log("coordinator serves again")
+        while (again := up.next_event("process"))["name"] != "coordinator":
+            pass
+        assert (again["restarts"], again["address"]) == (1, up.event["url"])
         load = ("bench", up.event["url"], "--streams", "1", "--tokens", "4", "--prompt-tokens", "4", "--json")
         answered = relayline(*load)
         assert json.loads(answered.stdout)["n_complete"] == 1, answered.stderr
 
 
-def test_a_coordinators_token_of_the_caller_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinators_token_of_the_caller_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Benches ask the stages of a pipeline themselves; every other one has a token that nobody else knows."""
     root = role_tokens.new_root()
     for text, expected in ((root, root), ("", ""), ("something", ""), ("coordinator/", "")):
         monkeypatch.setenv("RELAYLINE_TOKEN", text)
-        assert local.given_root() == expected
+        assert own_tls.given_root() == expected
+        if expected:
+            assert read_token(make_own_token(tmp_path / "token")) == root

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from relayline.deploy.launch.hub_choice import chosen_file
 from relayline.deploy.launch.model_source import HubFile, parse_reference, resolve_model
 from relayline.wire.common import file_hash
 from relayline.wire.common.errors import ModelFileError, UsageError
@@ -63,6 +64,9 @@ def load(hub_url: str, home: Path, *arguments: str, **environment: str) -> tuple
         ("hf://org/repo/model.gguf", HubFile("org/repo", "model.gguf")),
         ("hf://org/repo/a/b.gguf@v1", HubFile("org/repo", "a/b.gguf", "v1")),
         ("hf://org/repo/b.gguf@refs/pr/2", HubFile("org/repo", "b.gguf", "refs/pr/2")),
+        ("hf://org/repo", HubFile("org/repo", "")),
+        ("org/repo:Q4_K_M", HubFile("org/repo", "", "", "Q4_K_M")),
+        ("hf://org/repo:Q8_0@v1", HubFile("org/repo", "", "v1", "Q8_0")),
     ],
 )
 def test_a_reference_names_repository_file_and_revision(reference: str, expected: HubFile) -> None:
@@ -71,7 +75,7 @@ def test_a_reference_names_repository_file_and_revision(reference: str, expected
 
 @pytest.mark.parametrize(
     "reference",
-    ["hf://", "hf://org/repo", "hf://org/model.gguf", "hf://org/repo/model.bin", "hf://org/repo/../../x.gguf",
+    ["hf://", "hf://org", "hf://org/model.gguf", "hf://org/repo/model.bin", "hf://org/repo/../../x.gguf",
      "hf://org/repo/x.gguf@", "hf:/org/repo/x.gguf@v1/"],
 )  # fmt: skip
 def test_what_is_no_reference_is_refused(reference: str) -> None:
@@ -173,12 +177,92 @@ def test_paths_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert resolve_model(str(path), sha256.upper()) == path
     with pytest.raises(ModelFileError, match="no such file"):
         resolve_model(str(tmp_path / "other.gguf"))
-    with pytest.raises(ModelFileError, match="is a directory"):
-        resolve_model(str(tmp_path))
     with pytest.raises(UsageError, match="64 hexadecimal"):
         resolve_model(str(path), "abc")
     monkeypatch.setattr(file_hash, "_hash", lambda path: pytest.fail("an unchanged file was read again"))
     assert resolve_model(str(path), sha256) == path
+
+
+def test_a_directory_a_pattern_and_any_shard_lead_to_the_first_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"big-Q4_0-{number:05d}-of-00002.gguf" for number in (1, 2)]
+    for name in (*names, "mmproj-F16.gguf", "big-lora.gguf"):
+        (tmp_path / name).write_bytes(WHOLE)
+    first = tmp_path / names[0]
+    assert resolve_model(str(tmp_path)) == first
+    assert resolve_model(f"{tmp_path}/big-Q4*.gguf") == first
+    assert resolve_model(str(tmp_path / names[1])) == first
+    (tmp_path / "other.gguf").write_bytes(WHOLE)
+    with pytest.raises(ModelFileError, match=rf"holds 2 models; name one of {names[0]}, other\.gguf"):
+        resolve_model(str(tmp_path))
+    with pytest.raises(ModelFileError, match=r"no \.gguf file"):
+        resolve_model(f"{tmp_path}/none*.gguf")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(ModelFileError, match="holds safetensors files; take a GGUF"):
+        resolve_model(str(tmp_path / "hf"))
+    # A folder of this name is meant before a repository of the hub.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "repo").mkdir(parents=True)
+    with pytest.raises(ModelFileError, match=r"org/repo: no \.gguf file"):
+        resolve_model("org/repo")
+
+
+def test_a_repository_is_enough(hub: Hub, tmp_path: Path) -> None:
+    hub.files |= {"org/many/m-Q4_K_M.gguf": WHOLE, "org/many/m-Q8_0.gguf": b"GGUF 8", "org/many/mmproj-F16.gguf": b"x"}
+    hub.files |= {"org/hf/model.safetensors": b"x"}
+    code, usual = load(hub.url, tmp_path, "org/many")
+    assert (code, Path(usual).name) == (0, "m-Q4_K_M.gguf")
+    assert Path(load(hub.url, tmp_path, "hf://org/many:q8_0")[1]).read_bytes() == b"GGUF 8"
+    code, text = load(hub.url, tmp_path, "org/many:Q2_K")
+    assert (code, text) == (3, "ModelFileError: hf://org/many: it has no Q2_K; name one of Q4_K_M, Q8_0 behind a colon")
+    assert "it holds safetensors and no GGUF; take a repository" in load(hub.url, tmp_path, "org/hf")[1]
+    assert "no such repository" in load(hub.url, tmp_path, "org/none")[1]
+    # Without the network what is here is enough.
+    assert load(hub.url, tmp_path, "org/many:Q4_K_M", HF_HUB_OFFLINE="1") == (0, usual)
+    assert "the hub cannot be reached" in load(hub.url, tmp_path / "empty", "org/many", HF_HUB_OFFLINE="1")[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "quant", "expected"),
+    [
+        (["m.gguf"], "", "m.gguf"),
+        (["m-Q8_0.gguf", "mmproj-m-F16.gguf"], "", "m-Q8_0.gguf"),
+        (["UD-Q4_K_XL/m-UD-Q4_K_XL-00002-of-00002.gguf", "UD-Q4_K_XL/m-UD-Q4_K_XL-00001-of-00002.gguf"],
+         "ud-q4_k_xl", "UD-Q4_K_XL/m-UD-Q4_K_XL-00001-of-00002.gguf"),
+        (["BF16/m-00001-of-00001.gguf", "m-Q4_K_M.gguf"], "bf16", "BF16/m-00001-of-00001.gguf"),
+        (["m.IQ2_XXS.gguf", "m.Q4_K_M.gguf", "m.imatrix.gguf"], "IQ2_XXS", "m.IQ2_XXS.gguf"),
+    ],
+)  # fmt: skip
+def test_a_quantisation_leads_to_one_file(names: list[str], quant: str, expected: str) -> None:
+    assert chosen_file(names, quant, "hf://o/n") == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "quant", "says"),
+    [
+        (["a-Q4_0.gguf", "a-Q8_0.gguf"], "", "it has no Q4_K_M, which would be taken; name one of Q4_0, Q8_0"),
+        (["a-Q8_0.gguf", "b-Q8_0.gguf"], "Q8_0", "several files are Q8_0; name one as hf://o/n/FILE: a-Q8_0.gguf, b-"),
+        (["mmproj-F16.gguf"], "", "it holds parts of models only"),
+        (["README.md"], "", r"it holds no \.gguf file"),
+    ],
+)
+def test_what_is_not_one_file_is_said(names: list[str], quant: str, says: str) -> None:
+    with pytest.raises(ModelFileError, match=f"^hf://o/n: {says}"):
+        chosen_file(names, quant, "hf://o/n")
+
+
+def test_a_download_that_was_cut_short_goes_on_where_it_ended(hub: Hub, tmp_path: Path) -> None:
+    name, body = "org/repo/model.gguf", b"GGUF" + bytes(range(256)) * 64
+    hub.files[name] = body
+    blobs = tmp_path / "hub" / "models--org--repo" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hashlib.sha256(body).hexdigest()}.relayline").write_bytes(body[:5_000])
+    code, text = load(hub.url, tmp_path, "hf://org/repo/model.gguf")
+    assert code == 0, text
+    assert Path(text).read_bytes() == body
+    assert hub.ranges == ["bytes=5000-"]
 
 
 def test_a_checksum_of_one_shard_is_refused(tmp_path: Path) -> None:

@@ -297,11 +297,12 @@ def test_flags_win_over_variables_and_these_over_the_manifest(home: Path, monkey
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "give either a MANIFEST or --model"),
-        (("MANIFEST", "--model", str(DEMO)), "not both"),
-        (("MANIFEST", "--stages", "3"), "--stages belongs to the form with --model"),
-        (("--model", str(DEMO), "--detach"), "--detach belongs to the form with a MANIFEST"),
+        (("MANIFEST", "--model", str(DEMO)), "give the model either as MODEL or with --model"),
+        (("MANIFEST", "--cuts", "99"), "99"),
+        (("MANIFEST", "--cuts", "4", "--stages", "2"), "give either --stages or --cuts"),
+        (("MANIFEST", "--name", "No Name"), "--name 'No Name' is not a name"),
         (("nowhere.yaml",), "nowhere.yaml"),
+        (("nowhere",), "nowhere: no such file"),
     ],
 )
 def test_forms_that_do_not_go_together(arguments: tuple[str, ...], says: str, tmp_path: Path) -> None:

@@ -8,14 +8,10 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 import yaml
-from click.testing import CliRunner
 from hypothesis import given
 
 from relayline.coordinator.model.split import split_model
-from relayline.deploy.cli.up import _up_model, up_command
-from relayline.deploy.launch import local
 from relayline.deploy.launch.arrange import arrange
-from relayline.deploy.launch.local import LocalConfig, LocalPipeline
 from relayline.deploy.launch.prepare import cores_of
 from relayline.deploy.machine import cores
 from relayline.deploy.machine.cores import divided, in_order, keep_to, read_cores, shares, write_cores
@@ -26,6 +22,7 @@ from relayline.deploy.testing.processes import relayline, running
 from relayline.wire.common.errors import UsageError
 from tests.deploy.launch.test_launch_parts import SMALL, manifest_of
 from tests.deploy.manifest.test_manifest import parsed, with_stages
+from tests.support.launches import launched
 from tests.support.tiny_models import make_tiny
 
 
@@ -116,33 +113,6 @@ def test_every_thread_of_a_stage_keeps_to_its_cores(split: Path) -> None:
         assert "Traceback" not in refused.stderr
 
 
-async def test_up_gives_each_stage_its_share_unless_told_otherwise(
-    split: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="relayline.up")
-
-    class Started(Exception):
-        pass
-
-    async def start(_: local.Child) -> None:
-        raise Started
-
-    monkeypatch.setattr(local.Child, "start", start)
-    for found, pin, expected, logged in (
-        ([(0, 1), (2,)], True, ["0-1", "2"], "0-1 2"),
-        ([(0, 1), (2,)], False, [], "any any"),
-        (None, True, [], "any any"),
-    ):
-        monkeypatch.setattr(local, "shares", lambda _, found=found: found)
-        caplog.clear()
-        pipeline = LocalPipeline(LocalConfig(split, ("127.0.0.1", 0), pin=pin), lambda *_: None)
-        with pytest.raises(Started):
-            await pipeline.start()
-        all_told = [child.arguments for child in pipeline.stages]
-        assert [told[told.index("--cores") + 1] for told in all_told if "--cores" in told] == expected
-        assert [record.__dict__["fields"]["cores"] for record in caplog.records] == [logged]
-
-
 def test_a_manifest_divides_cores_too_where_it_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = manifest_of(SMALL, tmp_path)
     monkeypatch.setattr("relayline.deploy.launch.prepare.shares", lambda n_threads: divided(range(8), n_threads))
@@ -161,20 +131,12 @@ def test_a_manifest_divides_cores_too_where_it_names_none(tmp_path: Path, monkey
     ]
 
 
-@pytest.mark.parametrize(("flags", "pin"), [((), True), (("--no-pin",), False)])
-def test_up_can_leave_stages_on_any_core(
-    flags: tuple[str, ...], pin: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    configs: list[dict[str, object]] = []
-    monkeypatch.setattr("relayline.deploy.launch.splits.split_for", lambda *_: tmp_path)
-    monkeypatch.setattr("relayline.deploy.launch.local.LocalConfig", lambda **config: configs.append(config))
-    monkeypatch.setattr("relayline.wire.common.process.run", lambda _: None)
-    with up_command.make_context("up", ["--model", "m.gguf", "--http", "127.0.0.1:0", *flags]) as context:
-        _up_model(context.params)
-    assert [config["pin"] for config in configs] == [pin]
-    told = CliRunner().invoke(up_command, [str(tmp_path / "pipeline.yaml"), "--no-pin"])
-    assert told.exit_code != 0
-    assert "--no-pin belongs to the form with --model" in str(told.exception)
+def test_up_can_leave_stages_on_any_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relayline.deploy.launch.prepare.shares", lambda n_threads: divided(range(8), n_threads))
+    monkeypatch.setattr("relayline.deploy.launch.prepare.threads_for", lambda *_: 4)
+    for flags, expected in (((), ["0-3", "4-7"]), (("--no-pin",), ["any", "any"])):
+        stages = launched(monkeypatch, "m.gguf", *flags).manifest.stages
+        assert list(cores_of(stages).values()) == expected
 
 
 def test_cores_named_are_a_cpuset_in_compose_and_left_to_the_kubelet_in_kubernetes() -> None:

@@ -1,26 +1,19 @@
-"""An artifact whose loads end their processes is refused; `up --model` gives such a stage up."""
+"""An artifact whose loads end their processes is refused."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import os
 import signal
 import subprocess
 import time
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from relayline.deploy.launch import local
-from relayline.deploy.launch.backoff import RestartPolicy
-from relayline.deploy.launch.local import LocalPipeline
 from relayline.stage.engine import load_attempts
 from relayline.stage.engine.load_attempts import DEATHS_MAX, attempt
 from relayline.wire.common.child_command import code_command
-from relayline.wire.common.errors import ArtifactError, ModelFileError, StartError
+from relayline.wire.common.errors import ArtifactError, ModelFileError
 
 DIES = """
 import os, signal, sys
@@ -83,43 +76,3 @@ def test_a_cache_that_cannot_be_written_is_no_reason_not_to_load(artifact: Path,
     (tmp_path / "cache").write_bytes(b"")
     with attempt(artifact):
         pass
-
-
-# --- `up --model` -----------------------------------------------------------------------------------------------------
-
-
-class Dying:
-    """A child that dies by a signal before it is ready, at every start but its first."""
-
-    name = "stage-1"
-    exit_code = -signal.SIGSEGV
-
-    def __init__(self) -> None:
-        self.n_starts = 0
-        self.exited = asyncio.Event()
-        self.exited.set()
-        self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-
-    async def start(self) -> None:
-        self.n_starts += 1
-        self.ready = asyncio.get_running_loop().create_future()
-        self.ready.set_exception(StartError("it died"))
-
-    def cause_of_death(self) -> str:
-        return "stage-1 ended with signal SIGSEGV"
-
-
-async def test_a_stage_that_dies_at_every_start_is_given_up_however_long_a_start_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(local, "RESTARTS", RestartPolicy(first_s=0.001, max_s=0.001, healthy_s=10.0))
-    clock = itertools.count(1.0, 1000.0)
-    monkeypatch.setattr(local, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
-    pipeline = LocalPipeline.__new__(LocalPipeline)
-    pipeline._stopping, pipeline.failed = asyncio.Event(), asyncio.get_running_loop().create_future()
-    child = Dying()
-    async with asyncio.timeout(20):
-        await pipeline._keep_alive(child)  # type: ignore[arg-type]
-    with pytest.raises(StartError, match="SIGSEGV; it died 4 times in a row"):
-        pipeline.failed.result()
-    assert child.n_starts == 3

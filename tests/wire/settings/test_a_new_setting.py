@@ -54,6 +54,7 @@ from relayline.deploy.cli.up import up_command
 from relayline.deploy.cli.up_manifest import changes_of
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.manifest import load_manifest
+from relayline.deploy.manifest.dump import dump_manifest
 from relayline.deploy.manifest.schema import schema_text
 from relayline.deploy.manifest.pages import page_text
 from relayline.stage.joining.config import JoinConfig
@@ -71,15 +72,15 @@ def stage(*arguments):
 
 
 def up(*arguments):
-    # The flux of the stages that `up --model` starts.
+    # The flux of the stages that `up MODEL` starts.
     with (
-        mock.patch("relayline.deploy.launch.splits.split_for", lambda *_: directory),
-        mock.patch("relayline.deploy.launch.local.LocalConfig") as config,
-        mock.patch("relayline.wire.common.process.run"),
+        mock.patch("relayline.deploy.cli.up_manifest.resolve_model", Path),
+        mock.patch("relayline.deploy.cli.up_manifest.launch") as launch,
     ):
-        up_command.main(["--model", "m.gguf", "--http", "127.0.0.1:0", *arguments], standalone_mode=False)
-    assert "--flux" not in config.call_args.kwargs["serve_arguments"]
-    return stage(*config.call_args.kwargs["stage_arguments"])
+        up_command.main(["m.gguf", "--http", "127.0.0.1:0", *arguments], standalone_mode=False)
+    settled = directory / "settled.yaml"
+    settled.write_text(dump_manifest(launch.call_args.args[0].manifest))
+    return serve("--manifest", str(settled))
 
 
 def joined(engine):

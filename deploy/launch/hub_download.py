@@ -1,0 +1,88 @@
+"""Loads a file of the hub into its cache so that an attempt that was cut short is gone on with.
+
+huggingface_hub itself begins anew each time. Here the bytes stand in `blobs/ETAG.relayline` until they are all there;
+then they get the name under which huggingface_hub looks for them, and it does the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
+
+from relayline.wire.common.errors import ModelFileError
+
+READ_BYTES = 1 << 20
+_SHA256 = re.compile(r"[0-9a-f]{64}")  # what the hub gives as the ETag of a large file
+
+
+def load_blob(repo: str, file: str, revision: str) -> None:
+    """Load a file of a repository unless it is in the cache. Shows a bar on stderr.
+
+    Does nothing where the hub cannot be asked for the file, or refuses it: the next who asks hears why.
+    Raises ModelFileError for other content than the hub promised, and what huggingface_hub raises meanwhile.
+    """
+    from huggingface_hub import constants, file_download
+    from huggingface_hub.utils import build_hf_headers
+
+    url, headers = file_download.hf_hub_url(repo, file, revision=revision or None), build_hf_headers()
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        facts = file_download.get_hf_file_metadata(url, headers=headers)
+    except Exception:  # of the hub's client, of HTTP, of the system: hf_hub_download meets it too, and is explained
+        return
+    blobs = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
+    if not facts.etag or facts.size is None or (blobs / facts.etag).exists():
+        return
+    if urlsplit(facts.location).netloc != urlsplit(url).netloc:
+        headers.pop("authorization", None)  # the token is the hub's, and of nobody who stores files for it
+    blobs.mkdir(parents=True, exist_ok=True)
+    with _partial(blobs / f"{facts.etag}.relayline") as partial:
+        if not (blobs / facts.etag).exists():  # another process may have loaded it meanwhile
+            _fill(partial, facts, headers, file)
+            os.replace(partial.name, blobs / facts.etag)
+
+
+@contextlib.contextmanager
+def _partial(path: Path) -> Iterator[BinaryIO]:
+    """Open what an earlier attempt left, at its end; waits for another process that is loading the same."""
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+def _fill(partial: BinaryIO, facts: Any, headers: dict[str, str], name: str) -> None:
+    from huggingface_hub import file_download
+
+    n_bytes = os.fstat(partial.fileno()).st_size
+    if n_bytes > facts.size:
+        partial.truncate(n_bytes := 0)
+    if n_bytes < facts.size:
+        file_download.http_get(
+            facts.location,
+            partial,
+            resume_size=n_bytes,
+            headers=headers,
+            expected_size=facts.size,
+            displayed_filename=name,
+        )
+    partial.flush()
+    os.fsync(partial.fileno())
+    if _SHA256.fullmatch(facts.etag) and _sha256_of(Path(partial.name)) != facts.etag:
+        os.unlink(partial.name)
+        raise ModelFileError(f"{name}: came damaged: its sha256 is not the hub's; load it again")
+
+
+def _sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(READ_BYTES):
+            digest.update(data)
+    return digest.hexdigest()

@@ -1,0 +1,90 @@
+"""The manifest of a model for which nobody wrote one, and what flags say of its stages. Pure: values in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from relayline.deploy.manifest.model import API_VERSION, KIND, Manifest
+from relayline.deploy.manifest.starter import pipeline_name
+from relayline.wire.common.errors import UsageError
+from relayline.wire.settings.setting import entries
+from relayline.wire.settings.table import TABLES
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageFlags:
+    """What flags say of all stages of this machine."""
+
+    n_stages: int | None = None
+    cuts: tuple[int, ...] | None = None
+    """First layer of every stage but the first."""
+    n_threads: int | None = None
+    gpu_layers: int | None = None
+    pin: bool = True
+    """Whether stages keep to their share of the cores."""
+
+    @property
+    def says_something(self) -> bool:
+        """Whether any flag was given."""
+        return self != StageFlags()
+
+
+def smallest_manifest(model: Path, name: str = "", **settings: Any) -> Manifest:
+    """Return a manifest that names the model and nothing else, but for settings by their names in the tables.
+
+    `name`: of the pipeline; empty: made from the model's file name. The API listens on a port that the system chooses.
+    """
+    data: dict[str, Any] = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"name": name or pipeline_name(model.name)},
+        "spec": {"model": {"path": str(model.absolute())}, "coordinator": {"http": {"port": 0}}},
+    }
+    places = {entry.name: entry for table in TABLES for entry in entries(table) if entry.place}
+    for key, value in settings.items():
+        *parents, last = places[key].place.split(".")
+        part = data["spec"]
+        for parent in parents:
+            part = part.setdefault(parent, {})
+        part[last] = places[key].said(value)
+    return Manifest.model_validate(data)
+
+
+def with_stages(manifest: Manifest, flags: StageFlags, n_layers: int) -> Manifest:
+    """Return the manifest with what flags say of its stages. `n_layers`: of the model.
+
+    Raises UsageError where the manifest lists its stages and a flag asks for another number of them.
+    """
+    listed = not isinstance(manifest.spec.stages, int)
+    asked = len(flags.cuts) + 1 if flags.cuts is not None else flags.n_stages
+    if listed and asked not in (None, len(manifest.stages)):
+        raise UsageError(
+            f"the manifest lists {len(manifest.stages)} stages, the flags ask for {asked}; change the manifest"
+        )
+    data = manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
+    if listed or asked is None:
+        stages = [stage.model_dump(mode="json", by_alias=True, exclude_none=True) for stage in manifest.stages]
+    else:
+        stages = [{"name": f"stage-{index}"} for index in range(asked)]
+    edges = (0, *flags.cuts, n_layers) if flags.cuts is not None else ()
+    places = manifest.stages if listed else [None] * len(stages)
+    for index, (entry, stage) in enumerate(zip(stages, places, strict=False)):
+        if edges:
+            entry["layers"] = [edges[index], edges[index + 1]]
+        if stage is None or stage.is_local:
+            entry |= _of_local(flags)
+    data["spec"]["stages"] = stages
+    return Manifest.model_validate(data).with_directory(manifest.directory)
+
+
+def _of_local(flags: StageFlags) -> dict[str, Any]:
+    entry: dict[str, Any] = {}
+    if flags.n_threads is not None:
+        entry["threads"] = flags.n_threads
+    if flags.gpu_layers is not None:
+        entry |= {"device": "gpu", "gpuLayers": flags.gpu_layers} if flags.gpu_layers else {"device": "cpu"}
+    if not flags.pin:
+        entry["cores"] = "any"
+    return entry

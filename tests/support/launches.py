@@ -1,0 +1,20 @@
+"""What `relayline up` would launch, without launching it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relayline.deploy.cli.up import up_command
+from relayline.deploy.launch.run import Launch
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> Launch:
+    """Return what `relayline up ARGUMENTS` launches; models are files, whether they are there or not."""
+    found: list[Launch] = []
+    monkeypatch.setattr("relayline.deploy.cli.up_manifest.resolve_model", Path)
+    monkeypatch.setattr("relayline.deploy.cli.up_manifest.launch", lambda what, *_, **__: found.append(what))
+    up_command.main([*map(str, arguments), "--http", "127.0.0.1:0"], standalone_mode=False)
+    (what,) = found
+    return what

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from relayline.coordinator.http import shapes
 from relayline.coordinator.http.errors import plain_body
+from relayline.coordinator.http.middleware import OUTERMOST
 from relayline.coordinator.http.page import PATHS
 from relayline.coordinator.http.service import CLIENT
 from relayline.coordinator.http.web_pages import keep_pages_out, page_rule
@@ -27,6 +28,7 @@ KEY_CHARS_MIN, KEY_CHARS_MAX = 16, 512  # shorter can be guessed
 KEYS_MAX = 10_000  # every request is compared with all of them
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/live", "/metrics"})
 METRICS_PATH = "/metrics"
+X_API_KEY = "X-Api-Key"
 _FILE_BYTES_MAX = KEYS_MAX * (KEY_CHARS_MAX + 128)
 _BEARER = "bearer "
 _OTHERS = 0o007
@@ -170,12 +172,15 @@ def require_keys(app: web.Application, keys: ApiKeys, *, protect_metrics: bool) 
         if request.path in open_paths:
             return await handler(request)
         sent = request.headers.get("Authorization", "")
+        if not sent and X_API_KEY in request.headers:  # as Anthropic's clients send it
+            sent = _BEARER + request.headers[X_API_KEY]
         if sent[: len(_BEARER)].lower() == _BEARER and keys.accepts(sent[len(_BEARER) :].strip()):
             request[CLIENT] = hashlib.sha256(sent.encode(errors="surrogateescape")).hexdigest()
             return await handler(request)
         return _refused("incorrect API key" if sent else "no API key; send it as `Authorization: Bearer KEY`")
 
-    app.middlewares.insert(0, check_key)  # before anything is recorded: strangers push nobody's request out of view
+    # Before anything is recorded: strangers push nobody's request out of view.
+    app.middlewares.insert(OUTERMOST, check_key)
 
 
 def _refused(message: str) -> web.Response:

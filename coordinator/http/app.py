@@ -12,6 +12,7 @@ from relayline.coordinator.answers.template import Conversation
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.body_pool import BodyPool, find_style
 from relayline.coordinator.http.choice import Speller
+from relayline.coordinator.http.dialect_routes import OUTER_MIDDLEWARE, dialect_routes
 from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.live import FACTS, LiveFeed
@@ -65,7 +66,7 @@ def make_app(
         observer,
         pool,
     )
-    middlewares = [observing(observer, request_id), errors_as_json]
+    middlewares = [OUTER_MIDDLEWARE, observing(observer, request_id), errors_as_json]
     files = read_files()
     facts: dict[str, object] = {"model_id": model_id, "version": service.fingerprint}
     feed = LiveFeed(generator, control, facts)
@@ -82,6 +83,7 @@ def make_app(
     app.on_response_prepare.append(add_request_id)
     app.on_response_prepare.append(note_status)
     app.add_routes([*_routes(Handlers(service), TelemetryHandlers(control), feed), *routes(files)])
+    app.add_routes(dialect_routes(service))
     facts["routes"] = sorted(info["path"] for info in map(_info, app.router.resources()) if "path" in info)
     return app
 

@@ -162,7 +162,7 @@ class TelemetryBody(Struct, forbid_unknown_fields=True):
     sample_ratio: float | None = None
 
 
-Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TelemetryBody)
+Body = TypeVar("Body", bound=Struct)
 
 _AT = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")

@@ -38,6 +38,7 @@ class Growth:
     scored: tuple[Scored, ...] = ()
     reasoning: str = ""
     calls: tuple[CallPart, ...] = ()
+    stop: str = ""  # the stop string that ended the choice
 
     def __bool__(self) -> bool:
         return bool(self.text or self.tokens or self.scored or self.reasoning or self.calls)
@@ -103,7 +104,7 @@ class ChoiceState:
             self.finish_reason = "stop"
         parts = self._read(text)
         tokens = (event.token,) if self._wants_tokens else ()
-        return Growth(parts.text, tokens, scored, parts.reasoning, parts.calls)
+        return Growth(parts.text, tokens, scored, parts.reasoning, parts.calls, self._assembler.stop)
 
     def _read(self, text: str) -> Parts:
         reader = self._reader

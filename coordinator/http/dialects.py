@@ -11,7 +11,10 @@ from msgspec import UNSET, UnsetType
 from relayline.coordinator.answers.reader import CallPart
 from relayline.coordinator.http import shapes
 from relayline.coordinator.http.choice import FinishReason, Growth, Scored, Speller
+from relayline.coordinator.http.errors import error_body
 from relayline.coordinator.http.shapes import Usage
+from relayline.coordinator.http.sse import DONE, data_frame
+from relayline.wire.common.errors import RelaylineError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +30,10 @@ class Header:
 
 
 class Dialect(Protocol):
-    """Writes one reply. Methods that end in `event` return the JSON of one SSE event."""
+    """Writes one reply. Methods that end in `event` return the JSON of one SSE event, which `frame` makes lines of."""
+
+    def frame(self, event: bytes) -> bytes:
+        """Return the lines of an event."""
 
     def opening_event(self, index: int, echo: str) -> bytes | None:
         """Return the event that opens a choice before its first token, if there is one."""
@@ -35,8 +41,14 @@ class Dialect(Protocol):
     def growth_event(self, index: int, growth: Growth) -> bytes:
         """Return the event for what one token added."""
 
-    def finish_event(self, index: int, reason: FinishReason) -> bytes:
-        """Return the event that ends a choice."""
+    def finish_event(self, index: int, reason: FinishReason, stop: str) -> bytes:
+        """Return the event that ends a choice. `stop` is the stop string that did it, empty for none."""
+
+    def closing_events(self) -> Sequence[bytes]:
+        """Return what stands at the end of a stream that is whole."""
+
+    def failure_event(self, error: RelaylineError) -> bytes:
+        """Return the event that ends a stream that is not."""
 
     def usage_event(self, usage: Usage) -> bytes:
         """Return the event without choices that carries the usage."""
@@ -45,7 +57,23 @@ class Dialect(Protocol):
         """Return the body of a reply that was not streamed."""
 
 
-class CompletionDialect:
+class _OpenAIStream:
+    """What the streams of both OpenAI's older routes have: events without names, an error like a reply's, [DONE]."""
+
+    def frame(self, event: bytes) -> bytes:
+        """Return the lines of an event."""
+        return data_frame(event)
+
+    def closing_events(self) -> Sequence[bytes]:
+        """Return what tells clients that nothing more comes."""
+        return (DONE,)
+
+    def failure_event(self, error: RelaylineError) -> bytes:
+        """Return the event that makes OpenAI's clients raise."""
+        return shapes.encode(error_body(error))
+
+
+class CompletionDialect(_OpenAIStream):
     """/v1/completions."""
 
     def __init__(self, header: Header, speller: Speller, n_top: int) -> None:
@@ -60,7 +88,7 @@ class CompletionDialect:
         """Return the event for what one token added."""
         return self._event([self._choice(index, growth, None)])
 
-    def finish_event(self, index: int, reason: FinishReason) -> bytes:
+    def finish_event(self, index: int, reason: FinishReason, stop: str) -> bytes:
         """Return the event that ends a choice."""
         return self._event([shapes.CompletionChoice("", index, None, reason)])
 
@@ -97,7 +125,7 @@ class CompletionDialect:
         )
 
 
-class ChatDialect:
+class ChatDialect(_OpenAIStream):
     """/v1/chat/completions."""
 
     def __init__(self, header: Header, speller: Speller, n_top: int) -> None:
@@ -118,7 +146,7 @@ class ChatDialect:
         ids = _token_ids(self._header, growth)
         return self._event([shapes.ChunkChoice(index, delta, self._logprobs(growth.scored), None, ids)])
 
-    def finish_event(self, index: int, reason: FinishReason) -> bytes:
+    def finish_event(self, index: int, reason: FinishReason, stop: str) -> bytes:
         """Return the event that ends a choice: an empty delta."""
         return self._event([shapes.ChunkChoice(index, shapes.Delta(), None, reason)])
 
@@ -151,15 +179,17 @@ class ChatDialect:
     def _logprobs(self, scored: Sequence[Scored]) -> shapes.ChatLogprobs | None:
         if self._n_top < 0:
             return None
-        return shapes.ChatLogprobs([self._entry(one) for one in scored])
+        return shapes.ChatLogprobs([token_logprob(self._speller, one, self._n_top) for one in scored])
 
-    def _entry(self, one: Scored) -> shapes.TokenLogprob:
-        name, raw = self._speller.spell(one.token)
-        top = []
-        for token, logprob in one.top[: self._n_top]:
-            rival, rival_raw = self._speller.spell(token)
-            top.append(shapes.TopLogprob(rival, logprob, list(rival_raw)))
-        return shapes.TokenLogprob(name, one.logprob, list(raw), top)
+
+def token_logprob(speller: Speller, one: Scored, n_top: int) -> shapes.TokenLogprob:
+    """Return a token's log probability, with those of at most `n_top` rivals."""
+    name, raw = speller.spell(one.token)
+    top = []
+    for token, logprob in one.top[:n_top]:
+        rival, rival_raw = speller.spell(token)
+        top.append(shapes.TopLogprob(rival, logprob, list(rival_raw)))
+    return shapes.TokenLogprob(name, one.logprob, list(raw), top)
 
 
 def _call_delta(part: CallPart) -> shapes.ToolCall:

@@ -20,6 +20,7 @@ from relayline.wire.common.errors import InternalError, RelaylineError, http_sta
 log = logging.getLogger("relayline.http")
 
 REQUEST_ID = "x-request-id"
+OUTERMOST = 1  # where middleware goes that is added later: first, but inside what writes errors in other forms
 _STARTED_KEY = web.RequestKey("started", bool)
 _ID_KEY = web.RequestKey("request_id", str)
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
 RECORD = web.RequestKey("record", RequestRecord)
-OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+}
 ERROR_CHARS_MAX = 1_000  # of an error's text, on spans
 INTEGER_MAX = (1 << 63) - 1  # what an attribute holds; a larger number would spoil the export of its whole batch
 

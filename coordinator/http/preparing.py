@@ -24,7 +24,10 @@ from relayline.coordinator.answers.template import Conversation, ToolStyle
 from relayline.coordinator.http import shapes, validation
 from relayline.coordinator.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode_body
 from relayline.coordinator.http.chat_form import ChatForm, chat_grammar
+from relayline.coordinator.http.inner_form import Inner
 from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.messages import asking as messages_asking
+from relayline.coordinator.http.responses import asking as responses_asking
 from relayline.coordinator.http.structure import grammar_of
 from relayline.coordinator.http.validation import Plan
 from relayline.coordinator.text.chat import CallForm, ChatTemplate
@@ -32,7 +35,14 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError
 
-Route = Literal["style", "completions", "chat", "tokenize", "detokenize", "grammar"]
+OtherChat = Literal["responses", "messages", "counted"]
+Route = Literal["style", "completions", "chat", OtherChat, "references", "tokenize", "detokenize", "grammar"]
+# Other dialects' bodies as chats, and errors about the chat as errors about the body.
+_CHATS: dict[Route, tuple[Callable[[bytes | bytearray, int], Inner], Callable[[Any], Any]]] = {
+    "responses": (responses_asking.read, responses_asking.rename),
+    "messages": (messages_asking.read, messages_asking.rename),
+    "counted": (messages_asking.read_counted, messages_asking.rename),
+}
 Phase = Literal["reading", "template", "tokens"]  # what was being done when it took too much
 
 PROMPT_TOKENS_MAX = CTX_TOKENS_MAX  # of one request, all its prompts together
@@ -91,6 +101,7 @@ class Asked(Struct):
     ctx_tokens: int = 0  # 0 while that is not known
     seed: int = 0  # for a request that brings none
     wants_content: bool = False  # prompts as JSON, for telemetry
+    n_context: int = 0  # bytes before the body: what it refers to
 
 
 class Prepared(Struct):
@@ -106,6 +117,12 @@ class Prepared(Struct):
     input_json: str  # what telemetry records of the prompts, where wanted
     start_ns: int  # of tokenising; of the monotonic clock
     end_ns: int
+    said: bytes = b""  # of another dialect: msgpack of what its answer repeats
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all prompts together."""
+        return sum(map(len, self.prompts)) // array.array("i").itemsize
 
 
 class Shop:
@@ -129,6 +146,10 @@ class Shop:
             return self._tokenized(raw, enter)
         if asked.route == "detokenize":
             return self._detokenized(raw)
+        if asked.route == "references":
+            return responses_asking.references(raw)
+        if asked.route in _CHATS:
+            return msgspec.msgpack.encode(self._of_other_dialect(asked, raw, ctx_tokens, enter))
         prepare = self._chat if asked.route == "chat" else self._completion
         return msgspec.msgpack.encode(prepare(asked, raw, ctx_tokens, enter))
 
@@ -182,9 +203,23 @@ class Shop:
             end_ns=time.monotonic_ns(),
         )
 
+    def _of_other_dialect(
+        self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]
+    ) -> Prepared:
+        read, rename = _CHATS[asked.route]
+        inner = read(raw, asked.n_context)
+        try:
+            prepared = self._prepared_chat(asked, inner.chat, ctx_tokens, enter)
+        except InvalidRequestError as error:
+            raise rename(error) from None
+        prepared.said = inner.said
+        return prepared
+
     def _chat(self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]) -> Prepared:
+        return self._prepared_chat(asked, decode_body(raw, ChatBody), ctx_tokens, enter)
+
+    def _prepared_chat(self, asked: Asked, body: ChatBody, ctx_tokens: int, enter: Callable[[Phase], None]) -> Prepared:
         limits, tokenizer = self._setting.limits, self._tokenizer
-        body = decode_body(raw, ChatBody)
         model = validation.check_model(body.model, self._setting.model_id, limits)
         plan = validation.plan_chat(body, limits, asked.seed)
         if not tokenizer.has_text:

@@ -8,17 +8,15 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from relayline.coordinator.http import shapes
 from relayline.coordinator.http.body import Request
 from relayline.coordinator.http.choice import ChoiceState, Growth, Scored
 from relayline.coordinator.http.dialects import Dialect
-from relayline.coordinator.http.errors import error_body
 from relayline.coordinator.http.merge import Arrival, Merge
 from relayline.coordinator.http.middleware import json_response, request_id
 from relayline.coordinator.http.observe import note_failure, note_output, note_whole, wants_content
 from relayline.coordinator.http.service import Job, Service, open_streams
 from relayline.coordinator.http.shapes import CompletionTokensDetails, PromptTokensDetails, Usage
-from relayline.coordinator.http.sse import DONE, EventWriter
+from relayline.coordinator.http.sse import EventWriter
 from relayline.wire.common.errors import InternalError, RelaylineError
 
 log = logging.getLogger("relayline.http")
@@ -61,7 +59,8 @@ async def _stream(
     request: web.Request, service: Service, job: Job, dialect: Dialect, merge: Merge
 ) -> web.StreamResponse:
     first = await _first(service, merge)
-    writer = EventWriter(request, service.limits.write_timeout_s, service.limits.ping_interval_s)
+    limits = service.limits
+    writer = EventWriter(request, limits.write_timeout_s, limits.ping_interval_s, dialect.frame)
     await writer.start()
     states = job.choice_states(service)
     grown: list[list[Growth]] | None = [[] for _ in states] if wants_content(service.observer, request) else None
@@ -81,12 +80,12 @@ async def _stream(
             # The status is long sent. The event makes OpenAI's clients raise; for all others the connection is cut.
             told = error if isinstance(error, RelaylineError) else _unforeseen(request)
             note_failure(request, told.label, told.message)
-            events.append(shapes.encode(error_body(told)))
+            events.append(dialect.failure_event(told))
             is_whole = False
             break
         if not _is_open(states):
             events += [dialect.usage_event(_usage(job, states))] if job.plan.include_usage else []
-            events.append(DONE)
+            events += dialect.closing_events()
             break
         await writer.send(events)
     if grown is not None:
@@ -135,7 +134,7 @@ def _events(
     events = [dialect.growth_event(arrival.index, growth)] if growth else []
     reason = states[arrival.index].finish_reason
     if reason is not None:
-        events.append(dialect.finish_event(arrival.index, reason))
+        events.append(dialect.finish_event(arrival.index, reason, growth.stop))
     return events
 
 
@@ -162,7 +161,8 @@ def _sum(parts: Sequence[Growth]) -> Growth:
     tokens = tuple(token for part in parts for token in part.tokens)
     scored: tuple[Scored, ...] = tuple(one for part in parts for one in part.scored)
     reasoning = "".join([part.reasoning for part in parts])
-    return Growth(text, tokens, scored, reasoning, tuple(call for part in parts for call in part.calls))
+    calls = tuple(call for part in parts for call in part.calls)
+    return Growth(text, tokens, scored, reasoning, calls, parts[-1].stop if parts else "")
 
 
 def _usage(job: Job, states: Sequence[ChoiceState]) -> Usage:

@@ -18,6 +18,7 @@ from relayline.coordinator.http.chat_form import ChatForm
 from relayline.coordinator.http.choice import ChoiceState, Speller
 from relayline.coordinator.http.dialects import Header
 from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.observe import wants_content
 from relayline.coordinator.http.preparing import Asked, Prepared, unpacked
 from relayline.coordinator.http.validation import Plan, check_tokens, fit_tokens
 from relayline.coordinator.observe.observer import Observer
@@ -53,6 +54,16 @@ class Service:
         raw = await request.read()
         answer = await self.pool.ask(client_of(request), asked, raw)
         return msgspec.msgpack.decode(answer, type=Prepared)
+
+    async def read_in(
+        self, route: Literal["responses", "messages", "counted"], request: web.Request, raw: bytes, n_context: int = 0
+    ) -> Prepared:
+        """Return a body of another dialect, as `prepared` does; its first `n_context` bytes are what it refers to."""
+        content = wants_content(self.observer, request)
+        # What is only counted may be longer than any stream.
+        ctx_tokens = 0 if route == "counted" else self.generator.ctx_tokens
+        asked = Asked(route, ctx_tokens, random_seed(), content, n_context)
+        return msgspec.msgpack.decode(await self.pool.ask(client_of(request), asked, raw), type=Prepared)
 
     async def answered(self, route: Literal["tokenize", "detokenize"], request: web.Request) -> bytes:
         """Return a worker's answer to a body. Raises what is wrong with it."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
 from aiohttp import web
 
@@ -30,11 +30,23 @@ class ClientGoneError(Exception):
     """The client closed the connection or stopped reading. There is nobody left to answer."""
 
 
+def data_frame(event: bytes) -> bytes:
+    """Return the lines of an event that has no name."""
+    return b"data: " + event + b"\n\n"
+
+
 class EventWriter:
     """Writes the events of one reply."""
 
-    def __init__(self, request: web.Request, write_timeout_s: float, ping_interval_s: float) -> None:
-        self._request = request
+    def __init__(
+        self,
+        request: web.Request,
+        write_timeout_s: float,
+        ping_interval_s: float,
+        frame: Callable[[bytes], bytes] = data_frame,
+    ) -> None:
+        """`frame` writes one event as its lines."""
+        self._request, self._frame = request, frame
         self._write_timeout_s, self._ping_interval_s = write_timeout_s, ping_interval_s
         self._written_s = asyncio.get_running_loop().time()
         self._is_ended = False  # nothing may stand behind the last events
@@ -55,7 +67,7 @@ class EventWriter:
 
         Without any, when nothing has been sent for the ping interval, a ping: text may be held back for long.
         """
-        payload = _framed(events)
+        payload = self._framed(events)
         if not payload and asyncio.get_running_loop().time() - self._written_s >= self._ping_interval_s:
             payload = PING
         if payload:
@@ -70,7 +82,7 @@ class EventWriter:
         self._is_ended = True
         if not self._is_chunked:
             self._on_close(_CLOSE_IN_ORDER)
-        await self._write(_framed(events), is_last=True)
+        await self._write(self._framed(events), is_last=True)
 
     async def cut(self, events: Iterable[bytes]) -> None:
         """Send the last events of an answer that is not whole, and end the connection so that no client thinks it is.
@@ -79,7 +91,7 @@ class EventWriter:
         reset, as it is however this process ends meanwhile.
         """
         self._is_ended = True
-        await self._write(_framed(events))
+        await self._write(self._framed(events))
         transport = self._request.transport
         if transport is None:
             return
@@ -117,6 +129,5 @@ class EventWriter:
         except ConnectionError as error:
             raise ClientGoneError("the client closed the connection") from error
 
-
-def _framed(events: Iterable[bytes]) -> bytes:
-    return b"".join([b"data: " + event + b"\n\n" for event in events])
+    def _framed(self, events: Iterable[bytes]) -> bytes:
+        return b"".join(map(self._frame, events))

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from aiohttp import hdrs, web
 
 from relayline.coordinator.http.errors import HttpRefusal
-from relayline.coordinator.http.middleware import refused
+from relayline.coordinator.http.middleware import OUTERMOST, refused
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.security import is_loopback
 
@@ -86,7 +86,7 @@ def keep_pages_out(app: web.Application, rule: PageRule) -> None:
             return refused(HttpRefusal(403, problem, "forbidden"))
         return await handler(request)
 
-    app.middlewares.insert(0, check_page)
+    app.middlewares.insert(OUTERMOST, check_page)
 
 
 def _name_of(host: str) -> str | None:

@@ -25,6 +25,7 @@ class StopFinder:
         self._stops = tuple(stops)
         self._held = ""
         self.stopped = False
+        self.stop = ""  # the one that was found
 
     def push(self, text: str) -> str:
         """Take the next text; return what is now certain to lie before any stop string."""
@@ -36,7 +37,9 @@ class StopFinder:
         ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
             self.stopped, self._held = True, ""
-            return text[: min(ends)[1]]
+            end, at = min(ends)
+            self.stop = text[at:end]
+            return text[:at]
         n_held = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held]
@@ -71,6 +74,11 @@ class TextAssembler:
     def stopped(self) -> bool:
         """Whether a stop string was completed; nothing after it is ever returned."""
         return self._finder.stopped
+
+    @property
+    def stop(self) -> str:
+        """The stop string that was completed, empty for none."""
+        return self._finder.stop
 
     def push(self, piece: bytes) -> str:
         """Take one token's bytes; return the text that became safe to show, often empty."""

@@ -56,6 +56,8 @@ ERROR_TEXT_BYTES_MAX = 2_000  # longer native messages are cut; percent-encoded 
 PEER_TEXT_CHARS_MAX = ERROR_TEXT_BYTES_MAX  # of what another process says, in a log, an answer or on a terminal
 PEER_NAME_CHARS_MAX = 128  # of a name that it says: of a stage, a host, a version, an instance
 LOG_VALUE_CHARS_MAX = 4_000  # of one line's text and of each of its fields, whoever made it
+STORED_RESPONSES_MAX = 1_024  # of /v1/responses, kept for clients that go on from them
+STORED_RESPONSES_BYTES_MAX = 64 * 1024 * 1024  # of all of them
 LOGPROBS_MAX = 20  # the OpenAI API's ceiling for top_logprobs
 
 HANDSHAKE_TIMEOUT_S = 10.0  # both ends are up when a handshake starts, so this covers a slow link only

@@ -108,6 +108,12 @@ class ModelNotFoundError(InvalidRequestError):
     label = "model_not_found"
 
 
+class ResponseNotFoundError(InvalidRequestError):
+    """The request names a stored response that is not here, or not any more."""
+
+    label = "response_not_found"
+
+
 class OverloadedError(RelaylineError):
     """All lanes and queue places are taken now. `retry_after_s` says when to come back (whole seconds)."""
 
@@ -218,6 +224,7 @@ STATUS: dict[str, tuple[grpc.StatusCode, int]] = {
     InvalidRequestError.label: (Code.INVALID_ARGUMENT, 400),
     ContextLengthError.label: (Code.INVALID_ARGUMENT, 400),
     ModelNotFoundError.label: (Code.NOT_FOUND, 404),
+    ResponseNotFoundError.label: (Code.NOT_FOUND, 404),
     OverloadedError.label: (Code.RESOURCE_EXHAUSTED, 429),
     NotReadyError.label: (Code.UNAVAILABLE, 503),
     ProtocolError.label: (Code.INVALID_ARGUMENT, 502),

@@ -1,0 +1,28 @@
+"""The routes of the dialects beside OpenAI's older two, and what they have around them."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from relayline.coordinator.http.messages.errors import messages_errors
+from relayline.coordinator.http.messages.handlers import MessageHandlers
+from relayline.coordinator.http.responses.handlers import ResponseHandlers
+from relayline.coordinator.http.responses.store import ResponseStore
+from relayline.coordinator.http.service import Service
+
+OUTER_MIDDLEWARE = messages_errors  # around everything: it writes what went wrong anywhere
+
+
+def dialect_routes(service: Service) -> list[web.RouteDef]:
+    """Return the routes of one application."""
+    responses, messages = ResponseHandlers(service, ResponseStore()), MessageHandlers(service)
+    return [
+        web.post("/v1/responses", responses.create),
+        web.post("/v1/responses/input_tokens", responses.count),
+        web.get("/v1/responses/{id}", responses.retrieve),
+        web.delete("/v1/responses/{id}", responses.delete),
+        web.get("/v1/responses/{id}/input_items", responses.input_items),
+        web.post("/v1/responses/{id}/cancel", responses.cancel),
+        web.post("/v1/messages", messages.create),
+        web.post("/v1/messages/count_tokens", messages.count),
+    ]

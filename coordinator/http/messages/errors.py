@@ -1,0 +1,56 @@
+"""Errors in Anthropic's form, for all that stands below /v1/messages."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from relayline.coordinator.http import shapes
+from relayline.coordinator.http.errors import ErrorBody, error_body
+from relayline.coordinator.http.middleware import request_id
+from relayline.wire.common.errors import RelaylineError, http_status
+
+PATH = "/v1/messages"
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def messages_error(error: RelaylineError, request_id: str) -> bytes:
+    """Return the JSON of an error, as a reply or as an event."""
+    return _written(http_status(error), error_body(error).error.message, request_id)
+
+
+@web.middleware
+async def messages_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Write errors about messages in the form that their clients read, wherever they were found."""
+    response = await handler(request)
+    is_error = isinstance(response, web.Response) and response.status >= 400
+    if not (is_error and (request.path == PATH or request.path.startswith(f"{PATH}/"))) or response.prepared:
+        return response
+    assert isinstance(response, web.Response)
+    if isinstance(response.body, bytes):
+        try:
+            message = msgspec.json.decode(response.body, type=ErrorBody).error.message
+        except msgspec.DecodeError:
+            return response
+        response.body = _written(response.status, message, request_id(request))
+    return response
+
+
+def _written(status: int, message: str, request_id: str) -> bytes:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    error = {"type": kind, "message": message}
+    return shapes.encode({"type": "error", "error": error, "request_id": request_id})

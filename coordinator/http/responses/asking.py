@@ -1,0 +1,273 @@
+"""From the body of POST /v1/responses to a chat. Pure, and for a body's worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from relayline.coordinator.http.bodies import decode_body
+from relayline.coordinator.http.inner_form import (
+    Fields,
+    Inner,
+    as_json,
+    chat_of,
+    each_checked,
+    one_of,
+    read_object,
+    renamed,
+    text_in,
+    with_system,
+)
+from relayline.coordinator.http.responses.bodies import ResponsesBody, check_served
+from relayline.wire.common.errors import InvalidRequestError
+
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_LOGPROBS = "message.output_text.logprobs"
+# A chat's fields -> those of this dialect, for errors.
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+class Context(Struct):
+    """What a body refers to and the coordinator has stored, as JSON text: it stands before the body."""
+
+    history: list[Any]  # items of the responses before this one
+    items: dict[str, Any]  # by their ids
+
+
+class References(Struct):
+    """What a body refers to."""
+
+    previous_response_id: str | None = None
+    item_ids: list[str] = []
+
+
+class Said(Struct):
+    """What the answer to a body repeats."""
+
+    echo: bytes  # JSON object
+    input_items: list[tuple[str, bytes]]  # (id, JSON)
+    store: bool
+    previous_response_id: str | None
+
+
+class _Referring(Struct):
+    previous_response_id: str | None = None
+    input: Any = None
+
+
+def references(raw: bytes | bytearray) -> bytes:
+    """Return msgpack of the References in a body. Raises InvalidRequestError."""
+    sent = decode_body(raw, _Referring)
+    items = sent.input if isinstance(sent.input, list) else []
+    ids = [item.get("id") for item in items if isinstance(item, Mapping) and item.get("type") == "item_reference"]
+    found = References(sent.previous_response_id, [each for each in ids if isinstance(each, str)])
+    return msgspec.msgpack.encode(found)
+
+
+def read(raw: bytes | bytearray, n_context: int) -> Inner:
+    """Return a body as a chat; the first `n_context` bytes of `raw` are a Context. Raises InvalidRequestError."""
+    context = msgspec.json.decode(raw[:n_context], type=Context) if n_context else Context([], {})
+    raw = raw[n_context:]
+    body = decode_body(raw, ResponsesBody)
+    check_served(body)
+    if body.previous_response_id is not None and not n_context:
+        raise InvalidRequestError("previous_response_id: write its name without escapes", "previous_response_id")
+    items = _input_items(body, context)
+    try:
+        messages = _messages(context.history, "history") + _messages(items, "input")
+        if not messages:
+            raise InvalidRequestError("input: needs text, or a list with at least one item", "input")
+        fields = {**_fields(body), "messages": with_system([body.instructions or ""], messages)}
+        chat = chat_of(fields, read_object(raw))
+    except InvalidRequestError as error:
+        raise renamed(error, _NAMES) from None
+    said = Said(
+        _echo(body).encode("utf-8", "replace"),
+        [(item["id"], as_json(item).encode("utf-8", "replace")) for item in _with_ids(items)],
+        body.store is not False,
+        body.previous_response_id,
+    )
+    return Inner(chat, msgspec.msgpack.encode(said))
+
+
+def rename(error: InvalidRequestError) -> InvalidRequestError:
+    """Return an error about the chat as one about the body."""
+    return renamed(error, _NAMES)
+
+
+def _input_items(body: ResponsesBody, context: Context) -> list[Fields]:
+    if body.input is None:
+        raise InvalidRequestError("input: required field is missing", "input")
+    if isinstance(body.input, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
+
+    def found(item: Mapping[str, Any], where: str) -> Fields:
+        if item.get("type") != "item_reference":
+            return dict(item)
+        name = text_in(item, "id", where)
+        if name not in context.items:
+            text = f"no item {name[:100]!r} is stored here; send the item itself"
+            raise InvalidRequestError(f"{where}.id: {text}", f"{where}.id")
+        return dict(context.items[name])
+
+    return each_checked(body.input, "input", found)
+
+
+def _with_ids(items: Sequence[Fields]) -> list[Fields]:
+    return [item if isinstance(item.get("id"), str) else {"id": f"item_{at}", **item} for at, item in enumerate(items)]
+
+
+def _fields(body: ResponsesBody) -> Fields:
+    fields: Fields = {
+        "model": body.model,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "max_tokens": body.max_output_tokens,
+        "stream": bool(body.stream),
+        "stream_options": {"include_usage": True},  # the last event carries it
+        "tools": _tools(body.tools or []),
+        "tool_choice": body.tool_choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+        "response_format": _response_format(body.text.format if body.text else None),
+    }
+    if body.top_logprobs or _LOGPROBS in (body.include or ()):
+        fields["logprobs"], fields["top_logprobs"] = True, body.top_logprobs
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _tools(tools: list[Any]) -> list[Fields] | None:
+    def function(tool: Mapping[str, Any], where: str) -> Fields:
+        kind = tool.get("type")
+        if kind != "function":
+            text = f"only tools of type function are served here, not {str(kind)[:40]!r}; leave it out"
+            raise InvalidRequestError(f"{where}: {text}", where)
+        named = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+        return {"type": "function", "function": named}
+
+    return each_checked(tools, "tools", function) or None
+
+
+def _response_format(sent: Mapping[str, Any] | None) -> Fields | None:
+    if sent is None:
+        return None
+    kind = one_of(sent, "type", ("text", "json_object", "json_schema"), "text.format")
+    if kind != "json_schema":
+        return {"type": kind}
+    if sent.get("schema") is None:
+        raise InvalidRequestError("text.format.schema: required field is missing", "text.format.schema")
+    return {"type": kind, "json_schema": {key: sent[key] for key in ("name", "schema", "strict") if key in sent}}
+
+
+def _messages(items: Sequence[Fields], param: str) -> list[Fields]:
+    """Return items as the messages of a chat: what one turn of the model says, thinks and calls is one message."""
+    messages: list[Fields] = []
+    turn: Fields | None = None  # of the model, not ended yet
+    for at, item in enumerate(items):
+        where = f"{param}[{at}]"
+        kind = item.get("type", "message")
+        if kind == "message":
+            role = one_of(item, "role", _ROLES, where)
+            text = _text(item.get("content"), f"{where}.content")
+            if role != "assistant":
+                turn = None
+                messages.append({"role": role, "content": text})
+                continue
+            if turn is None or turn.get("content") or turn.get("tool_calls"):
+                turn = _turn(messages)
+            turn["content"] = text
+        elif kind == "reasoning":
+            if turn is None or len(turn) > 1:
+                turn = _turn(messages)
+            text = _text(item.get("content") or item.get("summary") or [], f"{where}.content")
+            if text:
+                turn["reasoning_content"] = text
+        elif kind == "function_call":
+            turn = _turn(messages) if turn is None else turn
+            turn.setdefault("tool_calls", []).append(_call(item, where))
+        elif kind == "function_call_output":
+            turn = None
+            messages.append(_result(item, where))
+        else:
+            text = f"items of type {str(kind)[:40]!r} are not served here; leave it out"
+            raise InvalidRequestError(f"{where}: {text}", where)
+    return [message for message in messages if "content" in message or "tool_calls" in message]
+
+
+def _turn(messages: list[Fields]) -> Fields:
+    turn: Fields = {"role": "assistant"}
+    messages.append(turn)
+    return turn
+
+
+def _call(item: Mapping[str, Any], where: str) -> Fields:
+    function = {"name": text_in(item, "name", where), "arguments": text_in(item, "arguments", where, default="{}")}
+    return {"id": text_in(item, "call_id", where), "type": "function", "function": function}
+
+
+def _result(item: Mapping[str, Any], where: str) -> Fields:
+    text = _text(item.get("output"), f"{where}.output")
+    return {"role": "tool", "tool_call_id": text_in(item, "call_id", where), "content": text}
+
+
+def _text(content: Any, where: str) -> str:
+    """Return a content, text or parts, as one text. Raises InvalidRequestError for a part that is none."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{where}: must be text, or a list of parts", where)
+
+    def text_of(part: Mapping[str, Any], at: str) -> str:
+        kind = part.get("type")
+        if kind == "refusal":
+            return text_in(part, "refusal", at)
+        if kind not in _TEXT_PARTS:
+            text = f"parts of type {str(kind)[:40]!r} are not served by this model; send text"
+            raise InvalidRequestError(f"{at}: {text}", at)
+        return text_in(part, "text", at)
+
+    return "\n".join(each_checked(content, where, text_of))
+
+
+def _echo(body: ResponsesBody) -> str:
+    """Return the fields of a response that say what was asked for, in the order that OpenAI's API has."""
+    reasoning, text = body.reasoning, body.text
+    echo = {
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {
+            "effort": reasoning.effort if reasoning else None,
+            "summary": reasoning.summary if reasoning else None,
+        },
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {
+            "format": (text.format if text else None) or {"type": "text"},
+            "verbosity": (text.verbosity if text else None) or "medium",
+        },
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": [{"strict": None, "parameters": None, **tool} for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }
+    return as_json(echo)

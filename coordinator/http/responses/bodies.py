@@ -1,0 +1,82 @@
+"""The body of POST /v1/responses as a type, and the fields that are refused because they would change the answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from relayline.coordinator.http.bodies import LogprobCount, Positive, Share
+from relayline.wire.common.errors import InvalidRequestError
+
+ITEMS_MAX = 16_384  # of one input, like a chat's messages
+METADATA_MAX = 16  # pairs, as OpenAI has it
+
+
+class Reasoning(Struct):
+    """`reasoning`."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextConfig(Struct):
+    """`text`."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None  # a hint, which no template knows
+
+
+class ResponsesBody(Struct, kw_only=True):
+    """POST /v1/responses. None stands for absent."""
+
+    model: str | None = None
+    input: str | Annotated[list[dict[str, Any]], Meta(max_length=ITEMS_MAX)] | None = None
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    max_tool_calls: int | None = None  # of hosted tools, of which there are none
+    metadata: Annotated[dict[str, str], Meta(max_length=METADATA_MAX)] | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    reasoning: Reasoning | None = None
+    safety_identifier: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    text: TextConfig | None = None
+    tool_choice: Any = None
+    tools: list[Any] | None = None
+    top_logprobs: LogprobCount | None = None
+    top_p: Share | None = None
+    user: str | None = None
+    include: list[str] | None = None
+    # Not served; see NEUTRAL.
+    background: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    truncation: Any = None
+    service_tier: Any = None
+    moderation: Any = None
+    context_management: Any = None
+
+
+# Fields that are not served -> values that change nothing, and what a client can do instead.
+NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
+    "background": ((False,), "answers come while the request is open; send false"),
+    "conversation": ((), "use previous_response_id, or send all items as input"),
+    "prompt": ((), "stored prompts are not served here; send instructions and input"),
+    "truncation": (("disabled",), "nothing is left out of an input; send disabled"),
+    "service_tier": (("auto", "default"), "send auto or default"),
+    "moderation": ((), "send none"),
+    "context_management": (([],), "send none"),
+}
+
+
+def check_served(body: ResponsesBody) -> None:
+    """Raise InvalidRequestError for what is not served."""
+    for param, (neutral, remedy) in NEUTRAL.items():
+        value = getattr(body, param)
+        if value is not None and value not in neutral:
+            raise InvalidRequestError(f"{param}: not supported by this server; {remedy}", param)

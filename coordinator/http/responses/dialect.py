@@ -1,0 +1,228 @@
+"""How answers are written for /v1/responses: output items, the events that build them, and the whole response. Pure."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from relayline.coordinator.http import shapes
+from relayline.coordinator.http.choice import FinishReason, Growth, Scored, Speller
+from relayline.coordinator.http.dialects import Header, token_logprob
+from relayline.coordinator.http.errors import error_body
+from relayline.coordinator.http.inner_form import named_frames
+from relayline.coordinator.http.responses.asking import Said
+from relayline.coordinator.http.shapes import Usage
+from relayline.wire.common.errors import RelaylineError
+
+Item = dict[str, Any]
+Logprobs = Callable[[Sequence[Scored]], list[shapes.TokenLogprob]]
+
+_INCOMPLETE = {"reason": "max_output_tokens"}
+
+
+def new_id(prefix: str) -> str:
+    """Return an id that nobody can guess."""
+    return f"{prefix}_{secrets.token_hex(24)}"
+
+
+class OutputItems:
+    """The output of one response as it grows: items, of which the last may be open. Methods return the events."""
+
+    def __init__(self, logprobs: Logprobs) -> None:
+        self.items: list[Item] = []
+        self._n_events = 0
+        self._logprobs = logprobs
+        self._open: str = ""  # what is being built: "reasoning", "message", "function_call"
+        self._call = -1  # which of the answer's calls is
+        self._texts: list[str] = []
+        self._scored: list[shapes.TokenLogprob] = []
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        """Return the next event."""
+        number = self._n_events
+        self._n_events += 1
+        return shapes.encode({"type": f"response.{kind}", "sequence_number": number, **fields})
+
+    def grow(self, growth: Growth) -> list[bytes]:
+        """Take what a token added."""
+        events: list[bytes] = []
+        if growth.reasoning:
+            events += self._opened("reasoning")
+            events.append(self._delta("reasoning_text.delta", growth.reasoning, content_index=0))
+        if growth.text or (growth.scored and self._open == "message"):
+            events += self._opened("message")
+            scored = self._logprobs(growth.scored)
+            self._scored += scored
+            events.append(self._delta("output_text.delta", growth.text, content_index=0, logprobs=scored))
+        for part in growth.calls:
+            if part.index != self._call or self._open != "function_call":
+                events += self.close("completed")
+                self._call = part.index
+                events += self._begun({"type": "function_call", "call_id": part.id, "name": part.name, "arguments": ""})
+            if part.arguments:
+                events.append(self._delta("function_call_arguments.delta", part.arguments))
+        return events
+
+    def finish(self, reason: FinishReason) -> list[bytes]:
+        """Close what is open. An answer that says nothing is an empty message."""
+        events = [] if self.items else self._opened("message")
+        return events + self.close("incomplete" if reason == "length" else "completed")
+
+    def close(self, status: str) -> list[bytes]:
+        """Close what is open, if anything is."""
+        kind, self._open = self._open, ""
+        if not kind:
+            return []
+        item, text = self.items[-1], "".join(self._texts)
+        item["status"] = status
+        at = self._at()
+        if kind == "function_call":
+            item["arguments"] = text
+            done = self.event("function_call_arguments.done", **at, name=item["name"], arguments=text)
+            return [done, self._item_done()]
+        part = item["content"][0]
+        part["text"] = text
+        more: dict[str, Any] = {}
+        if kind == "message":
+            part["logprobs"] = more["logprobs"] = self._scored
+        name = "output_text.done" if kind == "message" else "reasoning_text.done"
+        return [
+            self.event(name, **at, content_index=0, text=text, **more),
+            self.event("content_part.done", **at, content_index=0, part=part),
+            self._item_done(),
+        ]
+
+    def _opened(self, kind: str) -> list[bytes]:
+        if self._open == kind:
+            return []
+        events = self.close("completed")
+        if kind == "message":
+            part: Item = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            events += self._begun({"type": "message", "role": "assistant", "content": []})
+        else:
+            part = {"type": "reasoning_text", "text": ""}
+            events += self._begun({"type": "reasoning", "summary": [], "content": []})
+        events.append(self.event("content_part.added", **self._at(), content_index=0, part=part))
+        self.items[-1]["content"] = [part]
+        return events
+
+    def _begun(self, item: Item) -> list[bytes]:
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[item["type"]]
+        item = {"type": item["type"], "id": new_id(prefix), "status": "in_progress", **item}
+        self._open, self._texts, self._scored = item["type"], [], []
+        self.items.append(item)
+        return [self.event("output_item.added", output_index=len(self.items) - 1, item=item)]
+
+    def _delta(self, name: str, text: str, **more: Any) -> bytes:
+        self._texts.append(text)
+        return self.event(name, **self._at(), delta=text, **more)
+
+    def _at(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def _item_done(self) -> bytes:
+        return self.event("output_item.done", output_index=len(self.items) - 1, item=self.items[-1])
+
+
+class ResponsesDialect:
+    """/v1/responses: one choice."""
+
+    def __init__(
+        self,
+        header: Header,
+        speller: Speller,
+        n_top: int,
+        said: Said,
+        clock_s: Callable[[], int],
+        keep: Callable[[bytes, Sequence[Item]], None],
+    ) -> None:
+        """`n_top`: alternatives per position, or below 0 for no log probabilities.
+
+        `keep` is given the body of a response that has come to its end, and its output.
+        """
+        self._header, self._speller, self._n_top, self._clock_s = header, speller, n_top, clock_s
+        self._echo, self._keep = said.echo, keep
+        self._output = OutputItems(self._logprobs)
+        self._reason: FinishReason = "stop"
+
+    def frame(self, event: bytes) -> bytes:
+        """Return the event, whose lines have been written: a token may need several."""
+        return event
+
+    def opening_event(self, index: int, echo: str) -> bytes | None:
+        """Return the events that open a response."""
+        body = self._body("in_progress", None)
+        return named_frames([self._whole(kind, body) for kind in ("created", "in_progress")])
+
+    def growth_event(self, index: int, growth: Growth) -> bytes:
+        """Return the events for what one token added."""
+        return named_frames(self._output.grow(growth))
+
+    def finish_event(self, index: int, reason: FinishReason, stop: str) -> bytes:
+        """Return the events that end the last item."""
+        self._reason = reason
+        return named_frames(self._output.finish(reason))
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """Return the event that carries the whole response."""
+        body = self._ended(usage)
+        kind = "incomplete" if self._reason == "length" else "completed"
+        return named_frames([self._whole(kind, body)])
+
+    def closing_events(self) -> Sequence[bytes]:
+        """Return nothing: the whole response is the end."""
+        return ()
+
+    def failure_event(self, error: RelaylineError) -> bytes:
+        """Return the events that end a response that failed."""
+        detail = error_body(error).error
+        code = "rate_limit_exceeded" if detail.type == "rate_limit_error" else "server_error"
+        body = self._body("failed", None, error={"code": code, "message": detail.message})
+        return named_frames([self._whole("failed", body)])
+
+    def reply(self, choices: Sequence[tuple[Growth, FinishReason]], usage: Usage) -> bytes:
+        """Return the whole response."""
+        growth, self._reason = choices[0]
+        self._output.grow(growth)
+        self._output.finish(self._reason)
+        return self._ended(usage)
+
+    def _whole(self, kind: str, body: bytes) -> bytes:
+        return self._output.event(kind, response=msgspec.Raw(body))
+
+    def _ended(self, usage: Usage) -> bytes:
+        body = self._body("incomplete" if self._reason == "length" else "completed", usage)
+        self._keep(body, self._output.items)
+        return body
+
+    def _body(self, status: str, usage: Usage | None, error: Item | None = None) -> bytes:
+        header = self._header
+        fields = {
+            "id": header.id,
+            "object": "response",
+            "created_at": header.created,
+            "status": status,
+            "completed_at": self._clock_s() if status == "completed" else None,
+            "error": error,
+            "incomplete_details": _INCOMPLETE if status == "incomplete" else None,
+            "model": header.model,
+            "output": [] if status == "in_progress" else self._output.items,
+            "usage": usage and _usage(usage),
+        }
+        return shapes.encode(fields)[:-1] + b"," + self._echo[1:]
+
+    def _logprobs(self, scored: Sequence[Scored]) -> list[shapes.TokenLogprob]:
+        return [] if self._n_top < 0 else [token_logprob(self._speller, one, self._n_top) for one in scored]
+
+
+def _usage(usage: Usage) -> Item:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.completion_tokens_details.reasoning_tokens},
+        "total_tokens": usage.total_tokens,
+    }

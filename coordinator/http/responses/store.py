@@ -1,0 +1,98 @@
+"""The responses that clients may go on from: in memory, bounded by count and by bytes. Pure.
+
+A response holds its own input and output only; those before it are found by its `previous_id`. What was used longest
+ago goes first, and with a response everything before it counts as used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from relayline.wire.common.bounds import STORED_RESPONSES_BYTES_MAX, STORED_RESPONSES_MAX
+
+ITEM_BYTES = 200  # what Python itself needs for one, about
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stored:
+    """One response that has come to its end."""
+
+    id: str
+    owner: str  # by the key that the client has shown; "" where none is demanded
+    body: bytes  # JSON
+    input_items: Sequence[tuple[str, bytes]]  # (id, JSON)
+    output_items: Sequence[tuple[str, bytes]]
+    previous_id: str | None
+
+    @property
+    def n_bytes(self) -> int:
+        """What it holds."""
+        return len(self.body) + sum(len(item) + ITEM_BYTES for _, item in (*self.input_items, *self.output_items))
+
+
+class ResponseStore:
+    """All stored responses of one application."""
+
+    def __init__(self, n_max: int = STORED_RESPONSES_MAX, bytes_max: int = STORED_RESPONSES_BYTES_MAX) -> None:
+        self._n_max, self._bytes_max = n_max, bytes_max
+        self._by_id: OrderedDict[str, Stored] = OrderedDict()  # used longest ago first
+        self._holder_of: dict[str, str] = {}  # item id -> response id
+        self.n_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def put(self, stored: Stored) -> bool:
+        """Keep a response, if it is not too large by itself; others may go for it."""
+        if stored.n_bytes > self._bytes_max:
+            return False
+        self._by_id[stored.id] = stored
+        self._holder_of.update({item_id: stored.id for item_id, _ in stored.output_items})
+        self.n_bytes += stored.n_bytes
+        while len(self._by_id) > self._n_max or self.n_bytes > self._bytes_max:
+            self._drop(next(iter(self._by_id)))
+        return True
+
+    def get(self, id: str, owner: str) -> Stored | None:
+        """Return a response of this owner's."""
+        found = self._by_id.get(id)
+        return found if found is not None and found.owner == owner else None
+
+    def delete(self, id: str, owner: str) -> bool:
+        """Forget a response of this owner's; say whether there was one."""
+        found = self.get(id, owner)
+        if found is not None:
+            self._drop(id)
+        return found is not None
+
+    def chain(self, id: str, owner: str) -> list[Stored] | str:
+        """Return a response with all before it, the first one first; or the id of one that is not here."""
+        found: list[Stored] = []
+        at: str | None = id
+        while at is not None:
+            stored = self.get(at, owner)
+            if stored is None:
+                return at
+            found.append(stored)
+            at = stored.previous_id
+        for stored in found:  # the first one is used last: it is the last to go
+            self._by_id.move_to_end(stored.id)
+        return found[::-1]
+
+    def items(self, item_ids: Iterable[str], owner: str) -> dict[str, bytes]:
+        """Return what responses of this owner's put out under these ids, where it is known."""
+        wanted = {each: self._holder_of[each] for each in item_ids if each in self._holder_of}
+        found: dict[str, bytes] = {}
+        for holder in dict.fromkeys(wanted.values()):
+            stored = self.get(holder, owner)
+            if stored is not None:
+                found.update({item_id: item for item_id, item in stored.output_items if item_id in wanted})
+        return found
+
+    def _drop(self, id: str) -> None:
+        stored = self._by_id.pop(id)
+        self.n_bytes -= stored.n_bytes
+        for item_id, _ in stored.output_items:
+            self._holder_of.pop(item_id, None)

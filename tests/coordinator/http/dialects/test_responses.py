@@ -1,0 +1,321 @@
+"""/v1/responses: the official client's own types, the order of the events, and what is stored."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from relayline.coordinator.http.responses.store import ResponseStore, Stored
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
+from relayline.wire.common.errors import OverloadedError, StageLostError
+from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Served, says, serving, tokens
+
+# A template that has thoughts, and calls as Hermes writes them.
+TEMPLATE = (
+    "{% if tools %}TOOLS {{ tools | tojson }}{% endif %}"
+    + CHATML
+    + "{# <think></think> #}{% for m in messages %}{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}{% endfor %}"
+)
+TOOL = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "the weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "strict": False,
+}
+CALL = b'<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path: Path = tmp_path_factory.mktemp("tok") / "tokenizer.gguf"
+    return Tokenizer.load(write_tokenizer(path))
+
+
+@contextlib.asynccontextmanager
+async def client_of(
+    tokenizer: Tokenizer, generator: FakeGenerator, template: str = CHATML, **limits: object
+) -> AsyncIterator[tuple[openai.AsyncOpenAI, Served]]:
+    async with (
+        serving(tokenizer, generator, template=template, **limits) as served,
+        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client, served
+
+
+def prompt_of(tokenizer: Tokenizer, served: Served, at: int = -1) -> str:
+    return tokenizer.decode(served.generator.requests[at].prompt_tokens)
+
+
+async def test_a_whole_response_with_what_was_asked_for(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, FakeGenerator(says(b"hello"))) as (client, served):
+        response = await client.responses.create(
+            model=MODEL, input="hi", instructions="be brief", temperature=0.5, metadata={"a": "b"}
+        )
+        assert prompt_of(tokenizer, served) == tokenizer.decode(served.generator.requests[0].prompt_tokens)
+        assert "be brief" in prompt_of(tokenizer, served)
+        assert served.generator.requests[0].sampling.temperature == 0.5
+        assert response.output_text == "hello"
+        assert (response.status, response.error, response.incomplete_details) == ("completed", None, None)
+        assert (response.instructions, response.metadata, response.temperature) == ("be brief", {"a": "b"}, 0.5)
+        assert response.usage is not None
+        assert response.usage.output_tokens == 6
+        assert response.usage.input_tokens_details.cached_tokens == 0
+        assert response.output[0].type == "message"
+
+
+async def test_the_events_of_text_in_their_documented_order(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, FakeGenerator(says(b"hey"))) as (client, _):
+        events = [event async for event in await client.responses.create(model=MODEL, input="hi", stream=True)]
+    assert [event.type for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * 3,
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    assert events[-1].response.output_text == "hey"  # type: ignore[union-attr]
+    assert events[-1].response.id == events[0].response.id  # type: ignore[union-attr]
+
+
+async def test_thoughts_and_a_call_are_items_of_their_own(tokenizer: Tokenizer) -> None:
+    generator = FakeGenerator(says(b"<think>hm</think>" + CALL))
+    asked: dict[str, Any] = {"model": MODEL, "input": "weather?", "tools": [TOOL]}
+    async with client_of(tokenizer, generator, TEMPLATE) as (client, served):
+        events = [event async for event in await client.responses.create(**asked, stream=True)]
+        whole = await client.responses.create(**asked)
+        assert "get_weather" in prompt_of(tokenizer, served)
+    kinds = list(dict.fromkeys(event.type for event in events))
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.completed",
+    ]
+    for response in (events[-1].response, whole):  # type: ignore[union-attr]
+        thought, call = response.output
+        assert thought.type == "reasoning"
+        assert thought.content is not None
+        assert thought.content[0].text == "hm"
+        assert call.type == "function_call"
+        assert (call.name, json.loads(call.arguments), call.status) == ("get_weather", {"city": "Paris"}, "completed")
+        assert call.call_id
+
+
+async def test_a_result_goes_back_with_its_call(tokenizer: Tokenizer) -> None:
+    items: list[Any] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Paris"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+    ]
+    async with client_of(tokenizer, FakeGenerator(says(b"ok")), TEMPLATE) as (client, served):
+        await client.responses.create(model=MODEL, input=items, tools=[TOOL])  # type: ignore[list-item]
+        prompt = prompt_of(tokenizer, served)
+    assert prompt.index("weather?") < prompt.index("sunny")
+    assert '<tool_call>\n{"name": "get_weather"' in prompt
+
+
+async def test_max_output_tokens_leaves_a_response_incomplete(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, FakeGenerator(says(b"hello"))) as (client, _):
+        whole = await client.responses.create(model=MODEL, input="hi", max_output_tokens=2)
+        stream = await client.responses.create(model=MODEL, input="hi", max_output_tokens=2, stream=True)
+        last = [event async for event in stream][-1]
+    assert last.type == "response.incomplete"
+    for response in (whole, last.response):
+        assert response.status == "incomplete"
+        assert response.incomplete_details is not None
+        assert response.incomplete_details.reason == "max_output_tokens"
+        assert response.output[0].status == "incomplete"  # type: ignore[union-attr]
+        assert response.output_text == "he"
+
+
+async def test_a_schema_becomes_the_grammar(tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    text: Any = {"format": {"type": "json_schema", "name": "place", "schema": schema, "strict": True}}
+    async with client_of(tokenizer, FakeGenerator(says(b'{"city":"x"}'))) as (client, served):
+        response = await client.responses.create(model=MODEL, input="hi", text=text)
+        assert "city" in served.generator.requests[0].sampling.grammar
+        assert response.text is not None
+        assert response.text.format is not None
+        assert response.text.format.type == "json_schema"
+        with pytest.raises(openai.BadRequestError, match="must be one of text, json_object, json_schema") as caught:
+            await client.responses.create(model=MODEL, input="hi", text={"format": {"type": "yaml"}})  # type: ignore[typeddict-item]
+        assert caught.value.param == "text.format.type"
+
+
+async def test_log_probabilities_where_they_are_included(tokenizer: Tokenizer) -> None:
+    generator = FakeGenerator(lambda request: tokens(request, b"h", top=((104, -0.5), (105, -1.5))))
+    async with client_of(tokenizer, generator) as (client, _):
+        response = await client.responses.create(
+            model=MODEL, input="hi", include=["message.output_text.logprobs"], top_logprobs=1
+        )
+    part = response.output[0].content[0]  # type: ignore[union-attr,index]
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert [(each.token, each.logprob, len(each.top_logprobs)) for each in part.logprobs] == [("h", -0.5, 1)]
+
+
+async def test_a_conversation_goes_on_from_what_is_stored(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, FakeGenerator(says(b"blue"))) as (client, served):
+        first = await client.responses.create(model=MODEL, input="one", instructions="be brief")
+        stream = await client.responses.create(model=MODEL, input="two", previous_response_id=first.id, stream=True)
+        second = [event async for event in stream][-1].response  # type: ignore[union-attr]
+        third = await client.responses.create(model=MODEL, input="three", previous_response_id=second.id)
+        prompt = prompt_of(tokenizer, served)
+        places = [prompt.index(word) for word in ("one", "blue", "two", "three")]
+        assert places == sorted(places)
+        assert prompt.count("blue") == 2
+        assert "be brief" not in prompt  # instructions are of one response
+        assert (await client.responses.retrieve(third.id)).output_text == "blue"
+        listed = [item async for item in client.responses.input_items.list(third.id)]
+        assert [item.content[0].text for item in listed] == ["three"]  # type: ignore[union-attr]
+        await client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError) as gone:
+            await client.responses.retrieve(first.id)
+        assert gone.value.code == "response_not_found"
+        with pytest.raises(openai.NotFoundError, match=f"{first.id}.* is not stored here") as broken:
+            await client.responses.create(model=MODEL, input="four", previous_response_id=third.id)
+        assert broken.value.param == "previous_response_id"
+
+
+async def test_what_is_not_to_be_stored_is_not(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, FakeGenerator(says(b"x"))) as (client, _):
+        response = await client.responses.create(model=MODEL, input="one", store=False)
+        assert response.model_dump()["store"] is False
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(response.id)
+
+
+async def test_an_item_may_be_sent_by_its_id(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, FakeGenerator(says(b"blue"))) as (client, served):
+        first = await client.responses.create(model=MODEL, input="one")
+        reference: Any = {"type": "item_reference", "id": first.output[0].id}
+        await client.responses.create(model=MODEL, input=[{"role": "user", "content": "one"}, reference])
+        assert "blue" in prompt_of(tokenizer, served)
+        with pytest.raises(openai.BadRequestError, match="no item 'msg_other' is stored here"):
+            await client.responses.create(model=MODEL, input=[{"type": "item_reference", "id": "msg_other"}])
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "text"),
+    [
+        ({"background": True}, "background", "send false"),
+        ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
+        ({"prompt": {"id": "p"}}, "prompt", "send instructions and input"),
+        ({"truncation": "auto"}, "truncation", "send disabled"),
+        ({"service_tier": "flex"}, "service_tier", "send auto or default"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search'; leave it out"),
+        ({"input": [{"type": "computer_call"}]}, "input[0]", "'computer_call' are not served"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "'input_image'"),
+        ({"input": [{"role": "king", "content": "x"}]}, "input[0].role", "must be one of user"),
+        ({"input": []}, "input", "at least one item"),
+        ({"input": None}, "input", "required field is missing"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
+        ({"reasoning": {"effort": "enormous"}}, "reasoning.effort", "reasoning.effort: "),
+        ({"temperature": 3}, "temperature", "<= 2"),
+        ({"model": "other"}, "model", "does not exist"),
+    ],
+)
+async def test_what_is_not_served_is_refused_in_a_line(
+    tokenizer: Tokenizer, more: dict[str, Any], param: str, text: str
+) -> None:
+    async with serving(tokenizer) as served, aiohttp.ClientSession() as session:
+        async with session.post(f"{served.url}/v1/responses", json={"model": MODEL, "input": "hi", **more}) as reply:
+            error = (await reply.json())["error"]
+            assert reply.status == (404 if param == "model" else 400)
+        assert error["param"] == param
+        assert text in error["message"]
+        assert "\n" not in error["message"]
+        assert not served.generator.requests
+
+
+async def test_an_error_before_and_amid_an_answer(tokenizer: Tokenizer) -> None:
+    generator = FakeGenerator(lambda request: [*tokens(request, b"he", ends=False), StageLostError("stage 1 is lost")])
+    generator.refusals = [OverloadedError("all lanes are taken", retry_after_s=3)]
+    async with client_of(tokenizer, generator) as (client, _):
+        with pytest.raises(openai.RateLimitError):
+            await client.responses.create(model=MODEL, input="hi", stream=True)
+        events = []
+        with contextlib.suppress(Exception):  # the connection is cut: which error says so is the client's
+            async for event in await client.responses.create(model=MODEL, input="hi", stream=True):
+                events.append(event)
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error.message == "stage 1 is lost"
+    assert events[-1].response.status == "failed"
+
+
+async def test_a_client_that_leaves_frees_its_stream(tokenizer: Tokenizer) -> None:
+    gate = Gate()
+    generator = FakeGenerator(lambda request: [*tokens(request, b"he", ends=False), gate])
+    async with client_of(tokenizer, generator) as (client, served):
+        stream = await client.responses.create(model=MODEL, input="hi", stream=True)
+        async with asyncio.timeout(WAIT_S):
+            await gate.reached.wait()
+        await stream.close()
+        async with asyncio.timeout(WAIT_S):
+            await served.generator.streams[0].closed.wait()
+
+
+async def test_input_tokens_are_counted_without_an_answer(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, FakeGenerator(says(b"x"))) as (client, served):
+        counted = await client.responses.input_tokens.count(model=MODEL, input="hello")
+        response = await client.responses.create(model=MODEL, input="hello")
+        assert len(served.generator.requests) == 1
+    assert response.usage is not None
+    assert counted.input_tokens == response.usage.input_tokens
+
+
+def stored(name: str, n_bytes: int = 10, previous: str | None = None, owner: str = "") -> Stored:
+    return Stored(name, owner, b"x" * n_bytes, (), [(f"msg_{name}", b"")], previous)
+
+
+def test_the_store_keeps_its_bounds_and_a_conversation_together() -> None:
+    store = ResponseStore(n_max=3, bytes_max=2_000)
+    for each in (stored("a"), stored("b"), stored("a2", previous="a")):
+        assert store.put(each)
+    chain = store.chain("a2", "")
+    assert [each.id for each in chain if isinstance(each, Stored)] == ["a", "a2"]
+    store.put(stored("c"))  # b was used longest ago
+    assert store.get("b", "") is None
+    assert store.items(["msg_b", "msg_a"], "") == {"msg_a": b""}
+    store.put(stored("d", 1_000))
+    assert (len(store), store.get("a2", "")) == (3, None)
+    assert not store.put(stored("e", 3_000))
+    assert store.n_bytes <= 2_000
+    assert store.chain("a2", "") == "a2"
+
+
+def test_the_store_shows_a_response_to_its_owner_only() -> None:
+    store = ResponseStore()
+    store.put(stored("a", owner="me"))
+    assert store.get("a", "you") is None
+    assert store.chain("a", "you") == "a"
+    assert store.items(["msg_a"], "you") == {}
+    assert not store.delete("a", "you")
+    assert store.delete("a", "me")
+    assert (len(store), store.n_bytes) == (0, 0)

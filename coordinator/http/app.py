@@ -12,7 +12,7 @@ from relayline.coordinator.answers.template import Conversation
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.body_pool import BodyPool, find_style
 from relayline.coordinator.http.choice import Speller
-from relayline.coordinator.http.dialect_routes import OUTER_MIDDLEWARE, dialect_routes
+from relayline.coordinator.http.dialect_routes import OUTER_MIDDLEWARE, add_dialects
 from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.live import FACTS, LiveFeed
@@ -73,7 +73,7 @@ def make_app(
     app = web.Application(client_max_size=limits.body_bytes_max, middlewares=middlewares)
     app[LIMITS] = limits
     app[TEMPLATE_FAULT] = style.fault
-    app[PATHS], app[FACTS] = frozenset(files), facts
+    app[FACTS] = facts
 
     async def close_pool(_app: web.Application) -> None:
         pool.close()
@@ -83,7 +83,7 @@ def make_app(
     app.on_response_prepare.append(add_request_id)
     app.on_response_prepare.append(note_status)
     app.add_routes([*_routes(Handlers(service), TelemetryHandlers(control), feed), *routes(files)])
-    app.add_routes(dialect_routes(service))
+    app[PATHS] = add_dialects(app, service) | frozenset(files)
     facts["routes"] = sorted(info["path"] for info in map(_info, app.router.resources()) if "path" in info)
     return app
 

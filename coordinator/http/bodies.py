@@ -37,7 +37,7 @@ class StreamOptions(Struct):
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Json = msgspec.Raw  # a value left as the client wrote it
-NO_JSON = msgspec.Raw()
+NO_JSON: Any = msgspec.field(default_factory=msgspec.Raw)  # made anew, since no schema can show a Raw
 
 
 class JsonSchemaFormat(Struct, rename={"json_schema": "schema"}):

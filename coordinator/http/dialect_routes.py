@@ -6,6 +6,7 @@ from aiohttp import web
 
 from relayline.coordinator.http.messages.errors import messages_errors
 from relayline.coordinator.http.messages.handlers import MessageHandlers
+from relayline.coordinator.http.openapi import add_openapi
 from relayline.coordinator.http.responses.handlers import ResponseHandlers
 from relayline.coordinator.http.responses.store import ResponseStore
 from relayline.coordinator.http.service import Service
@@ -13,8 +14,16 @@ from relayline.coordinator.http.service import Service
 OUTER_MIDDLEWARE = messages_errors  # around everything: it writes what went wrong anywhere
 
 
-def dialect_routes(service: Service) -> list[web.RouteDef]:
-    """Return the routes of one application."""
+def add_dialects(app: web.Application, service: Service) -> frozenset[str]:
+    """Add the routes to an application, and last the description of all that it has.
+
+    Returns the paths that tell nothing about anybody, which need no key.
+    """
+    app.add_routes(_routes(service))
+    return add_openapi(app)
+
+
+def _routes(service: Service) -> list[web.RouteDef]:
     responses, messages = ResponseHandlers(service, ResponseStore()), MessageHandlers(service)
     return [
         web.post("/v1/responses", responses.create),

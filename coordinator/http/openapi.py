@@ -1,0 +1,189 @@
+"""`/openapi.json` and `/docs`: what is served, from the router's routes and from the types that read bodies.
+
+Nothing about a field is written here: its type and its bounds are those that `bodies` check.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from typing import Any
+
+import msgspec
+from aiohttp import hdrs, web
+
+from relayline.coordinator.http import bodies, shapes
+from relayline.coordinator.http.errors import ErrorBody
+from relayline.coordinator.http.messages.asking import MessagesBody
+from relayline.coordinator.http.page import HEADERS
+from relayline.coordinator.http.responses.bodies import ResponsesBody
+
+OPENAPI_PATH, DOCS_PATH = "/openapi.json", "/docs"
+
+# (method, path) -> the type of the body.
+_BODIES: dict[tuple[str, str], type[msgspec.Struct]] = {
+    ("POST", "/v1/completions"): bodies.CompletionBody,
+    ("POST", "/v1/chat/completions"): bodies.ChatBody,
+    ("POST", "/v1/responses"): ResponsesBody,
+    ("POST", "/v1/responses/input_tokens"): ResponsesBody,
+    ("POST", "/v1/messages"): MessagesBody,
+    ("POST", "/v1/messages/count_tokens"): MessagesBody,
+    ("POST", "/tokenize"): bodies.TokenizeBody,
+    ("POST", "/detokenize"): bodies.DetokenizeBody,
+    ("PUT", "/v1/telemetry"): bodies.TelemetryBody,
+}
+# The same -> the type of what status 200 brings, where it has one.
+_REPLIES: dict[tuple[str, str], type[msgspec.Struct]] = {
+    ("POST", "/v1/completions"): shapes.Completion,
+    ("POST", "/v1/chat/completions"): shapes.ChatCompletion,
+    ("GET", "/v1/models"): shapes.ModelList,
+    ("GET", "/v1/models/{id}"): shapes.Model,
+}
+_STREAMING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
+_PLAIN = {"/metrics"}  # text, not JSON
+_REF = "#/components/schemas/{name}"
+_ERRORS = {
+    "/v1/messages": {
+        "type": "object",
+        "required": ["type", "error"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "required": ["type", "message"],
+                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            },
+        },
+    }
+}
+
+
+def describe(routes: Iterable[web.AbstractRoute]) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of these routes. The files of the page are none of the API."""
+    types = [*dict.fromkeys([*_BODIES.values(), *_REPLIES.values(), ErrorBody])]
+    references, components = msgspec.json.schema_components(types, ref_template=_REF)
+    schema_of = dict(zip(types, references, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        path = route.resource.canonical if route.resource is not None else ""
+        if route.method == hdrs.METH_HEAD or path == "/" or path.startswith("/page/"):
+            continue
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, schema_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "relayline", "version": _version()},
+        "paths": dict(sorted(paths.items())),
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
+        },
+        "security": [{}, {"bearer": []}, {"x-api-key": []}],
+    }
+
+
+def add_openapi(app: web.Application) -> frozenset[str]:
+    """Serve the description of all routes that an application has; return the paths where it does."""
+    written: list[bytes] = []  # JSON, HTML
+
+    async def openapi(_request: web.Request) -> web.StreamResponse:
+        """GET /openapi.json: this description."""
+        return web.Response(body=written[0], content_type="application/json")
+
+    async def docs(_request: web.Request) -> web.StreamResponse:
+        """GET /docs: the same for people."""
+        return web.Response(body=written[1], content_type="text/html", charset="utf-8", headers=HEADERS)
+
+    async def write(app: web.Application) -> None:
+        described = describe(app.router.routes())
+        written.extend((msgspec.json.encode(described), _page(described).encode()))
+
+    app.add_routes([web.get(OPENAPI_PATH, openapi), web.get(DOCS_PATH, docs)])
+    app.on_startup.append(write)  # routes may be added until then
+    return frozenset({OPENAPI_PATH, DOCS_PATH})
+
+
+def _operation(route: web.AbstractRoute, path: str, schema_of: Mapping[type, Any]) -> dict[str, Any]:
+    key = (route.method, path)
+    error = _ERRORS.get("/v1/messages" if path.startswith("/v1/messages") else "", schema_of[ErrorBody])
+    content: dict[str, Any] = {"application/json": {"schema": schema_of.get(_REPLIES.get(key, object), {})}}
+    if path in _PLAIN or path == DOCS_PATH:
+        content = {"text/plain" if path in _PLAIN else "text/html": {}}
+    if path in _STREAMING:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    operation: dict[str, Any] = {
+        "operationId": f"{route.method.lower()}{re.sub(r'[^A-Za-z0-9]+', '_', path).rstrip('_')}",
+        "summary": _summary(route),
+        "responses": {
+            "200": {"description": "what was asked for", "content": content},
+            "default": {"description": "an error", "content": {"application/json": {"schema": error}}},
+        },
+    }
+    names = re.findall(r"\{(\w+)\}", path)
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if key in _BODIES:
+        body = {"required": True, "content": {"application/json": {"schema": schema_of[_BODIES[key]]}}}
+        operation["requestBody"] = body
+    return operation
+
+
+def _summary(route: web.AbstractRoute) -> str:
+    """Return what a handler says of itself, after its route."""
+    text = (route.handler.__doc__ or "").strip().partition("\n")[0]
+    route_text, colon, rest = text.partition(": ")
+    return (rest if colon else route_text).rstrip(".")
+
+
+def _version() -> str:
+    try:
+        return metadata.version("relayline")
+    except metadata.PackageNotFoundError:  # run from a checkout that was never installed
+        return "dev"
+
+
+def _page(described: Mapping[str, Any]) -> str:
+    schemas = described["components"]["schemas"]
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8><title>relayline: HTTP API</title>",
+        '<meta name=viewport content="width=device-width"><meta name=color-scheme content="light dark">',
+        f'<h1>relayline: HTTP API</h1><p>The same for programs: <a href="{OPENAPI_PATH}">{OPENAPI_PATH}</a>.</p>',
+    ]
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
+            parts.append(f"<p>{html.escape(operation['summary'])}</p>")
+            body = operation.get("requestBody")
+            if body:
+                name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+                parts.append(_fields(schemas[name]))
+    return "".join([*parts, "</html>"])
+
+
+def _fields(schema: Mapping[str, Any]) -> str:
+    rows = []
+    for name, field in schema["properties"].items():
+        needed = "required" if name in schema.get("required", ()) else ""
+        rows.append(f"<tr><td><code>{html.escape(name)}</code><td>{html.escape(_kind(field))}<td>{needed}")
+    return f"<table><tr><th>field<th>type<th>{''.join(rows)}</table>"
+
+
+def _kind(field: Mapping[str, Any]) -> str:
+    """Return a field's type in words."""
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(_kind(each) for each in field["anyOf"] if each.get("type") != "null"))
+    if "$ref" in field:
+        return str(field["$ref"]).rpartition("/")[2]
+    if "enum" in field:
+        return ", ".join(str(each) for each in field["enum"] if each is not None)
+    kind = str(field.get("type", "any"))
+    low, high = field.get("minimum"), field.get("maximum")
+    if low is not None and high is not None:
+        return f"{kind}, {low} to {high}"
+    return kind if low is None else f"{kind}, at least {low}"

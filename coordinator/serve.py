@@ -195,11 +195,14 @@ def _checked_url(url: str) -> str:
 
 def _limits(config: ServeConfig) -> HttpLimits:
     """Return the bounds of the HTTP side: whoever may stand in the line may also be connected."""
-    limits = HttpLimits()
+    limits, serving = HttpLimits(), config.pipeline.serving
     return dataclasses.replace(
         limits,
-        connections_max=limits.connections_max + config.pipeline.serving.queue,
-        connections_per_address_max=config.pipeline.serving.connections_per_address,
+        connections_max=limits.connections_max + serving.queue,
+        connections_per_address_max=serving.connections_per_address,
+        strict_max_tokens=serving.strict_max_tokens,
+        model_aliases=tuple(filter(None, map(str.strip, serving.served_model_name.split(",")))),
+        any_model_name=serving.any_model_name,
     )
 
 

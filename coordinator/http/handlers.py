@@ -39,12 +39,13 @@ class Handlers:
 
     async def models(self, _request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
-        return json_response(shapes.encode(shapes.ModelList([self._model()])))
+        names = dict.fromkeys((self._service.model_id, *self._service.limits.model_aliases))
+        return json_response(shapes.encode(shapes.ModelList([self._model(name) for name in names])))
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models/{id}; ids may contain slashes."""
-        validation.check_model(request.match_info["id"], self._service.model_id, self._service.limits)
-        return json_response(shapes.encode(self._model()))
+        name = validation.check_model(request.match_info["id"], self._service.model_id, self._service.limits)
+        return json_response(shapes.encode(self._model(name)))
 
     async def pipeline(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/pipeline: topology and live counters; `?since_ns=N` restricts overlap to what came after."""
@@ -120,8 +121,13 @@ class Handlers:
             self._service.generator.check_ready()
             self._service.generator.check_room()
 
-    def _model(self) -> shapes.Model:
-        return shapes.Model(self._service.model_id, self._service.created)
+    def _model(self, name: str) -> shapes.Model:
+        service = self._service
+        model = shapes.Model(name, service.created, root=service.model_id)
+        if ctx_tokens := service.generator.ctx_tokens:
+            model.max_model_len = ctx_tokens
+            model.meta = shapes.ModelMeta(n_ctx=ctx_tokens, n_vocab=service.tokenizer.n_vocab)
+        return model
 
     def _header(self, prefix: str, model: str, plan: validation.Plan) -> Header:
         return Header(

@@ -31,4 +31,6 @@ class HttpLimits:
     close_timeout_s: float = 10.0  # for what is written when a connection closes; a client that reads none is cut off
     connections_max: int = 4_096  # fewer where the system allows fewer open files
     connections_per_address_max: int = 512  # 0: no bound; none for loopback, where everybody behind a proxy comes from
-    any_model_name: bool = False  # answer under whatever name is asked for; for conformance suites with fixed names
+    strict_max_tokens: bool = False  # refuse a max_tokens that the context has no room for, instead of giving the room
+    model_aliases: tuple[str, ...] = ()  # further names of the model
+    any_model_name: bool = False  # answer under whatever name is asked for, for clients that bring fixed names

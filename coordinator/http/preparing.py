@@ -335,7 +335,7 @@ def _check_fit(lengths: Sequence[int], ctx_tokens: int) -> None:
     """Raise ContextLengthError for prompts of these lengths, in tokens, that cannot fit."""
     longest = max(lengths, default=0)
     if longest > ctx_tokens:
-        raise ContextLengthError(f"prompt: {longest} tokens are more than the context of {ctx_tokens}", "prompt")
+        raise ContextLengthError.of_prompt(ctx_tokens, f"{longest} tokens", "prompt")
     if sum(lengths) > PROMPT_TOKENS_MAX:
         raise ContextLengthError(
             f"prompt: the prompts of one request have at most {PROMPT_TOKENS_MAX} tokens", "prompt"

@@ -181,7 +181,7 @@ def make_job(
     check_tokens([token for token, _ in plan.sampling.logit_bias], service.tokenizer.n_vocab, "logit_bias")
     requests: list[GenerationRequest] = []
     for prompt in prompts:
-        max_tokens = fit_tokens(len(prompt.tokens), plan, ctx_tokens, param)
+        max_tokens = fit_tokens(len(prompt.tokens), plan, ctx_tokens, param, is_strict=service.limits.strict_max_tokens)
         for choice in range(plan.n):
             requests.append(
                 GenerationRequest(

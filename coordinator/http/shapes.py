@@ -167,6 +167,13 @@ class ChatCompletion(Struct):
     object: Literal["chat.completion"] = "chat.completion"
 
 
+class ModelMeta(Struct):
+    """What llama-server tells of a model beside its name."""
+
+    n_ctx: int  # tokens per stream
+    n_vocab: int
+
+
 class Model(Struct):
     """One entry of /v1/models."""
 
@@ -174,6 +181,9 @@ class Model(Struct):
     created: int
     owned_by: str = "relayline"
     object: Literal["model"] = "model"
+    root: str = ""  # the name of the model that an alias stands for
+    max_model_len: int | UnsetType = UNSET  # tokens per stream, as vLLM has it; left out until stages are connected
+    meta: ModelMeta | UnsetType = UNSET  # as llama-server has it
 
 
 class ModelList(Struct):

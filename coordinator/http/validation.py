@@ -131,24 +131,28 @@ def check_tokens(tokens: Sequence[int], n_vocab: int, param: str) -> None:
             raise InvalidRequestError(f"{param}: token {token} at index {at} is not in [0, {n_vocab})", param=param)
 
 
-def fit_tokens(n_prompt: int, plan: Plan, ctx_tokens: int, param: str) -> int:
+def fit_tokens(n_prompt: int, plan: Plan, ctx_tokens: int, param: str, *, is_strict: bool = False) -> int:
     """Return how many tokens to generate after a prompt of `n_prompt` tokens.
 
+    As many as the client asked for, or as the context leaves if that is less; with `is_strict` that is an error.
     Raises InvalidRequestError for an empty prompt, ContextLengthError when what was asked for cannot fit.
     """
     if n_prompt < 1:
         raise InvalidRequestError(f"{param}: the prompt has no tokens", param=param)
     room = ctx_tokens - n_prompt
     grammar_of = plan.shape.param if plan.shape else "tools" if plan.sampling.grammar else ""
-    wanted, limit = plan.max_tokens, GRAMMAR_TOKENS_MAX if grammar_of else room
+    limit = min(room, GRAMMAR_TOKENS_MAX) if grammar_of else room
+    wanted = plan.max_tokens
     if wanted is None:
-        wanted = max(1, min(room, limit if plan.max_tokens_default is None else plan.max_tokens_default))
-    elif grammar_of and wanted > limit:
-        raise InvalidRequestError(f"max_tokens: at most {limit} with {grammar_of}, got {wanted}", "max_tokens")
+        wanted = min(limit, limit if plan.max_tokens_default is None else plan.max_tokens_default)
+    elif not is_strict:
+        wanted = min(limit, wanted)
+    elif grammar_of and wanted > GRAMMAR_TOKENS_MAX:
+        text = f"at most {GRAMMAR_TOKENS_MAX} with {grammar_of}, got {wanted}"
+        raise InvalidRequestError(f"max_tokens: {text}", "max_tokens")
+    wanted = max(wanted, 1)
     if wanted > room:
-        raise ContextLengthError(
-            f"prompt {n_prompt} tokens + max_tokens {wanted} > context {ctx_tokens} tokens; shorten one of them", param
-        )
+        raise ContextLengthError.of_request(ctx_tokens, n_prompt, wanted, param)
     return wanted
 
 
@@ -164,7 +168,7 @@ def check_model(name: str | None, model_id: str, limits: HttpLimits) -> str:
     """Return the name to answer under. No name at all means the one model there is."""
     if not name or name == model_id:
         return model_id
-    if limits.any_model_name:
+    if limits.any_model_name or name in limits.model_aliases:
         return name
     raise ModelNotFoundError(f"the model {name[:200]!r} does not exist; this server has {model_id!r}", param="model")
 

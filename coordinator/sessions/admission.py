@@ -76,10 +76,7 @@ class Admission:
     def too_long(self, session: Session) -> ContextLengthError:
         """Return what to tell a request that cannot fit."""
         n_prompt, max_tokens = len(session.request.prompt_tokens), session.request.max_tokens
-        return ContextLengthError(
-            f"This model's maximum context length is {self.ctx_tokens} tokens, but {n_prompt + max_tokens} "
-            f"were requested ({n_prompt} in the prompt, {max_tokens} for the completion)"
-        )
+        return ContextLengthError.of_request(self.ctx_tokens, n_prompt, max_tokens)
 
     def unfit(self) -> list[Session]:
         """Return the sessions that no longer fit after `resize` made the context smaller."""

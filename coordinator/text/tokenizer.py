@@ -133,7 +133,7 @@ class Tokenizer:
         try:
             ids = self._pieces_of(raw, parse_special, ctx_tokens)
         except TooManyError:
-            raise ContextLengthError(f"{param}: it has more than {ctx_tokens} tokens, the context", param) from None
+            raise ContextLengthError.of_prompt(ctx_tokens, f"more than {ctx_tokens} tokens", param) from None
         before, after = self._around if add_special else ([], [])
         return [*before, *ids, *after]
 
@@ -141,11 +141,8 @@ class Tokenizer:
         """Raise ContextLengthError for a text that is too long for `ctx_tokens`, whatever its tokens are."""
         # No character has less than one byte, and no token covers more than the longest does.
         if len(text) > ctx_tokens and len(text) > ctx_tokens * self.longest_piece_bytes:
-            raise ContextLengthError(
-                f"{param}: {len(text)} characters cannot fit {ctx_tokens} tokens, "
-                f"of which none covers more than {self.longest_piece_bytes} bytes; shorten it",
-                param,
-            )
+            size = f"{len(text)} characters, of which one token covers {self.longest_piece_bytes} at most"
+            raise ContextLengthError.of_prompt(ctx_tokens, size, param)
 
     @functools.cached_property
     def longest_piece_bytes(self) -> int:

@@ -170,7 +170,7 @@ async def test_metrics_and_the_bench_command_see_the_same_server(served: Running
     assert bench.returncode == 0, bench.stderr
     lines = [json.loads(line) for line in bench.stdout.splitlines()]
     assert [(line["load"], line["n_tokens"]) for line in lines] == [("1", 16), ("3", 48)]
-    too_long = ("bench", served.event["url"], "--streams", "1", "--tokens", "5000")
+    too_long = ("bench", served.event["url"], "--streams", "1", "--prompt-tokens", "5000")
     table = await asyncio.to_thread(relayline, *too_long)
     refused = await asyncio.to_thread(relayline, *too_long, "--json")
     assert (table.returncode, refused.returncode) == (1, 1)
@@ -236,7 +236,7 @@ async def test_who_shares_a_session_keeps_an_answer_of_its_own_when_its_opener_l
         (b"{not json", 400, None),
         ({"model": "another", "prompt": "x"}, 404, "model_not_found"),
         ({"prompt": "x " * 2000, "max_tokens": 8}, 400, "context_length_exceeded"),
-        ({"prompt": "x", "max_tokens": 5000}, 400, "context_length_exceeded"),
+        ({"prompt": [5] * 1024, "max_tokens": 5000}, 400, "context_length_exceeded"),
         ({"prompt": [999999], "max_tokens": 1}, 400, None),
     ],
 )

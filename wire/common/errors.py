@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import grpc
 
@@ -97,9 +97,32 @@ class InvalidRequestError(RelaylineError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt plus requested tokens do not fit the tokens that one stream may hold."""
+    """Prompt plus requested tokens do not fit the tokens that one stream may hold.
+
+    The messages are OpenAI's, word for word: LangChain, LiteLLM, Continue and others look for them before they fall
+    back to a longer context or cut their history.
+    """
 
     label = "context_length_exceeded"
+
+    @classmethod
+    def of_request(cls, ctx_tokens: int, n_prompt: int, n_completion: int, param: str | None = None) -> Self:
+        """Return the error of a prompt that leaves too little room for the completion, all in tokens."""
+        return cls(
+            f"This model's maximum context length is {ctx_tokens} tokens. However, you requested "
+            f"{n_prompt + n_completion} tokens ({n_prompt} in the {param or 'prompt'}, {n_completion} in the "
+            f"completion). Please reduce the length of the {param or 'prompt'} or completion.",
+            param,
+        )
+
+    @classmethod
+    def of_prompt(cls, ctx_tokens: int, size: str, param: str) -> Self:
+        """Return the error of a prompt that is too long by itself; `size` says how long, with its unit."""
+        return cls(
+            f"This model's maximum context length is {ctx_tokens} tokens. However, your {param} resulted in {size}. "
+            f"Please reduce the length of the {param}.",
+            param,
+        )
 
 
 class ModelNotFoundError(InvalidRequestError):

@@ -245,6 +245,21 @@ class ServingSettings(Settings):
         place="coordinator.modelId",
         reader=COORDINATOR,
     )
+    served_model_name: str = setting(
+        "",
+        "Further names of the model in the API, with commas between them; answers carry the name that was asked for.",
+        flag="--served-model-name",
+        place="coordinator.servedModelName",
+        reader=COORDINATOR,
+    )
+    any_model_name: bool = setting(
+        False,
+        "Whether requests may name any model; answers carry the name that was asked for.",
+        flag="--any-model-name",
+        flag_doc="Take any model name in requests; answers carry the name that was asked for.",
+        place="coordinator.anyModelName",
+        reader=COORDINATOR,
+    )
     connections_per_address: int = setting(
         512,
         "Connections from one address beyond this machine, such as a proxy's; 0 for any number.",
@@ -267,6 +282,14 @@ class ServingSettings(Settings):
         "Where people look at traces, as http://HOST:16686; the page at / links requests to it.",
         flag="--jaeger-url",
         place="telemetry.jaegerUrl",
+        reader=COORDINATOR,
+    )
+    strict_max_tokens: bool = setting(
+        False,
+        "Whether a max_tokens beyond the context's room is refused with 400. Else the answer gets the room there is.",
+        flag="--strict-max-tokens",
+        flag_doc="Refuse a max_tokens beyond the context's room with 400. Else the answer gets the room there is.",
+        place="coordinator.http.strictMaxTokens",
         reader=COORDINATOR,
     )
 

@@ -187,7 +187,7 @@ async def test_what_is_only_kept_makes_room_for_streams_of_another_coordinator(
 async def test_a_refusal_says_why_and_leaves_nothing_behind(artifacts: Artifacts) -> None:
     async with fleet(artifacts([2]), n_lanes=1, waiting_max=1) as running:
         pipeline = running.pipeline
-        with pytest.raises(ContextLengthError, match=r"256 tokens, but 257 were requested \(250 in the prompt, 7"):
+        with pytest.raises(ContextLengthError, match=r"256 tokens. However, you requested 257 tokens \(250 in"):
             pipeline.open(request(prompt_of(0, 250), 7))
         streams = [pipeline.open(request(prompt_of(0, 3), 4)) for _ in range(2)]
         with pytest.raises(OverloadedError, match="1 requests already wait"):

@@ -318,9 +318,9 @@ async def test_client_errors(tokenizer: Tokenizer) -> None:
             await client.chat.completions.create(model="gpt-9", messages=[USER])
         assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
         with pytest.raises(openai.BadRequestError) as too_long:
-            await client.completions.create(model=MODEL, prompt="hello world", max_tokens=63)
+            await client.completions.create(model=MODEL, prompt=[1] * 64, max_tokens=1)
         assert too_long.value.code == "context_length_exceeded"
-        assert "prompt 2 tokens + max_tokens 63 > context 64" in str(too_long.value)
+        assert "maximum context length is 64 tokens. However, you requested 65 tokens" in str(too_long.value)
         with pytest.raises(openai.BadRequestError) as wrong:
             await client.chat.completions.create(model=MODEL, messages=[USER], temperature=3)
         assert (wrong.value.param, wrong.value.type) == ("temperature", "invalid_request_error")

@@ -58,10 +58,20 @@ async def test_health_follows_the_generator(tokenizer: Tokenizer, path: str) -> 
 
 
 async def test_models_and_pipeline(tokenizer: Tokenizer) -> None:
-    entry = {"id": MODEL, "created": CREATED, "owned_by": "relayline", "object": "model"}
-    async with session_of(tokenizer) as (session, served):
+    entry = {
+        "id": MODEL, "created": CREATED, "owned_by": "relayline", "object": "model", "root": MODEL,
+        "max_model_len": 512, "meta": {"n_ctx": 512, "n_vocab": tokenizer.n_vocab},
+    }  # fmt: skip
+    async with session_of(tokenizer, model_aliases=("gpt-4o", "tiny")) as (session, served):
         async with session.get("/v1/models") as reply:
-            assert await reply.json() == {"data": [entry], "object": "list"}
+            entries = [entry, entry | {"id": "gpt-4o"}, entry | {"id": "tiny"}]
+            assert await reply.json() == {"data": entries, "object": "list"}
+        async with session.get("/v1/models/tiny") as reply:
+            assert await reply.json() == entry | {"id": "tiny"}
+        async with session.post("/v1/completions", json={"prompt": "x", "model": "gpt-4o"}) as reply:
+            assert (await reply.json())["model"] == "gpt-4o"
+        async with session.post("/v1/completions", json={"prompt": "x", "model": "gpt-4"}) as reply:
+            assert reply.status == 404
         async with session.get("/v1/models/org%2Ftiny") as reply:
             assert await reply.json() == entry
         async with session.get("/v1/pipeline") as reply:
@@ -117,7 +127,7 @@ async def test_nothing_is_generated_before_the_pipeline_is_ready(
 async def test_a_request_that_never_fits_is_told_so_during_a_recovery(tokenizer: Tokenizer) -> None:
     async with session_of(tokenizer, FakeGenerator(ctx_tokens=4)) as (session, served):
         served.generator.ready = False
-        async with session.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 3}) as reply:
+        async with session.post("/v1/completions", json={"prompt": [1, 2, 3, 4], "max_tokens": 3}) as reply:
             assert (reply.status, (await reply.json())["error"]["code"]) == (400, "context_length_exceeded")
 
 
@@ -310,6 +320,18 @@ async def test_usage_tells_what_of_each_prompt_was_not_computed(tokenizer: Token
             assert usage["prompt_tokens_details"] == {"cached_tokens": n_cached}
             assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (12, 8, 20)
         assert len(served.generator.requests) == 12
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+async def test_max_tokens_beyond_the_context(tokenizer: Tokenizer, is_strict: bool) -> None:
+    async with (
+        session_of(tokenizer, FakeGenerator(ctx_tokens=8), strict_max_tokens=is_strict) as (session, served),
+        session.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 6}) as reply,
+    ):
+        if is_strict:
+            assert (reply.status, (await reply.json())["error"]["code"]) == (400, "context_length_exceeded")
+        else:
+            assert (reply.status, served.generator.requests[0].max_tokens) == (200, 5)
 
 
 async def test_any_model_name_may_be_allowed(tokenizer: Tokenizer) -> None:

@@ -283,20 +283,34 @@ def test_long_predictions() -> None:
 def test_fitting_the_context() -> None:
     fit = validation.fit_tokens
     assert fit(10, completion_plan(), 100, "prompt") == 16
-    assert fit(90, completion_plan(), 100, "prompt") == 10  # the default shrinks, a number that was asked for does not
+    assert fit(90, completion_plan(), 100, "prompt") == 10
     assert fit(90, completion_plan(max_tokens=10), 100, "prompt") == 10
+    assert fit(90, completion_plan(max_tokens=11), 100, "prompt") == 10
+    assert fit(90, completion_plan(max_tokens=10), 100, "prompt", is_strict=True) == 10
     assert fit(10, chat_plan(), 100, "messages") == 90
-    for n_prompt, plan in [(90, completion_plan(max_tokens=11)), (100, completion_plan()), (100, chat_plan())]:
-        with pytest.raises(ContextLengthError, match=rf"prompt {n_prompt} tokens \+ max_tokens \d+ > context 100"):
-            fit(n_prompt, plan, 100, "prompt")
+    for n_prompt, plan, n_wanted, is_strict in [
+        (90, completion_plan(max_tokens=11), 11, True),
+        (100, completion_plan(), 1, False),
+        (100, chat_plan(max_tokens=7), 1, False),
+    ]:
+        with pytest.raises(ContextLengthError) as caught:
+            fit(n_prompt, plan, 100, "prompt", is_strict=is_strict)
+        assert caught.value.message == (
+            f"This model's maximum context length is 100 tokens. However, you requested {n_prompt + n_wanted} tokens "
+            f"({n_prompt} in the prompt, {n_wanted} in the completion). "
+            "Please reduce the length of the prompt or completion."
+        )
+        assert caught.value.param == "prompt"
     with pytest.raises(InvalidRequestError, match="no tokens"):
         fit(0, completion_plan(), 100, "prompt")
     shaped = {"response_format": {"type": "json_object"}}
     assert fit(10, chat_plan(**shaped), 1 << 20, "messages") == GRAMMAR_TOKENS_MAX
     assert fit(10, completion_plan(**shaped), 1 << 20, "messages") == 16
     assert fit(10, chat_plan(**shaped, max_tokens=GRAMMAR_TOKENS_MAX), 1 << 20, "messages") == GRAMMAR_TOKENS_MAX
+    too_many = chat_plan(**shaped, max_tokens=GRAMMAR_TOKENS_MAX + 1)
+    assert fit(10, too_many, 1 << 20, "messages") == GRAMMAR_TOKENS_MAX
     with pytest.raises(InvalidRequestError, match=f"max_tokens: at most {GRAMMAR_TOKENS_MAX} with response_format"):
-        fit(10, chat_plan(**shaped, max_tokens=GRAMMAR_TOKENS_MAX + 1), 1 << 20, "messages")
+        fit(10, too_many, 1 << 20, "messages", is_strict=True)
 
 
 def test_model_names() -> None:

@@ -13,7 +13,12 @@ LLAMA_CMAKE := -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/dep
 # build for the CPU; an empty CMAKE_ARGS goes back. The recipe gets it through its environment, whatever its quotes.
 BUILT_WITH := $(VENV)/.cmake-args
 LAST_ARGS := $(strip $(shell cat $(BUILT_WITH) 2>/dev/null))
-export LLAMA_ARGS := $(if $(filter undefined,$(origin CMAKE_ARGS)),$(LAST_ARGS),$(strip $(CMAKE_ARGS)))
+LLAMA_ARGS := $(if $(filter undefined,$(origin CMAKE_ARGS)),$(LAST_ARGS),$(strip $(CMAKE_ARGS)))
+# RELAYLINE_KERNELS=off leaves relayline's kernels out, =on takes them back; like the rest it stays until it is said anew.
+ifdef RELAYLINE_KERNELS
+LLAMA_ARGS := $(strip $(filter-out -DRELAYLINE_KERNELS=%,$(LLAMA_ARGS)) $(if $(filter-out on ON On,$(RELAYLINE_KERNELS)),-DRELAYLINE_KERNELS=$(RELAYLINE_KERNELS)))
+endif
+export LLAMA_ARGS
 ifneq ($(LLAMA_ARGS),$(LAST_ARGS))
 FLAGS_MOVED := yes
 endif
@@ -28,18 +33,22 @@ INSTALL_LLAMA = CMAKE_ARGS="$(LLAMA_CMAKE) $$LLAMA_ARGS" $(PYTHON) deploy/build/
 CONSTRAINTS := deploy/build/constraints.txt
 CONSTRAINED := $(if $(LATEST),--upgrade,--constraint $(CONSTRAINTS))
 # Files of tests side by side: they wait for processes much of the time. One test alone: .venv/bin/python -m pytest -k NAME
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+PYTEST_ARGS := -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+PYTEST := $(BIN)/python $(PYTEST_ARGS)
+# An environment whose llama.cpp has none of relayline's kernels, as prebuilt wheels have it, and the tests that run llama.cpp.
+PLAIN := build/plain
+NATIVE_TESTS := tests/stage tests/end_to_end tests/deploy/kernels tests/deploy/doctor
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup rebuild anew demo test test-quick test-store simulate check check-native proto reference docs lock bench wheel clean
+.PHONY: help setup rebuild anew demo test test-quick test-plain test-store simulate check check-native proto reference docs lock bench wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 setup: $(STAMP) ## create .venv and install relayline with its development tools; LATEST=1 for the newest versions
 
-$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) stage/engine/_capture.c $(wildcard wire/*/_*.c deploy/build/*.cmake deploy/build/*.cpp deploy/build/*.h $(BUILT_WITH)) $(REBUILD)
+$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) stage/engine/_capture.c $(wildcard wire/*/_*.c deploy/build/*.cmake $(addprefix deploy/kernels/*.,cmake cpp h patch) $(BUILT_WITH)) $(REBUILD)
 	@echo "[1/3] environment in $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("relayline needs Python 3.11 or newer; name one with PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -47,8 +56,8 @@ $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) stage/engine/_capture.c $(wildc
 	@echo "[2/3] llama.cpp (compiled once, a few minutes$(if $(LLAMA_ARGS),,; the wheel is cached for next time))"
 	@$(if $(filter rebuild,$(MAKECMDGOALS)),$(BIN)/python -m pip cache remove --quiet llama_cpp_python || true)
 	@$(INSTALL_LLAMA) $(PIP_FRESH)
-	@$(BIN)/python deploy/build/built_with.py || { \
-		echo "      that wheel was built before deploy/build changed; compiling anew"; \
+	@$(BIN)/python deploy/build/built_with.py "$$LLAMA_ARGS" || { \
+		echo "      compiling anew"; \
 		$(BIN)/python -m pip cache remove --quiet llama_cpp_python || true; \
 		$(INSTALL_LLAMA) --force-reinstall --no-deps $(if $(LLAMA_ARGS),--no-cache-dir); }
 	@printf '%s\n' "$$LLAMA_ARGS" > $(BUILT_WITH)
@@ -67,6 +76,10 @@ test: setup ## the whole test suite
 
 test-quick: setup ## without the slow tests
 	@$(PYTEST) -m "not slow and not mlflow and not bench"
+
+test-plain: ## what runs llama.cpp, against one without relayline's kernels, which it compiles in build/plain
+	@$(MAKE) --no-print-directory VENV=$(PLAIN) RELAYLINE_KERNELS=off setup
+	@$(PLAIN)/bin/python $(PYTEST_ARGS) $(NATIVE_TESTS)
 
 test-store: setup ## traces in MLflow, a store that nobody here wrote; installs it beside (850 MB)
 	@$(BIN)/python -m pytest -m mlflow

@@ -47,7 +47,7 @@ PROGRAM_OPTIONS = (
 SHARED_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON")
 LIBRARIES = "LLAMA_CPP_LIB_PATH"  # where llama-cpp-python looks for libllama first
 CMAKE_OPTIONS = (*SHARED_OPTIONS, "-DGGML_RPC=ON", *PROGRAM_OPTIONS)
-BUILD = DEPLOY / "build"
+KERNELS = DEPLOY / "kernels"
 
 
 class Kernels(enum.Enum):
@@ -55,8 +55,12 @@ class Kernels(enum.Enum):
 
     SHIPPED = ("ggml_amx.cmake", "amx_tile_config.h")  # without which they die of their first step where there is AMX
     OURS = (
-        "ggml_gcc.cmake",
+        "kernels.cmake",
+        "mode.cmake",
         *SHIPPED,
+        "llama.cpp.patch",
+        "relayline_hooks.h",
+        "switch.cpp",
         "repack_few_rows.cpp",
         "repack_rows.h",
         "repack_4_bit.cpp",
@@ -116,7 +120,7 @@ def _home(version: str, kernels: Kernels) -> Path:
 
 def digest_of(options: Sequence[str], kernels: Kernels) -> str:
     """Return what tells one build of llama.cpp from another: its options, and what is told in files."""
-    told = b"".join((BUILD / name).read_bytes() for name in kernels.value)
+    told = b"".join((KERNELS / name).read_bytes() for name in kernels.value)
     return hashlib.sha256(" ".join(options).encode() + told).hexdigest()[:8]
 
 
@@ -162,8 +166,9 @@ def build_programs(
         source = _sources(Path(scratch), version, archive) / "vendor" / "llama.cpp"
         build = Path(scratch) / "build"
         generator = ("-G", "Ninja") if shutil.which("ninja") else ()
-        included = f"-DCMAKE_PROJECT_ggml_INCLUDE={BUILD / kernels.value[0]}"
-        _run(["cmake", "-S", str(source), "-B", str(build), *generator, *options, included], home / "configure.log")
+        included = f"-DCMAKE_PROJECT_ggml_INCLUDE={KERNELS / kernels.value[0]}"
+        told = [*options, included, "-DRELAYLINE_KERNELS=ON"]  # whatever the environment says
+        _run(["cmake", "-S", str(source), "-B", str(build), *generator, *told], home / "configure.log")
         _run(["cmake", "--build", str(build), "-j", str(n_jobs), "--target", *targets], home / "build.log")
         shutil.rmtree(home / "bin", ignore_errors=True)
         (build / "bin").rename(home / "bin")

@@ -6,6 +6,7 @@ import dataclasses
 import uuid
 
 from relayline.stage.config import StageConfig
+from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact
 from relayline.stage.speed.curves import Curves
 from relayline.wire.common import bounds
@@ -23,6 +24,7 @@ class StageFacts:
     rewinds: bool = True  # a lane can always be taken back by some positions, see `NativeEngine.check_rewind`
     instance_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     metrics_address: str = ""  # host:port of /metrics; empty when it is not served
+    kernels: str = dataclasses.field(default_factory=ggml.kernels)  # relayline's, with spaces between
     name: str = ""  # what its credential says which stage it is; empty without one
 
     def describe(self) -> pb.DescribeResponse:

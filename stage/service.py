@@ -300,6 +300,7 @@ class StageService:
         message.lanes_total = self._executor.lanes.n_lanes
         message.queued_rows = self.runner.queued_rows
         message.kv_per_lane = self._facts.config.engine.layout_used == "per-lane"
+        message.kernels = self._facts.kernels
         self._facts.curves.tell(message)
         if (route := self._routes.get(request.route_id)) is not None:
             message.route.CopyFrom(self._work_of(route))

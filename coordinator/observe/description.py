@@ -107,6 +107,7 @@ def _counters(status: pb.StatusResponse) -> dict[str, object]:
         "lanes_kept": status.lanes_kept,
         "lanes_total": status.lanes_total,
         "kv_layout": "per-lane" if status.kv_per_lane else "unified",
+        "kernels": status.kernels.split(),
         "queued_rows": status.queued_rows,
         "resident_bytes": status.resident_bytes or None,
         "memory_bytes": status.memory_bytes or None,

@@ -1,29 +1,60 @@
-"""Says whether the installed llama.cpp was built with the files that lie here; exit code 1 if not.
+"""Says whether the installed llama.cpp was built with the kernels that are asked for, from the files that lie here.
 
-pip's cache knows a wheel by its version alone, and may have one from before these files changed. Standard library only.
+    python built_with.py "CMAKE_ARGS of the build"
+
+Exit code 0 if so; else 1, and one line that says what is different. pip's cache knows a wheel by its version alone, and
+may have one from before these files changed. Standard library only.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 
-HERE = Path(__file__).parent
+DEPLOY = Path(__file__).parents[1]
+FILES = ("build/*.cmake", "kernels/*.cmake", "kernels/*.cpp", "kernels/*.h", "kernels/*.patch")
 MARK = Path("llama_cpp") / "lib" / "relayline-build.txt"  # where llama_minimal.cmake has it installed
 
 
-def told() -> str:
-    """Return what llama_minimal.cmake leaves in a wheel that is built now: each file's name and digest, by name."""
-    files = sorted(path for pattern in ("*.cmake", "*.cpp", "*.h") for path in HERE.glob(pattern))
-    return "".join(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in files)
+def kernels_asked(cmake_args: str, environment: Mapping[str, str]) -> str:
+    """Return ON or OFF: what CMake understands from its arguments, or from the environment (kernels/mode.cmake)."""
+    given = re.findall(r"-DRELAYLINE_KERNELS(?::\w+)?=[\"']?(\w+)", cmake_args)
+    asked = given[-1] if given else environment.get("RELAYLINE_KERNELS", "")
+    return "OFF" if asked.upper() == "OFF" else "ON"
+
+
+def told(kernels: str) -> str:
+    """Return what llama_minimal.cmake leaves in a wheel that is built now: the kernels, each file's name and digest."""
+    files = sorted(path for pattern in FILES for path in DEPLOY.glob(pattern))
+    digests = (f"{path.relative_to(DEPLOY)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in files)
+    return f"kernels {kernels}\n" + "".join(digests)
+
+
+def trouble(mark: Path, kernels: str) -> str:
+    """Return what is wrong with the wheel that left this mark; empty if nothing is."""
+    if not mark.is_file():
+        return "the installed llama.cpp was not built by this tree"
+    found, wanted = mark.read_text().splitlines(), told(kernels).splitlines()
+    if found == wanted:
+        return ""
+    if found[:1] != wanted[:1] and found[:1] in (["kernels ON"], ["kernels OFF"]):
+        return f"the installed llama.cpp was built with {found[0]}, and {wanted[0]} is asked for"
+    names = sorted({line.partition(" ")[0] for line in {*found} ^ {*wanted}})
+    return f"the installed llama.cpp was built from other files: {', '.join(names)}"
 
 
 def main() -> int:
-    """Compare; say nothing."""
-    mark = Path(sysconfig.get_path("platlib")) / MARK
-    return 0 if mark.is_file() and mark.read_text() == told() else 1
+    """Compare the mark of the installed wheel."""
+    kernels = kernels_asked(" ".join(sys.argv[1:]), os.environ)
+    text = trouble(Path(sysconfig.get_path("platlib")) / MARK, kernels)
+    if text:
+        print(text, file=sys.stderr)
+    return 1 if text else 0
 
 
 if __name__ == "__main__":

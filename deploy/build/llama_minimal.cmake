@@ -3,16 +3,22 @@
 # it. A normal variable set here shadows that cache entry (policy CMP0126), which saves about a third of the build.
 set(LLAMA_BUILD_COMMON OFF)
 # ggml's own project() call, further down, includes this.
-set(CMAKE_PROJECT_ggml_INCLUDE "${CMAKE_CURRENT_LIST_DIR}/ggml_gcc.cmake")
+set(CMAKE_PROJECT_ggml_INCLUDE "${CMAKE_CURRENT_LIST_DIR}/../kernels/kernels.cmake")
 
-# What the wheel was built with, for built_with.py.
+# What the wheel was built with, for built_with.py: whether with relayline's kernels, and by which files.
 if(SKBUILD_PLATLIB_DIR)
-    file(GLOB TOLD RELATIVE "${CMAKE_CURRENT_LIST_DIR}"
-        "${CMAKE_CURRENT_LIST_DIR}/*.cmake" "${CMAKE_CURRENT_LIST_DIR}/*.cpp" "${CMAKE_CURRENT_LIST_DIR}/*.h")
+    include("${CMAKE_CURRENT_LIST_DIR}/../kernels/mode.cmake")
+    relayline_mode(KERNELS)
+    set(MARK "kernels ON\n")
+    if(KERNELS STREQUAL "OFF")
+        set(MARK "kernels OFF\n")
+    endif()
+    get_filename_component(DEPLOY "${CMAKE_CURRENT_LIST_DIR}/.." ABSOLUTE)
+    file(GLOB TOLD RELATIVE "${DEPLOY}" "${DEPLOY}/build/*.cmake" "${DEPLOY}/kernels/*.cmake" "${DEPLOY}/kernels/*.cpp"
+        "${DEPLOY}/kernels/*.h" "${DEPLOY}/kernels/*.patch")
     list(SORT TOLD)
-    set(MARK "")
     foreach(NAME ${TOLD})
-        file(SHA256 "${CMAKE_CURRENT_LIST_DIR}/${NAME}" DIGEST)
+        file(SHA256 "${DEPLOY}/${NAME}" DIGEST)
         string(APPEND MARK "${NAME} ${DIGEST}\n")
     endforeach()
     file(WRITE "${CMAKE_CURRENT_BINARY_DIR}/relayline-build.txt" "${MARK}")

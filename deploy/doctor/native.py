@@ -32,7 +32,7 @@ FEATURES = {
     "SVE": "sve",
 }
 # pip's cache knows a wheel by its version alone, and would give back the one that was built without the flags.
-_NATIVE = f"-DGGML_NATIVE=ON -DCMAKE_PROJECT_ggml_INCLUDE={Path(__file__).parents[1] / 'build' / 'ggml_gcc.cmake'}"
+_NATIVE = f"-DGGML_NATIVE=ON -DCMAKE_PROJECT_ggml_INCLUDE={Path(__file__).parents[1] / 'kernels' / 'kernels.cmake'}"
 _PIP = (
     "pip install --force-reinstall --no-deps --no-cache-dir --no-binary llama-cpp-python "
     f"llama-cpp-python=={LLAMA_VERSION}"
@@ -47,7 +47,7 @@ WITH_GPU = f'rebuild with your GPU\'s backend, such as CMAKE_ARGS="-DGGML_CUDA=O
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "relayline-demo.gguf"
 STEP_ROWS = 12  # enough for the kernels of several rows, which need not be those of one
 _LOADED = "llama.cpp was loaded"
-_OUR_SYMBOL = "relayline_attends_own_cells"  # in builds that have relayline's kernels
+_OUR_SYMBOL = "relayline_kernels"  # says which they are, in builds that have relayline's kernels
 _OUR_FEATURES = {"AVX2", "FMA", "F16C"}  # what they need
 _PROGRAM = f"""
 import ctypes, json, importlib, importlib.metadata, os, sys
@@ -60,10 +60,15 @@ for name in ("relayline.stage.engine._capture", "relayline.wire.envelopes._rows"
         found[name] = f"{{type(error).__name__}}: {{error}}"
 try:
     import llama_cpp
+    said = getattr(llama_cpp.llama_cpp._lib, "{_OUR_SYMBOL}", None)
+    if said is not None:
+        said.restype = ctypes.c_char_p
+    mark = os.path.join(os.path.dirname(llama_cpp.__file__), "lib", "relayline-build.txt")
     found["llama"] = {{"version": importlib.metadata.version("llama-cpp-python"),
                       "system": llama_cpp.llama_print_system_info().decode(),
                       "gpu": bool(llama_cpp.llama_supports_gpu_offload()),
-                      "kernels": hasattr(llama_cpp.llama_cpp._lib, "{_OUR_SYMBOL}")}}
+                      "kernels": said and said().decode(),
+                      "left_out": os.path.isfile(mark) and open(mark).readline() == "kernels OFF\\n"}}
     print("{_LOADED}", flush=True)
     params = llama_cpp.llama_model_default_params()
     no_devices = (ctypes.c_void_p * 1)()  # a GPU may be full with what runs
@@ -132,9 +137,10 @@ def judge_llama(facts: dict[str, Any], cpu_flags: set[str], *, wants_gpu: bool) 
         findings = [warning("llama.cpp", text, REBUILD)]
     else:
         findings = [ok("llama.cpp", text)]
-    if built >= _OUR_FEATURES and not facts["llama"]["kernels"]:
-        findings.append(warning("kernels", "llama.cpp was built without relayline's: steps of many rows take longer",
-                                REBUILD))  # fmt: skip
+    could_have = built >= _OUR_FEATURES and not gpu
+    findings.append(
+        judge_kernels(facts["llama"]["kernels"], left_out=facts["llama"]["left_out"], could_have=could_have)
+    )
     if gpu:
         findings.append(ok("gpu offload", "supported by this build"))
     elif wants_gpu:
@@ -143,6 +149,23 @@ def judge_llama(facts: dict[str, Any], cpu_flags: set[str], *, wants_gpu: bool) 
     else:
         findings.append(ok("gpu offload", "not in this build; no stage here asks for it"))
     return findings
+
+
+def judge_kernels(kernels: str | None, *, left_out: bool, could_have: bool) -> Finding:
+    """Say which of relayline's kernels are in: their names, "" where they are off, None for a build without them.
+
+    `left_out`: the build was told to do without. `could_have`: they would make steps of this build quicker.
+    """
+    if kernels:
+        return ok("kernels", f"relayline's are in: {kernels.replace(' ', ', ')}")
+    if kernels is not None:
+        return ok("kernels", "relayline's are in and not used: RELAYLINE_KERNELS=off")
+    if left_out:
+        return ok("kernels", "llama.cpp's own; it was built with RELAYLINE_KERNELS=off")
+    if could_have:
+        text = "llama.cpp was built without relayline's: steps of many rows take longer"
+        return warning("kernels", text, REBUILD)
+    return ok("kernels", "llama.cpp's own; this build has no use for relayline's")
 
 
 def judge_extensions(facts: dict[str, Any]) -> Finding:

@@ -72,7 +72,7 @@ def address_of(symbol: str) -> int:
 def attends_own_cells(*, n_rows: int, n_heads: int, n_kv_heads: int) -> bool:
     """Return whether flash attention on the processor takes steps of so many rows one by one in an f16 cache.
 
-    Then a row costs what its own lane's cells do, whoever else holds cells (deploy/build/attend_own_cells.cpp). Else,
+    Then a row costs what its own lane's cells do, whoever else holds cells (deploy/kernels/attend_own_cells.cpp). Else,
     and in builds without that file, llama.cpp asks all cells of the cache, and from 64 rows on multiplies tiles.
     """
     found = getattr(_lib, "relayline_attends_own_cells", None)
@@ -80,6 +80,18 @@ def attends_own_cells(*, n_rows: int, n_heads: int, n_kv_heads: int) -> bool:
         return False
     found.restype = ctypes.c_bool
     return bool(found(n_rows, n_heads, n_kv_heads))
+
+
+def kernels() -> str:
+    """Return relayline's kernels that this process uses, one space between their names; empty if it uses none.
+
+    None are used where llama.cpp was built without them, or where the environment says RELAYLINE_KERNELS=off.
+    """
+    found = getattr(_lib, "relayline_kernels", None)
+    if found is None:
+        return ""
+    found.restype = ctypes.c_char_p
+    return str(found().decode())
 
 
 for _symbol, _arguments, _result in (

@@ -9,16 +9,19 @@ from pathlib import Path
 
 _PACKAGE = "llama-cpp-python"
 _LIBRARIES = "llama_cpp/lib"
-_BUILT_WITH = ".txt"  # digests of the files of deploy/build, which llama_minimal.cmake leaves beside the libraries
+_BUILT_WITH = ".txt"  # digests of the files of deploy/kernels, which llama_minimal.cmake leaves beside the libraries
+_KERNELS = "RELAYLINE_KERNELS"
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 def machine_facts() -> tuple[str, ...]:
     """Return what identifies host, processor and native build. Loads nothing native.
 
-    A build with other flags has the same version, but other libraries, libraries of another size, or another mark.
+    A build with other flags has the same version, but other libraries, libraries of another size, or another mark. A
+    process whose environment says RELAYLINE_KERNELS=off uses none of the kernels of its build.
     """
-    return (platform.node(), _processor(), str(os.cpu_count()), metadata.version(_PACKAGE), *_libraries())
+    kernels = os.environ.get(_KERNELS, "").lower()
+    return (platform.node(), _processor(), str(os.cpu_count()), metadata.version(_PACKAGE), *_libraries(), kernels)
 
 
 def _processor() -> str:

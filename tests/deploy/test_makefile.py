@@ -40,7 +40,9 @@ class Tree:
     def make(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run make with these arguments and variables, and none of the caller's."""
         unset = {
-            name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "CMAKE_ARGS"
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("MAKE") and name not in {"CMAKE_ARGS", "RELAYLINE_KERNELS"}
         }
         return subprocess.run(
             ["make", f"PYTHON={self.python}", *arguments],
@@ -138,8 +140,23 @@ def test_a_wheel_that_was_built_by_other_files_is_compiled_anew(tree: Tree, flag
     assert tree.setup() == []
 
 
-def test_a_changed_file_of_the_build_is_a_reason_to_set_up(tree: Tree) -> None:
-    file = tree.directory / "deploy" / "build" / "some.cpp"
+def test_kernels_stay_out_until_they_are_taken_back(tree: Tree) -> None:
+    tree.setup(CMAKE_ARGS=CUDA)
+    (without,) = tree.setup(RELAYLINE_KERNELS="off")
+    assert is_fresh(without)
+    assert without.endswith(f"{CUDA} -DRELAYLINE_KERNELS=off")
+    assert f"built_with.py {CUDA} -DRELAYLINE_KERNELS=off" in tree.record.read_text()
+    assert tree.setup() == tree.setup(RELAYLINE_KERNELS="off") == []
+    (again,) = tree.setup(RELAYLINE_KERNELS="on")
+    assert is_fresh(again)
+    assert "RELAYLINE_KERNELS" not in again
+    assert CUDA in again
+    assert tree.setup() == tree.setup(RELAYLINE_KERNELS="on") == []
+
+
+@pytest.mark.parametrize("name", ["build/some.cmake", "kernels/some.cpp", "kernels/some.h", "kernels/some.patch"])
+def test_a_changed_file_of_the_build_is_a_reason_to_set_up(tree: Tree, name: str) -> None:
+    file = tree.directory / "deploy" / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
     os.utime(file, (1, 1))

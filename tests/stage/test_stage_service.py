@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relayline.stage.engine import ggml
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
     ChecksumError,
@@ -60,6 +61,7 @@ async def test_describe_status_and_one_token() -> None:
         assert status is not None
         assert (status.lanes_used, status.n_rows, status.envelopes_in) == (1, 3, 1)
         assert dict(status.steps_by_rows) == {3: 1}
+        assert status.kernels == ggml.kernels()
         await one.send(control(5, Flag.CLOSE))
         await one.send(*prompt(6))
         while not (await one.reply()).samples:  # what is told of the close may come first

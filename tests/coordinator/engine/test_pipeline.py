@@ -13,6 +13,7 @@ from relayline.coordinator.engine.connection import check_stages
 from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
 from relayline.coordinator.sessions.generation import SamplingParams
 from relayline.deploy.testing.reference import ReferenceModel
+from relayline.stage.engine import ggml
 from relayline.wire.common.errors import (
     ContextLengthError,
     HandshakeError,
@@ -76,6 +77,7 @@ async def test_every_schedule_gives_the_same(mode: str, artifacts: Artifacts, wh
     for prompt, tokens in zip(prompts, outputs, strict=True):
         assert_greedy(whole, prompt, tokens)
     assert isinstance(stages, list)
+    assert [stage["kernels"] for stage in stages] == [ggml.kernels().split()] * 2
     if mode == "fixed":  # one group is under way, so whoever comes back meets the others
         for stage in stages:
             assert max(map(int, stage["steps_by_sessions"])) > 1, "no step held two sessions"

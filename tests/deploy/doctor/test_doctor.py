@@ -130,9 +130,9 @@ def test_clock() -> None:
 
 
 def test_the_libraries_of_this_installation_load() -> None:
-    assert {found.check: found.outcome for found in native.look_native(wants_gpu=False)} | {"llama.cpp": OK} == {
-        "llama.cpp": OK, "gpu offload": OK, "extensions": OK
-    }  # fmt: skip
+    found = {found.check: found.outcome for found in native.look_native(wants_gpu=False)}
+    assert found.keys() == {"llama.cpp", "kernels", "gpu offload", "extensions"}
+    assert (found["gpu offload"], found["extensions"]) == (OK, OK)
 
 
 def test_a_library_for_another_cpu() -> None:
@@ -174,38 +174,49 @@ def llama(
     version: str = native.LLAMA_VERSION,
     system: str = "CPU : AVX = 1 | AVX2 = 1 |",
     gpu: bool = False,
-    kernels: bool = True,
+    kernels: str | None = "q4_0 attention",
+    left_out: bool = False,
 ) -> Any:
-    return {"llama": {"version": version, "system": system, "gpu": gpu, "kernels": kernels}}
+    facts = {"version": version, "system": system, "gpu": gpu, "kernels": kernels, "left_out": left_out}
+    return {"llama": facts}
 
 
 def test_llama_builds() -> None:
     def outcomes(facts: Any, flags: set[str], wants_gpu: bool = False) -> list[Outcome]:
         return [found.outcome for found in native.judge_llama(facts, flags, wants_gpu=wants_gpu)]
 
-    assert outcomes(llama(), {"avx", "avx2"}) == [OK, OK]
+    assert outcomes(llama(), {"avx", "avx2"}) == [OK, OK, OK]
     slow = native.judge_llama(llama(), {"avx", "avx2", "avx512f"}, wants_gpu=False)[0]
     assert slow.outcome is WARNING
     assert "AVX512" in slow.found
-    assert outcomes(llama("0.3.1"), set()) == [FAILURE, OK]
-    assert outcomes(llama(), set(), wants_gpu=True) == [OK, FAILURE]
-    without_gpu = native.judge_llama(llama(), set(), wants_gpu=True)[1]
+    assert outcomes(llama("0.3.1"), set()) == [FAILURE, OK, OK]
+    assert outcomes(llama(), set(), wants_gpu=True) == [OK, OK, FAILURE]
+    without_gpu = native.judge_llama(llama(), set(), wants_gpu=True)[2]
     for remedy in (slow.remedy, without_gpu.remedy):
         assert {"--force-reinstall", "--no-cache-dir"} <= set(remedy.split()), "pip's cache has the build without flags"
-    assert outcomes(llama(gpu=True), set(), wants_gpu=True) == [OK, OK]
+    assert outcomes(llama(gpu=True), set(), wants_gpu=True) == [OK, OK, OK]
     assert outcomes({"llama_error": "ImportError: no"}, set()) == [FAILURE]
 
 
-def test_a_build_that_could_have_our_kernels_and_has_not() -> None:
-    v3 = "CPU : AVX = 1 | AVX2 = 1 | FMA = 1 | F16C = 1 |"
-    assert [found.check for found in native.judge_llama(llama(system=v3), set(), wants_gpu=False)][1:] == [
-        "gpu offload"
-    ]
-    without = native.judge_llama(llama(system=v3, kernels=False), set(), wants_gpu=False)[1]
-    assert (without.check, without.outcome) == ("kernels", WARNING)
-    assert "ggml_gcc.cmake" in (without.remedy or "")
-    older = native.judge_llama(llama(system="CPU : AVX = 1 |", kernels=False), set(), wants_gpu=False)
-    assert [found.check for found in older] == ["llama.cpp", "gpu offload"], "nothing to be had there"
+V3 = "CPU : AVX = 1 | AVX2 = 1 | FMA = 1 | F16C = 1 |"
+
+
+@pytest.mark.parametrize(
+    ("facts", "outcome", "text"),
+    [
+        (llama(), OK, "relayline's are in: q4_0, attention"),
+        (llama(kernels=""), OK, "not used: RELAYLINE_KERNELS=off"),
+        (llama(system=V3, kernels=None), WARNING, "steps of many rows take longer"),
+        (llama(system=V3, kernels=None, left_out=True), OK, "built with RELAYLINE_KERNELS=off"),
+        (llama(system=V3, kernels=None, gpu=True), OK, "no use for relayline's"),
+        (llama(system="CPU : AVX = 1 |", kernels=None), OK, "no use for relayline's"),
+    ],
+)
+def test_which_kernels_are_in(facts: Any, outcome: Outcome, text: str) -> None:
+    (found,) = [found for found in native.judge_llama(facts, set(), wants_gpu=False) if found.check == "kernels"]
+    assert found.outcome is outcome
+    assert text in found.found
+    assert ("kernels.cmake" in (found.remedy or "")) == (outcome is WARNING)
 
 
 def test_extensions() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -18,9 +20,10 @@ import numpy.typing as npt
 import pytest
 
 from relayline.deploy.build import built_with
-from relayline.deploy.testing.paths import DEPLOY
+from relayline.deploy.testing.paths import DEPLOY, ROOT
+from relayline.stage.engine import ggml
 
-BUILD = DEPLOY / "build"
+BUILD, KERNELS = DEPLOY / "build", DEPLOY / "kernels"
 # As llama.cpp has it: a local configuration that nothing but ldtilecfg reads. `last` is the last of its 64 bytes.
 KERNEL = """
 #include <immintrin.h>
@@ -57,28 +60,8 @@ endif()
 REPACKED, FEW_ROWS = "ggml-cpu/arch/x86/repack.cpp", "repack_few_rows.cpp"
 OTHERS = ("ggml-cpu/repack.cpp", "ggml-cpu/ops.cpp", "ggml-cpu/ggml-cpu.c")  # those of which copies are compiled
 SOURCES = ("ggml-cpu/amx/mmq.cpp", "ggml-cpu/amx/amx.cpp", REPACKED, *OTHERS)
-# Of llama.cpp's ggml-cpu/repack.cpp, what multiplies the rows that fours leave over.
-LEFT_OVER = """
-        for (int iter = nrows - (nrows % 4); iter < nrows; iter++) {
-            gemv<BLOC_TYPE, INTER_SIZE, NB_COLS, PARAM_TYPE>(ne00, (float *) (dst_ptr + (iter * nb1)) + src0_start,
-                                                             ne01, src0_ptr + src0_start * nb01,
-                                                             src1_ptr + (src1_col_stride * iter), 1 /* nrows */, ncols);
-        }
-"""
-# And of its ggml-cpu/ops.cpp, where attention chooses how to go about it.
-ATTENTION = """
-    if (use_split_kv_path) {
-    }
-"""
-# And of its ggml-cpu/ggml-cpu.c, where products are by tiles, or one by one.
-PRODUCTS_OF_ALL = """
-    if (ggml_compute_forward_mul_mat_tiled(params, dst)) {
-    }
-    if (src1->type != vec_dot_type) {
-        const void* wdata = params->wdata;
-    }
-    // attempt to reduce false-sharing (does not seem to make a difference)
-"""
+# Of the three, at the pinned version: what lies around each place that llama.cpp.patch changes.
+EXCERPTS = {name: ROOT / "tests" / "golden" / "llama_cpp" / f"{Path(name).name}.txt" for name in OTHERS}
 # Says of this machine's processor what a test wants to hear, and is g++ else.
 COMPILER = """#!/bin/sh
 case "$*" in *"-march=native"*" -dM "*) echo "{macros}"; exit;; esac
@@ -99,7 +82,7 @@ def need_gcc_for_amx() -> str:
 
 def test_gcc_writes_the_whole_tile_configuration() -> None:
     command = [need_gcc_for_amx(), "-O3", "-mamx-tile", "-S", "-x", "c++", "-o", "-", "-"]
-    with_header = [*command[:1], "-include", str(BUILD / "amx_tile_config.h"), *command[1:]]
+    with_header = [*command[:1], "-include", str(KERNELS / "amx_tile_config.h"), *command[1:]]
     made = subprocess.run(with_header, input=KERNEL, capture_output=True, text=True, check=True).stdout
     assert "ldtilecfg" in made
     assert re.search(r"%dil\b|%edi\b", made), "the argument is never stored: the compiler thinks that nobody reads it"
@@ -111,8 +94,13 @@ def test_gcc_writes_the_whole_tile_configuration() -> None:
 MINIMAL = f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={BUILD / 'llama_minimal.cmake'}"
 
 
-def compile_commands(root: Path, macros: str = "", *told: str, included: str = MINIMAL) -> dict[str, str]:
-    """Return how the files would be compiled on a processor with these macros, by their place under src/."""
+def compile_commands(
+    root: Path, macros: str = "", *told: str, included: str = MINIMAL, kernels: str = ""
+) -> dict[str, str]:
+    """Return how the files would be compiled on a processor with these macros, by their place under src/.
+
+    `kernels` is RELAYLINE_KERNELS in the environment of the build.
+    """
     if shutil.which("cmake") is None or shutil.which("make") is None:
         pytest.skip("cmake or make is not installed")
     for directory, text in ({".": CMAKE_LISTS} | GGML_LISTS).items():
@@ -120,15 +108,17 @@ def compile_commands(root: Path, macros: str = "", *told: str, included: str = M
         (root / directory / "CMakeLists.txt").write_text(text.format(" ".join(SOURCES)))
     for source in SOURCES:
         (root / "ggml" / "src" / source).parent.mkdir(parents=True, exist_ok=True)
-        text = dict(zip(OTHERS, (LEFT_OVER, ATTENTION, PRODUCTS_OF_ALL), strict=True)).get(source, "")
-        (root / "ggml" / "src" / source).write_text(text)
+        (root / "ggml" / "src" / source).write_text(EXCERPTS[source].read_text() if source in EXCERPTS else "")
     compiler = root / "compiler"
     compiler.write_text(COMPILER.format(macros=macros))
     compiler.chmod(0o755)
-    options = [included, f"-DCMAKE_CXX_COMPILER={compiler}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *told]
+    works = [f"-DCMAKE_{language}_{what}=1" for language in ("C", "CXX") for what in ("COMPILER_WORKS", "ABI_COMPILED")]
+    options = [included, f"-DCMAKE_CXX_COMPILER={compiler}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *works, *told]
     command = ["cmake", "-S", root, "-B", root / "build", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = os.environ | {"RELAYLINE_KERNELS": kernels}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
+    (root / "said").write_text(done.stdout)
     entries = json.loads((root / "build" / "compile_commands.json").read_text())
     return {entry["file"].rpartition("/src/")[2]: entry["command"] for entry in entries}
 
@@ -142,7 +132,7 @@ def test_the_header_is_included_by_that_file_alone(tmp_path: Path) -> None:
 
 def test_peers_as_they_ship_are_told_of_that_header_and_of_nothing_else(tmp_path: Path) -> None:
     need_gcc_for_amx()
-    included = f"-DCMAKE_PROJECT_ggml_INCLUDE={BUILD / 'ggml_amx.cmake'}"
+    included = f"-DCMAKE_PROJECT_ggml_INCLUDE={KERNELS / 'ggml_amx.cmake'}"
     macros = "#define __AVX2__ 1\n#define __FMA__ 1\n#define __F16C__ 1"
     commands = compile_commands(tmp_path, macros, included=included)
     assert sorted(commands) == sorted(SOURCES), "files of ours, or copies"
@@ -188,7 +178,7 @@ def test_few_rows_have_kernels_of_their_own_where_512_bits_are_two_halves(
     commands = compile_commands(tmp_path, "\n".join(f"#define __{name}__ 1" for name in macros))
     (few_rows,) = [command for name, command in commands.items() if name.endswith(FEW_ROWS)] or [""]
     renamed = renamed_by(commands, "wide")
-    products = set(re.findall(r"^BY_ROWS\((\w+)", (BUILD / FEW_ROWS).read_text(), re.MULTILINE))
+    products = set(re.findall(r"^BY_ROWS\((\w+)", (KERNELS / FEW_ROWS).read_text(), re.MULTILINE))
     assert bool(few_rows) == is_by_rows
     assert renamed.pop(REPACKED) == ({f"ggml_gemm_{name}" for name in products} if is_by_rows else set())
     assert not any(renamed.values())
@@ -211,7 +201,7 @@ def test_products_of_four_bits_and_attention_are_ours_where_the_processor_has_wh
     commands = compile_commands(tmp_path, "\n".join(f"#define __{name}__ 1" for name in macros))
     (ours,) = [command for name, command in commands.items() if name.endswith("repack_4_bit.cpp")] or [""]
     renamed = renamed_by(commands, "llama")
-    files = [BUILD / name for name in ("repack_4_bit.cpp", "repack_q4_k.cpp")]
+    files = [KERNELS / name for name in ("repack_4_bit.cpp", "repack_q4_k.cpp")]
     products = [name for file in files for name in re.findall(r"^PRODUCTS\((\w+)", file.read_text(), re.MULTILINE)]
     defined = {f"ggml_{kind}_{name}" for name in products for kind in ("gemm", "gemv")}
     assert bool(ours) == is_ours
@@ -225,9 +215,10 @@ def test_products_of_four_bits_and_attention_are_ours_where_the_processor_has_wh
         "stored_k_quants.cpp",
         "stored_q8_0.cpp",
         "attend_own_cells.cpp",
+        "switch.cpp",
     ):
         assert any(source.endswith(name) for source in commands) == is_ours
-    copies = {path.name: path for path in tmp_path.glob("build/**/relayline/*.c*")}
+    copies = {path.name: path for path in tmp_path.glob("build/**/relayline/ggml-cpu/*.c*") if path.suffix != ".orig"}
     assert set(copies) == ({Path(name).name for name in OTHERS} if is_ours else set())
     assert all((name in commands) != is_ours for name in OTHERS)  # copies stand in for them
     if is_ours:
@@ -241,21 +232,86 @@ def test_products_of_four_bits_and_attention_are_ours_where_the_processor_has_wh
         assert attention.index("if (relayline_attend(params, dst))") < attention.index("if (use_split_kv_path)")
 
 
+def test_the_patch_fits_the_pinned_sources_and_changes_what_it_says(tmp_path: Path) -> None:
+    """The excerpts are of the pinned version. LLAMA_CPP_SOURCES, a folder of llama.cpp, has all of the files tried."""
+    files = {name: excerpt.read_text() for name, excerpt in EXCERPTS.items()}
+    if sources := os.environ.get("LLAMA_CPP_SOURCES"):
+        whole = {name: Path(sources, "ggml", "src", name).read_text() for name in OTHERS}
+        assert all(piece in whole[name] for name, text in files.items() for piece in pieces(text)), "old excerpts"
+        files = whole
+    patched = apply_patch(tmp_path, files)
+    counts = {name: text.count("relayline_") - files[name].count("relayline_") for name, text in patched.items()}
+    assert counts == {"ggml-cpu/repack.cpp": 0, "ggml-cpu/ops.cpp": 2, "ggml-cpu/ggml-cpu.c": 5}
+    assert "AT_ONCE" in patched["ggml-cpu/repack.cpp"]
+
+
+def test_git_applies_the_patch_as_well_as_patch_does(tmp_path: Path) -> None:
+    """Inside a repository, where git would pass over files that it does not know of."""
+    need_gcc_for_amx()
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    by_patch, by_git, by_neither = (tmp_path / name for name in ("patch", "git", "neither"))
+    for root, told in ((by_patch, ()), (by_git, ("-DRELAYLINE_PATCH=OFF",))):
+        root.mkdir()
+        compile_commands(root, NEW_MACHINE, *told)
+    for name in OTHERS:
+        (one,), (other,) = (list(root.glob(f"build/**/relayline/{name}")) for root in (by_patch, by_git))
+        assert one.read_text() == other.read_text() != EXCERPTS[name].read_text()
+    by_neither.mkdir()
+    with pytest.raises(AssertionError, match=r"(?s)need\s+patch\s+or\s+git.*RELAYLINE_KERNELS=off\s+builds"):
+        compile_commands(by_neither, NEW_MACHINE, "-DRELAYLINE_PATCH=OFF", "-DRELAYLINE_GIT=OFF")
+
+
 @pytest.mark.parametrize(
-    ("text", "known", "file"),
-    [
-        ("LEFT_OVER", "1 /* nrows */", "repack.cpp"),
-        ("ATTENTION", "use_split_kv_path", "ops.cpp"),
-        ("PRODUCTS_OF_ALL", "mul_mat_tiled", "ggml-cpu.c"),
-    ],
+    ("name", "known"),
+    [(OTHERS[0], "1 /* nrows */"), (OTHERS[1], "if (use_split_kv_path)"), (OTHERS[2], "forward_mul_mat_tiled(params")],
 )
-def test_another_llama_cpp_than_the_copy_is_made_for_stops_the_build(
-    text: str, known: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_another_llama_cpp_than_the_patch_is_made_for_stops_the_build_unless_it_is_for_a_gpu(
+    name: str, known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need_gcc_for_amx()
-    monkeypatch.setitem(globals(), text, globals()[text].replace(known, "other"))
-    with pytest.raises(AssertionError, match=rf"{file} is\s+not the one"):
-        compile_commands(tmp_path, "#define __AVX2__ 1\n#define __FMA__ 1\n#define __F16C__ 1")
+    other = tmp_path / "other"
+    other.write_text(EXCERPTS[name].read_text().replace(known, "other"))
+    monkeypatch.setitem(EXCERPTS, name, other)
+    with pytest.raises(AssertionError, match=rf"(?s)llama.cpp.patch\s+does\s+not\s+fit.*{Path(name).name}"):
+        compile_commands(tmp_path, NEW_MACHINE)
+    commands = compile_commands(tmp_path, NEW_MACHINE, "-DGGML_CUDA=ON")
+    assert sorted(commands) == sorted(SOURCES), "files of ours, or copies"
+    assert "kernels are left out" in (tmp_path / "said").read_text()
+    with pytest.raises(AssertionError, match="left out"):
+        compile_commands(tmp_path, NEW_MACHINE, "-DGGML_CUDA=ON", "-DRELAYLINE_KERNELS=REQUIRED")
+
+
+@pytest.mark.parametrize(
+    ("told", "kernels", "is_in"),
+    [
+        ("-DRELAYLINE_KERNELS=off", "", False),
+        ("-DRELAYLINE_KERNELS=OFF", "required", False),
+        ("", "off", False),
+        ("-DRELAYLINE_KERNELS=on", "off", True),
+        ("", "", True),
+    ],
+)
+def test_the_switch_leaves_everything_but_the_header_for_amx_out(
+    told: str, kernels: str, is_in: bool, tmp_path: Path
+) -> None:
+    need_gcc_for_amx()
+    options = [told] * bool(told) + ["-DSKBUILD_PLATLIB_DIR=/wheel"]
+    commands = compile_commands(tmp_path, NEW_MACHINE, *options, kernels=kernels)
+    assert any(name.endswith("attend_own_cells.cpp") for name in commands) == is_in
+    assert any(renamed_by(commands, "llama").values()) == is_in
+    assert any("sched-pressure" in command for command in commands.values()) == is_in
+    assert "amx_tile_config.h" in commands["ggml-cpu/amx/mmq.cpp"]
+    (mark,) = tmp_path.glob("build/**/relayline-build.txt")
+    environment = os.environ | {"RELAYLINE_KERNELS": kernels}
+    asked = built_with.kernels_asked(told, environment)
+    assert asked == ("ON" if is_in else "OFF")
+    assert built_with.trouble(mark, asked) == ""
+    assert "is asked for" in built_with.trouble(mark, "OFF" if is_in else "ON")
+
+
+def test_a_word_that_the_switch_does_not_know_stops_the_build(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="say on, off or required"):
+        compile_commands(tmp_path, NEW_MACHINE, "-DRELAYLINE_KERNELS=of")
 
 
 V3 = {f"-DGGML_{name}=ON" for name in ("AVX2", "FMA", "F16C")}
@@ -309,6 +365,24 @@ def test_the_image_states_what_processors_it_is_for_and_needs_the_kernels() -> N
     assert "-DRELAYLINE_KERNELS=REQUIRED" in told
 
 
+def pieces(excerpt: str) -> list[str]:
+    """Return the parts of an excerpt, each of which stands in the whole file as it is."""
+    return [piece for piece in re.split(r"^// \.\.\. \(to line \d+\)\n", excerpt, flags=re.MULTILINE) if piece.strip()]
+
+
+def apply_patch(directory: Path, files: dict[str, str]) -> dict[str, str]:
+    """Return files with llama.cpp.patch in them, by the same command as kernels.cmake's."""
+    if shutil.which("patch") is None:
+        pytest.skip("patch is not installed")
+    for name, text in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(text)
+    command = ["patch", "--batch", "--forward", "--fuzz=0", "--strip=1", f"--input={KERNELS / 'llama.cpp.patch'}"]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    return {name: (directory / name).read_text() for name in files}
+
+
 def renamed_by(commands: dict[str, str], suffix: str) -> dict[str, set[str]]:
     """Return of which of llama.cpp's functions each file's get this suffix."""
     return {name: set(re.findall(rf"-D(ggml_\w+)=\1_{suffix}", command)) for name, command in commands.items()}
@@ -318,8 +392,51 @@ def test_a_wheel_is_told_what_it_was_built_with_as_make_setup_asks_for_it(tmp_pa
     """Said by CMake and by Python: were these two not the same, every set-up would compile twice."""
     compile_commands(tmp_path, "", "-DSKBUILD_PLATLIB_DIR=/wheel")
     (mark,) = tmp_path.glob("build/**/relayline-build.txt")
-    assert mark.read_text() == built_with.told()
-    assert len(mark.read_text().splitlines()) == len([*BUILD.glob("*.cmake"), *BUILD.glob("*.cpp"), *BUILD.glob("*.h")])
+    assert mark.read_text() == built_with.told("ON")
+    named = {line.split()[0] for line in mark.read_text().splitlines()[1:]}
+    kernels = {f"kernels/{path.name}" for path in KERNELS.iterdir() if path.suffix not in {".md", ".py"}}
+    assert named == {"build/llama_minimal.cmake"} | {name for name in kernels if "__" not in name}
+    mark.write_text(mark.read_text().replace("kernels/switch.cpp ", "kernels/switch.cpp 0"))
+    assert built_with.trouble(mark, "ON").endswith("built from other files: kernels/switch.cpp")
+    assert "not built by this tree" in built_with.trouble(tmp_path / "none", "ON")
+
+
+PRODUCTS_OF_A_PROCESS = """
+import hashlib
+import numpy as np
+from relayline.stage.engine import ggml
+from tests.deploy.kernels.test_native_build import repacked_product, set_scales
+
+print(ggml.kernels().split(), ggml.attends_own_cells(n_rows=1, n_heads=4, n_kv_heads=1))
+for product, weights_bytes in (("q4_0_8x8_q8_0", 144), ("mxfp4_8x8_q8_0", 136)):
+    for kind, count, shape in (("gemm", 8, (2, 4, 136)), ("gemv", 3, (3, 4, 34)), ("gemv", 1, (1, 4, 34))):
+        generator = np.random.default_rng(7)
+        weights = generator.integers(0, 256, (2, 4, weights_bytes), dtype=np.uint8)
+        rows = generator.integers(-127, 128, shape).astype(np.int8).view(np.uint8)
+        set_scales(product, weights, rows)
+        out = np.zeros((count, 16), np.float32)
+        places = (out.ctypes.data, 16, weights.ctypes.data, rows.ctypes.data)
+        repacked_product(f"{kind}_{product}")(128, *places, count, 16)
+        print(product, kind, count, len(np.unique(out)) > 8 * count, hashlib.sha256(out.tobytes()).hexdigest())
+"""
+
+
+def test_a_process_may_leave_the_kernels_that_it_has_unused() -> None:
+    """Products pass on to llama.cpp's own, which have the same bits. The switch is read once, so in new processes."""
+    if not hasattr(llama_cpp.llama_cpp._lib, "relayline_kernels"):
+        pytest.skip("llama.cpp was built without relayline's kernels")
+    command, said = [sys.executable, "-c", PRODUCTS_OF_A_PROCESS], []
+    for switch in ("on", "off"):
+        environment = os.environ | {"RELAYLINE_KERNELS": switch}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=ROOT)
+        said.append(done.stdout.splitlines())
+    (on, *ours), (off, *theirs) = said
+    assert on.startswith("['q4_0', 'mxfp4', 'q4_K', 'q5_K', 'q6_K'")
+    assert on.endswith("'attention'] True") or "'attention', 'iq4_nl'" in on
+    assert off == "[] False"
+    assert ours == theirs
+    assert len(ours) == 6
+    assert all(" True " in line for line in ours)
 
 
 # name of a product, values in a block, bytes in a block of weights of eight columns and in one of four rows
@@ -389,6 +506,8 @@ def test_products_of_four_bits_are_those_of_llama_cpp_to_the_bit(product: str, n
 @pytest.mark.parametrize("n_columns", [8, 72])
 def test_a_row_by_q4_k_has_the_same_bits_alone_as_among_others(n_columns: int, n_values: int) -> None:
     """Alone it has llama.cpp's, too; of four rows and more llama.cpp adds up a block in other steps."""
+    if "q4_K" not in ggml.kernels().split():
+        pytest.skip("llama.cpp's own products are in use")
     generator, n_rows = np.random.default_rng(n_values + n_columns), 19
     n_blocks, name = n_values // 256, "q4_K_8x8_q8_K"
     weights = generator.integers(0, 256, (n_columns // 8, n_blocks, 8 * 144), dtype=np.uint8)

@@ -1,5 +1,5 @@
-"""Products of several rows by Q6_K, Q5_K and Q8_0 weights as they are stored (deploy/build/stored_*.cpp), asked of ggml
-itself."""
+"""Products of several rows by Q6_K, Q5_K and Q8_0 weights as they are stored (deploy/kernels/stored_*.cpp), asked of
+ggml itself."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 import pytest
-from llama_cpp import llama_cpp as llama
 
+from relayline.stage.engine import ggml
 from tests.support.ggml_calls import INT, LONG, POINTER, SIZE, function, new_context
 
 
@@ -23,12 +23,6 @@ class Type:
     halves: tuple[int, ...]  # where its half floats begin
     rows: str = "q8_K"  # what rows are rounded to
     row_block_bytes: int = 292
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this build has products for it: those by Q8_0 need an instruction."""
-        found = ctypes.c_int.in_dll(llama._lib, "relayline_q8_0_rows_max").value if self.name == "q8_0" else 1
-        return found > 0
 
 
 F32 = 0
@@ -44,8 +38,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def need_own_products(stored: Type) -> None:
-    if getattr(llama._lib, "relayline_multiplies", None) is None or not stored.is_ours:
-        pytest.skip("this build has llama.cpp's products")
+    if stored.name not in ggml.kernels().split():  # those by Q8_0 need an instruction
+        pytest.skip("llama.cpp's own products are in use")
 
 
 def weights_of(stored: Type, n_values: int, n_columns: int) -> Bytes:

@@ -12,6 +12,7 @@
 #include "ggml-common.h"
 #include "ggml-cpu/repack.h"
 #include "ggml.h"
+#include "relayline_hooks.h"
 
 #include <immintrin.h>
 
@@ -150,11 +151,24 @@ void multiply_rest(int n_blocks, float * s, size_t bs, const void * vx, const vo
 
 } // namespace
 
-/* Defines llama.cpp's functions for a product of blocks of so many values. */
+/* Defines llama.cpp's functions for a product of blocks of so many values. Where the kernels are off, these pass on to
+ * llama.cpp's own, which take rows that are no fours one by one. */
 #define PRODUCTS(name, product, values)                                                                                \
+    extern "C" void ggml_gemm_##name##_llama(int, float *, size_t, const void *, const void *, int, int);              \
+    extern "C" void ggml_gemv_##name##_llama(int, float *, size_t, const void *, const void *, int, int);              \
     extern "C" void ggml_gemm_##name(int n, float * s, size_t bs, const void * vx, const void * vy, int nr, int nc) {  \
+        if (!relayline_kernels_on()) {                                                                                 \
+            return ggml_gemm_##name##_llama(n, s, bs, vx, vy, nr, nc);                                                 \
+        }                                                                                                              \
         multiply_fours<product>(n / values, s, bs, vx, vy, nr, nc);                                                    \
     }                                                                                                                  \
     extern "C" void ggml_gemv_##name(int n, float * s, size_t bs, const void * vx, const void * vy, int nr, int nc) {  \
+        if (!relayline_kernels_on()) {                                                                                 \
+            const auto * rows = (const product::apart_t *) vy;                                                         \
+            for (int y = 0; y < nr; y++) {                                                                             \
+                ggml_gemv_##name##_llama(n, s + (int64_t) y * bs, bs, vx, rows + (int64_t) y * (n / values), 1, nc);   \
+            }                                                                                                          \
+            return;                                                                                                    \
+        }                                                                                                              \
         multiply_rest<product>(n / values, s, bs, vx, vy, nr, nc);                                                     \
     }

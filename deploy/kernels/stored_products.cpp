@@ -1,20 +1,18 @@
 /* Which products of rows by weights as they are stored are computed here, ahead of llama.cpp's: those of
- * stored_k_quants.cpp and stored_q8_0.cpp. ggml_gcc.cmake adds these files and the calls.
+ * stored_k_quants.cpp and stored_q8_0.cpp. kernels.cmake adds these files, llama.cpp.patch the calls.
  */
+#include "relayline_hooks.h"
 #include "stored_rows.h"
 
 static int rows_max(ggml_type type) {
     return type == GGML_TYPE_Q8_0 ? relayline_q8_0_rows_max : relayline_k_quants_rows_max(type);
 }
 
-/* Whether the products that dst stands for are computed here. */
-extern "C" bool relayline_multiplies(const ggml_tensor * dst);
-
 bool relayline_multiplies(const ggml_tensor * dst) {
     const ggml_tensor * weights = dst->src[0];
     const ggml_tensor * rows = dst->src[1];
     const int first = weights->type == GGML_TYPE_Q8_0 ? 2 : 1; // llama.cpp takes a single row as quickly
-    return first <= rows->ne[1] && rows->ne[1] <= rows_max(weights->type) && rows->type == GGML_TYPE_F32 &&
+    return relayline_kernels_on() && first <= rows->ne[1] && rows->ne[1] <= rows_max(weights->type) && rows->type == GGML_TYPE_F32 &&
            ggml_n_dims(weights) <= 2 && ggml_n_dims(rows) <= 2;
 }
 
@@ -35,11 +33,6 @@ static product_of_all<row_block> product_of(const ggml_tensor * dst, const void 
         out_floats,
     };
 }
-
-/* Some rows of dst, made of those that lie at `rows` as Q8_K (Q8_0 for weights of that type), and some columns, each made
- * of a row of weights. */
-extern "C" void relayline_multiply(const ggml_tensor * dst, const void * rows, int64_t first_column, int64_t end_column,
-                                   int64_t first_row, int64_t end_row);
 
 void relayline_multiply(const ggml_tensor * dst, const void * rows, int64_t first_column, int64_t end_column,
                         int64_t first_row, int64_t end_row) {

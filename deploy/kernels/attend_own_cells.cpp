@@ -8,10 +8,11 @@
  * So a row's result depends on its lane's cells and their order alone, whoever else is in the cache and in the step. What
  * is not computed here stays llama.cpp's: other types than F16, biases by distance, few heads for many threads, and steps
  * of many rows where few heads share a key (TILED_ROWS).
- * ggml_gcc.cmake adds this file and the call. Figures: benches/RESULTS.md, "Attention".
+ * kernels.cmake adds this file, llama.cpp.patch the call. Figures: benches/RESULTS.md, "Attention".
  */
 #include "ggml-cpu-impl.h"
 #include "ggml.h"
+#include "relayline_hooks.h"
 #include "vec.h"
 
 #include <immintrin.h>
@@ -291,15 +292,9 @@ bool is_ours(const ggml_compute_params * params, const attention & it) {
 
 } // namespace
 
-/* Whether rows of a step of so many read their own cells alone here, one by one. */
-extern "C" bool relayline_attends_own_cells(int n_rows, int n_heads, int n_kv_heads);
-
 bool relayline_attends_own_cells(int n_rows, int n_heads, int n_kv_heads) {
-    return n_rows < TILED_ROWS || n_heads > TILED_HEADS * n_kv_heads;
+    return relayline_kernels_on() && (n_rows < TILED_ROWS || n_heads > TILED_HEADS * n_kv_heads);
 }
-
-/* Compute this thread's share; false if llama.cpp must, for all threads alike. */
-bool relayline_attend(const ggml_compute_params * params, const ggml_tensor * dst);
 
 bool relayline_attend(const ggml_compute_params * params, const ggml_tensor * dst) {
     const attention it(dst);

@@ -3,7 +3,7 @@
  * Its kernels for AVX-512 and those for AVX2 stand in one file, and which of them a build gets is the compiler's macros'
  * choice. On a processor whose instructions of 512 bits are two of 256 (AMD's Zen 4) those for AVX2, compiled with
  * AVX-512's registers and dot products, take less time for four, eight and twelve rows, the others for sixteen; both
- * give the same bits (benches/RESULTS.md, "What the compiler does with the registers"). ggml_gcc.cmake adds this file
+ * give the same bits (benches/RESULTS.md, "What the compiler does with the registers"). kernels.cmake adds this file
  * on such processors, and compiles llama.cpp's own with the names of its products ending in _wide. Not for Q4_0, MXFP4
  * and Q4_K, which have others (repack_4_bit.cpp, repack_q4_k.cpp).
  */
@@ -23,6 +23,7 @@
 #define ggml_gemm_q4_K_8x8_q8_K few_gemm_q4_K_8x8_q8_K
 #define ggml_gemm_q2_K_8x8_q8_K few_gemm_q2_K_8x8_q8_K
 #include "ggml-cpu/arch/x86/repack.cpp"
+#include "relayline_hooks.h"
 #undef ggml_gemm_iq4_nl_8x8_q8_0
 #undef ggml_gemm_q2_K_8x8_q8_K
 
@@ -32,7 +33,7 @@
     extern "C" void ggml_gemm_##product##_wide(int, float *, size_t, const void *, const void *, int, int);            \
     extern "C" void ggml_gemm_##product(                                                                               \
         int n, float * s, size_t bs, const void * vx, const void * vy, int nr, int nc) {                               \
-        const int wide = nr - nr % 16;                                                                                 \
+        const int wide = relayline_kernels_on() ? nr - nr % 16 : nr;                                                   \
         if (wide > 0) {                                                                                                \
             ggml_gemm_##product##_wide(n, s, bs, vx, vy, wide, nc);                                                    \
         }                                                                                                              \

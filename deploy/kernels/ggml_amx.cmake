@@ -1,5 +1,5 @@
 # What every build of ggml by GCC needs to live through its first step where the processor has AMX: its AMX kernels get a
-# header ahead of them, which says why. Nothing else of llama.cpp is changed. Included like ggml_gcc.cmake, or by it. A
+# header ahead of them, which says why. Nothing else of llama.cpp is changed. Included like kernels.cmake, or by it. A
 # CMake that cannot defer (before 3.19) comes with a GCC that knows no AMX.
 function(relayline_amx)
     set_source_files_properties("${CMAKE_CURRENT_SOURCE_DIR}/src/ggml-cpu/amx/mmq.cpp" DIRECTORY src

@@ -11,17 +11,17 @@ from benches import peers
 from benches.peers import Kernels
 from relayline.deploy.testing.paths import DEPLOY
 
-BUILD = DEPLOY / "build"
+KERNELS = DEPLOY / "kernels"
 
 
 def test_other_words_to_gcc_make_another_build_of_the_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {path.name for pattern in ("ggml_*", "*.h", "*.cpp") for path in BUILD.glob(pattern)}
-    monkeypatch.setattr(peers, "BUILD", shutil.copytree(BUILD, tmp_path / "build"))
+    told = {path.name for path in KERNELS.iterdir() if path.is_file() and path.suffix != ".md"}
+    monkeypatch.setattr(peers, "KERNELS", shutil.copytree(KERNELS, tmp_path / "kernels"))
     as_shipped = {peers.digest_of(("-DX=1",), Kernels.SHIPPED)}
     digests = {peers.digest_of((option,), Kernels.OURS) for option in ("-DX=1", "-DX=2")}
     assert not as_shipped & digests
     for name in told:
-        with (tmp_path / "build" / name).open("a") as file:
+        with (tmp_path / "kernels" / name).open("a") as file:
             file.write("\n")
         as_shipped.add(peers.digest_of(("-DX=1",), Kernels.SHIPPED))
         digests.add(peers.digest_of(("-DX=1",), Kernels.OURS))

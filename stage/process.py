@@ -187,7 +187,7 @@ async def serve(
     sender = asyncio.create_task(service.send_forever())
     sender.add_done_callback(task_ended)
     watch = StepWatch(facts.curves.predict_ns)
-    watchdog = asyncio.create_task(watch_steps(lambda: runner.running, watch, crash))
+    watchdog = asyncio.create_task(watch_steps(lambda: runner.snapshot.running, watch, crash))
     watchdog.add_done_callback(task_ended)
     server = listener.server
     server.add_generic_rpc_handlers((service.handlers(),))

@@ -64,7 +64,11 @@ class StageService:
     ) -> None:
         self._facts, self._executor, self._stats = facts, executor, stats
         self._observer = StageObserver(
-            telemetry or Telemetry(), facts.artifact, facts.config, facts.instance_id, lambda: executor.usage.n_used
+            telemetry or Telemetry(),
+            facts.artifact,
+            facts.config,
+            facts.instance_id,
+            lambda: self.runner.snapshot.lanes_used,
         )
         executor.mark = self._observer.spans.mark
         self._routes: dict[int, Route] = {}
@@ -295,10 +299,10 @@ class StageService:
         message.stage_index = self._facts.artifact.stage_index
         message.instance_id = self._facts.instance_id
         message.uptime_ns = time.monotonic_ns() - self._started_ns
-        usage = self._executor.usage
-        message.lanes_used, message.lanes_kept = usage.n_used, usage.n_kept
-        message.lanes_total = self._executor.lanes.n_lanes
-        message.queued_rows = self.runner.queued_rows
+        held = self.runner.snapshot
+        message.lanes_used, message.lanes_kept = held.lanes_used, held.lanes_kept
+        message.lanes_total = held.lanes_total
+        message.queued_rows = held.queued_rows
         message.kv_per_lane = self._facts.config.engine.layout_used == "per-lane"
         message.kernels = self._facts.kernels
         self._facts.curves.tell(message)
@@ -313,20 +317,20 @@ class StageService:
             envelopes_in=route.envelopes_in,
             envelopes_out=route.link.envelopes_sent if route.link is not None else 0,
             returned=route.n_returned,
-            is_sending=route.is_reporting or self.runner.queued_frames > QUEUED_FRAMES_MAX,
+            is_sending=route.is_reporting or self.runner.snapshot.queued_frames > QUEUED_FRAMES_MAX,
             session_ids=self.runner.session_ids(route.route_id),
         )
 
     def gauges(self) -> Gauges:
         """Return what this stage holds at this moment, for its metrics."""
-        usage = self._executor.usage
+        held = self.runner.snapshot
         links = [route.link.figures() for route in self._routes.values() if route.link is not None]
         return Gauges(
-            queued_rows=self.runner.queued_rows,
-            queued_frames=self.runner.queued_frames,
-            lanes_used=usage.n_used,
-            lanes_kept=usage.n_kept,
-            lanes_total=self._executor.lanes.n_lanes,
+            queued_rows=held.queued_rows,
+            queued_frames=held.queued_frames,
+            lanes_used=held.lanes_used,
+            lanes_kept=held.lanes_kept,
+            lanes_total=held.lanes_total,
             in_flight_bytes=sum(figures["in_flight_bytes"] for figures in links),
             window_bytes=sum(figures["window_bytes"] for figures in links),
         )
@@ -365,7 +369,7 @@ class StageService:
                 return
             self._take(inbound, view)
             await asyncio.sleep(0)  # what a step has brought meanwhile leaves first
-            while self.runner.queued_frames > QUEUED_FRAMES_MAX:
+            while self.runner.snapshot.queued_frames > QUEUED_FRAMES_MAX:
                 self._stepped.clear()
                 await self._stepped.wait()
 

@@ -51,7 +51,7 @@ class LaneUsage(NamedTuple):
 
 
 class LaneTable:
-    """All lanes of a stage. One thread owns it: others see what `StepExecutor.usage` was after its latest step."""
+    """All lanes of a stage. One thread owns it: others see `Runner.snapshot`."""
 
     def __init__(self, n_lanes: int, ctx_tokens: int) -> None:
         self.n_lanes, self.ctx_tokens = n_lanes, ctx_tokens

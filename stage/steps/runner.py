@@ -9,6 +9,9 @@ The thread sleeps on a pipe (`_Bell`): whoever writes to it holds neither the lo
 sleeper, the GIL. A thread that is woken by one who still holds what it needs goes back to sleep for each of them; on a
 core that both share, as stages of one machine have it, that is three switches to and fro before it gets to work.
 
+Other threads see the engine and the queue by `Runner.snapshot` alone: one value, put together anew under the lock before
+and after each step, after each call, and whenever frames are queued or dropped.
+
 `OUTBOX_STEPS_MAX` bounds the results that the loop has not yet carried away: when the downstream link has no credit
 the thread stops taking steps, the queue holds its frames, and upstream runs out of credit in turn.
 """
@@ -27,7 +30,7 @@ from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.sampling.grammars import STACK_BYTES
 from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.step import StepExecutor
-from relayline.stage.steps.step_types import StepResult
+from relayline.stage.steps.step_types import Snapshot, StepResult
 from relayline.wire.common.errors import InternalError
 from relayline.wire.envelopes.frames import Flag
 
@@ -57,21 +60,11 @@ class Runner:
         self._outbox_steps = 0
         self._latest: collections.deque[Step] = collections.deque(maxlen=OUTBOX_STEPS_MAX)  # steps that were taken last
         self._stopping = False
-        self.running: Step | None = None  # what the engine computes now; written by the decode thread
+        self.snapshot = Snapshot(executor.lanes.n_lanes)  # written under the lock, read by anyone
         before_bytes = threading.stack_size(STACK_BYTES)
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
         threading.stack_size(before_bytes)
-
-    @property
-    def queued_frames(self) -> int:
-        """Frames waiting for a step, controls included."""
-        return len(self._batcher)
-
-    @property
-    def queued_rows(self) -> int:
-        """Rows waiting for a step."""
-        return self._batcher.queued_rows
 
     def push(self, frames: list[QueuedFrame]) -> list[QueuedFrame]:
         """Queue frames in order and wake the thread. Returns waiting frames that a close made pointless."""
@@ -79,12 +72,16 @@ class Runner:
             for frame in frames:
                 if frame.flags & Flag.CLOSE:
                     self._executor.sessions.cancelled.add(frame.session_key)
-            return self._batcher.push_together(frames)
+            dropped = self._batcher.push_together(frames)
+            self._publish_queue()
+            return dropped
 
     def drop_route(self, route_id: int) -> list[QueuedFrame]:
         """Forget the waiting frames of a route."""
         with self._bell.lock:
-            return self._batcher.drop_route(route_id)
+            dropped = self._batcher.drop_route(route_id)
+            self._publish_queue()
+            return dropped
 
     def session_ids(self, route_id: int) -> set[int]:
         """Return the sessions of a route of which anything waits, runs, or may not have left the process yet."""
@@ -151,16 +148,31 @@ class Runner:
                     if step is not None:
                         self._outbox_steps += 1
                         self._latest.append(step)
+                        self._publish(step)
                         break
                 self._bell.wait()
         for function, future in calls:
             self._answer(function, future)
         if step is not None:
-            self.running = step
             result = self._executor.execute(step)
-            self.running = None
+            with self._bell.lock:
+                self._publish(None)
             self._loop.call_soon_threadsafe(self._hand_over, result)
         return True
+
+    def _publish(self, running: Step | None) -> None:
+        """Say what the engine and the queue hold now. In the decode thread, under the lock."""
+        usage, batcher = self._executor.usage, self._batcher
+        self.snapshot = Snapshot(
+            self._executor.lanes.n_lanes, usage.n_used, usage.n_kept, len(batcher), batcher.queued_rows, running
+        )
+
+    def _publish_queue(self) -> None:
+        """Say what the queue holds now, and of the engine what was said last. In any thread, under the lock."""
+        last, batcher = self.snapshot, self._batcher
+        self.snapshot = Snapshot(
+            last.lanes_total, last.lanes_used, last.lanes_kept, len(batcher), batcher.queued_rows, last.running
+        )
 
     def _hand_over(self, result: StepResult) -> None:
         self._guarded(self._deliver, result)
@@ -178,12 +190,14 @@ class Runner:
             raise
 
     def _answer(self, function: Callable[[], Any], future: asyncio.Future[Any]) -> None:
+        result, failed = None, None
         try:
             result = function()
         except Exception as error:
-            self._loop.call_soon_threadsafe(_settle, future, None, error)
-        else:
-            self._loop.call_soon_threadsafe(_settle, future, result, None)
+            failed = error
+        with self._bell.lock:
+            self._publish(None)
+        self._loop.call_soon_threadsafe(_settle, future, result, failed)
 
 
 class _Bell:

@@ -55,7 +55,7 @@ class StepExecutor:
         self.routes: dict[int, RouteWiring] = {}
         # Says which span a batch of these frames will have: 25 bytes, zeros for none. Set before the first step.
         self.mark: Callable[[list[QueuedFrame]], bytes] = lambda members: trace_context.NONE
-        self.usage = LaneUsage()  # of the lanes, after the latest step or change of a route: for other threads
+        self.usage = LaneUsage()  # of the lanes, after the latest controls or change of a route
         self._n_decodes = 0
         self._embeddings, self._close_engine, self._padding = embeddings, close, padding
         # By memoryview: with cold caches numpy takes several times as long to take a single number.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -104,6 +104,21 @@ class StepResult:
     def ended_ns(self) -> int:
         """When everything of this step was ready to leave."""
         return self.started_ns + self.decode_ns + self.encode_ns
+
+
+class Snapshot(NamedTuple):
+    """What a stage holds at one moment, as a value that any thread may keep.
+
+    Lanes are as the decode thread left them after its latest step or change of a route: while a step runs, others see
+    what was before it. The queue is as of now.
+    """
+
+    lanes_total: int
+    lanes_used: int = 0  # by sessions that somebody waits for
+    lanes_kept: int = 0  # by sessions that are only kept, or whose epoch has ended
+    queued_frames: int = 0  # waiting for a step, controls included
+    queued_rows: int = 0
+    running: Step | None = None  # what the engine computes; nobody changes a step that was taken
 
 
 @dataclasses.dataclass(slots=True)

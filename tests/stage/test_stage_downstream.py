@@ -66,7 +66,7 @@ async def test_a_route_without_credit_downstream_stops_stepping() -> None:
         await counted(steps, 4 + OUTBOX_STEPS_MAX)
         await stage.settled()
         assert steps.empty(), "a step ran although nothing can leave"
-        assert stage.service.runner.queued_rows == 30 - 4 - OUTBOX_STEPS_MAX
+        assert stage.service.runner.snapshot.queued_rows == 30 - 4 - OUTBOX_STEPS_MAX
         neighbour.credits.put_nowait(2 * row_bytes)
         await counted(steps, 2)
         await stage.settled()
@@ -174,16 +174,16 @@ async def test_a_busy_stage_stops_reading_controls_at_their_bound(monkeypatch: p
         for session_id in range(100, 150):
             await one.send(control(session_id, Flag.CLOSE))
         async with asyncio.timeout(20):
-            while stage.service.runner.queued_frames <= 8:
+            while stage.service.runner.snapshot.queued_frames <= 8:
                 await status_of(one)
         for _ in range(5):  # round trips in which an unbounded reader would have taken the rest
             await status_of(one)
-        assert stage.service.runner.queued_frames == 9
+        assert stage.service.runner.snapshot.queued_frames == 9
         blocked.release()
         async with asyncio.timeout(20):
             while (await status_of(one)).envelopes_in < 51:
                 pass
-            while stage.service.runner.queued_frames:
+            while stage.service.runner.snapshot.queued_frames:
                 await status_of(one)
 
 
@@ -200,7 +200,7 @@ async def test_a_reader_that_waits_for_room_goes_on_when_another_coordinator_lea
         await other.send(*prompt(5, OTHER, n_rows=1))
         await other.send(rows_frame(5, 1, 1, SAMPLE, route_id=OTHER))
         async with asyncio.timeout(20):
-            while runner.queued_frames < 10:
+            while runner.snapshot.queued_frames < 10:
                 await status_of(other)
             assert (await status_of(other)).envelopes_in == 1, "no room for the second"
             await one.channel.close()

@@ -65,11 +65,38 @@ async def test_frames_pushed_during_a_decode_form_the_next_batch() -> None:
         await reached(blocked.entered)
         for session_id in range(1, 33):
             h.runner.push([rows_frame(session_id, 0)])
-        assert h.runner.queued_rows == 32
+        assert h.runner.snapshot.queued_rows == 32
         blocked.release()
         assert (await h.result()).n_rows == 1
         assert (await h.result()).n_rows == 32
         assert [len(step) for step in h.engine.steps] == [1, 32]
+
+
+async def test_a_look_is_a_value_of_one_moment() -> None:
+    """Lanes as of the latest whole step, whatever the decode thread is changing; the queue as of now."""
+    async with harness() as h:
+        h.engine.on_decode = lambda: None
+        await h.open(0, 1)
+        before = h.runner.snapshot
+        assert (before.lanes_total, before.lanes_used, before.queued_frames, before.running) == (64, 2, 0, None)
+        blocked = BlockedDecode(h.engine)
+        h.runner.push([control(2, Flag.OPEN), rows_frame(0, 0)])
+        await reached(blocked.entered)
+        assert len(h.executor.lanes) == 3, "opened by the step that runs"
+        h.runner.push([rows_frame(1, 0, 3), rows_frame(1, 3)])
+        during = h.runner.snapshot
+        assert (during.lanes_used, during.queued_frames, during.queued_rows) == (2, 2, 4)
+        assert during.running is not None
+        assert [frame.session_id for frame in during.running.frames] == [0]
+        blocked.release()
+        await h.result()
+        await h.result()
+        await h.result()
+        after = h.runner.snapshot
+        assert (after.lanes_used, after.queued_frames, after.queued_rows, after.running) == (3, 0, 0, None)
+        assert (before.lanes_used, during.lanes_used, during.queued_rows) == (2, 2, 4), "values do not change"
+        await h.runner.call(lambda: h.executor.reset_route(ROUTE, None))
+        assert h.runner.snapshot.lanes_used == 0, "what a call changes is said before it is answered"
 
 
 async def test_the_event_loop_runs_while_the_engine_is_busy() -> None:
@@ -106,7 +133,7 @@ async def test_unsent_results_stop_the_stepping() -> None:
         await h.runner.call(lambda: None)
         await h.runner.call(lambda: None)
         assert len(h.engine.steps) == OUTBOX_STEPS_MAX
-        assert h.runner.queued_rows == 10 - OUTBOX_STEPS_MAX
+        assert h.runner.snapshot.queued_rows == 10 - OUTBOX_STEPS_MAX
         h.runner.sent()
         async with asyncio.timeout(20):
             await h.results.get()
@@ -141,7 +168,7 @@ async def test_dropping_a_route_returns_what_waited() -> None:
         assert h.runner.drop_route(ROUTE) == waiting
         blocked.release()
         await h.result()
-        assert h.runner.queued_rows == 0
+        assert h.runner.snapshot.queued_rows == 0
 
 
 async def test_call_runs_in_the_decode_thread_and_passes_errors_on() -> None:
@@ -237,7 +264,7 @@ async def test_stop_ends_a_thread_whose_outbox_is_full() -> None:
             for _ in range(OUTBOX_STEPS_MAX):
                 await h.results.get()
             await h.runner.stop()
-        assert h.runner.queued_rows == 1
+        assert h.runner.snapshot.queued_rows == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread is to die of it

@@ -64,11 +64,13 @@ async def test_an_engine_that_hangs_ends_the_stage_and_does_not_hold_its_end_up(
     try:
         runner.push([control(1, Flag.OPEN), rows_frame(1, 0)])
         async with asyncio.timeout(20):
-            await watch_steps(lambda: runner.running, StepWatch(lambda _: 1.0), stuck.set_result, look_every_s=0)
+            await watch_steps(
+                lambda: runner.snapshot.running, StepWatch(lambda _: 1.0), stuck.set_result, look_every_s=0
+            )
             assert "hangs" in (await stuck).message
             await runner.stop(timeout_s=0)
-        assert runner.running is not None, "it was left behind"
+        assert runner.snapshot.running is not None, "it was left behind"
     finally:
         blocked.release()
         await runner.stop()
-    assert runner.running is None
+    assert runner.snapshot.running is None

@@ -9,8 +9,8 @@ The thread sleeps on a pipe (`_Bell`): whoever writes to it holds neither the lo
 sleeper, the GIL. A thread that is woken by one who still holds what it needs goes back to sleep for each of them; on a
 core that both share, as stages of one machine have it, that is three switches to and fro before it gets to work.
 
-Other threads see the engine and the queue by `Runner.snapshot` alone: one value, put together anew under the lock before
-and after each step, after each call, and whenever frames are queued or dropped.
+Other threads see the engine and the queue by `Runner.snapshot` alone. It is one value, made under the lock before and
+after each step, after each call, and whenever frames are queued or dropped.
 
 `OUTBOX_STEPS_MAX` bounds the results that the loop has not yet carried away: when the downstream link has no credit
 the thread stops taking steps, the queue holds its frames, and upstream runs out of credit in turn.

@@ -28,6 +28,7 @@ from relayline.deploy.certify.whole_model import WholeConfig, plain_tokens
 from relayline.deploy.certify.workload import N_LANES, context_needed, draw_batches
 from relayline.deploy.launch.local import threads_per_stage
 from relayline.wire.common.errors import CutError, ModelFileError, RelaylineError, UsageError
+from relayline.wire.common.kv_layout import UNIFIED_ARCHITECTURES
 from relayline.wire.envelopes.envelope import DTYPE_BY_NAME
 from relayline.wire.settings.setting import arguments
 from relayline.wire.settings.table import EngineSettings
@@ -158,6 +159,9 @@ async def certify(config: CertifyConfig, facts: ModelFacts, progress: Progress, 
     wrong with a single pipeline is that pipeline's problem in the report.
     """
     plans = plan_cuts(facts, config.cuts, config.n_stages)
+    config = dataclasses.replace(config, engine=config.engine.of_architecture(facts.architecture))
+    if config.engine.layout_used == "per-lane" and facts.architecture in UNIFIED_ARCHITECTURES:
+        raise UsageError(f"{facts.architecture} runs with shared KV cells only; use --kv-layout unified")
     work = _Certification(config, facts, plans, progress, on_line)
     noise = await work.measure()
     tolerance = tolerance_for(noise, same_kernels=config.engine.gpu_layers == 0 and not facts.reorders_rows)

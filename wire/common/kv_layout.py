@@ -35,6 +35,11 @@ def choose_layout(asked: str, *, ctx_tokens: int, gpu_layers: int) -> str:
     return "per-lane" if ctx_tokens >= LONG_LANE_TOKENS and not gpu_layers else "unified"
 
 
+def asked_layout(asked: str, architecture: str) -> str:
+    """Return what is asked for of a model of this architecture: where only one layout will do, "auto" means that."""
+    return "unified" if asked == "auto" and architecture in UNIFIED_ARCHITECTURES else asked
+
+
 def choose_pipeline_layout(asked: str, *, ctx_tokens: int, gpu_layers: Iterable[int]) -> str:
     """Return the one layout of stages with these layers on a GPU: as for a CPU if any of them has none there."""
     return choose_layout(asked, ctx_tokens=ctx_tokens, gpu_layers=int(all(gpu_layers)))

@@ -10,7 +10,7 @@ import dataclasses
 import os
 
 from relayline.wire.common import bounds
-from relayline.wire.common.kv_layout import KV_LAYOUTS, choose_layout
+from relayline.wire.common.kv_layout import KV_LAYOUTS, asked_layout, choose_layout
 from relayline.wire.envelopes.envelope import DTYPE_BY_NAME
 from relayline.wire.settings.setting import Reader, Settings, setting
 from relayline.wire.telemetry.config import LEVEL_NAMES
@@ -133,6 +133,10 @@ class EngineSettings(Settings):
     def threads_used(self) -> int:
         """Threads after resolving 0 to the cores this process may run on."""
         return self.n_threads or len(os.sched_getaffinity(0))
+
+    def of_architecture(self, architecture: str) -> EngineSettings:
+        """Return the same for a model of this architecture: where only one layout will do, auto means that."""
+        return dataclasses.replace(self, kv_layout=asked_layout(self.kv_layout, architecture))
 
     def resolved(self) -> EngineSettings:
         """Return the same with what is left to this process decided: threads and layout of KV cells."""

@@ -79,3 +79,12 @@ def test_scores_are_computed_where_they_fit_and_flash_attention_is_slow(
         layout, kv_type=kv_type, gpu_layers=gpu_layers, score_bytes=score_bytes, reads_own_cells=reads_own_cells
     )
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "asked", "expected"),
+    [("kimi-linear", "auto", "unified"), ("kimi-linear", "per-lane", "per-lane"), ("qwen35", "auto", "auto")],
+)
+def test_where_one_layout_alone_will_do_auto_means_that(architecture: str, asked: str, expected: str) -> None:
+    """Whoever asks for another one outright is refused where the model is loaded."""
+    assert EngineSettings(kv_layout=asked).of_architecture(architecture).kv_layout == expected

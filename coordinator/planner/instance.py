@@ -30,7 +30,7 @@ class ModelShape:
     embedding_bytes: int
     """The token embedding table, held by the first stage."""
     kv_bytes: tuple[int, ...]
-    """KV bytes per token and layer with an f16 cache."""
+    """KV bytes per token and layer with an f16 cache; 0 where a layer does not attend."""
     n_embd: int
     n_vocab: int
     n_ff: int
@@ -41,6 +41,8 @@ class ModelShape:
     """Attention masks of a step: layers with and without sliding windows have one each."""
     has_indexers: bool = False
     """Layers score all cells for each row of a step, to choose what it attends to."""
+    state_bytes: tuple[int, ...] = ()
+    """Bytes per lane and layer of a recurrent state; empty where no layer has one."""
     is_allowed: Callable[[int, int], bool] = lambda _start, _end: True
     """Whether the layers from start to end (not included) may be one stage."""
 

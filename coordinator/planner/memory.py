@@ -11,6 +11,7 @@ import dataclasses
 
 from relayline.coordinator.planner.instance import KV_VALUE_BYTES, Instance, Load, Machine, ModelShape
 from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
+from relayline.wire.common.checkpoints import CHECKPOINT_BYTES_MAX, CHECKPOINTS_PER_LANE_MAX
 from relayline.wire.common.curve import PAD_SEARCH_ROWS
 from relayline.wire.common.kv_layout import has_scores
 
@@ -34,6 +35,7 @@ class StageMemory:
     weights_bytes: int
     """Layers, head on the last stage, embedding table on the first."""
     kv_bytes: int
+    """KV cells, recurrent states of all lanes, and as many checkpoints of these as a stage keeps."""
     compute_bytes: int
     process_bytes: int = PROCESS_BYTES
 
@@ -57,7 +59,15 @@ def stage_memory(model: ModelShape, load: Load, start: int, end: int) -> StageMe
     weights = sum(model.layer_bytes[start:end])
     weights += (model.head_bytes if is_last else 0) + (model.embedding_bytes if start == 0 else 0)
     kv = sum(model.kv_bytes[start:end]) * KV_VALUE_BYTES[load.kv_type] / KV_VALUE_BYTES["f16"]
-    return StageMemory(weights, int(kv * kv_cells(load)), compute_bytes(model, load, is_last=is_last))
+    kept = int(kv * kv_cells(load)) + states_bytes(model, load, start, end)
+    return StageMemory(weights, kept, compute_bytes(model, load, is_last=is_last))
+
+
+def states_bytes(model: ModelShape, load: Load, start: int, end: int) -> int:
+    """Return what recurrent states take: llama.cpp allocates them for every lane, and checkpoints are as large."""
+    one = sum(model.state_bytes[start:end])
+    n_spare = 0 if load.kv_layout == "per-lane" else 1
+    return one * (load.n_lanes + n_spare) + min(one * load.n_lanes * CHECKPOINTS_PER_LANE_MAX, CHECKPOINT_BYTES_MAX)
 
 
 def compute_bytes(model: ModelShape, load: Load, *, is_last: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from relayline.coordinator.model.family import ATTENDS, BOTH, NEITHER, RECURRENT
 from relayline.coordinator.model.inspection import ModelFacts, inspect_model
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.launch.progress import progress_bar
 from relayline.deploy.launch.trial import probe_artifact, try_artifacts
+
+KIND_WORDS = {ATTENDS: "attention", RECURRENT: "recurrent", BOTH: "both", NEITHER: "neither"}
 
 
 def parse_cuts(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...] | None:
@@ -69,11 +73,25 @@ def facts_as_json(facts: ModelFacts) -> dict[str, object]:
         "tied_embeddings": facts.tied_embeddings,
         "kv_bytes_per_token": list(facts.kv_bytes_per_token),
         "kv_bytes_per_token_total": sum(facts.kv_bytes_per_token),
+        "state_bytes_per_lane": list(facts.state_bytes_per_lane),
+        "state_bytes_per_lane_total": sum(facts.state_bytes_per_lane),
+        "layer_kinds": [KIND_WORDS[kind] for kind in facts.kinds or ATTENDS * facts.n_layers],
         "supported": facts.supported,
         "refusal": facts.refusal,
         "may_be_tried": facts.may_be_tried,
         "legal_cuts": list(facts.legal_cuts) if facts.supported else [],
     }
+
+
+def _states_of(facts: ModelFacts) -> dict[str, str]:
+    """Return the lines that tell of recurrent states; none where no layer has one."""
+    if not facts.kinds:
+        return {}
+    counts = collections.Counter(facts.kinds)
+    told = ", ".join(f"{count} {KIND_WORDS[kind]}" for kind, count in counts.items())
+    each = max(facts.state_bytes_per_lane)
+    total = _size(sum(facts.state_bytes_per_lane))
+    return {"layer kinds": told, "state per lane": f"{total} (f32); {_size(each)} in each layer that has one"}
 
 
 def _print_facts(facts: ModelFacts, console: Console) -> None:
@@ -94,6 +112,7 @@ def _print_facts(facts: ModelFacts, console: Console) -> None:
         "head": _size(facts.head_bytes),
         "KV per token": f"{_size(sum(facts.kv_bytes_per_token))} (f16); each layer "
         + _runs(facts.kv_bytes_per_token, _size),
+        **_states_of(facts),
         "legal cuts": _runs_of_cuts(facts.legal_cuts) if facts.supported else "none",
     }
     table = Table(show_header=False, box=None, pad_edge=False)

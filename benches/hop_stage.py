@@ -84,6 +84,13 @@ class StampingEngine:
         """Return the same logits for every row."""
         return self._logits
 
+    def lane_tokens(self, lane: int) -> int:
+        """Nothing is kept, and no step fails."""
+        return 0
+
+    def checkpoint(self, lane: int) -> None:
+        """Nothing is kept, so there is nothing to remember."""
+
     def check_rewind(self, lane: int, position: int) -> None:
         """Nothing is kept, so it can go back to anywhere."""
 

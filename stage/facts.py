@@ -22,6 +22,7 @@ class StageFacts:
     software_version: str
     curves: Curves = dataclasses.field(default_factory=Curves)
     rewinds: bool = True  # a lane can always be taken back by some positions, see `NativeEngine.check_rewind`
+    keeps_state: bool = False  # it can be taken back to checkpoints alone, see `stage.engine.recurrent`
     instance_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     metrics_address: str = ""  # host:port of /metrics; empty when it is not served
     kernels: str = dataclasses.field(default_factory=ggml.kernels)  # relayline's, with spaces between
@@ -48,6 +49,7 @@ class StageFacts:
             kv_per_lane=config.engine.layout_used == "per-lane",
             max_rows=config.engine.max_rows,
             rewinds=self.rewinds,
+            keeps_state=self.keeps_state,
             instance_id=self.instance_id,
             name=self.name,
         )

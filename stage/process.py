@@ -88,7 +88,8 @@ def load_stage(config: StageConfig, load: Load | None = None) -> tuple[StageFact
 
 
 def _load(config: StageConfig, artifact: StageArtifact, load: Load | None) -> tuple[StageFacts, StepExecutor]:
-    settings = config.engine
+    settings = config.engine.of_architecture(artifact.architecture)
+    config = dataclasses.replace(config, engine=settings)
     if settings.gpu_layers and not llama.llama_supports_gpu_offload():
         log.warning("this build of llama.cpp cannot use a GPU: all layers run on the CPU; see `relayline doctor`")
     # Rows of a spare lane would be a micro-batch of their own where lanes have cells of their own.
@@ -111,7 +112,13 @@ def _load(config: StageConfig, artifact: StageArtifact, load: Load | None) -> tu
         raise
     rewinds = not engine.keeps_state and (not engine.window or settings.layout_used == "per-lane")
     facts = StageFacts(
-        artifact, config, importlib.metadata.version("relayline"), curves, rewinds, name=own_name(config)
+        artifact,
+        config,
+        importlib.metadata.version("relayline"),
+        curves,
+        rewinds,
+        engine.keeps_state,
+        name=own_name(config),
     )
     executor = StepExecutor(
         engine,
@@ -167,7 +174,7 @@ async def serve(
         raise
     stats = StageStats()
     service = StageService(facts, executor, stats, telemetry)
-    batcher = Batcher(make_policy(config, facts.curves))
+    batcher = Batcher(make_policy(facts.config, facts.curves))
 
     def crash(error: BaseException) -> None:
         if not crashed.done():

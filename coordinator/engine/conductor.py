@@ -83,6 +83,8 @@ class EpochFacts:
     costs: Sequence[StageCost]
     rewinds: bool = True
     """Whether every stage can forget what was guessed wrong."""
+    keeps_state: bool = False
+    """Whether some stage can take a session back to checkpoints alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,7 +175,9 @@ class Conductor:
         for session, error in self.suspects.guilty(admission.running, facts.instances):
             self._fail(session, error, now_ns)
         planner = GroupPlanner(facts.costs, schedule.itl_stretch)
-        self.prefixes.renew(facts.n_lanes, is_per_lane=planner.is_per_lane, there=facts.held)
+        self.prefixes.renew(
+            facts.n_lanes, is_per_lane=planner.is_per_lane, there=facts.held, keeps_state=facts.keeps_state
+        )
         for session in admission.running.values():
             session.give_way()  # without a word: nothing of it is open in this epoch
         admission.resize(facts.n_lanes, facts.ctx_tokens)

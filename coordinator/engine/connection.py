@@ -73,6 +73,11 @@ class Connection:
         return all(facts.rewinds for facts in self.facts)
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether some stage can take a lane back to checkpoints alone."""
+        return any(facts.keeps_state for facts in self.facts)
+
+    @property
     def instances(self) -> tuple[str, ...]:
         """What each stage calls itself: another name after it has been started anew."""
         return tuple(facts.instance_id for facts in self.facts)

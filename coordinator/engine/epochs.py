@@ -240,4 +240,5 @@ def facts_of(connection: Connection) -> EpochFacts:
         instances=connection.instances,
         costs=connection.stage_costs(),
         rewinds=connection.rewinds,
+        keeps_state=connection.keeps_state,
     )

@@ -20,6 +20,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from relayline.coordinator.sessions.checkpoints import nearest, stop_at, stops_of
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.session import OutFrame, Session, State
 from relayline.wire.envelopes.frames import Flag
@@ -60,6 +61,7 @@ class Prefixes:
         self.n_max = n_max or 0
         self._kept: list[Kept] = []
         self._there: dict[int, int] = {}  # session id -> tokens that all stages hold from the epoch before
+        self._keeps_state = False  # stages can copy, or go on from, checkpoints and whole lanes alone
 
     @property
     def lanes(self) -> list[int]:
@@ -68,7 +70,7 @@ class Prefixes:
 
     def lanes_before(self, session: Session) -> list[int]:
         """Return the kept lanes in the order in which the session may take them, the one it would copy from last."""
-        source, _ = _longest(session, [kept.session for kept in self._kept])
+        source, _ = self._longest(session, [kept.session for kept in self._kept])
         return sorted(self.lanes, key=lambda lane: source is not None and lane == source.lane)
 
     def figures(self) -> dict[str, int]:
@@ -78,14 +80,21 @@ class Prefixes:
     def start(self, session: Session) -> list[OutFrame]:
         """Start a session that has a lane; returns its first frames, behind the close of a kept lane that it takes."""
         frames = [frame for kept in list(self._kept) if kept.lane == session.lane for frame in self._drop(kept)]
-        frames += session.start(self._there.pop(session.session_id, 0))
+        n_there = self._there.pop(session.session_id, 0)
+        if self._keeps_state:
+            n_there = nearest(session, min(n_there, len(session.history) - 1), is_held=True)
+        frames += session.start(n_there)
+        if self._keeps_state and self._n_asked != 0 and session.request.cache_prompt:
+            session.stops = stops_of(session)
         if session.n_sent:
             return frames
         kept, running = [kept.session for kept in self._kept], self._sources(session)
-        leader, n_later = _longest(session, running)
-        source, n_now = _longest(session, [*kept, *running], is_held=True)
+        leader, n_later = self._longest(session, running)
+        source, n_now = self._longest(session, [*kept, *running], is_held=True)
         if leader is not None and n_later >= n_now + PREFIX_TOKENS_MIN:
             session.follow(leader, n_later)
+            if self._keeps_state:
+                stop_at(leader, n_later)
         elif source is not None:
             self._kept.sort(key=lambda kept: kept.session is source)  # the one used last stands at the end
             frames += session.continue_from(source, n_now)
@@ -114,6 +123,8 @@ class Prefixes:
         prompt is not kept, because it is not known which of its rows the stages have.
         """
         held = session.history[: session.n_left]
+        if self._keeps_state and session.state is State.DECODE:  # a row of its last token may be under way
+            held = held[: session.checkpoints[-1] if session.checkpoints else 0]
         is_computed = session.state in (State.DECODE, State.DONE) and len(held) >= PREFIX_TOKENS_MIN
         if not (is_computed and self.n_max and session.request.cache_prompt):
             return []
@@ -149,7 +160,14 @@ class Prefixes:
         refused = [kept for kept in self._kept if is_full or kept.session.session_id in session_ids]
         return [frame for kept in refused for frame in self._drop(kept)]
 
-    def renew(self, n_lanes: int, *, is_per_lane: bool, there: Mapping[int, int] = MappingProxyType({})) -> None:
+    def renew(
+        self,
+        n_lanes: int,
+        *,
+        is_per_lane: bool,
+        there: Mapping[int, int] = MappingProxyType({}),
+        keeps_state: bool = False,
+    ) -> None:
         """Begin a new epoch with this number of lanes. Kept lanes are forgotten; running sessions go on from `there`.
 
         `there` maps every session that a stage knows to the number of its tokens that all stages hold.
@@ -159,7 +177,7 @@ class Prefixes:
         every row would attend over the kept cells too.
         """
         self._kept.clear()
-        self._there = dict(there)
+        self._there, self._keeps_state = dict(there), keeps_state
         if self._n_asked is None:
             self.n_max = n_lanes // 2 if is_per_lane else 0
 
@@ -172,30 +190,35 @@ class Prefixes:
         nobodys = GenerationRequest("", (0,), 1, SamplingParams())
         return [OutFrame(Session(key, nobodys, lambda _: False), 0, (), Flag.CLOSE) for key in closed]
 
+    def _longest(
+        self, session: Session, sources: Iterable[Session], *, is_held: bool = False
+    ) -> tuple[Session | None, int]:
+        """Return which source begins like the session's history for longest, and for how many tokens; None: none does.
+
+        `is_held` counts only what the sources hold already. Of one that decodes nothing else counts in any case: what
+        it was started again with may be less than it has said, and it reads nothing more. Where stages keep a
+        recurrent state, only what they have, or will have, a checkpoint of counts.
+        """
+        if not session.request.cache_prompt or session.replays:  # after a fault of its own it reads everything itself
+            return None, 0
+        known = session.history[:-1]  # the last token is read in any case, for what follows it
+        best, n_best = None, PREFIX_TOKENS_MIN - 1
+        for source in sources:
+            if n_best >= len(known) or source.history[n_best : n_best + 1] != known[n_best : n_best + 1]:
+                continue  # no better, and comparing long histories takes its time
+            n_common = common_tokens(source.history, known)
+            holds = is_held or source.state is State.DECODE
+            if holds:
+                n_common = min(n_common, source.n_held)
+            if self._keeps_state:
+                n_common = nearest(source, n_common, is_held=holds)
+            if n_common > n_best:
+                best, n_best = source, n_common
+        return (best, n_best) if best is not None else (None, 0)
+
     def _drop(self, kept: Kept) -> list[OutFrame]:
         self._kept.remove(kept)
         return kept.session.cancel()
-
-
-def _longest(session: Session, sources: Iterable[Session], *, is_held: bool = False) -> tuple[Session | None, int]:
-    """Return the source with the longest common beginning, and its length in tokens; None if no source has one.
-
-    `is_held` counts only tokens that the sources hold already. A source that decodes is always counted so: after a
-    restart it may hold fewer tokens than its history has, and it reads no more of them.
-    """
-    if not session.request.cache_prompt or session.replays:  # after a fault of its own it reads everything itself
-        return None, 0
-    known = session.history[:-1]  # the last token is read in any case, for what follows it
-    best, n_best = None, PREFIX_TOKENS_MIN - 1
-    for source in sources:
-        if n_best >= len(known) or source.history[n_best : n_best + 1] != known[n_best : n_best + 1]:
-            continue  # no better, and comparing long histories takes its time
-        n_common = common_tokens(source.history, known)
-        if is_held or source.state is State.DECODE:
-            n_common = min(n_common, source.n_held)
-        if n_common > n_best:
-            best, n_best = source, n_common
-    return (best, n_best) if best is not None else (None, 0)
 
 
 def held_by_all(held: Sequence[Mapping[int, int]]) -> dict[int, int]:

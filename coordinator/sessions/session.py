@@ -22,6 +22,7 @@ from relayline.coordinator.sessions.drafts import Acceptance, Drafter
 from relayline.coordinator.sessions.frame import Frame, Opening
 from relayline.coordinator.sessions.generation import FinishReason, GenerationRequest, TokenEvent
 from relayline.wire.common import bounds
+from relayline.wire.common.checkpoints import kept_positions
 from relayline.wire.common.errors import RelaylineError, StaleEpochError
 from relayline.wire.envelopes.frames import Flag
 
@@ -77,6 +78,10 @@ class Session:
     n_there: int = 0  # of these, rows that all stages held from the epoch before
     n_copied: int = 0  # of these, rows that another session had computed
     copied_from: int = 0  # that session; 0: none
+    stops: list[int] = dataclasses.field(default_factory=list)
+    """Ascending: where chunks of its history are to end, and stages to keep a checkpoint; none where none is needed."""
+    checkpoints: list[int] = dataclasses.field(default_factory=list)
+    """Ascending: how many tokens all stages can take it back to, or copy, once its rows have got there."""
     leader: Session | None = None  # that session, while these rows have not all left for stage 0 as its own
     is_kept: bool = False  # no client's: it only keeps what others may copy, and stages may take its lane
     lane: int = -1  # given by admission; stages take the same number where it is free
@@ -175,6 +180,7 @@ class Session:
         self.n_copied = self.copied_from = 0
         # The last row is computed again, because its token may be lost.
         self.n_sent = self.n_there = min(n_there, len(self.history) - 1)
+        self.stops, self.checkpoints = [], [at for at in self.checkpoints if at <= self.n_sent]
         opening = OutFrame(self, 0, (), Flag.OPEN, self.lane + 1)
         return [opening, OutFrame(self, self.n_sent, (), Flag.TRIM)] if self.n_sent or is_there else [opening]
 
@@ -192,6 +198,8 @@ class Session:
         """
         self.n_sent = self.n_copied = n_tokens
         self.copied_from = source.session_id
+        self.checkpoints = [at for at in source.checkpoints if at <= n_tokens]
+        self.stops = [at for at in self.stops if at > n_tokens]
         return [OutFrame(self, n_tokens, (), Flag.COPY_PREFIX, source.session_id)]
 
     def follow(self, leader: Session, n_tokens: int) -> None:
@@ -214,10 +222,17 @@ class Session:
         if self.prefill_left == 0:
             return None
         at = self.n_sent
-        tokens = tuple(self.history[at : at + rows_max])
+        end = min(at + rows_max, self.stops[0]) if self.stops else at + rows_max
+        tokens = tuple(self.history[at:end])
         self.n_sent += len(tokens)
-        is_last = self.n_sent == len(self.history)
-        return OutFrame(self, at, tokens, Flag.PREFILL | Flag.WANTS_SAMPLE if is_last else Flag.PREFILL)
+        flags = Flag.PREFILL
+        if self.n_sent == len(self.history):
+            flags |= Flag.WANTS_SAMPLE
+        if self.stops and self.n_sent == self.stops[0]:
+            del self.stops[0]
+            self.checkpoints = sorted(kept_positions([*self.checkpoints, self.n_sent]))
+            flags |= Flag.CHECKPOINT
+        return OutFrame(self, at, tokens, flags)
 
     def sampled(
         self,

@@ -7,6 +7,7 @@ session; the others of the step go on.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from array import array
@@ -85,6 +86,9 @@ class StepExecutor:
             placed = []
         for item in placed:
             item.lane.next_position = item.frame.position + item.frame.n_rows
+            if item.frame.flags & Flag.CHECKPOINT:
+                with contextlib.suppress(RelaylineError):  # what would need it is refused then, and read anew
+                    self.engine.checkpoint(item.lane.index)
         decoded_ns = time.monotonic_ns()
         if self.engine.is_last:
             self._sample(outputs, placed)
@@ -110,6 +114,8 @@ class StepExecutor:
         except RelaylineError as error:
             result.error = error.label
             for item in placed:
+                # A lane with a recurrent state may be empty now, and its next row would not be refused.
+                item.lane.next_position = min(item.lane.next_position, self.engine.lane_tokens(item.lane.index))
                 self._fault(outputs, item.frame, error)
         result.decode_ns = time.monotonic_ns() - result.started_ns
         result.micro_batches = self.engine.micro_batches

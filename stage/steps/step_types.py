@@ -32,6 +32,8 @@ class Engine(Protocol):
     def micro_batches(self) -> tuple[int, ...]: ...  # noqa: D102
     def decode(self, n_rows: int) -> None: ...  # noqa: D102
     def logits(self, row: int) -> npt.NDArray[np.float32]: ...  # noqa: D102
+    def checkpoint(self, lane: int) -> None: ...  # noqa: D102
+    def lane_tokens(self, lane: int) -> int: ...  # noqa: D102
     def check_rewind(self, lane: int, position: int) -> None: ...  # noqa: D102
     def drop_from(self, lane: int, position: int) -> None: ...  # noqa: D102
     def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None: ...  # noqa: D102

@@ -48,7 +48,9 @@ class FakeEngine:
         self.micro_batches: tuple[int, ...] = ()
         self.lanes: list[list[tuple[float, ...]]] = [[] for _ in range(n_lanes)]
         self.steps: list[list[tuple[int, int]]] = []  # per decode: (lane, position) of every row
+        self.checkpoints: list[tuple[int, int]] = []  # (lane, tokens) of each that was taken
         self.fail_next: BaseException | None = None
+        self.failure_empties = False  # whether a step that fails leaves its lanes empty, as with a recurrent state
         self.nan_lanes: set[int] = set()
         self.reused_until: dict[int, int] = {}  # lanes that cannot be rewound so far, but for position 0
         self.on_decode: Callable[[], None] = lambda: None
@@ -62,6 +64,8 @@ class FakeEngine:
         before = [len(lane) for lane in self.lanes]
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
+            for index in set(self.seq_ids[:n_rows].tolist()) if self.failure_empties else ():
+                self.lanes[index].clear()
             raise error
         self._logits.clear()
         for row in range(n_rows):
@@ -78,6 +82,12 @@ class FakeEngine:
 
     def logits(self, row: int) -> np.ndarray:
         return self._logits[row]
+
+    def lane_tokens(self, lane: int) -> int:
+        return len(self.lanes[lane])
+
+    def checkpoint(self, lane: int) -> None:
+        self.checkpoints.append((lane, len(self.lanes[lane])))
 
     def check_rewind(self, lane: int, position: int) -> None:
         if 0 < position <= self.reused_until.get(lane, 0):

@@ -56,7 +56,8 @@ _OPEN, _DRAFTED = frames.Flag.OPEN, frames.Flag.DRAFTED
 _GUESSED = frames.Flag.GUESSED
 _EITHER = _DRAFTED | _GUESSED
 _DRAFT = _DRAFTED | frames.Flag.WANTS_SAMPLE  # what a drafted frame's flags are, but for _GUESSED
-_CONTROL, _ALL_FLAGS = frames.CONTROL, frames.CONTROL | frames.Flag.PREFILL | _DRAFT | _GUESSED
+_CHECKPOINT = frames.Flag.CHECKPOINT
+_CONTROL, _ALL_FLAGS = frames.CONTROL, frames.CONTROL | frames.Flag.PREFILL | _DRAFT | _GUESSED | _CHECKPOINT
 
 # What ENVELOPE_BYTES_MAX allows for around the rows, see wire.common.bounds.
 assert (
@@ -355,6 +356,8 @@ def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> tuple[
             raise ProtocolError("a frame must either carry rows or be a control, not both or neither")
         if control & (control - 1) or flags & ~_ALL_FLAGS or (flags & _EITHER and flags & ~_GUESSED != _DRAFT):
             raise ProtocolError(f"frame flags {flags:#x} have no meaning")
+        if control and flags & _CHECKPOINT:
+            raise ProtocolError("a frame that is to leave a checkpoint carries no rows")
         if position + count > bounds.CTX_TOKENS_MAX:
             raise ProtocolError(f"a position is beyond the limit of {bounds.CTX_TOKENS_MAX} tokens")
         if count == 0:

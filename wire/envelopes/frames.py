@@ -37,6 +37,7 @@ class Flag:
     CLOSE = 32
     TRIM = 64
     COPY_PREFIX = 128
+    CHECKPOINT = 256
 
 
 CONTROL = Flag.OPEN | Flag.CLOSE | Flag.TRIM | Flag.COPY_PREFIX

@@ -192,6 +192,8 @@ class Coordinator:
             held=held_by_all(self._held),
             instances=tuple(f"{node.index}/{node.instance}" for node in self.nodes),
             costs=[StageCost(curve, curve, ROWS_MAX) for _ in self.nodes],
+            rewinds=not self.nodes[0].keeps_state,
+            keeps_state=self.nodes[0].keeps_state,
         )
         for node, silence in zip(self.nodes, self._silences, strict=True):
             silence.heard()

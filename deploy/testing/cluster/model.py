@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from relayline.deploy.testing.cluster.clock import Violation
+from relayline.stage.engine.checkpoints import Checkpoints
+from relayline.wire.common.errors import PositionGapError
 
 WIDTH, N_VOCAB, ROWS_MAX = 2, 509, 64
 _MODULUS = 1_021  # below 2048: whole numbers up to there are exact as f16
@@ -53,7 +55,8 @@ class Truth:
 class ModelEngine:
     """Satisfies stage.steps.step_types.Engine. Raises Violation where a row does not continue its lane."""
 
-    def __init__(self, stage: int, n_lanes: int, *, is_last: bool) -> None:
+    def __init__(self, stage: int, n_lanes: int, *, is_last: bool, keeps_state: bool = False) -> None:
+        """With a recurrent state a lane can be taken back to checkpoints alone, as in stage.engine.recurrent."""
         self.n_embd, self.max_rows, self.max_wanted, self.is_last = WIDTH, ROWS_MAX, ROWS_MAX, is_last
         self.n_vocab = N_VOCAB if is_last else 0
         self.input_rows = np.zeros((ROWS_MAX, WIDTH), np.float32)
@@ -63,6 +66,7 @@ class ModelEngine:
         self.output_rows = np.zeros((0 if is_last else ROWS_MAX, WIDTH), np.float32)
         self.micro_batches: tuple[int, ...] = ()
         self.lanes: list[list[int]] = [[] for _ in range(n_lanes)]
+        self._checkpoints = Checkpoints() if keeps_state else None
         self._stage = stage
         self._tokens: dict[int, int] = {}
 
@@ -87,20 +91,44 @@ class ModelEngine:
         logits[self._tokens[row]] = 1.0
         return logits
 
+    def lane_tokens(self, lane: int) -> int:
+        """Return how many rows a lane holds."""
+        return len(self.lanes[lane])
+
+    def checkpoint(self, lane: int) -> None:
+        """Remember a lane's end."""
+        if self._checkpoints is not None:
+            self._checkpoints.add(lane, len(self.lanes[lane]), np.zeros(1, np.uint8))
+
     def check_rewind(self, lane: int, position: int) -> None:
-        """Any lane can be taken back."""
+        """Raise PositionGapError where the lane cannot be taken back."""
+        if not self._can_rewind(lane, position):
+            raise PositionGapError(f"lane {lane} has no checkpoint at {position}")
+
+    def _can_rewind(self, lane: int, position: int) -> bool:
+        if self._checkpoints is None or not 0 < position < len(self.lanes[lane]):
+            return True
+        return self._checkpoints.state(lane, position) is not None
 
     def drop_from(self, lane: int, position: int) -> None:
         """Forget rows from a position on."""
+        if not self._can_rewind(lane, position):
+            raise Violation(f"stage {self._stage}: lane {lane} is taken back to {position}, where it has no checkpoint")
         del self.lanes[lane][position:]
+        if self._checkpoints is not None:
+            self._checkpoints.drop_beyond(lane, position)
 
     def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
         """Copy the first rows of a lane."""
+        if not self._can_rewind(source_lane, n_tokens):
+            raise Violation(f"stage {self._stage}: a copy of {n_tokens} rows, where the source has no checkpoint")
         self.lanes[target_lane] = self.lanes[source_lane][:n_tokens]
+        if self._checkpoints is not None:
+            self._checkpoints.hand_on(source_lane, target_lane, n_tokens)
 
     def clear(self, lane: int) -> None:
         """Empty a lane."""
-        self.lanes[lane].clear()
+        self.drop_from(lane, 0)
 
 
 class ModelEmbeddings:

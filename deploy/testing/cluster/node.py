@@ -64,7 +64,11 @@ class Order:
 class Node:
     """One stage. Everything that reaches its process goes through `do`."""
 
-    def __init__(self, index: int, n_stages: int, n_lanes: int, policy: str, clock: Clock, rng: random.Random) -> None:
+    def __init__(
+        self, index: int, n_stages: int, n_lanes: int, policy: str, clock: Clock, rng: random.Random, *,
+        keeps_state: bool = False,
+    ) -> None:  # fmt: skip
+        self.keeps_state = keeps_state
         self.index, self.is_last, self._policy = index, index == n_stages - 1, policy
         self._clock, self._rng = clock, rng
         self.instance = 0  # how often its process was started
@@ -81,7 +85,7 @@ class Node:
             return
         self.instance += 1
         self.is_up, self.is_hung = True, False
-        self.engine = ModelEngine(self.index, n_lanes, is_last=self.is_last)
+        self.engine = ModelEngine(self.index, n_lanes, is_last=self.is_last, keeps_state=self.keeps_state)
         self.lanes = LaneTable(n_lanes, CTX_TOKENS)
         embeddings = None if self.index else ModelEmbeddings()
         self.executor = StepExecutor(self.engine, self.lanes, self.index, embeddings)

@@ -59,6 +59,8 @@ class Plan:
     share: bool
     delay_ns: int
     """One way of a link, on average."""
+    keeps_state: bool
+    """Lanes have a recurrent state: they can be taken back to checkpoints alone."""
     has_slow_calls: bool
     """Some calls take much longer, and may come after those of the next attempt."""
     has_late_answers: bool
@@ -116,6 +118,7 @@ def plan_of(seed: str, kinds: Sequence[str] = KINDS) -> Plan:
         waiting_max=rng.choice((2, 8, 8)),
         share=rng.random() < 0.5,
         delay_ns=rng.choice((MS // 10, MS, 10 * MS)),
+        keeps_state=random.Random(f"{seed} state").random() < 0.3,
         has_slow_calls=rng.random() < 0.4,
         has_late_answers=rng.random() < 0.4,
         wishes=tuple(wishes),
@@ -156,6 +159,7 @@ CALM = Plan(
     waiting_max=8,
     share=False,
     delay_ns=MS,
+    keeps_state=False,
     has_slow_calls=False,
     has_late_answers=True,
     wishes=tuple(Wish(50 * MS * at, 0, (7, 8, 9 + at), 20, None, False, None) for at in range(3)),

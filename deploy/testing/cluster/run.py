@@ -52,7 +52,10 @@ class Cluster:
         self.excuses = audit.Excuses()
         self._poison: dict[tuple[int, int], int] = {}  # (route, session) -> the stage that it brings down
         n = plan.n_stages
-        self.nodes = [Node(i, n, plan.n_lanes, plan.stage_policy, self.clock, self._rng) for i in range(n)]
+        self.nodes = [
+            Node(i, n, plan.n_lanes, plan.stage_policy, self.clock, self._rng, keeps_state=plan.keeps_state)
+            for i in range(n)
+        ]
         for node in self.nodes:
             node.on_rows = self._on_rows
         config = ConductorConfig(

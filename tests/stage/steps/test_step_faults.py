@@ -141,6 +141,28 @@ def test_a_failed_decode_faults_its_sessions_and_moves_nobody() -> None:
     assert labels(executor.execute(step_of(rows_frame(0, 2), rows_frame(1, 2), rows_frame(2, 1)))) == []
 
 
+def test_a_lane_that_a_failed_step_emptied_takes_no_next_row() -> None:
+    """With a recurrent state: llama.cpp would let the empty lane begin at any position, and be silently wrong."""
+    engine = FakeEngine()
+    executor = opened(engine, 2)
+    executor.execute(step_of(rows_frame(0, 0, 3), rows_frame(1, 0, 3)))
+    engine.fail_next, engine.failure_empties = NativeError("boom"), True
+    assert labels(executor.execute(step_of(rows_frame(0, 3)))) == [(0, "native")]
+    assert [executor.lanes.open(session_id, ROUTE).next_position for session_id in range(2)] == [0, 3]
+    assert labels(executor.execute(step_of(rows_frame(0, 3), rows_frame(1, 3)))) == []
+    assert [len(lane) for lane in engine.lanes[:2]] == [0, 4], "dropped in silence, behind a fault"
+    assert labels(executor.execute(step_of(rows_frame(0, 0, 4)))) == []
+
+
+def test_a_marked_frame_leaves_a_checkpoint_behind_its_last_row_and_travels_on() -> None:
+    engine = FakeEngine()
+    executor = opened(engine, 2)
+    step = step_of(rows_frame(0, 0, 3, PREFILL | Flag.CHECKPOINT), rows_frame(1, 0, 2, PREFILL))
+    output = only(executor.execute(step))
+    assert engine.checkpoints == [(0, 3)]
+    assert parsed(output).frames["flags"].tolist() == [PREFILL | Flag.CHECKPOINT, PREFILL]
+
+
 # --- a step retried is a step done once -------------------------------------------------------------------------------
 
 

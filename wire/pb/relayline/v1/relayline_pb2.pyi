@@ -25,6 +25,7 @@ class FrameFlag(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FRAME_FLAG_CLOSE: _ClassVar[FrameFlag]
     FRAME_FLAG_TRIM: _ClassVar[FrameFlag]
     FRAME_FLAG_COPY_PREFIX: _ClassVar[FrameFlag]
+    FRAME_FLAG_CHECKPOINT: _ClassVar[FrameFlag]
 
 class TelemetryLevel(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -46,6 +47,7 @@ FRAME_FLAG_OPEN: FrameFlag
 FRAME_FLAG_CLOSE: FrameFlag
 FRAME_FLAG_TRIM: FrameFlag
 FRAME_FLAG_COPY_PREFIX: FrameFlag
+FRAME_FLAG_CHECKPOINT: FrameFlag
 TELEMETRY_LEVEL_UNSPECIFIED: TelemetryLevel
 TELEMETRY_LEVEL_OFF: TelemetryLevel
 TELEMETRY_LEVEL_SUMMARY: TelemetryLevel
@@ -71,7 +73,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id", "decode_curve", "prefill_curve", "context_ns", "context_tiled_ns", "kv_per_lane", "rope_original_tokens", "rewinds", "name")
+    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id", "decode_curve", "prefill_curve", "context_ns", "context_tiled_ns", "kv_per_lane", "rope_original_tokens", "rewinds", "name", "keeps_state")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +97,7 @@ class DescribeResponse(_message.Message):
     ROPE_ORIGINAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REWINDS_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_STATE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     architecture: str
@@ -118,7 +121,8 @@ class DescribeResponse(_message.Message):
     rope_original_tokens: int
     rewinds: bool
     name: str
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., rope_original_tokens: _Optional[int] = ..., rewinds: _Optional[bool] = ..., name: _Optional[str] = ...) -> None: ...
+    keeps_state: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., rope_original_tokens: _Optional[int] = ..., rewinds: _Optional[bool] = ..., name: _Optional[str] = ..., keeps_state: _Optional[bool] = ...) -> None: ...
 
 class CostPoint(_message.Message):
     __slots__ = ("n_rows", "cost_ns")

@@ -1,0 +1,52 @@
+"""Where sessions can be gone on from when stages keep a recurrent state, and where they should be. Pure.
+
+Such a state stands at its lane's end and cannot be taken back. So stages keep checkpoints of it behind the rows that
+the coordinator marks (Flag.CHECKPOINT), and it asks for these positions alone. What it marks:
+
+* the end of the first message, which is what all chats with one system prompt share,
+* the end of the last one: the next turn's prompt agrees with this one so far, whatever the chat template then adds,
+* the end of the prompt minus one, for the same prompt again, and for further choices of one request,
+* where another prompt that waits for this one ceases to agree with it.
+
+A message ends with a token that ends answers, as nearly all chat templates have it.
+"""
+
+from __future__ import annotations
+
+from relayline.coordinator.sessions.session import Session, State
+from relayline.wire.common.checkpoints import CHECKPOINTS_PER_LANE_MAX
+
+STOP_TOKENS_MIN = 32  # a checkpoint before would save hardly more than it costs
+SEARCHED_TOKENS_MAX = 8_192  # of each end of a history
+
+
+def stops_of(session: Session) -> list[int]:
+    """Return where the chunks of a session that starts are to end, ascending, all beyond what it need not read."""
+    history, is_end = session.history, session.is_end
+    n_searched = min(len(history) - 1, SEARCHED_TOKENS_MAX)
+    forwards, backwards = range(n_searched), range(len(history) - 2, len(history) - 2 - n_searched, -1)
+    ends = (next((at + 1 for at in places if is_end(history[at])), 0) for places in (forwards, backwards))
+    found = {*ends, len(history) - 1}
+    return sorted(at for at in found if at >= STOP_TOKENS_MIN and at > session.n_sent)
+
+
+def nearest(source: Session, n_tokens: int, *, is_held: bool) -> int:
+    """Return how much of the first n_tokens of a session others can have, or it can itself go on from: perhaps 0.
+
+    `is_held`: of what it has sent already. Else it may also be made to stop there, if it has not read so far.
+    """
+    if source.is_kept and n_tokens >= source.n_sent:  # a lane that stands still is copied whole
+        return source.n_sent
+    there = [at for at in source.checkpoints if at <= n_tokens]
+    if not is_held and source.state is State.PREFILL and n_tokens > source.n_sent:
+        n_marked = len(source.checkpoints) + len(source.stops)
+        if n_marked < CHECKPOINTS_PER_LANE_MAX or n_tokens in source.stops:
+            return n_tokens
+        there += [at for at in source.stops if at <= n_tokens]
+    return max(there, default=0)
+
+
+def stop_at(leader: Session, n_tokens: int) -> None:
+    """Let a session stop where another one will copy it from."""
+    if n_tokens > leader.n_sent and n_tokens not in leader.stops:
+        leader.stops = sorted([*leader.stops, n_tokens])

@@ -120,13 +120,15 @@ def _load(config: StageConfig, artifact: StageArtifact, load: Load | None) -> tu
         engine.keeps_state,
         name=own_name(config),
     )
+    # Beside a recurrent state a lane's further rows are computed apart: scratch rows would be another micro-batch.
+    pads = settings.policy == "auto" and spare_lanes > 0 and not engine.keeps_state
     executor = StepExecutor(
         engine,
         LaneTable(settings.n_lanes, settings.ctx_tokens),
         artifact.stage_index,
         embeddings,
         close=engine.close,
-        padding=Padding(curves, settings.n_lanes, wanted_max, enabled=settings.policy == "auto" and spare_lanes > 0),
+        padding=Padding(curves, settings.n_lanes, wanted_max, enabled=pads),
         vocabulary=read_vocabulary(engine.vocab, engine.n_vocab) if engine.is_last else None,
     )
     return facts, executor

@@ -14,9 +14,10 @@ import pytest
 from relayline.coordinator.model.cuts import balanced_cuts
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
-from relayline.deploy.testing.engines import engine_config
+from relayline.deploy.testing.engines import engine_config, stage_config
 from relayline.stage.engine.lane_state import read_recurrent, write_recurrent
 from relayline.stage.engine.native import NativeEngine
+from relayline.stage.process import load_stage
 from relayline.wire.common.errors import NativeError, PositionGapError, UsageError
 from relayline.wire.common.kv_layout import UNIFIED_ARCHITECTURES
 from tests.support.tiny_hybrids import HYBRIDS
@@ -209,3 +210,20 @@ def test_a_step_without_room_changes_nothing(few: Lanes) -> None:
 def test_kimi_linear_runs_with_shared_cells_alone(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="kimi-linear runs with shared KV cells only; use --kv-layout unified"):
         load("kimi-linear", "per-lane", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen35", "llama"])
+def test_a_stage_says_what_it_keeps_and_pads_nothing_beside_a_state(name: str, tmp_path: Path) -> None:
+    """Drafts follow from what it says; scratch rows would be computed apart, and cost more than they save."""
+    model = make_tiny(name, tmp_path / "model.gguf")
+    split_model(model, tmp_path / "out", cuts=balanced_cuts(inspect_model(model), 2))
+    facts, executor = load_stage(
+        stage_config(tmp_path / "out" / "stage-0.gguf", n_lanes=2, ctx_tokens=64, calibrate=False)
+    )
+    try:
+        said = facts.describe()
+        assert (said.keeps_state, said.rewinds) == ((True, False) if name == "qwen35" else (False, True))
+        assert executor._padding is not None
+        assert executor._padding.enabled == (name == "llama")
+    finally:
+        executor.close()

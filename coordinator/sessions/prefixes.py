@@ -193,11 +193,11 @@ class Prefixes:
     def _longest(
         self, session: Session, sources: Iterable[Session], *, is_held: bool = False
     ) -> tuple[Session | None, int]:
-        """Return which source begins like the session's history for longest, and for how many tokens; None: none does.
+        """Return the source with the longest common beginning, and its length in tokens; None if no source has one.
 
-        `is_held` counts only what the sources hold already. Of one that decodes nothing else counts in any case: what
-        it was started again with may be less than it has said, and it reads nothing more. Where stages keep a
-        recurrent state, only what they have, or will have, a checkpoint of counts.
+        `is_held` counts only tokens that the sources hold already. A source that decodes is always counted so: after a
+        restart it may hold fewer tokens than its history has, and it reads no more of them. Where stages keep a
+        recurrent state, a beginning ends at a checkpoint that they have, or will have.
         """
         if not session.request.cache_prompt or session.replays:  # after a fault of its own it reads everything itself
             return None, 0

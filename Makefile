@@ -48,7 +48,7 @@ help: ## list the targets
 
 setup: $(STAMP) ## create .venv and install relayline with its development tools; LATEST=1 for the newest versions
 
-$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) stage/engine/_capture.c $(wildcard wire/*/_*.c deploy/build/*.cmake $(addprefix deploy/kernels/*.,cmake cpp h patch) $(BUILT_WITH)) $(REBUILD)
+$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) stage/engine/_capture.c $(wildcard wire/*/_*.c wire/*/_*.h deploy/build/*.cmake $(addprefix deploy/kernels/*.,cmake cpp h patch) $(BUILT_WITH)) $(REBUILD)
 	@echo "[1/3] environment in $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("relayline needs Python 3.11 or newer; name one with PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -99,7 +99,7 @@ check: setup ## style, types, generated stubs, pages and tables
 check-native: setup ## the C extensions under AddressSanitizer and UBSan: table tests and a seeded fuzz; SEED=N repeats one
 	@$(BIN)/python deploy/build/check_native.py $(if $(SEED),--seed $(SEED)) $(if $(FUZZ_SECONDS),--seconds $(FUZZ_SECONDS))
 
-proto: setup ## make the protobuf stubs anew
+proto: setup ## make the protobuf stubs anew, and what follows from them: the layout of envelopes in C and in docs/
 	@$(BIN)/python deploy/build/protos.py
 
 reference: setup ## make the pages of docs/reference/ that come from code anew, and the manifest's schema

@@ -1,9 +1,13 @@
-"""Makes the protobuf stubs in wire/pb from proto/, or checks that they are what proto/ says (--check)."""
+"""Makes the protobuf stubs in wire/pb from proto/, or checks that they are what proto/ says (--check).
+
+From the stubs follow where the fields of an envelope stand: `_layout.h` of the C readers, and a page of docs/reference.
+"""
 
 from __future__ import annotations
 
 import filecmp
 import re
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -26,11 +30,21 @@ def generate(target: Path) -> None:
         )
 
 
+def layout_files() -> dict[Path, str]:
+    """Return the files that wire/envelopes/layout.py writes, in a process that has just loaded the stubs."""
+    code = "from relayline.wire.envelopes import layout as l; print(l.c_header(), l.page(), sep=chr(0), end='')"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    header, page = told.split("\0")
+    return {ROOT / "wire/envelopes/_layout.h": header, ROOT / "docs/reference/envelopes.md": page}
+
+
 def main() -> None:
     """Generate, or compare with what is committed."""
     committed = ROOT / "wire" / "pb"
     if "--check" not in sys.argv:
         generate(committed)
+        for path, text in layout_files().items():
+            path.write_text(text)
         return
     with tempfile.TemporaryDirectory() as scratch:
         generate(Path(scratch))
@@ -40,8 +54,9 @@ def main() -> None:
             for p in fresh
             if not (committed / p).exists() or not filecmp.cmp(Path(scratch, p), committed / p, False)
         ]
+    stale += [path.name for path, text in layout_files().items() if not path.exists() or path.read_text() != text]
     if stale:
-        sys.exit(f"stubs differ from proto/: {', '.join(stale)}; run `make proto`")
+        sys.exit(f"generated files differ from proto/: {', '.join(stale)}; run `make proto`")
     print(f"{len(fresh)} generated stubs match proto/")
 
 

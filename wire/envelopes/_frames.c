@@ -14,36 +14,18 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "_layout.h"
+
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "envelopes are little endian and are read in place; a big-endian host is not supported"
 #endif
 
-#define TRACE_BYTES 25
-#define HEADER_BYTES 70
-#define FRAME_BYTES 85
-#define PAYLOAD_TAG 0x4A
-#define EXPONENTS_TAG 0x52
 #define ORDINARY_FLAGS 3u /* Flag.PREFILL and Flag.WANTS_SAMPLE */
-#define CHECKSUM_TAG 0x71
 #define CHECKSUM_BYTES 9   /* tag and value; always the last bytes of a message */
 #define LEAD_BYTES_MAX 11  /* a tag and a size of up to 64 bits in sevens: room for whatever a header may say */
 #define DTYPE_F16 2
 
 static const uint8_t ITEM_BYTES[] = {0, 4, 2, 4}; /* of dtypes: token ids, f16, f32 */
-
-/* As wire.frames.FRAME_DTYPE: where the tags are, which are constants, and the fields between them. */
-static const struct {
-    uint8_t at, tag;
-} FRAME_TAGS[] = {
-    {0, 0x42}, {1, FRAME_BYTES - 2}, {2, 0x09}, {11, 0x15}, {16, 0x1D}, {21, 0x25},
-    {26, 0x2D}, {31, 0x31}, {40, 0x39}, {49, 0x41}, {58, 0x4A}, {59, TRACE_BYTES},
-};
-/* As envelope.HEADER. */
-static const struct {
-    uint8_t at, tag;
-} HEADER_TAGS[] = {
-    {0, 0x0D}, {5, 0x11}, {14, 0x1D}, {19, 0x25}, {24, 0x2D}, {29, 0x31}, {38, 0x3D}, {43, 0x62}, {44, TRACE_BYTES},
-};
 
 #define N_OF(array) (sizeof(array) / sizeof((array)[0]))
 
@@ -124,15 +106,15 @@ static int lay_out(const uint8_t * message, uint64_t length, struct layout * fou
     if (length < HEADER_BYTES) {
         return 0;
     }
-    for (size_t i = 0; i < N_OF(HEADER_TAGS); i++) {
-        if (message[HEADER_TAGS[i].at] != HEADER_TAGS[i].tag) {
+    for (size_t i = 0; i < N_OF(HEADER_CONSTANTS); i++) {
+        if (message[HEADER_CONSTANTS[i].at] != HEADER_CONSTANTS[i].byte) {
             return 0;
         }
     }
-    found->dtype = u32(message + 15);
-    found->n_rows = u32(message + 20);
-    found->width = u32(message + 25);
-    found->n_frames = u32(message + 39);
+    found->dtype = u32(message + HEADER_DTYPE_AT);
+    found->n_rows = u32(message + HEADER_N_ROWS_AT);
+    found->width = u32(message + HEADER_WIDTH_AT);
+    found->n_frames = u32(message + HEADER_N_FRAMES_AT);
     if (found->dtype == 0 || found->dtype >= N_OF(ITEM_BYTES) || found->n_frames == 0 || found->width == 0) {
         return 0;
     }
@@ -162,7 +144,7 @@ static int lay_out(const uint8_t * message, uint64_t length, struct layout * fou
     if (at == end) {
         return 1;
     }
-    if (found->dtype != DTYPE_F16 || !has_lead(message, end, at, EXPONENTS_TAG, found->n_rows, &lead_bytes) ||
+    if (found->dtype != DTYPE_F16 || !has_lead(message, end, at, ROW_EXPONENTS_TAG, found->n_rows, &lead_bytes) ||
         end - at - lead_bytes != found->n_rows) {
         return 0;
     }
@@ -189,9 +171,9 @@ static int is_whole(const uint8_t * message, const struct layout * found, PyObje
 
 /* One frame's fields as a tuple, see wire.frames.Head. */
 static PyObject * head_of(const uint8_t * frame) {
-    return Py_BuildValue("(KIIIIKKKy#)", (unsigned long long) u64(frame + 3), u32(frame + 12), u32(frame + 17),
-                         u32(frame + 22), u32(frame + 27), (unsigned long long) u64(frame + 32),
-                         (unsigned long long) u64(frame + 41), (unsigned long long) u64(frame + 50), frame + 60,
+    return Py_BuildValue("(KIIIIKKKy#)", (unsigned long long) u64(frame + FRAME_SESSION_ID_AT), u32(frame + FRAME_EPOCH_AT), u32(frame + FRAME_POSITION_AT),
+                         u32(frame + FRAME_N_ROWS_AT), u32(frame + FRAME_FLAGS_AT), (unsigned long long) u64(frame + FRAME_ARGUMENT_AT),
+                         (unsigned long long) u64(frame + FRAME_CHECKSUM_AT), (unsigned long long) u64(frame + FRAME_ENQUEUED_NS_AT), frame + FRAME_TRACE_AT,
                          (Py_ssize_t) TRACE_BYTES);
 }
 
@@ -201,20 +183,20 @@ static int read_frames(const struct layout * found, PyObject * checksum, PyObjec
     uint64_t rows_before = 0;
     for (uint32_t i = 0; i < found->n_frames; i++) {
         const uint8_t * frame = found->frames + (size_t) FRAME_BYTES * i;
-        for (size_t j = 0; j < N_OF(FRAME_TAGS); j++) {
-            if (frame[FRAME_TAGS[j].at] != FRAME_TAGS[j].tag) {
+        for (size_t j = 0; j < N_OF(FRAME_CONSTANTS); j++) {
+            if (frame[FRAME_CONSTANTS[j].at] != FRAME_CONSTANTS[j].byte) {
                 return 0;
             }
         }
-        const uint32_t n_rows = u32(frame + 22);
-        if (n_rows == 0 || n_rows > found->n_rows - rows_before || u32(frame + 27) & ~ORDINARY_FLAGS) {
+        const uint32_t n_rows = u32(frame + FRAME_N_ROWS_AT);
+        if (n_rows == 0 || n_rows > found->n_rows - rows_before || u32(frame + FRAME_FLAGS_AT) & ~ORDINARY_FLAGS) {
             return 0;
         }
         uint64_t sum;
         if (checksum_of(checksum, found->payload + rows_before * found->row_bytes, n_rows * found->row_bytes, &sum)) {
             return -1;
         }
-        if (sum != u64(frame + 41)) {
+        if (sum != u64(frame + FRAME_CHECKSUM_AT)) {
             return 0;
         }
         PyObject * head = head_of(frame);
@@ -223,7 +205,7 @@ static int read_frames(const struct layout * found, PyObject * checksum, PyObjec
         }
         PyList_SET_ITEM(heads, (Py_ssize_t) i, head);
         rows_before += n_rows;
-        const uint64_t end = (uint64_t) u32(frame + 17) + n_rows;
+        const uint64_t end = (uint64_t) u32(frame + FRAME_POSITION_AT) + n_rows;
         *most_rows = n_rows > *most_rows ? n_rows : *most_rows;
         *last_position = end > *last_position ? end : *last_position;
     }
@@ -261,10 +243,10 @@ static PyObject * frames_read(PyObject * module, PyObject * const * args, Py_ssi
         return is_plain < 0 ? NULL : Py_NewRef(Py_None);
     }
     PyObject_GC_Track(heads);
-    return Py_BuildValue("(IKIIIKNnIKy#)", u32(message + 1), (unsigned long long) u64(message + 6), found.dtype,
-                         found.n_rows, found.width, (unsigned long long) u64(message + 30), heads,
+    return Py_BuildValue("(IKIIIKNnIKy#)", u32(message + HEADER_EPOCH_AT), (unsigned long long) u64(message + HEADER_SEQUENCE_AT), found.dtype,
+                         found.n_rows, found.width, (unsigned long long) u64(message + HEADER_SENT_NS_AT), heads,
                          (Py_ssize_t) (found.payload - message), most_rows, (unsigned long long) last_position,
-                         message + 45, (Py_ssize_t) TRACE_BYTES);
+                         message + HEADER_BATCH_TRACE_AT, (Py_ssize_t) TRACE_BYTES);
 }
 
 /* One record from its fields; -1 with an error set. */
@@ -282,18 +264,18 @@ static int write_frame(uint8_t * frame, PyObject * head, uint64_t sum) {
         PyErr_Format(PyExc_ValueError, "a trace context of %zd bytes", trace_bytes);
         return -1;
     }
-    for (size_t i = 0; i < N_OF(FRAME_TAGS); i++) {
-        frame[FRAME_TAGS[i].at] = FRAME_TAGS[i].tag;
+    for (size_t i = 0; i < N_OF(FRAME_CONSTANTS); i++) {
+        frame[FRAME_CONSTANTS[i].at] = FRAME_CONSTANTS[i].byte;
     }
-    put_u64(frame + 3, session_id);
-    put_u32(frame + 12, epoch);
-    put_u32(frame + 17, position);
-    put_u32(frame + 22, n_rows);
-    put_u32(frame + 27, flags);
-    put_u64(frame + 32, argument);
-    put_u64(frame + 41, sum);
-    put_u64(frame + 50, enqueued_ns);
-    memcpy(frame + 60, trace, TRACE_BYTES);
+    put_u64(frame + FRAME_SESSION_ID_AT, session_id);
+    put_u32(frame + FRAME_EPOCH_AT, epoch);
+    put_u32(frame + FRAME_POSITION_AT, position);
+    put_u32(frame + FRAME_N_ROWS_AT, n_rows);
+    put_u32(frame + FRAME_FLAGS_AT, flags);
+    put_u64(frame + FRAME_ARGUMENT_AT, argument);
+    put_u64(frame + FRAME_CHECKSUM_AT, sum);
+    put_u64(frame + FRAME_ENQUEUED_NS_AT, enqueued_ns);
+    memcpy(frame + FRAME_TRACE_AT, trace, TRACE_BYTES);
     return 0;
 }
 

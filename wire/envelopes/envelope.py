@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError
 
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ChecksumError, ProtocolError
-from relayline.wire.envelopes import _frames, frames, trace_context
+from relayline.wire.envelopes import _frames, frames, layout, trace_context
 from relayline.wire.envelopes.frames import FRAME_DTYPE, Head
 from relayline.wire.envelopes.messages import check_cost, split
 from relayline.wire.envelopes.rows import EXPONENT_MAX
@@ -39,18 +39,13 @@ NUMPY_DTYPE: dict[int, np.dtype[Any]] = {
 }
 DTYPE_BY_NAME = {"f16": DTYPE_F16, "f32": DTYPE_F32}
 
-# Protobuf tag and value in turn: epoch, sequence, dtype, n_rows, width, sent_ns, n_frames; then batch_trace with its
-# tag and length. Its field number is higher than the frames', but here it stands at the same place in every envelope.
-HEADER = struct.Struct(f"<BI BQ BI BI BI BQ BI BB{frames.TRACE_BYTES}s")
-HEADER_TAGS = (0x0D, 0x11, 0x1D, 0x25, 0x2D, 0x31, 0x3D, 0x62)
+# Tag and value in turn: epoch, sequence, dtype, n_rows, width, sent_ns, n_frames; then batch_trace with its length too.
+HEADER = struct.Struct(layout.HEADER.struct_form(with_constants=True))
+HEADER_TAGS = tuple(place.constants[0] for place in layout.HEADER.places)
 HEADER_BYTES = HEADER.size
-PAYLOAD_TAG = 0x4A  # field 9, length-delimited
-EXPONENTS_TAG = 0x52  # field 10, length-delimited
-_PAYLOAD = PAYLOAD_TAG >> 3
-_OPTIONS_TAG = 0x5A  # field 11, length-delimited
-_DRAFTS_TAG = 0x6A  # field 13, length-delimited
-CHECKSUM = struct.Struct("<BQ")  # tag and value of field 14: the last bytes of every canonical message
-CHECKSUM_TAG = 0x71
+PAYLOAD_TAG, EXPONENTS_TAG = layout.TAGS["payload"], layout.TAGS["row_exponents"]
+_OPTIONS_TAG, _DRAFTS_TAG = layout.TAGS["options"], layout.TAGS["draft_tokens"]
+CHECKSUM, CHECKSUM_TAG = struct.Struct(layout.CHECKSUM_FORM), layout.TAGS["checksum"]
 CHECKSUM_BYTES = CHECKSUM.size
 _OPEN, _DRAFTED = frames.Flag.OPEN, frames.Flag.DRAFTED
 _GUESSED = frames.Flag.GUESSED
@@ -252,7 +247,7 @@ def _exponents(data: bytes) -> npt.NDArray[np.int8] | None:
 
 def _parse_any(data: bytes) -> tuple[EnvelopeView, memoryview]:
     """Read any valid protobuf encoding of an Envelope. Also returns the payload's bytes, which are not copied."""
-    parts = split(data, _PAYLOAD)
+    parts = split(data, pb.RelayRequest.PAYLOAD_FIELD_NUMBER)
     if parts is None:
         raise ProtocolError("message is not a relayline envelope; is something else talking to this port?")
     rows, rest = parts

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-TRACE_BYTES = 25  # trace id (16), span id (8), flags (1)
+from relayline.wire.envelopes import layout
 
+TRACE_BYTES = layout.TRACE_BYTES
 Records = np.ndarray[Any, np.dtype[np.void]]
 # One record's session_id, epoch, position, n_rows, flags, argument, checksum, enqueued_ns and trace.
 Head = tuple[int, int, int, int, int, int, int, int, bytes]
@@ -42,54 +43,11 @@ class Flag:
 
 CONTROL = Flag.OPEN | Flag.CLOSE | Flag.TRIM | Flag.COPY_PREFIX
 
-# The `_t*` columns are protobuf tags (and lengths): constants of every canonical frame.
-FRAME_DTYPE: np.dtype[np.void] = np.dtype(
-    [
-        ("_tag", "u1"),
-        ("_size", "u1"),
-        ("_t1", "u1"),
-        ("session_id", "<u8"),
-        ("_t2", "u1"),
-        ("epoch", "<u4"),
-        ("_t3", "u1"),
-        ("position", "<u4"),
-        ("_t4", "u1"),
-        ("n_rows", "<u4"),
-        ("_t5", "u1"),
-        ("flags", "<u4"),
-        ("_t6", "u1"),
-        ("argument", "<u8"),
-        ("_t7", "u1"),
-        ("checksum", "<u8"),
-        ("_t8", "u1"),
-        ("enqueued_ns", "<u8"),
-        ("_t9", "u1"),
-        ("_trace_size", "u1"),
-        ("trace", f"V{TRACE_BYTES}"),
-    ]
-)
+FRAME_DTYPE: np.dtype[np.void] = layout.FRAME.dtype()
 FRAME_BYTES = FRAME_DTYPE.itemsize
-
-FRAME_CONSTANTS: dict[str, int] = {
-    "_tag": 0x42,  # Envelope field 8, length-delimited
-    "_size": FRAME_BYTES - 2,
-    "_t1": 0x09,
-    "_t2": 0x15,
-    "_t3": 0x1D,
-    "_t4": 0x25,
-    "_t5": 0x2D,
-    "_t6": 0x31,
-    "_t7": 0x39,
-    "_t8": 0x41,
-    "_t9": 0x4A,
-    "_trace_size": TRACE_BYTES,
-}
-
-
-# The same layout once more, for reading whole records: a column costs numpy about what a whole record costs `struct`,
-# and a decode step has as few records as columns. `_frames.c` has it a third time, and writes them.
-_READ = struct.Struct(f"<3xQxIxIxIxIxQxQxQ2x{TRACE_BYTES}s")
-assert _READ.size == FRAME_BYTES
+# For reading whole records: a column costs numpy about what a whole record costs `struct`, and a decode step has as few
+# records as columns.
+_READ = struct.Struct(layout.FRAME.struct_form(with_constants=False))
 
 
 def new_frames(n_frames: int) -> Records:
@@ -100,9 +58,10 @@ def new_frames(n_frames: int) -> Records:
 
 
 def stamp_tags(frames: Records) -> None:
-    """Write the constant protobuf columns into freshly allocated records."""
-    for name, value in FRAME_CONSTANTS.items():
-        frames[name] = value
+    """Write the protobuf tags and lengths of freshly allocated records."""
+    raw = frames.view(np.uint8).reshape(-1, FRAME_BYTES)
+    for at, byte in layout.FRAME.constants:
+        raw[:, at] = byte
 
 
 def has_canonical_tags(message: bytes, offset: int, n_frames: int) -> bool:
@@ -117,13 +76,10 @@ def has_canonical_tags(message: bytes, offset: int, n_frames: int) -> bool:
 
 @functools.lru_cache(maxsize=16)  # 0.7 MB each at most; steady decode comes in few shapes
 def _mask_and_constants(n_frames: int) -> tuple[int, int]:
-    mask, constants = np.zeros(1, dtype=FRAME_DTYPE), new_frames(1)
-    for name in FRAME_CONSTANTS:
-        mask[name] = 0xFF
-    return (
-        int.from_bytes(mask.tobytes() * n_frames, "little"),
-        int.from_bytes(constants.tobytes() * n_frames, "little"),
-    )
+    mask, constants = bytearray(FRAME_BYTES), bytearray(FRAME_BYTES)
+    for at, byte in layout.FRAME.constants:
+        mask[at], constants[at] = 0xFF, byte
+    return int.from_bytes(mask * n_frames, "little"), int.from_bytes(constants * n_frames, "little")
 
 
 def read_heads(records: Any) -> list[Head]:

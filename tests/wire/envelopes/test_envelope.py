@@ -7,6 +7,7 @@ in every encoding; each bound and each broken rule is one row of a table; hypoth
 from __future__ import annotations
 
 import copy
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from relayline.deploy.testing.paths import ROOT
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ChecksumError, InternalError, ProtocolError
+from relayline.wire.envelopes import layout
 from relayline.wire.envelopes.buffers import Buffer, with_extras
-from relayline.wire.envelopes.envelope import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS, NUMPY_DTYPE, EnvelopeView, parse
-from relayline.wire.envelopes.frames import FRAME_BYTES, Flag, Head, set_traces
+from relayline.wire.envelopes.envelope import (
+    DTYPE_F16,
+    DTYPE_F32,
+    DTYPE_TOKENS,
+    HEADER_BYTES,
+    NUMPY_DTYPE,
+    EnvelopeView,
+    parse,
+)
+from relayline.wire.envelopes.frames import FRAME_BYTES, FRAME_DTYPE, Flag, Head, set_traces
 from relayline.wire.envelopes.rows import RowEncoder, decode_f16
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.wire_examples import ENCODINGS, EXAMPLES, canonical, envelope, frame, library
@@ -428,3 +439,33 @@ def test_round_trip_of_arbitrary_frames_and_rows(frames: list[pb.Frame], dtype: 
     scale = np.exp2(np.zeros(n_rows) if view.exponents is None else view.exponents.astype(np.float64))
     allowed = np.maximum(np.abs(rows.astype(np.float64)) * 2**-10, scale[:, None] * 2**-25)
     assert (np.abs(back.astype(np.float64) - rows) <= allowed).all()
+
+
+# --- where the fields stand -------------------------------------------------------------------------------------------
+
+
+def test_the_layout_is_the_contracts_own_in_all_its_forms() -> None:
+    """`wire_examples` writes it by hand. A field that is added to the contract moves everything, and is seen here."""
+    record = struct.Struct(layout.FRAME.struct_form(with_constants=False))
+    columns = [name for name in FRAME_DTYPE.names or () if name]
+    assert columns == [field.name for field in pb.Frame.DESCRIPTOR.fields]
+    assert len(columns) == len(Head.__args__) == len(record.unpack(bytes(FRAME_BYTES)))  # type: ignore[attr-defined]
+    data = canonical(EXAMPLES["one token"])
+    frame_bytes = data[HEADER_BYTES : HEADER_BYTES + FRAME_BYTES]
+    for place in layout.FRAME.places:
+        column = np.frombuffer(frame_bytes, FRAME_DTYPE)[place.name]
+        assert column.tobytes() == frame_bytes[place.value_at : place.value_at + place.n_bytes]
+    full = frame(3, flags=1, argument=9, checksum=4)  # a library leaves zeros out
+    library_made = pb.RelayRequest(frames=[full]).SerializeToString()
+    assert len(library_made) == FRAME_BYTES
+    for at, byte in layout.FRAME.constants:
+        assert library_made[at] == byte
+    for place in layout.HEADER.places:
+        value = getattr(EXAMPLES["one token"], place.name)
+        alone = pb.RelayRequest(**{place.name: value}).SerializeToString()
+        assert data[place.at : place.value_at + place.n_bytes] == alone
+
+
+def test_the_c_header_and_the_page_are_made_of_it() -> None:
+    assert (ROOT / "wire/envelopes/_layout.h").read_text() == layout.c_header(), "run `make proto`"
+    assert (ROOT / "docs/reference/envelopes.md").read_text() == layout.page(), "run `make proto`"

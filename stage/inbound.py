@@ -143,7 +143,7 @@ def queued_frames(
     for session_id, epoch, position, n_rows, flags, argument, _, enqueued_ns, trace in view.heads:
         if epoch != link_epoch:
             raise _stale(link_epoch)
-        # By position, which saves 0.8 of 1.4 us a frame (both forms under `python -m timeit`, CPython 3.11).
+        # By position, which saves 2.3 of 4.0 us a frame, measured by `python -m benches.tricks`.
         frame = QueuedFrame(
             route_id, session_id, epoch, position, n_rows, flags, argument,
             view.payload if n_rows else None,

@@ -5,6 +5,9 @@ and row exponents are written straight into it. gRPC's Python binding insists on
 into its own slices while `write` starts, so a Buffer is a `bytes` object filled in place through the C API's pointer to
 its storage.
 
+What that saves, measured by `python -m benches.tricks`: 22 of 45 us for 8 rows of 4,096 values, about half at every
+size, and an object of the message's size each time.
+
 Why that is safe, and what keeps it so (CPython only):
 * `bytes(n)` makes an object of its own for n > 1; only the empty and the one-byte objects are shared by everybody.
   A Buffer is never shorter than its header.

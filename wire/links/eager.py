@@ -1,4 +1,8 @@
-"""A coroutine that begins at once and not in a later turn of the event loop, as a task does before Python 3.12."""
+"""A coroutine that begins at once and not in a later turn of the event loop, as a task does before Python 3.12.
+
+A step's first send begins so. It saves 3.1 of the 3.6 us until then, measured by `python -m benches.tricks`, and what
+other callbacks of that turn would have taken. Python 3.12 has `asyncio.eager_task_factory`, with which this can go.
+"""
 
 from __future__ import annotations
 

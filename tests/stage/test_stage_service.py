@@ -373,3 +373,12 @@ async def test_a_faulty_session_hurts_only_itself() -> None:
         status = await one.client.status(with_recent=True)
         assert status is not None
         assert dict(status.faults_by_label) == {ProtocolError.label: 1, SessionError.label: 1}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:23\x1512", "127.0.0.1:99999", "127.0.0.1:3;512"])
+async def test_a_neighbour_at_no_address_is_one_line(address: str, caplog: pytest.LogCaptureFixture):
+    """gRPC says so; what looks for the reason afterwards must not stumble over it."""
+    async with served(0, 2) as stage, Coordinator(stage) as one:
+        with pytest.raises(RelaylineError, match="cannot be reached"):
+            await one.configure(next_address=address)
+    assert not caplog.records

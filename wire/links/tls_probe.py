@@ -181,8 +181,11 @@ def _unverified() -> ssl.SSLContext:
 
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[socket.socket]:
-    port = int(address.rpartition(":")[2])
-    with socket.create_connection((host_of(address), port), CONNECT_TIMEOUT_S) as raw:
+    try:
+        connection = socket.create_connection((host_of(address), int(address.rpartition(":")[2])), CONNECT_TIMEOUT_S)
+    except (ValueError, OverflowError) as error:  # no number, beyond 65535, or no host name: addresses come from peers
+        raise OSError(f"{address!r} is not an address") from error
+    with connection as raw:
         raw.settimeout(HANDSHAKE_TIMEOUT_S)
         yield raw
 

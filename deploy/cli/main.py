@@ -5,11 +5,14 @@ Exit codes: 0 success, 1 failure, 2 usage. A user's mistake prints one line, nev
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
+import importlib.util
 import io
 import os
 import sys
+from pathlib import Path
 
 import click
 
@@ -47,6 +50,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
+class _Listed(click.Group):
+    """Lists its subcommands in their own order."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
 class _LazyGroup(click.Group):
     """Imports a subcommand's module when it is used, so that `relayline --help` loads no llama.cpp."""
 
@@ -60,6 +70,24 @@ class _LazyGroup(click.Group):
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the subcommands as click does, but by their sources: to import them all takes a second."""
+        listed = {name: _unloaded(name) for name in self.list_commands(ctx)}
+        _Listed(commands=listed).format_commands(ctx, formatter)
+
+
+def _unloaded(name: str) -> click.Command:
+    """Return a subcommand that can be listed: it has the docstring and the short help of the one in the source."""
+    module, function = COMMANDS[name]
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    parsed = ast.parse(Path(spec.origin).read_bytes())
+    found = next(node for node in parsed.body if isinstance(node, ast.FunctionDef) and node.name == function)
+    given = [keyword for call in found.decorator_list if isinstance(call, ast.Call) for keyword in call.keywords]
+    short = next((ast.literal_eval(keyword.value) for keyword in given if keyword.arg == "short_help"), None)
+    return click.Command(name, help=ast.get_docstring(found), short_help=short)
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -53,11 +53,11 @@ def cli_page() -> str:
 def errors_page() -> str:
     """Return the table of errors: label, meaning, whose fault, whether to retry, status codes."""
     rows = []
-    for label, (grpc_code, http_code) in STATUS.items():
+    for label, (grpc_name, http_code) in STATUS.items():
         leaf = leaves()[label]
         meaning = " ".join((inspect.getdoc(leaf) or "").split("\n\n")[0].split()).replace("|", "\\|")
         again = "yes" if leaf.retryable else "no"
-        rows.append(f"| `{label}` | {meaning} | {FAULTS[leaf.fault]} | {again} | {http_code} | {grpc_code.name} |\n")
+        rows.append(f"| `{label}` | {meaning} | {FAULTS[leaf.fault]} | {again} | {http_code} | {grpc_name} |\n")
     return (
         f"# Errors\n\n{MADE}\n"
         "Every error has a label that never changes. HTTP bodies carry it as `error.code`, unless OpenAI has a code\n"

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import copy
 import enum
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
-import grpc
+if TYPE_CHECKING:
+    import grpc
 
 
 class Fault(enum.Enum):
@@ -234,35 +235,33 @@ class InternalError(RelaylineError):
     label = "internal"
 
 
-Code = grpc.StatusCode
-
-# label -> (gRPC status on a link, HTTP status at the coordinator's API).
-STATUS: dict[str, tuple[grpc.StatusCode, int]] = {
-    UsageError.label: (Code.INVALID_ARGUMENT, 400),
-    CutError.label: (Code.INVALID_ARGUMENT, 400),
-    ModelFileError.label: (Code.FAILED_PRECONDITION, 500),
-    UnsupportedArchitectureError.label: (Code.FAILED_PRECONDITION, 500),
-    ArtifactError.label: (Code.FAILED_PRECONDITION, 500),
-    StartError.label: (Code.FAILED_PRECONDITION, 500),
-    InvalidRequestError.label: (Code.INVALID_ARGUMENT, 400),
-    ContextLengthError.label: (Code.INVALID_ARGUMENT, 400),
-    ModelNotFoundError.label: (Code.NOT_FOUND, 404),
-    ResponseNotFoundError.label: (Code.NOT_FOUND, 404),
-    OverloadedError.label: (Code.RESOURCE_EXHAUSTED, 429),
-    NotReadyError.label: (Code.UNAVAILABLE, 503),
-    ProtocolError.label: (Code.INVALID_ARGUMENT, 502),
-    ChecksumError.label: (Code.DATA_LOSS, 502),
-    HandshakeError.label: (Code.FAILED_PRECONDITION, 503),
-    UnauthenticatedError.label: (Code.UNAUTHENTICATED, 503),
-    PlaceTakenError.label: (Code.ALREADY_EXISTS, 503),
-    StaleEpochError.label: (Code.ABORTED, 503),
-    PositionGapError.label: (Code.FAILED_PRECONDITION, 503),
-    SessionError.label: (Code.FAILED_PRECONDITION, 500),
-    LaneLimitError.label: (Code.RESOURCE_EXHAUSTED, 429),
-    NumericError.label: (Code.INTERNAL, 500),
-    NativeError.label: (Code.INTERNAL, 500),
-    StageLostError.label: (Code.UNAVAILABLE, 503),
-    InternalError.label: (Code.INTERNAL, 500),
+# label -> (name of the gRPC status on a link, HTTP status at the coordinator's API).
+STATUS: dict[str, tuple[str, int]] = {
+    UsageError.label: ("INVALID_ARGUMENT", 400),
+    CutError.label: ("INVALID_ARGUMENT", 400),
+    ModelFileError.label: ("FAILED_PRECONDITION", 500),
+    UnsupportedArchitectureError.label: ("FAILED_PRECONDITION", 500),
+    ArtifactError.label: ("FAILED_PRECONDITION", 500),
+    StartError.label: ("FAILED_PRECONDITION", 500),
+    InvalidRequestError.label: ("INVALID_ARGUMENT", 400),
+    ContextLengthError.label: ("INVALID_ARGUMENT", 400),
+    ModelNotFoundError.label: ("NOT_FOUND", 404),
+    ResponseNotFoundError.label: ("NOT_FOUND", 404),
+    OverloadedError.label: ("RESOURCE_EXHAUSTED", 429),
+    NotReadyError.label: ("UNAVAILABLE", 503),
+    ProtocolError.label: ("INVALID_ARGUMENT", 502),
+    ChecksumError.label: ("DATA_LOSS", 502),
+    HandshakeError.label: ("FAILED_PRECONDITION", 503),
+    UnauthenticatedError.label: ("UNAUTHENTICATED", 503),
+    PlaceTakenError.label: ("ALREADY_EXISTS", 503),
+    StaleEpochError.label: ("ABORTED", 503),
+    PositionGapError.label: ("FAILED_PRECONDITION", 503),
+    SessionError.label: ("FAILED_PRECONDITION", 500),
+    LaneLimitError.label: ("RESOURCE_EXHAUSTED", 429),
+    NumericError.label: ("INTERNAL", 500),
+    NativeError.label: ("INTERNAL", 500),
+    StageLostError.label: ("UNAVAILABLE", 503),
+    InternalError.label: ("INTERNAL", 500),
 }
 
 
@@ -289,7 +288,9 @@ def again(error: RelaylineError) -> RelaylineError:
 
 def grpc_status(error: RelaylineError) -> grpc.StatusCode:
     """Return the gRPC status that carries this error on a link."""
-    return STATUS[error.label][0]
+    import grpc  # takes longer to load than the rest of `relayline --version`, which needs errors and no gRPC
+
+    return grpc.StatusCode[STATUS[error.label][0]]
 
 
 def http_status(error: RelaylineError) -> int:

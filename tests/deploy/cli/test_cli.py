@@ -11,10 +11,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import gguf
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from relayline.deploy.cli import main as cli
 from relayline.deploy.testing.processes import relayline, running
 from tests.support.tiny_models import make_tiny
 
@@ -50,6 +53,32 @@ def refused(code: int, *arguments: str | Path, says: str) -> None:
     lines = [line for line in done.stderr.splitlines() if line.startswith("relayline: error: ")]
     assert len(lines) == 1, done.stderr
     assert says in lines[0]
+
+
+HEAVY = {"aiohttp", "grpc", "llama_cpp", "numpy", "opentelemetry", "pydantic", "uvloop"}
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_what_is_asked_of_the_command_itself_loads_nothing_heavy(option: str) -> None:
+    program = (
+        f"import sys; sys.argv = ['relayline', {option!r}]\n"
+        "from relayline.deploy.cli.main import main\n"
+        f"try: main()\nfinally: print('loaded:', *sorted({HEAVY!r} & {{*sys.modules}}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("loaded:\n")
+
+
+def test_help_lists_every_subcommand_as_its_module_has_it() -> None:
+    listed = CliRunner().invoke(cli.relayline, ["--help"]).stdout
+    context = click.Context(cli.relayline, info_name="relayline")
+    imported = {name: cli.relayline.get_command(context, name) for name in cli.COMMANDS}
+    lines = listed.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == list(cli.COMMANDS)
+    for line, command in zip(lines, imported.values(), strict=True):
+        assert command is not None
+        assert " ".join(line.split()[1:]) == command.get_short_help_str(limit=len(line) - line.index(line.split()[1]))
 
 
 @pytest.mark.parametrize("command", ["inspect", "split", "up", "certify"])

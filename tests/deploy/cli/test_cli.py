@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -10,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import click
 import gguf
@@ -52,6 +55,22 @@ def refused(code: int, *arguments: str | Path, says: str) -> None:
     assert "Traceback" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("relayline: error: ")]
     assert len(lines) == 1, done.stderr
+    assert says in lines[0]
+
+
+def refused_here(code: int, *arguments: str | Path, says: str) -> None:
+    """As `refused`, in this process."""
+    stderr = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys, "argv", ["relayline", *map(str, arguments)]))
+        stack.enter_context(mock.patch.object(cli, "start_anew"))  # which may replace the process
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(stderr))
+        ended = stack.enter_context(pytest.raises(SystemExit))
+        cli.main()
+    assert ended.value.code == code, stderr.getvalue()
+    lines = [line for line in stderr.getvalue().splitlines() if line.startswith("relayline: error: ")]
+    assert len(lines) == 1, stderr.getvalue()
     assert says in lines[0]
 
 
@@ -114,22 +133,25 @@ def test_unsupported_architecture_names_the_supported_ones(tmp_path: Path) -> No
 
 
 def test_usage_errors_exit_with_2(model: Path, split: Path, tmp_path: Path) -> None:
+    """The first as its own process; the others in this one, since each start takes a second."""
     refused(2, "split", model, "--cuts", str(N_LAYERS), "--out", tmp_path / "x", says=str(N_LAYERS))
-    refused(2, "split", model, "--stages", str(N_LAYERS + 1), "--out", tmp_path / "x", says="")
-    refused(2, "split", model, "--no-such-flag", says="--no-such-flag")
-    refused(2, "stage", "--artifact", split / "stage-0.gguf", "--listen", "nonsense", says="HOST:PORT")
-    refused(2, "stage", "--artifact", split / "stage-0.gguf", "--ctx", "0", says="--ctx")
-    refused(2, "stage", "--artifact", split / "stage-0.gguf", "--kv-type", "q3", says="q8_0")
-    refused(2, "serve", "--pipeline", split, "--stages", "127.0.0.1:1", "--http", "127.0.0.1:0", says="2 stages")
-    refused(2, "nonsense", says="nonsense")
+    refused_here(2, "split", model, "--stages", str(N_LAYERS + 1), "--out", tmp_path / "x", says="")
+    refused_here(2, "split", model, "--no-such-flag", says="--no-such-flag")
+    refused_here(2, "stage", "--artifact", split / "stage-0.gguf", "--listen", "nonsense", says="HOST:PORT")
+    refused_here(2, "stage", "--artifact", split / "stage-0.gguf", "--ctx", "0", says="--ctx")
+    refused_here(2, "stage", "--artifact", split / "stage-0.gguf", "--kv-type", "q3", says="q8_0")
+    refused_here(2, "serve", "--pipeline", split, "--stages", "127.0.0.1:1", "--http", "127.0.0.1:0", says="2 stages")
+    refused_here(2, "nonsense", says="nonsense")
     for n_tokens in ("32", "-1", "x", "٣"):
         says = f"'--draft': {n_tokens!r} is not auto, off or a number from 1 to 31"
-        refused(2, "up", "--model", model, "--draft", n_tokens, says=says)
-    refused(2, "serve", "--pipeline", split, "--draft", "1.5", says="'1.5' is not auto, off or a number from 1 to 31")
+        refused_here(2, "up", "--model", model, "--draft", n_tokens, says=says)
+    refused_here(
+        2, "serve", "--pipeline", split, "--draft", "1.5", says="'1.5' is not auto, off or a number from 1 to 31"
+    )
     for rate in ("-1", "0", "nan", "inf"):
         says = f"'--rate': {rate} is not a number of requests per second above 0"
-        refused(2, "bench", "http://127.0.0.1:1", "--rate", rate, says=says)
-    refused(
+        refused_here(2, "bench", "http://127.0.0.1:1", "--rate", rate, says=says)
+    refused_here(
         2,
         "bench",
         "http://127.0.0.1:1",
@@ -139,10 +161,12 @@ def test_usage_errors_exit_with_2(model: Path, split: Path, tmp_path: Path) -> N
         "2",
         says="--streams and --rounds are of the load without --rate",
     )
-    refused(2, "bench", "http://127.0.0.1:1", "--rate", "1", "--streams", "2", says="--streams and --rounds are of")
-    refused(2, "bench", "http://127.0.0.1:1", "--requests", "2", says="--requests needs --rate")
+    refused_here(
+        2, "bench", "http://127.0.0.1:1", "--rate", "1", "--streams", "2", says="--streams and --rounds are of"
+    )
+    refused_here(2, "bench", "http://127.0.0.1:1", "--requests", "2", says="--requests needs --rate")
     # It has nothing to do with a measurement, and was taken without a word.
-    refused(2, "calibrate", split / "stage-0.gguf", "--no-calibrate", says="No such option '--no-calibrate'")
+    refused_here(2, "calibrate", split / "stage-0.gguf", "--no-calibrate", says="No such option '--no-calibrate'")
 
 
 def test_numbers_that_are_none_or_no_machine_has(model: Path) -> None:

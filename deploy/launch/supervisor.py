@@ -29,7 +29,7 @@ from relayline.wire.common import bounds
 from relayline.wire.common.errors import StartError
 from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.common.process import first_of
-from relayline.wire.links.security import address_of
+from relayline.wire.links.security import address_of, host_of, is_loopback
 
 log = logging.getLogger("relayline.up")
 
@@ -208,7 +208,15 @@ class Supervisor:
                     "restarts": record.n_restarts, "layers": event.get("layers")})  # fmt: skip
         if child is self._coordinator.child and not self._ready.done():
             self.board.set_phase(Phase.READY)
-            self._ready.set_result(event | {"stages": len(self.plan.stages)})
+            self._ready.set_result(event | {"stages": len(self.plan.stages)} | self._for_other_hosts(event["url"]))
+
+    def _for_other_hosts(self, url: str) -> dict[str, str]:
+        """Return the URL under which clients on other hosts reach the API, empty for none; {} without such hosts."""
+        if not self.plan.remote:
+            return {}
+        scheme, _, address = url.partition("://")
+        reached = self._reachable(address)
+        return {"clients": "" if is_loopback(host_of(reached)) else f"{scheme}://{reached}"}
 
     def _reachable(self, address: str) -> str:
         """Return where others find who listens at `address`: every interface is no place to connect to."""

@@ -17,9 +17,18 @@ def line_of(event: dict[str, Any], *, as_json: bool) -> str:
             first = f" (copy {event['bring']} there first)" if event["bring"] else ""
             return f"on {event['host']}, run{first}:\n  {event['command']}"
         case "ready":
-            return f"ready: {event['url']}/v1"
+            return _ready_line(event)
         case _:
             return str(event.get("message", event))
+
+
+def _ready_line(event: dict[str, Any]) -> str:
+    """Return where clients connect; with stages on other hosts also whether they can from there."""
+    reached = event.get("clients")
+    if reached is None or reached:
+        return f"ready: {reached or event['url']}/v1"
+    port = event["url"].rpartition(":")[2]
+    return f"ready: {event['url']}/v1 (for this machine alone; `--http 0.0.0.0:{port}` lets other hosts in)"
 
 
 def _process_line(event: dict[str, Any]) -> str:

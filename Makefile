@@ -55,6 +55,7 @@ $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) stage/engine/_capture.c $(wildc
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 	@echo "[2/3] llama.cpp (compiled once, a few minutes$(if $(LLAMA_ARGS),,; the wheel is cached for next time))"
 	@$(if $(filter rebuild,$(MAKECMDGOALS)),$(BIN)/python -m pip cache remove --quiet llama_cpp_python || true)
+	@$(if $(LLAMA_ARGS),$(PYTHON) deploy/build/gpu_needs.py "$$LLAMA_ARGS")
 	@$(INSTALL_LLAMA) $(PIP_FRESH)
 	@$(BIN)/python deploy/build/built_with.py "$$LLAMA_ARGS" || { \
 		echo "      compiling anew"; \

@@ -1,0 +1,55 @@
+"""`relayline join` before it reaches anybody: which membership is meant, and what is wrong with what was typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from relayline.deploy.cli.join import chosen, join_command
+from relayline.stage.joining.enrol import JOINED_FILE, JoinedFile
+from relayline.wire.common.errors import UsageError
+from relayline.wire.links.enrolment import new_token
+
+
+def remember(root: Path, name: str, enrol: str) -> None:
+    directory = root / f"{name}-{enrol.replace(':', '-')}"
+    directory.mkdir(parents=True)
+    file = JoinedFile(name, enrol, enrol.replace("50049", "50050"), "digest")
+    (directory / JOINED_FILE).write_bytes(msgspec.json.encode(file))
+
+
+def refusal(*arguments: str | Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        CliRunner().invoke(join_command, [*map(str, arguments)], catch_exceptions=False)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_a_token_is_for_the_stage_that_it_names(tmp_path: Path) -> None:
+    token = new_token("old", b"a CA")
+    said = refusal("127.0.0.1:1", str(token), "--name", "server", "--state", tmp_path)
+    assert said == "the token is for stage old, not for server; leave --name away"
+    assert "not one of a join line" in refusal("127.0.0.1:1", "nonsense", "--state", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_token_one_membership_has_to_be_meant(tmp_path: Path) -> None:
+    assert "it has joined nothing yet" in refusal("--state", tmp_path)
+    remember(tmp_path, "old", "10.0.0.1:50049")
+    assert chosen(tmp_path).file.name == "old"
+    remember(tmp_path, "older", "10.0.0.9:50049")
+    assert "joined as old at 10.0.0.1:50049, older at 10.0.0.9:50049; say which" in refusal("--state", tmp_path)
+    assert chosen(tmp_path, "older").file.enrol == "10.0.0.9:50049"
+    assert chosen(tmp_path, address="10.0.0.1:50049").file.name == "old"
+    assert chosen(tmp_path, address="10.0.0.1:50050").file.name == "old", "where stages join is the same coordinator"
+    assert "has joined no such pipeline" in refusal("10.0.0.7:50049", "--state", tmp_path)
+
+
+def test_a_membership_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    remember(tmp_path, "old", "10.0.0.1:50049")
+    remember(tmp_path, "torn", "10.0.0.2:50049")
+    next(tmp_path.glob("torn-*/*.json")).write_text("{")
+    assert chosen(tmp_path).file.name == "old"

@@ -67,7 +67,7 @@ def _vulkan_fault(environment: Mapping[str, str], root: Path) -> str:
     kit = environment.get("VULKAN_SDK", "")
     path = os.pathsep.join(filter(None, (str(Path(kit, "bin")) if kit else "", environment.get("PATH", ""))))
     if shutil.which("glslc", path=path) is None:
-        return "-DGGML_VULKAN=on needs glslc, which is not in PATH; install it (packages glslc or shaderc) or the Vulkan SDK"
+        return "-DGGML_VULKAN=on needs glslc, which is not in PATH; install glslc or the Vulkan SDK"
     places = [Path(kit, "include")] if kit else []
     places += [root / "usr/include", root / "usr/local/include"]
     header = next((found for place in places if (found := place / "vulkan/vulkan_core.h").is_file()), None)

@@ -73,6 +73,8 @@ class Ready:
     n_stages: int
     n_lanes: int
     ctx_tokens: int
+    has_chat: bool = True
+    """Whether the model has a chat template."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,7 +169,9 @@ async def _serve(
         await _drive(
             pipeline,
             stopping,
-            lambda: on_ready(Ready(url, model_id, len(file.stages), pipeline.n_lanes, pipeline.ctx_tokens)),
+            lambda: on_ready(
+                Ready(url, model_id, len(file.stages), pipeline.n_lanes, pipeline.ctx_tokens, chat.source is not None)
+            ),
         )
 
 

@@ -15,7 +15,15 @@ from rich.console import Console
 from rich.table import Table
 
 from relayline.deploy.cli import load
-from relayline.deploy.cli.console_http import KEY_STATUSES, base_url, key_headers, key_option, parsed, refusal
+from relayline.deploy.cli.console_http import (
+    KEY_STATUSES,
+    base_url,
+    chosen_url,
+    key_headers,
+    key_option,
+    parsed,
+    refusal,
+)
 from relayline.deploy.cli.options import is_given
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import StartError, UsageError
@@ -24,6 +32,9 @@ FIRST_TOKEN = 100  # below it vocabularies keep their control tokens
 LAST_TOKEN = 1_900  # inside the smallest vocabulary that anybody serves
 STREAMS_MAX = 10_000  # connections that one process may have open
 REQUESTS_MAX = 1_000_000
+READING_MS = 200.0  # between tokens: about 4 words a second, as people read
+NOISE_SHARE = 0.9  # of a figure's size; less of it is a loss, and not chance
+STALL_RATIO = 10.0  # of a slow gap between tokens to the usual one
 
 
 def _counts(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
@@ -45,7 +56,7 @@ def _rate(_: click.Context, __: click.Parameter, per_s: float | None) -> float |
 
 
 @click.command("bench", short_help="Load a running server and time its answers.")
-@click.argument("url")
+@click.argument("url", required=False, callback=chosen_url)
 @click.option("--streams", callback=_counts, default="1,2,4,8", show_default=True, help="Streams at once, in turn.")
 @click.option(
     "--rounds",
@@ -71,7 +82,8 @@ def _rate(_: click.Context, __: click.Parameter, per_s: float | None) -> float |
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 @key_option
 def bench_command(url: str, as_json: bool, **given: Any) -> None:
-    """Load the server at URL (http://HOST:PORT) with greedy completions of random token ids.
+    """Load the server at URL (http://HOST:PORT) with greedy completions of random token ids; without URL the pipeline
+    that runs here.
 
     Every prompt is different, so nothing is shared; answers run to their full length. Exit code 1 if one did not.
     """
@@ -84,12 +96,37 @@ def bench_command(url: str, as_json: bool, **given: Any) -> None:
         for name, summary in summaries:
             click.echo(json.dumps(load.json_ready({"load": name} | dataclasses.asdict(summary))))
     else:
-        Console().print(_table(summaries))
+        console = Console()
+        console.print(_table(summaries))
+        console.print(verdict(summaries), soft_wrap=True, highlight=False)
     failed = next(
         (summary.error or "an answer was too short" for _, summary in summaries if not _is_whole(summary)), ""
     )
     if failed:
         raise StartError(f"not every request was answered in full: {failed}")
+
+
+def verdict(summaries: list[tuple[str, load.Summary]]) -> str:
+    """Return a sentence that says whether the figures give cause to worry. Pure."""
+    failed = [name for name, summary in summaries if not _is_whole(summary)]
+    if failed:
+        return f"worry: not every request was answered in full with {', '.join(failed)} streams."
+    slow = [name for name, summary in summaries if summary.itl_ms["p50"] > READING_MS]
+    if slow:
+        return (
+            f"with {slow[0]} streams a token takes more than {READING_MS:.0f} ms, which is slower than people read; "
+            "run fewer streams, a smaller quantisation, or more machines."
+        )
+    stalls = [name for name, summary in summaries if summary.itl_ms["p99"] > STALL_RATIO * summary.itl_ms["p50"]]
+    if stalls:
+        return (
+            f"with {stalls[0]} streams one token in a hundred takes {STALL_RATIO:.0f} times as long as usual: "
+            "look for a busy machine with `relayline top`, or lower --itl-stretch."
+        )
+    first, last = summaries[0][1].decode_tok_s, summaries[-1][1].decode_tok_s
+    if len(summaries) > 1 and last < NOISE_SHARE * first:
+        return f"{summaries[-1][0]} streams get fewer tokens a second together than {summaries[0][0]}: find out why."
+    return "nothing to worry about: every answer came whole, and tokens come faster than people read."
 
 
 def _is_whole(summary: load.Summary) -> bool:

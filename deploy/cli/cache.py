@@ -1,38 +1,81 @@
-"""`relayline cache`: the artifacts that stages of this machine fetched from coordinators."""
+"""`relayline cache`: what relayline keeps on this machine's disk, and removing it."""
 
 from __future__ import annotations
 
 import datetime
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from relayline.deploy.cli.options import FloatRange
+from relayline.wire.common.errors import UsageError
 from relayline.wire.common.places import artifacts_dir
 
+if TYPE_CHECKING:
+    from relayline.deploy.launch.cached import Kept
+
 MIB = 1 << 20
+DAY_S = 86_400.0
+KINDS = ("splits", "artifacts", "downloads")
 
 
-@click.command("cache", short_help="Show or remove the artifacts that joining stages fetched.")
+@click.command("cache", short_help="Show or remove splits, fetched artifacts and downloads.")
+@click.argument("kind", type=click.Choice(KINDS), required=False)
 @click.option("--cache", "directory", type=click.Path(path_type=Path, file_okay=False), help="As given to `stage`.")
-@click.option("--clear", is_flag=True, help="Remove them; a stage that needs one again fetches it again.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per artifact.")
-def cache_command(directory: Path | None, clear: bool, as_json: bool) -> None:
-    """Show the artifacts that stages of this machine fetched when they joined, or remove them.
+@click.option("--clear", is_flag=True, help="Remove what is listed; what is needed again is made or fetched again.")
+@click.option("--unused-days", type=FloatRange(0), default=0.0, help="Only what nobody asked for in so many days.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per entry.")
+def cache_command(kind: str | None, directory: Path | None, clear: bool, unused_days: float, as_json: bool) -> None:
+    """Show what is kept on this machine, or remove it: splits of models, artifacts that stages fetched when they
+    joined, and models of the Hugging Face hub.
 
-    They stay until they are removed here. Stages that run keep what they have loaded.
+    Nothing is removed by itself. Splits of pipelines that run here are left alone. Downloads, which other programs may
+    use too, are removed only where KIND says so. With --cache only the artifacts in that directory are looked at.
     """
-    from relayline.stage.joining.artifact_store import cached, remove
-
-    cache = directory or artifacts_dir()
-    entries = cached(cache)
-    for entry in entries:
-        removed = clear and remove(entry)
-        used = datetime.datetime.fromtimestamp(entry.used_s, datetime.UTC)
-        state = "removed" if removed else "being fetched" if clear else "whole" if entry.is_whole else "partial"
-        facts = {"file": entry.file, "sha256": entry.directory.name, "size_bytes": entry.size_bytes, "state": state,
-                 "used": used.isoformat(timespec="seconds")}  # fmt: skip
-        text = f"{entry.directory.name[:12]}  {entry.size_bytes / MIB:>10,.1f} MiB  {used:%Y-%m-%d %H:%M}  {state:<13}"
-        print(json.dumps(facts) if as_json else f"{text}  {entry.file}")
+    if directory is not None and kind not in (None, "artifacts"):
+        raise UsageError(f"--cache is a directory of artifacts; it has no {kind}")
+    entries = _entries(kind, directory)
+    if unused_days:
+        since_s = datetime.datetime.now(datetime.UTC).timestamp() - unused_days * DAY_S
+        entries = [each for each in entries if each.used_s <= since_s]
+    for entry in sorted(entries, key=lambda each: each.used_s):
+        _show(entry, _outcome(entry, kind) if clear else entry.state, as_json=as_json)
     if not as_json:
-        print(f"{cache}: {len(entries)} artifacts, {sum(entry.size_bytes for entry in entries) / MIB:,.1f} MiB")
+        counts = {name: sum(each.kind == name for each in entries) for name in KINDS}
+        listed = ", ".join(f"{counts[name]} {name}" for name in ((kind,) if kind else KINDS) if directory is None)
+        what = listed or f"{directory}: {len(entries)} artifacts"
+        print(f"{what}, {sum(entry.size_bytes for entry in entries) / MIB:,.1f} MiB")
+
+
+def _entries(kind: str | None, directory: Path | None) -> list[Kept]:
+    from relayline.deploy.launch.cached import kept_artifacts, kept_downloads, kept_splits
+
+    found = []
+    if directory is None and kind in (None, "splits"):
+        found += kept_splits()
+    if kind in (None, "artifacts"):
+        found += kept_artifacts(directory or artifacts_dir())
+    if directory is None and kind in (None, "downloads"):
+        found += kept_downloads()
+    return found
+
+
+def _outcome(entry: Kept, kind: str | None) -> str:
+    """Remove an entry where it may be; returns what became of it."""
+    from relayline.deploy.launch.cached import IN_USE
+
+    if entry.state == IN_USE or (entry.kind == "downloads" and kind is None):
+        return "kept"
+    return "removed" if entry.remove() else "being fetched"
+
+
+def _show(entry: Kept, state: str, *, as_json: bool) -> None:
+    used = datetime.datetime.fromtimestamp(entry.used_s, datetime.UTC)
+    facts = {"kind": entry.kind, "file": entry.name, "path": str(entry.path), "size_bytes": entry.size_bytes,
+             "state": state, "used": used.isoformat(timespec="seconds")}  # fmt: skip
+    if entry.kind == "artifacts":
+        facts["sha256"] = entry.path.name
+    text = f"{entry.kind:<9}  {entry.size_bytes / MIB:>10,.1f} MiB  {used:%Y-%m-%d %H:%M}  {state:<13}  {entry.name}"
+    print(json.dumps(facts) if as_json else text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import aiohttp
@@ -15,15 +15,63 @@ from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.texts import printable_values
 
 TIMEOUT_S = 15.0
+DEFAULT_URL = "http://127.0.0.1:8080"
+Command = Callable[..., Any]
 KEY_VARIABLE = "RELAYLINE_API_KEY"
 KEY_STATUSES = (401, 403)  # no key, a wrong one, or one that may not do this
 
-url_option = click.option(
-    "--url", default="http://127.0.0.1:8080", show_default=True, envvar="RELAYLINE_URL", help="The coordinator."
-)
+_FOUND = f"{__name__}.found"  # in a click context: the pipeline of this machine that is looked at
+
+
+def chosen_url(ctx: click.Context, _: click.Parameter, url: str | None) -> str:
+    """Return the coordinator's address: given, or of the pipeline that runs here. Raises UsageError."""
+    name = ctx.params.get("pipeline")
+    if url and name:
+        raise UsageError("give either --url or --pipeline, not both")
+    if url:
+        return url
+    from relayline.deploy.launch.control import find
+
+    found = find(name, None)
+    if found is None or not (found.is_running and found.state.url):
+        if name:
+            raise UsageError(f"{name} does not run here; `relayline status` shows what does")
+        return DEFAULT_URL
+    ctx.meta[_FOUND] = found
+    return found.state.url
+
+
+def _chosen_key(ctx: click.Context, _: click.Parameter, key: str) -> str:
+    """Return the key: given, or one of the pipeline of this machine that is looked at."""
+    if key or _FOUND not in ctx.meta:
+        return key
+    from relayline.deploy.launch.control import key_of
+
+    return key_of(ctx.meta[_FOUND])
+
+
+def names_here(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+    """Return the pipelines of this machine, for a shell that completes a name."""
+    from relayline.deploy.launch.control import launched
+
+    return [each.state.name for each in launched(None) if each.state.name.startswith(incomplete)]
+
+
+def url_option(command: Command) -> Command:
+    """Add --url and --pipeline; without both it is the pipeline that runs on this machine."""
+    command = click.option(
+        "--url", callback=chosen_url, envvar="RELAYLINE_URL",
+        help=f"The coordinator [default: of the pipeline that runs here, else {DEFAULT_URL}].",
+    )(command)  # fmt: skip
+    return click.option(
+        "--pipeline", is_eager=True, shell_complete=names_here, help="Name of a pipeline that runs here, not --url."
+    )(command)
+
+
 key_option = click.option(
-    "--api-key", default="", envvar=KEY_VARIABLE, show_envvar=True, help="Key, where the server demands one."
-)
+    "--api-key", default="", envvar=KEY_VARIABLE, show_envvar=True, callback=_chosen_key,
+    help="Key, where the server demands one.",
+)  # fmt: skip
 
 
 def base_url(url: str) -> str:

@@ -1,4 +1,4 @@
-"""`relayline status`, `down` and `logs`: pipelines that `relayline up MANIFEST` launched on this machine."""
+"""`relayline status`, `down` and `logs`: pipelines that `relayline up` launched on this machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from relayline.deploy.cli.console_http import names_here
 from relayline.deploy.cli.options import FloatRange
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import HostState, Phase
@@ -29,7 +30,7 @@ state_dir_option = click.option(
 
 
 @click.command("status", short_help="Show pipelines that run on this machine.")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=names_here)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of a table.")
 @state_dir_option
 @click.pass_context
@@ -98,7 +99,7 @@ def _duration(seconds: float) -> str:
 
 
 @click.command("down", short_help="End a pipeline that runs on this machine.")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=names_here)
 @click.option("--timeout", type=FloatRange(0), default=DOWN_TIMEOUT_S, show_default=True, help="Seconds to wait.")
 @click.option("--force", is_flag=True, help="Kill what has not ended by then.")
 @state_dir_option
@@ -119,7 +120,7 @@ def down_command(name: str | None, timeout: float, force: bool, state_dir: Path 
 
 
 @click.command("logs", short_help="Show what the processes of a pipeline logged.")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=names_here)
 @click.argument("process", required=False)
 @click.option("--lines", "n_lines", type=click.IntRange(0, 100_000), default=50, show_default=True, help="Last lines.")
 @click.option("--follow", is_flag=True, help="Go on with new lines until Ctrl-C.")

@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 failure, 2 usage. A user's mistake prints one line, nev
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -21,8 +22,7 @@ from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError, UsageError
 from relayline.wire.common.texts import printable
 
-# name -> (module, attribute), in the order that --help lists them: a pipeline from a manifest, models, the single
-# processes, and looking at what runs.
+# name -> (module, attribute)
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("relayline.deploy.cli.init", "init_command"),
     "plan": ("relayline.deploy.cli.plan", "plan_command"),
@@ -46,22 +46,27 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trace": ("relayline.deploy.cli.trace", "trace_command"),
     "top": ("relayline.deploy.cli.top", "top_command"),
     "report": ("relayline.deploy.cli.report", "report_command"),
+    "pull": ("relayline.deploy.cli.pull", "pull_command"),
+    "demo": ("relayline.deploy.cli.demo", "demo_command"),
+    "completion": ("relayline.deploy.cli.completion", "completion_command"),
     "bench": ("relayline.deploy.cli.bench", "bench_command"),
 }
-
-
-class _Listed(click.Group):
-    """Lists its subcommands in their own order."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+# How --help lists them; a command of no group comes last.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Run a pipeline": ("up", "demo", "init", "plan", "doctor"),
+    "Look after it": ("status", "logs", "top", "trace", "down"),
+    "Measure": ("bench", "report", "calibrate", "certify"),
+    "Models": ("pull", "inspect", "split", "cache"),
+    "Several machines": ("join", "invite", "service", "stage", "serve", "certs", "render"),
+}
+OTHERS = "More"
 
 
 class _LazyGroup(click.Group):
     """Imports a subcommand's module when it is used, so that `relayline --help` loads no llama.cpp."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return [name for names in grouped().values() for name in names]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
@@ -71,10 +76,36 @@ class _LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that is called; for none of that name say which was probably meant."""
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-") and (near := nearest(name)):
+            raise click.UsageError(f"No such command {name!r}. Did you mean {near}?", ctx)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the subcommands as click does, but by their sources: to import them all takes a second."""
-        listed = {name: _unloaded(name) for name in self.list_commands(ctx)}
-        _Listed(commands=listed).format_commands(ctx, formatter)
+        """Write the commands in groups, by their sources: to import them all takes a second."""
+        width = max(map(len, COMMANDS))
+        for title, names in grouped().items():
+            rows = [(name.ljust(width), _unloaded(name).get_short_help_str(90)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+def grouped() -> dict[str, tuple[str, ...]]:
+    """Return all commands by the title above them in `--help`."""
+    placed = {name for names in GROUPS.values() for name in names}
+    return GROUPS | {OTHERS: tuple(name for name in COMMANDS if name not in placed)}
+
+
+def nearest(name: str) -> str:
+    """Return the command that was probably meant, or a model or manifest's `up`; empty for none."""
+    if name.endswith((".gguf", ".yaml", ".yml")):
+        return f"`relayline up {name}`"
+    found = difflib.get_close_matches(name.lower(), COMMANDS, n=1)
+    return f"`{found[0]}`" if found else ""
 
 
 def _unloaded(name: str) -> click.Command:

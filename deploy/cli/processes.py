@@ -252,6 +252,7 @@ def _announcers(
                 "stages": ready.n_stages,
                 "lanes": ready.n_lanes,
                 "ctx": ready.ctx_tokens,
+                "chat": ready.has_chat,
             },
             f"{ready.model_id} on {ready.n_stages} stages: {ready.url}/v1",
             as_json=as_json,

@@ -36,7 +36,7 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsa
 )  # fmt: skip
 @url_option
 @key_option
-def report_command(out: Path, minutes: float, url: str, api_key: str) -> None:
+def report_command(out: Path, minutes: float, url: str, api_key: str, **_: Any) -> None:
     """Write the page's views of steps, machines, requests and plans into one file that needs no server.
 
     It holds figures, names, addresses and ids, and neither prompts nor answers.

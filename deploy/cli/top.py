@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import termios
+import tty
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -20,6 +24,8 @@ from relayline.deploy.cli.options import FloatRange
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.phase import HostState
 
+INTERVAL_MIN_S, INTERVAL_MAX_S = 0.2, 60.0
+KEYS_BYTES_MAX = 64
 BAR_CELLS = 16
 NAME_CELLS = 24
 WIDE_CELLS = 112  # below this width close reasons have lines of their own, and names are shorter
@@ -31,13 +37,22 @@ SMALL_CELLS = 92  # below this width layers are left out too, and bars are short
 
 
 @click.command("top", short_help="Watch a pipeline live.")
-@click.option("--interval", type=FloatRange(0.2, 60), default=1.0, show_default=True, help="Seconds per frame.")
+@click.option(
+    "--interval",
+    type=FloatRange(INTERVAL_MIN_S, INTERVAL_MAX_S),
+    default=1.0,
+    show_default=True,
+    help="Seconds per frame.",
+)
 @click.option("--once", is_flag=True, help="Print one frame, measured over one interval, and end.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: print the figures as JSON.")
 @url_option
 @key_option
-def top_command(interval: float, once: bool, as_json: bool, url: str, api_key: str) -> None:
-    """Watch stages, rows per step, waits, overlap, tokens per second, lanes and KV use; leave with Ctrl-C."""
+def top_command(interval: float, once: bool, as_json: bool, url: str, api_key: str, **_: Any) -> None:
+    """Watch stages, rows per step, waits, overlap, tokens per second, lanes and KV use.
+
+    Keys: q leaves, p or space holds the picture, + and - change how often it is drawn.
+    """
     if as_json and not once:
         raise click.UsageError("--json needs --once")
     if not once and not os.isatty(1):
@@ -50,6 +65,7 @@ async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_js
     async with Coordinator(url, api_key) as coordinator:
         before = await coordinator.get("/v1/pipeline", SHOWN)
         stopping = _until_interrupted()
+        keys = Keys(stopping, interval_s)
         if once:
             await _pause(stopping, interval_s)
             after = await coordinator.get("/v1/pipeline", SHOWN)
@@ -58,16 +74,66 @@ async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_js
             click.echo(json.dumps(figures)) if as_json else console.print(picture)
             return
         first = frame(coordinator.url, before, rates(before, before), console.width)
-        with Live(first, console=console, screen=True) as live:
+        with reading_keys(keys), Live(first, console=console, screen=True) as live:
             while not stopping.is_set():
-                await _pause(stopping, interval_s)
+                await _pause(stopping, keys.interval_s)
+                if keys.is_held:
+                    continue
                 try:
                     after = await coordinator.get("/v1/pipeline", SHOWN)
                 except RelaylineError as error:
                     live.update(Text(error.message, style="red"))
                     continue
-                live.update(frame(coordinator.url, after, rates(before, after), console.width))
+                picture = frame(coordinator.url, after, rates(before, after), console.width)
+                live.update(Group(picture, Text(f"\n{keys.told}", style="dim")))
                 before = after
+
+
+class Keys:
+    """What the keys of the live view have set. Pure but for the event that it sets."""
+
+    def __init__(self, stopping: asyncio.Event, interval_s: float) -> None:
+        self._stopping = stopping
+        self.interval_s, self.is_held = interval_s, False
+
+    def press(self, key: str) -> None:
+        """Take one key."""
+        match key:
+            case "q" | "Q" | "\x1b":
+                self._stopping.set()
+            case "p" | " ":
+                self.is_held = not self.is_held
+            case "+":
+                self.interval_s = max(INTERVAL_MIN_S, self.interval_s / 2)
+            case "-":
+                self.interval_s = min(INTERVAL_MAX_S, self.interval_s * 2)
+
+    @property
+    def told(self) -> str:
+        """One line for the foot of the picture."""
+        return f"q quit, p hold, + - faster, slower (every {self.interval_s:g} s)"
+
+
+@contextlib.contextmanager
+def reading_keys(keys: Keys) -> Iterator[None]:
+    """Hand on what is typed, key by key, where stdin is a terminal; it is as before at the end."""
+    if not os.isatty(0):
+        yield
+        return
+    before = termios.tcgetattr(0)
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        for key in os.read(0, KEYS_BYTES_MAX).decode(errors="replace"):
+            keys.press(key)
+
+    tty.setcbreak(0)
+    loop.add_reader(0, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(0)
+        termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
 def _until_interrupted() -> asyncio.Event:

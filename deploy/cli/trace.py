@@ -30,7 +30,9 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 @click.option("--json", "as_json", is_flag=True, help="Print what the coordinator answers.")
 @url_option
 @key_option
-def trace_command(request_id: str | None, last: bool, show_all: bool, as_json: bool, url: str, api_key: str) -> None:
+def trace_command(
+    request_id: str | None, last: bool, show_all: bool, as_json: bool, url: str, api_key: str, **_: Any
+) -> None:
     """Show the life of REQUEST_ID: the answer's id, or its x-request-id header.
 
     For every stage: in which batches it was, with whom, how long its frames waited, why each batch closed, and what

@@ -40,7 +40,7 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command("up", short_help="Run a whole pipeline.", context_settings={"auto_envvar_prefix": "RELAYLINE"})
-@click.argument("target", metavar="[MODEL|MANIFEST]", required=False)
+@click.argument("target", metavar="[MODEL|MANIFEST]", type=click.Path(), required=False)
 @click.option("--model", default=None, help="The model, where no MODEL is given.")
 @click.option("--name", default="", help="Name of the pipeline [default: the manifest's, or the model's].")
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")

@@ -35,6 +35,7 @@ def arrange(
         stages=tuple(_stage(manifest, stage, tokens, log_flags) for stage in manifest.stages),
         authority=authority_of(manifest),
         enrol=(join_host(manifest), manifest.enrol_port),
+        needs_key=manifest.spec.coordinator.api_keys_file is not None,
     )
 
 

@@ -56,8 +56,12 @@ def launched(state_dir: Path | None, asked: str = "") -> list[Launched]:
 
 
 def name_of(given: str) -> str:
-    """Return the pipeline that a command line means: a name, or a manifest file, whose name it takes."""
+    """Return the pipeline that a command line means: a name, or a manifest or model file, whose name it has."""
     path = Path(given)
+    if path.suffix == ".gguf":
+        from relayline.deploy.manifest.starter import pipeline_name
+
+        return pipeline_name(path.name)
     if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
         from relayline.deploy.manifest import load_manifest  # not loaded where a name is enough
 
@@ -79,9 +83,13 @@ def find(given: str | None, state_dir: Path | None) -> Launched | None:
             names = ", ".join(pipeline.state.name for pipeline in running)
             raise UsageError(f"several pipelines run here; name one of {names}")
         return running[0] if running else None
-    for pipeline in found:
-        if pipeline.state.name == name:
-            return pipeline
+    called_so = [pipeline for pipeline in found if pipeline.state.name == name]
+    running = [pipeline for pipeline in called_so if pipeline.is_running]
+    if len(running) > 1:
+        places = ", ".join(str(pipeline.directory.path) for pipeline in running)
+        raise UsageError(f"several pipelines named {name!r} run here; name one's --state-dir: {places}")
+    if called_so:
+        return (running or called_so)[0]
     known = ", ".join(pipeline.state.name for pipeline in found) or "none"
     raise UsageError(
         f"no pipeline {name!r} was launched here (known: {known}); state is kept in {state_dir or state_root()}"
@@ -95,7 +103,7 @@ def describe(pipeline: Launched) -> dict[str, Any]:
     """
     state = pipeline.state
     running = pipeline.is_running
-    live, problem = _live(state) if running and state.url else (None, "")
+    live, problem = _live(pipeline) if running and state.url else (None, "")
     phase, phase_s = _phase(pipeline, live, is_answering=not problem)
     if problem.startswith(REFUSED) and (word := _health(state)) is not None:  # /health asks for no key
         phase, phase_s = word, None
@@ -149,9 +157,11 @@ def _process(record: ProcessRecord, live: dict[str, Any] | None, *, is_supervise
     return entry
 
 
-def _live(state: LaunchState) -> tuple[dict[str, Any] | None, str]:
+def _live(pipeline: Launched) -> tuple[dict[str, Any] | None, str]:
     """Ask the coordinator what it does now; (None, why) if it does not say."""
-    status, found, problem = _asked(f"{state.url}/v1/pipeline", _credentials(state))
+    key = key_of(pipeline)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    status, found, problem = _asked(f"{pipeline.state.url}/v1/pipeline", headers)
     if problem:
         return None, f"the coordinator does not answer: {problem}"
     if status != 200:
@@ -190,22 +200,21 @@ def _json(raw: bytes) -> Any:
         return None
 
 
-def _credentials(state: LaunchState) -> dict[str, str]:
-    """Return the header with an API key: RELAYLINE_API_KEY, or one of the manifest's file if this user may read it."""
+def key_of(pipeline: Launched) -> str:
+    """Return an API key: RELAYLINE_API_KEY, or one of the pipeline's file if this user may read it; empty for none."""
     if own := os.environ.get("RELAYLINE_API_KEY"):
-        return {"Authorization": f"Bearer {own}"}
+        return own
     from relayline.deploy.manifest import load_manifest
 
     try:
-        manifest = load_manifest(Path(state.manifest))
+        manifest = load_manifest(pipeline.directory.manifest)  # with what flags changed
         path = manifest.spec.coordinator.api_keys_file
         if path is None:
-            return {}
+            return ""
         lines = manifest.resolve(path).read_text(encoding="utf-8").splitlines()
     except (RelaylineError, OSError, UnicodeDecodeError):
-        return {}
-    key = next((line.split()[-1] for line in lines if line.strip() and not line.startswith("#")), "")
-    return {"Authorization": f"Bearer {key}"} if key else {}
+        return ""
+    return next((line.split()[-1] for line in lines if line.strip() and not line.startswith("#")), "")
 
 
 def end(pipeline: Launched, timeout_s: float, *, force: bool) -> None:

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relayline.deploy.launch.local import running
+from relayline.deploy.launch.state import StateDir
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 from relayline.wire.common import logs
 
@@ -106,12 +107,12 @@ def report(pipeline: dict[str, Any], states: list[dict[str, Any]], elapsed_s: fl
     )
 
 
-async def demo(*, keep: bool) -> None:
-    """Run the whole demonstration."""
+async def demo(*, keep: bool, directory: StateDir | None = None) -> None:
+    """Run the whole demonstration. `directory`: where its state is kept, nowhere without it."""
     console = Console()
     console.print(f"splitting {MODEL.name} into {N_STAGES} stages and starting them ...")
-    manifest = with_stages(smallest_manifest(MODEL, ctx_tokens=512), StageFlags(N_STAGES), 0)
-    async with running(manifest) as (_, ready), aiohttp.ClientSession() as session:
+    manifest = with_stages(smallest_manifest(MODEL, "demo", ctx_tokens=512), StageFlags(N_STAGES), 0)
+    async with running(manifest, directory=directory) as (_, ready), aiohttp.ClientSession() as session:
         url, model = ready["url"], ready["model"]
         states: list[dict[str, Any]] = [
             {"index": i, "prompt": p, "text": "", "tokens": 0} for i, p in enumerate(PROMPTS)
@@ -126,7 +127,9 @@ async def demo(*, keep: bool) -> None:
         elapsed_s = time.monotonic() - began_s
         async with session.get(f"{url}/v1/pipeline") as response:
             report(await response.json(), states, elapsed_s, console)
-        console.print("\nTry it yourself with `make demo KEEP=1`, then:" if not keep else f"\nServing {url}/v1; try:")
+        console.print(
+            "\nTry it yourself with `relayline demo --keep`, then:" if not keep else f"\nServing {url}/v1; try:"
+        )
         where = url if keep else "http://HOST:PORT"
         console.print(
             f"  curl {where}/v1/chat/completions -d "

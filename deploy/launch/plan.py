@@ -1,4 +1,4 @@
-"""What one `relayline up MANIFEST` starts here and what it asks for elsewhere. Plain data, no decisions."""
+"""What one `relayline up` starts here and what it asks for elsewhere. Plain data, no decisions."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ class LaunchPlan:
     """Directory of the CA that signs for hosts that join; None where they are given their credentials by hand."""
     enrol: tuple[str, int] = ("", 0)
     """Host and port where hosts get their certificates, with an authority."""
+    needs_key: bool = False
+    """Whether clients have to show an API key."""
 
     @property
     def local(self) -> tuple[LocalStage, ...]:

@@ -22,7 +22,7 @@ from relayline.deploy.launch.plan import LaunchPlan
 from relayline.deploy.launch.ports import port_problem, wanted_ports
 from relayline.deploy.launch.prepare import Prepared, Split, planned_cuts, prepare
 from relayline.deploy.launch.splits import split_for
-from relayline.deploy.launch.state import StateDir
+from relayline.deploy.launch.state import StateDir, register
 from relayline.deploy.launch.supervisor import COORDINATOR, Emit, Supervisor
 from relayline.deploy.manifest import Manifest, is_local
 from relayline.wire.common.errors import StartError, UsageError
@@ -164,6 +164,7 @@ def launch(
     from relayline.wire.common.process import run
 
     with directory.locked(what.manifest.name), log_file(directory.log(SUPERVISOR)) as file:
+        register(directory.path)
         before = directory.load()
         n_ended = end_leftovers(before)
         if n_ended or (before is not None and not before.phase.has_ended):

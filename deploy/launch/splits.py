@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from relayline.coordinator.model.inspection import content_key
+from relayline.coordinator.model.cuts import balanced_cuts
+from relayline.coordinator.model.inspection import content_key, inspect_model
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.launch.progress import progress_bar
 from relayline.deploy.launch.trial import try_artifacts
@@ -15,10 +16,18 @@ from relayline.wire.common.places import cache_dir
 log = logging.getLogger("relayline.up")
 
 
+def splits_dir() -> Path:
+    """Return where the cache keeps splits."""
+    return cache_dir() / "splits"
+
+
 def split_place(model: Path, n_stages: int | None, cuts: tuple[int, ...] | None) -> Path:
-    """Return where the cache keeps a model's split. Raises ModelFileError."""
+    """Return where the cache keeps a model's split: by its cuts, however they were chosen. Raises ModelFileError."""
+    if not cuts and n_stages and n_stages > 1:
+        facts = inspect_model(model)
+        cuts = balanced_cuts(facts, n_stages) if facts.supported else None
     shape = "cuts-" + "-".join(map(str, cuts)) if cuts else f"{n_stages}-stages"
-    return cache_dir() / "splits" / f"{content_key(model)[:24]}-{shape}"
+    return splits_dir() / f"{content_key(model)[:24]}-{shape}"
 
 
 def split_for(model: Path, n_stages: int | None, cuts: tuple[int, ...] | None, split_dir: Path | None) -> Path:

@@ -1,5 +1,6 @@
 """The state directory of one launched pipeline: its lock, what runs, its logs.
 
+    $XDG_STATE_HOME/relayline/.elsewhere/   a file for each pipeline that was given another directory
     $XDG_STATE_HOME/relayline/NAME/     (~/.local/state without XDG_STATE_HOME)
         lock                            held with flock by the supervisor for as long as it lives
         state.json                      what runs, replaced whole at every change
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +31,9 @@ from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.common.places import state_dir
 
 STATE_VERSION = 1
+STATE_FILE = "state.json"
+ELSEWHERE = ".elsewhere"  # no pipeline can have this name
+ENTRY_CHARS = 16  # of the name of a note, from the hash of the path that it holds
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
@@ -87,6 +92,29 @@ def state_root() -> Path:
     return state_dir()
 
 
+def register(directory: Path) -> None:
+    """Note a state directory that is not among the others, so that it is found without its path."""
+    root, path = state_root(), directory.absolute()
+    if path.parent == root.absolute():
+        return
+    place = root / ELSEWHERE
+    place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (place / hashlib.sha256(os.fsencode(path)).hexdigest()[:ENTRY_CHARS]).write_bytes(os.fsencode(path))
+
+
+def _candidates(root: Path) -> list[Path]:
+    """Return every directory that may hold state. Notes of those that are gone are removed."""
+    found = sorted(path for path in root.iterdir() if path.is_dir() and path.name != ELSEWHERE) if root.is_dir() else []
+    notes = sorted((root / ELSEWHERE).iterdir()) if (root / ELSEWHERE).is_dir() else []
+    for note in notes:
+        path = Path(os.fsdecode(note.read_bytes()))
+        if (path / STATE_FILE).exists():
+            found.append(path)
+        else:
+            note.unlink(missing_ok=True)
+    return found
+
+
 class StateDir:
     """The files of one pipeline's state. `path` need not exist yet."""
 
@@ -95,7 +123,7 @@ class StateDir:
         self.logs = path / "logs"
         self.manifest = path / "manifest.json"
         self.tls = path / "tls"
-        self._state = path / "state.json"
+        self._state = path / STATE_FILE
         self._lock = path / "lock"
 
     @contextlib.contextmanager
@@ -123,7 +151,10 @@ class StateDir:
         since = ""
         if state is not None and is_running(state.supervisor):
             since = f" (pid {state.supervisor_pid}, for {age_s(state.supervisor):.0f} s)"
-        return f"{name} is already running{since}; see `relayline status {name}`, end it with `relayline down {name}`"
+        return (
+            f"{name} is already running{since}; see `relayline status {name}`, end it with `relayline down {name}`, "
+            f"or start another one with --name"
+        )
 
     def load(self) -> LaunchState | None:
         """Return what was last stored; None if nothing was. Raises UsageError for what another version wrote."""
@@ -156,11 +187,7 @@ def find_running(state_dir: Path | None, asked: str = "") -> list[tuple[StateDir
     Raises UsageError for state that cannot be read in `state_dir`, or of the pipeline `asked`. That of any other is
     left out with a warning on stderr: it must not hide those that run.
     """
-    if state_dir is not None:
-        candidates = [state_dir]
-    else:
-        root = state_root()
-        candidates = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    candidates = [state_dir] if state_dir is not None else _candidates(state_root())
     found = []
     for path in candidates:
         directory = StateDir(path)

@@ -208,7 +208,8 @@ class Supervisor:
                     "restarts": record.n_restarts, "layers": event.get("layers")})  # fmt: skip
         if child is self._coordinator.child and not self._ready.done():
             self.board.set_phase(Phase.READY)
-            self._ready.set_result(event | {"stages": len(self.plan.stages)} | self._for_other_hosts(event["url"]))
+            told = {"stages": len(self.plan.stages), "needs_key": self.plan.needs_key}
+            self._ready.set_result(event | told | self._for_other_hosts(event["url"]))
 
     def _for_other_hosts(self, url: str) -> dict[str, str]:
         """Return the URL under which clients on other hosts reach the API, empty for none; {} without such hosts."""

@@ -1,9 +1,13 @@
-"""What `relayline up MANIFEST` prints of its supervisor's events: one line each, as text or as JSON."""
+"""What `relayline up` prints of its supervisor's events: one line each, as text or as JSON."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
+
+QUESTION = "What does shutil.copytree do?"  # the bundled model knows nothing but Python's documentation
+BEGINNING = "def factorial(n):\n"
 
 
 def line_of(event: dict[str, Any], *, as_json: bool) -> str:
@@ -24,11 +28,25 @@ def line_of(event: dict[str, Any], *, as_json: bool) -> str:
 
 def _ready_line(event: dict[str, Any]) -> str:
     """Return where clients connect; with stages on other hosts also whether they can from there."""
+    try_it = f"try it:\n  {curl_of(event)}"
     reached = event.get("clients")
     if reached is None or reached:
-        return f"ready: {reached or event['url']}/v1"
+        return f"ready: {reached or event['url']}/v1\n{try_it}"
     port = event["url"].rpartition(":")[2]
-    return f"ready: {event['url']}/v1 (for this machine alone; `--http 0.0.0.0:{port}` lets other hosts in)"
+    return f"ready: {event['url']}/v1 (for this machine alone; `--http 0.0.0.0:{port}` lets other hosts in)\n{try_it}"
+
+
+def curl_of(event: dict[str, Any]) -> str:
+    """Return a command that asks a pipeline which is ready something that most models can answer."""
+    words = ["curl", "-s", f"{event['url']}/v1/{'chat/' if event.get('chat', True) else ''}completions"]
+    if event.get("needs_key"):
+        words += ["-H", "Authorization: Bearer KEY"]
+    body: dict[str, Any] = {"model": event["model"], "temperature": 0}
+    if event.get("chat", True):
+        body["messages"] = [{"role": "user", "content": QUESTION}]
+    else:
+        body |= {"prompt": BEGINNING, "max_tokens": 48}
+    return shlex.join([*words, "-H", "Content-Type: application/json", "-d", json.dumps(body)])
 
 
 def _process_line(event: dict[str, Any]) -> str:

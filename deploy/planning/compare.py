@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from relayline.coordinator.planner.costs import Costs
 from relayline.coordinator.schedule.overhead import HOST_STEP_NS
 from relayline.deploy.planning.report import Plan
 from relayline.wire.common.errors import StartError, UsageError
+
+FINE_SHARE, WORRY_SHARE = 0.15, 0.5  # off the plan: as good as right, and no longer explained by a busy machine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,6 +132,22 @@ def as_json(figures: list[Comparison]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(figure) | {"ratio": round(figure.ratio, 4)} for figure in figures]
 
 
+def verdict(figures: list[Comparison]) -> str:
+    """Return a sentence that says whether the plan holds. Pure."""
+    worst = max(figures, key=lambda figure: abs(math.log(max(figure.ratio, 1e-9))), default=None)
+    if worst is None:
+        return "there was nothing to compare."
+    is_slow = worst.ratio < 1 if worst.unit == "tok/s" else worst.ratio > 1
+    off = f"{worst.what} is {worst.ratio:.2f} of what the plan says"
+    if abs(worst.ratio - 1) <= FINE_SHARE:
+        return f"nothing to worry about: everything is within {FINE_SHARE:.0%} of the plan."
+    if not is_slow:
+        return f"nothing to worry about, though the plan is too careful: {off}; `plan --measure` makes it exact."
+    if abs(worst.ratio - 1) <= WORRY_SHARE:
+        return f"no need to worry yet: {off}, which a busy machine explains; `plan --measure` makes the plan exact."
+    return f"worry: {off}. Look for what else runs there, for too many threads, or measure with `plan --measure`."
+
+
 def show(figures: list[Comparison], console: Console) -> None:
     """Print the comparison as a table."""
     table = Table(box=None, pad_edge=False)
@@ -143,3 +162,4 @@ def show(figures: list[Comparison], console: Console) -> None:
             f"{figure.ratio:.2f}",
         )
     console.print(table)
+    console.print(verdict(figures), soft_wrap=True, highlight=False)

@@ -108,6 +108,7 @@ class Inside:
                         ),
                         "join_port": JOIN_PORT,
                         "api_keys_file": API_KEYS_FILE if self.uses_api_keys else None,
+                        "chat_template_file": None,
                     }
                 ),
                 "wire": spec.wire.model_copy(
@@ -154,6 +155,8 @@ def notes(manifest: Manifest, *, in_kubernetes: bool) -> list[str]:
         found.append(
             "relayline.coordinator.http.tls is left out: give the proxy or ingress before this deployment the TLS"
         )
+    if manifest.spec.coordinator.chat_template_file is not None:
+        found.append("coordinator.chatTemplateFile is a file of this machine and is left out")
     for stage in manifest.stages:
         if in_kubernetes and stage.memory_gib is None:
             found.append(f"stage {stage.name!r} has no memoryGib, so its pod asks for no memory; see `relayline plan`")

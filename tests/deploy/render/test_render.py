@@ -14,6 +14,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from relayline.deploy.cli import main as cli
+from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.serving import flag_defaults
 from relayline.deploy.manifest import Manifest, load_manifest, parse_manifest
 from relayline.deploy.manifest.dump import dump_yaml
@@ -343,6 +344,10 @@ def test_what_a_target_cannot_run_is_refused(text: str, target: str, message: st
 
 
 def test_what_is_left_out_is_told() -> None:
+    own = parsed(with_stages("name: a, threads: 2, memoryGib: 4"))
+    own = override(own, {"coordinator.chatTemplateFile": "chat.jinja"})
+    assert notes(own, in_kubernetes=True) == ["coordinator.chatTemplateFile is a file of this machine and is left out"]
+    assert not any("chat.jinja" in text for text in render(own, "compose").values())
     told = notes(parsed(with_stages("name: a, speed: {calibration: a.json}")), in_kubernetes=True)
     assert len(told) == 3
     assert notes(parsed(with_stages("name: a, threads: 2, memoryGib: 4")), in_kubernetes=True) == []

@@ -1,0 +1,117 @@
+"""What relayline keeps on this machine's disk: splits, artifacts that stages fetched, models of the hub."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, load_pipeline
+from relayline.deploy.launch.control import launched
+from relayline.deploy.launch.prepare import find_model
+from relayline.deploy.launch.splits import split_place, splits_dir
+from relayline.deploy.manifest import load_manifest
+from relayline.stage.joining.artifact_store import cached, remove
+from relayline.wire.common.errors import RelaylineError
+from relayline.wire.common.places import home
+
+KINDS = ("splits", "artifacts", "downloads")
+IN_USE = "in use"  # why something is not removed
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """One thing that can be removed: it is made, fetched or loaded again when it is needed."""
+
+    kind: str
+    name: str
+    path: Path
+    size_bytes: int
+    state: str
+    """whole, partial, or why it is not removed."""
+    used_s: float
+    """When it was last asked for, seconds since 1970."""
+    remove: Callable[[], bool]
+    """Removes it; False where a process is writing it just now."""
+
+
+def kept_splits() -> list[Kept]:
+    """Return the splits of the cache. Those of pipelines that run are in use."""
+    root = splits_dir()
+    in_use = _splits_in_use()
+    found = []
+    for path in root.iterdir() if root.is_dir() else ():
+        description = path / PIPELINE_NAME
+        if not path.is_dir():
+            continue
+        is_whole = description.exists()
+        state = IN_USE if path in in_use else "whole" if is_whole else "partial"
+        used_s = (description if is_whole else path).stat().st_mtime
+        found.append(Kept("splits", _split_name(path), path, _size_of(path), state, used_s, _remover(path)))
+    return found
+
+
+def _split_name(path: Path) -> str:
+    try:
+        file = load_pipeline(path)
+    except RelaylineError:
+        return path.name
+    return f"{file.model_name}, layers {', '.join(f'{each.layer_start}-{each.layer_end - 1}' for each in file.stages)}"
+
+
+def _splits_in_use() -> set[Path]:
+    found = set()
+    for pipeline in launched(None):
+        if not pipeline.is_running:
+            continue
+        with contextlib.suppress(RelaylineError, OSError):
+            manifest = load_manifest(pipeline.directory.manifest)
+            cuts = tuple(cut for cut in manifest.fixed_cuts() if cut is not None)
+            found.add(split_place(find_model(manifest), None if cuts else 1, cuts or None))
+    return found
+
+
+def kept_artifacts(cache: Path) -> list[Kept]:
+    """Return the artifacts that stages of this machine fetched from coordinators into a directory."""
+    return [
+        Kept("artifacts", entry.file, entry.directory, entry.size_bytes, "whole" if entry.is_whole else "partial",
+             entry.used_s, functools.partial(remove, entry))
+        for entry in cached(cache)
+    ]  # fmt: skip
+
+
+def hub_cache() -> Path:
+    """Return where huggingface_hub keeps what it loaded, as its own variables say."""
+    base = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(base) / "hub")
+
+
+def kept_downloads() -> list[Kept]:
+    """Return the repositories in the hub's cache that hold GGUF files, or bytes that `relayline pull` left."""
+    root = hub_cache()
+    found = []
+    for path in root.glob("models--*") if root.is_dir() else ():
+        partial = any((path / "blobs").glob("*.relayline"))
+        if not partial and not any((path / "snapshots").glob("*/**/*.gguf")):
+            continue  # of another program
+        name = path.name.removeprefix("models--").replace("--", "/", 1)
+        state, used_s = "partial" if partial else "whole", max(each.stat().st_mtime for each in (path, path / "blobs"))
+        found.append(Kept("downloads", name, path, _size_of(path), state, used_s, _remover(path)))
+    return found
+
+
+def _remover(path: Path) -> Callable[[], bool]:
+    def remove_it() -> bool:
+        shutil.rmtree(path)
+        return True
+
+    return remove_it
+
+
+def _size_of(directory: Path) -> int:
+    """Return the bytes of a directory's files; links count for nothing."""
+    return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file() and not path.is_symlink())

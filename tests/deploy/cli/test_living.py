@@ -1,0 +1,275 @@
+"""Goal: a person finds the right command, the right pipeline and a verdict without looking anything up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner
+
+from relayline.coordinator.model.cuts import balanced_cuts
+from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.deploy.cli import top
+from relayline.deploy.cli.bench import verdict
+from relayline.deploy.cli.cache import cache_command
+from relayline.deploy.cli.completion import SHELLS
+from relayline.deploy.cli.console_http import DEFAULT_URL, key_option, url_option
+from relayline.deploy.cli.load import Summary
+from relayline.deploy.cli.main import COMMANDS, grouped, nearest, relayline
+from relayline.deploy.launch.cached import kept_downloads
+from relayline.deploy.launch.control import find, launched
+from relayline.deploy.launch.process_id import identify
+from relayline.deploy.launch.run import warn_of_context
+from relayline.deploy.launch.splits import split_for, split_place
+from relayline.deploy.launch.state import ELSEWHERE, STATE_VERSION, LaunchState, StateDir, register, state_root
+from relayline.deploy.launch.tell import curl_of
+from relayline.deploy.planning import compare
+from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
+from relayline.wire.common.errors import UsageError
+from relayline.wire.common.phase import Phase
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("HF_HOME", "HF_HUB_CACHE", "RELAYLINE_URL", "RELAYLINE_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def running_here(name: str, path: Path | None = None, url: str = "http://127.0.0.1:7", pid: int = 0) -> StateDir:
+    """Note a pipeline whose supervisor is this process, or one of another start time for `pid`."""
+    directory = StateDir(path or state_root() / name)
+    me = identify(os.getpid())
+    assert me is not None
+    with directory.locked(name):
+        ticks = me.start_ticks if not pid else me.start_ticks - 1
+        state = LaunchState(STATE_VERSION, name, f"/{name}.yaml", Phase.READY, me.pid, ticks, url=url)
+        directory.store(state)
+        register(directory.path)
+    return directory
+
+
+# --- one registry -----------------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_with_a_state_directory_of_its_own_is_found_until_that_is_gone(tmp_path: Path) -> None:
+    directory = running_here("far", tmp_path / "far away")
+    running_here("near")
+    assert [each.state.name for each in launched(None)] == ["near", "far"]
+    found = find("far", None)
+    assert found is not None
+    assert found.directory.path == directory.path
+    (directory.path / "state.json").unlink()
+    assert [each.state.name for each in launched(None)] == ["near"]
+    assert list((state_root() / ELSEWHERE).iterdir()) == [], "the note is stale"
+
+
+def test_of_two_with_one_name_the_one_that_runs_is_meant(tmp_path: Path) -> None:
+    running_here("same", pid=1)  # the pid lives, and another process has it
+    runs = running_here("same", tmp_path / "other")
+    found = find("same", None)
+    assert found is not None
+    assert found.directory.path == runs.path
+    running_here("same", tmp_path / "third")
+    with pytest.raises(UsageError, match=r"several pipelines named 'same' run here; name one's --state-dir: .*third"):
+        find("same", None)
+
+
+def looked_at(*arguments: str) -> str:
+    """Return the URL and the key that a command with both options looks at."""
+    seen: list[str] = []
+
+    @click.command()
+    @url_option
+    @key_option
+    def command(url: str, api_key: str, **_: object) -> None:
+        seen.append(f"{url} {api_key}".strip())
+
+    command.main(list(arguments), standalone_mode=False)
+    return seen[0]
+
+
+def test_commands_find_the_coordinator_and_its_key_by_themselves(tmp_path: Path) -> None:
+    assert looked_at() == DEFAULT_URL
+    first = running_here("first", url="http://127.0.0.1:11")
+    keys = tmp_path / "keys"
+    keys.write_text("me: 0123456789abcdef\n")
+    text = {"apiVersion": "relayline.dev/v1alpha1", "kind": "Pipeline", "metadata": {"name": "first"},
+            "spec": {"model": {"path": "m.gguf"}, "coordinator": {"apiKeysFile": str(keys)}}}  # fmt: skip
+    first.manifest.write_text(json.dumps(text))
+    assert looked_at() == "http://127.0.0.1:11 0123456789abcdef"
+    assert looked_at("--url", "http://box:1") == "http://box:1", "another server gets no key of this one"
+    running_here("second", url="http://127.0.0.1:12")
+    assert looked_at("--pipeline", "second") == "http://127.0.0.1:12"
+    with pytest.raises(UsageError, match="several pipelines run here; name one of first, second"):
+        looked_at()
+    with pytest.raises(UsageError, match="not both"):
+        looked_at("--pipeline", "second", "--url", "http://box:1")
+    running_here("gone", pid=1)
+    with pytest.raises(UsageError, match="gone does not run here"):
+        looked_at("--pipeline", "gone")
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_command_is_in_one_group_of_the_help() -> None:
+    names = [name for group in grouped().values() for name in group]
+    assert sorted(names) == sorted(COMMANDS)
+    text = CliRunner().invoke(relayline, ["--help"]).output
+    assert all(f"\n  {name} " in text for name in names)
+    assert "Look after it:" in text
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("stauts", "`status`"), ("UP", "`up`"), ("m.gguf", "`relayline up m.gguf`"), ("zzzzz", "")]
+)
+def test_what_was_probably_meant_is_said(typed: str, meant: str) -> None:
+    assert nearest(typed) == meant
+    done = CliRunner().invoke(relayline, [typed])
+    assert done.exit_code == 2
+    assert (f"Did you mean {meant}?" in done.output) == bool(meant)
+    assert typed in done.output
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_is_the_parsers_own(shell: str) -> None:
+    done = CliRunner().invoke(relayline, ["completion", shell])
+    assert done.exit_code == 0
+    assert "_RELAYLINE_COMPLETE" in done.output
+    assert shell != "zsh" or done.output.startswith("#compdef relayline")
+
+
+def test_completion_knows_commands_flags_words_and_pipelines() -> None:
+    running_here("mine")
+    completion = ShellComplete(relayline, {}, "relayline", "_RELAYLINE_COMPLETE")
+
+    def offered(*before: str, incomplete: str) -> set[str]:
+        return {item.value for item in completion.get_completions(list(before), incomplete)}
+
+    assert {"status", "stage"} <= offered(incomplete="sta")
+    assert "--kv-type" in offered("up", incomplete="--kv")
+    assert offered("up", "--kv-type", incomplete="q8") == {"q8_0"}
+    assert offered("down", incomplete="m") == {"mine"}
+    assert offered("top", "--pipeline", incomplete="") == {"mine"}
+
+
+def test_keys_of_the_live_view() -> None:
+    stopping = asyncio.Event()
+    keys = top.Keys(stopping, 1.0)
+    keys.press("+")
+    assert "every 0.5 s" in keys.told
+    for _ in range(20):
+        keys.press("-")
+    assert keys.interval_s == top.INTERVAL_MAX_S
+    keys.press("p")
+    assert keys.is_held
+    keys.press(" ")
+    assert (keys.is_held, stopping.is_set()) == (False, False)
+    keys.press("q")
+    assert stopping.is_set()
+
+
+# --- words at the end -------------------------------------------------------------------------------------------------
+
+
+def test_the_command_to_try_asks_this_model_in_its_own_way() -> None:
+    ready = {"event": "ready", "url": "http://127.0.0.1:1", "model": "it's mine", "chat": True}
+    words = shlex.split(curl_of(ready))
+    assert words[:3] == ["curl", "-s", "http://127.0.0.1:1/v1/chat/completions"]
+    body = json.loads(words[-1])
+    assert body["model"] == "it's mine"
+    assert body["messages"][0]["content"].endswith("?")
+    words = shlex.split(curl_of(ready | {"chat": False, "needs_key": True}))
+    assert words[2].endswith("/v1/completions")
+    assert "Authorization: Bearer KEY" in words
+    assert json.loads(words[-1])["prompt"].startswith("def ")
+
+
+@pytest.mark.parametrize(("trained", "is_warned"), [(4_096, True), (8_192, False), (0, False)])
+def test_a_context_beyond_the_models_own_is_warned_of(
+    trained: int, is_warned: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = PipelineFile(1, "", None, "llama", "m", 2, 8, 8, trained, (), None, ())  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING, logger="relayline.up"):
+        warn_of_context(8_192, file)
+    assert ("--ctx 4096 saves memory too" in caplog.text) == is_warned
+
+
+def summary(n_complete: int = 4, decode_tok_s: float = 100.0, p50: float = 20.0, p99: float = 40.0) -> Summary:
+    itl = {"p50": p50, "p95": p50, "p99": p99}
+    return Summary(4, n_complete, 64, 1.0, 60.0, decode_tok_s, {"p50": 1.0, "p95": 2.0}, itl, "")
+
+
+@pytest.mark.parametrize(
+    ("summaries", "says"),
+    [
+        ([("1", summary()), ("4", summary(decode_tok_s=200.0))], "nothing to worry about: "),
+        ([("1", summary()), ("4", summary(n_complete=3))], "worry: not every request was answered in full with 4"),
+        ([("1", summary(p50=500.0))], "with 1 streams a token takes more than 200 ms"),
+        ([("1", summary()), ("4", summary(p99=900.0))], "with 4 streams one token in a hundred takes 10 times"),
+        ([("1", summary()), ("4", summary(decode_tok_s=50.0))], "4 streams get fewer tokens a second together than 1"),
+    ],
+)
+def test_a_bench_ends_with_a_verdict(summaries: list[tuple[str, Summary]], says: str) -> None:
+    assert verdict(summaries).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("unit", "ratio", "says"),
+    [
+        ("ms", 1.1, "nothing to worry about: everything is within 15%"),
+        ("ms", 0.5, "nothing to worry about, though the plan is too careful"),
+        ("tok/s", 2.0, "nothing to worry about, though the plan is too careful"),
+        ("ms", 1.4, "no need to worry yet"),
+        ("tok/s", 0.7, "no need to worry yet"),
+        ("ms", 3.0, "worry: a step is 3.00 of what the plan says"),
+        ("tok/s", 0.2, "worry: a step is 0.20"),
+    ],
+)
+def test_a_comparison_ends_with_a_verdict(unit: str, ratio: float, says: str) -> None:
+    exact = compare.Comparison("another", "ms", 1.0, 1.0)
+    assert compare.verdict([exact, compare.Comparison("a step", unit, 10.0, 10.0 * ratio)]).startswith(says)
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def listed(*arguments: str) -> list[dict[str, object]]:
+    done = CliRunner().invoke(cache_command, ["--json", *arguments], catch_exceptions=False)
+    return [json.loads(line) for line in done.output.splitlines()]
+
+
+def test_equal_cuts_share_one_copy_and_are_listed_and_pruned(tmp_path: Path) -> None:
+    cuts = balanced_cuts(inspect_model(DEMO), 2)
+    assert split_for(DEMO, 2, None, None) == split_for(DEMO, None, cuts, None) == split_place(DEMO, 2, None)
+    blobs = tmp_path / "cache" / "huggingface" / "hub" / "models--org--many" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "abc.relayline").write_bytes(b"x" * 10)
+    entries = listed()
+    assert [(entry["kind"], entry["state"]) for entry in sorted(entries, key=lambda each: str(each["kind"]))] == [
+        ("downloads", "partial"), ("splits", "whole")]  # fmt: skip
+    assert next(entry["file"] for entry in entries if entry["kind"] == "splits") == (
+        f"relayline-demo, layers 0-{cuts[0] - 1}, {cuts[0]}-7"
+    )
+    assert listed("--unused-days", "1") == []
+    # A pipeline that runs keeps its split; downloads go only where they are named.
+    stages = [{"name": "a", "layers": [0, cuts[0]]}, {"name": "b", "layers": [cuts[0], 8]}]
+    settled = {"apiVersion": "relayline.dev/v1alpha1", "kind": "Pipeline", "metadata": {"name": "mine"},
+               "spec": {"model": {"path": str(DEMO)}, "stages": stages}}  # fmt: skip
+    running = running_here("mine")
+    running.manifest.write_text(json.dumps(settled))
+    assert {entry["kind"]: entry["state"] for entry in listed("--clear")} == {"downloads": "kept", "splits": "kept"}
+    (running.path / "state.json").unlink()
+    assert {entry["kind"]: entry["state"] for entry in listed("splits", "--clear")} == {"splits": "removed"}
+    assert [entry["state"] for entry in listed("downloads", "--clear")] == ["removed"]
+    assert (listed(), kept_downloads()) == ([], [])

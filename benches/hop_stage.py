@@ -202,7 +202,7 @@ def stage_main(index: int, width: int, out: Path, swept_bytes: int = 0) -> None:
     recorder = Recorder(engine)
     recorder.install(executor)
     facts = StageFacts(_artifact(index, width), config, "bench")
-    process.load_stage = lambda config, load=None: (facts, executor)
+    process.load_stage = lambda config, load=None, like=None: (facts, executor)
 
     async def main(stopping: asyncio.Event) -> None:
         async with process.serve(config) as (address, *_):

@@ -22,6 +22,7 @@ from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.live import FACTS
 from relayline.coordinator.http.server import start_http
 from relayline.coordinator.joining.config import JoinConfig
+from relayline.coordinator.joining.mover import CutModel, LayerMover
 from relayline.coordinator.joining.port import make_roster, serve_joining
 from relayline.coordinator.model.pipeline_file import PipelineFile, check_artifact, load_pipeline
 from relayline.coordinator.observe.telemetry_start import observed
@@ -60,6 +61,8 @@ class ServeConfig:
     """How much is traced here, and where to."""
     push_level: bool = False
     """Whether stages that connect are set to the trace level given here, rather than left at their own."""
+    cut_model: CutModel | None = None
+    """Splits the model anew where layers are to move; None: this process does not know it."""
     join: JoinConfig | None = None
     """Let stages join by themselves; `pipeline.addresses` is empty then, and the artifacts must be in pipeline_dir."""
 
@@ -140,7 +143,9 @@ async def _serve(
         )
         pipeline = Pipeline(named, file, tokenizer.is_end, joined, observer)
         control = TelemetryControl(observer, lambda: pipeline.stages)
-        app = make_app(pipeline, tokenizer, chat, model_id, int(time.time()), limits, control)
+        mover = LayerMover(pipeline, config.cut_model)
+        stack.push_async_callback(mover.close)
+        app = make_app(pipeline, tokenizer, chat, model_id, int(time.time()), limits, control, mover)
         app[FACTS]["jaeger_url"] = _checked_url(config.pipeline.serving.jaeger_url)
         if app[TEMPLATE_FAULT]:
             if config.chat_template_file is not None:
@@ -161,7 +166,8 @@ async def _serve(
         url = f"{'http' if context is None else 'https'}://{address_of(config.host, port)}"
         stack.push_async_callback(runner.cleanup)
         if config.join is not None and joined is not None:
-            joining = serve_joining(config.join, config.pipeline_dir, file, joined, config.pipeline.security)
+            security = config.pipeline.security
+            joining = serve_joining(config.join, config.pipeline_dir, file, joined, security, mover.attach)
             address, enrol_address = await stack.enter_async_context(joining)
             app[FACTS]["join"] = address
             names = tuple(stage.name for stage in config.join.stages)

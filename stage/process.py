@@ -9,8 +9,7 @@ import importlib.metadata
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as grpc_health_aio
@@ -23,19 +22,17 @@ from relayline.stage.engine.load_attempts import attempt
 from relayline.stage.engine.loading import Load, LoadStoppedError
 from relayline.stage.engine.native import EngineConfig, NativeEngine
 from relayline.stage.facts import StageFacts
-from relayline.stage.observe.metrics import StageCollector, serve_metrics
+from relayline.stage.observe.metrics import serve_metrics
 from relayline.stage.observe.stats import StageStats
 from relayline.stage.sampling.constraint import read_vocabulary
-from relayline.stage.service import StageService
+from relayline.stage.served import SHUTDOWN_GRACE_S, Served
+from relayline.stage.service import handlers
 from relayline.stage.speed.calibrate import cached_curves
 from relayline.stage.speed.curves import Curves
-from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.lanes import LaneTable
 from relayline.stage.steps.padding import Padding
 from relayline.stage.steps.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
-from relayline.stage.steps.runner import Runner
 from relayline.stage.steps.step import StepExecutor
-from relayline.stage.steps.watchdog import StepWatch, watch_steps
 from relayline.wire.common.bounds import DRAFTED_ROWS_MAX, MESSAGE_BYTES_MAX
 from relayline.wire.common.curve import PAD_SEARCH_ROWS, CostCurve
 from relayline.wire.common.errors import UsageError
@@ -45,12 +42,9 @@ from relayline.wire.links import rpc
 from relayline.wire.links.listening import Listener
 from relayline.wire.links.revocation import Revocations
 from relayline.wire.links.security import address_of
-from relayline.wire.telemetry import names
 from relayline.wire.telemetry.telemetry import Role, Telemetry
 
 log = logging.getLogger("relayline.stage")
-
-SHUTDOWN_GRACE_S = 2.0  # calls still running when the process ends
 
 OnReady = Callable[[str, StageFacts], None]
 
@@ -80,14 +74,21 @@ def prepare_environment() -> None:
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 
 
-def load_stage(config: StageConfig, load: Load | None = None) -> tuple[StageFacts, StepExecutor]:
-    """Verify and load the artifact; takes as long as the disk needs. Raises LoadStoppedError when told to stop."""
+def load_stage(
+    config: StageConfig, load: Load | None = None, like: Curves | None = None
+) -> tuple[StageFacts, StepExecutor]:
+    """Verify and load the artifact; takes as long as the disk needs. Raises LoadStoppedError when told to stop.
+
+    Its speed is measured, if the configuration says so, or begins as a copy of the curves that it is `like`.
+    """
     artifact = verify_artifact(config.artifact, load) if config.verify else open_artifact(config.artifact)
     with attempt(config.artifact):
-        return _load(config, artifact, load)
+        return _load(config, artifact, load, like)
 
 
-def _load(config: StageConfig, artifact: StageArtifact, load: Load | None) -> tuple[StageFacts, StepExecutor]:
+def _load(
+    config: StageConfig, artifact: StageArtifact, load: Load | None, like: Curves | None
+) -> tuple[StageFacts, StepExecutor]:
     settings = config.engine.of_architecture(artifact.architecture)
     config = dataclasses.replace(config, engine=settings)
     if settings.gpu_layers and not llama.llama_supports_gpu_offload():
@@ -106,7 +107,12 @@ def _load(config: StageConfig, artifact: StageArtifact, load: Load | None) -> tu
     )
     try:
         embeddings = EmbeddingTable(artifact) if artifact.is_first else None
-        curves = cached_curves(engine, load=load) if settings.calibrate else Curves.of_stage(has_head=engine.is_last)
+        if like is not None:
+            curves = like.copy(has_head=engine.is_last)
+        else:
+            curves = (
+                cached_curves(engine, load=load) if settings.calibrate else Curves.of_stage(has_head=engine.is_last)
+            )
     except BaseException:
         engine.close()
         raise
@@ -161,6 +167,13 @@ async def serve(
     Entering raises what `run_stage` raises, and LoadStoppedError once `load` is stopped. Leaving raises what the stage
     crashed with: NativeError for a step that hangs, also one that hung as the stage was to stop.
     """
+    async with serve_changing(config, load) as served:
+        yield served.address, served.facts, served.crashed
+
+
+@contextlib.asynccontextmanager
+async def serve_changing(config: StageConfig, load: Load | None = None) -> AsyncIterator[Served]:
+    """Serve a stage whose engine may be followed by another; yields what its port leads to. Raises as `serve`."""
     load = load or Load()
     try:
         # In a thread, so that a stage that joined can go on saying that it is there.
@@ -168,72 +181,39 @@ async def serve(
     except asyncio.CancelledError:
         load.stop()
         raise
-    crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     try:
         telemetry = start_telemetry(facts)
     except UsageError:
         executor.close()
         raise
-    stats = StageStats()
-    service = StageService(facts, executor, stats, telemetry)
-    batcher = Batcher(make_policy(facts.config, facts.curves))
-
-    def crash(error: BaseException) -> None:
-        if not crashed.done():
-            crashed.set_exception(error)
-
-    def task_ended(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            crash(error)
-
-    runner = Runner(batcher, executor, service.deliver, crash, service.account)
+    crashed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    served = Served(load_stage, make_policy, StageStats(), crashed)
+    served.start(facts, executor, telemetry)
     artifact = facts.artifact
-    envelope_bytes_max = bytes_max_of(1 if artifact.is_first else artifact.n_embd)
-    receive_bytes_max = min(envelope_bytes_max, MESSAGE_BYTES_MAX)
-    who = f"stage {artifact.stage_index}"
-    listener = Listener(config.security, who, receive_bytes_max, config.coordinator)
-    service.attach(runner, listener.guard)
-    sender = asyncio.create_task(service.send_forever())
-    sender.add_done_callback(task_ended)
-    watch = StepWatch(facts.curves.predict_ns)
-    watchdog = asyncio.create_task(watch_steps(lambda: runner.snapshot.running, watch, crash))
-    watchdog.add_done_callback(task_ended)
+    receive_bytes_max = min(bytes_max_of(1 if artifact.is_first else artifact.n_embd), MESSAGE_BYTES_MAX)
+    listener = Listener(config.security, f"stage {artifact.stage_index}", receive_bytes_max, config.coordinator)
+    served.begin(listener.guard)
     server = listener.server
-    server.add_generic_rpc_handlers((service.handlers(),))
+    server.add_generic_rpc_handlers((handlers(lambda: served.service),))
     health = grpc_health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     try:
         port = listener.add_port(config.host, config.port)
-        async with metrics(facts, stats, telemetry, service, listener.guard.revocations) as metrics_address:
+        async with metrics(config, served, listener.guard.revocations) as served.metrics_address:
             await server.start()
             for name in ("", rpc.SERVICE):
                 await health.set(name, health_pb2.HealthCheckResponse.SERVING)
-            yield address_of(config.host, port), dataclasses.replace(facts, metrics_address=metrics_address), crashed
+            served.address = address_of(config.host, port)
+            yield served
     finally:
         await health.enter_graceful_shutdown()
-        await _unless(crashed, service.close)
+        await served.end_calls()
         await server.stop(SHUTDOWN_GRACE_S)
         listener.close()
-        sender.cancel()
-        await _unless(crashed, lambda: runner.call(executor.close))
-        watchdog.cancel()  # not before: a step that hangs as the stage stops is given up too
-        await runner.stop(SHUTDOWN_GRACE_S if crashed.done() else None)
+        await served.close()
         await asyncio.to_thread(telemetry.shutdown)
     if crashed.done():
         await crashed
-
-
-async def _unless(crashed: asyncio.Future[None], work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Do what needs the decode thread; give it up once the stage has crashed, since that may never answer."""
-    if crashed.done():
-        return
-    task = asyncio.create_task(work())
-    await first_of(task, crashed)
-    if crashed.done():
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-    else:
-        await task
 
 
 def start_telemetry(facts: StageFacts) -> Telemetry:
@@ -250,21 +230,10 @@ def start_telemetry(facts: StageFacts) -> Telemetry:
 
 
 @contextlib.asynccontextmanager
-async def metrics(
-    facts: StageFacts, stats: StageStats, telemetry: Telemetry, service: StageService, revocations: Revocations
-) -> AsyncIterator[str]:
+async def metrics(config: StageConfig, served: Served, revocations: Revocations) -> AsyncIterator[str]:
     """Serve /metrics if the configuration says where; yields the address, empty if not. Raises as serve_metrics."""
-    artifact, config = facts.artifact, facts.config
     if config.metrics is None:
         yield ""
         return
-    info = {
-        names.LABEL_STAGE: str(artifact.stage_index),
-        "layers": f"{artifact.layer_start}-{artifact.layer_end - 1}",
-        "pipeline": artifact.pipeline_id[:12],
-        "policy": config.engine.policy,
-        "version": facts.software_version,
-    }
-    collector = StageCollector(info, stats, telemetry, service.gauges)
-    async with serve_metrics(config.metrics, collector, config.security, revocations) as address:
+    async with serve_metrics(config.metrics, served, config.security, revocations) as address:
         yield address

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias
 
 import grpc
@@ -83,6 +84,8 @@ class StageService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._watches: set[asyncio.Task[bool]] = set()  # at most as many as there are open calls
         self._guard: Guard | None = None
+        self.batches, self.beat = self._observer.batches, self._observer.beat
+        self.set_telemetry = self._observer.set_telemetry
         self._holds = Holds(executor.sessions.begin_grammar, self._push)
         self.runner: Runner  # set by attach, before the server starts
 
@@ -92,22 +95,12 @@ class StageService:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """Return the generic handler to register with a server."""
-        unary, serialize, parser = grpc.unary_unary_rpc_method_handler, rpc.serialize, rpc.parser
-        return grpc.method_handlers_generic_handler(
-            rpc.SERVICE,
-            {
-                "Describe": unary(self.describe, parser(pb.DescribeRequest), serialize),
-                "Configure": unary(self.configure, parser(pb.ConfigureRequest), serialize),
-                "Status": unary(self.status, parser(pb.StatusRequest), serialize),
-                "Batches": unary(self._observer.batches, parser(pb.BatchesRequest), serialize),
-                "Beat": unary(self._observer.beat, parser(pb.BeatRequest), serialize),
-                "SetTelemetry": unary(self._observer.set_telemetry, parser(pb.SetTelemetryRequest), serialize),
-                "Revoke": unary(self._revoke, parser(pb.RevokeRequest), serialize),
-                "Relay": grpc.stream_stream_rpc_method_handler(self.relay, None, serialize),
-                "Watch": grpc.stream_stream_rpc_method_handler(self.watch, None, None),
-                "Return": grpc.unary_stream_rpc_method_handler(self.return_, parser(pb.ReturnRequest), None),
-            },
-        )
+        return handlers(lambda: self)
+
+    def renamed(self, facts: StageFacts) -> None:
+        """The same slice belongs to another split from now on. No epoch stands."""
+        self._facts = facts
+        self._observer.renamed(facts.artifact)
 
     # --- results of the decode thread ---------------------------------------------------------------------------------
 
@@ -191,7 +184,7 @@ class StageService:
             raise
         return pb.ConfigureResponse(held=[pb.HeldSession(session_id=key, n_tokens=n) for key, n in held.items()])
 
-    async def _revoke(self, request: pb.RevokeRequest, context: Context) -> pb.RevokeResponse:
+    async def revoke(self, request: pb.RevokeRequest, context: Context) -> pb.RevokeResponse:
         """Take the CA's list of revoked certificates from the coordinator; calls of their holders end."""
         number = 0
         if self._guard is not None:
@@ -485,6 +478,38 @@ class StageService:
         for answering in self._watches:
             answering.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def handlers(current: Callable[[], StageService]) -> grpc.GenericRpcHandler:
+    """Return the generic handler of whatever service is the `current` one when a call begins."""
+
+    def unary(name: str, kind: Any) -> Any:
+        async def call(request: Any, context: Context) -> Any:
+            return await getattr(current(), name)(request, context)
+
+        return grpc.unary_unary_rpc_method_handler(call, rpc.parser(kind), rpc.serialize)
+
+    def streamed(name: str) -> Callable[[Any, Context], Coroutine[Any, Any, None]]:
+        async def call(request: Any, context: Context) -> None:
+            await getattr(current(), name)(request, context)
+
+        return call
+
+    return grpc.method_handlers_generic_handler(
+        rpc.SERVICE,
+        {
+            "Describe": unary("describe", pb.DescribeRequest),
+            "Configure": unary("configure", pb.ConfigureRequest),
+            "Status": unary("status", pb.StatusRequest),
+            "Batches": unary("batches", pb.BatchesRequest),
+            "Beat": unary("beat", pb.BeatRequest),
+            "SetTelemetry": unary("set_telemetry", pb.SetTelemetryRequest),
+            "Revoke": unary("revoke", pb.RevokeRequest),
+            "Relay": grpc.stream_stream_rpc_method_handler(streamed("relay"), None, rpc.serialize),
+            "Watch": grpc.stream_stream_rpc_method_handler(streamed("watch"), None, None),
+            "Return": grpc.unary_stream_rpc_method_handler(streamed("return_"), rpc.parser(pb.ReturnRequest), None),
+        },
+    )
 
 
 async def _sending(route: Route, output: RouteOutput) -> int:

@@ -80,6 +80,10 @@ class Availability:
             self._n_restarts[index] += 1
         self._instances[index] = instance_id
 
+    def changes_engines(self) -> None:
+        """Stages take up other layers: that they call themselves otherwise after it is no restart."""
+        self._instances = [""] * len(self._instances)
+
     def look(self, now_ns: int) -> tuple[list[str], bool]:
         """Look at the stages and the clock; call it every BEAT_EVERY_S.
 

@@ -116,6 +116,8 @@ class Conductor:
         self._acceptance = Acceptance() if drafts else None
         self.epoch = 0  # that stands, or is being begun; whatever is of another is not listened to
         self._is_connected = False
+        self.is_held = False
+        """Whether nothing leaves until the next epoch: see coordinator.engine.moves."""
         self._is_trying = self._is_dispatching = False
         self._out: list[Instruction] = []
 
@@ -184,7 +186,7 @@ class Conductor:
         for session in admission.unfit():
             self._fail(session, admission.too_long(session), now_ns)
         self.scheduler = Scheduler(schedule, planner, may_draft=facts.rewinds)
-        self._is_connected = True
+        self._is_connected, self.is_held = True, False
         self.availability.enter(Phase.READY, now_ns)
         starting = self.suspects.starting(admission.running.values())
         self.scheduler.control(self.prefixes.left_behind(self.suspects.trusted(starting)))
@@ -194,14 +196,17 @@ class Conductor:
         self._out.append(Log(logging.INFO, "pipeline ready", fields))
         return self._instructions()
 
-    def lost(self, error: RelaylineError, now_ns: int) -> list[Instruction]:
-        """The epoch is over: running sessions pause until the next one."""
+    def lost(self, error: RelaylineError, now_ns: int, *, is_planned: bool = False) -> list[Instruction]:
+        """The epoch is over: running sessions pause until the next one. Where that was planned, nobody is accused."""
         running = self.admission.running.values()
         self.availability.lost(now_ns)
         fields = {"epoch": self.epoch, "reason": error.message, "paused": len(running)}
-        self._out.append(Log(logging.WARNING, "pipeline lost, recovering", fields))
+        level, text = (
+            (logging.INFO, "pipeline pauses") if is_planned else (logging.WARNING, "pipeline lost, recovering")
+        )
+        self._out.append(Log(level, text, fields))
         self._is_connected = False
-        self.suspects.lost(running, error)
+        self.suspects.lost(() if is_planned else running, error)
         return self._instructions()
 
     def look(self, now_ns: int) -> list[Instruction]:
@@ -244,7 +249,7 @@ class Conductor:
         return self._instructions()
 
     def _send(self, now_ns: int) -> None:
-        if not self._is_connected:
+        if not self._is_connected or self.is_held:
             return
         try:
             self._start_all(self.scheduler.orphans(), now_ns)

@@ -68,7 +68,15 @@ class Epochs:
 
         Raises UsageError for a list of revoked credentials that cannot be used.
         """
-        self._config, self._file, self._roster = config, file, roster
+        self._config, self._roster = config, roster
+        self.file = file
+        """The split that the next epoch serves."""
+        self.is_planned = False
+        """Whether the epoch that ends now ends on purpose."""
+        self.on_ended: Callable[[], None] = lambda: None
+        """Called when everything of an epoch is closed, before the next one is begun."""
+        self.on_stands: Callable[[], None] = lambda: None
+        """Called when an epoch stands, before requests go on."""
         self._conductor, self._observer = conductor, observer
         self._carry, self._on_return = carry, on_return
         self._revocations = Revocations(config.security)
@@ -132,9 +140,10 @@ class Epochs:
     async def _open(self, addresses: tuple[str, ...]) -> Connection:
         """Make one attempt to connect."""
         self._lost = asyncio.get_running_loop().create_future()
-        return await Connection.open(
+        file = self.file
+        connection = await Connection.open(
             addresses,
-            self._file,
+            file,
             route_id=self._route_id,
             epoch=self._conductor.begin_epoch(),
             wire_dtype=self._config.wire_dtype,
@@ -147,6 +156,10 @@ class Epochs:
             on_lost=self.lose,
             on_heard=self._on_heard,
         )
+        if file is not self.file:
+            await connection.close()
+            raise NotReadyError("layers were moved meanwhile")
+        return connection
 
     def resume(self, connection: Connection) -> None:
         """All stages stand: let requests go on."""
@@ -158,7 +171,8 @@ class Epochs:
         scheduler = conductor.scheduler
         connection.keep_costs(conductor.readers, self.balance.refresh(scheduler))
         connection.keep_watch(self._route_id, scheduler.under_way, self._is_sent, self._on_silent, self.lose)
-        observer.connected(len(self._file.stages), connection.statuses)
+        observer.connected(len(self.file.stages), connection.statuses)
+        self.on_stands()
         self.ready.set()
         self._carry(instructions)
 
@@ -194,7 +208,7 @@ class Epochs:
         return self._sender is not None and self._sender.is_idle()
 
     def _on_silent(self, session_ids: Iterable[int]) -> None:
-        self._carry(self._conductor.silent(session_ids, len(self._file.stages), time.monotonic_ns()))
+        self._carry(self._conductor.silent(session_ids, len(self.file.stages), time.monotonic_ns()))
 
     # --- it ends ------------------------------------------------------------------------------------------------------
 
@@ -204,8 +218,10 @@ class Epochs:
         self.ready.clear()
         stage = lost_stage(error, [stage.address for stage in self.stages], self._config.stage_names)
         self._observer.lost(error.message, now_ns, stage)
-        self._carry(self._conductor.lost(error, now_ns))
+        is_planned, self.is_planned = self.is_planned, False
+        self._carry(self._conductor.lost(error, now_ns, is_planned=is_planned))
         await self._teardown()
+        self.on_ended()
 
     async def _teardown(self) -> None:
         if self._sender is not None:

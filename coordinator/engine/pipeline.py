@@ -30,6 +30,7 @@ from relayline.coordinator.engine.instructions import (
     Tell,
     TryLanes,
 )
+from relayline.coordinator.engine.moves import Moves
 from relayline.coordinator.engine.pipeline_config import PipelineConfig as PipelineConfig
 from relayline.coordinator.engine.roster import Roster, StaticRoster
 from relayline.coordinator.engine.stage_client import StageClient
@@ -58,7 +59,7 @@ class Pipeline:
         observer: Observer | None = None,
     ) -> None:
         """Raises UsageError for a list of revoked credentials that cannot be used."""
-        self.config, self.file = config, file
+        self.config = config
         self._roster = roster or StaticRoster(config.addresses, config.names)
         self._observer = observer or Observer()
         names = [str(stage.get("name") or f"stage {index}") for index, stage in enumerate(self._roster.describe())]
@@ -66,9 +67,17 @@ class Pipeline:
         self.conductor = Conductor(_decided(config, file, names), is_end, session_ids, time.monotonic_ns())
         self.epochs = Epochs(config, file, self._roster, self.conductor, self._observer, self.carry, self.on_return)
         self._audiences: dict[int, Audience] = {}  # by session id, until it has been told its last event
+        self.moves = Moves(self.conductor, names, file.n_layers, file.cuts)
+        self.on_settling: Callable[[], None] = lambda: None
+        """Called after each answer while what is under way is to settle, see `moves`."""
         self._trying: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def file(self) -> PipelineFile:
+        """The split that is served."""
+        return self.epochs.file
 
     # --- what the HTTP side sees --------------------------------------------------------------------------------------
 
@@ -158,6 +167,7 @@ class Pipeline:
             "imbalance": self.epochs.balance.describe(now_ns),
             "link": connection.link.figures() if connection else {},
             "missing": self._roster.missing(),
+            "layers": self.moves.describe(now_ns),
         }
         known = [
             conductor.availability.describe_stage(index, now_ns) | entry
@@ -189,6 +199,8 @@ class Pipeline:
         self.carry(self.conductor.returned(message, now_ns))
         self._observer.returned(message, now_ns)
         self._observer.summarised(message.summaries)
+        if self.moves.is_settling:
+            self.on_settling()
 
     def dispatch(self) -> None:
         """Send what may leave now."""

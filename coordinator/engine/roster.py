@@ -190,6 +190,14 @@ class JoinedRoster:
                 log.warning("%s", text)
             self._complete.set()
 
+    def switching(self) -> None:
+        """Members take up other layers, and no epoch stands: each is waited for until it says that it serves."""
+        now_ns = time.monotonic_ns()
+        for place in self._membership.places:
+            if place.state is HostState.READY:
+                self._membership.progress(place.ticket, HostState.LOADING, 0, 0, now_ns)
+                self.on_change(place)
+
     def failed(self, ticket: int, reason: str) -> None:
         """Note why a member is about to leave."""
         place = self._membership.place_of(ticket)

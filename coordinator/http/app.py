@@ -14,6 +14,7 @@ from relayline.coordinator.http.body_pool import BodyPool, find_style
 from relayline.coordinator.http.choice import Speller
 from relayline.coordinator.http.dialect_routes import OUTER_MIDDLEWARE, add_dialects
 from relayline.coordinator.http.handlers import Handlers
+from relayline.coordinator.http.layer_handlers import LayerControl, layer_routes
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.live import FACTS, LiveFeed
 from relayline.coordinator.http.middleware import add_request_id, errors_as_json, request_id
@@ -39,11 +40,12 @@ def make_app(
     created: int,
     limits: HttpLimits | None = None,
     control: TelemetryControl | None = None,
+    layers: LayerControl | None = None,
 ) -> web.Application:
     """Return the OpenAI-compatible application.
 
     `model_id` is the one model name that is served, `created` when it came up (unix seconds); without `control`
-    nothing is traced beyond this process's own ring. Serve the application
+    nothing is traced beyond this process's own ring, without `layers` none can be moved. Serve the application
     with `coordinator.http.server.start_http`: handlers count on being cancelled when their client goes away. Further
     routes (metrics) may be added before it is started.
     """
@@ -82,7 +84,9 @@ def make_app(
     app.on_cleanup.append(close_pool)
     app.on_response_prepare.append(add_request_id)
     app.on_response_prepare.append(note_status)
-    app.add_routes([*_routes(Handlers(service), TelemetryHandlers(control), feed), *routes(files)])
+    app.add_routes(
+        [*_routes(Handlers(service), TelemetryHandlers(control), feed), *layer_routes(layers), *routes(files)]
+    )
     app[PATHS] = add_dialects(app, service) | frozenset(files)
     facts["routes"] = sorted(info["path"] for info in map(_info, app.router.resources()) if "path" in info)
     return app

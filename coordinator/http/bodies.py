@@ -162,6 +162,12 @@ class TelemetryBody(Struct, forbid_unknown_fields=True):
     sample_ratio: float | None = None
 
 
+class LayersBody(Struct, forbid_unknown_fields=True):
+    """Body of PUT /v1/pipeline/layers: the first layer of each stage but the first."""
+
+    cuts: tuple[int, ...]
+
+
 Body = TypeVar("Body", bound=Struct)
 
 _AT = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from relayline.coordinator.engine.membership import Membership
@@ -22,13 +22,20 @@ SHUTDOWN_GRACE_S = 2.0
 
 @contextlib.asynccontextmanager
 async def serve_joining(
-    config: JoinConfig, directory: Path, file: PipelineFile, roster: JoinedRoster, security: LinkSecurity
+    config: JoinConfig,
+    directory: Path,
+    file: PipelineFile,
+    roster: JoinedRoster,
+    security: LinkSecurity,
+    on_service: Callable[[JoinService], None] = lambda service: None,
 ) -> AsyncIterator[tuple[str, str]]:
     """Let stages join, and hosts enrol if the configuration says how, for the length of a with block.
 
-    Yields where (host:port), the second empty without enrolment. Raises StartError, UsageError.
+    Yields where (host:port), the second empty without enrolment. `on_service` gets what answers there, before any
+    stage can come. Raises StartError, UsageError.
     """
     service = JoinService(config, directory, file, roster, security)
+    on_service(service)
     listener = Listener(security, "the coordinator")
     roster.ask_of_revoked(listener.guard.revocations.is_revoked)
     listener.server.add_generic_rpc_handlers((service.handlers(),))

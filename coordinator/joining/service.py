@@ -7,8 +7,9 @@ import contextlib
 import dataclasses
 import logging
 import secrets
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 import grpc.aio
@@ -61,9 +62,39 @@ class _Membership:
     secret: bytes
     replaced: asyncio.Event
     beats: bool  # whether it gives signs of life and takes ours
+    moves: bool  # whether it takes orders of planned changes
+    write: Callable[[pb.JoinResponse], Awaitable[None]]  # of its call, one message at a time
     owner: Identity | None = None
     silence: Silence = dataclasses.field(default_factory=Silence)
+    is_told: bool = False  # whether it has its order
     fetching: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """A finished split on this machine's disk, with the very bytes of its description. Blocks while it is made."""
+
+    directory: Path
+    file: PipelineFile
+    pipeline_json: bytes
+
+    @classmethod
+    def at(cls, directory: Path, file: PipelineFile) -> Split:
+        """Return the split in a directory."""
+        return cls(directory, file, (directory / PIPELINE_NAME).read_bytes())
+
+
+class ChangeListener(Protocol):
+    """Who hears what stages say of a planned change."""
+
+    def prepared(self, number: int, index: int) -> None:
+        """A stage is ready to switch."""
+
+    def failed(self, number: int, why: str) -> None:
+        """A stage cannot be."""
+
+    def left(self, index: int) -> None:
+        """A membership has ended, or the same stage began another."""
 
 
 class JoinService:
@@ -79,9 +110,11 @@ class JoinService:
     ) -> None:
         """`security` is that of links to the stages; its identity is what this coordinator's certificate states."""
         self._own = security.identity.uri if security.identity is not None else ""
-        self._config, self._directory, self._file, self._roster = config, directory, file, roster
+        self._config, self._roster = config, roster
         self._security = security
-        self._pipeline_json = (directory / PIPELINE_NAME).read_bytes()
+        self._split = Split.at(directory, file)
+        self._next: Split | None = None  # of a planned change, until the switch
+        self.changes: ChangeListener | None = None
         self._members: dict[int, _Membership] = {}  # by place, hence at most one per stage
         self._fetches = asyncio.Semaphore(config.fetches_max)
         self._closing = asyncio.Event()
@@ -109,7 +142,7 @@ class JoinService:
     async def join(self, requests: Any, context: Context) -> None:
         """Let one stage in, give it its order, and keep its place until the call ends."""
         try:
-            member = self._admit(await _hello(context), peer_of(context.peer())[0])
+            member = self._admit(await _hello(context), peer_of(context.peer())[0], _one_by_one(context.write))
         except RelaylineError as error:
             log.warning("stage refused", extra={"fields": {"from": context.peer(), "reason": error.message}})
             await rpc.abort(context, error)
@@ -118,12 +151,13 @@ class JoinService:
         ends: list[asyncio.Task[Any]] = [replaced, closing]
         beating: list[asyncio.Task[None]] = []
         try:
-            await context.write(self._order(member.index, member.secret, beats=member.beats))
+            await member.write(self._order(member.index, member.secret, beats=member.beats))
+            member.is_told = True
             reading = asyncio.create_task(self._read(context, member))
             ends.append(reading)
             if member.beats:
                 ends.append(asyncio.create_task(until_silent(member.silence)))
-                beating.append(asyncio.create_task(beat(context.write, pb.JoinResponse(beats=True))))
+                beating.append(asyncio.create_task(beat(member.write, pb.JoinResponse(beats=True))))
             await first_of(*ends)
             if reading.done():
                 await reading
@@ -147,7 +181,9 @@ class JoinService:
                 task.cancel()
             await asyncio.gather(*ends, *beating, return_exceptions=True)
 
-    def _admit(self, hello: pb.StageHello, host: str) -> _Membership:
+    def _admit(
+        self, hello: pb.StageHello, host: str, write: Callable[[pb.JoinResponse], Awaitable[None]]
+    ) -> _Membership:
         if self._closing.is_set():
             raise NotReadyError("the coordinator is shutting down")
         facts = hello.host
@@ -169,8 +205,9 @@ class JoinService:
         earlier = self._members.get(place.index)
         if earlier is not None:
             earlier.replaced.set()
+            self._tell_left(place.index)
         secret = secrets.token_bytes(TICKET_BYTES)
-        member = _Membership(ticket, place.index, secret, asyncio.Event(), hello.beats, caller())
+        member = _Membership(ticket, place.index, secret, asyncio.Event(), hello.beats, hello.moves, write, caller())
         self._members[place.index] = member
         return member
 
@@ -178,16 +215,22 @@ class JoinService:
         self._roster.leave(member.ticket, reason)
         if self._members.get(member.index) is member:
             del self._members[member.index]
+            self._tell_left(member.index)
 
-    def _order(self, index: int, secret: bytes, *, beats: bool = False) -> pb.JoinResponse:
-        stage, settings = self._file.stages[index], self._config.stages[index]
-        path = str((self._directory / stage.file).resolve()) if self._config.offer_path else ""
+    def _tell_left(self, index: int) -> None:
+        if self.changes is not None:
+            self.changes.left(index)
+
+    def _order(self, index: int, secret: bytes, *, beats: bool = False, split: Split | None = None) -> pb.JoinResponse:
+        split = split or self._split
+        stage, settings = split.file.stages[index], self._config.stages[index]
+        path = str((split.directory / stage.file).resolve()) if self._config.offer_path else ""
         return pb.JoinResponse(
             stage_index=index,
-            stage_count=len(self._file.stages),
-            pipeline_id=self._file.pipeline_id,
+            stage_count=len(split.file.stages),
+            pipeline_id=split.file.pipeline_id,
             artifact=pb.ArtifactFile(file=stage.file, size_bytes=stage.size_bytes, sha256=stage.sha256, path=path),
-            pipeline_json=self._pipeline_json,
+            pipeline_json=split.pipeline_json,
             engine=engine_message(settings.engine),
             telemetry=settings.telemetry.message(),
             ticket=secret,
@@ -208,6 +251,8 @@ class JoinService:
             elif kind == "serving" and 0 < report.serving.port <= 65_535:
                 address = await self._whereabouts(member, report.serving, peer_of(context.peer())[0])
                 self._roster.serving(ticket, address, report.serving.instance_id)
+            elif kind == "prepared":
+                self._on_prepared(member.index, report.prepared)
             elif kind == "alive":
                 pass
             elif kind == "failure":
@@ -222,16 +267,73 @@ class JoinService:
             log.warning("%s", line)
         return address
 
+    # --- planned changes ----------------------------------------------------------------------------------------------
+
+    @property
+    def split(self) -> Split:
+        """The split that the stages have, or are to have at once."""
+        return self._split
+
+    def unmovable(self) -> list[str]:
+        """Return the names of stages that are not here, or take no orders of planned changes."""
+        members = self._members
+        return [
+            stage.name
+            for index, stage in enumerate(self._config.stages)
+            if (member := members.get(index)) is None or not (member.moves and member.is_told)
+        ]
+
+    async def prepare(self, number: int, split: Split, keeps: Sequence[bool]) -> None:
+        """Have every stage get and load its slice of another split, beside the one that it serves."""
+        self._next = split
+        for index, keep in enumerate(keeps):
+            change = pb.LayerChange(number=number, step=pb.LAYER_CHANGE_STEP_PREPARE, keeps=keep)
+            if (member := self._members.get(index)) is not None:
+                order = self._order(index, member.secret, split=split)
+                order.change.CopyFrom(change)
+                await self._say(member, order)
+
+    async def drop(self, number: int) -> None:
+        """Have every stage give back what it prepared."""
+        self._next = None
+        await self._say_all(pb.LayerChange(number=number, step=pb.LAYER_CHANGE_STEP_DROP))
+
+    def switch(self) -> None:
+        """From now on the prepared split is the one that stages have: also those that join later."""
+        assert self._next is not None
+        self._split, self._next = self._next, None
+        self._roster.switching()
+
+    async def tell_switch(self, number: int) -> None:
+        """Tell the members so. One that cannot be told, or had not prepared, joins anew and gets its order then."""
+        await self._say_all(pb.LayerChange(number=number, step=pb.LAYER_CHANGE_STEP_SWITCH))
+
+    async def _say_all(self, change: pb.LayerChange) -> None:
+        members = list(self._members.values())
+        await asyncio.gather(*(self._say(member, pb.JoinResponse(change=change)) for member in members))
+
+    async def _say(self, member: _Membership, order: pb.JoinResponse) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            await member.write(order)  # else its call has ended, of which its reader tells
+
+    def _on_prepared(self, index: int, report: pb.StagePrepared) -> None:
+        if self.changes is None:
+            return
+        if report.HasField("failure"):
+            name = self._config.stages[index].name
+            self.changes.failed(report.change, f"{name}: {report.failure.message[: bounds.ERROR_TEXT_BYTES_MAX]}")
+        elif report.is_ready:
+            self.changes.prepared(report.change, index)
+
     # --- artifacts ----------------------------------------------------------------------------------------------------
 
     async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
         """Send the caller's own artifact from an offset on."""
         try:
-            member = self._member(request)
-            stage = self._file.stages[member.index]
+            member, path, size_bytes = self._wanted(request)
             member.fetching = True
             try:
-                chunks = read_chunks(self._directory / stage.file, request.offset, stage.size_bytes)
+                chunks = read_chunks(path, request.offset, size_bytes)
                 async with self._fetches, contextlib.aclosing(chunks):
                     async for offset, data in chunks:
                         if self._members.get(member.index) is not member or self._closing.is_set():
@@ -242,17 +344,35 @@ class JoinService:
         except RelaylineError as error:
             await rpc.abort(context, error)
 
-    def _member(self, request: pb.FetchRequest) -> _Membership:
-        """Return whose ticket this is. Nothing in the request names a file, so nothing else can be had."""
+    def _wanted(self, request: pb.FetchRequest) -> tuple[_Membership, Path, int]:
+        """Return whose ticket this is, and the file and size of what it asks for.
+
+        A request names a file by its content, and only among those of the stage itself: nothing else can be had.
+        """
         for member in self._members.values():
             if secrets.compare_digest(member.secret, request.ticket) and member.owner == caller():
-                size_bytes = self._file.stages[member.index].size_bytes
-                if request.offset > size_bytes:
-                    raise ArtifactError(f"offset {request.offset} is beyond the artifact's {size_bytes} bytes")
+                split, stage = self._split, self._split.file.stages[member.index]
+                if self._next is not None and request.sha256 == self._next.file.stages[member.index].sha256:
+                    split, stage = self._next, self._next.file.stages[member.index]
+                if request.sha256 not in ("", stage.sha256):
+                    raise ArtifactError("that artifact is not this stage's; a planned change was taken back")
+                if request.offset > stage.size_bytes:
+                    raise ArtifactError(f"offset {request.offset} is beyond the artifact's {stage.size_bytes} bytes")
                 if member.fetching:
                     raise NotReadyError("this stage's artifact is already being sent")
-                return member
+                return member, split.directory / stage.file, stage.size_bytes
         raise StaleEpochError("the ticket belongs to no member of this pipeline; join first")
+
+
+def _one_by_one(write: Callable[[pb.JoinResponse], Awaitable[None]]) -> Callable[[pb.JoinResponse], Awaitable[None]]:
+    """Return the same for several writers at once, of which gRPC takes one."""
+    writing = asyncio.Lock()
+
+    async def write_next(message: pb.JoinResponse) -> None:
+        async with writing:
+            await write(message)
+
+    return write_next
 
 
 async def _hello(context: Context) -> pb.StageHello:
@@ -271,5 +391,6 @@ def _parse(message: Any) -> pb.JoinRequest | None:
     if not isinstance(message, bytes):
         return None
     report = messages.read(pb.JoinRequest, message, "report", who="a stage")
-    tidy(report, bounds.PEER_TEXT_CHARS_MAX if report.HasField("failure") else bounds.PEER_NAME_CHARS_MAX)
+    is_long = report.HasField("failure") or report.prepared.HasField("failure")
+    tidy(report, bounds.PEER_TEXT_CHARS_MAX if is_long else bounds.PEER_NAME_CHARS_MAX)
     return report

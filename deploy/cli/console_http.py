@@ -109,7 +109,7 @@ def refusal(url: str, status: int, found: Any) -> str:
 
 
 class Coordinator:
-    """GETs from one coordinator. An async context manager."""
+    """Questions to one coordinator. An async context manager."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         self.url = base_url(url)
@@ -130,8 +130,15 @@ class Coordinator:
         Raises StartError with one line when nothing answers there, or answers with an error or with something else:
         no JSON, no object, or one that lacks a key of `wanted`.
         """
+        return await self._ask("GET", path, None, wanted)
+
+    async def put(self, path: str, body: dict[str, Any], wanted: Collection[str] = ()) -> dict[str, Any]:
+        """Put a JSON object to `path` and return the one that is answered. Raises as `get`."""
+        return await self._ask("PUT", path, body, wanted)
+
+    async def _ask(self, method: str, path: str, body_sent: Any, wanted: Collection[str]) -> dict[str, Any]:
         try:
-            async with self._session.get(f"{self.url}{path}") as response:
+            async with self._session.request(method, f"{self.url}{path}", json=body_sent) as response:
                 body = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if isinstance(error, aiohttp.ClientConnectorCertificateError):

@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("relayline.deploy.cli.plan", "plan_command"),
     "up": ("relayline.deploy.cli.up", "up_command"),
     "status": ("relayline.deploy.cli.control", "status_command"),
+    "move": ("relayline.deploy.cli.move", "move_command"),
     "logs": ("relayline.deploy.cli.control", "logs_command"),
     "down": ("relayline.deploy.cli.control", "down_command"),
     "doctor": ("relayline.deploy.cli.doctor", "doctor_command"),

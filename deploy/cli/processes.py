@@ -41,6 +41,7 @@ from relayline.deploy.cli.options import (
     telemetry_options,
     threads_option,
 )
+from relayline.deploy.launch.recut import cutter, model_of
 from relayline.deploy.launch.serving import for_each_stage, manifest_option, served_directory
 from relayline.deploy.machine.cores import keep_to
 from relayline.wire.common import logs
@@ -179,6 +180,9 @@ def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
 )
 @manifest_option
 @click.option("--pipeline", "directory", type=click.Path(path_type=Path), default=None, help="Directory of `split`.")
+@click.option(
+    "--model", type=click.Path(path_type=Path), default=None, help="The model that was split: lets its layers be moved."
+)
 @serve_join_options
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
@@ -225,6 +229,7 @@ def serve_command(**given: Any) -> None:
         join=for_each_stage(
             coordinator_join(given, len(load_pipeline(directory, stages_here=False).stages)), given["manifest"]
         ),
+        cut_model=cutter(given["model"] or model_of(given["manifest"])),
         api_keys_file=given["api_keys"],
         http_tls=https,
         allow_hosts=tuple(given["allow_hosts"]),

@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Protocol
 
 from relayline.stage.engine.loading import Load
 from relayline.stage.joining.artifact_store import Slot, Writer, shared_path
-from relayline.stage.joining.client import Member
 from relayline.wire.common.errors import ArtifactError, RelaylineError, StageLostError
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
@@ -28,7 +29,24 @@ REPORT_EVERY_S = 0.5  # progress to the coordinator
 LOG_EVERY_S = 5.0  # progress on stderr
 
 
-async def obtain(member: Member, cache: Path, load: Load, *, always_fetch: bool) -> Path:
+class Source(Protocol):
+    """Who wants an artifact and can fetch it: a membership, or one that is to have other layers."""
+
+    peer: str
+    lost: asyncio.Future[RelaylineError]
+
+    @property
+    def order(self) -> pb.JoinResponse:
+        """The order that names the artifact."""
+
+    def fetch(self, offset: int) -> AsyncGenerator[pb.FetchResponse, None]:
+        """Yield its bytes from an offset on."""
+
+    async def report_progress(self, phase: pb.ArtifactPhase, done_bytes: int, total_bytes: int) -> None:
+        """Say how far it is."""
+
+
+async def obtain(member: Source, cache: Path, load: Load, *, always_fetch: bool) -> Path:
     """Return the path of the member's artifact, whole and checked, with pipeline.json beside it.
 
     Raises ArtifactError when it keeps coming damaged or the coordinator has none, StartError when the disk cannot take
@@ -58,7 +76,7 @@ async def obtain(member: Member, cache: Path, load: Load, *, always_fetch: bool)
     return slot.path
 
 
-async def _fetch_persistently(member: Member, slot: Slot, load: Load) -> None:
+async def _fetch_persistently(member: Source, slot: Slot, load: Load) -> None:
     fruitless = damaged = 0
     delay_s = RETRY_FIRST_S
     while True:
@@ -81,7 +99,7 @@ async def _fetch_persistently(member: Member, slot: Slot, load: Load) -> None:
             await asyncio.sleep(delay_s)
 
 
-async def _fetch_once(member: Member, slot: Slot, load: Load) -> None:
+async def _fetch_once(member: Source, slot: Slot, load: Load) -> None:
     writer = await asyncio.to_thread(Writer, slot, load)
     show = _Progress(member, slot, writer.n_bytes)
     log.info("fetching the artifact", extra={"fields": {"file": slot.artifact.file, "from_byte": writer.n_bytes,
@@ -104,7 +122,7 @@ async def _fetch_once(member: Member, slot: Slot, load: Load) -> None:
 class _Progress:
     """Says now and then how far a fetch is: to the coordinator, and in the log."""
 
-    def __init__(self, member: Member, slot: Slot, start_bytes: int) -> None:
+    def __init__(self, member: Source, slot: Slot, start_bytes: int) -> None:
         self._member, self._slot, self._start_bytes = member, slot, start_bytes
         self._began_s = self._logged_s = time.monotonic()
         self._reported_s = 0.0

@@ -27,6 +27,7 @@ from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 JOIN = "/relayline.v1.PipelineService/Join"
 FETCH = "/relayline.v1.PipelineService/Fetch"
+CHANGES_MAX = 16  # orders of changes that have not been followed; the coordinator makes one change at a time
 GOODBYE_TIMEOUT_S = 1.0  # for the coordinator to notice that this stage leaves, so that its log says so
 
 
@@ -38,6 +39,8 @@ class Member:
     ) -> None:
         """`bulk` carries the artifact: on the membership's own connection it would hold up signs of life."""
         self.order, self.peer = order, peer
+        self.changes: asyncio.Queue[pb.JoinResponse] = asyncio.Queue(CHANGES_MAX)
+        """Further orders: planned changes of layers."""
         self.lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
         self._channel, self._bulk, self._call = channel, bulk, call
         self._writing = asyncio.Lock()
@@ -85,9 +88,12 @@ class Member:
         """Say how far this stage is with its artifact."""
         await self.report(progress=pb.ArtifactProgress(phase=phase, done_bytes=done_bytes, total_bytes=total_bytes))
 
-    async def fetch(self, offset: int) -> AsyncGenerator[pb.FetchResponse, None]:
-        """Yield the artifact's bytes from an offset on. Raises the typed error of the other side, or its loss."""
-        request = pb.FetchRequest(ticket=self.order.ticket, offset=offset)
+    async def fetch(self, offset: int, sha256: str = "") -> AsyncGenerator[pb.FetchResponse, None]:
+        """Yield the artifact's bytes from an offset on; `sha256` names another than the order's.
+
+        Raises the typed error of the other side, or its loss.
+        """
+        request = pb.FetchRequest(ticket=self.order.ticket, offset=offset, sha256=sha256)
         stream = self._bulk.unary_stream(FETCH, request_serializer=rpc.serialize, response_deserializer=None)
         call = stream(request)
         try:
@@ -122,13 +128,19 @@ class Member:
         try:
             while isinstance(data := await self._call.read(), bytes):
                 self._silence.heard()
-                if not messages.read(pb.JoinResponse, data, "order", who=self.peer).beats:
+                limit = bounds.ORDER_BYTES_MAX
+                order = messages.read(pb.JoinResponse, data, "order", bytes_max=limit, who=self.peer)
+                if order.HasField("change"):
+                    self.changes.put_nowait(order)
+                elif not order.beats:
                     error = ProtocolError(f"{self.peer} sent a second order, which this version does not know")
                     break
         except grpc.aio.AioRpcError as failure:
             error = rpc.typed(failure, self.peer)
         except ProtocolError as failure:
             error = failure
+        except asyncio.QueueFull:
+            error = ProtocolError(f"{self.peer} sent more than {CHANGES_MAX} orders at once")
         except asyncio.CancelledError:
             if rpc.task_is_cancelled():
                 raise
@@ -171,6 +183,7 @@ def introduction(name: str, process_id: str) -> pb.StageHello:
         software_version=importlib.metadata.version("relayline"),
         name=name,
         process_id=process_id,
+        moves=True,
         beats=True,
         host=pb.HostFacts(
             hostname=socket.gethostname(),

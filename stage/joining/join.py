@@ -20,9 +20,11 @@ from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import WEIGHTS, Load, LoadStoppedError, Tell
 from relayline.stage.facts import StageFacts
 from relayline.stage.joining.artifact_fetch import obtain
+from relayline.stage.joining.changes import LayerChanges
 from relayline.stage.joining.client import Member, introduction
 from relayline.stage.joining.config import JoinConfig
-from relayline.stage.process import prepare_environment, serve
+from relayline.stage.process import prepare_environment, serve_changing
+from relayline.stage.served import Served
 from relayline.wire.common.errors import (
     ArtifactError,
     NotReadyError,
@@ -32,6 +34,7 @@ from relayline.wire.common.errors import (
     StaleEpochError,
 )
 from relayline.wire.common.process import first_of, run
+from relayline.wire.common.tasks import end_task
 from relayline.wire.links.roles import identity_named
 from relayline.wire.links.security import check_listen
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -127,13 +130,21 @@ class JoinedStage:
 
     async def _serve(self, member: Member, path: Path, host: str, load: Load, stop: asyncio.Future[Any]) -> None:
         order = member.order
-        config = self._adapt(self._stage_config(path, host, order), order)
-        async with serve(config, load) as (address, facts, crashed):
-            artifact = facts.artifact
+
+        def config_of(artifact: Path, order: pb.JoinResponse) -> StageConfig:
+            return self._adapt(self._stage_config(artifact, host, order), order)
+
+        async with serve_changing(config_of(path, order), load) as served:
+            artifact = served.facts.artifact
             if (artifact.pipeline_id, artifact.stage_index) != (order.pipeline_id, order.stage_index):
                 raise ArtifactError(f"{path} is not the artifact that the coordinator's order describes")
-            self._on_ready(address, facts)
-            await self._stay(member, (host, int(address.rpartition(":")[2])), facts.instance_id, stop, crashed)
+            self._on_ready(served.address, served.facts)
+            cache, always_fetch = self._config.cache, self._config.always_fetch
+            changes = LayerChanges(served, config_of, cache, always_fetch=always_fetch)
+            try:
+                await self._stay(member, host, served, changes, stop)
+            finally:
+                await changes.drop()
 
     async def _obtain(self, member: Member, load: Load, stop: asyncio.Future[Any]) -> Path | None:
         """Return where the artifact is; None when told to stop, or when the coordinator went away meanwhile."""
@@ -168,23 +179,29 @@ class JoinedStage:
         )
 
     async def _stay(
-        self,
-        member: Member,
-        listens: tuple[str, int],
-        instance_id: str,
-        stop: asyncio.Future[Any],
-        crashed: asyncio.Future[None],
+        self, member: Member, host: str, served: Served, changes: LayerChanges, stop: asyncio.Future[Any]
     ) -> None:
-        """Serve one engine for as long as it can: through any number of memberships, until orders or host move."""
-        order, (host, port) = member.order, listens
-        serving = pb.StageServing(host=self._config.told_host(), port=port, instance_id=instance_id)
+        """Serve on one port for as long as it can: through memberships and changes of layers, until all of it moves."""
+        order, crashed = member.order, served.crashed
+        port = int(served.address.rpartition(":")[2])
         while self._member is not None and same_work(self._member.order, order):
+            serving = pb.StageServing(host=self._config.told_host(), port=port, instance_id=served.facts.instance_id)
             await self._member.report(serving=serving)
-            await first_of(stop, crashed, self._member.lost)
+            switching = asyncio.create_task(changes.next_switch(self._member))
+            try:
+                await first_of(stop, crashed, self._member.lost, switching)
+            finally:
+                await end_task(switching)
             if crashed.done():
                 await crashed
+            if not switching.cancelled() and switching.exception() is None:
+                order = switching.result()
+                self._member.order = order
+                self._on_ready(served.address, served.facts)
+                continue
             if not stop.done():
-                self._note_end(self._member.lost.result())
+                self._note_end(_end_of(self._member, switching))
+            await changes.drop()
             await self._rejoin(stop, crashed)
             if not crashed.done() and await self._has_moved(host):
                 return
@@ -275,6 +292,16 @@ def _teller(member: Member) -> Tell:
             last = asyncio.run_coroutine_threadsafe(report, loop)
 
     return tell
+
+
+def _end_of(member: Member, switching: asyncio.Task[pb.JoinResponse]) -> RelaylineError:
+    """Return why a membership is to end: its loss, or an order that cannot be followed. Raises a bug of ours."""
+    if member.lost.done():
+        return member.lost.result()
+    error = switching.exception() if not switching.cancelled() else None
+    if isinstance(error, RelaylineError):
+        return error
+    raise error or StageLostError("the membership ended")
 
 
 def same_work(one: pb.JoinResponse, other: pb.JoinResponse) -> bool:

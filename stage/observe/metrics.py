@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -43,6 +43,13 @@ class Gauges:
     lanes_total: int
     in_flight_bytes: int  # sent downstream, credit not yet given back
     window_bytes: int  # what may be
+
+
+class Collector(Protocol):
+    """Anything that a registry asks for metrics."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics as they stand."""
 
 
 class StageCollector:
@@ -132,7 +139,7 @@ def refusal_of(request: web.Request, revocations: Revocations) -> str:
 @contextlib.asynccontextmanager
 async def serve_metrics(
     address: tuple[str, int],
-    collector: StageCollector,
+    collector: Collector,
     security: LinkSecurity = PLAINTEXT,
     revocations: Revocations | None = None,
 ) -> AsyncIterator[str]:

@@ -44,7 +44,12 @@ class StageObserver:
         self._stage_index, self._instance_id, self._lanes_used = artifact.stage_index, instance_id, lanes_used
         self._layers = artifact.layer_start, artifact.layer_end
         self._summaries = Summaries(artifact.stage_index)
-        self.spans = BatchSpans(telemetry, artifact.stage_index, _constants(artifact, config))
+        self._constants = _constants(artifact, config)
+        self.spans = BatchSpans(telemetry, artifact.stage_index, self._constants)
+
+    def renamed(self, artifact: StageArtifact) -> None:
+        """The same slice belongs to another split from now on."""
+        self._constants[names.ATTR_PIPELINE_ID] = artifact.pipeline_id[:12]
 
     def configured(self, request: pb.ConfigureRequest) -> None:
         """Hear by which names people know this stage; before any of its frames comes."""

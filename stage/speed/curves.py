@@ -140,6 +140,22 @@ class Curves:
         rows = CostCurve((*decode, *prefill))
         return cls(rows, rows, context_ns, context_tiled_ns, is_per_lane)
 
+    def copy(self, *, has_head: bool) -> Curves:
+        """Return curves that know the same, and learn on their own."""
+        decode, prefill = self.decode.points(), self.prefill.points() if has_head else ()
+        prices = {"context_ns": self.context_ns, "context_tiled_ns": self.context_tiled_ns}
+        return Curves.of_stage(
+            has_head=has_head, decode=decode, prefill=prefill, **prices, is_per_lane=self.is_per_lane
+        )
+
+    def scale(self, factor: float) -> None:
+        """Take every cost for so many times what it was: of a stage with as many times the layers."""
+        self.decode.scale(factor)
+        if self.prefill is not self.decode:
+            self.prefill.scale(factor)
+        self.context_ns *= factor
+        self.context_tiled_ns *= factor
+
     def predict_ns(self, shape: StepShape) -> float:
         """Predict a native step; 0.0 while nothing is known of such steps."""
         rows_ns = self._rows_ns(shape)

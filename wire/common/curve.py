@@ -48,6 +48,10 @@ class CostCurve:
         """Return the known (rows, ns) pairs, ascending."""
         return [(rows, max(1, round(self._scale * self._cost_ns[rows]))) for rows in self._rows]
 
+    def scale(self, factor: float) -> None:
+        """Take every cost for so many times what it was."""
+        self._scale *= factor
+
     @property
     def is_flat(self) -> bool:
         """Whether many rows seem to cost no more than the fewest, as where a clock stops before the work is done."""

@@ -13,39 +13,54 @@ class ArtifactPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ARTIFACT_PHASE_UNSPECIFIED: _ClassVar[ArtifactPhase]
     ARTIFACT_PHASE_FETCHING: _ClassVar[ArtifactPhase]
     ARTIFACT_PHASE_LOADING: _ClassVar[ArtifactPhase]
+
+class LayerChangeStep(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LAYER_CHANGE_STEP_UNSPECIFIED: _ClassVar[LayerChangeStep]
+    LAYER_CHANGE_STEP_PREPARE: _ClassVar[LayerChangeStep]
+    LAYER_CHANGE_STEP_SWITCH: _ClassVar[LayerChangeStep]
+    LAYER_CHANGE_STEP_DROP: _ClassVar[LayerChangeStep]
 ARTIFACT_PHASE_UNSPECIFIED: ArtifactPhase
 ARTIFACT_PHASE_FETCHING: ArtifactPhase
 ARTIFACT_PHASE_LOADING: ArtifactPhase
+LAYER_CHANGE_STEP_UNSPECIFIED: LayerChangeStep
+LAYER_CHANGE_STEP_PREPARE: LayerChangeStep
+LAYER_CHANGE_STEP_SWITCH: LayerChangeStep
+LAYER_CHANGE_STEP_DROP: LayerChangeStep
 
 class JoinRequest(_message.Message):
-    __slots__ = ("hello", "progress", "serving", "failure", "alive")
+    __slots__ = ("hello", "progress", "serving", "failure", "prepared", "alive")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     hello: StageHello
     progress: ArtifactProgress
     serving: StageServing
     failure: StageFailure
+    prepared: StagePrepared
     alive: StageAlive
-    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., progress: _Optional[_Union[ArtifactProgress, _Mapping]] = ..., serving: _Optional[_Union[StageServing, _Mapping]] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ..., alive: _Optional[_Union[StageAlive, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., progress: _Optional[_Union[ArtifactProgress, _Mapping]] = ..., serving: _Optional[_Union[StageServing, _Mapping]] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ..., prepared: _Optional[_Union[StagePrepared, _Mapping]] = ..., alive: _Optional[_Union[StageAlive, _Mapping]] = ...) -> None: ...
 
 class StageHello(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "name", "process_id", "host", "beats")
+    __slots__ = ("protocol_version", "software_version", "name", "process_id", "host", "moves", "beats")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     BEATS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     name: str
     process_id: str
     host: HostFacts
+    moves: bool
     beats: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., name: _Optional[str] = ..., process_id: _Optional[str] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., beats: _Optional[bool] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., name: _Optional[str] = ..., process_id: _Optional[str] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., moves: _Optional[bool] = ..., beats: _Optional[bool] = ...) -> None: ...
 
 class StageAlive(_message.Message):
     __slots__ = ()
@@ -83,6 +98,20 @@ class StageServing(_message.Message):
     instance_id: str
     def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
+class StagePrepared(_message.Message):
+    __slots__ = ("change", "is_ready", "done_bytes", "total_bytes", "failure")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    IS_READY_FIELD_NUMBER: _ClassVar[int]
+    DONE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    change: int
+    is_ready: bool
+    done_bytes: int
+    total_bytes: int
+    failure: StageFailure
+    def __init__(self, change: _Optional[int] = ..., is_ready: _Optional[bool] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ...) -> None: ...
+
 class StageFailure(_message.Message):
     __slots__ = ("label", "message")
     LABEL_FIELD_NUMBER: _ClassVar[int]
@@ -91,8 +120,18 @@ class StageFailure(_message.Message):
     message: str
     def __init__(self, label: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
+class LayerChange(_message.Message):
+    __slots__ = ("number", "step", "keeps")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    step: LayerChangeStep
+    keeps: bool
+    def __init__(self, number: _Optional[int] = ..., step: _Optional[_Union[LayerChangeStep, str]] = ..., keeps: _Optional[bool] = ...) -> None: ...
+
 class JoinResponse(_message.Message):
-    __slots__ = ("stage_index", "stage_count", "pipeline_id", "artifact", "pipeline_json", "engine", "telemetry", "ticket", "coordinator", "listen_port", "beats")
+    __slots__ = ("stage_index", "stage_count", "pipeline_id", "artifact", "pipeline_json", "engine", "telemetry", "ticket", "coordinator", "listen_port", "change", "beats")
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     STAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +142,7 @@ class JoinResponse(_message.Message):
     TICKET_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     LISTEN_PORT_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
     BEATS_FIELD_NUMBER: _ClassVar[int]
     stage_index: int
     stage_count: int
@@ -114,8 +154,9 @@ class JoinResponse(_message.Message):
     ticket: bytes
     coordinator: str
     listen_port: int
+    change: LayerChange
     beats: bool
-    def __init__(self, stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., artifact: _Optional[_Union[ArtifactFile, _Mapping]] = ..., pipeline_json: _Optional[bytes] = ..., engine: _Optional[_Union[EngineSettings, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryOrder, _Mapping]] = ..., ticket: _Optional[bytes] = ..., coordinator: _Optional[str] = ..., listen_port: _Optional[int] = ..., beats: _Optional[bool] = ...) -> None: ...
+    def __init__(self, stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., artifact: _Optional[_Union[ArtifactFile, _Mapping]] = ..., pipeline_json: _Optional[bytes] = ..., engine: _Optional[_Union[EngineSettings, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryOrder, _Mapping]] = ..., ticket: _Optional[bytes] = ..., coordinator: _Optional[str] = ..., listen_port: _Optional[int] = ..., change: _Optional[_Union[LayerChange, _Mapping]] = ..., beats: _Optional[bool] = ...) -> None: ...
 
 class ArtifactFile(_message.Message):
     __slots__ = ("file", "size_bytes", "sha256", "path")
@@ -175,12 +216,14 @@ class TelemetryOrder(_message.Message):
     def __init__(self, level: _Optional[_Union[_relayline_pb2.TelemetryLevel, str]] = ..., otlp_endpoint: _Optional[str] = ..., sampler_ratio: _Optional[float] = ..., metrics_port: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("ticket", "offset")
+    __slots__ = ("ticket", "offset", "sha256")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
     ticket: bytes
     offset: int
-    def __init__(self, ticket: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
+    sha256: str
+    def __init__(self, ticket: _Optional[bytes] = ..., offset: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("offset", "data")

@@ -1,0 +1,253 @@
+"""Planned changes of layers: new ranges for the stages that serve, without a request refused or a token lost. Pure.
+
+    begin --> CUTTING --> PREPARING --> SETTLING --> SWITCHING --> DONE
+                 |            |            |
+                 +-- fails ---+            +-- an epoch that ends by itself: the switch is made there
+
+While the model is cut and stages load their new slices beside those that serve, nothing changes for anybody. A change
+that fails by then changes nothing. SETTLING holds back what would leave for stage 0 until all that is under way has
+come back: the boundary of a step. From the switch on the new layers hold whatever happens: a stage that dies comes back
+with them. Sessions pause and go on as after any loss (`coordinator.engine.conductor`), but nobody is accused of it.
+
+An event is a method with the time; it returns what is to be done about it, in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from relayline.coordinator.engine.conductor import Conductor
+from relayline.wire.common.errors import InvalidRequestError, NotReadyError
+from relayline.wire.common.phase import Phase
+
+PREPARE_MAX_S = 3_600.0  # for the slowest stage to get and load its slice; then the change is off
+SETTLE_MAX_S = 1.0  # for what is under way to come back; a long step is not waited for, and its rows are replayed
+
+
+class MoveState(enum.StrEnum):
+    """How far a change of layers is."""
+
+    CUTTING = "cutting"
+    """The model is split anew."""
+    PREPARING = "preparing"
+    """Stages get and load their new slices; requests go on."""
+    SETTLING = "settling"
+    """What is under way comes back; nothing new leaves."""
+    SWITCHING = "switching"
+    """The stages take up the new layers."""
+    DONE = "done"
+    """Requests go on with the new layers."""
+    FAILED = "failed"
+    """Nothing has changed."""
+
+
+class Cut(NamedTuple):
+    """Split the model at these layers, then call `cut` or `failed`."""
+
+    number: int
+    cuts: tuple[int, ...]
+
+
+class Prepare(NamedTuple):
+    """Tell every stage to prepare its new slice; call `prepared` or `failed`."""
+
+    number: int
+
+
+class Drop(NamedTuple):
+    """Tell every stage to give back what it prepared."""
+
+    number: int
+
+
+class Settle(NamedTuple):
+    """Call `look` whenever something has come back, and after so long."""
+
+    after_s: float
+
+
+class Switch(NamedTuple):
+    """End the epoch if one stands; then serve the new layers."""
+
+    number: int
+
+
+MoveInstruction: TypeAlias = "Cut | Prepare | Drop | Settle | Switch"
+_OPEN = (MoveState.CUTTING, MoveState.PREPARING, MoveState.SETTLING, MoveState.SWITCHING)
+_UNCHANGED = _OPEN[:-1]
+
+
+@dataclasses.dataclass(slots=True)
+class Move:
+    """One change of layers. Times are monotonic nanoseconds of the caller."""
+
+    number: int
+    cuts: tuple[int, ...]
+    state: MoveState
+    began_ns: int
+    since_ns: int  # of the state
+    keeps: tuple[bool, ...] = ()
+    """Which stages keep what they have loaded, known once the model is cut."""
+    awaited: set[int] = dataclasses.field(default_factory=set)
+    """Stages that still prepare."""
+    held_ns: int = 0  # when sessions began to pause
+    paused_ns: int = 0
+    """From there until the stages stood with their new layers; what is then read again comes on top."""
+    problem: str = ""
+
+
+class Moves:
+    """The planned changes of one pipeline, one after the other."""
+
+    def __init__(self, conductor: Conductor, names: Sequence[str], n_layers: int, cuts: tuple[int, ...]) -> None:
+        """`names` of the stages and the `cuts` that they serve now: the first layer of each but the first."""
+        self._conductor, self._names, self._n_layers = conductor, tuple(names), n_layers
+        self.cuts = cuts
+        self.latest: Move | None = None
+        self.n_done = 0
+
+    def _move(self, number: int, *states: MoveState) -> Move | None:
+        move = self.latest
+        return move if move is not None and move.number == number and move.state in states else None
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether `look` is to be called."""
+        return self.latest is not None and self.latest.state is MoveState.SETTLING
+
+    # --- before the switch --------------------------------------------------------------------------------------------
+
+    def begin(self, cuts: tuple[int, ...], now_ns: int) -> list[MoveInstruction]:
+        """Somebody wants other layers. Raises InvalidRequestError for cuts that can't be, NotReadyError for not now."""
+        self._check(cuts)
+        if self.latest is not None and self.latest.state in _OPEN:
+            raise NotReadyError(f"layers are being moved already ({self.latest.state}); wait for the end of that")
+        if self._conductor.availability.phase is not Phase.READY:
+            raise NotReadyError(f"the pipeline is {self._conductor.availability.phase}; layers move while it is ready")
+        number = self.latest.number + 1 if self.latest is not None else 1
+        self.latest = Move(number, cuts, MoveState.CUTTING, now_ns, now_ns)
+        return [Cut(number, cuts)]
+
+    def _check(self, cuts: tuple[int, ...]) -> None:
+        if len(cuts) != len(self._names) - 1:
+            raise InvalidRequestError(
+                f"{len(self._names)} stages need {len(self._names) - 1} cuts, the first layer of each but the first; "
+                f"{len(cuts)} were given"
+            )
+        edges = (0, *cuts, self._n_layers)
+        if list(edges) != sorted(set(edges)):
+            raise InvalidRequestError(f"cuts ascend within the model's layers, 1 to {self._n_layers - 1}")
+        if cuts == self.cuts:
+            raise InvalidRequestError("the stages have these layers already")
+
+    def cut(self, number: int, keeps: Sequence[bool], now_ns: int) -> list[MoveInstruction]:
+        """The model is split anew; `keeps` says of each stage whether its slice is what it serves now."""
+        if (move := self._move(number, MoveState.CUTTING)) is None:
+            return []
+        move.keeps, move.awaited = tuple(keeps), set(range(len(self._names)))
+        self._enter(move, MoveState.PREPARING, now_ns)
+        return [Prepare(number)]
+
+    def prepared(self, number: int, index: int, now_ns: int) -> list[MoveInstruction]:
+        """A stage is ready to switch."""
+        if (move := self._move(number, MoveState.PREPARING)) is None:
+            return []
+        move.awaited.discard(index)
+        if move.awaited:
+            return []
+        phase = self._conductor.availability.phase
+        if phase is Phase.DRAINING:
+            return self.failed(number, "the pipeline is told to end", now_ns)
+        move.held_ns = now_ns
+        self._enter(move, MoveState.SETTLING, now_ns)
+        if phase is not Phase.READY:  # no epoch stands that would have to be ended
+            return self._switch(move, now_ns)
+        self._conductor.is_held = True
+        return self.look(now_ns) or [Settle(SETTLE_MAX_S)]
+
+    def failed(self, number: int, why: str, now_ns: int) -> list[MoveInstruction]:
+        """Something of the change can't be done. After the switch that is no matter of the change any more."""
+        if (move := self._move(number, *_UNCHANGED)) is None:
+            return []
+        move.problem = why
+        was_cut = move.state is not MoveState.CUTTING
+        self._enter(move, MoveState.FAILED, now_ns)
+        self._conductor.is_held = False
+        return [Drop(number)] if was_cut else []
+
+    def left(self, index: int, now_ns: int) -> list[MoveInstruction]:
+        """A stage is there no more, or came anew: what it had prepared is gone."""
+        move = self.latest
+        if move is None or move.state not in (MoveState.PREPARING, MoveState.SETTLING):
+            return []
+        return self.failed(move.number, f"{self._names[index]} was lost while layers were prepared", now_ns)
+
+    def tick(self, now_ns: int) -> list[MoveInstruction]:
+        """Look at the clock, now and then."""
+        move = self.latest
+        if move is None or move.state is not MoveState.PREPARING or now_ns - move.since_ns < PREPARE_MAX_S * 1e9:
+            return []
+        late = ", ".join(self._names[index] for index in sorted(move.awaited))
+        return self.failed(move.number, f"not ready after {PREPARE_MAX_S:.0f} s: {late}", now_ns)
+
+    # --- the switch ---------------------------------------------------------------------------------------------------
+
+    def look(self, now_ns: int) -> list[MoveInstruction]:
+        """Something has come back, or time has passed, while what is under way was to settle."""
+        move = self.latest
+        if move is None or move.state is not MoveState.SETTLING:
+            return []
+        if self._conductor.scheduler.under_way() and now_ns - move.since_ns < SETTLE_MAX_S * 1e9:
+            return []
+        return self._switch(move, now_ns)
+
+    def lost(self, now_ns: int) -> list[MoveInstruction]:
+        """The epoch ended by itself: nothing is under way any more."""
+        return self._switch(self.latest, now_ns) if self.latest is not None and self.is_settling else []
+
+    def _switch(self, move: Move, now_ns: int) -> list[MoveInstruction]:
+        self._enter(move, MoveState.SWITCHING, now_ns)
+        self.cuts = move.cuts
+        return [Switch(move.number)]
+
+    def connected(self, now_ns: int) -> bool:
+        """All stages stand at a new epoch. Returns whether a change is done with that."""
+        move = self.latest
+        if move is None or move.state is not MoveState.SWITCHING:
+            return False
+        move.paused_ns = now_ns - move.held_ns
+        self._enter(move, MoveState.DONE, now_ns)
+        self.n_done += 1
+        return True
+
+    def _enter(self, move: Move, state: MoveState, now_ns: int) -> None:
+        move.state, move.since_ns = state, now_ns
+
+    # --- for those who look -------------------------------------------------------------------------------------------
+
+    def describe(self, now_ns: int) -> dict[str, object]:
+        """Return the layers that are served and the latest change, JSON-ready."""
+        edges = (0, *self.cuts, self._n_layers)
+        layers = [[edges[index], edges[index + 1]] for index in range(len(self._names))]
+        move = self.latest
+        return {
+            "cuts": list(self.cuts),
+            "layers": layers,
+            "move": None if move is None else self._described(move, now_ns),
+        }
+
+    def _described(self, move: Move, now_ns: int) -> dict[str, object]:
+        return {
+            "number": move.number,
+            "cuts": list(move.cuts),
+            "state": move.state.value,
+            "state_s": round((now_ns - move.since_ns) / 1e9, 3),
+            "took_s": round(((now_ns if move.state in _OPEN else move.since_ns) - move.began_ns) / 1e9, 3),
+            "keep": [name for name, keeps in zip(self._names, move.keeps, strict=False) if keeps],
+            "waiting_for": [self._names[index] for index in sorted(move.awaited)],
+            "paused_s": round(move.paused_ns / 1e9, 3) if move.state is MoveState.DONE else None,
+            "problem": move.problem,
+        }

@@ -1,0 +1,40 @@
+"""Routes of planned changes: which layers each stage has, and other ones for it while requests go on."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+
+from relayline.coordinator.http.bodies import LayersBody, decode_body
+from relayline.coordinator.http.middleware import json_response
+
+PATH = "/v1/pipeline/layers"
+
+
+class LayerControl(Protocol):
+    """Who moves layers."""
+
+    def move(self, cuts: tuple[int, ...]) -> None:
+        """Begin a change. Raises InvalidRequestError, NotReadyError."""
+
+    def describe(self) -> dict[str, object]:
+        """Return the layers of now and the latest change."""
+
+
+def layer_routes(control: LayerControl | None) -> list[web.RouteDef]:
+    """Return the routes, none where nobody moves layers."""
+    if control is None:
+        return []
+
+    async def described(_request: web.Request) -> web.StreamResponse:
+        """GET /v1/pipeline/layers: the layers of each stage, and how far the latest change is."""
+        return json_response(msgspec.json.encode(control.describe()))
+
+    async def move(request: web.Request) -> web.StreamResponse:
+        """PUT /v1/pipeline/layers: begin a change; 202, for GET tells what comes of it."""
+        control.move(decode_body(await request.read(), LayersBody).cuts)
+        return json_response(msgspec.json.encode(control.describe()), 202)
+
+    return [web.get(PATH, described), web.put(PATH, move)]

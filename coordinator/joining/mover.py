@@ -1,0 +1,195 @@
+"""Moves layers while the pipeline serves: takes events to `coordinator.engine.moves`, and carries out what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
+from typing import Any
+
+from relayline.coordinator.engine.moves import Cut, Drop, MoveInstruction, MoveState, Prepare, Settle, Switch
+from relayline.coordinator.engine.pipeline import Pipeline
+from relayline.coordinator.joining.service import JoinService, Split
+from relayline.coordinator.model.pipeline_file import load_pipeline
+from relayline.coordinator.model.same_slice import same_slices
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import ArtifactError, InvalidRequestError, NotReadyError, RelaylineError
+
+log = logging.getLogger("relayline.coordinator")
+
+CutModel = Callable[[tuple[int, ...]], Path]
+"""Splits the model that is served at these layers, and returns where; blocks. Raises RelaylineError."""
+
+
+class LayerMover:
+    """The planned changes of one pipeline. Event loop only."""
+
+    def __init__(self, pipeline: Pipeline, cut_model: CutModel | None) -> None:
+        """Without `cut_model` no change can be begun: this process does not know the model that was split."""
+        self._pipeline, self._moves, self._cut_model = pipeline, pipeline.moves, cut_model
+        self._service: JoinService | None = None
+        self._next: Split | None = None
+        self._switching = 0  # the change that is due when the epoch has ended
+        self._tasks: set[asyncio.Task[None]] = set()
+        pipeline.on_settling = self._look
+        pipeline.epochs.on_ended, pipeline.epochs.on_stands = self._on_ended, self._on_stands
+
+    def attach(self, service: JoinService) -> None:
+        """Get to know what stages join at."""
+        self._service, service.changes = service, self
+
+    def describe(self) -> dict[str, object]:
+        """Return the layers of each stage and how far the latest change is, JSON-ready."""
+        return self._moves.describe(time.monotonic_ns())
+
+    def move(self, cuts: tuple[int, ...]) -> None:
+        """Begin to give the stages other layers: from `cuts`, the first layer of each but the first.
+
+        What comes of it is seen in `describe`. Raises InvalidRequestError for what this pipeline can never do,
+        NotReadyError for what it cannot do now.
+        """
+        if self._service is None:
+            raise InvalidRequestError(
+                "stages at given addresses keep their layers; let them join the coordinator (`serve --join-listen`, or "
+                "`up` with a manifest)"
+            )
+        if self._cut_model is None:
+            raise InvalidRequestError("this coordinator does not know the model that was split; give it with --model")
+        instructions = self._moves.begin(cuts, time.monotonic_ns())
+        if missing := self._service.unmovable():
+            why = f"{', '.join(missing)}: not here, or of a version whose layers do not move while it serves"
+            self._moves.failed(self._number, why, time.monotonic_ns())
+            raise NotReadyError(why)
+        log.info("moving layers", extra={"fields": {"from": _text(self._pipeline.file.cuts), "to": _text(cuts)}})
+        self._carry(instructions)
+
+    @property
+    def _number(self) -> int:
+        return self._moves.latest.number if self._moves.latest is not None else 0
+
+    async def close(self) -> None:
+        """Stop whatever is under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def prepared(self, number: int, index: int) -> None:
+        """A stage is ready to switch."""
+        self._carry(self._moves.prepared(number, index, time.monotonic_ns()))
+
+    def failed(self, number: int, why: str) -> None:
+        """Something of the change cannot be done."""
+        instructions = self._moves.failed(number, why, time.monotonic_ns())
+        self._log_failure(number)
+        self._carry(instructions)
+
+    def left(self, index: int) -> None:
+        """A stage is there no more, or came anew."""
+        instructions = self._moves.left(index, time.monotonic_ns())
+        if instructions:
+            self._log_failure(self._number)
+        self._carry(instructions)
+
+    def _log_failure(self, number: int) -> None:
+        move = self._moves.latest
+        if move is not None and move.number == number and move.state is MoveState.FAILED:
+            log.warning("layers were not moved, and nothing has changed: %s", move.problem)
+
+    def _look(self) -> None:
+        self._carry(self._moves.look(time.monotonic_ns()))
+
+    def _on_ended(self) -> None:
+        """Everything of the epoch is closed: if the new layers are due, they hold from here on."""
+        self._carry(self._moves.lost(time.monotonic_ns()))
+        if not self._switching or self._service is None or self._next is None:
+            return
+        number, self._switching = self._switching, 0
+        self._pipeline.epochs.file, self._next = self._next.file, None
+        self._pipeline.conductor.availability.changes_engines()
+        self._service.switch()
+        self._spawn(self._service.tell_switch(number))
+
+    def _on_stands(self) -> None:
+        if self._switching or not self._moves.connected(time.monotonic_ns()):
+            return
+        move = self._moves.latest
+        assert move is not None
+        fields = {"cuts": _text(move.cuts), "paused_s": f"{move.paused_ns / 1e9:.3f}"}
+        log.info("layers moved", extra={"fields": fields})
+
+    # --- instructions -------------------------------------------------------------------------------------------------
+
+    def _carry(self, instructions: Iterable[MoveInstruction]) -> None:
+        service = self._service
+        if service is None:
+            return
+        for instruction in instructions:
+            match instruction:
+                case Cut(number, cuts):
+                    self._spawn(self._cut(number, cuts))
+                case Prepare(number):
+                    move = self._moves.latest
+                    assert move is not None
+                    assert self._next is not None
+                    self._spawn(service.prepare(number, self._next, move.keeps))
+                    self._spawn(self._tick(number))
+                case Drop(number):
+                    self._next = None
+                    self._spawn(service.drop(number))
+                case Settle(after_s):
+                    asyncio.get_running_loop().call_later(after_s, self._look)
+                case Switch(number):
+                    self._switching = number
+                    self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        epochs = self._pipeline.epochs
+        if epochs.connection is None:  # none stands: between two of them
+            if not self._pipeline.ready.is_set():
+                self._on_ended()
+        elif not epochs.lost.done():
+            epochs.is_planned = True
+            epochs.lose(NotReadyError("layers move"))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _cut(self, number: int, cuts: tuple[int, ...]) -> None:
+        """Split the model anew, in a process of its own, and see who keeps what."""
+        try:
+            self._next, keeps = await asyncio.to_thread(self._new_split, cuts)
+        except RelaylineError as error:
+            self.failed(number, error.message)
+        except Exception as error:  # a bug of ours; nobody may wait for ever
+            log.exception("splitting the model anew failed")
+            self.failed(number, f"the model could not be split: {error}")
+        else:
+            self._carry(self._moves.cut(number, keeps, time.monotonic_ns()))
+
+    def _new_split(self, cuts: tuple[int, ...]) -> tuple[Split, tuple[bool, ...]]:
+        assert self._cut_model is not None
+        assert self._service is not None
+        directory = self._cut_model(cuts)
+        held, file = self._service.split, load_pipeline(directory)
+        if file.cuts != cuts or file.source.sha256 != held.file.source.sha256:
+            raise ArtifactError(f"{directory} is not a split of the model that is served; give that one with --model")
+        return Split.at(directory, file), same_slices((held.directory, held.file), (directory, file))
+
+    async def _tick(self, number: int) -> None:
+        """Look at the clock for as long as stages prepare."""
+        while self._number == number and self._moves.latest and self._moves.latest.state is MoveState.PREPARING:
+            await asyncio.sleep(bounds.BEAT_EVERY_S)
+            instructions = self._moves.tick(time.monotonic_ns())
+            if instructions:
+                self._log_failure(number)
+            self._carry(instructions)
+
+
+def _text(cuts: Iterable[int]) -> str:
+    return ",".join(map(str, cuts)) or "none"

@@ -1,0 +1,74 @@
+"""`relayline move`: other layers for the stages of a pipeline that serves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import click
+
+from relayline.deploy.cli.console_http import Coordinator, key_option, url_option
+from relayline.deploy.cli.model import parse_cuts
+from relayline.wire.common.errors import StartError, UsageError
+
+PATH = "/v1/pipeline/layers"
+LOOK_EVERY_S = 0.2
+SAID = {
+    "cutting": "splitting the model anew",
+    "preparing": "stages load their new layers beside those that serve",
+    "settling": "requests pause",
+    "switching": "stages take up their new layers",
+}
+
+
+@click.command("move", short_help="Give the stages other layers while they serve.")
+@click.option("--cuts", callback=parse_cuts, help="First layer of each stage but the first, e.g. 8,16.")
+@click.option("--json", "as_json", is_flag=True, help="Print the layers and the change as JSON at the end.")
+@url_option
+@key_option
+def move_command(cuts: tuple[int, ...] | None, as_json: bool, url: str, api_key: str) -> None:
+    """Give the stages of a running pipeline other layers. Without --cuts, show which they have.
+
+    The model is split anew and each stage loads its new layers beside those that it serves. Then running requests
+    pause, the stages switch, and the requests go on with the same tokens; none is refused. A stage that keeps its
+    layers loads nothing. A change that fails before the switch changes nothing.
+
+    Stages must have joined the coordinator, and the coordinator must know the model: `up` with a manifest does both.
+    """
+    found = asyncio.run(_moved(url, api_key, cuts, tell=not as_json))
+    move = found["move"]
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    elif cuts is None or move is None:
+        click.echo(_layers(found))
+    elif move["state"] == "done":
+        kept = f"; {', '.join(move['keep'])} kept what was loaded" if move["keep"] else ""
+        times = f"in {move['took_s']:.1f} s, of which requests paused {move['paused_s']:.2f} s"
+        click.echo(f"{_layers(found)}: moved {times}{kept}")
+    if cuts is not None and move is not None and move["state"] == "failed":
+        raise StartError(f"layers were not moved, and nothing has changed: {move['problem']}")
+
+
+def _layers(found: dict[str, Any]) -> str:
+    layers = ", ".join(f"{start}-{end - 1}" for start, end in found["layers"])
+    return f"layers {layers}"
+
+
+async def _moved(url: str, api_key: str, cuts: tuple[int, ...] | None, *, tell: bool) -> dict[str, Any]:
+    """Begin a change, if there are cuts, and return how it ended. Raises StartError, UsageError."""
+    wanted = ("cuts", "layers", "move")
+    async with Coordinator(url, api_key) as coordinator:
+        if cuts is None:
+            return await coordinator.get(PATH, wanted)
+        found = await coordinator.put(PATH, {"cuts": cuts}, wanted)
+        number, said = found["move"]["number"], ""
+        while (move := found["move"])["number"] == number and move["state"] in SAID:
+            if tell and move["state"] != said:
+                said = move["state"]
+                click.echo(SAID[said], err=True)
+            await asyncio.sleep(LOOK_EVERY_S)
+            found = await coordinator.get(PATH, wanted)
+        if move["number"] != number:
+            raise UsageError("another change of layers has begun meanwhile; look with `relayline move`")
+        return found

@@ -1,0 +1,116 @@
+"""Planned changes of a member's layers: the next slice is got and loaded beside the one that serves, then taken up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+from relayline.stage.config import StageConfig
+from relayline.stage.engine.loading import Load, LoadStoppedError
+from relayline.stage.joining.artifact_fetch import obtain
+from relayline.stage.joining.client import Member
+from relayline.stage.served import Served
+from relayline.wire.common.errors import InternalError, RelaylineError, StaleEpochError
+from relayline.wire.common.tasks import end_task
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+
+log = logging.getLogger("relayline.stage")
+
+
+class NextSlice:
+    """What `obtain` needs of a member, for the order that holds after the change."""
+
+    def __init__(self, member: Member, order: pb.JoinResponse) -> None:
+        self._member, self.order = member, order
+        self.peer, self.lost = member.peer, member.lost
+
+    def fetch(self, offset: int) -> AsyncGenerator[pb.FetchResponse, None]:
+        """Yield the bytes of the next artifact, see Member.fetch."""
+        return self._member.fetch(offset, self.order.artifact.sha256)
+
+    async def report_progress(self, phase: pb.ArtifactPhase, done_bytes: int, total_bytes: int) -> None:
+        """Say how far the next artifact is."""
+        number = self.order.change.number
+        report = pb.StagePrepared(change=number, done_bytes=done_bytes, total_bytes=total_bytes)
+        await self._member.report(prepared=report)
+
+
+class LayerChanges:
+    """Does what a membership's further orders say, for as long as one engine's port is open. Event loop only."""
+
+    def __init__(
+        self,
+        served: Served,
+        config_of: Callable[[Path, pb.JoinResponse], StageConfig],
+        cache: Path,
+        *,
+        always_fetch: bool,
+    ) -> None:
+        """`config_of(artifact, order)` says what an order leads to."""
+        self._served, self._config_of, self._cache, self._always_fetch = served, config_of, cache, always_fetch
+        self._preparing: asyncio.Task[None] | None = None
+        self._ready: pb.JoinResponse | None = None  # the order that can be switched to
+
+    async def next_switch(self, member: Member) -> pb.JoinResponse:
+        """Follow the orders of a membership until one changed what is served; returns the order that holds now.
+
+        Raises StaleEpochError where a switch is ordered to what was never prepared: the stage has to join anew.
+        """
+        while True:
+            order = await member.changes.get()
+            number = order.change.number
+            if order.change.step == pb.LAYER_CHANGE_STEP_PREPARE:
+                await self.drop()
+                self._preparing = asyncio.create_task(self._prepare(member, order))
+            elif order.change.step == pb.LAYER_CHANGE_STEP_DROP:
+                await self.drop()
+            elif self._ready is None or self._ready.change.number != number:
+                raise StaleEpochError("layers were switched to what this stage had not prepared; joining anew")
+            else:
+                return self._switch(self._ready)
+
+    def _switch(self, order: pb.JoinResponse) -> pb.JoinResponse:
+        self._ready = None
+        if order.change.keeps:
+            self._served.rename(order.pipeline_id)
+        else:
+            self._served.switch()
+        artifact = self._served.facts.artifact
+        fields = {"layers": f"{artifact.layer_start}-{artifact.layer_end - 1}", "kept": order.change.keeps}
+        log.info("layers switched", extra={"fields": fields})
+        return order
+
+    async def drop(self) -> None:
+        """Give back what was prepared, or is just being prepared."""
+        self._ready = None
+        if self._preparing is not None:
+            await end_task(self._preparing)
+            self._preparing = None
+        await self._served.drop()
+
+    async def _prepare(self, member: Member, order: pb.JoinResponse) -> None:
+        report = pb.StagePrepared(change=order.change.number)
+        load = Load()
+        try:
+            if not order.change.keeps:
+                log.info("preparing other layers", extra={"fields": {"file": order.artifact.file}})
+                source = NextSlice(member, order)
+                path = await obtain(source, self._cache, load, always_fetch=self._always_fetch)
+                await self._served.prepare(self._config_of(path, order), load)
+        except asyncio.CancelledError:
+            load.stop()
+            raise
+        except LoadStoppedError:
+            return
+        except RelaylineError as error:
+            report.failure.label, report.failure.message = error.label, error.message
+        except Exception as error:  # a bug of ours; the change must not wait for ever
+            log.exception("preparing other layers failed")
+            report.failure.label, report.failure.message = InternalError.label, f"{type(error).__name__}: {error}"
+        else:
+            report.is_ready, self._ready = True, order
+        if report.HasField("failure"):
+            log.warning("other layers cannot be prepared: %s", report.failure.message)
+        await member.report(prepared=report)

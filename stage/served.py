@@ -1,0 +1,258 @@
+"""A stage on its port, and the engine behind it: one that serves, and while layers move the one that is to follow it.
+
+Calls of gRPC find the engine that serves when they begin, and stay with it. So the next engine is loaded and waits, all
+calls that begin after `Served.switch` are its own, and the one before ends with the calls that it still has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from prometheus_client.core import Metric
+
+from relayline.stage.config import StageConfig
+from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.engine.loading import Load
+from relayline.stage.facts import StageFacts
+from relayline.stage.observe.metrics import StageCollector
+from relayline.stage.observe.stats import StageStats
+from relayline.stage.service import StageService
+from relayline.stage.speed.curves import Curves
+from relayline.stage.steps.batcher import Batcher
+from relayline.stage.steps.policy import Policy
+from relayline.stage.steps.runner import Runner
+from relayline.stage.steps.step import StepExecutor
+from relayline.stage.steps.watchdog import StepWatch, watch_steps
+from relayline.wire.common.errors import ArtifactError, InternalError
+from relayline.wire.common.process import first_of
+from relayline.wire.links.guard import Guard
+from relayline.wire.telemetry import names
+from relayline.wire.telemetry.telemetry import Telemetry
+
+log = logging.getLogger("relayline.stage")
+
+SHUTDOWN_GRACE_S = 2.0  # calls still running when an engine ends
+
+LoadStage = Callable[[StageConfig, Load, "Curves | None"], "tuple[StageFacts, StepExecutor]"]
+"""Loads a stage, with the curves that it is to have or, with None, measured ones; blocks."""
+
+
+class Work:
+    """One loaded engine with all that serves it. Event loop only."""
+
+    def __init__(
+        self,
+        facts: StageFacts,
+        executor: StepExecutor,
+        policy: Policy,
+        stats: StageStats,
+        telemetry: Telemetry,
+        crash: Callable[[BaseException], None],
+    ) -> None:
+        self.facts, self._executor, self._crash = facts, executor, crash
+        self.service = StageService(facts, executor, stats, telemetry)
+        self._runner = Runner(Batcher(policy), executor, self.service.deliver, crash, self.service.account)
+        self._tasks: list[asyncio.Task[None]] = []  # what sends, then what watches
+
+    def begin(self, guard: Guard) -> None:
+        """Be ready for calls."""
+        self.service.attach(self._runner, guard)
+        watch = StepWatch(self.facts.curves.predict_ns)
+        for work in (
+            self.service.send_forever(),
+            watch_steps(lambda: self._runner.snapshot.running, watch, self._crash),
+        ):
+            task = asyncio.create_task(work)
+            task.add_done_callback(self._task_ended)
+            self._tasks.append(task)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._crash(error)
+
+    def rename(self, artifact: StageArtifact) -> None:
+        """Be the same slice of another split."""
+        self.facts = dataclasses.replace(self.facts, artifact=artifact)
+        self.service.renamed(self.facts)
+
+    async def end_calls(self, crashed: asyncio.Future[None]) -> None:
+        """End every route. What needs the decode thread is given up once the stage has crashed."""
+        await _unless(crashed, self.service.close)
+
+    async def close(self, crashed: asyncio.Future[None]) -> None:
+        """Give the engine's memory back. `end_calls` comes before."""
+        for task in self._tasks[:1]:
+            task.cancel()
+        await _unless(crashed, lambda: self._runner.call(self._executor.close))
+        for task in self._tasks[1:]:
+            task.cancel()  # not before: a step that hangs as the stage stops is given up too
+        await self._runner.stop(SHUTDOWN_GRACE_S if crashed.done() else None)
+
+
+class Served:
+    """What a stage's port leads to."""
+
+    def __init__(
+        self,
+        load: LoadStage,
+        make_policy: Callable[[StageConfig, Curves], Policy],
+        stats: StageStats,
+        crashed: asyncio.Future[None],
+    ) -> None:
+        self._load, self._make_policy, self._stats = load, make_policy, stats
+        self.crashed = crashed
+        """Fails if an engine crashes."""
+        self.address = ""
+        """host:port, once the port is open."""
+        self.metrics_address = ""
+        self._telemetry = Telemetry()
+        self._guard: Guard
+        self._work: Work
+        self._next: Work | None = None
+        self._endings: set[asyncio.Task[None]] = set()
+
+    @property
+    def facts(self) -> StageFacts:
+        """What the engine that serves says of itself."""
+        return dataclasses.replace(self._work.facts, metrics_address=self.metrics_address)
+
+    @property
+    def service(self) -> StageService:
+        """Who takes a call that begins now."""
+        return self._work.service
+
+    def start(self, facts: StageFacts, executor: StepExecutor, telemetry: Telemetry) -> None:
+        """Take the first engine."""
+        self._telemetry = telemetry
+        self._work = self._made(facts, executor)
+
+    def begin(self, guard: Guard) -> None:
+        """Let calls come, of which `guard` is asked."""
+        self._guard = guard
+        self._work.begin(guard)
+
+    def _made(self, facts: StageFacts, executor: StepExecutor) -> Work:
+        policy = self._make_policy(facts.config, facts.curves)
+        return Work(facts, executor, policy, self._stats, self._telemetry, self._crash)
+
+    def _crash(self, error: BaseException) -> None:
+        if not self.crashed.done():
+            self.crashed.set_exception(error)
+
+    # --- another engine -----------------------------------------------------------------------------------------------
+
+    async def prepare(self, config: StageConfig, load: Load) -> None:
+        """Load another slice beside the one that serves. Raises what loading raises; then nothing has changed.
+
+        Its speed is not measured, for that would take from those that compute now, and be wrong: it is taken to be as
+        fast for each layer as the one that serves, and learns from its own steps.
+        """
+        await self.drop()
+        now = self._work.facts
+        n_layers = now.artifact.layer_end - now.artifact.layer_start
+        loading = asyncio.create_task(asyncio.to_thread(self._load, config, load, now.curves))
+        try:
+            facts, executor = await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            load.stop()
+            loading.add_done_callback(_discarded)
+            raise
+        artifact = facts.artifact
+        facts.curves.scale((artifact.layer_end - artifact.layer_start) / n_layers)
+        known, wanted = now.artifact, artifact
+        if (known.stage_index, known.stage_count, known.source_sha256) != (
+            wanted.stage_index,
+            wanted.stage_count,
+            wanted.source_sha256,
+        ):
+            executor.close()
+            raise ArtifactError(f"{config.artifact} is not this stage's part of the model that it serves")
+        self._next = self._made(facts, executor)
+        self._next.begin(self._guard)
+
+    async def drop(self) -> None:
+        """Give back what was prepared."""
+        if self._next is not None:
+            unused, self._next = self._next, None
+            await asyncio.shield(self._ending(unused))
+
+    def switch(self) -> None:
+        """Serve what was prepared; the engine before gives its memory back as its calls end. Raises InternalError."""
+        if self._next is None:
+            raise InternalError("no other engine was prepared")
+        before, self._work, self._next = self._work, self._next, None
+        self._ending(before)
+
+    def rename(self, pipeline_id: str) -> None:
+        """Be the same slice of another split."""
+        self._work.rename(dataclasses.replace(self._work.facts.artifact, pipeline_id=pipeline_id))
+
+    def _ending(self, work: Work) -> asyncio.Task[None]:
+        ending = asyncio.create_task(self._end(work))
+        self._endings.add(ending)
+        ending.add_done_callback(self._ended)
+        return ending
+
+    async def _end(self, work: Work) -> None:
+        await work.end_calls(self.crashed)
+        await work.close(self.crashed)
+
+    def _ended(self, ending: asyncio.Task[None]) -> None:
+        self._endings.discard(ending)
+        if not ending.cancelled() and (error := ending.exception()) is not None:
+            self._crash(error)
+
+    # --- metrics ------------------------------------------------------------------------------------------------------
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of what serves now, see stage.observe.metrics."""
+        facts = self._work.facts
+        artifact = facts.artifact
+        info = {
+            names.LABEL_STAGE: str(artifact.stage_index),
+            "layers": f"{artifact.layer_start}-{artifact.layer_end - 1}",
+            "pipeline": artifact.pipeline_id[:12],
+            "policy": facts.config.engine.policy,
+            "version": facts.software_version,
+        }
+        yield from StageCollector(info, self._stats, self._telemetry, self.service.gauges).collect()
+
+    # --- its end ------------------------------------------------------------------------------------------------------
+
+    async def end_calls(self) -> None:
+        """End every route of every engine."""
+        for work in (self._work, self._next):
+            if work is not None:
+                await work.end_calls(self.crashed)
+
+    async def close(self) -> None:
+        """Give all memory back. `end_calls` comes before."""
+        for work in (self._next, self._work):
+            if work is not None:
+                await work.close(self.crashed)
+        await asyncio.gather(*self._endings, return_exceptions=True)
+
+
+def _discarded(loading: asyncio.Task[tuple[StageFacts, StepExecutor]]) -> None:
+    """Close an engine that was loaded for nobody."""
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result()[1].close()
+
+
+async def _unless(crashed: asyncio.Future[None], work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Do what needs the decode thread; give it up once the stage has crashed, since that may never answer."""
+    if crashed.done():
+        return
+    task = asyncio.create_task(work())
+    await first_of(task, crashed)
+    if crashed.done():
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(task, return_exceptions=True)
+    else:
+        await task

@@ -118,12 +118,17 @@ class Moves:
         """Whether `look` is to be called."""
         return self.latest is not None and self.latest.state is MoveState.SETTLING
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a change is under way."""
+        return self.latest is not None and self.latest.state in _OPEN
+
     # --- before the switch --------------------------------------------------------------------------------------------
 
     def begin(self, cuts: tuple[int, ...], now_ns: int) -> list[MoveInstruction]:
         """Somebody wants other layers. Raises InvalidRequestError for cuts that can't be, NotReadyError for not now."""
         self._check(cuts)
-        if self.latest is not None and self.latest.state in _OPEN:
+        if self.latest is not None and self.is_open:
             raise NotReadyError(f"layers are being moved already ({self.latest.state}); wait for the end of that")
         if self._conductor.availability.phase is not Phase.READY:
             raise NotReadyError(f"the pipeline is {self._conductor.availability.phase}; layers move while it is ready")
@@ -181,7 +186,7 @@ class Moves:
     def left(self, index: int, now_ns: int) -> list[MoveInstruction]:
         """A stage is there no more, or came anew: what it had prepared is gone."""
         move = self.latest
-        if move is None or move.state not in (MoveState.PREPARING, MoveState.SETTLING):
+        if move is None or move.state not in _UNCHANGED:
             return []
         return self.failed(move.number, f"{self._names[index]} was lost while layers were prepared", now_ns)
 

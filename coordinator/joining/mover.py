@@ -89,8 +89,9 @@ class LayerMover:
 
     def left(self, index: int) -> None:
         """A stage is there no more, or came anew."""
+        was_open = self._moves.is_open
         instructions = self._moves.left(index, time.monotonic_ns())
-        if instructions:
+        if was_open:
             self._log_failure(self._number)
         self._carry(instructions)
 

@@ -10,6 +10,7 @@ from relayline.deploy.testing.cluster.client import Client
 from relayline.deploy.testing.cluster.clock import Violation
 from relayline.deploy.testing.cluster.coordinator import Coordinator
 from relayline.deploy.testing.cluster.link import IN_FLIGHT_MAX
+from relayline.deploy.testing.cluster.mover import ranges
 from relayline.deploy.testing.cluster.node import Node
 
 REFUSALS = {"refused: overloaded", "refused: not_ready"}
@@ -33,6 +34,8 @@ def check_coordinator(coordinator: Coordinator) -> None:
         raise Violation("a lane is free and some wait for one")
     if waiting and not running and not conductor._is_trying and coordinator.is_connected:
         raise Violation("some wait for a lane, and nothing will bring them one")
+    if conductor.is_held and coordinator.is_connected and not coordinator.is_pausing:
+        raise Violation("nothing leaves, and nothing will end that")
     suspects = conductor.suspects
     if not {*suspects._losses, *suspects._passed, *suspects._then} <= known:
         raise Violation("sessions that are over are still under suspicion")
@@ -114,6 +117,7 @@ def check_end(coordinators: list[Coordinator], nodes: list[Node], excuses: Excus
         if coordinator.audiences or len(coordinator.conductor.readers):
             raise Violation("a session is left for nobody")
         check_coordinator(coordinator)
+        _check_layers(coordinator, nodes)
     kept = {
         (coordinator.route_id, kept.session.session_id)
         for coordinator in coordinators
@@ -126,6 +130,16 @@ def check_end(coordinators: list[Coordinator], nodes: list[Node], excuses: Excus
             raise Violation(f"stage {node.index} was never given back lanes of sessions {sorted(held - kept)}")
         if len(node.batcher):
             raise Violation(f"stage {node.index} has frames left that nobody waits for")
+
+
+def _check_layers(coordinator: Coordinator, nodes: list[Node]) -> None:
+    """Hold that every change of layers is over, and every stage has those of the last one that was made."""
+    if coordinator.mover is None:
+        return
+    if coordinator.mover.moves.is_open:
+        raise Violation("a change of layers never ended")
+    if [node.layers for node in nodes] != ranges(coordinator.mover.moves.cuts):
+        raise Violation("stages have layers that nobody gave them")
 
 
 def _check_client(client: Client, excuses: Excuses) -> None:

@@ -21,6 +21,7 @@ from relayline.deploy.testing.cluster.client import Client
 from relayline.deploy.testing.cluster.clock import MS, Clock, S, Violation
 from relayline.deploy.testing.cluster.link import Link
 from relayline.deploy.testing.cluster.model import ROWS_MAX
+from relayline.deploy.testing.cluster.mover import Mover, ranges
 from relayline.deploy.testing.cluster.node import CTX_TOKENS, Node, Order
 from relayline.deploy.testing.cluster.sender import Sender
 from relayline.deploy.testing.simulation.world import smooth
@@ -51,6 +52,7 @@ class Coordinator:
         *,
         has_slow_calls: bool,
         has_late_answers: bool,
+        moves: bool = False,
     ) -> None:
         self.route_id, self.nodes = route_id, nodes
         self._has_slow_calls, self._has_late_answers = has_slow_calls, has_late_answers
@@ -70,6 +72,9 @@ class Coordinator:
         self._lost: RelaylineError | None = None  # why the latest epoch cannot go on
         self._readers: list[ReturnReader] = []
         self._quiet = Silence()
+        self._is_planned = False
+        self.mover = Mover(self, nodes, clock, rng) if moves else None
+        self._served: tuple[int, ...] = ()  # the cuts of the attempt, or of the epoch that stands
         clock.after(0, self._attempt)
         clock.after(BEAT_NS, self._beat)
 
@@ -111,12 +116,26 @@ class Coordinator:
         epoch = self._attempted = self.conductor.begin_epoch()
         self._lost = None
         self._held, self.links, self._readers = [], [], []
+        self._served = self._cuts()
         instances = [node.instance for node in self.nodes]
-        if all(node.answers for node in self.nodes):
+        if all(node.answers and node.layers == node.ordered for node in self.nodes):
             self._configure(len(self.nodes) - 1, epoch, instances, None)
             self._clock.after(ATTEMPT_NS, self._failed, epoch)
         else:
             self._clock.after(RETRY_NS, self._failed, epoch)
+
+    def _cuts(self) -> tuple[int, ...]:
+        return self.mover.served if self.mover is not None else tuple(node.layers.start for node in self.nodes[1:])
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether the epoch is about to end, so that layers can be switched."""
+        return self._lost is not None or (self.mover is not None and self.mover.moves.is_settling)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether everything of the epoch before is closed."""
+        return not self.is_connected
 
     def _failed(self, epoch: int) -> None:
         if epoch == self._attempted:
@@ -130,7 +149,7 @@ class Coordinator:
         lost = functools.partial(self._lost_at, epoch, StageLostError(f"the return link of stage {index} is gone"))
         returns = self._new_link(functools.partial(self._returned, epoch, reader), downstream_lost=lost)
         self._readers.insert(0, reader)
-        order = Order(self.route_id, epoch, instances[index], returns, downstream)
+        order = Order(self.route_id, epoch, instances[index], returns, downstream, ranges(self._served)[index])
 
         def reply(held: dict[int, int] | RelaylineError) -> None:
             self._clock.after(self._travel_ns(), answered, held)
@@ -182,6 +201,9 @@ class Coordinator:
             above.do(functools.partial(above.link_broke, self.route_id, epoch, error))
 
     def _connected(self, link: Link) -> None:
+        if self._served != self._cuts():  # layers were moved meanwhile
+            self._clock.after(RETRY_NS, self._failed, self._attempted)
+            return
         self._sender, self.is_connected = Sender(link, self.conductor.epoch), True
         self._attempted = 0
         self._quiet = Silence()
@@ -199,7 +221,10 @@ class Coordinator:
             silence.heard()
             self.conductor.availability.heard(node.index, self._clock.now_ns)
             self.conductor.availability.serves(node.index, str(node.instance))
-        self.carry(self.conductor.connected(facts, self._clock.now_ns))
+        instructions = self.conductor.connected(facts, self._clock.now_ns)
+        if self.mover is not None:
+            self.mover.stands()
+        self.carry(instructions)
         if self._has_late_answers:
             for message in self.heard[-LATE_MAX:]:
                 self._clock.after(self._rng.randrange(100 * MS), self.answer, message)
@@ -210,20 +235,24 @@ class Coordinator:
         if epoch == self.conductor.epoch:
             self.lose(error)
 
-    def lose(self, error: RelaylineError) -> None:
+    def lose(self, error: RelaylineError, *, is_planned: bool = False) -> None:
         """The epoch cannot go on; the first to say so is heard."""
         if self._lost is None:
+            self._is_planned = is_planned
             self._lost = error
             if self.is_connected:
                 self._clock.after(0, self._disconnect, error)
 
     def _disconnect(self, error: RelaylineError) -> None:
-        self.n_lost += 1
+        self.n_lost += not self._is_planned
         self.is_connected = False
-        self.carry(self.conductor.lost(error, self._clock.now_ns))
+        is_planned, self._is_planned = self._is_planned, False
+        self.carry(self.conductor.lost(error, self._clock.now_ns, is_planned=is_planned))
         for link in self.links:
             link.close()
         self._sender = None
+        if self.mover is not None:
+            self.mover.ended()
         self._clock.after(RETRY_NS, self._attempt)
 
     # --- signs of life ------------------------------------------------------------------------------------------------
@@ -280,6 +309,8 @@ class Coordinator:
         if is_over and (instructions or self._known() != before):
             raise Violation(f"at epoch {self.conductor.epoch} an answer of another epoch changes something")
         self.carry(instructions)
+        if self.mover is not None:
+            self.mover.look()
 
     def _known(self) -> object:
         """Return what an answer may change."""

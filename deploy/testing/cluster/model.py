@@ -1,8 +1,8 @@
 """A model whose every row depends on all rows before it in its lane, and the tokens that it must therefore say.
 
-A stage's row is a hash of the lane so far, small enough to be exact as f16. So a row that was lost, doubled, computed
-in another lane or upon another history shows in the next tokens. It runs below the real StepExecutor, in the place of
-stage.engine.native.NativeEngine.
+A layer's row is a hash of its lane so far, small enough to be exact as f16. So a row that was lost, doubled, computed
+in another lane, by another layer or upon another history shows in the next tokens. It runs below the real StepExecutor,
+in the place of stage.engine.native.NativeEngine.
 """
 
 from __future__ import annotations
@@ -17,28 +17,36 @@ from relayline.stage.engine.checkpoints import Checkpoints
 from relayline.wire.common.errors import PositionGapError
 
 WIDTH, N_VOCAB, ROWS_MAX = 2, 509, 64
+N_LAYERS = 6  # of the model, whatever the stages
 _MODULUS = 1_021  # below 2048: whole numbers up to there are exact as f16
 
 
-def _next(before: int, value: int, stage: int) -> int:
-    return (before * 31 + value + 7 * stage + 1) % _MODULUS
+def _next(before: int, value: int, layer: int) -> int:
+    return (before * 31 + value + 7 * layer + 1) % _MODULUS
+
+
+def _row(before: Sequence[int], value: int, layers: range) -> tuple[int, ...]:
+    """Return what each of the layers makes of a value, one upon the other."""
+    row = []
+    for layer, held in zip(layers, before, strict=True):
+        value = _next(held, value, layer)
+        row.append(value)
+    return tuple(row)
 
 
 class Truth:
     """What the model says of one history."""
 
-    def __init__(self, n_stages: int, tokens: Sequence[int]) -> None:
-        self._hashes = [0] * n_stages
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._hashes = (0,) * N_LAYERS
         self.token = 0
         for token in tokens:
             self.feed(token)
 
     def feed(self, token: int) -> int:
         """Go on by one token; returns the one that follows."""
-        value = token
-        for stage, before in enumerate(self._hashes):
-            value = self._hashes[stage] = _next(before, value, stage)
-        self.token = value % N_VOCAB
+        self._hashes = _row(self._hashes, token, range(N_LAYERS))
+        self.token = self._hashes[-1] % N_VOCAB
         return self.token
 
     def answer(self, n_tokens: int) -> list[int]:
@@ -55,7 +63,7 @@ class Truth:
 class ModelEngine:
     """Satisfies stage.steps.step_types.Engine. Raises Violation where a row does not continue its lane."""
 
-    def __init__(self, stage: int, n_lanes: int, *, is_last: bool, keeps_state: bool = False) -> None:
+    def __init__(self, layers: range, n_lanes: int, *, is_last: bool, keeps_state: bool = False) -> None:
         """With a recurrent state a lane can be taken back to checkpoints alone, as in stage.engine.recurrent."""
         self.n_embd, self.max_rows, self.max_wanted, self.is_last = WIDTH, ROWS_MAX, ROWS_MAX, is_last
         self.n_vocab = N_VOCAB if is_last else 0
@@ -65,9 +73,9 @@ class ModelEngine:
         self.wants = np.ones(ROWS_MAX, np.int8)
         self.output_rows = np.zeros((0 if is_last else ROWS_MAX, WIDTH), np.float32)
         self.micro_batches: tuple[int, ...] = ()
-        self.lanes: list[list[int]] = [[] for _ in range(n_lanes)]
+        self.lanes: list[list[tuple[int, ...]]] = [[] for _ in range(n_lanes)]
         self._checkpoints = Checkpoints() if keeps_state else None
-        self._stage = stage
+        self._layers, self._empty = layers, (0,) * len(layers)
         self._tokens: dict[int, int] = {}
 
     def decode(self, n_rows: int) -> None:
@@ -78,12 +86,14 @@ class ModelEngine:
         for row, (value, index, position) in enumerate(zip(values, lanes, positions, strict=True)):
             lane = self.lanes[index]
             if position != len(lane):
-                raise Violation(f"stage {self._stage}: lane {index} holds {len(lane)} rows, and is fed row {position}")
-            lane.append(_next(lane[-1] if lane else 0, int(value), self._stage))
+                raise Violation(
+                    f"layers {self._layers}: lane {index} holds {len(lane)} rows, and is fed row {position}"
+                )
+            lane.append(_row(lane[-1] if lane else self._empty, int(value), self._layers))
             if self.is_last:
-                self._tokens[row] = lane[-1] % N_VOCAB
+                self._tokens[row] = lane[-1][-1] % N_VOCAB
             else:
-                self.output_rows[row, 0] = lane[-1]
+                self.output_rows[row, 0] = lane[-1][-1]
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
         """Return logits with one largest."""
@@ -113,7 +123,9 @@ class ModelEngine:
     def drop_from(self, lane: int, position: int) -> None:
         """Forget rows from a position on."""
         if not self._can_rewind(lane, position):
-            raise Violation(f"stage {self._stage}: lane {lane} is taken back to {position}, where it has no checkpoint")
+            raise Violation(
+                f"layers {self._layers}: lane {lane} is taken back to {position}, where it has no checkpoint"
+            )
         del self.lanes[lane][position:]
         if self._checkpoints is not None:
             self._checkpoints.drop_beyond(lane, position)
@@ -121,7 +133,7 @@ class ModelEngine:
     def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
         """Copy the first rows of a lane."""
         if not self._can_rewind(source_lane, n_tokens):
-            raise Violation(f"stage {self._stage}: a copy of {n_tokens} rows, where the source has no checkpoint")
+            raise Violation(f"layers {self._layers}: a copy of {n_tokens} rows, where the source has no checkpoint")
         self.lanes[target_lane] = self.lanes[source_lane][:n_tokens]
         if self._checkpoints is not None:
             self._checkpoints.hand_on(source_lane, target_lane, n_tokens)

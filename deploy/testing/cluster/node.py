@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from relayline.deploy.testing.cluster.clock import MS, Clock, Violation
 from relayline.deploy.testing.cluster.link import Link
-from relayline.deploy.testing.cluster.model import ROWS_MAX, WIDTH, ModelEmbeddings, ModelEngine
+from relayline.deploy.testing.cluster.model import N_LAYERS, ROWS_MAX, WIDTH, ModelEmbeddings, ModelEngine
 from relayline.stage.inbound import check_due, queued_frames
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.routes import check_newer
@@ -22,7 +22,7 @@ from relayline.stage.steps.policy import DrainPolicy, GroupPolicy, Policy
 from relayline.stage.steps.step import StepExecutor
 from relayline.stage.steps.step_types import RouteOutput, RouteWiring
 from relayline.wire.common.curve import CostCurve
-from relayline.wire.common.errors import NotReadyError, RelaylineError, StageLostError
+from relayline.wire.common.errors import HandshakeError, NotReadyError, RelaylineError, StageLostError
 from relayline.wire.envelopes.buffers import BufferPool
 from relayline.wire.envelopes.envelope import DTYPE_F16, parse
 from relayline.wire.envelopes.frames import Flag
@@ -30,6 +30,7 @@ from relayline.wire.envelopes.returns import ReturnWriter
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CTX_TOKENS = 128
+REJOIN_NS = 200 * MS
 STEP_NS, ROW_NS = 4 * MS, MS // 2
 _ENVELOPES = itertools.count(1)
 
@@ -59,6 +60,8 @@ class Order:
     """The process that it means."""
     returns: Link
     downstream: Link | None
+    layers: range
+    """Those that it is to have."""
 
 
 class Node:
@@ -71,6 +74,9 @@ class Node:
         self.keeps_state = keeps_state
         self.index, self.is_last, self._policy = index, index == n_stages - 1, policy
         self._clock, self._rng = clock, rng
+        self.ordered = range(N_LAYERS * index // n_stages, N_LAYERS * (index + 1) // n_stages)
+        """The layers that a process which starts now gets."""
+        self.on_death: Callable[[], None] = lambda: None
         self.instance = 0  # how often its process was started
         self.is_up = False
         self.silent_since_ns = 0  # when it last stopped answering
@@ -85,16 +91,22 @@ class Node:
             return
         self.instance += 1
         self.is_up, self.is_hung = True, False
-        self.engine = ModelEngine(self.index, n_lanes, is_last=self.is_last, keeps_state=self.keeps_state)
+        self._waiting: list[Callable[[], None]] = []  # what reached a process that hangs
+        self.newest: dict[int, int] = {}  # route id -> newest epoch that ever began here
+        self._load(n_lanes)
+
+    def _load(self, n_lanes: int) -> None:
+        """Have an engine with the ordered layers, and nothing in it."""
+        self.layers = self.ordered
+        self._prepared: dict[int, range] = {}  # by the number of the change: it is one or none
+        self.engine = ModelEngine(self.layers, n_lanes, is_last=self.is_last, keeps_state=self.keeps_state)
         self.lanes = LaneTable(n_lanes, CTX_TOKENS)
         embeddings = None if self.index else ModelEmbeddings()
         self.executor = StepExecutor(self.engine, self.lanes, self.index, embeddings)
         self.batcher = Batcher(_policy(self._policy))
         self.routes: dict[int, NodeRoute] = {}
-        self.newest: dict[int, int] = {}  # route id -> newest epoch that ever began here
         self.step: Step | None = None
         self._n_to_lose = 0
-        self._waiting: list[Callable[[], None]] = []  # what reached a process that hangs
         self._between: list[Callable[[], None]] = []  # what is to be done between two steps
 
     @property
@@ -120,6 +132,7 @@ class Node:
         if not self.is_hung:
             self.silent_since_ns = self._clock.now_ns
         self.is_up, self.step = False, None
+        self.on_death()
         for route in self.routes.values():
             route.returns.cut()
             if route.downstream is not None:
@@ -153,6 +166,8 @@ class Node:
         try:
             if order.instance != self.instance:
                 raise NotReadyError("this stage has been started anew")
+            if order.layers != self.layers:
+                raise HandshakeError("this stage has other layers")
             if (previous := self.routes.get(order.route_id)) is not None:
                 check_newer(order.epoch, previous.epoch)
                 self._end(previous)
@@ -167,6 +182,36 @@ class Node:
         held = self.executor.begin_route(order.route_id, RouteWiring(order.epoch, pool))
         self.routes[order.route_id] = route
         reply(held)
+
+    # --- planned changes, as stage.joining.changes and stage.served make them ---------------------------------------
+
+    def prepare(self, number: int, layers: range, ready: Callable[[int], None]) -> None:
+        """Have a slice ready beside the one that serves."""
+        self._prepared = {number: layers}
+        ready(self.index)
+
+    def drop(self, number: int) -> None:
+        """Give back what was prepared."""
+        self._prepared.pop(number, None)
+
+    def switch(self, number: int, *, keeps: bool) -> None:
+        """Serve what was prepared, with an engine of its own unless the layers stay; else join anew."""
+        layers = self._prepared.pop(number, None)
+        if layers is None:
+            if self.layers != self.ordered:
+                n_lanes = self.lanes.n_lanes
+                self.die()
+                self._clock.after(REJOIN_NS, self.start, n_lanes)
+        elif not keeps:
+            for route in list(self.routes.values()):
+                self._end(route)
+            self.instance += 1
+            between, self._between = self._between, []
+            self._load(self.lanes.n_lanes)
+            for action in between:  # calls that came to the engine before are answered, by refusing them
+                action()
+        elif layers != self.layers:
+            raise Violation(f"stage {self.index} is to keep {self.layers} as {layers}")
 
     def _end(self, route: NodeRoute) -> None:
         if self.routes.get(route.route_id) is route:

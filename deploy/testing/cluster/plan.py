@@ -84,10 +84,11 @@ KINDS = (
     "loses rows",  # of the next envelopes, by a bug that nobody else notices
     "cut",  # a link is, up to three times
     "slow link",
+    "moves",  # nothing goes wrong: other layers are wanted, up to three times
     "answers again",  # answers of now, or of an epoch that is over, come once more
 )
 
-OFTEN = {"cut": 4}  # where only a link breaks, sessions go on from what stages hold
+OFTEN = {"cut": 4, "moves": 3}  # where only a link breaks, sessions go on from what stages hold
 
 
 def plan_of(seed: str, kinds: Sequence[str] = KINDS) -> Plan:

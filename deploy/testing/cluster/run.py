@@ -22,7 +22,8 @@ from relayline.deploy.testing.cluster import audit
 from relayline.deploy.testing.cluster.client import Client
 from relayline.deploy.testing.cluster.clock import MS, Clock, S, Violation
 from relayline.deploy.testing.cluster.coordinator import Coordinator
-from relayline.deploy.testing.cluster.model import N_VOCAB, Truth
+from relayline.deploy.testing.cluster.model import N_LAYERS, N_VOCAB, Truth
+from relayline.deploy.testing.cluster.mover import Mover
 from relayline.deploy.testing.cluster.node import Node
 from relayline.deploy.testing.cluster.plan import COMES_BACK_NS, KINDS, START_NS, Plan, Trouble, Wish, plan_of
 from relayline.stage.queue_types import QueuedFrame
@@ -42,6 +43,8 @@ class Outcome:
     n_epochs_lost: int
     n_deaths: int
     ends: collections.Counter[str]
+    n_moves: int = 0
+    """Changes of layers that were made."""
 
 
 class Cluster:
@@ -50,6 +53,7 @@ class Cluster:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.clock, self._rng = plan, Clock(), random.Random(f"{plan.seed}/run")
         self.excuses = audit.Excuses()
+        self.n_moves_asked = 0
         self._poison: dict[tuple[int, int], int] = {}  # (route, session) -> the stage that it brings down
         n = plan.n_stages
         self.nodes = [
@@ -76,6 +80,7 @@ class Cluster:
                 plan.delay_ns,
                 has_slow_calls=plan.has_slow_calls,
                 has_late_answers=plan.has_late_answers,
+                moves=plan.n_coordinators == 1,
             )
             for route_id in range(1, 1 + plan.n_coordinators)
         ]
@@ -107,6 +112,7 @@ class Cluster:
             sum(coordinator.n_lost for coordinator in self.coordinators),
             self.excuses.n_deaths,
             collections.Counter("left" if client.has_left else client.end for client in clients),
+            sum(coordinator.mover.moves.n_done for coordinator in self.coordinators if coordinator.mover),
         )
 
     def _check(self) -> None:
@@ -127,6 +133,7 @@ class Cluster:
                 for coordinator in self.coordinators
             )
             and all(node.answers and node.step is None and not len(node.batcher) for node in self.nodes)
+            and not any(coordinator.mover and coordinator.mover.moves.is_open for coordinator in self.coordinators)
             and not any(link.n_in_flight or link.is_cut for link in links)  # a cut is noticed later
         )
 
@@ -140,11 +147,11 @@ class Cluster:
         self._n_to_come -= 1
         prediction: tuple[int, ...] = ()
         if wish.is_predicted and self.plan.schedule.draft:
-            answer = Truth(self.plan.n_stages, wish.prompt).answer(wish.max_tokens)
+            answer = Truth(wish.prompt).answer(wish.max_tokens)
             prediction = tuple((token + (at % 4 == 3)) % N_VOCAB for at, token in enumerate(answer))
         sampling = SamplingParams(temperature=0.0)
         request = GenerationRequest(f"r{number}", wish.prompt, wish.max_tokens, sampling, prediction=prediction)
-        client = Client(request, Truth(self.plan.n_stages, wish.prompt), wish.leaves_after)
+        client = Client(request, Truth(wish.prompt), wish.leaves_after)
         coordinator.open(client)
         if wish.kills_stage is not None and client.session_id is not None:
             self.excuses.poisoned.add(request.request_id)
@@ -185,6 +192,9 @@ class Cluster:
             case "cut":
                 for turn in range(1 + trouble.which % 3):
                     clock.after(turn * (lasts_ns + COMES_BACK_NS), self._cut, trouble.which >> turn)
+            case "moves" if coordinator.mover is not None:
+                for turn in range(1 + trouble.which % 3):
+                    clock.after(turn * (lasts_ns + COMES_BACK_NS), self._move, coordinator.mover, trouble.which >> turn)
             case "slow link" if links:
                 link = links[trouble.which % len(links)]
                 before_ns, link.delay_ns = link.delay_ns, lasts_ns // 4
@@ -198,6 +208,10 @@ class Cluster:
             self.excuses.n_deaths += 1
             node.die()
             self.clock.after(lasts_ns, node.start, n_lanes)
+
+    def _move(self, mover: Mover, which: int) -> None:
+        cuts = random.Random(which).sample(range(1, N_LAYERS), self.plan.n_stages - 1)
+        self.n_moves_asked += mover.ask(tuple(sorted(cuts)))
 
     def _cut(self, which: int) -> None:
         links = [link for each in self.coordinators for link in each.links if not link.is_cut]
@@ -232,6 +246,7 @@ def simulate_many(base: str, n_seeds: int, kinds: Sequence[str] = KINDS) -> Outc
             total.n_epochs_lost + one.n_epochs_lost,
             total.n_deaths + one.n_deaths,
             total.ends + one.ends,
+            total.n_moves + one.n_moves,
         )
     return total
 

@@ -27,6 +27,7 @@ def test_hundreds_of_histories_with_losses(part: int) -> None:
     print(outcome)
     assert outcome.n_epochs_lost > N_SEEDS // 10
     assert outcome.n_deaths > N_SEEDS // 10
+    assert outcome.n_moves > 0
     assert outcome.ends["length"] > 2 * N_SEEDS, "else little was tried"
 
 
@@ -38,6 +39,37 @@ def test_a_seed_replays_event_for_event() -> None:
 def test_nothing_is_lost_where_nothing_goes_wrong() -> None:
     outcome = Cluster(CALM).run()
     assert (outcome.n_epochs_lost, outcome.ends) == (0, {"length": 3})
+
+
+def test_layers_move_and_nobody_is_told_of_it() -> None:
+    cluster = Cluster(dataclasses.replace(CALM, n_lanes=3, troubles=(Trouble(150 * MS, "moves", 0, 500 * MS, 3),)))
+    before = [node.layers for node in cluster.nodes]
+    outcome = cluster.run()
+    assert outcome.n_moves >= 1
+    assert (outcome.n_epochs_lost, outcome.ends, outcome.n_tokens) == (0, {"length": 3}, 60)
+    assert [node.layers for node in cluster.nodes] != before
+    assert sum(client.came_while_lost for client in cluster.coordinators[0].clients) == 0
+
+
+def test_a_stage_that_keeps_its_layers_keeps_what_it_has_loaded() -> None:
+    cluster = Cluster(CALM)
+    mover = cluster.coordinators[0].mover
+    assert mover is not None
+    cluster.clock.at(150 * MS, mover.ask, (2, 5))  # layers 0-1, 2-4 and 5 instead of 0-1, 2-3 and 4-5
+    outcome = cluster.run()
+    assert (outcome.n_moves, outcome.ends) == (1, {"length": 3})
+    assert (mover.n_kept, [node.instance for node in cluster.nodes]) == (1, [1, 2, 2])
+
+
+def test_a_change_that_a_stage_does_not_live_to_see_changes_nothing() -> None:
+    cluster = Cluster(dataclasses.replace(CALM, troubles=(Trouble(160 * MS, "dies", 1, 500 * MS, 0),)))
+    mover = cluster.coordinators[0].mover
+    assert mover is not None
+    cluster.clock.at(150 * MS, mover.ask, (1, 5))
+    outcome = cluster.run()
+    assert mover.moves.latest is not None
+    assert "stage 1 was lost" in mover.moves.latest.problem
+    assert (outcome.n_moves, outcome.ends) == (0, {"length": 3})
 
 
 @pytest.mark.parametrize("kind", ["dies", "flaps", "cut", "comes back with other lanes"])

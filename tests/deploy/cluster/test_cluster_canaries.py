@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from relayline.coordinator.engine.conductor import Conductor
+from relayline.coordinator.engine.moves import Moves
 from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.sessions.admission import Admission
 from relayline.coordinator.sessions.readers import Readers
@@ -131,6 +132,24 @@ def loses_a_row(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Session, "start", forgetful)
 
 
+def keeps_rows_of_other_layers(patch: pytest.MonkeyPatch) -> None:
+    """A stage that takes up other layers goes on with what its lanes held."""
+    load = node.Node._load
+
+    def keeps(self: node.Node, n_lanes: int) -> None:
+        lanes, executor = (self.lanes, self.executor) if self.instance > 1 and self.is_up else (None, None)
+        load(self, n_lanes)
+        if lanes is not None and executor is not None and lanes.n_lanes == n_lanes:
+            self.lanes = self.executor.lanes = self.executor.sessions._lanes = lanes
+
+    patch.setattr(node.Node, "_load", keeps)
+
+
+def holds_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """What is under way is waited for, and nobody looks whether it has come back."""
+    patch.setattr(Moves, "look", lambda self, now_ns: [])
+
+
 ANY = KINDS
 # What each breaks, and what goes wrong where that shows soonest.
 CANARIES = [
@@ -149,6 +168,8 @@ CANARIES = [
     (misses_no_row, ("loses rows",)),
     (mixes_heads, ANY),
     (loses_a_row, ("dies", "cut")),
+    (keeps_rows_of_other_layers, ("moves",)),
+    (holds_for_ever, ("moves",)),
 ]
 
 

@@ -1,0 +1,163 @@
+"""Planned changes of layers, decision by decision: what is refused, what holds requests back, what ends it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from relayline.coordinator.engine.conductor import Conductor, ConductorConfig
+from relayline.coordinator.engine.moves import (
+    PREPARE_MAX_S,
+    SETTLE_MAX_S,
+    Cut,
+    Drop,
+    Moves,
+    MoveState,
+    Prepare,
+    Settle,
+    Switch,
+)
+from relayline.coordinator.schedule.scheduler import ScheduleConfig
+from relayline.wire.common.errors import InvalidRequestError, NotReadyError, RelaylineError
+from relayline.wire.common.phase import Phase
+
+S = 1_000_000_000
+NAMES = ("a", "b", "c")
+
+
+class World:
+    """Three stages of an eight-layer model, of which something is under way if the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = ConductorConfig(ScheduleConfig(), NAMES, 100)
+        self.conductor = Conductor(config, lambda _: False, itertools.count(1), 0)
+        self.conductor.availability.enter(Phase.READY, 0)
+        self.under_way: dict[int, tuple[int, int]] = {}
+        monkeypatch.setattr(self.conductor.scheduler, "under_way", lambda: self.under_way)
+        self.moves = Moves(self.conductor, NAMES, 8, (3, 6))
+
+    def prepared(self) -> list[object]:
+        """Bring a change so far that all have prepared."""
+        assert self.moves.begin((3, 5), 0) == [Cut(1, (3, 5))]
+        assert self.moves.cut(1, (True, False, False), S) == [Prepare(1)]
+        assert self.moves.prepared(1, 0, S) == self.moves.prepared(1, 2, S) == []
+        assert not self.conductor.is_held, "requests go on while stages prepare"
+        return list(self.moves.prepared(1, 1, 2 * S))
+
+    @property
+    def state(self) -> MoveState:
+        assert self.moves.latest is not None
+        return self.moves.latest.state
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_where_nothing_is_under_way_the_switch_is_made_at_once(world: World) -> None:
+    assert world.prepared() == [Switch(1)]
+    assert world.moves.connected(2 * S + S // 4)
+    described = world.moves.describe(9 * S)
+    assert described["layers"] == [[0, 3], [3, 5], [5, 8]]
+    assert described["move"] == {
+        "number": 1, "cuts": [3, 5], "state": "done", "state_s": 6.75, "took_s": 2.25, "keep": ["a"],
+        "waiting_for": [], "paused_s": 0.25, "problem": "",
+    }  # fmt: skip
+    assert not world.moves.connected(3 * S), "a later epoch is no change"
+
+
+def test_what_is_under_way_comes_back_first(world: World) -> None:
+    world.under_way = {7: (1, 1)}
+    assert world.prepared() == [Settle(SETTLE_MAX_S)]
+    assert world.conductor.is_held
+    assert world.moves.look(2 * S + 1) == []
+    world.under_way = {}
+    assert world.moves.look(2 * S + 2) == [Switch(1)]
+
+
+def test_a_step_that_takes_long_is_not_waited_for(world: World) -> None:
+    world.under_way = {7: (1, 1)}
+    world.prepared()
+    assert world.moves.look(2 * S + round(SETTLE_MAX_S * S)) == [Switch(1)]
+
+
+def test_an_epoch_that_ends_by_itself_is_where_the_switch_is_made(world: World) -> None:
+    world.under_way = {7: (1, 1)}
+    world.prepared()
+    assert world.moves.lost(2 * S + 5) == [Switch(1)]
+    assert world.moves.lost(2 * S + 6) == []
+
+
+def test_between_two_epochs_nothing_has_to_settle(world: World) -> None:
+    world.under_way = {7: (1, 1)}
+    world.moves.begin((3, 5), 0)
+    world.moves.cut(1, (True, True, True), S)
+    world.conductor.availability.enter(Phase.RECOVERING, S)
+    found = [world.moves.prepared(1, index, S) for index in range(3)]
+    assert found == [[], [], [Switch(1)]]
+
+
+def test_a_pipeline_that_ends_does_not_switch(world: World) -> None:
+    world.moves.begin((3, 5), 0)
+    world.moves.cut(1, (True, True, True), S)
+    world.conductor.availability.enter(Phase.DRAINING, S)
+    found = [world.moves.prepared(1, index, S) for index in range(3)]
+    assert found == [[], [], [Drop(1)]]
+    assert world.moves.cuts == (3, 6)
+
+
+@pytest.mark.parametrize("state", ["cutting", "preparing", "settling", "switching"])
+def test_a_stage_that_leaves_ends_the_change_until_the_switch(world: World, state: str) -> None:
+    world.under_way = {7: (1, 1)}
+    if state == "cutting":
+        world.moves.begin((3, 5), 0)
+    elif state == "preparing":
+        world.moves.begin((3, 5), 0)
+        world.moves.cut(1, (True, False, False), S)
+    else:
+        world.prepared()
+    if state == "switching":
+        world.under_way = {}
+        world.moves.look(3 * S)
+    left = world.moves.left(1, 4 * S)
+    if state == "switching":
+        assert (left, world.state, world.moves.cuts) == ([], MoveState.SWITCHING, (3, 5))
+        return
+    assert left == ([] if state == "cutting" else [Drop(1)])
+    assert (world.state, world.moves.cuts, world.conductor.is_held) == (MoveState.FAILED, (3, 6), False)
+    assert world.moves.cut(1, (True, True, True), 5 * S) == [], "what comes late changes nothing"
+    assert world.moves.prepared(1, 0, 5 * S) == []
+    assert world.moves.begin((2, 5), 6 * S) == [Cut(2, (2, 5))], "another may be begun"
+
+
+def test_stages_that_never_get_ready_end_the_change(world: World) -> None:
+    world.moves.begin((3, 5), 0)
+    world.moves.cut(1, (True, False, False), S)
+    world.moves.prepared(1, 0, S)
+    assert world.moves.tick(2 * S) == []
+    assert world.moves.tick(round((PREPARE_MAX_S + 2) * S)) == [Drop(1)]
+    assert world.moves.latest is not None
+    assert world.moves.latest.problem == "not ready after 3600 s: b, c"
+
+
+@pytest.mark.parametrize(
+    ("cuts", "words"),
+    [((3,), "3 stages need 2 cuts"), ((3, 3), "ascend"), ((0, 4), "ascend"), ((4, 8), "ascend"), ((3, 6), "already")],
+)
+def test_cuts_that_cannot_be_are_refused(world: World, cuts: tuple[int, ...], words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        world.moves.begin(cuts, 0)
+    assert world.moves.latest is None
+
+
+def test_one_change_at_a_time_and_only_while_ready(world: World) -> None:
+    world.moves.begin((3, 5), 0)
+    with pytest.raises(NotReadyError, match="being moved already"):
+        world.moves.begin((2, 5), 0)
+    world.moves.failed(1, "no room", 0)
+    world.conductor.availability.enter(Phase.RECOVERING, 0)
+    refused: type[RelaylineError] = NotReadyError
+    with pytest.raises(refused, match="recovering"):
+        world.moves.begin((2, 5), 0)

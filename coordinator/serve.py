@@ -17,9 +17,8 @@ from relayline.coordinator.engine.membership import Place
 from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.api_keys import protect_http
-from relayline.coordinator.http.app import TEMPLATE_FAULT, make_app
+from relayline.coordinator.http.app import FACTS, TEMPLATE_FAULT, make_app
 from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.live import FACTS
 from relayline.coordinator.http.server import start_http
 from relayline.coordinator.joining.config import JoinConfig
 from relayline.coordinator.joining.mover import CutModel, LayerMover

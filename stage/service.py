@@ -93,10 +93,6 @@ class StageService:
         """Connect the decode thread, and the guard of the port that takes lists of what is revoked."""
         self.runner, self._guard = runner, guard
 
-    def handlers(self) -> grpc.GenericRpcHandler:
-        """Return the generic handler to register with a server."""
-        return handlers(lambda: self)
-
     def renamed(self, facts: StageFacts) -> None:
         """The same slice belongs to another split from now on. No epoch stands."""
         self._facts = facts

@@ -16,7 +16,8 @@ from relayline.coordinator.http.dialect_routes import OUTER_MIDDLEWARE, add_dial
 from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.layer_handlers import LayerControl, layer_routes
 from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.live import FACTS, LiveFeed
+from relayline.coordinator.http.live import FACTS as FACTS
+from relayline.coordinator.http.live import LiveFeed
 from relayline.coordinator.http.middleware import add_request_id, errors_as_json, request_id
 from relayline.coordinator.http.observe import note_status, observing
 from relayline.coordinator.http.page import PATHS, read_files, routes

@@ -55,7 +55,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 # How --help lists them; a command of no group comes last.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Run a pipeline": ("up", "demo", "init", "plan", "doctor"),
-    "Look after it": ("status", "logs", "top", "trace", "down"),
+    "Look after it": ("status", "move", "logs", "top", "trace", "down"),
     "Measure": ("bench", "report", "calibrate", "certify"),
     "Models": ("pull", "inspect", "split", "cache"),
     "Several machines": ("join", "invite", "service", "stage", "serve", "certs", "render"),

@@ -13,7 +13,7 @@ import numpy as np
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.stage.observe.stats import StageStats
 from relayline.stage.queue_types import QueuedFrame
-from relayline.stage.service import StageService
+from relayline.stage.service import StageService, handlers
 from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.lanes import LaneTable
 from relayline.stage.steps.picking import drafts_of
@@ -71,7 +71,7 @@ async def served(
     service.attach(runner)
     sender = asyncio.create_task(service.send_forever())
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-    server.add_generic_rpc_handlers((service.handlers(),))
+    server.add_generic_rpc_handlers((handlers(lambda: service),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

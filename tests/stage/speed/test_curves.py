@@ -306,3 +306,17 @@ def test_a_curve_that_no_device_can_have_is_doubted(points: list[tuple[int, floa
     said = Curves.of_stage(has_head=True, decode=points).doubt
     assert said.startswith(doubt)
     assert bool(said) == bool(doubt)
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_copy_with_as_many_times_the_layers_costs_as_many_times_as_much(*, has_head: bool) -> None:
+    known = Curves.of_stage(
+        has_head=has_head, decode=[(1, 100), (8, 400)], prefill=[(64, 2_000)], context_ns=2.0, context_tiled_ns=1.0
+    )
+    other = known.copy(has_head=has_head)
+    other.scale(1.5)
+    assert dict(other.decode.points())[8] == 600
+    assert dict(other.prefill.points())[64] == 3_000
+    assert (other.context_ns, other.context_tiled_ns) == (3.0, 1.5)
+    assert (other.decode is other.prefill) is not has_head
+    assert dict(known.decode.points())[8] == 400, "the curves of before stay as they are"

@@ -24,6 +24,7 @@ from relayline.coordinator.joining.port import make_roster, serve_joining
 from relayline.deploy.launch.certificates import issue, issued_token, revoke
 from relayline.deploy.testing import paths
 from relayline.stage.joining.client import Member, introduction
+from relayline.stage.service import handlers
 from relayline.wire.common.errors import RelaylineError, UnauthenticatedError, UsageError
 from relayline.wire.links import role_tokens, rpc
 from relayline.wire.links.listening import Listener
@@ -218,7 +219,7 @@ async def guarded_stage(security: LinkSecurity) -> AsyncIterator[tuple[StageUnde
     async with served() as stage:
         listener = Listener(security, "stage 1")
         stage.service.attach(stage.service.runner, listener.guard)
-        listener.server.add_generic_rpc_handlers((stage.service.handlers(),))
+        listener.server.add_generic_rpc_handlers((handlers(lambda: stage.service),))
         port = listener.add_port("127.0.0.1", 0)
         await listener.server.start()
         try:

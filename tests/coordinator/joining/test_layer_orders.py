@@ -1,0 +1,143 @@
+"""Goal: the join port tells members of a planned change, hands out next artifacts, and switches only when told."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from relayline.coordinator.joining.config import JoinConfig, JoiningStage
+from relayline.coordinator.joining.service import JoinService, Split, make_roster, serve_joining
+from relayline.coordinator.model.pipeline_file import load_pipeline, store_pipeline
+from relayline.stage.joining.client import Member
+from relayline.wire.common.errors import ArtifactError
+from relayline.wire.links.security import PLAINTEXT
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+from tests.support.join_support import NAMES, JoinPort, write_split
+
+NEXT = b"other layers"
+
+
+class Heard:
+    """What stages said of a change."""
+
+    def __init__(self) -> None:
+        self.lines: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
+
+    def prepared(self, number: int, index: int) -> None:
+        self.lines.put_nowait(("prepared", number, index))
+
+    def failed(self, number: int, why: str) -> None:
+        self.lines.put_nowait(("failed", number, why))
+
+    def left(self, index: int) -> None:
+        self.lines.put_nowait(("left", index))
+
+
+class ChangingPort(JoinPort):
+    """A join port whose split can be followed by another."""
+
+    service: JoinService
+    heard: Heard
+    next: Split
+
+
+@pytest_asyncio.fixture
+async def port(tmp_path: Path) -> AsyncIterator[ChangingPort]:
+    file = write_split(tmp_path / "split")
+    other = tmp_path / "other"
+    write_split(other)
+    (other / "stage-1.gguf").write_bytes(NEXT)
+    described = load_pipeline(other, stages_here=False)
+    last = msgspec.structs.replace(
+        described.stages[1], size_bytes=len(NEXT), sha256=hashlib.sha256(NEXT).hexdigest(), layer_start=3
+    )
+    first = msgspec.structs.replace(described.stages[0], layer_end=3)
+    store_pipeline(other, msgspec.structs.replace(described, pipeline_id="next", cuts=(3,), stages=(first, last)))
+    config = JoinConfig(tuple(JoiningStage(name) for name in NAMES))
+    roster, services = make_roster(config), list[JoinService]()
+    async with (
+        asyncio.timeout(60),
+        serve_joining(config, tmp_path / "split", file, roster, PLAINTEXT, services.append) as address,
+    ):
+        made = ChangingPort(address, roster, config)
+        made.service, made.heard = services[0], Heard()
+        made.service.changes, made.next = made.heard, Split.at(other, load_pipeline(other))
+        yield made
+
+
+async def fetched(member: Member, sha256: str) -> bytes:
+    return b"".join([piece.data async for piece in member.fetch(0, sha256)])
+
+
+async def serving(member: Member, instance: str) -> None:
+    await member.report(serving=pb.StageServing(host="127.0.0.1", port=4000, instance_id=instance))
+
+
+async def test_members_are_told_and_get_the_next_artifact_while_the_order_still_holds(port: ChangingPort) -> None:
+    one, two = await port.join("box1"), await port.join("box2", "p2")
+    assert port.service.unmovable() == []
+    await port.service.prepare(1, port.next, (True, False))
+    keeps, changed = await one.changes.get(), await two.changes.get()
+    assert (keeps.change.keeps, changed.change.keeps) == (True, False)
+    assert (changed.pipeline_id, changed.stage_index, changed.artifact.size_bytes) == ("next", 1, len(NEXT))
+    assert await fetched(two, changed.artifact.sha256) == NEXT
+    assert await fetched(two, "") != NEXT, "what the order of before names can still be had"
+    again = await port.join("box1", "p1")
+    assert again.order.pipeline_id == "a-pipeline", "who joins before the switch gets what holds"
+    assert await port.heard.lines.get() == ("left", 0)
+    for member in (one, two, again):
+        await member.close()
+
+
+async def test_what_stages_say_is_heard(port: ChangingPort) -> None:
+    one, two = await port.join("box1"), await port.join("box2", "p2")
+    await port.service.prepare(1, port.next, (True, False))
+    await one.report(prepared=pb.StagePrepared(change=1, done_bytes=1, total_bytes=2))
+    await one.report(prepared=pb.StagePrepared(change=1, is_ready=True))
+    failure = pb.StageFailure(label="start", message="the disk is full")
+    await two.report(prepared=pb.StagePrepared(change=1, failure=failure))
+    heard = sorted([await port.heard.lines.get() for _ in range(2)], key=str)
+    assert heard == [("failed", 1, "box2: the disk is full"), ("prepared", 1, 0)]
+    await port.service.drop(1)
+    orders = [await two.changes.get() for _ in range(2)]
+    assert orders[1].change.step == pb.LAYER_CHANGE_STEP_DROP
+    with pytest.raises(ArtifactError, match="taken back"):
+        await fetched(two, orders[0].artifact.sha256)
+    for member in (one, two):
+        await member.close()
+
+
+async def test_after_the_switch_every_stage_is_waited_for_and_who_joins_gets_the_new_order(port: ChangingPort) -> None:
+    one, two = await port.join("box1"), await port.join("box2", "p2")
+    await serving(one, "i1")
+    await serving(two, "i2")
+    await port.roster.present()
+    lost: list[str] = []
+    port.roster.watch(lambda error: lost.append(error.message))
+    await port.service.prepare(1, port.next, (True, False))
+    port.service.switch()
+    await port.service.tell_switch(1)
+    assert port.roster.missing() == list(NAMES)
+    orders = [await two.changes.get() for _ in range(2)]
+    assert orders[1].change.step == pb.LAYER_CHANGE_STEP_SWITCH
+    await serving(one, "i1")
+    await serving(two, "i3")
+    await port.roster.present()
+    assert lost == [], "a stage that takes up its layers is not lost"
+    await one.close()
+    again = await port.join("box1", "p9")
+    assert again.order.pipeline_id == "next"
+    for member in (two, again):
+        await member.close()
+
+
+async def test_a_stage_of_a_version_that_cannot_move_is_named(port: ChangingPort) -> None:
+    hello = await port.join("box1")
+    assert port.service.unmovable() == ["box2"]
+    await hello.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from relayline.wire.common.errors import ArtifactError, InvalidRequestError, Not
 
 log = logging.getLogger("relayline.coordinator")
 
-CutModel = Callable[[tuple[int, ...]], Path]
-"""Splits the model that is served at these layers, and returns where; blocks. Raises RelaylineError."""
+CutModel = Callable[[tuple[int, ...]], Awaitable[Path]]
+"""Splits the model that is served at these layers, and returns where. Raises RelaylineError."""
 
 
 class LayerMover:
@@ -164,7 +164,9 @@ class LayerMover:
     async def _cut(self, number: int, cuts: tuple[int, ...]) -> None:
         """Split the model anew, in a process of its own, and see who keeps what."""
         try:
-            self._next, keeps = await asyncio.to_thread(self._new_split, cuts)
+            assert self._cut_model is not None
+            directory = await self._cut_model(cuts)
+            self._next, keeps = await asyncio.to_thread(self._new_split, directory, cuts)
         except RelaylineError as error:
             self.failed(number, error.message)
         except Exception as error:  # a bug of ours; nobody may wait for ever
@@ -173,10 +175,8 @@ class LayerMover:
         else:
             self._carry(self._moves.cut(number, keeps, time.monotonic_ns()))
 
-    def _new_split(self, cuts: tuple[int, ...]) -> tuple[Split, tuple[bool, ...]]:
-        assert self._cut_model is not None
+    def _new_split(self, directory: Path, cuts: tuple[int, ...]) -> tuple[Split, tuple[bool, ...]]:
         assert self._service is not None
-        directory = self._cut_model(cuts)
         held, file = self._service.split, load_pipeline(directory)
         if file.cuts != cuts or file.source.sha256 != held.file.source.sha256:
             raise ArtifactError(f"{directory} is not a split of the model that is served; give that one with --model")

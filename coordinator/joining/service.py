@@ -66,7 +66,6 @@ class _Membership:
     write: Callable[[pb.JoinResponse], Awaitable[None]]  # of its call, one message at a time
     owner: Identity | None = None
     silence: Silence = dataclasses.field(default_factory=Silence)
-    is_told: bool = False  # whether it has its order
     fetching: bool = False
 
 
@@ -152,7 +151,6 @@ class JoinService:
         beating: list[asyncio.Task[None]] = []
         try:
             await member.write(self._order(member.index, member.secret, beats=member.beats))
-            member.is_told = True
             reading = asyncio.create_task(self._read(context, member))
             ends.append(reading)
             if member.beats:
@@ -280,7 +278,7 @@ class JoinService:
         return [
             stage.name
             for index, stage in enumerate(self._config.stages)
-            if (member := members.get(index)) is None or not (member.moves and member.is_told)
+            if (member := members.get(index)) is None or not member.moves
         ]
 
     async def prepare(self, number: int, split: Split, keeps: Sequence[bool]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from relayline.wire.common.errors import ArtifactError
 if TYPE_CHECKING:
     from relayline.deploy.manifest import Manifest
 
-Cut = Callable[[tuple[int, ...]], Path]
+Cut = Callable[[tuple[int, ...]], Awaitable[Path]]
 
 
 def model_of(manifest: Manifest | None) -> Path | None:
@@ -24,20 +24,27 @@ def model_of(manifest: Manifest | None) -> Path | None:
 def cutter(model: Path | None) -> Cut | None:
     """Return what splits a model at given layers and says where, None without a model.
 
-    It blocks, and raises ArtifactError with what `relayline split` said.
+    It raises ArtifactError with what `relayline split` said; when it is cancelled, that is ended.
     """
     if model is None:
         return None
 
-    def cut(cuts: tuple[int, ...]) -> Path:
+    async def cut(cuts: tuple[int, ...]) -> Path:
         from relayline.deploy.launch.splits import split_place
 
-        place = split_place(model, None, cuts)
+        place = await asyncio.to_thread(split_place, model, None, cuts)
         where = ("--cuts", ",".join(map(str, cuts)), "--out", str(place))
         command = module_command("relayline.deploy.cli", "split", str(model.absolute()), *where)
-        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        none, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
+        splitting = await asyncio.create_subprocess_exec(*command, stdin=none, stdout=none, stderr=pipe)
+        try:
+            _, said = await splitting.communicate()
+        except asyncio.CancelledError:
+            splitting.kill()
+            await splitting.wait()
+            raise
+        if splitting.returncode:
+            lines = said.decode(errors="replace").strip().splitlines() or [f"exit code {splitting.returncode}"]
             raise ArtifactError(lines[-1].removeprefix("relayline: error: "))
         return place
 

@@ -29,12 +29,14 @@ def cutter(model: Path | None) -> Cut | None:
     if model is None:
         return None
 
+    full = str(model.absolute())
+
     async def cut(cuts: tuple[int, ...]) -> Path:
         from relayline.deploy.launch.splits import split_place
 
         place = await asyncio.to_thread(split_place, model, None, cuts)
         where = ("--cuts", ",".join(map(str, cuts)), "--out", str(place))
-        command = module_command("relayline.deploy.cli", "split", str(model.absolute()), *where)
+        command = module_command("relayline.deploy.cli", "split", full, *where)
         none, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
         splitting = await asyncio.create_subprocess_exec(*command, stdin=none, stdout=none, stderr=pipe)
         try:

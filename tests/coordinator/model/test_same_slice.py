@@ -38,7 +38,7 @@ def test_a_slice_with_other_metadata_is_another(tmp_path: Path) -> None:
     one, other = split(tmp_path, (2, 4)), split(tmp_path, (2, 5))
     path = other[0] / "stage-0.gguf"
     data = path.read_bytes()
-    key = b"relayline.embedding.scale"
+    key = b"relayline.embedding.rows"
     at = data.index(key) + len(key) + 4  # behind the type of its value
     path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     assert same_slices(one, other)[0] is False

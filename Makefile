@@ -41,7 +41,7 @@ NATIVE_TESTS := tests/stage tests/end_to_end tests/deploy/kernels tests/deploy/d
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup rebuild anew demo test test-quick test-plain test-store simulate check check-native proto reference docs lock bench wheel clean
+.PHONY: help setup rebuild anew demo test test-quick test-plain test-store simulate check conformance check-native proto reference docs lock bench wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -84,6 +84,9 @@ test-plain: ## what runs llama.cpp, against one without relayline's kernels, whi
 
 test-store: setup ## traces in MLflow, a store that nobody here wrote; installs it beside (850 MB)
 	@$(BIN)/python -m pytest -m mlflow
+
+conformance: setup ## suites that nobody here wrote, each in its own environment; ONLY=NAME runs one; needs a package registry
+	@$(BIN)/python -m tests.conformance.run $(if $(ONLY),--only $(ONLY))
 
 simulate: setup ## a whole cluster with losses on virtual time; N=10000 histories, SEED=S replays one
 	@$(if $(SEED),RELAYLINE_CLUSTER_SEED=$(SEED)) $(BIN)/python -m relayline.deploy.testing.cluster.run --n $(or $(N),10000)

@@ -1,0 +1,1 @@
+"""Suites that nobody here wrote, run against the demo model by `make conformance`."""

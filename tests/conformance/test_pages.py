@@ -1,0 +1,45 @@
+"""The page of `make conformance`: a failure is explained by a pattern that fits it, of its own suite only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.conformance.run import SUITES, SUITES_DIR, Result, _read_report, written
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="a.TestModels" name="test_delete">
+<failure message="Error code: 405 - DELETE is not allowed on /v1/models/x"/></testcase>
+<testcase classname="a.TestModels" name="test_list"/>
+<testcase classname="a.TestModels" name="test_odd"><skipped/></testcase>
+<testcase classname="a.TestModels" name="test_bad"><error message="AssertionError: nobody&#10;knows"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_a_report_is_told_apart(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(REPORT)
+    result, other = Result(SUITES[0], "openai 1"), Result(SUITES[1], "anthropic 1")
+    _read_report(result, report)
+    _read_report(other, report)
+    assert (result.n_passed, result.n_skipped, len(result.failures)) == (1, 1, 2)
+    known, unknown = result.split()
+    assert [*known.values()] == [1]
+    assert unknown == [("TestModels::test_bad", "AssertionError: nobody knows")]
+    assert len(other.split()[1]) == 2  # the explanation is of another suite
+    page = written([result, Result(SUITES[2], skipped="no such package")])
+    assert "| openai-python | openai 1 | 1 | 1 | 1 | 1 |" in page
+    assert "not run: no such package" in page
+    assert "## Not explained" in page
+
+
+def test_a_suite_that_leaves_no_report_has_failed(tmp_path: Path) -> None:
+    result = Result(SUITES[0])
+    _read_report(result, tmp_path / "none.xml")
+    assert result.split()[1]
+
+
+def test_suites_of_ours_are_files_that_no_other_run_collects() -> None:
+    for suite in SUITES:
+        for test in () if suite.source else suite.tests:
+            assert (SUITES_DIR / test).is_file()
+            assert not test.startswith("test_")

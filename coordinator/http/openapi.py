@@ -107,7 +107,7 @@ def add_openapi(app: web.Application) -> frozenset[str]:
     return frozenset({OPENAPI_PATH, DOCS_PATH})
 
 
-def _operation(route: web.AbstractRoute, path: str, schema_of: Mapping[type, Any]) -> dict[str, Any]:
+def _operation(route: web.AbstractRoute, path: str, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
     key = (route.method, path)
     error = _ERRORS.get("/v1/messages" if path.startswith("/v1/messages") else "", schema_of[ErrorBody])
     content: dict[str, Any] = {"application/json": {"schema": schema_of.get(_REPLIES.get(key, object), {})}}

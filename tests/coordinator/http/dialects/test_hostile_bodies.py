@@ -21,26 +21,10 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
-KINDS = st.sampled_from(
-    [
-        "message",
-        "text",
-        "input_text",
-        "output_text",
-        "refusal",
-        "reasoning",
-        "function_call",
-        "function_call_output",
-        "item_reference",
-        "tool_use",
-        "tool_result",
-        "thinking",
-        "redacted_thinking",
-        "document",
-        "image",
-        "function",
-    ]
-)
+ITEM_KINDS = ("message", "reasoning", "function_call", "function_call_output", "item_reference")
+PART_KINDS = ("text", "input_text", "output_text", "refusal", "image", "document", "function")
+BLOCK_KINDS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
+KINDS = st.sampled_from((*ITEM_KINDS, *PART_KINDS, *BLOCK_KINDS))
 TEXTS = ("text", "id", "name", "input", "content", "source", "thinking")
 PART = st.fixed_dictionaries(
     {"type": KINDS},

@@ -40,14 +40,5 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
         r"(container|mcp_servers|inference_geo|tools\[\d+\]|messages\[\d+\]).*(not supported|served)",
         "Hosted tools, containers and the like are not served.",
     ),
-    (
-        "langchain-(chat|responses|messages)",
-        r"image|audio|pdf|media",
-        "The demo model reads text only.",
-    ),
-    (
-        "schemathesis",
-        r"[Uu]nsupported.*TRACE|405|[Aa]llow",
-        "A method that no route has is answered with 405; see the message.",
-    ),
+    ("langchain", r"image|audio|pdf|media", "The demo model reads text only."),
 )

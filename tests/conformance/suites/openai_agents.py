@@ -65,6 +65,7 @@ async def test_tool(model):
 
 
 async def test_typed_output(model):
-    agent = Agent(name="a", model=model, output_type=Answer, model_settings=SETTINGS)
+    settings = ModelSettings(max_tokens=256, temperature=0)
+    agent = Agent(name="a", model=model, output_type=Answer, model_settings=settings)
     result = await Runner.run(agent, "count")
     assert isinstance(result.final_output, Answer)

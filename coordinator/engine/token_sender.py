@@ -150,7 +150,9 @@ def within_bounds(frames: Sequence[Frame]) -> list[list[Frame]]:
 def _options_bytes_max(frame: Frame) -> int:
     if frame.opening is None:
         return 0
-    return bounds.OPTIONS_BYTES_MAX if frame.opening.sampling.grammar else bounds.PLAIN_OPTIONS_BYTES_MAX
+    sampling = frame.opening.sampling
+    is_long = bool(sampling.grammar) or sampling.has_lists
+    return bounds.OPTIONS_BYTES_MAX if is_long else bounds.PLAIN_OPTIONS_BYTES_MAX
 
 
 def _options(frame: Frame, baggage: str = "") -> pb.SessionOptions:
@@ -172,6 +174,11 @@ def _options(frame: Frame, baggage: str = "") -> pb.SessionOptions:
         bias_tokens=[token for token, _ in sampling.logit_bias],
         biases=[bias for _, bias in sampling.logit_bias],
         grammar=sampling.grammar,
+        numbers=dict(sampling.numbers),
+        read=opening.read,
+        allowed_tokens=sampling.allowed_tokens,
+        held_back_tokens=sampling.held_back_tokens,
+        bad_words=[pb.TokenList(tokens=word) for word in sampling.bad_words],
     )
     # Telemetry takes what room is left: no request fails for it.
     if baggage and options.ByteSize() + len(baggage) + _FIELD_BYTES <= _options_bytes_max(frame):

@@ -17,6 +17,8 @@ class Opening:
     is_kept: bool = False
     said: tuple[int, ...] = ()
     """The latest tokens of its answer so far, if sampling depends on earlier tokens."""
+    read: tuple[int, ...] = ()
+    """The latest tokens of its prompt, if sampling depends on them."""
 
 
 class Frame(NamedTuple):

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from relayline.wire.common.phase import Phase
+from relayline.wire.common.sampler_fields import BY_NAME
 
 if TYPE_CHECKING:
     from relayline.coordinator.sessions.request_log import RequestRecord
@@ -32,6 +33,24 @@ class SamplingParams:
     presence_penalty: float = 0.0  # taken off once if it was
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
     grammar: str = ""  # of llguidance, checked: only what fits it is picked; empty: everything
+    numbers: tuple[tuple[str, float], ...] = ()  # of wire.common.sampler_fields, those that are not neutral
+    allowed_tokens: tuple[int, ...] = ()  # only these are picked; empty: all
+    held_back_tokens: tuple[int, ...] = ()  # not picked before the number `held_back_until`, a position
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the last token of none is picked behind its others
+
+    def number(self, name: str) -> float:
+        """Return one of the numbers, its neutral value where it is not said."""
+        return dict(self.numbers).get(name, BY_NAME[name].neutral)
+
+    @property
+    def looks_at_prompt(self) -> bool:
+        """Whether a pick depends on the prompt's tokens beside the logits."""
+        return self.number("repetition_penalty") != 1.0
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether stages are told lists of tokens beside those that were said."""
+        return bool(self.looks_at_prompt or self.allowed_tokens or self.held_back_tokens or self.bad_words)
 
     @property
     def is_penalised(self) -> bool:
@@ -41,7 +60,7 @@ class SamplingParams:
     @property
     def looks_back(self) -> bool:
         """Whether sampling depends on the tokens sampled before."""
-        return self.is_penalised or bool(self.grammar)
+        return self.is_penalised or self.looks_at_prompt or bool(self.bad_words or self.grammar)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -189,7 +189,8 @@ class Session:
         sampling, n_prompt = self.request.sampling, len(self.request.prompt_tokens)
         said = self.history[n_prompt : self.n_opened] if sampling.looks_back else []
         n_said_max = bounds.GRAMMAR_TOKENS_MAX if sampling.grammar else bounds.PENALTY_TOKENS_MAX
-        return Opening(sampling, self.request.wants_logits, self.is_kept, tuple(said[-n_said_max:]))
+        read = self.request.prompt_tokens[-bounds.PENALTY_TOKENS_MAX :] if sampling.looks_at_prompt else ()
+        return Opening(sampling, self.request.wants_logits, self.is_kept, tuple(said[-n_said_max:]), read)
 
     def continue_from(self, source: Session, n_tokens: int) -> list[OutFrame]:
         """Copy the first n_tokens from another session with the same beginning, and read on from there.

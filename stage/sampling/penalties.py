@@ -1,7 +1,10 @@
-"""What a session adds to its logits before it picks: biases, and penalties for what it has said already. Pure.
+"""What a session does to its logits before it picks: biases, bans, and penalties for what was said already. Pure.
 
 Penalties as OpenAI defines them, over the tokens that were generated, not those of the prompt: a token's logit loses
 `presence_penalty` if it is among the latest PENALTY_TOKENS_MAX, and `frequency_penalty` for each time it is.
+
+The repetition penalty is that of vLLM and llama.cpp: of a token among the latest ones, the prompt's included, a
+positive logit is divided by the penalty and another one multiplied. Bans come last.
 
 What was said before a session was opened here comes with its open; what is picked here is noted. A position at which
 something was picked before is picked again with what had been said until then: retried equals once.
@@ -9,11 +12,13 @@ something was picked before is picked again with what had been said until then: 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from relayline.stage.sampling.bans import Bans
 from relayline.wire.common.bounds import LOGIT_BIAS_MAX, PENALTY_TOKENS_MAX
 from relayline.wire.common.errors import InternalError, ProtocolError
 
@@ -25,13 +30,38 @@ def biases_of(tokens: Sequence[int], biases: Sequence[float]) -> tuple[tuple[int
     return tuple(zip(tokens, biases, strict=True))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Repetition:
+    """The repetition penalty of one session."""
+
+    penalty: float = 1.0  # 1.0 changes nothing
+    n_latest: int = PENALTY_TOKENS_MAX  # tokens that it looks at
+    read: Sequence[int] = ()  # the latest tokens of the prompt
+
+    @property
+    def is_neutral(self) -> bool:
+        """Whether nothing changes."""
+        return self.penalty == 1.0 or self.n_latest == 0
+
+
 class Penalties:
     """Biases and penalties of one session."""
 
     def __init__(
-        self, frequency: float, presence: float, biases: Sequence[tuple[int, float]], said: Sequence[int], n_vocab: int
+        self,
+        frequency: float,
+        presence: float,
+        biases: Sequence[tuple[int, float]],
+        said: Sequence[int],
+        n_vocab: int,
+        repetition: Repetition | None = None,
+        bans: Bans | None = None,
     ) -> None:
         """Raise ProtocolError for tokens outside the vocabulary, or too many."""
+        self._repetition = repetition or Repetition()
+        if max(self._repetition.read, default=0) >= n_vocab or len(self._repetition.read) > PENALTY_TOKENS_MAX:
+            raise ProtocolError("the end of a prompt is too long, or has tokens outside the vocabulary")
+        self._bans = bans
         tokens = [token for token, _ in biases]
         if len(tokens) > LOGIT_BIAS_MAX or len(said) > PENALTY_TOKENS_MAX:
             raise ProtocolError(f"{len(tokens)} logit biases and {len(said)} tokens said before are too many")
@@ -54,6 +84,19 @@ class Penalties:
         if self._frequency or self._presence:
             tokens, counts = np.unique(np.array(self._said[-PENALTY_TOKENS_MAX:], np.int64), return_counts=True)
             out[tokens] -= (self._frequency * counts + self._presence).astype(np.float32)
+        if not self._repetition.is_neutral:
+            self._repeat(out)
+        if self._bans is not None:
+            self._bans.apply(out, position, self._said[max(0, len(self._said) - self._bans.looks_back) :])
+
+    def _repeat(self, out: npt.NDArray[np.float32]) -> None:
+        n_latest = self._repetition.n_latest
+        latest = self._said[-n_latest:]
+        if n_before := n_latest - len(latest):
+            latest = [*self._repetition.read[-n_before:], *latest]
+        tokens = np.unique(np.array(latest, np.int64))
+        logits, penalty = out[tokens], np.float32(self._repetition.penalty)
+        out[tokens] = np.where(logits > 0, logits / penalty, logits * penalty)
 
     def said(self, token: int) -> None:
         """Note what was picked from what `apply` has written."""

@@ -6,8 +6,9 @@ that was rebuilt elsewhere goes on exactly where it was, and sessions cannot inf
 logits rarely change the pick (`stage.sampling.draws`), nor does a token that they move over the edge of a filter:
 unless it is the one picked, the others' noise stays as it is.
 
-Order: biases and penalties (`stage.sampling.penalties`), what the grammar allows (`stage.sampling.constraint`), top-k,
-top-p, min-p, temperature, draw. The filters keep what llama.cpp's of the same names keep (`stage.sampling.filters`).
+Order: biases, penalties and bans (`stage.sampling.penalties`), what the grammar allows (`stage.sampling.constraint`),
+top-n-sigma, top-k, typical-p, top-p, min-p, XTC, temperature, draw. The filters keep what llama.cpp's of the same names
+keep (`stage.sampling.filters`, `stage.sampling.ranked`).
 """
 
 from __future__ import annotations
@@ -15,19 +16,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLTokenizer
 
+from relayline.stage.sampling.bans import Bans
 from relayline.stage.sampling.constraint import Constraint
 from relayline.stage.sampling.draws import Draws, noise_keys
 from relayline.stage.sampling.filters import FilteredDraws, largest_tokens
-from relayline.stage.sampling.penalties import Penalties
+from relayline.stage.sampling.penalties import Penalties, Repetition
+from relayline.stage.sampling.ranked import Filters, xtc_acts
 from relayline.wire.common.bounds import BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX, PENALTY_TOKENS_MAX
 from relayline.wire.common.errors import NativeError, NumericError, ProtocolError
+from relayline.wire.common.sampler_fields import BY_NAME, check_numbers
 
 _U64 = (1 << 64) - 1
 
@@ -46,6 +50,30 @@ class SamplingOptions:
     presence_penalty: float = 0.0  # taken off once if it was
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
     grammar: str = ""  # only what fits it is picked, see stage.sampling.constraint; empty: everything
+    numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of wire.common.sampler_fields
+    allowed_tokens: tuple[int, ...] = ()  # see stage.sampling.bans, as the next two; empty: all
+    held_back_tokens: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    def number(self, name: str) -> float:
+        """Return a number of the table of sampler fields, its neutral value where nobody has said it."""
+        return self.numbers.get(name, BY_NAME[name].neutral)
+
+    def bans(self, n_vocab: int) -> Bans | None:
+        """Return what may not be said, None for nothing. Raises ProtocolError."""
+        if not (self.allowed_tokens or self.held_back_tokens or self.bad_words):
+            return None
+        until = int(self.number("held_back_until"))
+        return Bans(n_vocab, self.allowed_tokens, self.held_back_tokens, until, self.bad_words)
+
+    @property
+    def ranked(self) -> Filters | None:
+        """The filters that rank tokens, with those before and after them; None where none of them is asked for."""
+        sigma, typical = self.number("top_n_sigma"), self.number("typical_p")
+        xtc = self.number("xtc_threshold") if self.number("xtc_probability") else 1.0
+        if sigma == 0 and typical == 1.0 and xtc > 0.5:
+            return None
+        return Filters(sigma, self.top_k, typical, self.top_p, self.min_p, xtc)
 
     def __post_init__(self) -> None:
         """Raise ProtocolError for values that the coordinator should never have sent."""
@@ -62,6 +90,7 @@ class SamplingOptions:
         ):
             if not low <= value <= high:
                 raise ProtocolError(f"sampling option {name} is {value}; it must be between {low} and {high}")
+        check_numbers(self.numbers)
 
 
 class Sampled(NamedTuple):
@@ -97,9 +126,16 @@ class SessionSampler:
     """The sampler of one session. Not thread-safe."""
 
     def __init__(
-        self, options: SamplingOptions, n_vocab: int, said: Sequence[int] = (), vocabulary: LLTokenizer | None = None
+        self,
+        options: SamplingOptions,
+        n_vocab: int,
+        said: Sequence[int] = (),
+        vocabulary: LLTokenizer | None = None,
+        read: Sequence[int] = (),
     ) -> None:
         """`said` are the tokens that the session has been given already, of which without a grammar the latest do.
+
+        `read` are the latest of its prompt, for a repetition penalty.
 
         Raises ProtocolError, or InvalidRequestError for a grammar that cannot be used with this vocabulary.
         """
@@ -109,10 +145,11 @@ class SessionSampler:
             self._constraint = Constraint(vocabulary, options.grammar, said)
             said = said[-PENALTY_TOKENS_MAX:]
         self._penalties: Penalties | None = None
-        if options.frequency_penalty or options.presence_penalty or options.logit_bias:
-            self._penalties = Penalties(
-                options.frequency_penalty, options.presence_penalty, options.logit_bias, said, n_vocab
-            )
+        repetition = Repetition(options.number("repetition_penalty"), int(options.number("repeat_last_n")), [*read])
+        frequency, presence, bans = options.frequency_penalty, options.presence_penalty, options.bans(n_vocab)
+        if frequency or presence or options.logit_bias or bans is not None or not repetition.is_neutral:
+            self._penalties = Penalties(frequency, presence, options.logit_bias, said, n_vocab, repetition, bans)
+        self._ranked = options.ranked
         self._n_vocab = n_vocab
         self.last: tuple[int, int] | None = None  # position of the token picked last, and that token
         self._is_open = True
@@ -158,6 +195,13 @@ class SessionSampler:
             raise NativeError("the session's sampler is closed")
         scratch, keys = _scratch(self._n_vocab), noise_keys(self.options.seed, position)
         options = self.options
+        if self._ranked is not None:
+            filters = self._ranked
+            if not xtc_acts(options.seed, position, options.number("xtc_probability")):
+                filters = dataclasses.replace(filters, xtc_threshold=1.0)
+            tokens = filters.kept(logits)
+            kept = logits[tokens]
+            return scratch.draws.draw(kept, float(kept.max()), options.temperature, keys, tokens)
         if options.top_k == 0 and options.top_p == 1.0 and options.min_p == 0.0:
             return scratch.draws.draw(logits, largest, options.temperature, keys)
         return scratch.filtered.draw(

@@ -96,10 +96,14 @@ class Sessions:
             presence_penalty=options.presence_penalty,
             logit_bias=biases_of(options.bias_tokens, options.biases),
             grammar=options.grammar,
+            numbers=dict(options.numbers),
+            allowed_tokens=tuple(options.allowed_tokens),
+            held_back_tokens=tuple(options.held_back_tokens),
+            bad_words=tuple(tuple(word.tokens) for word in options.bad_words),
         )
         if not self._engine.is_last:
             return None
-        return SessionSampler(sampling, self._engine.n_vocab, options.said, self._vocabulary)
+        return SessionSampler(sampling, self._engine.n_vocab, options.said, self._vocabulary, options.read)
 
     def close(self, key: tuple[int, int]) -> None:
         """Give a session's lane and sampler back; it need not be open."""

@@ -15,6 +15,7 @@ SESSIONS_PER_LINK_MAX = 2_048  # sessions one route may have open on a stage; th
 PENALTY_MAX = 2.0  # of frequency and presence, either way; as the OpenAI API has it
 BIAS_MAX = 100.0  # of a token's logit, either way; as the OpenAI API has it
 PENALTY_TOKENS_MAX = 1_024  # latest tokens of a stream that its penalties look at
+SAMPLER_TOKENS_MAX = 1_024  # tokens of each list that a session is sampled by: allowed, held back, of all bad words
 LOGIT_BIAS_MAX = 300  # tokens of one logit_bias; the OpenAI API's ceiling
 GRAMMAR_BYTES_MAX = 64 * 1024  # UTF-8 of one session's grammar; most have one KiB
 # Ways in which a grammar may be understood at once. The worst grammars cost their cube for a token: 300 some 12 ms. An
@@ -23,7 +24,7 @@ GRAMMAR_ITEMS_MAX = 300
 GRAMMAR_LEXER_FUEL_MAX = 50_000  # llguidance's measure of work on regular expressions, for one token: under 20 ms
 GRAMMAR_TOKENS_MAX = 32_768  # tokens that a session with a grammar may generate: each of its opens tells them all
 PLAIN_OPTIONS_BYTES_MAX = 7_168  # serialized SessionOptions of one open frame, of a session without a grammar
-OPTIONS_BYTES_MAX = 200 * 1024  # of any session
+OPTIONS_BYTES_MAX = 224 * 1024  # of any session
 OPTIONS_PER_ENVELOPE_BYTES_MAX = 2 * 1024 * 1024  # of all open frames of one envelope; what is more follows in another
 CTX_TOKENS_MAX = 1 << 20  # tokens per stream
 DRAFT_TOKENS_MAX = 31  # tokens drafted behind one row; with it they are half a tile of attention; ceiling of --draft
@@ -92,7 +93,9 @@ assert FRAMES_PER_ENVELOPE_MAX >= 2 * SESSIONS_PER_LINK_MAX
 assert HEADERS_BYTES_MAX >= FRAMES_PER_ENVELOPE_MAX * 256 + OPTIONS_PER_ENVELOPE_BYTES_MAX
 # A token of a vocabulary of up to 2^28 takes four bytes, a bias four more.
 assert PLAIN_OPTIONS_BYTES_MAX >= 4 * PENALTY_TOKENS_MAX + 8 * LOGIT_BIAS_MAX + 512
-assert OPTIONS_BYTES_MAX >= PLAIN_OPTIONS_BYTES_MAX + 4 * GRAMMAR_TOKENS_MAX + GRAMMAR_BYTES_MAX
+# The end of the prompt, and three lists of tokens; of bad words each is a message.
+LISTS_BYTES_MAX = 4 * PENALTY_TOKENS_MAX + 3 * 4 * SAMPLER_TOKENS_MAX + 4 * SAMPLER_TOKENS_MAX
+assert OPTIONS_BYTES_MAX >= PLAIN_OPTIONS_BYTES_MAX + 4 * GRAMMAR_TOKENS_MAX + GRAMMAR_BYTES_MAX + LISTS_BYTES_MAX
 assert OPTIONS_PER_ENVELOPE_BYTES_MAX >= 8 * OPTIONS_BYTES_MAX  # some sessions always open together
 assert 3 * ERROR_TEXT_BYTES_MAX < 8 * 1024
 assert 4 * BEAT_EVERY_S <= QUIET_AFTER_S < LOST_AFTER_S <= 12 - 2 * BEAT_EVERY_S

@@ -36,6 +36,10 @@ KINDS: dict[str, dict[str, object]] = {
     "drawn of few": {"temperature": 1.3, "seed": 8, "top_k": 6, "top_p": 0.9, "min_p": 0.02},
     "penalised": {"frequency_penalty": 1.2, "presence_penalty": 0.5, "bias_tokens": [3, 9], "biases": [1.0, -2.0]},
     "drawn and penalised": {"temperature": 0.7, "seed": 9, "frequency_penalty": 0.9, "top_k": 9},
+    "repeated, ranked and banned": {
+        "temperature": 0.9, "seed": 3, "read": [3, 4], "numbers": {"repetition_penalty": 1.4, "typical_p": 0.8},
+        "bad_words": [{"tokens": [1, 2]}, {"tokens": [5]}],
+    },
     "by a grammar": {"grammar": LONG_GRAMMAR},
     "drawn by a grammar, penalised": {
         "grammar": LONG_GRAMMAR, "temperature": 1.0, "seed": 4, "presence_penalty": 0.7,

@@ -259,7 +259,14 @@ class Frame(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., n_rows: _Optional[int] = ..., flags: _Optional[int] = ..., argument: _Optional[int] = ..., checksum: _Optional[int] = ..., enqueued_ns: _Optional[int] = ..., trace: _Optional[bytes] = ...) -> None: ...
 
 class SessionOptions(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "n_logprobs", "wants_logits", "kept", "frequency_penalty", "presence_penalty", "said", "bias_tokens", "biases", "grammar", "baggage")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "n_logprobs", "wants_logits", "kept", "frequency_penalty", "presence_penalty", "said", "bias_tokens", "biases", "grammar", "baggage", "numbers", "read", "allowed_tokens", "held_back_tokens", "bad_words")
+    class NumbersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -275,6 +282,11 @@ class SessionOptions(_message.Message):
     BIASES_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     BAGGAGE_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HELD_BACK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -290,7 +302,18 @@ class SessionOptions(_message.Message):
     biases: _containers.RepeatedScalarFieldContainer[float]
     grammar: str
     baggage: str
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., n_logprobs: _Optional[int] = ..., wants_logits: _Optional[bool] = ..., kept: _Optional[bool] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., said: _Optional[_Iterable[int]] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., grammar: _Optional[str] = ..., baggage: _Optional[str] = ...) -> None: ...
+    numbers: _containers.ScalarMap[str, float]
+    read: _containers.RepeatedScalarFieldContainer[int]
+    allowed_tokens: _containers.RepeatedScalarFieldContainer[int]
+    held_back_tokens: _containers.RepeatedScalarFieldContainer[int]
+    bad_words: _containers.RepeatedCompositeFieldContainer[TokenList]
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., n_logprobs: _Optional[int] = ..., wants_logits: _Optional[bool] = ..., kept: _Optional[bool] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., said: _Optional[_Iterable[int]] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., grammar: _Optional[str] = ..., baggage: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ..., read: _Optional[_Iterable[int]] = ..., allowed_tokens: _Optional[_Iterable[int]] = ..., held_back_tokens: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenList, _Mapping]]] = ...) -> None: ...
+
+class TokenList(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RelayResponse(_message.Message):
     __slots__ = ("accepted", "credit_bytes")

@@ -1,0 +1,112 @@
+"""Filters that rank tokens, held against llama.cpp's own samplers of the same names."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relayline.stage.sampling.draws import Draws, noise_keys
+from relayline.stage.sampling.ranked import Filters, xtc_acts
+from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
+from relayline.wire.common.errors import ProtocolError
+
+N_VOCAB = 200
+
+
+def row(seed: int, spread: float, n_masked: int) -> np.ndarray:
+    """A row of logits without ties, which llama.cpp ranks as it likes."""
+    rng = np.random.default_rng(seed)
+    logits = (spread * rng.standard_normal(N_VOCAB)).astype(np.float32)
+    logits[rng.permutation(N_VOCAB)[:n_masked]] = -np.inf
+    return logits
+
+
+def kept_natively(logits: np.ndarray, samplers: list[Any]) -> list[int]:
+    """Return the tokens that a chain of llama.cpp's samplers keeps of the finite ones, and free the samplers.
+
+    What one has cut is taken out before the next: its typical-p takes the logarithm of a chance of 0.
+    """
+    tokens = np.flatnonzero(np.isfinite(logits)).tolist()
+    for sampler in samplers:
+        candidates = (llama_cpp.llama_token_data * len(tokens))(
+            *(llama_cpp.llama_token_data(token, float(logits[token]), 0.0) for token in tokens)
+        )
+        found = llama_cpp.llama_token_data_array(candidates, len(tokens), -1, False)
+        llama_cpp.llama_sampler_apply(sampler, ctypes.byref(found))
+        llama_cpp.llama_sampler_free(sampler)
+        tokens = sorted(found.data[at].id for at in range(found.size) if np.isfinite(found.data[at].logit))
+    return tokens
+
+
+def is_near(ours: list[int], native: list[int]) -> bool:
+    """Whether two sets differ by no more than one token at an edge, which sums in f32 may put on either side."""
+    return len(set(ours) ^ set(native)) <= 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    logits=st.builds(row, st.integers(0, 10**6), st.sampled_from([0.1, 1.0, 8.0]), st.sampled_from([0, 50, 199])),
+    sigma=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 2, 40]),
+    typical=st.sampled_from([1.0, 0.95, 0.5, 0.05]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
+    xtc=st.sampled_from([1.0, 0.5, 0.1, 0.001, 0.0]),
+)
+def test_what_is_kept_is_what_the_native_chain_keeps(
+    logits: np.ndarray, sigma: float, top_k: int, typical: float, min_p: float, xtc: float
+) -> None:
+    native: list[Any] = []
+    if sigma:
+        native.append(llama_cpp.llama_sampler_init_top_n_sigma(sigma))
+    if top_k:
+        native.append(llama_cpp.llama_sampler_init_top_k(top_k))
+    if typical < 1:
+        native.append(llama_cpp.llama_sampler_init_typical(typical, 1))
+    if min_p:
+        native.append(llama_cpp.llama_sampler_init_min_p(min_p, 1))
+    if xtc <= 0.5:
+        native.append(llama_cpp.llama_sampler_init_xtc(1.0, xtc, 1, 7))
+    ours = Filters(sigma, top_k, typical, 1.0, min_p, xtc).kept(logits).tolist()
+    assert ours
+    assert is_near(ours, kept_natively(logits, native))
+
+
+def test_the_filters_stand_in_the_order_that_is_promised() -> None:
+    """Of ten tokens with falling chances: XTC comes behind min-p, so the least likely kept one is min-p's."""
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04])).astype(np.float32)
+    assert Filters(min_p=0.4, xtc_threshold=0.1).kept(logits).tolist() == [2]
+    assert Filters(top_p=0.5, xtc_threshold=0.1).kept(logits).tolist() == [1]
+    assert Filters(xtc_threshold=0.5).kept(logits).tolist() == [0, 1, 2, 3, 4]
+    assert Filters(xtc_threshold=0.35).kept(logits).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"typical_p": 0.6}, {"top_n_sigma": 1.0}, {"xtc_probability": 0.5, "xtc_threshold": 0.05}]
+)
+def test_a_pick_is_the_keyed_draw_among_what_is_kept(numbers: dict[str, float]) -> None:
+    options = SamplingOptions(temperature=0.8, seed=11, top_k=50, numbers=numbers)
+    sampler, draws, n_acted = SessionSampler(options, N_VOCAB), Draws(N_VOCAB), 0
+    assert options.ranked is not None
+    for position in range(60):
+        logits = row(position, 2.0, 0)
+        filters = options.ranked
+        if not xtc_acts(11, position, options.number("xtc_probability")):
+            filters = Filters(filters.top_n_sigma, filters.top_k, filters.typical_p, filters.top_p, filters.min_p)
+        n_acted += filters.xtc_threshold < 1
+        kept = filters.kept(logits)
+        expected = draws.draw(logits[kept], float(logits[kept].max()), 0.8, noise_keys(11, position), kept)
+        assert sampler.sample(logits, position).token == expected
+        assert SessionSampler(options, N_VOCAB).sample(logits, position).token == expected, "whoever picks it anew"
+    assert "xtc_probability" not in numbers or 15 < n_acted < 45
+
+
+@pytest.mark.parametrize("numbers", [{"typical_p": 2.0}, {"mirostat": 1.0}, {"xtc_probability": float("nan")}])
+def test_numbers_that_no_coordinator_sends_are_refused(numbers: dict[str, float]) -> None:
+    with pytest.raises(ProtocolError, match=next(iter(numbers))):
+        SamplingOptions(numbers=numbers)

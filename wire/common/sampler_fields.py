@@ -1,0 +1,64 @@
+"""The table of sampling fields that are one number and matter to the last stage alone.
+
+To add one, write an entry here and use `SamplingOptions.number` where it matters, below `stage/sampling`. The HTTP
+field with its check, the way over the wire and the stage's own check follow from the entry. What is not said has the
+neutral value, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from relayline.wire.common.bounds import PENALTY_TOKENS_MAX
+from relayline.wire.common.errors import ProtocolError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerField:
+    """One number."""
+
+    name: str
+    neutral: float
+    """The value that changes nothing."""
+    low: float
+    high: float
+    """Bounds, both included."""
+    aliases: tuple[str, ...] = ()
+    """Further names of the HTTP field."""
+    off: tuple[float, ...] = ()
+    """Values outside the bounds that clients send for "not at all"."""
+    is_whole: bool = False
+    is_public: bool = True
+    """Whether it is an HTTP field; else the coordinator works it out."""
+
+
+FIELDS = (
+    # Of tokens that the prompt or the answer has: a positive logit is divided by it, a negative one multiplied.
+    SamplerField(
+        name="repetition_penalty", neutral=1.0, low=0.01, high=100.0, aliases=("repeat_penalty",), off=(0.0, -1.0)
+    ),
+    # How many of the latest tokens the repetition penalty looks at.
+    SamplerField(
+        name="repeat_last_n", neutral=PENALTY_TOKENS_MAX, low=0, high=PENALTY_TOKENS_MAX, off=(-1.0,), is_whole=True
+    ),
+    SamplerField(name="top_n_sigma", neutral=0.0, low=0.0, high=1e6, off=(-1.0,)),
+    SamplerField(name="typical_p", neutral=1.0, low=1e-9, high=1.0, aliases=("typ_p",), off=(0.0, -1.0)),
+    SamplerField(name="xtc_probability", neutral=0.0, low=0.0, high=1.0),
+    SamplerField(name="xtc_threshold", neutral=0.1, low=0.0, high=1.0),
+    # Tokens that are held back are not picked before this position.
+    SamplerField(name="held_back_until", neutral=0, low=0, high=1 << 32, is_whole=True, is_public=False),
+)
+BY_NAME = {field.name: field for field in FIELDS}
+HTTP_FIELDS = {name: field for field in FIELDS if field.is_public for name in (field.name, *field.aliases)}
+
+
+def check_numbers(numbers: Mapping[str, float]) -> None:
+    """Raise ProtocolError for numbers that no coordinator sends."""
+    for name, value in numbers.items():
+        field = BY_NAME.get(name)
+        if field is None:
+            raise ProtocolError(f"sampling option {name[:40]!r} is not known here; update this stage")
+        if not field.low <= value <= field.high or math.isnan(value):
+            raise ProtocolError(f"sampling option {name} is {value}; it must be between {field.low} and {field.high}")

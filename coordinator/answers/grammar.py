@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from relayline.coordinator.answers.syntax import NamedBody, ObjectBody, Syntax, TaggedBody, Thinking
@@ -29,6 +29,11 @@ _ANNOTATIONS = {"title", "description", "default", "examples", "example", "depre
 _NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _SCHEMA_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
 _SCHEMAS = {"items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"}
+
+
+# Formats of texts that llguidance holds answers to. Any other is an annotation, as JSON Schema says.
+_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +107,40 @@ def lean(schema: Any, *, is_closed: bool = True) -> Any:
             found[key] = value
     if is_closed and "properties" in found and not {"allOf", "patternProperties"} & found.keys():
         found.setdefault("additionalProperties", False)
+    return found
+
+
+def weaker(schema: Any, *, is_strict: bool) -> Iterator[Any]:
+    """Yield what a schema may be replaced by where it cannot be followed, each weaker than the one before.
+
+    Formats that nobody has to know go first. Where it need not be followed to the letter (not `is_strict`), rules that
+    llguidance does not have are left out one kind after the other, and all others stay.
+    """
+    plain = _without(schema, lambda key, value: key == "format" and value not in _FORMATS)
+    yield plain
+    if is_strict or not isinstance(plain, Mapping):
+        return
+    leniently = {"x-guidance": {"whitespace_pattern": JSON_BLANKS, "lenient": True}}
+    yield {**plain, **leniently}
+    looks = _without(plain, lambda key, value: key == "pattern" and bool(_LOOKS_AROUND.search(str(value))))
+    yield {**looks, **leniently}
+    yield {**_without(looks, lambda key, _value: key in ("pattern", "patternProperties")), **leniently}
+
+
+def _without(schema: Any, is_out: Callable[[str, Any], bool]) -> Any:
+    """Return a schema without some of its keywords, here and in the schemas inside it."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if is_out(key, value):
+            continue
+        if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            found[key] = {name: _without(each, is_out) for name, each in value.items()}
+        elif key in _SCHEMA_LISTS | _SCHEMAS and isinstance(value, list):
+            found[key] = [_without(each, is_out) for each in value]
+        else:
+            found[key] = _without(value, is_out) if key in _SCHEMAS else value
     return found
 
 
@@ -182,7 +221,7 @@ def _arguments(rules: Rules, body: TaggedBody, schema: Schema) -> Iterator[str]:
     if "properties" not in schema and schema.get("additionalProperties") is not False:
         key = f"{rules.text(body.key_open)} {_KEY} {rules.text(body.key_end)}"
         yield f"({key} {rules.until(body.value_end)})*"  # whichever the model names
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shared = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
     properties = schema.get("properties")
     for key, each in properties.items() if isinstance(properties, Mapping) else ():
         of_value = {**each, **shared} if isinstance(each, Mapping) else {}
@@ -192,13 +231,13 @@ def _arguments(rules: Rules, body: TaggedBody, schema: Schema) -> Iterator[str]:
 
 def resolved(schema: Schema) -> Schema:
     """Return the schema that a root `$ref` names, with what it may name in turn; as it is where that is not found."""
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shared = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
     for _ in range(REFS_MAX):
         way = schema.get("$ref")
         if not isinstance(way, str) or not way.startswith("#/"):
             break
         kind, _, name = way.removeprefix("#/").partition("/")
-        found = shared[kind].get(name) if isinstance(shared.get(kind), Mapping) else None
+        found = shared[kind].get(name) if isinstance(shared.get(kind), Mapping) and kind != "x-guidance" else None
         if not isinstance(found, Mapping):
             break
         schema = {**shared, **found}

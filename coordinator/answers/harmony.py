@@ -99,7 +99,7 @@ class HarmonyReader:
             pass
         return self._taken()
 
-    def finish(self) -> Parts:
+    def finish(self, *, is_cut: bool = False) -> Parts:
         """Return what was held, when nothing more comes."""
         if self._kind:
             self._take(self._held)

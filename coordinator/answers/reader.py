@@ -67,8 +67,8 @@ class Reader(Protocol):
     def push(self, text: str) -> Parts:
         """Take the next text."""
 
-    def finish(self) -> Parts:
-        """Return what was held, when nothing more comes."""
+    def finish(self, *, is_cut: bool = False) -> Parts:
+        """Return what was held, when nothing more comes. `is_cut`: only for want of room."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +129,12 @@ class AnswerReader:
             pass
         return self._taken()
 
-    def finish(self) -> Parts:
-        """Return what was held, when nothing more comes."""
+    def finish(self, *, is_cut: bool = False) -> Parts:
+        """Return what was held, when nothing more comes. `is_cut`: the mark of a call that was cut is no text."""
         if self._state == "thinking":
             self._think(self._held)
+        elif is_cut and self._state in ("calls", "call") and self._reading and self._reading.syntax.trigger:
+            pass
         elif not self.n_calls:
             self._say(f"{self._mark}{self._since}{self._held}")
         elif self._state == "text" or (self._state == "call" and not (self._call and self._call.name)):

@@ -7,13 +7,21 @@ that would change the answer and are not supported are listed, so that `validati
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from relayline.wire.common.bounds import BIAS_MAX, CTX_TOKENS_MAX, LOGIT_BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX
+from relayline.wire.common.bounds import (
+    BIAS_MAX,
+    CTX_TOKENS_MAX,
+    LOGIT_BIAS_MAX,
+    LOGPROBS_MAX,
+    PENALTY_MAX,
+    SAMPLER_TOKENS_MAX,
+)
 from relayline.wire.common.errors import InvalidRequestError
+from relayline.wire.common.sampler_fields import HTTP_FIELDS
 
 MESSAGES_MAX = 16_384  # of one chat; each is some tokens of a prompt
 PARTS_MAX = 16_384  # of one message
@@ -44,6 +52,7 @@ class JsonSchemaFormat(Struct, rename={"json_schema": "schema"}):
     """`response_format.json_schema`; name and description are for models that are told of them."""
 
     json_schema: Json = NO_JSON
+    strict: bool | None = None  # else rules that cannot be followed are left out
 
 
 class ResponseFormat(Struct, rename={"for_object": "schema"}):
@@ -64,7 +73,18 @@ class StructuredOutputs(Struct, rename={"json_schema": "json"}, forbid_unknown_f
     json_object: bool | None = None
 
 
-class GenerationBody(Struct, kw_only=True):
+TokenIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=SAMPLER_TOKENS_MAX)]
+# One field for each name in the table of sampler fields; `validation` checks the values.
+if TYPE_CHECKING:
+
+    class _Sampler(Struct):
+        repeat_penalty: float | None
+        repeat_last_n: float | None
+else:
+    _Sampler = msgspec.defstruct("_Sampler", [(name, float | None, None) for name in HTTP_FIELDS], kw_only=True)
+
+
+class GenerationBody(_Sampler, kw_only=True):
     """The fields that both generating routes share. None stands for absent, as in OpenAI's own schema."""
 
     model: str | None = None
@@ -83,7 +103,16 @@ class GenerationBody(Struct, kw_only=True):
     cache_prompt: bool | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, Bias], Meta(max_length=LOGIT_BIAS_MAX)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Bias], Meta(max_length=LOGIT_BIAS_MAX)]
+        | Annotated[list[tuple[int | str, Bias | Literal[False]]], Meta(max_length=LOGIT_BIAS_MAX)]  # llama-server's
+        | None
+    ) = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None  # as vLLM has it, like the next
+    stop_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[str], Meta(max_length=SAMPLER_TOKENS_MAX)] | None = None
+    include_stop_str_in_output: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Json = NO_JSON  # as vLLM had it before
@@ -94,10 +123,25 @@ class GenerationBody(Struct, kw_only=True):
     grammar: str | None = None
     prediction: Any = None  # read by validation: whatever is wrong with it is told of the whole field
     # Of other servers; see validation.NEUTRAL.
-    repetition_penalty: Any = None
-    repeat_penalty: Any = None
-    typical_p: Any = None
     mirostat: Any = None
+    mirostat_mode: Any = None
+    dry_multiplier: Any = None
+    dynatemp_range: Any = None
+    smoothing_factor: Any = None
+    truncate_prompt_tokens: Any = None
+    logits_processors: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    skip_special_tokens: Any = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: Any = None
+    chat_template: Any = None
+    grammar_lazy: Any = None
+    lora: Any = None
+    service_tier: Any = None
+    web_search_options: Any = None
+    t_max_predict_ms: Any = None
+    n_predict: Annotated[int, Meta(ge=-2)] | None = None  # llama-server's max_tokens
     tools: list[Any] | None = None
     functions: list[Any] | None = None
     tool_choice: Any = None
@@ -135,6 +179,8 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None  # for templates that know one
     parallel_tool_calls: bool | None = None
+    continue_final_message: bool | None = None  # as vLLM has it, like the next
+    add_generation_prompt: bool | None = None
     reasoning_format: str | None = None  # as llama-server has it
     modalities: list[str] | None = None
     audio: Any = None
@@ -182,6 +228,8 @@ def decode_body(raw: bytes | bytearray, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
+        if "got `float`" in str(error) and (whole := _with_whole_numbers(raw)) is not None:
+            return decode_body(whole, kind)
         raise _field_error(str(error)) from None
     except msgspec.DecodeError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
@@ -189,6 +237,22 @@ def decode_body(raw: bytes | bytearray, kind: type[Body]) -> Body:
         raise InvalidRequestError(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
         raise InvalidRequestError("the body is not acceptable JSON: nested too deeply") from None
+
+
+_WHOLE = re.compile(rb"(-?\d{1,18})\.0{1,18}")
+
+
+def _with_whole_numbers(raw: bytes | bytearray) -> bytes | None:
+    """Return a body with its own fields' 2.0 written as 2, as languages without whole numbers mean it.
+
+    None where there is no such field, or the body is no object.
+    """
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        return None
+    wholes = {name: found[1] for name, value in fields.items() if (found := _WHOLE.fullmatch(bytes(value)))}
+    return msgspec.json.encode({**fields, **{k: msgspec.Raw(v) for k, v in wholes.items()}}) if wholes else None
 
 
 def _field_error(text: str) -> InvalidRequestError:

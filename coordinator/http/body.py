@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
 
 from relayline.coordinator.http.errors import HttpRefusal
 from relayline.coordinator.http.limits import HttpLimits
@@ -68,6 +69,23 @@ class Link(Protocol):
         """Say whether a request waits for its client now."""
 
 
+# Routes that clients also ask for without /v1: their base URL ends with the host.
+_WITHOUT_V1 = {"/chat/completions", "/completions", "/embeddings", "/messages", "/models", "/responses"}
+
+
+def usual_path(path: str) -> str:
+    """Return the path of an API route as the router knows it; all others as they are.
+
+    Clients put base URL and route together in more than one way: `//v1/models`, `/v1/models/`, `/models`.
+    """
+    if path.startswith("/v1/") and not path.endswith("/"):
+        return path
+    bare, mark, query = path.partition("?")
+    found = f"/{bare.strip('/')}"
+    found = f"/v1{found}" if found in _WITHOUT_V1 else found
+    return f"{found}{mark}{query}" if found.startswith("/v1/") else path
+
+
 class Request(web.Request):
     """A request whose `read` keeps the bounds of its server."""
 
@@ -80,6 +98,9 @@ class Request(web.Request):
             headers = CIMultiDict(message.headers)
             del headers[hdrs.EXPECT]
             message = message._replace(headers=CIMultiDictProxy(headers))
+        path = usual_path(message.path)
+        if path != message.path:
+            message = message._replace(path=path, url=URL(path, encoded=True))
         super().__init__(message, payload, protocol, *more, **options)
         self._link: Link = protocol
         self._n_counted = 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import cast
 
-from relayline.coordinator.answers.grammar import Schema, Wanted, after_thoughts, calls_grammar, lean
+from relayline.coordinator.answers.grammar import Schema, Wanted, after_thoughts, calls_grammar, lean, weaker
 from relayline.coordinator.answers.harmony import HarmonyReader, harmony_answer_grammar, harmony_calls_grammar
 from relayline.coordinator.answers.reader import AnswerReader, CallReading, Reader
 from relayline.coordinator.answers.syntax import Thinking
@@ -119,11 +120,15 @@ def _grammar(schemas: dict[str, Schema], offered: Offered, form: ChatForm, answe
 
 
 def _followed(name: str, schema: Schema, offered: Offered) -> Schema:
-    """Return a schema if it can be followed, any object if it need not be. Raises InvalidRequestError."""
-    fault = fault_of(f"start: %json {json.dumps(schema)}")
-    if not fault:
-        return schema
-    if name in offered.strict:
+    """Return a schema if it can be followed, else the first weaker one that can. Raises InvalidRequestError."""
+    is_strict = name in offered.strict
+    fault = ""
+    for each in (schema, *weaker(schema, is_strict=is_strict)):
+        found = fault_of(f"start: %json {json.dumps(each)}")
+        if not found:
+            return cast("Schema", each)
+        fault = fault or found
+    if is_strict:
         text = f"the parameters of {name!r} are no JSON schema that can be followed: {in_a_line(fault)}"
         raise InvalidRequestError(f"tools: {text}", param="tools")
     return _ANY_ARGUMENTS

@@ -52,13 +52,23 @@ class Growth:
         return [dataclasses.replace(part, arguments="".join(arguments[part.index])) for part in named]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ending:
+    """What ends a choice beside its end token and its length."""
+
+    stops: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()
+    min_tokens: int = 0  # before so many tokens nothing of these does
+    shows_stop: bool = False  # the string or token is shown
+
+
 class ChoiceState:
     """Follows one choice from its first event to its finish reason."""
 
     def __init__(
         self,
         piece: Callable[[int], bytes],
-        stops: tuple[str, ...],
+        ending: Ending,
         *,
         wants_logprobs: bool,
         wants_tokens: bool,
@@ -71,7 +81,8 @@ class ChoiceState:
         """
         self._piece = piece
         self._reader = reader
-        self._assembler = TextAssembler(stops)
+        self._ending = ending
+        self._assembler = TextAssembler(ending.stops, shows_stop=ending.shows_stop)
         self._wants_logprobs = wants_logprobs
         self._wants_tokens = wants_tokens
         self._offset_chars = offset_chars
@@ -94,12 +105,15 @@ class ChoiceState:
         self.n_cached += event.n_cached
         text = ""
         scored: tuple[Scored, ...] = ()
+        may_stop = self.n_tokens > self._ending.min_tokens
+        is_stop_token = may_stop and event.token in self._ending.tokens
         if not event.is_end_token:
             scored = self._score(event)
-            text = self._assembler.push(self._piece(event.token))
-        if event.finish_reason is not None:
+        if not event.is_end_token and (not is_stop_token or self._ending.shows_stop):
+            text = self._assembler.push(self._piece(event.token), may_stop=may_stop)
+        if event.finish_reason is not None or is_stop_token:
             text += self._assembler.finish()
-            self.finish_reason = event.finish_reason
+            self.finish_reason = "stop" if is_stop_token else event.finish_reason
         if self._assembler.stopped:
             self.finish_reason = "stop"
         parts = self._read(text)
@@ -116,7 +130,7 @@ class ChoiceState:
         if reader.is_over:
             self.finish_reason = "tool_calls"
         elif self.finish_reason is not None:
-            parts = parts.with_more(reader.finish())
+            parts = parts.with_more(reader.finish(is_cut=self.finish_reason == "length"))
             # Clients run what `tool_calls` ends, and arguments that were cut are no JSON.
             if reader.n_calls and not reader.has_cut_call and self.finish_reason == "stop":
                 self.finish_reason = "tool_calls"

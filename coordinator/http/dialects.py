@@ -128,13 +128,17 @@ class CompletionDialect(_OpenAIStream):
 class ChatDialect(_OpenAIStream):
     """/v1/chat/completions."""
 
-    def __init__(self, header: Header, speller: Speller, n_top: int) -> None:
-        """`n_top`: alternatives per position, or below 0 for no log probabilities."""
+    def __init__(self, header: Header, speller: Speller, n_top: int, *, has_tools: bool = False) -> None:
+        """`n_top`: alternatives per position, or below 0 for no log probabilities.
+
+        `has_tools`: an answer may say nothing, and only call tools.
+        """
         self._header, self._speller, self._n_top = header, speller, n_top
+        self._has_tools = has_tools
 
     def opening_event(self, index: int, echo: str) -> bytes | None:
         """Return the event that announces the assistant's role."""
-        return self._event([shapes.ChunkChoice(index, shapes.Delta("assistant", echo))])
+        return self._event([shapes.ChunkChoice(index, shapes.Delta("assistant", None if self._has_tools else echo))])
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
         """Return the event for what one token added."""

@@ -84,7 +84,8 @@ class Handlers:
         header = self._header("chatcmpl", prepared.model, plan)
         form = ChatForm(service.conversation, plan.offered, plan.splits_reasoning, prepared.is_thinking)
         job = await self._job(request, prepared, plan, header, "messages", form)
-        return await run(request, service, job, ChatDialect(header, service.speller, plan.sampling.n_logprobs))
+        n_top, has_tools = plan.sampling.n_logprobs, plan.offered is not None
+        return await run(request, service, job, ChatDialect(header, service.speller, n_top, has_tools=has_tools))
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize: text to token ids, or to ids with their pieces."""

@@ -30,9 +30,9 @@ from relayline.coordinator.http.messages import asking as messages_asking
 from relayline.coordinator.http.responses import asking as responses_asking
 from relayline.coordinator.http.structure import grammar_of
 from relayline.coordinator.http.validation import Plan
-from relayline.coordinator.text.chat import CallForm, ChatTemplate
+from relayline.coordinator.text.chat import CallForm, ChatTemplate, content_text
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.wire.common.bounds import CTX_TOKENS_MAX
+from relayline.wire.common.bounds import CTX_TOKENS_MAX, LOGIT_BIAS_MAX, SAMPLER_TOKENS_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError
 
 OtherChat = Literal["responses", "messages", "counted"]
@@ -48,6 +48,7 @@ Phase = Literal["reading", "template", "tokens"]  # what was being done when it 
 PROMPT_TOKENS_MAX = CTX_TOKENS_MAX  # of one request, all its prompts together
 TOKENS_PER_PART = 4_096  # of a long answer to /tokenize
 _MAX_TOKENS_MAX = (1 << 64) - 1  # more than any context holds, and the most that msgpack can carry
+_GOES_ON = "q7VxK2goes-on"  # stands where a turn is to be continued, while its chat is rendered
 _SYNTAXES = {syntax.label: syntax for syntax in (*SYNTAXES, HERMES, HARMONY)}
 
 
@@ -132,6 +133,7 @@ class Shop:
         """Nothing is done yet that could take long."""
         self._setting, self._tokenizer = setting, tokenizer
         self._made: Conversation | None = None
+        self._ends: tuple[int, ...] | None = None  # tokens that end an answer; None until they are asked for
 
     def answer(self, asked: Asked, raw: bytes | bytearray, enter: Callable[[Phase], None]) -> bytes:
         """Return the answer to one request, as its route has it; `enter` is told what is begun. Raises its errors."""
@@ -172,7 +174,7 @@ class Shop:
         limits, tokenizer = self._setting.limits, self._tokenizer
         body = decode_body(raw, CompletionBody)
         model = validation.check_model(body.model, self._setting.model_id, limits)
-        plan = validation.plan_completion(body, limits, asked.seed)
+        plan = self._with_tokens(validation.plan_completion(body, limits, asked.seed))
         self._check_shape(plan)
         sent = validation.split_prompt(body.prompt, plan.n, limits)
         enter("tokens")
@@ -181,7 +183,8 @@ class Shop:
         prompts: list[list[int]] = []
         for each in sent:
             if isinstance(each, str):
-                prompts.append(tokenizer.encode(each, ctx_tokens=ctx_tokens))
+                add_special = body.add_special_tokens is not False
+                prompts.append(tokenizer.encode(each, add_special=add_special, ctx_tokens=ctx_tokens))
             else:
                 validation.check_tokens(each, tokenizer.n_vocab, "prompt")
                 prompts.append(each)
@@ -221,7 +224,7 @@ class Shop:
     def _prepared_chat(self, asked: Asked, body: ChatBody, ctx_tokens: int, enter: Callable[[Phase], None]) -> Prepared:
         limits, tokenizer = self._setting.limits, self._tokenizer
         model = validation.check_model(body.model, self._setting.model_id, limits)
-        plan = validation.plan_chat(body, limits, asked.seed)
+        plan = self._with_tokens(validation.plan_chat(body, limits, asked.seed))
         if not tokenizer.has_text:
             text = "this model has no tokenizer; send token ids to /v1/completions"
             raise InvalidRequestError(text, param="messages")
@@ -233,7 +236,13 @@ class Shop:
         enter("template")
         conversation = self._conversation()
         variables = conversation.variables(body.reasoning_effort, body.chat_template_kwargs or {})
+        if body.continue_final_message or body.add_generation_prompt is False:
+            variables = {**variables, "add_generation_prompt": False}
+        if body.continue_final_message:
+            messages[-1]["content"] = f"{content_text(messages[-1]['content'], 'messages')}{_GOES_ON}"
         rendered = conversation.render(messages, shown, variables)
+        if body.continue_final_message:
+            rendered = _up_to_mark(rendered)
         is_thinking = conversation.is_thinking(rendered)
         enter("tokens")
         start_ns = time.monotonic_ns()
@@ -253,6 +262,44 @@ class Shop:
             input_json=_messages_json(texts),
             start_ns=start_ns,
             end_ns=time.monotonic_ns(),
+        )
+
+    def _with_tokens(self, plan: Plan) -> Plan:
+        """Return the plan with the tokens of what it says as text, and of its end if that is held back.
+
+        Raises InvalidRequestError.
+        """
+        if not (plan.min_tokens or plan.bad_words or plan.bias_texts):
+            return plan
+        n_vocab = self._tokenizer.n_vocab
+        sampling = plan.sampling
+        if plan.min_tokens and self._ends is None:
+            self._ends = tuple(token for token in range(n_vocab) if self._tokenizer.is_end(token))
+        held_back = tuple(sorted({*(self._ends or ()), *plan.stop_tokens})) if plan.min_tokens else ()
+        biases = dict(sampling.logit_bias)
+        for text, bias in plan.bias_texts:
+            biases |= dict.fromkeys(self._plain(text, "logit_bias"), bias)
+        if len(biases) > LOGIT_BIAS_MAX:
+            text = f"at most {LOGIT_BIAS_MAX} tokens, got {len(biases)}"
+            raise InvalidRequestError(f"logit_bias: {text}", param="logit_bias")
+        words = dict.fromkeys(
+            tuple(self._plain(before + word.lstrip(), "bad_words")) for word in plan.bad_words for before in ("", " ")
+        )
+        n_tokens = sum(map(len, words))
+        if n_tokens > SAMPLER_TOKENS_MAX:
+            text = f"their tokens are {n_tokens}, at most {SAMPLER_TOKENS_MAX}"
+            raise InvalidRequestError(f"bad_words: {text}", param="bad_words")
+        sampling = dataclasses.replace(
+            sampling,
+            logit_bias=tuple(sorted(biases.items())),
+            held_back_tokens=held_back,
+            bad_words=tuple(word for word in words if word),
+        )
+        return dataclasses.replace(plan, sampling=sampling, bad_words=(), bias_texts=())
+
+    def _plain(self, text: str, param: str) -> list[int]:
+        return self._tokenizer.encode(
+            text, add_special=False, parse_special=False, ctx_tokens=SAMPLER_TOKENS_MAX, param=param
         )
 
     def _check_shape(self, plan: Plan) -> None:
@@ -329,6 +376,15 @@ def _chat_template(setting: Setting) -> ChatTemplate:
     template = functools.partial(ChatTemplate, bos_text=setting.bos_text, eos_text=setting.eos_text)
     of_tools = template(setting.tool_template) if setting.tool_template is not None else None
     return template(setting.template, for_tools=of_tools)
+
+
+def _up_to_mark(rendered: str) -> str:
+    """Return a prompt up to where its last turn goes on. Raises InvalidRequestError where the template drops that."""
+    prompt, mark, _ = rendered.rpartition(_GOES_ON)
+    if not mark:
+        text = "the model's chat template does not write the end of an assistant's turn"
+        raise InvalidRequestError(f"continue_final_message: {text}", param="continue_final_message")
+    return prompt
 
 
 def _check_fit(lengths: Sequence[int], ctx_tokens: int) -> None:

@@ -15,7 +15,7 @@ from aiohttp import web
 from relayline.coordinator.answers.template import Conversation
 from relayline.coordinator.http.body_pool import BodyPool
 from relayline.coordinator.http.chat_form import ChatForm
-from relayline.coordinator.http.choice import ChoiceState, Speller
+from relayline.coordinator.http.choice import ChoiceState, Ending, Speller
 from relayline.coordinator.http.dialects import Header
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.observe import wants_content
@@ -123,7 +123,7 @@ class Job:
         return [
             ChoiceState(
                 form.conversation.piece if form else service.tokenizer.piece,
-                self.plan.stops,
+                Ending(self.plan.stops, self.plan.stop_tokens, self.plan.min_tokens, shows_stop=self.plan.shows_stop),
                 wants_logprobs=self.plan.sampling.n_logprobs >= 0,
                 wants_tokens=self.plan.return_token_ids,
                 offset_chars=len(self.prompt_of(index).echo),
@@ -178,7 +178,10 @@ def make_job(
     ctx_tokens = service.generator.ctx_tokens
     if not ctx_tokens:  # no stage has been heard yet: nothing would fit, and that is not the request's fault
         service.generator.check_ready()
-    check_tokens([token for token, _ in plan.sampling.logit_bias], service.tokenizer.n_vocab, "logit_bias")
+    n_vocab = service.tokenizer.n_vocab
+    check_tokens([token for token, _ in plan.sampling.logit_bias], n_vocab, "logit_bias")
+    check_tokens(plan.sampling.allowed_tokens, n_vocab, "allowed_token_ids")
+    check_tokens(plan.stop_tokens, n_vocab, "stop_token_ids")
     requests: list[GenerationRequest] = []
     for prompt in prompts:
         max_tokens = fit_tokens(len(prompt.tokens), plan, ctx_tokens, param, is_strict=service.limits.strict_max_tokens)
@@ -188,7 +191,7 @@ def make_job(
                     request_id=f"{header.id}-{len(requests)}",
                     prompt_tokens=prompt.tokens,
                     max_tokens=max_tokens,
-                    sampling=plan.sampling_of(choice),
+                    sampling=plan.sampling_of(choice, len(prompt.tokens)),
                     ignore_eos=plan.ignore_eos,
                     cache_prompt=plan.cache_prompt,
                     prediction=prediction,

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Literal
 
 from llguidance import LLMatcher
 
-from relayline.coordinator.answers.grammar import JSON_BLANKS
+from relayline.coordinator.answers.grammar import JSON_BLANKS, weaker
 from relayline.coordinator.http.bodies import GenerationBody, Json
 from relayline.coordinator.text.grammar_check import checker
 from relayline.wire.common.bounds import GRAMMAR_BYTES_MAX
@@ -32,6 +33,7 @@ class Shape:
     param: str  # the field that did
     kind: Kind
     texts: tuple[str, ...]  # the choices; of other kinds one: a JSON schema, a regular expression, GBNF or Lark
+    is_strict: bool = True  # of a schema: what cannot be followed is refused, and not left out
 
     @property
     def is_json(self) -> bool:
@@ -69,15 +71,13 @@ def grammar_of(shape: Shape) -> str:
     Raises InvalidRequestError where the shape is none, or llguidance does not know it.
     """
     check_size(sum(len(text.encode()) for text in shape.texts), shape.param)  # before anything is made of it
-    try:
-        grammar = _grammar(shape)
-        check_size(len(grammar.encode()), shape.param)
-        grammar, reason = checker.check(grammar, is_gbnf=shape.kind == "grammar")
-    except RecursionError:
-        raise InvalidRequestError(f"{shape.param}: nested too deeply", param=shape.param) from None
-    except ValueError as error:  # llguidance's for JSON
-        reason = str(error) or type(error).__name__
-    if reason:
+    reason = ""
+    for each in _ways(shape):
+        grammar, fault = _checked(each)
+        if not fault:
+            break
+        reason = reason or fault
+    else:
         raise InvalidRequestError(
             f"{shape.param}: not a {_NAMES[shape.kind]} that can be followed: {in_a_line(reason)}", shape.param
         )
@@ -99,6 +99,31 @@ def fault_of(grammar: str) -> str:
 def in_a_line(reason: str) -> str:
     """Return llguidance's reason as one line of bearable length."""
     return " ".join(reason.split())[:ERROR_CHARS_MAX]
+
+
+def _ways(shape: Shape) -> Iterator[Shape]:
+    """Yield the shape, and what may stand for it where it cannot be followed."""
+    yield shape
+    if shape.kind != "json":
+        return
+    try:
+        schema = json.loads(shape.texts[0])
+        for each in weaker(schema, is_strict=shape.is_strict):
+            yield dataclasses.replace(shape, texts=(json.dumps(each),))
+    except (ValueError, RecursionError):  # `_checked` has said so
+        return
+
+
+def _checked(shape: Shape) -> tuple[str, str]:
+    """Return the grammar of a shape and what speaks against it, "" for nothing."""
+    try:
+        grammar = _grammar(shape)
+        check_size(len(grammar.encode()), shape.param)
+        return checker.check(grammar, is_gbnf=shape.kind == "grammar")
+    except RecursionError:
+        raise InvalidRequestError(f"{shape.param}: nested too deeply", param=shape.param) from None
+    except ValueError as error:  # llguidance's for JSON
+        return "", str(error) or type(error).__name__
 
 
 _NAMES: dict[Kind, str] = {
@@ -136,7 +161,8 @@ def _response_format(body: GenerationBody) -> Shape | None:
     schema = _json(f"{param}.schema", wanted.json_schema.json_schema) if wanted.json_schema else None
     if schema is None:
         raise InvalidRequestError(f"{param}: needs a schema", param=param)
-    return schema
+    is_strict = bool(wanted.json_schema and wanted.json_schema.strict)
+    return dataclasses.replace(schema, is_strict=is_strict)
 
 
 def _json(param: str, sent: Json) -> Shape | None:

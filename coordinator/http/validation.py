@@ -15,8 +15,9 @@ from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.structure import Shape, shape_of
 from relayline.coordinator.http.tools import Offered, check_calls, offered_by
 from relayline.coordinator.sessions.generation import SamplingParams
-from relayline.wire.common.bounds import GRAMMAR_TOKENS_MAX
+from relayline.wire.common.bounds import BIAS_MAX, GRAMMAR_TOKENS_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from relayline.wire.common.sampler_fields import HTTP_FIELDS
 
 COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat goes on to the end of the context
 _U64 = 1 << 64
@@ -27,11 +28,25 @@ TOP_K_MAX = (1 << 31) - 1  # more than any vocabulary has, hence the same as all
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "functions": (),
     "function_call": ("none", "auto"),
-    "repetition_penalty": (1, -1),
-    "repeat_penalty": (1, -1),
-    "typical_p": (1,),
-    "mirostat": (),
+    "mirostat": (),  # what it does depends on all logits before, which no stage has after a loss
+    "mirostat_mode": (),
+    "dry_multiplier": (),
+    "dynatemp_range": (),
+    "smoothing_factor": (),
+    "truncate_prompt_tokens": (),
+    "logits_processors": (),
+    "use_beam_search": (),
+    "length_penalty": (1,),
+    "prompt_logprobs": (),
+    "chat_template": (),
+    "grammar_lazy": (),
+    "lora": (),
+    "service_tier": ("auto", "default"),
+    "t_max_predict_ms": (-1,),
 }
+# Fields of which false is what would change something.
+NEUTRAL_IF_TRUE = ("skip_special_tokens",)
+REPEAT_LAST_DEFAULT = 64  # tokens that llama-server's `repeat_penalty` looks at; vLLM's `repetition_penalty`: all
 
 NEUTRAL_OF_COMPLETIONS: dict[str, tuple[object, ...]] = {"tools": (), "tool_choice": ("none", "auto")}
 REASONING_FORMATS = ("auto", "deepseek", "none")
@@ -58,10 +73,18 @@ class Plan:
     shape: Shape | None = None  # that the answer must have; its grammar goes into `sampling`
     offered: Offered | None = None  # tools
     splits_reasoning: bool = True  # a chat's thoughts are told apart from what it says
+    min_tokens: int = 0  # before them no answer ends by itself
+    stop_tokens: tuple[int, ...] = ()  # tokens that end an answer, and are not shown
+    shows_stop: bool = False  # what ended an answer is shown, a string or a token
+    bad_words: tuple[str, ...] = ()  # that are not said; their tokens go into `sampling`
+    bias_texts: tuple[tuple[str, float], ...] = ()  # whose tokens have that bias; they go into `sampling`
 
-    def sampling_of(self, choice: int) -> SamplingParams:
-        """Return the sampling of the n-th choice of any prompt: seed + choice, so each can be asked for alone."""
-        return dataclasses.replace(self.sampling, seed=(self.sampling.seed + choice) % _U64)
+    def sampling_of(self, choice: int, n_prompt: int = 0) -> SamplingParams:
+        """Return the sampling of the n-th choice of a prompt: seed + choice, so each can be asked for alone."""
+        numbers = self.sampling.numbers
+        if self.sampling.held_back_tokens:
+            numbers = tuple(sorted({**dict(numbers), "held_back_until": float(n_prompt + self.min_tokens)}.items()))
+        return dataclasses.replace(self.sampling, seed=(self.sampling.seed + choice) % _U64, numbers=numbers)
 
 
 def plan_completion(body: CompletionBody, limits: HttpLimits, random_seed: int) -> Plan:
@@ -87,16 +110,26 @@ def plan_chat(body: ChatBody, limits: HttpLimits, random_seed: int) -> Plan:
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs: needs logprobs to be true", param="top_logprobs")
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
+    last = body.messages[-1]
+    if body.continue_final_message and (last.role != "assistant" or not last.content or last.tool_calls):
+        text = "the last message must be the assistant's, with text and without calls"
+        raise InvalidRequestError(f"continue_final_message: {text}", param="continue_final_message")
     if body.reasoning_format not in (None, *REASONING_FORMATS):
         names = ", ".join(REASONING_FORMATS)
         raise InvalidRequestError(f"reasoning_format: must be one of {names}", param="reasoning_format")
     check_calls(body.messages)
+    for index, message in enumerate(body.messages):
+        if message.content is None and message.role in ("user", "system", "developer", "tool"):
+            param = f"messages[{index}].content"
+            raise InvalidRequestError(f"{param}: required field is missing", param=param)
     max_tokens = body.max_completion_tokens or body.max_tokens
     plan = _plan(body, limits, _choices(body, limits), max_tokens, None, n_logprobs, random_seed)
     offered = offered_by(body)
     if offered and offered.is_required and plan.shape:
         text = f"the answer is a call of a tool; send no {plan.shape.param}, or tool_choice auto"
         raise InvalidRequestError(f"tool_choice: {text}", param="tool_choice")
+    if offered and offered.needs_grammar:
+        _check_lists(body, "tools")
     if offered and plan.ignore_eos:
         raise InvalidRequestError("ignore_eos: an answer that calls tools ends by itself", param="ignore_eos")
     return dataclasses.replace(plan, offered=offered, splits_reasoning=body.reasoning_format != "none")
@@ -183,7 +216,16 @@ def _plan(
     random_seed: int,
 ) -> Plan:
     _refuse(body, NEUTRAL)
+    _refuse_untrue(body)
+    if body.web_search_options is not None:  # empty ones ask for a search too
+        raise _unsupported("web_search_options", "send none")
     shape = shape_of(body)
+    _check_lists(body, shape.param if shape else "")
+    if max_tokens is None and body.n_predict not in (None, -1, -2, 0):
+        max_tokens = body.n_predict
+    if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
+        raise InvalidRequestError(f"min_tokens: more than max_tokens, which is {max_tokens}", param="min_tokens")
+    biases, bias_texts = _biases(body.logit_bias or {})
     if shape and body.ignore_eos:
         raise InvalidRequestError(f"ignore_eos: an answer ends where {shape.param} ends", param="ignore_eos")
     sampling = SamplingParams(
@@ -191,11 +233,13 @@ def _plan(
         top_k=min(max(0, body.top_k or 0), TOP_K_MAX),
         top_p=1.0 if body.top_p is None else body.top_p,
         min_p=body.min_p or 0.0,
-        seed=(random_seed if body.seed is None else body.seed) % _U64,
+        seed=(random_seed if body.seed in (None, -1) else body.seed) % _U64,
         n_logprobs=n_logprobs,
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
-        logit_bias=_biases(body.logit_bias or {}),
+        logit_bias=biases,
+        numbers=_numbers(body),
+        allowed_tokens=tuple(sorted(set(body.allowed_token_ids or ()))),
     )
     return Plan(
         n=n,
@@ -211,6 +255,11 @@ def _plan(
         cache_prompt=body.cache_prompt is not False,
         prediction=_prediction(body.prediction, limits),
         shape=shape,
+        min_tokens=body.min_tokens or 0,
+        stop_tokens=tuple(sorted(set(body.stop_token_ids or ()))),
+        shows_stop=bool(body.include_stop_str_in_output),
+        bad_words=tuple(body.bad_words or ()),
+        bias_texts=bias_texts,
     )
 
 
@@ -221,12 +270,22 @@ def _choices(body: GenerationBody, limits: HttpLimits) -> int:
     return n
 
 
-def _biases(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    for token in biases:
-        is_number = token.isascii() and token.isdigit() and len(token) <= len(str(1 << 32))
-        if not is_number or str(int(token)) != token:  # 007 would be 7 once more
-            raise InvalidRequestError(f"logit_bias: {token[:40]!r} is no token id", param="logit_bias")
-    return tuple(sorted((int(token), bias) for token, bias in biases.items() if bias))
+def _biases(
+    sent: Mapping[str, float] | Sequence[tuple[int | str, float]],
+) -> tuple[tuple[tuple[int, float], ...], tuple[tuple[str, float], ...]]:
+    """Return biases of tokens and of texts, from OpenAI's form or llama-server's; false stands for "never"."""
+    if isinstance(sent, Mapping):
+        for token in sent:
+            is_number = token.isascii() and token.isdigit() and len(token) <= len(str(1 << 32))
+            if not is_number or str(int(token)) != token:  # 007 would be 7 once more
+                raise InvalidRequestError(f"logit_bias: {token[:40]!r} is no token id", param="logit_bias")
+        return tuple(sorted((int(token), bias) for token, bias in sent.items() if bias)), ()
+    told = [(key, -BIAS_MAX if bias is False else bias) for key, bias in sent]
+    tokens = {key: bias for key, bias in told if isinstance(key, int)}
+    if min(tokens, default=0) < 0:
+        raise InvalidRequestError(f"logit_bias: {min(tokens)} is no token id", param="logit_bias")
+    texts = tuple((key, bias) for key, bias in told if isinstance(key, str) and key and bias)
+    return tuple(sorted((token, bias) for token, bias in tokens.items() if bias)), texts
 
 
 def _stops(stop: str | list[str] | None, limits: HttpLimits) -> tuple[str, ...]:
@@ -272,6 +331,45 @@ def _refuse(body: GenerationBody, unsupported: Mapping[str, tuple[object, ...]])
         value = getattr(body, param)
         if value and value not in neutral:
             raise _unsupported(param, f"only {neutral[0]}" if neutral else "send none")
+
+
+def _refuse_untrue(body: GenerationBody) -> None:
+    for param in NEUTRAL_IF_TRUE:
+        if getattr(body, param) not in (None, True):
+            raise _unsupported(param, "only true")
+
+
+def _numbers(body: GenerationBody) -> tuple[tuple[str, float], ...]:
+    """Return the numbers of the table of sampler fields that change something, by name."""
+    found: dict[str, float] = {}
+    for param, field in HTTP_FIELDS.items():
+        value = getattr(body, param)
+        if value is None or value in field.off:
+            continue
+        value = min(value, field.high) if field.is_whole else value
+        if not field.low <= value <= field.high or (field.is_whole and value != int(value)):
+            kind = "a whole number" if field.is_whole else "a number"
+            text = f"must be {kind} between {field.low:g} and {field.high:g}, got {value:g}"
+            raise InvalidRequestError(f"{param}: {text}", param=param)
+        if value != field.neutral:
+            found[field.name] = value
+    if "repetition_penalty" not in found:
+        found.pop("repeat_last_n", None)
+    elif body.repeat_penalty is not None and body.repeat_last_n is None:
+        found["repeat_last_n"] = REPEAT_LAST_DEFAULT
+    if "xtc_probability" not in found:
+        found.pop("xtc_threshold", None)
+    return tuple(sorted(found.items()))
+
+
+def _check_lists(body: GenerationBody, shape_param: str) -> None:
+    """Refuse token lists that cannot be kept together with the shape of an answer, and a length that contradicts."""
+    for param in ("min_tokens", "allowed_token_ids", "bad_words", "stop_token_ids"):
+        if shape_param and getattr(body, param):
+            text = f"not together with {shape_param}, which says what the answer is made of and where it ends"
+            raise InvalidRequestError(f"{param}: {text}", param=param)
+    if not all(word.strip() for word in body.bad_words or ()):
+        raise InvalidRequestError("bad_words: each must have a letter", param="bad_words")
 
 
 def _unsupported(param: str, allowed: str) -> InvalidRequestError:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +27,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from relayline.wire.common.errors import InvalidRequestError, UsageError
 
 Message = Mapping[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # templates may know others
+_PROBE = "q7VxK2probe"  # a text that no template writes by itself
+_NINE = re.compile(r"\bid\b['\"\]]*\s*\|\s*length\s*(?:!=|<|==)\s*9\b")  # of templates that want ids of nine letters
+_FITTING_ID = re.compile(r"[A-Za-z0-9]{9}")
 _NO_VARIABLES: Mapping[str, Any] = {}
 
 
@@ -91,8 +97,8 @@ class ChatTemplate:
         """
         self.source, self.for_tools = source, for_tools or self
         self.bos_text, self.eos_text = bos_text, eos_text
+        self._fits_ids = _NINE.search(source or "") is not None
         self._specials = {"bos_token": bos_text, "eos_token": eos_text}
-        self._knows_developer = source is not None and "developer" in source
 
     @functools.cached_property
     def _compiled(self) -> tuple[jinja2.Template | None, str]:
@@ -105,6 +111,40 @@ class ChatTemplate:
             # Python's own errors are those of the code that is made of it: nested too deeply, or a number too long.
             reason = str(error).strip().splitlines() or [type(error).__name__]
             return None, f"this model's chat template does not compile ({reason[0]}); use /v1/completions"
+
+    @functools.cached_property
+    def _wants_parts(self) -> bool:
+        """Whether content as one text is lost, and as a list of parts is not."""
+        return not self._shows({"role": "user", "content": _PROBE}) and self._shows(
+            {"role": "user", "content": _as_parts(_PROBE)}
+        )
+
+    @functools.cached_property
+    def _knows_developer(self) -> bool:
+        """Whether a turn of the role `developer` is written."""
+        return "developer" in (self.source or "") and self._shows(self._probe("developer"), self._probe("user", "x"))
+
+    @functools.cached_property
+    def _loses_system(self) -> bool:
+        """Whether system turns are refused or left out, and user turns are not."""
+        return not self._shows(self._probe("system"), self._probe("user", "x")) and self._shows(self._probe("user"))
+
+    def _probe(self, role: str, text: str = "") -> Message:
+        text = text or _PROBE
+        return {"role": role, "content": _as_parts(text) if self._wants_parts else text}
+
+    def _shows(self, *messages: Message) -> bool:
+        """Return whether the template writes the probe's text when these are the messages."""
+        template, _ = self._compiled
+        if template is None:
+            return False
+        try:
+            known = {"add_generation_prompt": True, **self._specials, "messages": [dict(each) for each in messages]}
+            return _PROBE in template.render(known)
+        except MemoryError:
+            raise
+        except Exception:  # of a stranger's code
+            return False
 
     def fault(self) -> str:
         """Return why a template does not compile; nothing where it does, and where there is none."""
@@ -127,6 +167,10 @@ class ChatTemplate:
         if template is None:
             raise InvalidRequestError(refusal, param="messages")
         plain = [self._plain(message, index, form) for index, message in enumerate(messages)]
+        if any(message["role"] == "system" for message in plain) and self._loses_system:
+            plain = _folded(plain)
+        if self._wants_parts:
+            plain = [_in_parts(message) for message in plain]
         try:
             # Without any, `tools` stays undefined: templates made for tools iterate over it, and None would stop them.
             known = {"add_generation_prompt": True, **variables, **self._specials, "messages": plain}
@@ -142,17 +186,51 @@ class ChatTemplate:
     def _plain(self, message: Message, index: int, form: CallForm) -> dict[str, Any]:
         """Return the message as templates expect it: content as one text, tool arguments as objects."""
         plain = dict(message)
-        if plain.get("role") == "developer" and not self._knows_developer:
+        role = plain.get("role")
+        if role not in ROLES and str(role) not in (self.source or ""):
+            text = f"{str(role)[:40]!r} is no role; use one of {', '.join(ROLES)}"
+            raise InvalidRequestError(f"messages[{index}].role: {text}", f"messages[{index}].role")
+        if role == "developer" and not self._knows_developer:
             plain["role"] = "system"
         plain["content"] = content_text(plain.get("content"), f"messages[{index}].content")
         if not plain.get("tool_calls"):
             plain.pop("tool_calls", None)  # templates ask whether there is such a field
         else:
+            if self._fits_ids:
+                plain["tool_calls"] = [_with_fitting_id(call, "id") for call in plain["tool_calls"]]
             if form.content_is_none and not plain["content"]:
                 plain["content"] = None
             if not form.arguments_as_text:
                 plain["tool_calls"] = [_with_object_arguments(call) for call in plain["tool_calls"]]
-        return plain
+        return _with_fitting_id(plain, "tool_call_id") if self._fits_ids else plain
+
+
+def _folded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose system turns stand before the first user turn's text; without one they stay."""
+    told = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
+    others = [message for message in messages if message["role"] != "system"]
+    first = next((at for at, message in enumerate(others) if message["role"] == "user"), None)
+    if first is None:
+        return list(messages)
+    others[first] = {**others[first], "content": f"{told}\n\n{others[first]['content']}"}
+    return others
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    return {**message, "content": _as_parts(content)} if isinstance(content, str) else message
+
+
+def _with_fitting_id(holder: Any, key: str) -> Any:
+    """Return a call or a result with an id of nine letters and digits, the same for the same id."""
+    sent = holder.get(key) if isinstance(holder, Mapping) else None
+    if not isinstance(sent, str) or _FITTING_ID.fullmatch(sent):
+        return holder
+    return {**holder, key: hashlib.sha256(sent.encode(errors="replace")).hexdigest()[:9]}
 
 
 def read_template(path: Path) -> str:

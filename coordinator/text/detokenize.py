@@ -18,8 +18,12 @@ class StopFinder:
     When two stop strings end at the same character the longer one, which starts earlier, wins.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` are non-empty strings; with none, text passes straight through."""
+    def __init__(self, stops: Sequence[str], *, shows_stop: bool = False) -> None:
+        """`stops` are non-empty strings; with none, text passes straight through.
+
+        With `shows_stop` the one that is completed is returned as well.
+        """
+        self._shows_stop = shows_stop
         if any(not stop for stop in stops):
             raise ValueError("a stop string is empty")
         self._stops = tuple(stops)
@@ -27,19 +31,22 @@ class StopFinder:
         self.stopped = False
         self.stop = ""  # the one that was found
 
-    def push(self, text: str) -> str:
-        """Take the next text; return what is now certain to lie before any stop string."""
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """Take the next text; return what is now certain to lie before any stop string.
+
+        Without `may_stop` none counts that ends in this text.
+        """
         if self.stopped:
             return ""
         if not self._stops:
             return text
         text = self._held + text
         ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if ends:
+        if ends and may_stop:
             self.stopped, self._held = True, ""
             end, at = min(ends)
             self.stop = text[at:end]
-            return text[:at]
+            return text[: end if self._shows_stop else at]
         n_held = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held]
@@ -65,9 +72,9 @@ class TextAssembler:
     `bytes.decode(errors="replace")` would make them.
     """
 
-    def __init__(self, stops: Sequence[str] = ()) -> None:
+    def __init__(self, stops: Sequence[str] = (), *, shows_stop: bool = False) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._finder = StopFinder(stops)
+        self._finder = StopFinder(stops, shows_stop=shows_stop)
         self.n_chars_decoded = 0  # characters decoded so far, whether shown, held or cut
 
     @property
@@ -80,15 +87,18 @@ class TextAssembler:
         """The stop string that was completed, empty for none."""
         return self._finder.stop
 
-    def push(self, piece: bytes) -> str:
-        """Take one token's bytes; return the text that became safe to show, often empty."""
-        return self._search(self._decoder.decode(piece))
+    def push(self, piece: bytes, *, may_stop: bool = True) -> str:
+        """Take one token's bytes; return the text that became safe to show, often empty.
+
+        Without `may_stop` no stop string ends with it.
+        """
+        return self._search(self._decoder.decode(piece), may_stop=may_stop)
 
     def finish(self) -> str:
         """Return the rest at the end of generation. An unfinished UTF-8 sequence becomes U+FFFD."""
         text = self._search(self._decoder.decode(b"", final=True))
         return text + self._finder.finish()
 
-    def _search(self, decoded: str) -> str:
+    def _search(self, decoded: str, *, may_stop: bool = True) -> str:
         self.n_chars_decoded += len(decoded)
-        return self._finder.push(decoded) if decoded else ""
+        return self._finder.push(decoded, may_stop=may_stop) if decoded else ""

@@ -75,6 +75,7 @@ class Tokenizer:
         self.bos = _token_or_none(llama_cpp.llama_vocab_bos(vocab))
         self.eos = _token_or_none(llama_cpp.llama_vocab_eos(vocab))
         self.adds_bos = self.bos is not None and bool(llama_cpp.llama_vocab_get_add_bos(vocab))
+        self._names_bos = bool(_meta_text(model, b"tokenizer.ggml.bos_token_id"))
         self.name = _meta_text(model, b"general.name")
         self.chat_template = self._template(model, None)
         # For chats with tools, where the file has one of its own for these (Hermes 2, Command R).
@@ -101,8 +102,12 @@ class Tokenizer:
 
     @property
     def bos_text(self) -> str:
-        """The text of the begin-of-sequence token, as chat templates write it; empty if there is none."""
-        return self._special_text(self.bos)
+        """The text of the begin-of-sequence token, as chat templates write it; empty if there is none.
+
+        Where a file names none, llama.cpp takes a number that is an ordinary token of most vocabularies.
+        """
+        is_mark = self.bos is not None and llama_cpp.llama_vocab_get_attr(self._vocab, self.bos) & _CONTROL
+        return self._special_text(self.bos) if self._names_bos or is_mark else ""
 
     @property
     def eos_text(self) -> str:

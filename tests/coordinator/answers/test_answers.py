@@ -407,3 +407,11 @@ def test_the_table_is_sound() -> None:
         if isinstance(syntax.body, TaggedBody):
             assert syntax.body.value_end.strip()
             assert syntax.body.end or syntax.close, "something ends the arguments"
+
+
+@pytest.mark.parametrize("held", ["<tool_", "<tool_call>", '<tool_call>\n{"name": "oth'])
+def test_a_call_that_is_cut_leaks_no_markup(held: str) -> None:
+    reader = AnswerReader(None, is_thinking=False, calls=CallReading(syntax=HERMES))
+    said = reader.push(f"Let me see. {held}").text
+    assert (said + reader.finish(is_cut=True).text).strip() == "Let me see." + (" <tool_" if held == "<tool_" else "")
+    assert reader.n_calls == 0

@@ -14,11 +14,14 @@ import zlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from relayline.coordinator.http import body as http_body
 from relayline.coordinator.http import connection
+from relayline.coordinator.http.body import usual_path
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import LIMITS, start_http
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -592,3 +595,30 @@ async def test_a_client_that_is_gone_is_told_from_one_that_half_closed(
             await reader.readuntil(b"\r\n\r\n")
         writer.close()
         await generator.streams[0].closed.wait()
+
+
+@pytest.mark.parametrize(
+    ("sent", "found"),
+    [
+        ("/v1/models", "/v1/models"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("//v1/models?a=/b/", "/v1/models?a=/b/"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/models/", "/v1/models"),
+        ("/v1/models/org%2Ftiny/", "/v1/models/org%2Ftiny"),
+        ("/metrics/", "/metrics/"),
+        ("//metrics", "//metrics"),
+        ("/", "/"),
+        ("*", "*"),
+        ("http://host/v1/models/", "http://host/v1/models/"),
+    ],
+)
+def test_routes_as_clients_put_them_together(sent: str, found: str) -> None:
+    assert usual_path(sent) == found
+
+
+async def test_a_route_with_a_slash_too_many_is_found(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as served, aiohttp.ClientSession() as session:
+        for path in ("//v1/models", "/models", "/v1/models/"):
+            async with session.get(URL(f"{served.url}{path}", encoded=True)) as reply:
+                assert (reply.status, path) == (200, path)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,8 +82,8 @@ def test_penalties_and_biases_are_read() -> None:
 
 
 def test_seeds_wrap_at_64_bits() -> None:
-    assert completion_plan(seed=-1).sampling.seed == 2**64 - 1
-    assert completion_plan(seed=-1).sampling_of(1).seed == 0
+    assert completion_plan(seed=-2).sampling.seed == 2**64 - 2
+    assert completion_plan(seed=-2).sampling_of(2).seed == 0
     assert completion_plan(seed=2**70 + 3).sampling.seed == 3
 
 
@@ -107,6 +109,18 @@ NEUTRAL = {
     "repeat_penalty": 1,
     "typical_p": 1.0,
     "mirostat": 0,
+    "repeat_last_n": 64,  # of no penalty
+    "top_n_sigma": -1,
+    "xtc_probability": 0,
+    "xtc_threshold": 0.3,
+    "dry_multiplier": 0.0,
+    "dynatemp_range": 0,
+    "min_tokens": 0,
+    "stop_token_ids": [],
+    "bad_words": [],
+    "skip_special_tokens": True,
+    "length_penalty": 1.0,
+    "n_predict": -1,
     "grammar": "",
     "guided_json": None,
     "prediction": {"type": "content", "content": ""},
@@ -185,10 +199,8 @@ PREDICTIONS = [
         (chat_plan, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         (chat_plan, {"function_call": {"name": "f"}}, "function_call"),
         (chat_plan, {"audio": {"voice": "x"}}, "audio"),
-        (completion_plan, {"repetition_penalty": 1.1}, "repetition_penalty"),
-        (completion_plan, {"repeat_penalty": 0.9}, "repeat_penalty"),
         (completion_plan, {"mirostat": 2}, "mirostat"),
-        (completion_plan, {"typical_p": 0.5}, "typical_p"),
+        (completion_plan, {"repeat_penalty": -0.9}, "repeat_penalty"),
         (chat_plan, {"grammar": ["root ::= x"]}, "grammar"),
         (chat_plan, {"guided_choice": [1]}, "guided_choice[0]"),
         (chat_plan, {"structured_outputs": {"structural_tag": "a"}}, "structured_outputs"),
@@ -399,3 +411,85 @@ def test_no_bytes_are_a_500(post: Post, path: str, raw: bytes) -> None:
     status, body = post(path, raw)
     check(status, body)
     assert status == 400
+
+
+@pytest.mark.parametrize("make", [completion_plan, chat_plan])
+@pytest.mark.parametrize(
+    ("sent", "numbers"),
+    [
+        ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"repeat_penalty": 1.2}, {"repetition_penalty": 1.2, "repeat_last_n": validation.REPEAT_LAST_DEFAULT}),
+        ({"repeat_penalty": 1.2, "repeat_last_n": -1}, {"repetition_penalty": 1.2}),
+        ({"repetition_penalty": 0.5, "repeat_last_n": 9.0}, {"repetition_penalty": 0.5, "repeat_last_n": 9}),
+        ({"repetition_penalty": 0.5, "repeat_last_n": 10**6}, {"repetition_penalty": 0.5}),
+        ({"typ_p": 0.9, "top_n_sigma": 1}, {"typical_p": 0.9, "top_n_sigma": 1}),
+        ({"xtc_probability": 0.5}, {"xtc_probability": 0.5}),
+        ({"xtc_probability": 0.5, "xtc_threshold": 0.2}, {"xtc_probability": 0.5, "xtc_threshold": 0.2}),
+    ],
+)
+def test_sampler_fields_go_to_the_stage_as_numbers(make: Any, sent: dict[str, Any], numbers: dict[str, float]) -> None:
+    assert dict(make(**sent).sampling.numbers) == numbers
+
+
+@pytest.mark.parametrize(
+    ("sent", "text"),
+    [
+        ({"repetition_penalty": 1000}, "repetition_penalty: must be a number between 0.01 and 100, got 1000"),
+        ({"repeat_last_n": 1.5}, "repeat_last_n: must be a whole number"),
+        ({"typical_p": 1.5}, "typical_p: must be a number"),
+        ({"mirostat": 2}, "mirostat: not supported"),
+        ({"dry_multiplier": 0.8}, "dry_multiplier: not supported"),
+        ({"skip_special_tokens": False}, "skip_special_tokens: not supported by this server yet; only true"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens: more than max_tokens"),
+        ({"min_tokens": 5, "guided_regex": "a"}, "min_tokens: not together with guided_regex"),
+        ({"bad_words": [" "]}, "bad_words: each must have a letter"),
+        ({"logit_bias": [[-1, 5]]}, "logit_bias: -1 is no token id"),
+        ({"logit_bias": [[1, True]]}, "logit_bias"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ],
+)
+def test_sampler_fields_that_cannot_be_kept_are_refused(sent: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(text)) as caught:
+        completion_plan(**sent)
+    assert "\n" not in caught.value.message
+
+
+def test_forms_of_logit_bias() -> None:
+    listed = completion_plan(logit_bias=[[7, -5], [3, 1.5], [5, False], ["no", -2], [9, 0]])
+    assert listed.sampling.logit_bias == ((3, 1.5), (5, -100.0), (7, -5))
+    assert listed.bias_texts == (("no", -2),)
+
+
+def test_a_seed_of_minus_one_is_random() -> None:
+    body = decode_body(b'{"prompt": "x", "seed": -1}', CompletionBody)
+    assert [validation.plan_completion(body, LIMITS, seed).sampling.seed for seed in (4, 5)] == [4, 5]
+
+
+def test_whole_numbers_may_be_written_as_floats() -> None:
+    plan = completion_plan(max_tokens=2.0, seed=7.0, top_k=40.0, n=1.0)
+    assert (plan.max_tokens, plan.sampling.seed, plan.sampling.top_k, plan.n) == (2, 7, 40, 1)
+    for sent in ({"max_tokens": 2.5}, {"n": 1e300}):
+        with pytest.raises(InvalidRequestError, match="expected int"):
+            completion_plan(**sent)
+
+
+def test_what_is_held_back_is_so_up_to_a_position() -> None:
+    plan = completion_plan(min_tokens=5)
+    plan = dataclasses.replace(plan, sampling=dataclasses.replace(plan.sampling, held_back_tokens=(2,)))
+    assert plan.sampling_of(0, 10).number("held_back_until") == 15
+    assert completion_plan().sampling_of(0, 10).numbers == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [USER, {"role": "system", "content": None}]}, "messages[1].content"),
+    ],
+)
+def test_what_is_asked_of_a_chat_and_not_done_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat_plan(**fields)
+    assert caught.value.param == param

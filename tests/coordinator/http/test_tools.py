@@ -14,10 +14,12 @@ import openai
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
+from relayline.coordinator.answers.grammar import weaker
 from relayline.coordinator.answers.reader import CALL_ID_CHARS, AnswerReader
 from relayline.coordinator.answers.tagged_calls import QUOTED
 from relayline.coordinator.http.bodies import ChatBody, decode_body
 from relayline.coordinator.http.sse import PING, EventWriter
+from relayline.coordinator.http.structure import fault_of
 from relayline.coordinator.http.tools import TOOLS_MAX, Offered, check_calls, offered_by
 from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -472,3 +474,50 @@ async def test_a_stream_that_holds_text_back_for_long_shows_life(monkeypatch: py
         now_s[0] += seconds
         await writer.send(events)
     assert written == [PING, b"data: {}\n\n", PING]
+
+
+UNFOLLOWED = {
+    "names of properties": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": True},
+    "not": {"type": "integer", "not": {"const": 3}},
+    "look-ahead": {"type": "string", "pattern": "^(?!x)a$"},
+    "unique items": {"type": "array", "uniqueItems": True, "items": {"type": "integer"}},
+    "one of": {"oneOf": [{"type": "integer"}, {"type": "integer", "minimum": 5}]},
+}
+
+
+@pytest.mark.parametrize("part", UNFOLLOWED.values(), ids=UNFOLLOWED)
+def test_one_rule_that_cannot_be_followed_leaves_the_others(part: dict[str, Any]) -> None:
+    schema = {"type": "object", "required": ["n", "city"], "properties": {"n": part, "city": {"enum": ["Rome"]}}}
+    for each in weaker(schema, is_strict=False):
+        if not fault_of(f"start: %json {json.dumps(each)}"):
+            break
+    else:
+        pytest.fail("none of the weaker schemas can be followed")
+    assert each["properties"]["city"] == {"enum": ["Rome"]}
+    assert each["properties"]["n"].get("type") == part.get("type")
+    assert [*weaker(schema, is_strict=True)] == [schema], "to the letter or not at all"
+
+
+def test_a_format_that_nobody_has_to_know_is_an_annotation() -> None:
+    schema = {"properties": {"format": {"type": "string", "format": "password"}, "at": {"format": "date"}}}
+    (strictly,) = weaker(schema, is_strict=True)
+    assert strictly == {"properties": {"format": {"type": "string"}, "at": {"format": "date"}}}
+    assert not fault_of(f"start: %json {json.dumps(strictly)}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_parallel"),
+    [
+        ({}, True),
+        ({"tool_choice": "required"}, False),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, False),
+        ({"tool_choice": "required", "parallel_tool_calls": True}, True),
+        ({"parallel_tool_calls": False}, False),
+    ],
+)
+def test_a_tool_that_must_be_called_is_called_once(fields: dict[str, Any], is_parallel: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, **fields}
+    offered = offered_by(decode_body(json.dumps(body).encode(), ChatBody))
+    assert offered is not None
+    assert offered.is_parallel is is_parallel

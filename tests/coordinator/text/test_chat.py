@@ -116,3 +116,60 @@ def test_the_templates_own_refusal_is_shown() -> None:
 def test_no_usable_template_points_at_completions(source: str | None) -> None:
     with pytest.raises(InvalidRequestError, match="use /v1/completions"):
         ChatTemplate(source).render([USER])
+
+
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", ["SECRET", [{"type": "text", "text": "SECRET"}]])
+def test_a_template_that_reads_parts_gets_parts(content: Any) -> None:
+    messages = ({"role": "system", "content": "be brief"}, {"role": "user", "content": content})
+    assert render(PARTS, *messages) == "<system>be brief<user>SECRET"
+
+
+LOOP = "{% for m in messages %}{% if m.role in known %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("before", ["", "{# by the developers #}", "{% set developer_preamble = 1 %}"])
+def test_developer_turns_are_not_lost_where_the_template_only_has_the_word(before: str) -> None:
+    source = before + "{% set known = ('system', 'user', 'assistant') %}" + LOOP
+    assert render(source, {"role": "developer", "content": "RULE"}, USER) == "[system]RULE[user]hi"
+    knowing = "{% set known = ('system', 'developer', 'user') %}" + LOOP
+    assert render(knowing, {"role": "developer", "content": "RULE"}, USER) == "[developer]RULE[user]hi"
+
+
+@pytest.mark.parametrize("refusal", ["", "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"])
+def test_system_turns_that_a_template_does_not_take_stand_before_the_first_user_turn(refusal: str) -> None:
+    source = refusal + "{% set known = ('user', 'assistant') %}" + LOOP
+    told = {"role": "system", "content": "be brief"}, {"role": "developer", "content": "be kind"}
+    answer = {"role": "assistant", "content": "yes"}
+    assert render(source, *told, USER, answer, USER) == "[user]be brief\n\nbe kind\n\nhi[assistant]yes[user]hi"
+
+
+def test_a_role_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="'robot' is no role; use one of system, ") as caught:
+        render(CHATML, {"role": "robot", "content": "x"})
+    assert caught.value.param == "messages[0].role"
+    assert render("{# knows ipython #}{{ messages[0].role }}", {"role": "ipython", "content": "x"}) == "ipython"
+
+
+NINE = (
+    "{% for m in messages %}{% for call in m.tool_calls or [] %}{% if call.id|length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}{{ call.id }}"
+    "{% endfor %}{% if m.role == 'tool' %}={{ m.tool_call_id }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("foreign", ["call_0123456789abcdef", "é", "abcdefgh1"])
+def test_ids_of_other_servers_are_made_to_fit(foreign: str) -> None:
+    call = {"id": foreign, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = (
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "x", "tool_call_id": foreign},
+    )
+    mine, _, results = render(NINE, *messages).partition("=")
+    assert mine == results
+    assert (len(mine), mine == foreign) == (9, foreign == "abcdefgh1")

@@ -103,3 +103,17 @@ def test_a_stop_string_may_be_completed_by_the_replacement_of_an_unfinished_char
 def test_an_empty_stop_is_a_mistake_of_the_caller() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopFinder(["x", ""])
+
+
+@pytest.mark.parametrize(("shows", "text"), [(False, "a b"), (True, "a bEND")])
+def test_a_stop_string_may_be_shown(shows: bool, text: str) -> None:
+    assembler = TextAssembler(["END"], shows_stop=shows)
+    assert "".join(map(assembler.push, (b"a ", b"bE", b"N", b"D", b"c"))) == text
+    assert assembler.stopped
+
+
+def test_no_stop_string_counts_before_its_time() -> None:
+    assembler = TextAssembler(["END"])
+    early = "".join(assembler.push(piece, may_stop=False) for piece in (b"xEND", b"EN"))
+    assert early + assembler.push(b"D and") == "xEND"
+    assert assembler.stopped

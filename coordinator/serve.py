@@ -18,6 +18,7 @@ from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.app import FACTS, TEMPLATE_FAULT, make_app
+from relayline.coordinator.http.cors import allow_pages, read_origins
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import start_http
 from relayline.coordinator.joining.config import JoinConfig
@@ -122,6 +123,7 @@ async def _serve(
     on_joinable: Callable[[Joinable], None],
     on_member: Callable[[Place], None],
 ) -> None:
+    cors = read_origins(config.pipeline.serving.cors)
     check_connects(config.pipeline.addresses, config.pipeline.security, "the coordinator")
     file = load_pipeline(config.pipeline_dir, stages_here=config.join is not None)
     _check_count(config, file)
@@ -158,8 +160,10 @@ async def _serve(
                 protect_metrics=config.pipeline.serving.protect_metrics,
                 is_tls=context is not None,
                 allow_hosts=config.allow_hosts,
+                cors=cors,
             )
         )
+        allow_pages(app, cors)
         # The API answers while the stages still load: /health says 503 until they are ready.
         runner, port = await start_http(app, config.host, config.port, context=context)
         url = f"{'http' if context is None else 'https'}://{address_of(config.host, port)}"

@@ -128,14 +128,16 @@ def protect_http(
     protect_metrics: bool,
     is_tls: bool = False,
     allow_hosts: Sequence[str] = (),
+    cors: tuple[str, ...] = (),
 ) -> contextlib.AbstractContextManager[None]:
     """Demand the keys in `path`, if one is given, of everybody who asks at `host`.
 
     Within the returned context SIGHUP reads the file again. An address beyond this machine is warned about where it
     demands no keys, and where keys travel in the clear. Without keys web pages are kept out, but for those that
-    `allow_hosts` names. Raises UsageError. Call it on the event loop, before the app is started.
+    `allow_hosts` names and those of the origins in `cors`. Raises UsageError. Call it on the event loop, before the app
+    is started.
     """
-    rule = page_rule(host, allow_hosts)
+    rule = page_rule(host, allow_hosts, cors)
     if path is None or allow_hosts:
         keep_pages_out(app, rule)
     if path is None:

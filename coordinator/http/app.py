@@ -98,6 +98,7 @@ def _routes(handlers: Handlers, telemetry: TelemetryHandlers, feed: LiveFeed) ->
         web.get("/health", handlers.health),
         web.get("/v1/health", handlers.health),
         web.get("/live", handlers.live),
+        web.get("/version", handlers.version),
         web.get("/v1/models", handlers.models),
         web.get("/v1/models/{id:.+}", handlers.model),
         web.get("/v1/pipeline", handlers.pipeline),

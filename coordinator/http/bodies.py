@@ -187,16 +187,21 @@ class ChatBody(GenerationBody, kw_only=True):
 
 
 class TokenizeBody(Struct, kw_only=True):
-    """POST /tokenize, as llama-server has it."""
+    """POST /tokenize: `content` and what belongs to it as llama-server has it, the rest as vLLM."""
 
-    content: str
+    content: str | None = None
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
+    prompt: str | None = None
+    messages: Annotated[list[MessageBody], Meta(min_length=1, max_length=MESSAGES_MAX)] | None = None
+    add_special_tokens: bool = True  # around a prompt
+    add_generation_prompt: bool = True  # behind messages
+    return_token_strs: bool = False
 
 
 class DetokenizeBody(Struct, kw_only=True):
-    """POST /detokenize, as llama-server has it."""
+    """POST /detokenize, as llama-server and vLLM have it."""
 
     tokens: Tokens
 

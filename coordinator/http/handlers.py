@@ -37,6 +37,10 @@ class Handlers:
         """GET /live: 200 while the process answers at all; for probes that restart what does not."""
         return json_response(b'{"status":"ok"}')
 
+    async def version(self, _request: web.Request) -> web.StreamResponse:
+        """GET /version, as vLLM has it."""
+        return json_response(shapes.encode({"version": self._service.fingerprint.removeprefix("relayline-")}))
+
     async def models(self, _request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
         names = dict.fromkeys((self._service.model_id, *self._service.limits.model_aliases))

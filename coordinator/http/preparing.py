@@ -145,7 +145,7 @@ class Shop:
             return self._grammar(bytes(raw)).encode()
         ctx_tokens = asked.ctx_tokens or CTX_TOKENS_MAX
         if asked.route == "tokenize":
-            return self._tokenized(raw, enter)
+            return self._tokenized(asked, raw, enter)
         if asked.route == "detokenize":
             return self._detokenized(raw)
         if asked.route == "references":
@@ -332,27 +332,43 @@ class Shop:
             return grammar_of(plan.shape) if plan.shape else ""
         return chat_grammar(plan, ChatForm(self._conversation(), plan.offered, plan.splits_reasoning, is_thinking))
 
-    def _tokenized(self, raw: bytes | bytearray, enter: Callable[[Phase], None]) -> bytes:
+    def _tokenized(self, asked: Asked, raw: bytes | bytearray, enter: Callable[[Phase], None]) -> bytes:
         body, tokenizer = decode_body(raw, TokenizeBody), self._tokenizer
-        enter("tokens")
-        ids = tokenizer.encode(
-            body.content,
-            add_special=body.add_special,
-            parse_special=body.parse_special,
-            param="content",
-        )
-        parts: list[bytes] = []
-        for at in range(0, len(ids), TOKENS_PER_PART):
-            part: list[Any] = ids[at : at + TOKENS_PER_PART]
-            if body.with_pieces:
-                part = [{"id": token, "piece": _piece(tokenizer.piece(token, special=True))} for token in part]
-            parts.append(shapes.encode(part)[1:-1])
-        return b'{"tokens":[' + b",".join(parts) + b"]}"
+        if [body.content, body.prompt, body.messages].count(None) != 2:
+            raise InvalidRequestError("content: send one of content, prompt and messages", param="content")
+        if body.messages is not None:
+            enter("template")
+            messages = [msgspec.to_builtins(message) for message in body.messages]
+            variables = {"add_generation_prompt": body.add_generation_prompt}
+            rendered = self._conversation().render(messages, (), variables)
+            enter("tokens")
+            ids = tokenizer.encode_chat(rendered, CTX_TOKENS_MAX)
+        elif body.prompt is not None:
+            enter("tokens")
+            ids = tokenizer.encode(body.prompt, add_special=body.add_special_tokens)
+        else:
+            enter("tokens")
+            ids = tokenizer.encode(
+                body.content or "", add_special=body.add_special, parse_special=body.parse_special, param="content"
+            )
+        tokens = _joined(ids, self._with_piece if body.with_pieces else None)
+        if body.content is not None:
+            return b'{"tokens":[' + tokens + b"]}"
+        texts = b"[" + _joined(ids, self._name) + b"]" if body.return_token_strs else b"null"
+        found = shapes.encode({"count": len(ids), "max_model_len": asked.ctx_tokens or None})
+        return found[:-1] + b',"tokens":[' + tokens + b'],"token_strs":' + texts + b"}"
+
+    def _with_piece(self, token: int) -> object:
+        return {"id": token, "piece": _piece(self._tokenizer.piece(token, special=True))}
+
+    def _name(self, token: int) -> object:
+        return self._tokenizer.piece(token, special=True).decode(errors="replace")
 
     def _detokenized(self, raw: bytes | bytearray) -> bytes:
         body = decode_body(raw, DetokenizeBody)
         validation.check_tokens(body.tokens, self._tokenizer.n_vocab, "tokens")
-        return shapes.encode({"content": self._tokenizer.decode(body.tokens)})
+        text = self._tokenizer.decode(body.tokens)
+        return shapes.encode({"content": text, "prompt": text})
 
 
 def setting_of(model_id: str, limits: HttpLimits, chat: ChatTemplate) -> Setting:
@@ -366,6 +382,15 @@ def unpacked(tokens: bytes) -> tuple[int, ...]:
     found = array.array("i")
     found.frombytes(tokens)
     return tuple(found)
+
+
+def _joined(ids: Sequence[int], shown: Callable[[int], object] | None) -> bytes:
+    """Return tokens, or what `shown` makes of each, as the inside of a JSON list; written in parts."""
+    parts: list[bytes] = []
+    for at in range(0, len(ids), TOKENS_PER_PART):
+        part: Sequence[object] = ids[at : at + TOKENS_PER_PART]
+        parts.append(shapes.encode([*map(shown, part)] if shown else part)[1:-1])  # type: ignore[arg-type]
+    return b",".join(parts)
 
 
 def _packed(tokens: Sequence[int]) -> bytes:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
 
+from relayline.coordinator.http.cors import ANY
 from relayline.coordinator.http.errors import HttpRefusal
 from relayline.coordinator.http.middleware import OUTERMOST, refused
 from relayline.wire.common.errors import UsageError
@@ -33,6 +34,7 @@ class PageRule:
     allowed: frozenset[str]  # names beside those of loopback, in lower case
     is_local: bool  # the server is reached on loopback only
     checks_names: bool  # else nobody knows under which names the server is reached
+    origins: frozenset[str] = frozenset()  # pages that may use the server, see coordinator.http.cors; "*": all
 
     def problem(self, hosts: Iterable[str], origins: Iterable[str]) -> str | None:
         """Return why a request with these Host and Origin headers is refused, or None."""
@@ -46,6 +48,7 @@ class PageRule:
             same = not self.checks_names and name is not None and name in names
             # A page of this very server: its own, whose name has been checked above where names are.
             same |= name is not None and any(_is_same_place(host, origin) for host in given)
+            same |= not self.origins.isdisjoint({origin.strip().lower(), ANY})
             if not (same or self._is_allowed(name)):
                 return f"web pages of {origin[:200]!r} may not use this server; {self._remedy(name)}"
         return None
@@ -62,7 +65,7 @@ class PageRule:
         return f"--allow-host {name} allows it, and with --api-keys nobody is asked" if name else "see --allow-host"
 
 
-def page_rule(listen_host: str, allowed: Iterable[str]) -> PageRule:
+def page_rule(listen_host: str, allowed: Iterable[str], origins: Iterable[str] = ()) -> PageRule:
     """Return the rule for a server that listens on `listen_host`. Raises UsageError for what is no host name."""
     names: set[str] = set()
     for name in allowed:
@@ -71,7 +74,7 @@ def page_rule(listen_host: str, allowed: Iterable[str]) -> PageRule:
             raise UsageError(f"--allow-host {name!r} is not a host name; give it without scheme and port")
         names.add(bare.lower().removesuffix("."))
     is_local = is_loopback(listen_host)
-    return PageRule(frozenset(names), is_local, checks_names=is_local or bool(names))
+    return PageRule(frozenset(names), is_local, checks_names=is_local or bool(names), origins=frozenset(origins))
 
 
 def keep_pages_out(app: web.Application, rule: PageRule) -> None:

@@ -264,6 +264,13 @@ class ServingSettings(Settings):
         place="coordinator.anyModelName",
         reader=COORDINATOR,
     )
+    cors: str = setting(
+        "",
+        "Origins, with commas between, whose web pages may read the API, such as http://localhost:3000; * for all.",
+        flag="--cors",
+        place="coordinator.http.cors",
+        reader=COORDINATOR,
+    )
     connections_per_address: int = setting(
         512,
         "Connections from one address beyond this machine, such as a proxy's; 0 for any number.",

@@ -120,3 +120,23 @@ async def test_a_turn_that_cannot_be_continued_is_refused(tokenizer: Tokenizer) 
     body = {"messages": [{"role": "user", "content": "go"}], "continue_final_message": True}
     async with session_of(tokenizer) as (session, _), session.post("/v1/chat/completions", json=body) as reply:
         assert (reply.status, (await reply.json())["error"]["param"]) == (400, "continue_final_message")
+
+
+async def test_tokens_in_the_form_of_vllm(tokenizer: Tokenizer) -> None:
+    async with session_of(tokenizer) as (session, _):
+        async with session.post("/tokenize", json={"prompt": "ab", "return_token_strs": True}) as reply:
+            ids = tokenizer.encode("ab")
+            told = {"count": len(ids), "max_model_len": 512, "tokens": ids}
+            assert await reply.json() == told | {"token_strs": [tokenizer.decode([token]) for token in ids]}
+        messages = [{"role": "user", "content": "go"}]
+        async with session.post("/tokenize", json={"messages": messages, "add_generation_prompt": False}) as reply:
+            found = await reply.json()
+            assert tokenizer.decode(found["tokens"]) == "<|im_start|>user\ngo<|im_end|>\n"
+            assert (found["count"], found["token_strs"]) == (len(found["tokens"]), None)
+        async with session.post("/detokenize", json={"tokens": ids}) as reply:
+            assert (await reply.json())["prompt"] == "ab"
+        for wrong in ({}, {"prompt": "a", "content": "b"}):
+            async with session.post("/tokenize", json=wrong) as reply:
+                assert (reply.status, (await reply.json())["error"]["param"]) == (400, "content")
+        async with session.get("/version") as reply:
+            assert [*await reply.json()] == ["version"]

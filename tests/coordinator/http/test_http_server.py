@@ -95,7 +95,7 @@ async def test_tokenize_and_back(tokenizer: Tokenizer) -> None:
             ids = (await reply.json())["tokens"]
         assert ids == tokenizer.encode("hello é<|im_end|>")
         async with session.post("/detokenize", json={"tokens": ids}) as reply:
-            assert await reply.json() == {"content": "hello é<|im_end|>"}
+            assert await reply.json() == dict.fromkeys(("content", "prompt"), "hello é<|im_end|>")
         async with session.post("/tokenize", json={"content": "hello é", "with_pieces": True}) as reply:
             pieces = [entry["piece"] for entry in (await reply.json())["tokens"]]
         assert pieces == ["hello", " ", [0xC3], [0xA9]]

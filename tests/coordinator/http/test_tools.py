@@ -24,7 +24,7 @@ from relayline.coordinator.http.tools import TOOLS_MAX, Offered, check_calls, of
 from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
-from relayline.wire.common.bounds import GRAMMAR_BYTES_MAX, GRAMMAR_TOKENS_MAX
+from relayline.wire.common.bounds import GRAMMAR_BYTES_MAX
 from relayline.wire.common.errors import InvalidRequestError
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Served, says, serving
 
@@ -374,7 +374,6 @@ async def test_schemas_too_large_for_a_grammar_hold_only_strict_tools(tokenizer:
     [
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "no response_format"),
         ({"tools": [tool("bad", NOT_FOLLOWED, strict=True)]}, "tools", "'bad'"),
-        ({"tool_choice": "required", "max_tokens": GRAMMAR_TOKENS_MAX + 1}, "max_tokens", "with tools"),
         ({"extra_body": {"ignore_eos": True}}, "ignore_eos", "ends by itself"),
         ({"extra_body": {"reasoning_format": "raw"}}, "reasoning_format", "one of auto, deepseek, none"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0]", "a name"),

@@ -77,7 +77,7 @@ def test_a_part_that_is_not_text_is_named(part: object) -> None:
 def test_developer_is_system_to_templates_that_do_not_know_it() -> None:
     message = {"role": "developer", "content": "x"}
     assert render("{{ messages[0].role }}", message) == "system"
-    assert render("{# developer #}{{ messages[0].role }}", message) == "developer"
+    assert render("{# developer #}{{ messages[0].role }} {{ messages[0].content }}", message) == "developer x"
 
 
 def test_tool_call_arguments_are_objects_to_the_template() -> None:

@@ -276,6 +276,9 @@ class Shop:
         if plan.min_tokens and self._ends is None:
             self._ends = tuple(token for token in range(n_vocab) if self._tokenizer.is_end(token))
         held_back = tuple(sorted({*(self._ends or ()), *plan.stop_tokens})) if plan.min_tokens else ()
+        if len(held_back) > SAMPLER_TOKENS_MAX:
+            text = f"with min_tokens, and the model's own ends, at most {SAMPLER_TOKENS_MAX}"
+            raise InvalidRequestError(f"stop_token_ids: {text}", param="stop_token_ids")
         biases = dict(sampling.logit_bias)
         for text, bias in plan.bias_texts:
             biases |= dict.fromkeys(self._plain(text, "logit_bias"), bias)

@@ -1,7 +1,7 @@
 """Filters that must rank tokens: top-n-sigma, typical-p and XTC, with the others in between. Pure.
 
 The order and the arithmetic are those of llama.cpp's chain: top-n-sigma, top-k, typical-p, top-p, min-p, XTC. Only
-sessions that ask for one of the three come here: a vocabulary of 128,000 tokens takes some 10 ms to rank.
+sessions that ask for one of the three come here. Of a large vocabulary only the tokens that may be kept are ranked.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from relayline.stage.sampling.draws import noise_keys
+from relayline.stage.sampling.filters import largest_tokens
 
 Logits = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int32]
+Chances = npt.NDArray[np.float64]
+Places = npt.NDArray[np.intp]
+RANKED_FIRST = 2_048  # tokens that are ranked at first; the others only where these have too little chance together
 _XTC_SALT = 0xD1B54A32D192ED03  # so that whether XTC acts does not go along with any token's noise
 
 
@@ -36,36 +40,61 @@ class Filters:
         if self.top_n_sigma > 0:
             finite = logits[tokens].astype(np.float64)
             tokens = tokens[finite >= finite.max() - self.top_n_sigma * finite.std()]
-        tokens = tokens[np.argsort(-logits[tokens], kind="stable")]  # tokens ascend, so ties are in their order
         if 0 < self.top_k < tokens.size:
-            tokens = tokens[: self.top_k]
+            tokens = tokens[largest_tokens(logits[tokens], self.top_k)]
         if self.typical_p < 1.0:
-            tokens = _typical(logits, tokens, self.typical_p)
+            tokens = tokens[_typical(logits[tokens], self.typical_p)]
         if self.top_p < 1.0:
-            chances = _chances(logits, tokens)
-            before = np.cumsum(chances) - chances
-            tokens = tokens[: max(1, int((before < self.top_p).sum()))]
+            tokens = tokens[_likeliest(logits[tokens], self.top_p)]
         if self.min_p > 0.0:
-            tokens = tokens[logits[tokens] >= np.float32(float(logits[tokens[0]]) + math.log(self.min_p))]
+            tokens = tokens[logits[tokens] >= np.float32(float(logits[tokens].max()) + math.log(self.min_p))]
         if self.xtc_threshold <= 0.5:
-            n_likely = int((_chances(logits, tokens) >= self.xtc_threshold).sum())
-            tokens = tokens[max(0, n_likely - 1) :]
-        return np.sort(tokens).astype(np.int32)
+            tokens = tokens[_unlikely(logits[tokens], self.xtc_threshold)]
+        return tokens.astype(np.int32)
 
 
-def _chances(logits: Logits, tokens: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
-    weights = np.exp(logits[tokens].astype(np.float64) - float(logits[tokens[0]]))
+# Below, rows are those of some tokens in their order, and places in these rows come back, ascending.
+
+
+def _chances(logits: Logits) -> Chances:
+    weights = np.exp(logits.astype(np.float64) - float(logits.max()))
     return np.asarray(weights / weights.sum())
 
 
-def _typical(logits: Logits, ranked: npt.NDArray[np.intp], mass: float) -> npt.NDArray[np.intp]:
-    """Keep the tokens whose surprise is nearest to the expected one until they have `mass`, in their order."""
-    chances = _chances(logits, ranked)
-    surprises = -np.log(np.maximum(chances, 1e-300))
-    distances = np.abs(surprises - (chances * surprises).sum())
-    order = np.argsort(distances, kind="stable")
-    n_kept = int((np.cumsum(chances[order]) <= mass).sum()) + 1
-    return ranked[np.sort(order[:n_kept])]
+def _typical(logits: Logits, mass: float) -> Places:
+    """Return those whose surprise is nearest to the expected one, until they have more than `mass`."""
+    chances = _chances(logits)
+    # A surprise is the same number less the logit for all of them, and so is the expected one.
+    wide = logits.astype(np.float64)
+    distances = np.abs(wide - (chances * wide).sum())
+    near = np.arange(chances.size)
+    if near.size > RANKED_FIRST:
+        edge = np.partition(distances, RANKED_FIRST)[RANKED_FIRST]
+        within = np.flatnonzero(distances < edge)
+        near = within if chances[within].sum() > mass else near
+    order = near[np.argsort(distances[near], kind="stable")]
+    return np.sort(order[: int((np.cumsum(chances[order]) <= mass).sum()) + 1])
+
+
+def _likeliest(logits: Logits, mass: float) -> Places:
+    """Return the likeliest until they have `mass`, one at least; ties in the order of tokens."""
+    chances = _chances(logits)
+    first = np.arange(chances.size)
+    if first.size > RANKED_FIRST:
+        leaders = largest_tokens(logits, RANKED_FIRST)
+        first = leaders.astype(np.intp) if chances[leaders].sum() > mass else first
+    order = first[np.argsort(-logits[first], kind="stable")]
+    before = np.cumsum(chances[order]) - chances[order]
+    return np.sort(order[: max(1, int((before < mass).sum()))])
+
+
+def _unlikely(logits: Logits, threshold: float) -> Places:
+    """Return all but the tokens of at least that chance, and of these the least likely one."""
+    likely = np.flatnonzero(_chances(logits) >= threshold)
+    if likely.size < 2:
+        return np.arange(logits.size)
+    order = likely[np.argsort(-logits[likely], kind="stable")]
+    return np.delete(np.arange(logits.size), order[:-1])
 
 
 def xtc_acts(seed: int, position: int, probability: float) -> bool:

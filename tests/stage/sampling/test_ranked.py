@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relayline.stage.sampling import ranked
 from relayline.stage.sampling.draws import Draws, noise_keys
 from relayline.stage.sampling.ranked import Filters, xtc_acts
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
@@ -110,3 +111,18 @@ def test_a_pick_is_the_keyed_draw_among_what_is_kept(numbers: dict[str, float]) 
 def test_numbers_that_no_coordinator_sends_are_refused(numbers: dict[str, float]) -> None:
     with pytest.raises(ProtocolError, match=next(iter(numbers))):
         SamplingOptions(numbers=numbers)
+
+
+@pytest.mark.parametrize("spread", [0.001, 1.0, 6.0])
+@pytest.mark.parametrize(
+    "filters",
+    [Filters(typical_p=0.9), Filters(typical_p=0.3), Filters(typical_p=1 - 1e-9, top_p=0.7), Filters(top_p=0.9)],
+)
+def test_a_large_vocabulary_is_cut_where_a_whole_ranking_cuts_it(
+    filters: Filters, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = (spread * np.random.default_rng(5).standard_normal(20_000)).astype(np.float32)
+    logits[::7] = np.round(logits[::7], 1)  # ties
+    found = filters.kept(logits)
+    monkeypatch.setattr(ranked, "RANKED_FIRST", logits.size)
+    np.testing.assert_array_equal(found, filters.kept(logits))

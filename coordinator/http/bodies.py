@@ -109,7 +109,7 @@ class GenerationBody(_Sampler, kw_only=True):
         | None
     ) = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None  # as vLLM has it, like the next
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Tokens | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[str], Meta(max_length=SAMPLER_TOKENS_MAX)] | None = None
     include_stop_str_in_output: bool | None = None

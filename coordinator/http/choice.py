@@ -57,7 +57,7 @@ class Ending:
     """What ends a choice beside its end token and its length."""
 
     stops: tuple[str, ...] = ()
-    tokens: tuple[int, ...] = ()
+    tokens: frozenset[int] = frozenset()
     min_tokens: int = 0  # before so many tokens nothing of these does
     shows_stop: bool = False  # the string or token is shown
 

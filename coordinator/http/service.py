@@ -119,11 +119,11 @@ class Job:
 
     def choice_states(self, service: Service) -> list[ChoiceState]:
         """Return a fresh state for each choice."""
-        form = self.form
+        form, stop_tokens = self.form, frozenset(self.plan.stop_tokens)
         return [
             ChoiceState(
                 form.conversation.piece if form else service.tokenizer.piece,
-                Ending(self.plan.stops, self.plan.stop_tokens, self.plan.min_tokens, shows_stop=self.plan.shows_stop),
+                Ending(self.plan.stops, stop_tokens, self.plan.min_tokens, shows_stop=self.plan.shows_stop),
                 wants_logprobs=self.plan.sampling.n_logprobs >= 0,
                 wants_tokens=self.plan.return_token_ids,
                 offset_chars=len(self.prompt_of(index).echo),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.planner.imbalance import ImbalanceWatch
+from relayline.coordinator.planner.search import Edges
 from relayline.coordinator.schedule.overhead import Held
 from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.schedule.stage_cost import StageCost
@@ -18,12 +19,16 @@ log = logging.getLogger("relayline.coordinator")
 class Balance:
     """The balance of one pipeline's stages over all its epochs. Event loop only."""
 
-    def __init__(self, file: PipelineFile, stage_names: Sequence[str]) -> None:
-        self._watch = ImbalanceWatch(tuple((stage.layer_start, stage.layer_end) for stage in file.stages))
+    def __init__(self, stage_names: Sequence[str]) -> None:
         self._stage_names = stage_names
+        self._edges: Edges = ()
+        self._watch = ImbalanceWatch(())
 
-    def refresh(self, scheduler: Scheduler) -> Callable[[list[StageCost], list[Held]], None]:
-        """Return what takes fresh costs for one epoch's scheduler."""
+    def refresh(self, scheduler: Scheduler, file: PipelineFile) -> Callable[[list[StageCost], list[Held]], None]:
+        """Return what takes fresh costs for one epoch's scheduler; layers may have moved since the epoch before."""
+        edges = tuple((stage.layer_start, stage.layer_end) for stage in file.stages)
+        if edges != self._edges:
+            self._edges, self._watch = edges, ImbalanceWatch(edges)
 
         def refresh(costs: list[StageCost], held: list[Held]) -> None:
             scheduler.refresh(costs, held)

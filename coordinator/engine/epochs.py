@@ -85,7 +85,7 @@ class Epochs:
             config, roster, self._open, lambda: bool(conductor.readers), lambda error: self._fail_all(error)
         )
         self.connection: Connection | None = None
-        self.balance = Balance(file, config.stage_names)
+        self.balance = Balance(config.stage_names)
         self._sender: TokenSender | None = None
         self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
         self.ready = asyncio.Event()
@@ -169,7 +169,7 @@ class Epochs:
         )
         instructions = conductor.connected(facts_of(connection), time.monotonic_ns())
         scheduler = conductor.scheduler
-        connection.keep_costs(conductor.readers, self.balance.refresh(scheduler))
+        connection.keep_costs(conductor.readers, self.balance.refresh(scheduler, self.file))
         connection.keep_watch(self._route_id, scheduler.under_way, self._is_sent, self._on_silent, self.lose)
         observer.connected(len(self.file.stages), connection.statuses)
         self.on_stands()

@@ -5,7 +5,7 @@ look compares the running cut with the cut that fits the present steps. Each is 
 suits it best, by the cycle of `coordinator.schedule.groups`: the busiest stage's work on all flights, or one flight's
 way if that is longer. An imbalance is reported once the gain has been large for a while, and until it has become small.
 
-Memory and legal cuts are not known here. `relayline plan` checks both.
+Memory and legal cuts are not known here. `relayline move` refuses a cut that is not legal or does not fit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Imbalance:
         cut = ", ".join(f"{start}-{end - 1}" for start, end in self.layers)
         return (
             f"{name} holds the others up: with layers {cut} the pipeline would make about {self.gain:.0%} more tokens; "
-            "`relayline plan` checks memory and cuts"
+            f"`relayline move --cuts {','.join(str(start) for start, _ in self.layers[1:])}` moves them while it serves"
         )
 
     def describe(self, now_ns: int) -> dict[str, object]:

@@ -27,9 +27,10 @@ def test_costs_reach_the_schedule_and_an_imbalance_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     layers = [SimpleNamespace(layer_start=start, layer_end=start + 4) for start in (0, 4)]
-    balance = Balance(cast("PipelineFile", SimpleNamespace(stages=layers)), ["desk", "laptop"])
+    file = cast("PipelineFile", SimpleNamespace(stages=layers))
+    balance = Balance(["desk", "laptop"])
     scheduler = Scheduler(ScheduleConfig(mode="fixed", n_groups=2, group_rows=8), GroupPlanner([cost(10), cost(10)]))
-    refresh = balance.refresh(scheduler)
+    refresh = balance.refresh(scheduler, file)
     now: dict[str, Any] = {"ns": 0}
     monkeypatch.setattr(time, "monotonic_ns", lambda: now["ns"])
     with caplog.at_level(logging.WARNING, "relayline.coordinator"):
@@ -42,5 +43,8 @@ def test_costs_reach_the_schedule_and_an_imbalance_the_log(
     described = balance.describe(now["ns"])
     assert described is not None
     assert described["layers"] == [[0, 6], [6, 8]]
-    refresh([cost(10), cost(10)], [])
-    assert balance.describe(now["ns"]) is None
+    assert balance.refresh(scheduler, file) is not refresh
+    assert balance.describe(now["ns"]) is not None, "another epoch of the same layers"
+    moved = [SimpleNamespace(layer_start=0, layer_end=6), SimpleNamespace(layer_start=6, layer_end=8)]
+    balance.refresh(scheduler, cast("PipelineFile", SimpleNamespace(stages=moved)))
+    assert balance.describe(now["ns"]) is None, "after a move it begins anew"

@@ -273,7 +273,7 @@ async def test_a_member_that_reports_nonsense_loses_its_place(port: JoinPort, re
 
 
 async def test_fetch_needs_a_ticket_and_takes_no_names(port: JoinPort) -> None:
-    assert [field.name for field in pb.FetchRequest.DESCRIPTOR.fields] == ["ticket", "offset"]
+    assert [field.name for field in pb.FetchRequest.DESCRIPTOR.fields] == ["ticket", "offset", "sha256"]
     async with rpc.open_channel(port.address) as channel:
         call = channel.unary_stream(FETCH)(pb.FetchRequest().SerializeToString())
         with pytest.raises(grpc.aio.AioRpcError) as failure:

@@ -40,8 +40,12 @@ from tests.support.join_support import NAMES, JoinPort, content, join_port, writ
 WAIT_S = 20
 
 
+async def _nothing_to_drop() -> None:
+    """No slice was prepared."""
+
+
 class Engines:
-    """Stands in for stage.process.serve: notes what was loaded, and can crash."""
+    """Stands in for stage.process.serve_changing: notes what was loaded, and can crash."""
 
     def __init__(self) -> None:
         self.loaded: list[StageConfig] = []
@@ -52,7 +56,7 @@ class Engines:
         self.crashed: asyncio.Future[None]
 
     @contextlib.asynccontextmanager
-    async def serve(self, config: StageConfig, load: Load) -> AsyncIterator[tuple[str, Any, asyncio.Future[None]]]:
+    async def serve_changing(self, config: StageConfig, load: Load) -> AsyncIterator[Any]:
         self.loaded.append(config)
         self.crashed = asyncio.get_running_loop().create_future()
         await asyncio.to_thread(self.load, load)
@@ -60,10 +64,11 @@ class Engines:
         artifact = SimpleNamespace(pipeline_id=self.pipeline_id, stage_index=index)
         self.serving.set()
         try:
-            yield (
-                f"127.0.0.1:{6_000 + index}",
-                SimpleNamespace(artifact=artifact, instance_id=f"e{len(self.loaded)}"),
-                self.crashed,
+            yield SimpleNamespace(
+                address=f"127.0.0.1:{6_000 + index}",
+                facts=SimpleNamespace(artifact=artifact, instance_id=f"e{len(self.loaded)}"),
+                crashed=self.crashed,
+                drop=_nothing_to_drop,
             )
         finally:
             self.serving.clear()
@@ -73,7 +78,7 @@ class Engines:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Engines:
     made = Engines()
-    monkeypatch.setattr(join, "serve", made.serve)
+    monkeypatch.setattr(join, "serve_changing", made.serve_changing)
     monkeypatch.setattr(join, "REJOIN_FIRST_S", 0.01)
     monkeypatch.setattr(join, "REJOIN_MAX_S", 0.05)
     monkeypatch.setattr(artifact_fetch, "RETRY_FIRST_S", 0.0)

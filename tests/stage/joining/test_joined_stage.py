@@ -368,7 +368,7 @@ async def test_a_stage_whose_host_has_another_address_now_serves_there(
 async def test_a_ticket_that_is_void_leads_to_joining_anew(
     tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, n_asked = join_service.JoinService._member, 0
+    real, n_asked = join_service.JoinService._wanted, 0
 
     def void_once(service: join_service.JoinService, request: Any) -> Any:
         nonlocal n_asked
@@ -377,7 +377,7 @@ async def test_a_ticket_that_is_void_leads_to_joining_anew(
             raise StaleEpochError("the ticket belongs to no member")
         return real(service, request)
 
-    monkeypatch.setattr(join_service.JoinService, "_member", void_once)
+    monkeypatch.setattr(join_service.JoinService, "_wanted", void_once)
     async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", EngineSettings()) as port:
         stage = Living(port.address, tmp_path, always_fetch=True)
         await serves(port, engines)

@@ -18,7 +18,6 @@ from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.app import FACTS, TEMPLATE_FAULT, make_app
-from relayline.coordinator.http.cors import allow_pages, read_origins
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import start_http
 from relayline.coordinator.joining.config import JoinConfig
@@ -55,6 +54,8 @@ class ServeConfig:
     """Certificate (with intermediates) and private key of the HTTP API, PEM; None serves it in the clear."""
     allow_hosts: tuple[str, ...] = ()
     """Names under which web pages may find the HTTP API, beside those of loopback, see coordinator.http.web_pages."""
+    cors: tuple[str, ...] = ()
+    """Origins whose web pages may read the HTTP API, see coordinator.http.cors."""
     chat_template_file: Path | None = None
     """Jinja template for chats; None takes the model's own."""
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
@@ -123,7 +124,6 @@ async def _serve(
     on_joinable: Callable[[Joinable], None],
     on_member: Callable[[Place], None],
 ) -> None:
-    cors = read_origins(config.pipeline.serving.cors)
     check_connects(config.pipeline.addresses, config.pipeline.security, "the coordinator")
     file = load_pipeline(config.pipeline_dir, stages_here=config.join is not None)
     _check_count(config, file)
@@ -160,10 +160,9 @@ async def _serve(
                 protect_metrics=config.pipeline.serving.protect_metrics,
                 is_tls=context is not None,
                 allow_hosts=config.allow_hosts,
-                cors=cors,
+                cors=config.cors,
             )
         )
-        allow_pages(app, cors)
         # The API answers while the stages still load: /health says 503 until they are ready.
         runner, port = await start_http(app, config.host, config.port, context=context)
         url = f"{'http' if context is None else 'https'}://{address_of(config.host, port)}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from aiohttp import web
 
 from relayline.coordinator.http import shapes
+from relayline.coordinator.http.cors import allow_pages
 from relayline.coordinator.http.errors import plain_body
 from relayline.coordinator.http.middleware import OUTERMOST
 from relayline.coordinator.http.page import PATHS
@@ -145,12 +146,14 @@ def protect_http(
             raise UsageError("--protect-metrics needs --api-keys FILE")
         if not is_loopback(host):
             log.warning("the API on %s is open to everyone who reaches it; --api-keys FILE closes it", host)
+        allow_pages(app, cors)
         return contextlib.nullcontext()
     keys = ApiKeys(path)
     if not (is_tls or is_loopback(host)):
         log.warning("API keys travel to %s in PLAINTEXT: give --http-cert and --http-key, or a proxy with TLS", host)
     log.info("the API demands a key, known: %s", keys.shown)
     require_keys(app, keys, protect_metrics=protect_metrics)
+    allow_pages(app, cors)  # in front of the keys: preflights bring none
     return _reread_on_hangup(keys)
 
 

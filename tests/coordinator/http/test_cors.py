@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from relayline.coordinator.http.api_keys import protect_http
-from relayline.coordinator.http.cors import allow_pages, read_origins
+from relayline.coordinator.http.cors import read_origins
 from relayline.coordinator.http.server import start_http
 from relayline.wire.common.errors import UsageError
 
@@ -31,7 +31,6 @@ async def served(cors: tuple[str, ...], keys: Path | None = None) -> AsyncIterat
     app = web.Application()
     app.add_routes([web.post("/v1/completions", stream)])
     with protect_http(app, "127.0.0.1", keys, protect_metrics=False, cors=cors):
-        allow_pages(app, cors)
         runner, port = await start_http(app, "127.0.0.1", 0)
         try:
             async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:

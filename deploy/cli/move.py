@@ -27,7 +27,7 @@ SAID = {
 @click.option("--json", "as_json", is_flag=True, help="Print the layers and the change as JSON at the end.")
 @url_option
 @key_option
-def move_command(cuts: tuple[int, ...] | None, as_json: bool, url: str, api_key: str) -> None:
+def move_command(cuts: tuple[int, ...] | None, as_json: bool, url: str, api_key: str, **_: Any) -> None:
     """Give the stages of a running pipeline other layers. Without --cuts, show which they have.
 
     The model is split anew and each stage loads its new layers beside those that it serves. Then running requests

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import inspect
 import json
 import logging
 import os
@@ -273,3 +275,17 @@ def test_equal_cuts_share_one_copy_and_are_listed_and_pruned(tmp_path: Path) -> 
     assert {entry["kind"]: entry["state"] for entry in listed("splits", "--clear")} == {"splits": "removed"}
     assert [entry["state"] for entry in listed("downloads", "--clear")] == ["removed"]
     assert (listed(), kept_downloads()) == ([], [])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_takes_its_own_options(name: str) -> None:
+    """Options that several commands share, as --url with --pipeline, come from one place: each must take them all."""
+    module, function = COMMANDS[name]
+    command = getattr(importlib.import_module(module), function)
+    pending = [command]
+    while pending:
+        each = pending.pop()
+        pending += getattr(each, "commands", {}).values()
+        if each.callback is not None:
+            given = {parameter.name: None for parameter in each.params if parameter.expose_value}
+            inspect.signature(inspect.unwrap(each.callback)).bind(**given)

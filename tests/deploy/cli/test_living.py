@@ -288,4 +288,4 @@ def test_every_command_takes_its_own_options(name: str) -> None:
         pending += getattr(each, "commands", {}).values()
         if each.callback is not None:
             given = {parameter.name: None for parameter in each.params if parameter.expose_value}
-            inspect.signature(inspect.unwrap(each.callback)).bind(**given)
+            inspect.signature(each.callback).bind_partial(**given)

@@ -148,6 +148,13 @@ def http_tls_from(given: dict[str, Any]) -> tuple[Path, Path] | None:
     return (cert, key) if cert is not None else None
 
 
+def origins_of(serving: ServingSettings) -> tuple[str, ...]:
+    """Return the origins of --cors. Raises UsageError."""
+    from relayline.coordinator.http.cors import read_origins
+
+    return read_origins(serving.cors)
+
+
 telemetry_options = setting_options(TelemetrySettings, but=("content",))
 content_option = setting_options(TelemetrySettings, only=("content",))
 pipeline_options = setting_options(ServingSettings, but=HTTP_SETTINGS)

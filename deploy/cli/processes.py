@@ -33,6 +33,7 @@ from relayline.deploy.cli.options import (
     http_tls_from,
     is_given,
     log_options,
+    origins_of,
     pipeline_options,
     security_from,
     security_options,
@@ -205,7 +206,6 @@ def serve_command(**given: Any) -> None:
     RELAYLINE_* variables (RELAYLINE_HTTP for --http), and these over the manifest.
     """
     from relayline.coordinator.engine.pipeline import PipelineConfig
-    from relayline.coordinator.http.cors import read_origins
     from relayline.coordinator.model.pipeline_file import load_pipeline
     from relayline.coordinator.serve import ServeConfig, run_coordinator
 
@@ -234,7 +234,7 @@ def serve_command(**given: Any) -> None:
         api_keys_file=given["api_keys"],
         http_tls=https,
         allow_hosts=tuple(given["allow_hosts"]),
-        cors=read_origins(serving.cors),
+        cors=origins_of(serving),
         chat_template_file=given["chat_template"],
         telemetry=telemetry,
         push_level=is_given("trace_level"),

@@ -21,10 +21,8 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from relayline.deploy.launch.demo_run import MODEL
-from relayline.deploy.launch.local import LocalConfig, running
-from relayline.deploy.launch.splits import split_for
-from relayline.wire.settings.setting import argument
-from relayline.wire.settings.table import EngineSettings
+from relayline.deploy.launch.local import running
+from relayline.deploy.manifest.smallest import smallest_manifest
 from tests.conformance.explained import EXPLAINED
 
 ROOT = Path(__file__).parents[2]
@@ -309,9 +307,7 @@ async def served(url: str | None) -> AsyncIterator[tuple[str, str]]:
     if url is not None:
         yield url.rstrip("/"), MODEL.stem
         return
-    engine = argument(EngineSettings, "ctx_tokens", CTX_TOKENS)
-    config = LocalConfig(split_for(MODEL, 2, None, None), ("127.0.0.1", 0), stage_arguments=engine)
-    async with running(config) as (_, ready):
+    async with running(smallest_manifest(MODEL, "conformance", ctx_tokens=CTX_TOKENS)) as (_, ready):
         yield ready["url"], ready["model"]
 
 

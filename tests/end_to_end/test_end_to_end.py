@@ -174,7 +174,7 @@ async def test_metrics_and_the_bench_command_see_the_same_server(served: Running
     table = await asyncio.to_thread(relayline, *too_long)
     refused = await asyncio.to_thread(relayline, *too_long, "--json")
     assert (table.returncode, refused.returncode) == (1, 1)
-    assert "context_length_exceeded" in refused.stderr
+    assert "maximum context length" in refused.stderr
     assert "nan" not in table.stdout.lower()
     assert "NaN" not in refused.stdout
     assert json.loads(refused.stdout)["ttft_ms"]["p50"] is None, "no token, no time"

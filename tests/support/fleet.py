@@ -86,7 +86,9 @@ def assert_greedy(whole: ReferenceModel, prompt: tuple[int, ...], tokens: list[i
 
 def assert_seeded(whole: ReferenceModel, prompt: tuple[int, ...], tokens: list[int], sampling: SamplingParams) -> None:
     """Every token is one that its draw picks from the unsplit model's logits, give or take DRAWS_SIGMA."""
-    sampler = SessionSampler(SamplingOptions(**dataclasses.asdict(sampling)), whole.n_vocab)
+    sampler = SessionSampler(
+        SamplingOptions(**dataclasses.asdict(sampling) | {"numbers": dict(sampling.numbers)}), whole.n_vocab
+    )
     noise = np.random.default_rng(1).normal(0.0, DRAWS_SIGMA, (N_DRAWS, whole.n_vocab)).astype(np.float32)
     noise[0] = 0.0
     try:

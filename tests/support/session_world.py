@@ -189,7 +189,7 @@ class World:
         self.n_starts += stages.n_behind < 0
         instances = (f"started {self.n_starts} times",)
         connection = pipeline.epochs.connection = mock.Mock(
-            n_lanes=stages.n_lanes, ctx_tokens=CTX, held=held, instances=instances
+            n_lanes=stages.n_lanes, ctx_tokens=CTX, held=held, instances=instances, keeps_state=False
         )
         curve = smooth() if pipeline.config.schedule.draft else CostCurve()  # two stages: guesses have one to fill
         connection.stage_costs = lambda: [StageCost(curve, curve, 64)] * (2 if curve.is_known else 1)

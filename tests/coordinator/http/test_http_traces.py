@@ -160,7 +160,7 @@ async def test_numbers_that_no_attribute_holds_are_left_out(tokenizer: Tokenizer
         session_of(tokenizer, world) as (session, _),
         session.post("/v1/completions", json=body) as reply,
     ):
-        assert reply.status == 400
+        assert reply.status == 200, "max_tokens is cut to the room there is"
     said = attributes_of(world.kept.one("POST /v1/completions"))
     assert names.GEN_AI_REQUEST_SEED not in said
     assert names.GEN_AI_REQUEST_MAX_TOKENS not in said

@@ -93,11 +93,11 @@ def test_help_lists_every_subcommand_as_its_module_has_it() -> None:
     listed = CliRunner().invoke(cli.relayline, ["--help"]).stdout
     context = click.Context(cli.relayline, info_name="relayline")
     imported = {name: cli.relayline.get_command(context, name) for name in cli.COMMANDS}
-    lines = listed.partition("Commands:\n")[2].splitlines()
-    assert [line.split()[0] for line in lines] == list(cli.COMMANDS)
-    for line, command in zip(lines, imported.values(), strict=True):
+    words = " ".join(listed.split())
+    assert sorted(name for names in cli.grouped().values() for name in names) == sorted(cli.COMMANDS)
+    for name, command in imported.items():
         assert command is not None
-        assert " ".join(line.split()[1:]) == command.get_short_help_str(limit=len(line) - line.index(line.split()[1]))
+        assert f" {name} {' '.join(command.get_short_help_str(90).split())}" in words
 
 
 @pytest.mark.parametrize("command", ["inspect", "split", "up", "certify"])

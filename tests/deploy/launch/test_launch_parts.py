@@ -346,12 +346,15 @@ def test_lines_for_people() -> None:
                                                      "restart", "1)"]  # fmt: skip
     remote = {"event": "remote", "name": "b", "host": "box", "command": "relayline stage", "bring": "/tls/box"}
     assert line_of(remote, as_json=False) == "on box, run (copy /tls/box there first):\n  relayline stage"
-    served = {"event": "ready", "url": "http://127.0.0.1:8080"}
-    assert line_of(served, as_json=False) == "ready: http://127.0.0.1:8080/v1"
-    alone = line_of(served | {"clients": ""}, as_json=False)
+    served = {"event": "ready", "url": "http://127.0.0.1:8080", "model": "m"}
+    (first, *rest) = line_of(served, as_json=False).splitlines()
+    assert first == "ready: http://127.0.0.1:8080/v1"
+    assert rest[0] == "try it:"
+    assert "http://127.0.0.1:8080/v1/chat/completions" in rest[1]
+    alone = line_of(served | {"clients": ""}, as_json=False).splitlines()[0]
     assert alone.endswith("/v1 (for this machine alone; `--http 0.0.0.0:8080` lets other hosts in)")
-    everywhere = {"event": "ready", "url": "http://0.0.0.0:8080", "clients": "http://10.0.0.9:8080"}
-    assert line_of(everywhere, as_json=False) == "ready: http://10.0.0.9:8080/v1"
+    everywhere = {"event": "ready", "url": "http://0.0.0.0:8080", "clients": "http://10.0.0.9:8080", "model": "m"}
+    assert line_of(everywhere, as_json=False).splitlines()[0] == "ready: http://10.0.0.9:8080/v1"
     assert line_of(ready, as_json=True).startswith('{"event": "process"')
 
 

@@ -76,7 +76,8 @@ def test_renders_are_as_committed(case: tuple[str, str]) -> None:
 
 
 def test_golden_directories_are_all_used() -> None:
-    assert {path.name for path in GOLDEN.iterdir() if path.is_dir()} == {"-".join(case) for case in CASES}
+    others = {"llama_cpp"}  # of tests/deploy/kernels
+    assert {path.name for path in GOLDEN.iterdir() if path.is_dir()} - others == {"-".join(case) for case in CASES}
 
 
 def test_compose_files_follow_the_compose_specification() -> None:

@@ -257,7 +257,11 @@ BROKEN: dict[str, tuple[str, Callable[[pb.RelayRequest], None], str]] = {
     "largest position": ("one token", _set_frame(0, position=2**32 - 1), "position"),
     "an open without options": ("a prompt opens a session", lambda message: message.options.pop(), "0 session options"),
     "options without an open": ("exact rows", lambda message: message.options.add(), "1 session options"),
-    "options over OPTIONS_BYTES_MAX": ("a prompt opens a session", _wide_options, "over the limit of 204800"),
+    "options over OPTIONS_BYTES_MAX": (
+        "a prompt opens a session",
+        _wide_options,
+        f"over the limit of {bounds.OPTIONS_BYTES_MAX}",
+    ),
     "options over OPTIONS_PER_ENVELOPE_BYTES_MAX": ("a prompt opens a session", _many_options, "limit of 2097152"),
     "too few exponents": ("scaled f16 rows", _set(row_exponents=b"\x01"), "exponents"),
     "too many exponents": ("scaled f16 rows", _set(row_exponents=b"\x01\x01\x01\x01"), "exponents"),

@@ -251,7 +251,7 @@ importlib.import_module(sys.argv[1])
 
 @pytest.mark.parametrize(
     "module",
-    ["relayline.deploy.cli.processes", "relayline.stage.process", "relayline.stage.joining.join",
+    ["relayline.stage.process", "relayline.stage.joining.join",
      "relayline.coordinator.engine.stage_client", "relayline.coordinator.serve", "benches.hop", "benches.hop_stage",
      "benches.compare"],
 )  # fmt: skip

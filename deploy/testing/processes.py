@@ -36,8 +36,13 @@ def relayline(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subproces
 class Running:
     """One long-running command. `event` is its ready line; `stderr` what it logged until now."""
 
-    def __init__(self, arguments: Sequence[str | Path], prefix: Sequence[str] = (), skew_s: float = 0.0) -> None:
-        """`prefix` is a command that runs another one, such as `ip netns exec`. Its clocks are ahead by `skew_s`."""
+    def __init__(
+        self, arguments: Sequence[str | Path], prefix: Sequence[str] = (), skew_s: float = 0.0, *, is_ready: bool = True
+    ) -> None:
+        """`prefix` is a command that runs another one, such as `ip netns exec`. Its clocks are ahead by `skew_s`.
+
+        Without `is_ready` an `up` that waits for other hosts is not waited for: `event` is its first one.
+        """
         command = COMMAND if not skew_s else code_command(SKEWED, str(round(skew_s * 1e9)))
         self.process = subprocess.Popen(
             [*prefix, *command, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -48,7 +53,7 @@ class Running:
         self._reader.start()
         assert self.process.stdout is not None
         assert self.process.stderr is not None
-        line = self._first_line(is_up=arguments[0] == "up")
+        line = self._first_line(is_up=is_ready and arguments[0] == "up")
         if not line:
             self.process.wait(TIMEOUT_S)
             self._reader.join(TIMEOUT_S)

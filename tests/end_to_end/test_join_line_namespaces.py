@@ -37,7 +37,7 @@ def prefix_of(host: Host) -> list[str]:
 
 
 def start(host: Host, *arguments: str | Path) -> Running:
-    return Running([*arguments, "--json"], prefix_of(host))
+    return Running([*arguments, "--json"], prefix_of(host), is_ready=False)
 
 
 async def test_every_other_host_joins_by_one_line(tmp_path: Path) -> None:

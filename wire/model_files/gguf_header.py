@@ -23,6 +23,7 @@ from typing import BinaryIO
 import numpy as np
 
 from relayline.wire.common.errors import ModelFileError
+from relayline.wire.common.texts import printable
 from relayline.wire.model_files.file_kind import HEAD_BYTES, foreign_kind
 
 MAGIC = b"GGUF"
@@ -243,10 +244,10 @@ def _placed(
     for name, dims, type_id, relative in described:
         tensor_bytes = _tensor_bytes(path, name, dims, type_id)
         if relative % alignment:
-            raise ModelFileError(f"{path}: tensor {name} is not aligned")
+            raise ModelFileError(f"{path}: tensor {printable(name)} is not aligned")
         if data_start + relative + tensor_bytes > size_bytes:
             raise ModelFileError(
-                f"{path}: truncated: tensor {name} ends at byte {data_start + relative + tensor_bytes},"
+                f"{path}: truncated: tensor {printable(name)} ends at byte {data_start + relative + tensor_bytes},"
                 f" the file has {size_bytes}; download or convert it again"
             )
         tensors.append(Tensor(name, dims, type_id, file_index, data_start + relative, tensor_bytes))
@@ -255,10 +256,10 @@ def _placed(
 
 def _tensor_bytes(path: Path, name: str, dims: tuple[int, ...], type_id: int) -> int:
     if type_id not in TENSOR_TYPES:
-        raise ModelFileError(f"{path}: tensor {name} has the unknown type {type_id}")
+        raise ModelFileError(f"{path}: tensor {printable(name)} has the unknown type {type_id}")
     type_name, block, block_bytes = TENSOR_TYPES[type_id]
     if min(dims) < 1 or dims[0] % block:
-        raise ModelFileError(f"{path}: tensor {name} has a shape {list(dims)} that {type_name} cannot have")
+        raise ModelFileError(f"{path}: tensor {printable(name)} has a shape {list(dims)} that {type_name} cannot have")
     n_values = 1
     for dim in dims:
         n_values *= dim
@@ -386,14 +387,14 @@ class _Cursor:
     def form(self, key: str, type_id: int) -> str:
         form = SCALARS.get(type_id)
         if form is None:
-            raise ModelFileError(f"{self.path}: metadata key {key} has the unknown type {type_id}")
+            raise ModelFileError(f"{self.path}: metadata key {printable(key)} has the unknown type {type_id}")
         return form
 
     def array(self, key: str, start: int) -> KeyValue:
         item_type, length = self.u32(), self.u64()
         value, repeats, n_byte_tokens = None, False, 0
         if item_type == STRING_TYPE:
-            self.expect_items(length, 8, f"items of {key}")
+            self.expect_items(length, 8, f"items of {printable(key)}")
             self.budget.take(self.path, "strings", length)
             if key == TOKENS_KEY:
                 self.budget.take(self.path, "tokens", length)
@@ -402,7 +403,7 @@ class _Cursor:
                 self.skip_strings(length)
         else:
             form = self.form(key, item_type)
-            self.expect_items(length, struct.calcsize(form), f"items of {key}")
+            self.expect_items(length, struct.calcsize(form), f"items of {printable(key)}")
             if length <= ARRAY_DECODED_MAX:
                 self.budget.take(self.path, "items", length)
                 value = struct.unpack_from(f"<{length}{form[1]}", self.view, self.at)

@@ -12,7 +12,8 @@ import pytest
 import pytest_asyncio
 
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage
-from relayline.coordinator.joining.service import JoinService, Split, make_roster, serve_joining
+from relayline.coordinator.joining.port import make_roster, serve_joining
+from relayline.coordinator.joining.service import JoinService, Split
 from relayline.coordinator.model.pipeline_file import load_pipeline, store_pipeline
 from relayline.stage.joining.client import Member
 from relayline.wire.common.errors import ArtifactError
@@ -63,7 +64,7 @@ async def port(tmp_path: Path) -> AsyncIterator[ChangingPort]:
     roster, services = make_roster(config), list[JoinService]()
     async with (
         asyncio.timeout(60),
-        serve_joining(config, tmp_path / "split", file, roster, PLAINTEXT, services.append) as address,
+        serve_joining(config, tmp_path / "split", file, roster, PLAINTEXT, services.append) as (address, _),
     ):
         made = ChangingPort(address, roster, config)
         made.service, made.heard = services[0], Heard()

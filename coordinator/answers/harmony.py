@@ -63,7 +63,7 @@ class HarmonyReader:
     """Takes one answer apart, as `AnswerReader` does those of other models."""
 
     def __init__(self, reading: CallReading | None, *, splits_reasoning: bool, is_thinking: bool = False) -> None:
-        """`reading` None: no tools are on offer. What was thought is left in the text unless it is to be split off.
+        """`reading` None: no tools are on offer. Thoughts stay in the text unless they are to be split off.
 
         `is_thinking`: the prompt has begun a thought.
         """
@@ -144,7 +144,7 @@ class HarmonyReader:
             self._kind, self._name, self._call, self._since = "call", name, NamedCall(_CALL), ""
             self._call.push(f"{name}{_MESSAGE}")
             return
-        # What is said to tools that nobody offers is not meant for who reads the answer.
+        # Messages to tools that are not on offer are not meant for the reader of the answer.
         is_thought = name or (channel is not None and channel[1] == "analysis")
         self._kind = "thought" if is_thought else "text"
         if is_thought and not self._splits:

@@ -1,8 +1,8 @@
 """An answer's text, piece by piece, taken apart: what the model thought, what it says, and the tools that it calls.
 
-Pure. What has been handed out is never taken back, and how the text was cut into pieces changes nothing about what
-comes out in all. What may be the beginning of a mark is held until more text decides, and so are blanks, which mean
-nothing beside thoughts and calls. What looks like a call and is none is text like any other.
+Pure. Text that was handed out is never taken back. However the input is cut into pieces, the whole output is the same.
+Text that may begin a mark is held until more text decides. So are blanks, which mean nothing between thoughts and
+calls. Text that only looks like a call is handed out as text.
 """
 
 from __future__ import annotations

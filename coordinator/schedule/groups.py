@@ -287,10 +287,10 @@ class GroupPlanner:
     ) -> _Beside | None:
         """Return the most prefill that keeps the bound on the streams' latency; None if none does.
 
-        Decode flights are those that are best without prompts; or, where they may change, one more if these leave the
-        busiest stage idle at times (where steps cost much however few their rows, one flight of all streams may be
-        best, but prompt rows riding in it would find all stages idle but one); or fewer, since a wider step may have
-        room where one row costs half of a tile.
+        The decode flights are the best ones without prompts. If they may change, there may be one more, in case these
+        leave the busiest stage idle at times. Where a step costs much at any row count, one flight of all streams may
+        be best, but prompt rows riding in it would find all stages idle except one. There may also be fewer flights,
+        since a wider step may have room where one row costs half of a tile.
 
         The bound is held for flights that have spread over the stages, which they do as soon as each has gone round
         once. The first ones after a quiet time queue behind each other; those take fewer rows along, see `ride_within`.

@@ -16,7 +16,7 @@ may be in one step, so that they have the same bits at any time, `coordinator.sc
 What streams are likely to say next may go along behind their rows, or follow in flights of its own, which no plan
 counts: while no prompt is read, and where stages would stand idle (`coordinator.schedule.draft_flights`).
 
-Which prompt's rows go next `coordinator.schedule.prompt_line` decides. Who copies what another reads leaves right
+Which prompt's rows go next `coordinator.schedule.prompt_line` decides. A session that copies from another leaves right
 behind it.
 
 The *drain* mode sends everything at once and leaves batching to the stages' queues; it is the reference to compare

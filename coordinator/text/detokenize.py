@@ -1,7 +1,7 @@
 """Token bytes become text, one piece at a time, and stop strings end it. Pure: no tokenizer, no clock, no I/O.
 
 House rules, both checked against decoding everything at once:
-* What has been handed out is never taken back. Bytes that may be the start of a longer character, and text that may be
+* Text that was handed out is never taken back. Bytes that may be the start of a longer character, and text that may be
   the start of a stop string, are held until the next piece decides.
 * How the bytes were cut into pieces changes nothing about the text.
 """

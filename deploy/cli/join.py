@@ -13,7 +13,7 @@ from relayline.deploy.cli.processes import on_stage_ready, watch_stdin
 from relayline.deploy.machine.cores import keep_to
 from relayline.wire.common import logs
 from relayline.wire.common.errors import UsageError
-from relayline.wire.common.places import artifacts_dir, joined_dir
+from relayline.wire.common.places import joined_dir
 from relayline.wire.links.enrolment import read_token
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import address_of, host_of, load_security
@@ -102,21 +102,10 @@ def chosen(root: Path, name: str = "", address: str = "") -> Joined:
 
 
 def _config(given: dict[str, Any], joined: Joined) -> JoinConfig:
-    from relayline.deploy.cli.join_flags import own_settings
-    from relayline.stage.joining.config import JoinConfig
+    from relayline.deploy.cli.join_flags import join_config
 
-    host, port = given["listen"] or ("", 0)
-    return JoinConfig(
-        coordinator=joined.file.coordinator,
-        name=joined.file.name,
-        cache=given["cache"] or artifacts_dir(),
-        host=host,
-        port=port,
-        advertise=given["advertise"],
-        own_settings=own_settings(given),
-        always_fetch=given["always_fetch"],
-        security=load_security(joined.directory, role=Role.STAGE, name=joined.file.name),
-    )
+    security = load_security(joined.directory, role=Role.STAGE, name=joined.file.name)
+    return join_config(given, joined.file.coordinator, joined.file.name, given["listen"], security)
 
 
 @click.command("invite", short_help="Print a new join line for a host of a pipeline that runs here.")

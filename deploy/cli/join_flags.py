@@ -143,8 +143,6 @@ def member_event(place: Place) -> dict[str, Any]:
 
 def stage_join(given: dict[str, Any], security: LinkSecurity) -> StageJoinConfig | None:
     """Return what to join, None with an artifact of one's own. Raises UsageError for both, neither or a stray flag."""
-    from relayline.stage.joining.config import JoinConfig
-
     if (given["coordinator"] is None) == (given["artifact"] is None):
         raise UsageError("give --artifact FILE, or --join HOST:PORT --name NAME to be given one; one of them")
     if given["coordinator"] is None:
@@ -153,10 +151,20 @@ def stage_join(given: dict[str, Any], security: LinkSecurity) -> StageJoinConfig
         return None
     for flag in _explicit(given, TOLD_BY_ORDER):
         raise UsageError(f"{flag} is the coordinator's to say when a stage joins; give it to `relayline serve`")
-    host, port = given["listen"] if _explicit(given, ("listen",)) else ("", 0)
+    listen = given["listen"] if _explicit(given, ("listen",)) else None
+    return join_config(given, address_of(*given["coordinator"]), given["name"], listen, security)
+
+
+def join_config(
+    given: dict[str, Any], coordinator: str, name: str, listen: tuple[str, int] | None, security: LinkSecurity
+) -> StageJoinConfig:
+    """Return how a stage joins by the flags that `stage --join` and `join` share. `listen` None: the order says."""
+    from relayline.stage.joining.config import JoinConfig
+
+    host, port = listen or ("", 0)
     return JoinConfig(
-        coordinator=address_of(*given["coordinator"]),
-        name=given["name"],
+        coordinator=coordinator,
+        name=name,
         cache=given["cache"] or artifacts_dir(),
         host=host,
         port=port,

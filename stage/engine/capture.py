@@ -1,7 +1,7 @@
 """Python side of `_capture.c`: the output of a stage that is not last, taken natively out of the running graph.
 
-What is captured is the tensor that llama.cpp names `l_out-<last layer>`, in one family otherwise: the residual stream
-after the last layer of the slice, before the final norm. The graph stops there, so norm and head are never computed.
+Captured is the tensor that llama.cpp names `l_out-<last layer>`, in one family otherwise: the residual stream after the
+last layer of the slice, before the final norm. The graph stops there, so norm and head are never computed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The responses that clients may go on from: in memory, bounded by count and by bytes. Pure.
 
-A response holds its own input and output only; those before it are found by its `previous_id`. What was used longest
-ago goes first, and with a response everything before it counts as used.
+A response holds its own input and output only; those before it are found by its `previous_id`. The least recently used
+one goes first; using a response uses everything before it.
 """
 
 from __future__ import annotations

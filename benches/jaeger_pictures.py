@@ -6,6 +6,8 @@ Jaeger (2.20 or newer) runs with deploy/observability/jaeger/config.yaml and hol
     search.png        did batches form? seconds of passes, each with the size of its largest batch
     passes.png        which stage holds us up? the passes of one second, from stage to stage
     request.png       why was this request slow? a request with its stages, and the batches of one of them
+    mates.png         who shared its batches? one batch, and the requests to which it links
+    padding.png       what did padding cost? the same batch's attributes: rows, padding, predicted and measured time
     architecture.png  what the pipeline is
 
 Needs Debian's package `chromium`; it is spoken to over its debugging protocol, so nothing else is installed.
@@ -136,25 +138,34 @@ async def _port_of(child: asyncio.subprocess.Process) -> int:
 
 async def traces_of(session: aiohttp.ClientSession, jaeger: str, operation: str) -> dict[str, list[str]]:
     """Return the newest traces of an operation of the coordinator: the names of their spans, by id."""
+    traces: dict[str, list[str]] = collections.defaultdict(list)
+    for span in await _spans_of(session, jaeger, COORDINATOR, operation):
+        traces[span["traceId"]].append(span["name"])
+    return traces
+
+
+async def _spans_of(
+    session: aiohttp.ClientSession, jaeger: str, service: str, operation: str = ""
+) -> list[dict[str, Any]]:
+    """Return the spans of the newest traces in which a service has an operation (any, if none is named)."""
     now = datetime.datetime.now(datetime.UTC)
     query = {
-        "query.service_name": COORDINATOR,
-        "query.operation_name": operation,
+        "query.service_name": service,
         "query.start_time_min": (now - datetime.timedelta(seconds=LOOKBACK_S)).isoformat(),
         "query.start_time_max": now.isoformat(),
         "query.search_depth": "20",
     }
+    if operation:
+        query["query.operation_name"] = operation
     async with session.get(f"{jaeger}/api/v3/traces", params=query) as reply:
         if reply.status == 404:  # how Jaeger says that there is none
-            return {}
+            return []
         if reply.status != 200:
             raise RuntimeError(f"{jaeger}: HTTP {reply.status}: {(await reply.text())[:200]}")
         found = json.loads(await reply.text())
-    traces: dict[str, list[str]] = collections.defaultdict(list)
-    for group in found["result"]["resourceSpans"]:
-        for span in (span for scope in group["scopeSpans"] for span in scope["spans"]):
-            traces[span["traceId"]].append(span["name"])
-    return traces
+    return [
+        span for group in found["result"]["resourceSpans"] for scope in group["scopeSpans"] for span in scope["spans"]
+    ]
 
 
 async def best_passes(session: aiohttp.ClientSession, jaeger: str) -> str:
@@ -176,6 +187,24 @@ def _sharing(name: str) -> int:
         return 0
     phase, _, size = name.partition(" ×")
     return int(size.split("-")[0].rstrip("+")) - 1 if phase == names.PHASE_DECODE else -1_000
+
+
+async def best_batch(session: aiohttp.ClientSession, jaeger: str) -> tuple[str, str]:
+    """Return the trace and the span of a batch of the last stages that shows most: padding first, then streams.
+
+    Raises RuntimeError where there is no batch.
+    """
+    found = await _spans_of(session, jaeger, f"{names.SERVICE_STEM}-{names.SERVICE_STAGE}-1")
+    batches = [span for span in found if _sharing(span["name"]) > 0]
+    if not batches:
+        raise RuntimeError(f"{jaeger} holds no batch that streams shared; run several streams at level batches first")
+    best = max(batches, key=lambda span: (_padding(span) > 0, _sharing(span["name"])))
+    return best["traceId"], best["spanId"]
+
+
+def _padding(span: dict[str, Any]) -> int:
+    values = {each["key"]: each["value"] for each in span.get("attributes", [])}
+    return int(values.get(names.ATTR_BATCH_PADDED_ROWS, {}).get("intValue", 0))
 
 
 async def longest_request(session: aiohttp.ClientSession, jaeger: str, route: str) -> str:
@@ -201,6 +230,12 @@ async def main(options: argparse.Namespace) -> int:
             await page.open(f"{jaeger}/trace/{request}", "document.querySelectorAll('.span-row').length > 5")
             await _open_batches(page)
             await page.picture(options.out / "request.png")
+        trace, span = await best_batch(session, jaeger)
+        await page.open(f"{jaeger}/trace/{trace}?uiFind={span}", "document.querySelector('.span-row')")
+        await _open_batch(page)
+        for attribute, name in ((names.ATTR_MEMBER_SESSIONS, "mates"), (names.ATTR_BATCH_PADDED_ROWS, "padding")):
+            await _show_attribute(page, attribute)
+            await page.picture(options.out / f"{name}.png")
         await page.open(f"{jaeger}/dependencies", _has_text(f"{names.SERVICE_STEM}-"))
         await page.picture(options.out / "architecture.png")
     return 0
@@ -247,6 +282,25 @@ async def _open_batches(page: Page) -> None:
     await asyncio.sleep(SETTLE_S)
 
 
+async def _open_batch(page: Page) -> None:
+    """Open the attributes of the span that the page was asked to find."""
+    header = "document.querySelector('.AccordionAttributes--header')"
+    if not await page.run(f"Boolean({header})"):
+        await page.run("document.querySelector('.span-row.is-matching-filter .span-view')?.click()")
+    await page.wait(header)
+    await page.click(header)
+    await asyncio.sleep(SETTLE_S)
+
+
+async def _show_attribute(page: Page, name: str) -> None:
+    """Move the page until an attribute of the open span is in its middle."""
+    await page.run(
+        "[...document.querySelectorAll('td')]"
+        f".find(cell => cell.innerText.trim() === {json.dumps(name)})?.scrollIntoView({{block: 'center'}})"
+    )
+    await asyncio.sleep(SETTLE_S)
+
+
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -261,5 +315,14 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _run() -> int:
+    options = parse()
+    try:
+        return interrupt.run(main(options))
+    except (RuntimeError, aiohttp.ClientError) as error:
+        print(f"jaeger_pictures: {error}", file=sys.stderr)
+        return 1
+
+
 if __name__ == "__main__":
-    sys.exit(interrupt.run(main(parse())))
+    sys.exit(_run())

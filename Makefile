@@ -41,7 +41,7 @@ NATIVE_TESTS := tests/stage tests/end_to_end tests/deploy/kernels tests/deploy/d
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup rebuild anew demo test test-quick test-plain test-store simulate check conformance check-native proto reference docs lock bench wheel clean
+.PHONY: help setup rebuild anew demo test test-quick test-nightly test-plain test-store simulate check conformance check-native proto reference docs lock bench wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -76,7 +76,10 @@ test: setup ## the whole test suite
 	@$(PYTEST)
 
 test-quick: setup ## without the slow tests
-	@$(PYTEST) -m "not slow and not mlflow and not bench"
+	@$(PYTEST) -m "not slow and not mlflow and not bench and not nightly"
+
+test-nightly: setup ## the cases of large grids that the other targets leave out
+	@$(PYTEST) -m nightly
 
 test-plain: ## what runs llama.cpp, against one without relayline's kernels, which it compiles in build/plain
 	@$(MAKE) --no-print-directory VENV=$(PLAIN) RELAYLINE_KERNELS=off setup

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import random
 import signal
 import tempfile
 import threading
@@ -44,11 +45,29 @@ def no_stray_threads() -> Iterator[None]:
     assert not left, f"threads outlived the test: {left}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` leaves out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give every coroutine test the check for tasks; a plain test needs no event loop for it."""
+    """Give every coroutine test the check for tasks, and leave most cases of large grids to the nightly run.
+
+    A plain test needs no event loop for the check.
+    """
+    grids: dict[str, list[pytest.Item]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             item.fixturenames.insert(0, "no_stray_tasks")
+        if item.get_closest_marker("sampled"):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in grids.items():
+        _leave_to_the_night(name, cases)
+
+
+def _leave_to_the_night(name: str, cases: list[pytest.Item]) -> None:
+    """Mark all cases but N of a test that is `sampled(N)` as nightly. The same N each time: a failure stays."""
+    marker = cases[0].get_closest_marker("sampled")
+    assert marker is not None
+    n_kept = marker.args[0]
+    for case in random.Random(name).sample(cases, max(0, len(cases) - n_kept)):
+        case.add_marker(pytest.mark.nightly)
 
 
 @pytest_asyncio.fixture

@@ -8,14 +8,17 @@ import os
 import select
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from relayline.deploy.testing.zygote import Zygote
 from relayline.wire.common.child_command import code_command, module_command
 
 TIMEOUT_S = 60.0
 COMMAND = module_command("relayline.deploy.cli")
+_ZYGOTE = Zygote()
 # The same with clocks that are ahead, as another host's may be: both are read through the module `time`.
 SKEWED = """
 import sys, time
@@ -28,9 +31,14 @@ sys.exit(main())
 
 def relayline(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     """Run one command to its end."""
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    words = [*map(str, arguments)]
+    if not _ZYGOTE.fits(words):
+        return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=timeout_s, check=False)
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        code = _ZYGOTE.run(words, stdout, stderr, timeout_s)
+        stdout.seek(0)
+        stderr.seek(0)
+        return subprocess.CompletedProcess([*COMMAND, *words], code, stdout.read(), stderr.read())
 
 
 class Running:

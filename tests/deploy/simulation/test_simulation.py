@@ -47,6 +47,7 @@ def churning(seed: int, n_requests: int = 50) -> World:
     return churn(stages, n_requests, seed, link_ns=(0, 1, 10)[seed % 3] * MS, n_lanes=12)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("seed", range(3))
 def test_invariants_hold_while_requests_come_and_go(setup: str, seed: int) -> None:
@@ -56,6 +57,7 @@ def test_invariants_hold_while_requests_come_and_go(setup: str, seed: int) -> No
     assert not all(simulation.audit.ends.values())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_invariants_hold_where_stages_crowd_each_other(seed: int) -> None:
     """There one flight of all streams is tried beside the planned ones, while requests come and go."""
@@ -81,6 +83,7 @@ def test_the_same_seed_gives_the_same_history() -> None:
     assert first.token_times_ns != other.token_times_ns
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("n_stages", [2, 4, 8])
 @pytest.mark.parametrize("n_streams", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
@@ -93,6 +96,7 @@ def test_automatic_is_close_to_the_best_hand_set_plan(curve: str, n_stages: int,
     assert auto <= 1.01 * best_rate(stages, n_streams, 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("n_streams", [24, 32, 64])
 @pytest.mark.parametrize("curve", CURVES)
@@ -201,6 +205,7 @@ def test_after_a_loss_nobody_is_paused_much_longer_than_reading_takes(
     assert end_ns <= end_without_ns
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("context_tiled_ns", [0, 3_000], ids=["", "tiles"])
 @pytest.mark.parametrize("n_streams", [4, 16])
 def test_rows_of_a_growing_context_are_known_to_be_dearer(
@@ -237,6 +242,7 @@ def test_a_short_prompt_alone_is_read_as_if_there_were_no_tiles(n_prompt: int) -
     assert first_token_ns(n_prompt, 3_000) == first_token_ns(n_prompt, 0.0)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("curve", ALL_CURVES)
 @pytest.mark.parametrize("n_streams", [4, 8, 16, 32])
 def test_bursts_of_short_requests_gain_from_batching(curve: str, n_streams: int) -> None:
@@ -295,6 +301,7 @@ def test_a_slow_stage_bounds_the_pipeline_and_nothing_else_does(curve: str) -> N
         assert steady_figures(world).tokens_per_s >= 0.95 * best_of_sweep(world, tries=2)[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("link_ms", [1, 10])
 @pytest.mark.parametrize("curve", CURVES)
 def test_link_delay_is_learned_and_hidden(curve: str, link_ms: int) -> None:
@@ -335,7 +342,7 @@ def test_envelopes_must_stay_apart() -> None:
 
 @pytest.mark.parametrize(
     ("n_stages", "n_streams", "n_tokens"),
-    [(16, 512, 6), (64, 64, 6), pytest.param(2, 4_096, 4, marks=pytest.mark.slow)],
+    [(16, 512, 6), (64, 64, 6), pytest.param(2, 4_096, 4, marks=pytest.mark.nightly)],
     ids=["512 on 16", "64 on 64", "4,096 on 2"],
 )
 def test_many_streams_and_stages_come_close_to_the_bound(n_stages: int, n_streams: int, n_tokens: int) -> None:
@@ -377,6 +384,7 @@ def test_requests_come_and_go_on_sixty_four_unequal_stages() -> None:
     assert len(simulation.audit.ends) == 40
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("curve", ALL_CURVES)
 @pytest.mark.parametrize("n_streams", [1, 4, 8, 16])
 def test_curves_that_nobody_measured_are_learned_from_real_steps(curve: str, n_streams: int) -> None:

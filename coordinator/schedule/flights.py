@@ -1,11 +1,11 @@
 """The flights under way: their rows, the sessions that wait for them, and their predicted work. Pure.
 
-A *flight* is one envelope on its way through the stages; it has landed when every frame in it has been answered (a
-sample, a progress note) or given up. A decode flight whose prompt rows stages have left behind is a flight of prompt
-rows once its streams have their tokens: nobody who decodes waits for what it still carries.
+A *flight* is one envelope on its way through the stages. It has landed when each of its frames was answered (by a
+sample or a progress note) or given up. A stage may leave a decode flight's prompt rows behind. Once the streams of
+that flight have their tokens, it counts as a flight of prompt rows, because no decoding stream waits for the rest.
 
-A session's frames are answered in the order in which they left. So of two that end at one position, as one with a
-wrong guess and the right one after it do, the answer is the earlier one's.
+A session's frames are answered in the order in which they left. Two frames may end at one position, such as a frame
+with a wrong guess and the right one after it. The first answer then belongs to the earlier frame.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class Flights:
         return self._n[kind]
 
     def under_way(self) -> dict[int, tuple[int, int]]:
-        """Return of each session with rows under way where the first of them end, and how many frames they are."""
+        """Return for each session with rows under way its first frame's last position, and its number of frames."""
         return {session_id: (positions[0], len(positions)) for session_id, positions in self._positions.items()}
 
     @property
     def n_chunks_running(self) -> int:
-        """Flights with prompt rows that have followed each other without a pause, until now."""
+        """The number of flights with prompt rows that followed each other without a pause until now."""
         return self.n_chunks - self._n_chunks_before if self.n_with_chunks else 0
 
     def launch(
@@ -85,7 +85,7 @@ class Flights:
         step_ns: float,
         way_ns: float,
     ) -> None:
-        """Take note of decode rows (guesses for Kind.GUESS) and prompt rows that leave as one envelope."""
+        """Note decode rows (guesses for Kind.GUESS) and prompt rows that leave as one envelope."""
         decoding, keys = _keys(decode), _keys((*decode, *chunks))
         flight = Flight(kind, len(decode), keys, decoding, bool(chunks), now_ns, step_ns, way_ns)
         self._work_ns += step_ns
@@ -107,20 +107,20 @@ class Flights:
     def is_time_for(self, step_ns: float, way_ns: float, overhead_ns: float) -> bool:
         """Return whether the stages have time for a flight of such a step and way before the first one comes back.
 
-        The half of it that need not fit is for stages that are not quite equal.
+        Half of the flight need not fit, since stages are never quite equal.
         """
         ways_ns = (flight.way_ns for flights in self._by_key.values() for flight in flights)
         return bool(self._by_key) and self._work_ns + step_ns / 2 <= min(way_ns, *ways_ns) + overhead_ns
 
     def queued_ns(self, now_ns: int) -> float:
-        """Predict how long a flight that leaves now waits at the busiest stage for those that left before it."""
+        """Predict how long a flight that leaves now waits at the busiest stage for the flights ahead of it."""
         return max(0.0, self._queue_ns - (now_ns - self._queue_at_ns))
 
     def answered(self, session_id: int, position: int) -> Flight | None:
-        """The session's rows up to `position` have been answered. Returns the flight that has landed with that, if any.
+        """Note the answer for a session's rows up to `position`. Returns the flight that landed with it, if any.
 
-        One that leaves prompt rows behind is returned once its streams have their tokens, and not again. An echo
-        changes nothing.
+        A flight that leaves prompt rows behind is returned when its streams have their tokens, and not again. A
+        repeated answer changes nothing.
         """
         flights = self._by_key.get((session_id, position))
         if flights is None:
@@ -143,7 +143,7 @@ class Flights:
         return None if flight.is_behind else flight
 
     def _left_behind(self, flight: Flight) -> Flight | None:
-        """Count a decode flight that only prompt rows are left of as one of prompt rows, and return it; once."""
+        """Count a decode flight with only prompt rows left as a flight of prompt rows, and return it, once."""
         if flight.decoding or flight.is_behind or flight.kind is not Kind.DECODE:
             return None
         flight.is_behind = True
@@ -152,7 +152,7 @@ class Flights:
         return flight
 
     def forget(self, session_id: int) -> list[Flight]:
-        """Nobody waits for the session's rows any more. Returns what `answered` would, of all of them."""
+        """Drop a session's rows. Returns the flights that landed with them, as `answered` does."""
         landed: list[Flight] = []
         for position in list(self._positions.get(session_id, ())):
             self._by_key[session_id, position][0].is_whole = False

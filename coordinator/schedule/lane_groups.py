@@ -1,10 +1,9 @@
-"""Which streams travel together where lanes have KV cells of their own: those of neighbouring lanes. Pure.
+"""Groups streams of neighbouring lanes, for caches in which each lane has its own KV cells. Pure.
 
-llama.cpp computes rows of neighbouring lanes at once and others in parts (`stage.engine.micro_batches`), so what a step
-costs depends on who meets in it. The streams that decode are cut into *blocks* of a flight's rows, in the order of
-their lanes, and a flight takes rows of one block. A stream whose block is under way without it waits for that to come
-round, once, and stays with it from then on; one that comes or goes moves a stream across the border of every block
-above.
+llama.cpp computes rows of neighbouring lanes at once, and other rows in parts (`stage.engine.micro_batches`). So the
+cost of a step depends on which lanes meet in it. Decoding streams are cut, in the order of their lanes, into *blocks*
+of one flight's rows. A flight takes rows of one block. A stream that misses its block waits once until the block comes
+round, and then stays with it. When a stream joins or leaves, one stream crosses the border of every later block.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ PASSES_MAX = 2  # flights that leave before the row that has waited longest
 def next_group(pool: Sequence[OutFrame], decoding_lanes: Collection[int], n_rows: int, n_passes: int) -> list[OutFrame]:
     """Return the rows of the pool (which is not empty) that leave as one flight of at most n_rows, in the pool's order.
 
-    They are of the block that has most of them in the pool, or that of the oldest row once it was passed over
-    PASSES_MAX times. decoding_lanes: of all streams that decode, in the pool or under way.
+    The rows belong to the block with most rows in the pool, or to the block of the oldest row after that row was passed
+    over PASSES_MAX times. decoding_lanes: the lanes of all decoding streams, in the pool or under way.
     """
     blocks = {lane: rank // n_rows for rank, lane in enumerate(sorted(decoding_lanes))}
     waiting: dict[int, list[OutFrame]] = {}

@@ -1,17 +1,17 @@
-"""The time of a round trip beyond its planned steps: on links, and in what host work they do not know. Pure.
+"""The overhead of a round trip: time on links and in host work that no planned step accounts for. Pure.
 
-Plans need it: the longer a flight is on its way with no stage working on it, the more flights keep the stages busy. It
-cannot be read off a flight that has waited in line, so there are two ways to it.
+Plans need this figure. The longer a flight travels without a stage working on it, the more flights it takes to keep
+all stages busy. A flight that waited in a queue does not show its overhead, so there are two estimates.
 
-*Measured.* Stages say for how long decode frames have waited there and been computed. What an average flight took
-beyond that was overhead, whatever queued, beside prompts too. It is taken once there are WINDOWS_MIN windows of it. (A
-stage counts the frames of all coordinators that it serves; and where steps do not take flights whole, rows that wait
-for the others of their flight count as overhead.)
+*Measured.* Each stage reports how long decode frames waited there and how long it computed them. The rest of an
+average flight's time is overhead, even where flights queue or prompts are read. This estimate is used after
+WINDOWS_MIN windows. It has two known errors: a stage counts the frames of all coordinators that it serves, and if a
+step takes only part of a flight, the rows that wait for the rest count as overhead.
 
-*Bounded,* until then. It is at most what a flight took beyond its own steps as predicted, and at least what it took
-beyond the work on those that left before it as well: behind that work it is hidden. Within these bounds, which are one
-where nothing queues, it stays what it was. So an overhead that was large for a while, as on a link with a bad minute,
-would stay for as long as the load: it makes the plan send many small flights, behind which the truth is hidden.
+*Bounded,* before that. The upper bound is a flight's time beyond its own predicted steps. The lower bound also
+subtracts the work of the flights ahead of it, since overhead hides behind that work. Without a queue both bounds are
+equal. The estimate only moves when it leaves the bounds. Its weakness: after a bad minute on a link a large estimate
+would last as long as the load does, because it makes the plan send many small flights, which hide the true value.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-# Placing, encoding, sending and receiving of one step: what `python -m benches.hop` measures at a few rows, rounded up.
-# It matters where native steps are as short: without it the plan for a tiny model would be many tiny steps.
+# Placing, encoding, sending and receiving of one step: `python -m benches.hop` at a few rows, rounded up.
+# It matters where native steps are equally short: without it a tiny model would get many tiny steps.
 HOST_STEP_NS = 500_000
 ROUND_TRIPS_KEPT = 64  # recent decode flights from which bounds are taken
 ROUND_TRIPS_MIN = 8  # before the first estimate, and in a window
@@ -52,18 +52,18 @@ class Overhead:
         self._n_flights = self._n_rows = self._took_ns = 0  # of flights that landed in it; took: summed over rows
 
     def landed(self, n_rows: int, took_ns: int) -> None:
-        """A decode flight of so many rows came back whole."""
+        """Note a decode flight of `n_rows` that came back whole."""
         self._n_flights += 1
         self._n_rows += n_rows
         self._took_ns += n_rows * took_ns
 
     def bounded(self, took_ns: int, way_ns: float, ahead_ns: float) -> None:
-        """It had no prompts beside it, so its predicted steps and the work ahead of it bound the overhead."""
+        """Bound the overhead by a flight that met no prompts: by its predicted steps and the work ahead of it."""
         self._bounds_ns.append((took_ns - max(way_ns, ahead_ns), took_ns - way_ns))
         self._n_landed += 1
 
     def stages_held(self, said: Sequence[Held]) -> None:
-        """Take every stage's counters; a window ends when enough flights have landed in it."""
+        """Take the counters of every stage. A window ends when enough flights have landed in it."""
         now = tuple(said)
         if self._since and self._n_flights < ROUND_TRIPS_MIN:
             return
@@ -76,7 +76,7 @@ class Overhead:
         self._n_flights = self._n_rows = self._took_ns = 0
 
     def revised_ns(self, known_ns: float) -> float:
-        """Return the overhead to plan with from now on, given the one known; the same unless it has clearly moved."""
+        """Return the overhead for the next plans: the known one, unless it has clearly moved."""
         if len(self._windows_ns) >= WINDOWS_MIN:
             overhead_ns = max(0.0, statistics.median(self._windows_ns))
         elif len(self._bounds_ns) >= ROUND_TRIPS_MIN and self._n_landed % ROUND_TRIPS_STRIDE == 0:

@@ -1,26 +1,29 @@
-"""Which frames leave for stage 0, and when: groups of decode rows and flights of prefill rows. Pure.
+"""The scheduler decides which frames leave for stage 0, and when. Pure.
 
-Theory of operation. A *flight* is one envelope on its way through the stages; it has landed when every frame in it has
-been answered (a sample, a progress note) or given up. The plan says how many decode flights may be under way and how
-many rows each takes. Streams whose token has come back wait in the *pool*; whenever a decode flight is free the oldest
-of them leave together. So groups re-form by themselves as streams join, leave and fall behind: fragments meet in the
-pool because no more flights than planned may leave. There is no timer; a frame waits only while as many groups as the
-curves ask for are already under way, and no longer than they predict that to be worth: whatever is answered after that
-lets it go, in a flight more than planned.
+A *flight* is one envelope on its way through the stages. It has landed when each of its frames was answered (by a
+sample or a progress note) or given up. The plan sets how many decode flights may be under way and how many rows each
+takes.
 
-Prompt rows ride in decode flights, in flights of their own, or in both, as the plan says, so that running streams keep
-their pace; several short prompts may share a flight. A burst of short prompts, and the histories of streams that a loss
-has paused, are read through before running streams get their whole pace back. Opens and closes never wait. Which rows
-may be in one step, so that they have the same bits at any time, `coordinator.schedule.tiles` says.
+Streams whose token has come back wait in the *pool*. When the plan allows another decode flight, the oldest streams of
+the pool leave together. No more flights than planned may leave, so fragments of groups meet in the pool and groups
+re-form as streams join, leave and fall behind. There is no timer. A frame waits only while the planned number of
+groups is under way, and only as long as the curves predict a gain. After that, the next answer releases it in an extra
+flight.
 
-What streams are likely to say next may go along behind their rows, or follow in flights of its own, which no plan
-counts: while no prompt is read, and where stages would stand idle (`coordinator.schedule.draft_flights`).
+Prompt rows (chunked prefill) travel in decode flights, in flights of their own, or in both. The plan chooses, so that
+running streams keep their pace. Several short prompts may share a flight. Two kinds of prompt are read before running
+streams get their full pace back: a burst of short prompts, and the histories of streams that a loss paused. Opens and
+closes never wait.
 
-Which prompt's rows go next `coordinator.schedule.prompt_line` decides. A session that copies from another leaves right
-behind it.
+Guesses (speculative decoding) leave behind the rows of their streams or in extra flights. They leave only while no
+prompt is read and stages would otherwise be idle.
 
-The *drain* mode sends everything at once and leaves batching to the stages' queues; it is the reference to compare
-with, and what a plan-less start falls back to.
+Three neighbours decide details: `tiles` decides which rows may share a step, so that each row always gets the same
+bits. `prompt_line` decides which prompt goes next. `draft_flights` decides which guesses leave. A session that copies
+from another session leaves right behind it.
+
+The *drain* mode sends everything at once and leaves batching to the queues of the stages. It is the reference for
+comparisons, and the mode of a start without a plan.
 """
 
 from __future__ import annotations
@@ -82,9 +85,9 @@ class Scheduler:
         self._flights = Flights()
         self._train_rows = 0  # prompt rows of a train while nothing decodes
         self._overhead, self._one_flight = Overhead(), OneFlight()
-        # Sessions that decode, in the pool or under way -> (their lane, their latest position).
+        # Decoding sessions, in the pool or under way -> (lane, latest position).
         self._decoding: dict[int, tuple[int, int]] = {}
-        # What waits in the pool, by session id and position -> when it first did not leave.
+        # Waiting rows of the pool, by session id and position -> the time when they first stayed behind.
         self._held_since_ns: dict[tuple[int, int], int] = {}
         self._slowest_flight_ns = 0  # of those that have landed
         self._n_passes = 0  # decode flights that left before the oldest row of the pool
@@ -92,7 +95,7 @@ class Scheduler:
 
     @property
     def n_decoding(self) -> int:
-        """Streams that decode now."""
+        """The number of streams that decode now."""
         return len(self._decoding)
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -102,15 +105,15 @@ class Scheduler:
         self._controls.extend(frames)
 
     def prompt(self, session: Session) -> None:
-        """A session has prompt rows to send; it is asked for chunks until none are left."""
+        """Queue a session with prompt rows. The scheduler asks it for chunks until none are left."""
         self._prompts.add(session, self.n_decoding)
 
     def orphans(self) -> list[Session]:
-        """Return the sessions that were to copy from one that is gone: they are to be started again."""
+        """Return the sessions that waited to copy from a session that is gone. The caller starts them again."""
         return self._prompts.orphans()
 
     def decode(self, frame: OutFrame) -> None:
-        """A stream's next row is ready."""
+        """Put a stream's next row into the pool."""
         self._drafts.forget(frame.session.session_id)
         self._moved(frame)
         self._pool.append(frame)
@@ -121,16 +124,16 @@ class Scheduler:
         self._decoding[session_id] = (frame.session.lane, frame.position)
 
     def answered(self, session_id: int, position: int, now_ns: int) -> None:
-        """The session's rows up to `position` have brought a sample. An echo changes nothing."""
+        """Note the sample for the session's rows up to `position`. A repeated answer changes nothing."""
         self._landed(self._flights.answered(session_id, position), now_ns, Kind.DECODE, Kind.GUESS)
 
     def passed(self, session_id: int, position: int, now_ns: int) -> None:
-        """The session's rows up to `position` have been dealt with: of a prompt, or behind a guess that was wrong."""
-        # Not all stages need have computed what consists of guesses alone.
+        """Note that rows up to `position` are done without a sample: prompt rows, or rows behind a wrong guess."""
+        # Some stages may have skipped a flight that holds nothing but guesses.
         self._landed(self._flights.answered(session_id, position), now_ns, Kind.DECODE)
 
     def _landed(self, flight: Flight | None, now_ns: int, *telling: Kind) -> None:
-        """Take note of a flight, if any has landed; those of some kinds tell what a round trip takes beyond steps."""
+        """Note a landed flight, if there is one. Decode flights also measure the overhead of a round trip."""
         if flight is None:
             return
         if flight.kind is Kind.DECODE:
@@ -142,7 +145,7 @@ class Scheduler:
             self._learn_overhead(flight, took_ns)
 
     def forget(self, session_id: int, now_ns: int) -> None:
-        """The session ended, however: nothing of it waits or counts any more."""
+        """Drop a session that has ended: none of its rows waits or counts any more."""
         self._flights.forget(session_id)
         self._prompts.forget(session_id)
         self._drafts.ended(session_id)
@@ -152,19 +155,19 @@ class Scheduler:
             self._held_since_ns = {key: since for key, since in self._held_since_ns.items() if key[0] != session_id}
 
     def refresh(self, costs: Sequence[StageCost], held: Sequence[Held] = ()) -> None:
-        """Take the stages' learned curves and, of all or none, how long they have held frames."""
+        """Take the stages' learned curves, and how long they held frames (from all stages or from none)."""
         self.planner.update(costs)
         if held:
             self._overhead.stages_held(held)
 
     def under_way(self) -> dict[int, tuple[int, int]]:
-        """Return what each session with rows under way waits for, see coordinator.sessions.silence."""
+        """Return for each session with rows under way which answer is due; `coordinator.sessions.silence` uses it."""
         return self._flights.under_way()
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
     def plan(self) -> GroupPlan:
-        """Return the plan for what runs now."""
+        """Return the plan for the present streams and prompts."""
         return self._plan(self._planner())
 
     def _plan(self, planner: GroupPlanner) -> GroupPlan:
@@ -175,11 +178,11 @@ class Scheduler:
         return {**dataclasses.asdict(self.plan()), "overhead_ns": round(self.planner.overhead_ns)}
 
     def _by_hand(self, planner: GroupPlanner) -> GroupPlan:
-        """Return the plan with flights and rows as configured; what is not configured suits the streams that run."""
+        """Return a plan with the configured flights and rows. Any other value fits the running streams."""
         n_groups, rows = self.config.n_groups, self.config.group_rows
         rows = min(rows or math.ceil(self.n_decoding / (n_groups or 1)), self.planner.rows_max) or 1
         n_groups = n_groups or math.ceil(self.n_decoding / rows) or 1
-        # Those that fly are what prompt rows must suit.
+        # Prompt rows must fit the flights that are under way.
         auto = self._automatic(planner, (min(n_groups, math.ceil(self.n_decoding / rows)), min(rows, self.n_decoding)))
         ride_rows = max(0, min(auto.ride_rows, self.planner.rows_max - rows))
         return dataclasses.replace(
@@ -187,7 +190,7 @@ class Scheduler:
             n_groups=n_groups,
             group_rows=rows,
             ride_rows=ride_rows,
-            # Prompts always have a way: where none can ride, as many rows in a flight of their own as would have.
+            # A prompt always gets a way: if no rows can ride, the same number leaves in a flight of its own.
             prefill_flights=auto.prefill_flights or int(not ride_rows),
             chunk_rows=auto.chunk_rows if auto.prefill_flights else max(1, auto.ride_rows),
         )
@@ -210,10 +213,10 @@ class Scheduler:
         return BURST_PRESSURE if self._is_burst(planner) else 0
 
     def _is_burst(self, planner: GroupPlanner) -> bool:
-        """Return whether prompts of a crowd wait, and all that wait can be read within BURST_CYCLES.
+        """Return whether a burst of prompts waits that can be read within BURST_CYCLES.
 
-        The first of a burst to have their token would otherwise outweigh the others ever more as these join them, and
-        spare themselves short waits now for a longer one of those that are left.
+        Without this rule the first streams of a burst would gain weight with every stream that joins them. They would
+        save themselves short waits, and the remaining prompts would wait longer.
         """
         if not (self._prompts.is_crowd and planner.is_known):
             return False
@@ -224,10 +227,11 @@ class Scheduler:
         return read_ns <= BURST_CYCLES * planner.plan(self.n_decoding + n_prompts, n_prompts=0).period_ns
 
     def _planner(self) -> GroupPlanner:
-        """Return the planner for the contexts of those that run and of the prompt that goes next.
+        """Return the planner for the contexts of the running streams and of the next prompt.
 
-        While others run, its next rows count. Alone all of them do, those that have left included, half of which stand
-        before an average one: its train is planned as a whole, so that its chunks stay as they are.
+        While streams run, the planner counts the prompt's next rows. Without running streams it counts all of its
+        rows, sent ones included, with half of them as context. The whole train has one plan, so its chunks keep
+        their size.
         """
         decode_tokens = 0.0
         if self._decoding and self.planner.shares_longest:
@@ -241,7 +245,7 @@ class Scheduler:
         return self.planner.at(decode_tokens, prompt_tokens)
 
     def _count_train_rows(self) -> int:
-        """Return the prompt rows of the train under way, those that have left included: its chunks stay as they are."""
+        """Return all prompt rows of the train under way, sent ones included, so that its chunks keep their size."""
         return max(self._prompts.n_rows, self._train_rows if self._flights.count(Kind.PREFILL) else 0)
 
     def take(self, now_ns: int) -> list[list[OutFrame]]:
@@ -274,7 +278,7 @@ class Scheduler:
             (is_planned := self._flights.count(Kind.DECODE) < plan.n_groups) or self._is_overdue(plan, now_ns)
         ):
             frames = self._next_group(plan.group_rows, must_take_oldest=not is_planned)
-            # Prompt rows that stages leave behind must not pile up there.
+            # Prompt rows that a stage leaves behind must not pile up there.
             may_ride = self._flights.n_ridden < plan.n_groups
             ride_rows = min(self._ride_rows(plan, len(frames), now_ns), rows_max) if may_ride else 0
             if not self._is_reading and self._drafts.are_of(frames):
@@ -291,14 +295,14 @@ class Scheduler:
         self._take_guesses(plan, planner, envelopes, now_ns)
 
     def _note_held(self, now_ns: int) -> None:
-        """Take note of the rows, the latest of the pool, that did not leave with the first flights since they came."""
+        """Note which rows, the latest of the pool, did not leave with the first flights after they came."""
         for key in map(_key, reversed(self._pool)):
             if key in self._held_since_ns:
                 break
             self._held_since_ns[key] = now_ns
 
     def _is_overdue(self, plan: GroupPlan, now_ns: int) -> bool:
-        """Return whether the pool's oldest row is held for as long as is predicted; flights by hand it waits for."""
+        """Return whether the pool's oldest row has waited as long as predicted. Hand-set flights have no such limit."""
         hold_max_ns = plan.hold_max_ns or self._slowest_flight_ns  # the latter while no curve is known
         held_ns = now_ns - self._held_since_ns.get(_key(self._pool[0]), now_ns)
         return self.config.mode != "fixed" and 0 < hold_max_ns <= held_ns
@@ -310,7 +314,7 @@ class Scheduler:
     def _take_guesses(
         self, plan: GroupPlan, planner: GroupPlanner, envelopes: list[list[OutFrame]], now_ns: int
     ) -> None:
-        """Send guesses behind the rows under way while stages would be idle."""
+        """Send guesses behind the rows under way, while stages would be idle."""
         if plan.group_rows > 1 or self._pool or self._is_reading or not self._drafts.may_follow:
             return
 
@@ -322,10 +326,10 @@ class Scheduler:
             self._launch(envelopes, Kind.GUESS, [frame], [], now_ns)
 
     def _traffic(self, plan: GroupPlan, n_streams: int, planner: GroupPlanner) -> Traffic:
-        """Return the other flights beside one of this many streams, once all decoding streams are under way."""
+        """Return the traffic that a flight of this many streams meets once all decoding streams are under way."""
         n_flights = min(plan.n_groups, math.ceil(self.n_decoding / n_streams))
         n_idle = planner.saturating(n_streams) - n_flights
-        # Where streams take turns in flights, some wait in the pool.
+        # If streams take turns in the flights, some of them wait in the pool.
         n_beside = max(0, min(self.n_decoding - n_streams, (n_flights - 1) * plan.group_rows))
         return Traffic(n_flights, n_beside, max(0, n_idle))
 
@@ -349,10 +353,10 @@ class Scheduler:
     def _ride_rows(self, plan: GroupPlan, rows: int, now_ns: int) -> int:
         """Return how many prompt rows a decode flight takes along now.
 
-        The plan assumes flights that have spread over the stages, as they do soon after the first rows of a prompt.
-        Until then one that has to wait behind others which became longer takes fewer, so that its streams' next token
-        is not later than the plan allows; unless that leaves less than half, for where the curve has no step in between
-        the flights would never spread.
+        The plan assumes that flights have spread over the stages, which takes one round after a prompt's first rows.
+        Until then a flight may wait behind others that became longer. It then takes fewer prompt rows, so that its
+        streams' next tokens meet the plan's bound. There is one exception: where less than half would be left, it
+        takes all. On a curve without a step in between, flights would otherwise never spread.
         """
         ride_rows = plan.ride_rows
         if ride_rows and not self.planner.is_per_lane:  # else they are computed apart, and fill tiles by themselves
@@ -392,7 +396,7 @@ class Scheduler:
 
     def _learn_overhead(self, flight: Flight, took_ns: int) -> None:
         self._overhead.landed(flight.n_streams, took_ns)
-        # With prefill in between, predictions cannot separate queueing from overhead.
+        # With prefill in between, a prediction cannot tell queueing from overhead.
         if flight.way_ns and flight.n_chunks_before == self._flights.n_chunks:
             self._overhead.bounded(took_ns, flight.way_ns, flight.ahead_ns)
         overhead_ns = self._overhead.revised_ns(self.planner.overhead_ns)

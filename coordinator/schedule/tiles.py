@@ -1,13 +1,15 @@
-"""Which rows may travel together so that a row has the same bits whenever it is computed, and in whose company. Pure.
+"""Decides which rows may share a step, so that a row always gets the same bits. Pure.
 
-From ATTENTION_TILE_ROWS rows on, attention on processors goes by tiles for many models, and rounds otherwise than for
-fewer rows; all else of a step gives a row the same bits in any company. So the logits of an answer that is replayed
-after a loss, or that runs with many others, would differ in their last bits from those of the answer alone. The rule:
-whole tiles of a long prompt are read in steps of as many rows as suit, all other rows (its rest, short prompts, what
-was generated) in steps that are no tile. The exception is what is read of a long prompt in small parts, beside running
-streams.
+On CPUs, steps of ATTENTION_TILE_ROWS rows and more compute attention in tiles for many models. A tile rounds
+differently from a step with fewer rows. Every other part of a step gives a row the same bits in any company. Without a
+rule, an answer that is replayed after a loss, or that shares batches with many others, would differ in its last bits
+from the same answer alone.
 
-Where lanes have cells of their own, only rows of one lane make a tile; else all rows of a step do.
+The rule has two parts. Whole tiles of a long prompt are read in steps with as many rows as fit. All other rows (the
+prompt's rest, short prompts, generated tokens) travel in steps too small for a tile. There is one exception: beside
+running streams a long prompt may be read in small parts.
+
+If each lane has its own KV cells, only rows of one lane form a tile. Otherwise all rows of a step do.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ class StepRows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TileRule:
-    """How many rows of a prompt a step takes. The default is for stages without tiles: as many as there is room for."""
+    """How many rows of a prompt a step takes. The default is for stages without tiles: as many as fit."""
 
     is_known: bool = False  # whether stages go by tiles
     is_per_lane: bool = False  # whether lanes have cells of their own
 
     def room(self, session: Session, room_rows: int, step: StepRows) -> int:
-        """Return how many of the next rows of a session may join a step that has room for `room_rows`; 0: none."""
+        """Return how many of a session's next rows may join a step with room for `room_rows`; 0 for none."""
         if not self.is_known:
             return room_rows
         n_whole = n_of_whole_tiles(session)
@@ -63,18 +65,18 @@ class TileRule:
         return max(0, min(room_rows, ATTENTION_TILE_ROWS - 1 - n_before))
 
     def draft_room(self, n_streams: int) -> int:
-        """Return how many guesses go along with one row of so many streams each, or more than a step takes."""
+        """Return how many guesses each of the streams may add to its row; may exceed what a step takes."""
         if not self.is_known or self.is_per_lane or n_streams >= ATTENTION_TILE_ROWS:
             return ROWS_PER_ENVELOPE_MAX
         return ATTENTION_TILE_ROWS - 1 - n_streams
 
     def beside(self, n_decode: int) -> TileRule:
-        """Return the rule for a step with so many decode rows: none where it would leave prompts hardly any room."""
+        """Return the rule for a step with that many decode rows. There is none if prompts would get hardly any room."""
         return self if self.is_per_lane or n_decode + RIDE_ROWS_MIN < ATTENTION_TILE_ROWS else TileRule()
 
 
 def n_of_whole_tiles(session: Session) -> int:
-    """Return how many of the rows that are left to send are of whole tiles of a long prompt."""
+    """Return how many of the unsent rows belong to whole tiles of a long prompt."""
     n_prompt = len(session.request.prompt_tokens)
     if n_prompt < LONG_PROMPT_ROWS:
         return 0

@@ -25,6 +25,7 @@ from relayline.coordinator.joining.mover import CutModel, LayerMover
 from relayline.coordinator.joining.port import make_roster, serve_joining
 from relayline.coordinator.model.pipeline_file import PipelineFile, check_artifact, load_pipeline
 from relayline.coordinator.observe.telemetry_start import observed
+from relayline.coordinator.planner.rebalance import Rebalancer
 from relayline.coordinator.text.chat import ChatTemplate, read_template
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import UsageError
@@ -64,6 +65,8 @@ class ServeConfig:
     """Whether stages that connect are set to the trace level given here, rather than left at their own."""
     cut_model: CutModel | None = None
     """Splits the model anew where layers are to move; None: this process does not know it."""
+    on_moved: Callable[[tuple[int, ...]], None] | None = None
+    """Gets the cuts whenever layers have moved, on a thread of its own."""
     join: JoinConfig | None = None
     """Let stages join by themselves; `pipeline.addresses` is empty then, and the artifacts must be in pipeline_dir."""
 
@@ -144,7 +147,9 @@ async def _serve(
         )
         pipeline = Pipeline(named, file, tokenizer.is_end, joined, observer)
         control = TelemetryControl(observer, lambda: pipeline.stages)
-        mover = LayerMover(pipeline, config.cut_model)
+        mover = LayerMover(
+            pipeline, config.cut_model, rebalancer=_rebalancer(config), on_moved=config.on_moved or (lambda cuts: None)
+        )
         stack.push_async_callback(mover.close)
         app = make_app(pipeline, tokenizer, chat, model_id, int(time.time()), limits, control, mover)
         app[FACTS]["jaeger_url"] = _checked_url(config.pipeline.serving.jaeger_url)
@@ -181,6 +186,19 @@ async def _serve(
                 Ready(url, model_id, len(file.stages), pipeline.n_lanes, pipeline.ctx_tokens, chat.source is not None)
             ),
         )
+
+
+def _rebalancer(config: ServeConfig) -> Rebalancer | None:
+    """Return what decides that layers move by themselves. Raises UsageError where they cannot."""
+    serving = config.pipeline.serving
+    if serving.rebalance != "auto":
+        return None
+    if config.join is None or config.cut_model is None:
+        raise UsageError(
+            "--rebalance auto moves layers between stages that have joined, of a model that is known here; use `up`, "
+            "or `serve --join-listen` with --model FILE"
+        )
+    return Rebalancer(round(serving.rebalance_every_s * 1e9))
 
 
 def _http_context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from relayline.coordinator.model.pipeline_file import PipelineFile
-from relayline.coordinator.planner.imbalance import ImbalanceWatch
+from relayline.coordinator.planner.imbalance import Imbalance, ImbalanceWatch
 from relayline.coordinator.planner.search import Edges
 from relayline.coordinator.schedule.overhead import Held
 from relayline.coordinator.schedule.scheduler import Scheduler
@@ -23,6 +23,10 @@ class Balance:
         self._stage_names = stage_names
         self._edges: Edges = ()
         self._watch = ImbalanceWatch(())
+        self.on_reported: Callable[[Imbalance], None] = lambda found: None
+        """Called at each look for as long as another cut would be clearly faster."""
+        self.moves_in_s: Callable[[int], float | None] = lambda now_ns: None
+        """Tells in how many seconds layers move by themselves; None: never."""
 
     def refresh(self, scheduler: Scheduler, file: PipelineFile) -> Callable[[list[StageCost], list[Held]], None]:
         """Return what takes fresh costs for one epoch's scheduler; layers may have moved since the epoch before."""
@@ -36,10 +40,12 @@ class Balance:
             found = self._watch.look(costs, scheduler.n_decoding, overhead_ns=overhead_ns, now_ns=now_ns)
             if found is not None:
                 log.warning("%s", found.words(self._stage_names))
+            if (reported := self._watch.reported) is not None:
+                self.on_reported(reported)
 
         return refresh
 
     def describe(self, now_ns: int) -> dict[str, object] | None:
         """Return the imbalance for GET /v1/pipeline; None while there is none."""
         found = self._watch.reported
-        return found.describe(now_ns) if found is not None else None
+        return {**found.describe(now_ns), "moves_in_s": self.moves_in_s(now_ns)} if found is not None else None

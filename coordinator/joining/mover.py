@@ -14,6 +14,8 @@ from relayline.coordinator.engine.pipeline import Pipeline
 from relayline.coordinator.joining.service import JoinService, Split
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.model.same_slice import same_slices
+from relayline.coordinator.planner.imbalance import Imbalance
+from relayline.coordinator.planner.rebalance import Rebalancer
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ArtifactError, InvalidRequestError, NotReadyError, RelaylineError
 
@@ -26,15 +28,31 @@ CutModel = Callable[[tuple[int, ...]], Awaitable[Path]]
 class LayerMover:
     """The planned changes of one pipeline. Event loop only."""
 
-    def __init__(self, pipeline: Pipeline, cut_model: CutModel | None) -> None:
-        """Without `cut_model` no change can be begun: this process does not know the model that was split."""
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        cut_model: CutModel | None,
+        *,
+        rebalancer: Rebalancer | None = None,
+        on_moved: Callable[[tuple[int, ...]], None] = lambda cuts: None,
+    ) -> None:
+        """Without `cut_model` no change can be begun: this process does not know the model that was split.
+
+        With a `rebalancer` layers move by themselves too. `on_moved` gets the cuts of each switch, off the event loop.
+        """
         self._pipeline, self._moves, self._cut_model = pipeline, pipeline.moves, cut_model
+        self._rebalancer, self._on_moved = rebalancer, on_moved
+        self._is_own = False  # whether the latest change was asked for by nobody
+        self._before: tuple[int, ...] = ()  # the cuts that it began with
         self._service: JoinService | None = None
         self._next: Split | None = None
         self._switching = 0  # the change that is due when the epoch has ended
         self._tasks: set[asyncio.Task[None]] = set()
         pipeline.on_settling = self._look
         pipeline.epochs.on_ended, pipeline.epochs.on_stands = self._on_ended, self._on_stands
+        if rebalancer is not None:
+            balance = pipeline.epochs.balance
+            balance.on_reported, balance.moves_in_s = self._rebalance, self._moves_in_s
 
     def attach(self, service: JoinService) -> None:
         """Get to know what stages join at."""
@@ -42,7 +60,9 @@ class LayerMover:
 
     def describe(self) -> dict[str, object]:
         """Return the layers of each stage and how far the latest change is, JSON-ready."""
-        return self._moves.describe(time.monotonic_ns())
+        now_ns = time.monotonic_ns()
+        own = self._rebalancer.describe(self._moves.cuts, now_ns) if self._rebalancer is not None else None
+        return {**self._moves.describe(now_ns), "rebalance": own}
 
     def move(self, cuts: tuple[int, ...]) -> None:
         """Begin to give the stages other layers: from `cuts`, the first layer of each but the first.
@@ -58,12 +78,35 @@ class LayerMover:
         if self._cut_model is None:
             raise InvalidRequestError("this coordinator does not know the model that was split; give it with --model")
         instructions = self._moves.begin(cuts, time.monotonic_ns())
+        self._before, self._is_own = self._pipeline.file.cuts, False
         if missing := self._service.unmovable():
             why = f"{', '.join(missing)}: not here, or of a version whose layers do not move while it serves"
             self._moves.failed(self._number, why, time.monotonic_ns())
             raise NotReadyError(why)
         log.info("moving layers", extra={"fields": {"from": _text(self._pipeline.file.cuts), "to": _text(cuts)}})
         self._carry(instructions)
+
+    def _rebalance(self, found: Imbalance) -> None:
+        """Another cut would be clearly faster: move to it, if it is time."""
+        assert self._rebalancer is not None
+        if self._service is None or self._moves.is_open or not self._pipeline.is_ready() or self._service.unmovable():
+            return
+        now_ns, cuts = time.monotonic_ns(), self._moves.cuts
+        wanted = self._rebalancer.wanted(found, cuts, now_ns)
+        if not wanted:
+            return
+        log.info("layers move by themselves for about %.0f %% more tokens", 100 * found.gain)
+        try:
+            self.move(wanted)
+        except RelaylineError as error:
+            self._rebalancer.failed(wanted, now_ns)
+            log.warning("layers were not moved, and nothing has changed: %s", error.message)
+        else:
+            self._is_own = True
+
+    def _moves_in_s(self, now_ns: int) -> float | None:
+        assert self._rebalancer is not None
+        return self._rebalancer.wait_ns(self._moves.cuts, now_ns) / 1e9
 
     @property
     def _number(self) -> int:
@@ -99,6 +142,8 @@ class LayerMover:
         move = self._moves.latest
         if move is not None and move.number == number and move.state is MoveState.FAILED:
             log.warning("layers were not moved, and nothing has changed: %s", move.problem)
+            if self._rebalancer is not None:
+                self._rebalancer.failed(move.cuts, time.monotonic_ns())
 
     def _look(self) -> None:
         self._carry(self._moves.look(time.monotonic_ns()))
@@ -112,6 +157,7 @@ class LayerMover:
         self._pipeline.epochs.file, self._next = self._next.file, None
         self._pipeline.conductor.availability.changes_engines()
         self._service.switch()
+        self._spawn(asyncio.to_thread(self._on_moved, self._pipeline.file.cuts))
         self._spawn(self._service.tell_switch(number))
 
     def _on_stands(self) -> None:
@@ -119,6 +165,8 @@ class LayerMover:
             return
         move = self._moves.latest
         assert move is not None
+        if self._rebalancer is not None:
+            self._rebalancer.moved(self._before, move.cuts, time.monotonic_ns(), is_own=self._is_own)
         fields = {"cuts": _text(move.cuts), "paused_s": f"{move.paused_ns / 1e9:.3f}"}
         log.info("layers moved", extra={"fields": fields})
 

@@ -13,6 +13,7 @@ import click
 
 from relayline.deploy.cli.console_http import names_here
 from relayline.deploy.cli.options import FloatRange
+from relayline.deploy.cli.unequal import unequal_line
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import HostState, Phase
 
@@ -72,6 +73,9 @@ def _status_text(facts: dict[str, Any]) -> str:
         lines.append(f"  requests: {facts['requests']['running']} running, {facts['requests']['waiting']} waiting")
     elif facts["problem"]:
         lines.append(f"  requests: {facts['problem']}")
+    stages = [entry for entry in facts["processes"] if entry["role"] == "stage"]
+    if unequal := unequal_line({"imbalance": facts["imbalance"], "stages": stages}):
+        lines.append(f"  {unequal}")
     rows = [("process", "state", "pid", "up", "restarts", "heard", "address", "")]
     for entry in facts["processes"]:
         up = "" if entry["uptime_s"] is None else _duration(entry["uptime_s"])

@@ -42,6 +42,7 @@ from relayline.deploy.cli.options import (
     telemetry_options,
     threads_option,
 )
+from relayline.deploy.launch.kept_layers import keeper, kept_split
 from relayline.deploy.launch.recut import cutter, model_of
 from relayline.deploy.launch.serving import for_each_stage, manifest_option, served_directory
 from relayline.deploy.machine.cores import keep_to
@@ -184,6 +185,12 @@ def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
 @click.option(
     "--model", type=click.Path(path_type=Path), default=None, help="The model that was split: lets its layers be moved."
 )
+@click.option(
+    "--keep-layers",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=None,
+    help="File that keeps moved layers: a coordinator that is started again goes on with them.",
+)
 @serve_join_options
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
@@ -213,7 +220,8 @@ def serve_command(**given: Any) -> None:
     serving, telemetry = from_parameters(ServingSettings, given), telemetry_config(given)
     from_parameters(EngineSettings, given)  # what no stage would take is refused before anything is done with others
     (host, port), https = given["http"], http_tls_from(given)
-    directory = served_directory(given["directory"], given["manifest"])
+    base, model = served_directory(given["directory"], given["manifest"]), given["model"] or model_of(given["manifest"])
+    directory = kept_split(given["keep_layers"], base, model)
     config = ServeConfig(
         pipeline_dir=directory,
         pipeline=PipelineConfig(
@@ -230,7 +238,8 @@ def serve_command(**given: Any) -> None:
         join=for_each_stage(
             coordinator_join(given, len(load_pipeline(directory, stages_here=False).stages)), given["manifest"]
         ),
-        cut_model=cutter(given["model"] or model_of(given["manifest"])),
+        cut_model=cutter(model),
+        on_moved=keeper(given["keep_layers"], base),
         api_keys_file=given["api_keys"],
         http_tls=https,
         allow_hosts=tuple(given["allow_hosts"]),

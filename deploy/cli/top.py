@@ -21,6 +21,7 @@ from rich.text import Text
 
 from relayline.deploy.cli.console_http import Coordinator, key_option, url_option, width_of_terminal
 from relayline.deploy.cli.options import FloatRange
+from relayline.deploy.cli.unequal import unequal_line
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.phase import HostState
 
@@ -223,24 +224,14 @@ def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: i
         table.add_column(name, justify="right", no_wrap=True)
     if is_wide:
         table.add_column("closed by", overflow="fold")
-    below = Text(_unequal(described))
+    unequal = unequal_line(described)
+    below = Text(f"\n{unequal}" if unequal else "")
     for stage, row in zip(described["stages"], figures["stages"], strict=True):
         name, layers, *middle, reasons = _row(stage, row)
         table.add_row(name, *(() if is_small else (layers,)), *middle, *((reasons,) if is_wide else ()))
         if not is_wide and reasons:
             below.append(f"\nstage {stage['index']} closed by: {reasons}")
     return Group(head, table, below) if below else Group(head, table)
-
-
-def _unequal(described: dict[str, Any]) -> str:
-    """Return a line about a cut that would be faster, if the coordinator reports one."""
-    found = described.get("imbalance")
-    if not found:
-        return ""
-    stage = described["stages"][found["slowest"]]
-    cut = ", ".join(f"{start}-{end - 1}" for start, end in found["layers"])
-    name = stage.get("name") or f"stage {found['slowest']}"
-    return f"\n{name} holds the others up for {found['for_s']:.0f} s: layers {cut} would give {found['gain']:.0%} more"
 
 
 def _phase(described: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from relayline.deploy.launch.inviting import authority_of
+from relayline.deploy.launch.kept_layers import LAYERS_FILE
 from relayline.deploy.launch.own_tls import JOIN_DIR, makes_stage_tokens, stage_token
 from relayline.deploy.launch.plan import LaunchPlan, LocalStage, RemoteStage
 from relayline.deploy.launch.ports import LOCALHOST, join_host, stage_host
@@ -28,7 +29,11 @@ def arrange(
     return LaunchPlan(
         name=manifest.name,
         manifest=source,
-        serve_arguments=("--manifest", str(settled), *split_flags, *log_flags),
+        serve_arguments=(
+            *("--manifest", str(settled), "--keep-layers", str(settled.parent / LAYERS_FILE)),
+            *split_flags,
+            *log_flags,
+        ),
         http=(http.host, http.port),
         join=(join_host(manifest), manifest.join_port),
         advertised_host="127.0.0.1" if manifest.all_local else manifest.spec.coordinator.host,

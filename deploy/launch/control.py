@@ -119,6 +119,7 @@ def describe(pipeline: Launched) -> dict[str, Any]:
         "state_dir": str(pipeline.directory.path),
         "pid": state.supervisor_pid if running else None,
         "uptime_s": round(age_s(state.supervisor), 1) if running else None,
+        "imbalance": live.get("imbalance") if live is not None else None,
         "requests": {key: live.get(key) for key in ("running", "waiting")} if live is not None else None,
         "problem": problem,
         "processes": [_process(record, stages.get(record.name), is_supervised=running) for record in state.processes],

@@ -5,6 +5,7 @@
         lock                            held with flock by the supervisor for as long as it lives
         state.json                      what runs, replaced whole at every change
         manifest.json                   the manifest with every choice made, which the coordinator reads
+        layers.json                     layers that were moved since
         tls/                            material of a manifest that needs TLS and names no directory
         join/                           join tokens that the launcher made
         logs/PROCESS.log                one rotated log for each process, `up.log` for the supervisor

@@ -242,6 +242,24 @@ class ServingSettings(Settings):
         place="coordinator.lostWaitSeconds",
         reader=COORDINATOR,
     )
+    rebalance: str = setting(
+        "tell",
+        """
+    Where another cut has been clearly faster for a minute: tell says so; auto moves the layers while it serves.""",
+        choices=("tell", "auto"),
+        flag="--rebalance",
+        place="coordinator.rebalance",
+        reader=COORDINATOR,
+    )
+    rebalance_every_s: float = setting(
+        600.0,
+        "With rebalance auto: seconds between two moves, at least; one that takes layers back waits longer.",
+        low=60,
+        high=86_400,
+        flag="--rebalance-every",
+        place="coordinator.rebalanceEverySeconds",
+        reader=COORDINATOR,
+    )
     model_id: str = setting(
         "",
         "Model name in the API; empty for the model's own.",

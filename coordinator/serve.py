@@ -21,11 +21,10 @@ from relayline.coordinator.http.app import FACTS, TEMPLATE_FAULT, make_app
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import start_http
 from relayline.coordinator.joining.config import JoinConfig
-from relayline.coordinator.joining.mover import CutModel, LayerMover
+from relayline.coordinator.joining.mover import CutModel, LayerMover, rebalancer_of
 from relayline.coordinator.joining.port import make_roster, serve_joining
 from relayline.coordinator.model.pipeline_file import PipelineFile, check_artifact, load_pipeline
 from relayline.coordinator.observe.telemetry_start import observed
-from relayline.coordinator.planner.rebalance import Rebalancer
 from relayline.coordinator.text.chat import ChatTemplate, read_template
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import UsageError
@@ -148,7 +147,10 @@ async def _serve(
         pipeline = Pipeline(named, file, tokenizer.is_end, joined, observer)
         control = TelemetryControl(observer, lambda: pipeline.stages)
         mover = LayerMover(
-            pipeline, config.cut_model, rebalancer=_rebalancer(config), on_moved=config.on_moved or (lambda cuts: None)
+            pipeline,
+            config.cut_model,
+            rebalancer=rebalancer_of(config.pipeline.serving, can_move=bool(config.join and config.cut_model)),
+            on_moved=config.on_moved or (lambda cuts: None),
         )
         stack.push_async_callback(mover.close)
         app = make_app(pipeline, tokenizer, chat, model_id, int(time.time()), limits, control, mover)
@@ -186,19 +188,6 @@ async def _serve(
                 Ready(url, model_id, len(file.stages), pipeline.n_lanes, pipeline.ctx_tokens, chat.source is not None)
             ),
         )
-
-
-def _rebalancer(config: ServeConfig) -> Rebalancer | None:
-    """Return what decides that layers move by themselves. Raises UsageError where they cannot."""
-    serving = config.pipeline.serving
-    if serving.rebalance != "auto":
-        return None
-    if config.join is None or config.cut_model is None:
-        raise UsageError(
-            "--rebalance auto moves layers between stages that have joined, of a model that is known here; use `up`, "
-            "or `serve --join-listen` with --model FILE"
-        )
-    return Rebalancer(round(serving.rebalance_every_s * 1e9))
 
 
 def _http_context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:

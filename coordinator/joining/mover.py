@@ -17,12 +17,25 @@ from relayline.coordinator.model.same_slice import same_slices
 from relayline.coordinator.planner.imbalance import Imbalance
 from relayline.coordinator.planner.rebalance import Rebalancer
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import ArtifactError, InvalidRequestError, NotReadyError, RelaylineError
+from relayline.wire.common.errors import ArtifactError, InvalidRequestError, NotReadyError, RelaylineError, UsageError
+from relayline.wire.settings.table import ServingSettings
 
 log = logging.getLogger("relayline.coordinator")
 
 CutModel = Callable[[tuple[int, ...]], Awaitable[Path]]
 """Splits the model that is served at these layers, and returns where. Raises RelaylineError."""
+
+
+def rebalancer_of(serving: ServingSettings, *, can_move: bool) -> Rebalancer | None:
+    """Return what decides that layers move by themselves, if they are to. Raises UsageError where they cannot."""
+    if serving.rebalance != "auto":
+        return None
+    if not can_move:
+        raise UsageError(
+            "--rebalance auto moves layers between stages that have joined, of a model that is known here; use `up`, "
+            "or `serve --join-listen` with --model FILE"
+        )
+    return Rebalancer(round(serving.rebalance_every_s * 1e9))
 
 
 class LayerMover:

@@ -42,9 +42,7 @@ from relayline.deploy.cli.options import (
     telemetry_options,
     threads_option,
 )
-from relayline.deploy.launch.kept_layers import keeper, kept_split
-from relayline.deploy.launch.recut import cutter, model_of
-from relayline.deploy.launch.serving import for_each_stage, manifest_option, served_directory
+from relayline.deploy.launch.serving import for_each_stage, manifest_option, served_split
 from relayline.deploy.machine.cores import keep_to
 from relayline.wire.common import logs
 from relayline.wire.envelopes.envelope import DTYPE_BY_NAME
@@ -220,8 +218,7 @@ def serve_command(**given: Any) -> None:
     serving, telemetry = from_parameters(ServingSettings, given), telemetry_config(given)
     from_parameters(EngineSettings, given)  # what no stage would take is refused before anything is done with others
     (host, port), https = given["http"], http_tls_from(given)
-    base, model = served_directory(given["directory"], given["manifest"]), given["model"] or model_of(given["manifest"])
-    directory = kept_split(given["keep_layers"], base, model)
+    directory, cut_model, on_moved = served_split(given)
     config = ServeConfig(
         pipeline_dir=directory,
         pipeline=PipelineConfig(
@@ -238,8 +235,8 @@ def serve_command(**given: Any) -> None:
         join=for_each_stage(
             coordinator_join(given, len(load_pipeline(directory, stages_here=False).stages)), given["manifest"]
         ),
-        cut_model=cutter(model),
-        on_moved=keeper(given["keep_layers"], base),
+        cut_model=cut_model,
+        on_moved=on_moved,
         api_keys_file=given["api_keys"],
         http_tls=https,
         allow_hosts=tuple(given["allow_hosts"]),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from relayline.deploy.launch.inviting import authority_of
-from relayline.deploy.launch.kept_layers import LAYERS_FILE
 from relayline.deploy.launch.own_tls import JOIN_DIR, makes_stage_tokens, stage_token
 from relayline.deploy.launch.plan import LaunchPlan, LocalStage, RemoteStage
 from relayline.deploy.launch.ports import LOCALHOST, join_host, stage_host
+from relayline.deploy.launch.state import LAYERS_FILE
 from relayline.deploy.manifest import Manifest, Stage
 from relayline.wire.links.security import address_of
 

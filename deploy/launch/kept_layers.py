@@ -16,8 +16,6 @@ log = logging.getLogger("relayline.coordinator")
 
 Cuts = tuple[int, ...]
 
-LAYERS_FILE = "layers.json"  # in the state directory of a launch
-
 
 class KeptLayers(msgspec.Struct, frozen=True):
     """The whole of the file."""

@@ -16,7 +16,6 @@ from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.text.chat import read_template
 from relayline.deploy.launch.arrange import arrange, stage_directory
 from relayline.deploy.launch.backoff import RestartPolicy
-from relayline.deploy.launch.kept_layers import LAYERS_FILE
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.log_files import LOG_BYTES_MAX, LOG_OLD_FILES, RotatedFile
 from relayline.deploy.launch.plan import LaunchPlan
@@ -133,7 +132,7 @@ def plan_of(what: Launch, directory: StateDir) -> LaunchPlan:
     directory.manifest.write_text(
         json.dumps(settled.model_dump(mode="json", by_alias=True, exclude_none=True), indent=2) + "\n"
     )
-    (directory.path / LAYERS_FILE).unlink(missing_ok=True)  # of the run before: this one begins as it is told
+    directory.layers.unlink(missing_ok=True)  # of the run before: this one begins as it is told
     split_flags = ("--pipeline", str(prepared.pipeline_dir.absolute())) if what.split_dir is not None else ()
     return arrange(settled, what.source, directory.manifest, what.log_flags, split_flags)
 

@@ -6,16 +6,20 @@ Click looks for a value on the command line, then in the environment, then in th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from relayline.deploy.launch.ports import join_host
+from relayline.deploy.launch.recut import cutter, model_of
 from relayline.wire.common.errors import UsageError
 
 if TYPE_CHECKING:
     from relayline.coordinator.joining.config import JoinConfig
+    from relayline.deploy.launch.kept_layers import Cuts
+    from relayline.deploy.launch.recut import Cut
     from relayline.deploy.manifest import Manifest
 
 
@@ -105,3 +109,15 @@ def served_directory(directory: Path | None, manifest: Manifest | None) -> Path:
     if manifest is None:
         raise UsageError("give --pipeline DIR or --manifest FILE")
     return prepare(manifest).pipeline_dir
+
+
+def served_split(given: dict[str, Any]) -> tuple[Path, Cut | None, Callable[[Cuts], None] | None]:
+    """Return from the flags of `serve` the split to serve, what splits the model anew, and what keeps moved layers.
+
+    Raises UsageError where no split is given, and as `prepare`.
+    """
+    from relayline.deploy.launch.kept_layers import keeper, kept_split
+
+    base, model = served_directory(given["directory"], given["manifest"]), given["model"] or model_of(given["manifest"])
+    kept = given["keep_layers"]
+    return kept_split(kept, base, model), cutter(model), keeper(kept, base)

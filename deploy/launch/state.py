@@ -33,6 +33,7 @@ from relayline.wire.common.places import state_dir
 
 STATE_VERSION = 1
 STATE_FILE = "state.json"
+LAYERS_FILE = "layers.json"
 ELSEWHERE = ".elsewhere"  # no pipeline can have this name
 ENTRY_CHARS = 16  # of the name of a note, from the hash of the path that it holds
 
@@ -123,6 +124,7 @@ class StateDir:
         self.path = path
         self.logs = path / "logs"
         self.manifest = path / "manifest.json"
+        self.layers = path / LAYERS_FILE
         self.tls = path / "tls"
         self._state = path / STATE_FILE
         self._lock = path / "lock"

@@ -36,18 +36,26 @@ def move_command(cuts: tuple[int, ...] | None, as_json: bool, url: str, api_key:
 
     Stages must have joined the coordinator, and the coordinator must know the model: `up` with a manifest does both.
     """
-    found = asyncio.run(_moved(url, api_key, cuts, tell=not as_json))
+    found = asyncio.run(moved_layers(url, api_key, cuts, tell=not as_json))
     move = found["move"]
     if as_json:
         click.echo(json.dumps(found, indent=2))
     elif cuts is None or move is None:
         click.echo(_layers(found))
     elif move["state"] == "done":
-        kept = f"; {', '.join(move['keep'])} kept what was loaded" if move["keep"] else ""
-        times = f"in {move['took_s']:.1f} s, of which requests paused {move['paused_s']:.2f} s"
-        click.echo(f"{_layers(found)}: moved {times}{kept}")
+        click.echo(moved_text(found))
     if cuts is not None and move is not None and move["state"] == "failed":
         raise StartError(f"layers were not moved, and nothing has changed: {move['problem']}")
+
+
+def moved_text(found: dict[str, Any]) -> str:
+    """Return the line about a change that is done; of another one the layers of now."""
+    move = found["move"]
+    if move["state"] != "done":
+        return _layers(found)
+    kept = f"; {', '.join(move['keep'])} kept what was loaded" if move["keep"] else ""
+    times = f"in {move['took_s']:.1f} s, of which requests paused {move['paused_s']:.2f} s"
+    return f"{_layers(found)}: moved {times}{kept}"
 
 
 def _layers(found: dict[str, Any]) -> str:
@@ -55,7 +63,7 @@ def _layers(found: dict[str, Any]) -> str:
     return f"layers {layers}"
 
 
-async def _moved(url: str, api_key: str, cuts: tuple[int, ...] | None, *, tell: bool) -> dict[str, Any]:
+async def moved_layers(url: str, api_key: str, cuts: tuple[int, ...] | None, *, tell: bool) -> dict[str, Any]:
     """Begin a change, if there are cuts, and return how it ended. Raises StartError, UsageError."""
     wanted = ("cuts", "layers", "move")
     async with Coordinator(url, api_key) as coordinator:

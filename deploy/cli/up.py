@@ -49,6 +49,7 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
     "--split-dir", type=click.Path(path_type=Path), default=None, help="Where to keep the split [default: cache]."
 )
 @click.option("--detach", is_flag=True, help="Return once the pipeline is ready; it goes on running.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be started, or changed in what runs.")
 @state_dir_option
 @click.option("--report-fd", type=int, default=None, hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line; the last one is `ready`.")
@@ -67,6 +68,9 @@ def up_command(**given: Any) -> None:
     ORG/REPO[:QUANT] on the Hugging Face hub. It runs as two stages on this machine unless flags say otherwise.
 
     MANIFEST is a .yaml file. Without MODEL and MANIFEST the only manifest of this folder is taken.
+
+    A pipeline that runs already is brought to what is said now: the difference is shown, and layers move while it
+    serves if nothing else changed. What takes a new start is said, and then nothing is changed.
 
     Flags win over RELAYLINE_* variables, and these over the manifest.
     """

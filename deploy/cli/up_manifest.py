@@ -10,6 +10,7 @@ import click
 
 from relayline.coordinator.model.cuts import check_cuts
 from relayline.coordinator.model.inspection import inspect_model
+from relayline.deploy.cli.apply import applied
 from relayline.deploy.cli.options import check_draft, http_tls_from
 from relayline.deploy.cli.setting_flags import again, manifest_changes
 from relayline.deploy.launch.detach import Report, start_detached
@@ -29,7 +30,7 @@ from relayline.wire.settings.setting import from_parameters
 from relayline.wire.settings.table import EngineSettings, ServingSettings, TelemetrySettings
 
 # What the one in the background is told otherwise: which pipeline it is, where it keeps state, how it reports.
-_NOT_AGAIN = ("target", "model", "name", "state_dir", "detach", "report_fd", "as_json")
+_NOT_AGAIN = ("target", "dry_run", "model", "name", "state_dir", "detach", "report_fd", "as_json")
 _FILES = {"api_keys": "coordinator.apiKeysFile", "chat_template": "coordinator.chatTemplateFile"}
 
 
@@ -63,6 +64,8 @@ def up_manifest(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple
     def show(event: dict[str, Any]) -> None:
         click.echo(line_of(event, as_json=given["as_json"]))
 
+    if given["report_fd"] is None and applied(what, directory, is_dry=given["dry_run"], as_json=given["as_json"]):
+        return
     if given["detach"] and given["report_fd"] is None:  # RELAYLINE_DETACH reaches the one in the background too
         _detach(what, directory, given)
         return

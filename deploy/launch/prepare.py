@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,11 @@ def _split(model: Path, cuts: tuple[int, ...]) -> Path:
 
 def settle(manifest: Manifest, model: Path, file: PipelineFile) -> Manifest:
     """Return the manifest with every choice written down and every path in full."""
+    return settled(manifest, model, [(held.layer_start, held.layer_end) for held in file.stages])
+
+
+def settled(manifest: Manifest, model: Path, ranges: Sequence[tuple[int, int]]) -> Manifest:
+    """Return the same, with the layers of each stage: the first, and one past the last."""
     data = manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
     spec = data["spec"]
     spec["model"] = {"path": str(model.absolute())}
@@ -136,9 +141,9 @@ def settle(manifest: Manifest, model: Path, file: PipelineFile) -> Manifest:
             part[key] = str(manifest.resolve(part[key]).absolute())
     spec["stages"] = []
     cores = cores_of(manifest.stages)
-    for stage, held in zip(manifest.stages, file.stages, strict=True):
+    for stage, held in zip(manifest.stages, ranges, strict=True):
         entry = stage.model_dump(mode="json", by_alias=True, exclude_none=True)
-        entry["layers"] = [held.layer_start, held.layer_end]
+        entry["layers"] = list(held)
         entry["threads"] = threads_for(stage, manifest.stages)
         entry["cores"] = cores[stage.name]
         if "calibration" in entry["speed"]:

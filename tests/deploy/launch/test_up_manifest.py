@@ -227,11 +227,15 @@ def test_logs_follow_what_comes(served: Up, home: Path) -> None:
             follower.kill()
 
 
-def test_a_second_up_of_the_same_name_is_refused(served: Up, home: Path) -> None:
-    refused = relayline("up", home / "served.yaml")
-    assert refused.returncode == 1
-    assert f"served is already running (pid {served.process.pid}" in refused.stderr
-    assert relayline("up", home / "served.yaml", "--detach").returncode == 1
+@pytest.mark.usefixtures("served")
+def test_up_of_what_runs_changes_nothing_or_says_what_takes_a_new_start(home: Path) -> None:
+    same = relayline("up", home / "served.yaml", "--detach")
+    assert (same.returncode, same.stdout) == (0, "served runs as it is to be; nothing to change\n")
+    other = relayline("up", home / "served.yaml", "--lanes", "4")
+    assert other.returncode == 1
+    assert other.stdout == "context.lanes: 8 -> 4: takes a new start\n"
+    assert "served runs, and nothing was changed: context.lanes cannot change while it serves" in other.stderr
+    assert relayline("up", home / "served.yaml", "--lanes", "4", "--dry-run").returncode == 0
 
 
 def test_down_ends_everything_and_says_so(home: Path) -> None:

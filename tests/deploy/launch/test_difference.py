@@ -1,0 +1,66 @@
+"""A changed manifest against what runs: layers apart from what takes a new start, and nothing that nobody changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from relayline.deploy.launch.difference import Change, Difference, difference
+from relayline.deploy.launch.prepare import override, settled
+from relayline.deploy.manifest import Manifest
+
+N_LAYERS = 24
+
+
+def manifest(stages: Any = 2, **spec: Any) -> Manifest:
+    return Manifest.model_validate(
+        {"apiVersion": "relayline.dev/v1alpha1", "kind": "Pipeline", "metadata": {"name": "m"},
+         "spec": {"model": {"path": "/models/m.gguf"}, "stages": stages, **spec}}
+    )  # fmt: skip
+
+
+def named(*layers: Any) -> list[dict[str, Any]]:
+    return [{"name": name, "layers": each} for name, each in zip(("desk", "laptop", "old"), layers, strict=False)]
+
+
+def against(running: Manifest, wanted: Manifest, *cuts: int) -> Difference:
+    """Compare with what runs since `up`, cut at `cuts` now; it was launched with layers of its own."""
+    edges = (0, *range(1, len(cuts) + 1), N_LAYERS)
+    ranges = [(edges[at], edges[at + 1]) for at in range(len(edges) - 1)]
+    return difference(settled(running, Path("/models/m.gguf"), ranges), wanted, cuts, N_LAYERS)
+
+
+def test_the_same_manifest_is_no_difference_wherever_layers_are_now() -> None:
+    assert against(manifest(), manifest(), 9) == Difference((), (9,), ())
+    made = override(manifest(wire={"tls": {"mode": "required"}}),
+                    {"wire.tls.directory": "/state/tls", "wire.tokenFile": "/state/token"})  # fmt: skip
+    assert against(made, manifest(wire={"tls": {"mode": "required"}}), 9).others == (), "the launcher made both"
+
+
+def test_layers_are_compared_with_those_of_now() -> None:
+    running = manifest(named([0, 8], [8, 16], [16, 24]))
+    assert against(running, manifest(named([0, 8], [8, 12], [12, 24])), 8, 12) == Difference((), (8, 12), ())
+    differs = against(running, running, 8, 12)
+    assert differs.cuts == (8, 16)
+    assert [str(change) for change in differs.layers] == [
+        "stages[laptop].layers: 8-11 -> 8-15", "stages[old].layers: 12-23 -> 16-23",
+    ]  # fmt: skip
+    assert differs.others == ()
+    assert against(running, manifest(named("auto", "auto", [15, 24])), 8, 12).cuts == (8, 15), "auto keeps what runs"
+
+
+def test_everything_else_takes_a_new_start() -> None:
+    wanted = manifest([{"name": "stage-0", "threads": 3}, {"name": "stage-1", "layers": [4, 24]}],
+                      context={"tokens": 512})  # fmt: skip
+    running = manifest([{"name": "stage-0", "threads": 2}, {"name": "stage-1"}])
+    differs = against(running, wanted, 9)
+    assert {change.field for change in differs.others} >= {"context.tokens", "stages[stage-0].threads"}
+    assert differs.cuts == (4,)
+    moved = against(manifest(), manifest(model={"path": "/models/other.gguf"}), 9)
+    assert moved.others == (Change("model.path", "/models/m.gguf", "/models/other.gguf"),)
+
+
+def test_other_stages_are_one_line() -> None:
+    differs = against(manifest(), manifest(3), 9)
+    assert [str(change) for change in differs.others] == ["stages: stage-0, stage-1 -> stage-0, stage-1, stage-2"]
+    assert differs.layers == ()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,10 @@ COMPARED = ("running", "generated_tokens", "stages")  # of GET /v1/pipeline
 
 
 @click.command("plan", short_help="Show which stage gets which layers, and what that will give.")
-@click.argument("manifest", type=click.Path(path_type=Path))
+@click.argument("target", metavar="MANIFEST|MODEL", type=click.Path())
+@click.option(
+    "--hosts", default="", help="Of a MODEL: hosts of its stages, in layer order, with commas [default: here]."
+)
 @click.option("--streams", type=click.IntRange(0), default=0, help="Streams to optimise for [default: all lanes].")
 @click.option("--measure", is_flag=True, help="First measure this machine on slices of the model (cached).")
 @click.option("--compare", "is_compare", is_flag=True, help="Hold the plan against the running pipeline.")
@@ -49,20 +53,21 @@ COMPARED = ("running", "generated_tokens", "stages")  # of GET /v1/pipeline
     help="With --compare: file with the output of `relayline bench URL --json`.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def plan_command(manifest: Path, streams: int, measure: bool, is_compare: bool, url: str, seconds: float,
+def plan_command(target: str, hosts: str, streams: int, measure: bool, is_compare: bool, url: str, seconds: float,
                  bench: Path | None, as_json: bool) -> None:  # fmt: skip
-    """Plan MANIFEST: the split with the most predicted tokens per second that fits every host's memory.
+    """Plan MANIFEST or MODEL: the split with the most predicted tokens per second that fits every host's memory.
+
+    MODEL is what `up` takes; without --hosts it is planned as two stages here.
 
     Speeds are measured (--measure, or a calibration file of the host), declared in the manifest, or estimated: the
     table says which. The order of the stages is the manifest's; ranges it gives are kept. Exit code 2 if nothing fits.
     """
-    from relayline.deploy.manifest import load_manifest
     from relayline.deploy.planning import compare as plan_compare
     from relayline.deploy.planning import report as plan_report
 
     if (url or bench) and not is_compare:
         raise UsageError("--url and --bench belong to --compare")
-    loaded = load_manifest(manifest)
+    loaded = planned_manifest(target, [host.strip() for host in hosts.split(",")] if hosts else [])
     plan = make_plan(loaded, n_streams=streams, measure=measure, is_running=is_compare, quiet=as_json)
     console = Console()
     if not is_compare:
@@ -83,6 +88,26 @@ def plan_command(manifest: Path, streams: int, measure: bool, is_compare: bool, 
     if why and (seconds or not has_rate):
         advice = "; repeat it while the same streams run, or give --bench the output of `relayline bench URL --json`"
         click.echo(f"no tok/s from these looks: {why}{'' if has_rate else advice}", err=as_json)
+
+
+def planned_manifest(target: str, hosts: Sequence[str]) -> Manifest:
+    """Return the manifest to plan, with this machine's stages as `localhost`: what `up` would launch.
+
+    Raises UsageError, and for a model of the hub what loading it raises.
+    """
+    from relayline.deploy.launch.here import at_home
+    from relayline.deploy.launch.model_source import resolve_model
+    from relayline.deploy.launch.target import manifest_of
+    from relayline.deploy.manifest import load_manifest
+    from relayline.deploy.manifest.smallest import smallest_manifest, with_hosts
+
+    path = manifest_of(target, Path.cwd())
+    if path is None:
+        manifest = smallest_manifest(resolve_model(target))
+        return at_home(with_hosts(manifest, hosts) if hosts else manifest)
+    if hosts:
+        raise UsageError("--hosts belongs to a MODEL; a manifest lists its hosts itself")
+    return at_home(load_manifest(path))
 
 
 def make_plan(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ from relayline.deploy.manifest.starter import pipeline_name
 from relayline.wire.common.errors import UsageError
 from relayline.wire.settings.setting import entries
 from relayline.wire.settings.table import TABLES
+
+
+_LABEL = re.compile(r"[a-z][a-z0-9-]{0,61}[a-z0-9]")  # no address, which begins with a digit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,6 +82,26 @@ def with_stages(manifest: Manifest, flags: StageFlags, n_layers: int) -> Manifes
             entry |= _of_local(flags)
     data["spec"]["stages"] = stages
     return Manifest.model_validate(data).with_directory(manifest.directory)
+
+
+def with_hosts(manifest: Manifest, hosts: Sequence[str]) -> Manifest:
+    """Return the manifest with one stage on each of these hosts, in this order. Raises UsageError for what is no host.
+
+    A stage is called as its host is, without the domain, or stage-N where that is no name or taken.
+    """
+    data = manifest.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_unset=True)
+    names: list[str] = []
+    for index, host in enumerate(hosts):
+        label = host.partition(".")[0].lower()
+        is_name = _LABEL.fullmatch(label) is not None and label not in names
+        names.append(label if is_name else f"stage-{index}")
+    data["spec"]["stages"] = [{"name": name, "host": host} for name, host in zip(names, hosts, strict=True)]
+    try:
+        return Manifest.model_validate(data).with_directory(manifest.directory)
+    except ValueError as error:
+        raise UsageError(
+            f"--hosts {','.join(hosts)}: give names or addresses without ports, with commas between"
+        ) from error
 
 
 def _of_local(flags: StageFlags) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.planner.speed import Sample
-from relayline.deploy.cli.plan import make_plan
+from relayline.deploy.cli.plan import make_plan, planned_manifest
 from relayline.deploy.manifest import Manifest, parse_manifest
 from relayline.deploy.planning import compare as plan_compare
 from relayline.deploy.planning.inputs import cuts_for, instance_of, threads_of
@@ -45,6 +45,29 @@ def text_of(model: Path, *lines: str) -> str:
 
 def manifest_of(model: Path, *lines: str) -> Manifest:
     return parse_manifest(text_of(model, *lines).encode(), "test.yaml")
+
+
+def test_a_model_is_planned_over_named_hosts_without_a_manifest(model: Path, tmp_path: Path) -> None:
+    found = planned_manifest(str(model), ["127.0.0.1", "laptop.invalid", "10.255.255.1"])
+    assert [(stage.name, stage.host) for stage in found.stages] == [
+        ("stage-0", "127.0.0.1"), ("laptop", "laptop.invalid"), ("stage-2", "10.255.255.1"),
+    ]  # fmt: skip
+    assert len(planned_manifest(str(model), []).stages) == 2
+    with pytest.raises(UsageError, match="without ports"):
+        planned_manifest(str(model), ["laptop:80"])
+    path = tmp_path / "small.yaml"
+    path.write_text(text_of(model))
+    with pytest.raises(UsageError, match="--hosts belongs to a MODEL"):
+        planned_manifest(str(path), ["laptop"])
+
+
+def test_a_host_of_the_manifest_that_is_this_machine_is_planned_as_such(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relayline.deploy.launch.here.at_home.__defaults__", (lambda host: host == "10.0.0.1", str))
+    path = tmp_path / "small.yaml"
+    path.write_text(text_of(model, "stages: [{name: a, host: 10.0.0.1}, {name: b, host: 10.0.0.2}]"))
+    assert [stage.is_local for stage in planned_manifest(str(path), []).stages] == [True, False]
 
 
 def test_the_command_shows_what_a_person_wants_to_know(model: Path, tmp_path: Path) -> None:

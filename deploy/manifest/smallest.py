@@ -14,7 +14,6 @@ from relayline.wire.common.errors import UsageError
 from relayline.wire.settings.setting import entries
 from relayline.wire.settings.table import TABLES
 
-
 _LABEL = re.compile(r"[a-z][a-z0-9-]{0,61}[a-z0-9]")  # no address, which begins with a digit
 
 

@@ -238,6 +238,19 @@ def test_up_of_what_runs_changes_nothing_or_says_what_takes_a_new_start(home: Pa
     assert relayline("up", home / "served.yaml", "--lanes", "4", "--dry-run").returncode == 0
 
 
+def test_changed_layers_are_applied_and_outlive_the_coordinator(home: Path) -> None:
+    with up(write_manifest(home, "moved", stages="2")) as running:
+        running.ready()
+        layers = "[{name: stage-0, layers: [0, 3]}, {name: stage-1, layers: [3, 8]}]"
+        applied = relayline("up", write_manifest(home, "moved", stages=layers))
+        assert applied.returncode == 0, applied.stderr
+        assert "layers 0-2, 3-7: moved in" in applied.stdout
+        os.kill(running.process_ready("coordinator")["pid"], signal.SIGKILL)
+        running.process_ready("coordinator", 1)
+        found = json.loads(relayline("move", "--json", "--pipeline", "moved").stdout)
+        assert (found["cuts"], found["move"]) == ([3], None), "a new coordinator, the moved layers"
+
+
 def test_down_ends_everything_and_says_so(home: Path) -> None:
     running = Up(write_manifest(home, "ended", stages="2"))
     running.ready()

@@ -26,7 +26,7 @@ from llguidance import LLTokenizer
 from relayline.stage.sampling.bans import Bans
 from relayline.stage.sampling.constraint import Constraint
 from relayline.stage.sampling.draws import Draws, noise_keys
-from relayline.stage.sampling.filters import FilteredDraws, largest_tokens
+from relayline.stage.sampling.filters import FilteredDraws, largest_tokens, sum_of
 from relayline.stage.sampling.penalties import Penalties, Repetition
 from relayline.stage.sampling.ranked import Filters, xtc_acts
 from relayline.wire.common.bounds import BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX, PENALTY_TOKENS_MAX
@@ -160,17 +160,16 @@ class SessionSampler:
         Raises NumericError if the largest logit is not a finite number, InvalidRequestError where its grammar cannot be
         followed any further.
         """
-        best = int(logits.argmax())  # the first NaN, if there is one
-        largest = float(logits[best])
+        largest = float(logits.max())  # NaN, if there is one
         if not math.isfinite(largest):
             raise NumericError(f"the logits for position {position} are not finite")
-        token = self._pick(logits, best, position)
+        token = self._pick(logits, largest, position)
         self.last = (position, token)
         if self.options.n_logprobs < 0:
             return Sampled(token, None, [])
         return _with_logprobs(token, logits, largest, self.options.n_logprobs)
 
-    def _pick(self, logits: npt.NDArray[np.float32], best: int, position: int) -> int:
+    def _pick(self, logits: npt.NDArray[np.float32], largest: float, position: int) -> int:
         penalties, constraint = self._penalties, self._constraint
         if penalties is not None or constraint is not None:
             changed = _scratch(self._n_vocab).changed
@@ -180,10 +179,10 @@ class SessionSampler:
                 np.copyto(changed, logits)
             if constraint is not None:
                 constraint.apply(position, changed)
-            logits, best = changed, int(changed.argmax())
-            if not math.isfinite(logits[best]):
+            logits, largest = changed, float(changed.max())
+            if not math.isfinite(largest):
                 raise NumericError(f"no token that may be said at position {position} has any chance")
-        token = best if self.options.temperature == 0 else self._draw(logits, float(logits[best]), position)
+        token = int(logits.argmax()) if self.options.temperature == 0 else self._draw(logits, largest, position)
         if penalties is not None:
             penalties.said(token)
         if constraint is not None:
@@ -214,12 +213,13 @@ class SessionSampler:
 
 
 def _with_logprobs(token: int, logits: npt.NDArray[np.float32], largest: float, n_top: int) -> Sampled:
-    shifted = logits - np.float32(largest)
-    log_total = math.log(float(np.exp(shifted).sum(dtype=np.float64)))
-    top: list[tuple[int, float]] = []
+    scratch, top = _scratch(logits.size), list[tuple[int, float]]()
+    shifted = np.subtract(logits, np.float32(largest), out=scratch.changed)
     if n_top > 0:
         n_top = min(n_top, logits.size)
-        leaders = largest_tokens(logits, n_top)
+        leaders = largest_tokens(logits, n_top, scratch.draws.maxima(logits))
         order = leaders[np.argsort(-logits[leaders], kind="stable")]
-        top = [(int(leader), float(shifted[leader]) - log_total) for leader in order]
-    return Sampled(token, float(shifted[token]) - log_total, top)
+        top = [(int(leader), float(shifted[leader])) for leader in order]
+    chosen = float(shifted[token])
+    log_total = math.log(sum_of(np.exp(shifted, out=shifted)))
+    return Sampled(token, chosen - log_total, [(leader, logit - log_total) for leader, logit in top])

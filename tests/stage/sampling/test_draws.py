@@ -10,9 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from relayline.stage.sampling.draws import Draws, noise_keys
+from relayline.stage.sampling.draws import BLOCK, BLOCKS_FROM, Draws, noise_keys
 
 N_VOCAB = 1_200
+U64 = 2**64 - 1
 Floats = npt.NDArray[np.float32]
 
 
@@ -29,23 +30,33 @@ def drawn(draws: Draws, logits: Floats, position: int, temperature: float = 1.0,
     return draws.draw(logits, float(logits.max()), temperature, noise_keys(5, position), tokens)  # type: ignore[arg-type]
 
 
-def noise(keys: tuple[int, int], n_tokens: int = N_VOCAB) -> npt.NDArray[np.float64]:
-    """The definition, in Python's integers."""
+def splitmix64(x: int) -> int:
+    x &= U64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & U64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & U64
+    return x ^ (x >> 31)
+
+
+def noise(keys: tuple[int, int], n_tokens: int) -> npt.NDArray[np.float64]:
+    """The definition, token by token, in Python's integers."""
+    block = BLOCK if n_tokens >= BLOCKS_FROM else 1
+    n_blocks = -(-n_tokens // block)
     found = []
     for token in range(n_tokens):
-        halves = []
-        for key in keys:
-            x = (token * 0x9E3779B1 & 0xFFFFFFFF) ^ (key & 0xFFFFFFFF)
-            x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
-            x = ((x ^ (x >> 15)) + (key >> 32)) * 0x846CA68B & 0xFFFFFFFF
-            halves.append(x ^ (x >> 16))
-        found.append((halves[0] * 2**32 + halves[1] + 0.5) / 2**64)
+        of_block, of_token = (
+            splitmix64(number * 0x9E3779B97F4A7C15 + key)
+            for number, key in zip((token % n_blocks, token), keys, strict=True)
+        )
+        least, more = (-np.log1p(-((hashed >> 12) + 0.5) / 2**52) for hashed in (of_block, of_token))
+        is_first = (of_block >> 6) % block == token // n_blocks
+        found.append(least / block + (0.0 if is_first else more))
     return np.array(found)
 
 
 def drawn_plainly(logits: Floats, temperature: float, keys: tuple[int, int]) -> int:
-    gumbel = -np.log(-np.log1p(-noise(keys, logits.size)))
-    return int((logits.astype(np.float64) / temperature + gumbel).argmax())
+    """Every token's arrival, and the first of them."""
+    arrivals = np.log(noise(keys, logits.size))
+    return int((arrivals - (logits.astype(np.float64) - float(logits.max())) / temperature).argmin())
 
 
 @settings(max_examples=60, deadline=None)
@@ -73,6 +84,42 @@ def test_the_draw_is_the_plain_definition_in_any_order(
         assert draws.draw(logits[tokens], least, temperature, keys, tokens) == wanted, "whoever is left out"
 
 
+@pytest.mark.parametrize("n_vocab", [500, BLOCKS_FROM + 100])
+def test_the_noise_is_the_plain_definition(n_vocab: int) -> None:
+    keys = noise_keys(9, 4)
+    assert np.array_equal(Draws(n_vocab).noise(np.arange(n_vocab), keys), noise(keys, n_vocab))
+
+
+def test_the_noise_of_blocks_is_independent_and_exponential(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of a block and the others of it together: flat, and pairs of one block's tokens as well."""
+    monkeypatch.setattr("relayline.stage.sampling.draws.BLOCKS_FROM", 1)
+    draws, tokens = Draws(640), np.arange(640)
+    keys = [noise_keys(seed, position) for seed in range(10) for position in range(40)]
+    grid = -np.expm1(-np.array([draws.noise(tokens, each) for each in keys]))
+    counts, _ = np.histogram(grid, bins=64, range=(0, 1))
+    assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() / 63 < 1.6
+    for shift in (1, draws.n_blocks, 3 * draws.n_blocks):  # the next token, and others of the same block
+        pairs, _, _ = np.histogram2d(np.roll(grid, shift, 1).ravel(), grid.ravel(), bins=8, range=((0, 1), (0, 1)))
+        assert ((pairs - pairs.mean()) ** 2 / pairs.mean()).sum() / 63 < 1.7, shift
+
+
+@pytest.mark.parametrize("n_vocab", [1, 65, BLOCKS_FROM - 1, BLOCKS_FROM, BLOCKS_FROM + 1])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 8.0])
+def test_bounds_over_blocks_leave_the_winner_in(n_vocab: int, spread: float) -> None:
+    """Against the noise of all tokens at once, with and without a floor, for whole and for broken blocks."""
+    draws = Draws(n_vocab)
+    for position in range(40):
+        keys, temperature = noise_keys(1, position), (0.05, 0.8, 1.0, 50.0)[position % 4]
+        logits = logits_of(position, n_vocab, spread)
+        largest, floor = float(logits.max()), float(np.quantile(logits, (0.0, 0.5, 0.999, 1.0)[position // 4 % 4]))
+        arrivals = np.log(draws.noise(np.arange(n_vocab), keys)) - (logits.astype(np.float64) - largest) / temperature
+        assert draws.draw(logits, largest, temperature, keys) == int(arrivals.argmin())
+        arrivals[logits < np.float32(floor)] = np.inf
+        assert draws.draw(logits, largest, temperature, keys, floor=floor) == int(arrivals.argmin())
+        above = np.flatnonzero(logits >= np.float32(floor)).astype(np.int32)
+        assert draws.draw(logits[above], largest, temperature, keys, above) == int(arrivals.argmin())
+
+
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e30, math.inf])
 def test_the_coldest_and_the_hottest(temperature: float) -> None:
     logits = logits_of(3)
@@ -85,7 +132,8 @@ def test_the_coldest_and_the_hottest(temperature: float) -> None:
 def test_noise_is_flat_and_independent_between_neighbours() -> None:
     """Of tokens, positions and seeds: by one, and by pairs."""
     draws, tokens = Draws(200), np.arange(200)
-    grid = np.array([[draws.noise(tokens, noise_keys(seed, position)) for position in range(40)] for seed in range(10)])
+    keys = [[noise_keys(seed, position) for position in range(40)] for seed in range(10)]
+    grid = -np.expm1(-np.array([[draws.noise(tokens, each) for each in row] for row in keys]))
     counts, _ = np.histogram(grid, bins=64, range=(0, 1))
     assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() / 63 < 1.6
     for axis in range(3):

@@ -1,0 +1,151 @@
+"""What picking a token costs, by options and by distribution: `python -m benches.sampling [--quick] [--out FILE]`.
+
+One thread picks from rows of 128,256 logits. The clock is the thread's processor time, which other work on the host
+moves less than it moves the wall clock. The bench also counts picks that differ from a plain reference: sort the row,
+cut it, and time every token that is left. `--out` writes benches/results/sampling.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+from relayline.deploy.cli.load import percentile
+from relayline.stage.sampling.draws import Draws, noise_keys
+from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
+
+N_VOCAB, N_VOCAB_QUICK = 128_256, 2_048
+PICKS, PICKS_QUICK = 400, 8
+N_ROWS = 16
+CASES, CASES_QUICK = 400, 24
+EDGE = 1e-5  # a row whose cumulative sum comes so near to top-p has no one right cut
+SEED = 5
+
+Logits = npt.NDArray[np.float32]
+
+DISTRIBUTIONS = {"flat": (0.01, 0.0), "normal": (2.0, 0.0), "wide": (8.0, 0.0), "peaked": (3.0, 14.0)}
+OPTIONS: dict[str, SamplingOptions] = {
+    "greedy": SamplingOptions(temperature=0),
+    "temperature": SamplingOptions(seed=SEED),
+    "top-k 40": SamplingOptions(seed=SEED, top_k=40),
+    "min-p .05": SamplingOptions(seed=SEED, min_p=0.05),
+    "top-p .9": SamplingOptions(seed=SEED, top_p=0.9),
+    "top-p .5": SamplingOptions(seed=SEED, top_p=0.5),
+    "top-k 1,000, top-p .95, min-p .05": SamplingOptions(seed=SEED, top_k=1_000, top_p=0.95, min_p=0.05),
+    "temperature, penalties, bias": SamplingOptions(seed=SEED, frequency_penalty=0.2, logit_bias=((7, 1.0),)),
+    "temperature, logprobs 5": SamplingOptions(seed=SEED, n_logprobs=5),
+}
+
+
+def rows_of(name: str, n_vocab: int, n_rows: int = N_ROWS) -> Logits:
+    """Return rows of logits: normal ones, of which one token may stand out."""
+    spread, lead = DISTRIBUTIONS[name]
+    rows = (np.random.default_rng(2).standard_normal((n_rows, n_vocab)) * spread).astype(np.float32)
+    rows[:, 77] += np.float32(lead)
+    return rows
+
+
+def picks_us(options: SamplingOptions, rows: Logits, n_picks: int) -> list[float]:
+    """Return the thread's processor time of each of so many picks."""
+    sampler, taken_us = SessionSampler(options, rows.shape[1]), list[float]()
+    for position in range(n_picks):
+        row = rows[position % len(rows)]
+        started_ns = time.thread_time_ns()
+        sampler.sample(row, position)
+        taken_us.append((time.thread_time_ns() - started_ns) / 1e3)
+    return taken_us
+
+
+def plain_pick(logits: Logits, options: SamplingOptions, position: int, draws: Draws) -> int | None:
+    """Return what the options pick, written out plainly; None where top-p's cut is a matter of rounding."""
+    wide = logits.astype(np.float64)
+    order = np.lexsort((np.arange(logits.size), -wide))
+    order = order[: options.top_k or None]
+    weights = np.exp(wide[order] - wide.max())
+    if options.top_p < 1:
+        before = (np.cumsum(weights) - weights) / weights.sum()
+        if np.abs(before[1:] - options.top_p).min(initial=1.0) < EDGE * np.sqrt(weights.max() / weights.sum()):
+            return None
+        order = order[: max(1, int((before < options.top_p).sum()))]
+    if options.min_p > 0:
+        order = order[logits[order] >= np.float32(float(logits.max()) + math.log(options.min_p))]
+    kept = np.sort(order)
+    arrivals = np.log(draws.noise(kept, noise_keys(options.seed, position))) - wide[kept] / options.temperature
+    return int(kept[arrivals.argmin()])
+
+
+def exactness(n_vocab: int, n_cases: int) -> tuple[int, int]:
+    """Return how many random rows and options were compared with the plain reference, and how many picks differed."""
+    rng, draws, n_compared, n_wrong = np.random.default_rng(9), Draws(n_vocab), 0, 0
+    for position in range(n_cases):
+        logits = (rng.standard_normal(n_vocab) * rng.choice([0.01, 1.0, 2.0, 8.0])).astype(np.float32)
+        options = SamplingOptions(
+            temperature=float(rng.choice([0.3, 0.8, 1.0, 2.0])),
+            top_k=int(rng.choice([0, 0, 1, 40, 1_000])),
+            top_p=float(rng.choice([1.0, 0.95, 0.5, 0.05])),
+            min_p=float(rng.choice([0.0, 0.0, 0.02, 0.5])),
+            seed=int(rng.integers(1 << 62)),
+        )
+        wanted = plain_pick(logits, options, position, draws)
+        if wanted is not None:
+            n_compared += 1
+            n_wrong += SessionSampler(options, n_vocab).sample(logits, position).token != wanted
+    return n_compared, n_wrong
+
+
+def measure(n_vocab: int, n_picks: int, n_cases: int) -> dict[str, object]:
+    """Return the measurement in the form of benches/results, but for machine, date and commit."""
+    rows = []
+    for label, options in OPTIONS.items():
+        values: list[float] = []
+        for name in DISTRIBUTIONS:
+            logits = rows_of(name, n_vocab)
+            picks_us(options, logits, 4)
+            taken_us = picks_us(options, logits, n_picks)
+            values += [round(percentile(taken_us, share)) for share in (0.5, 0.99)]
+        rows.append({"label": label, "values": values})
+    n_compared, n_wrong = exactness(n_vocab, n_cases)
+    return {
+        "corner": "us of processor time a pick",
+        "columns": [f"{name}, {share}" for name in DISTRIBUTIONS for share in ("p50", "p99")],
+        "exactness": {"cases": n_compared, "different": n_wrong},
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    """Measure, print, and write where it is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small vocabulary and few picks")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the measurement here")
+    parser.add_argument("--machine", default="busy", help="its name in benches/results/machines.json")
+    arguments = parser.parse_args()
+    sizes = (N_VOCAB_QUICK, PICKS_QUICK, CASES_QUICK) if arguments.quick else (N_VOCAB, PICKS, CASES)
+    found = measure(*sizes)
+    table = Table(str(found["corner"]), *found["columns"])  # type: ignore[misc]
+    for row in found["rows"]:  # type: ignore[attr-defined]
+        table.add_row(row["label"], *map(str, row["values"]))
+    Console().print(table, found["exactness"])
+    if arguments.out:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        origin = {
+            "machine": arguments.machine,
+            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+            "commit": commit.stdout.strip(),
+            "command": "python -m benches.sampling",
+        }
+        arguments.out.write_text(json.dumps({**origin, **found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""The bench of picks: its reference sees a wrong pick, and every pick is compared."""
+
+from __future__ import annotations
+
+import pytest
+
+from benches import sampling
+from relayline.stage.sampling.filters import FilteredDraws
+
+
+def test_every_option_is_timed_and_no_pick_differs() -> None:
+    found = sampling.measure(700, 3, 40)
+    assert [row["label"] for row in found["rows"]] == [*sampling.OPTIONS]  # type: ignore[attr-defined]
+    exactness = found["exactness"]
+    assert isinstance(exactness, dict)
+    assert exactness["different"] == 0
+    assert exactness["cases"] > 30
+
+
+def test_a_filter_that_keeps_too_much_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FilteredDraws, "_is_behind", lambda *_: False)
+    monkeypatch.setattr(FilteredDraws, "_is_kept", lambda *_: True)
+    assert sampling.exactness(700, 40)[1] > 0

@@ -1,6 +1,8 @@
 """Several token streams of one request read as one, with everything that is ready handed over together.
 
-One task per stream pulls its events into a bounded queue. Whatever way the block around a `Merge` is left (end, error,
+A stream that can forward its events does so, without a task that wakes for each token: it holds no more of them than it
+would in a queue of its own, which its answer's length bounds. Of any other stream one task pulls the events, and pauses
+while too many of them wait. Whatever way the block around a `Merge` is left (end, error,
 cancellation because the client went away), every stream is closed.
 """
 
@@ -8,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Protocol, runtime_checkable
 
 from relayline.coordinator.sessions.generation import TokenEvent, TokenStream
 from relayline.wire.common.errors import InternalError, RelaylineError
@@ -29,17 +33,36 @@ class Arrival:
     error: RelaylineError | None = None
 
 
+@runtime_checkable
+class Forwarding(Protocol):
+    """A stream that hands its events over itself."""
+
+    def forward(self, take: Callable[[TokenEvent | RelaylineError], None]) -> None:
+        """Have every event taken as it comes, those first that wait."""
+
+    def leave(self) -> None:
+        """Leave the session, and take no more events."""
+
+
 class Merge:
     """An async context manager around the open streams of one request; it owns and closes them."""
 
     def __init__(self, streams: Sequence[TokenStream], backlog_events_max: int) -> None:
-        """Reading pauses while `backlog_events_max` events wait, so a slow reader holds up its own streams only."""
+        """Pulling pauses while `backlog_events_max` events wait, so a slow reader holds up its own streams only."""
         self._streams = streams
-        self._queue: asyncio.Queue[Arrival] = asyncio.Queue(backlog_events_max)
-        self._pumps: list[asyncio.Task[None]] = []
+        self._ready: list[Arrival] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._backlog_max = backlog_events_max
+        self._room = asyncio.Event()  # fewer wait than may
+        self._room.set()
+        self._pumps: dict[int, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Merge:
-        self._pumps = [asyncio.create_task(self._pump(index, stream)) for index, stream in enumerate(self._streams)]
+        for index, stream in enumerate(self._streams):
+            if isinstance(stream, Forwarding):
+                stream.forward(functools.partial(self._take, index))
+            else:
+                self._pumps[index] = asyncio.create_task(self._pump(index, stream))
         return self
 
     async def __aexit__(
@@ -56,26 +79,50 @@ class Merge:
 
         An empty list says that nothing came for `timeout_s`. None waits for ever.
         """
-        if self._queue.empty():
+        if not self._ready:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
             try:
-                async with asyncio.timeout(timeout_s):
-                    ready = [await self._queue.get()]
-            except TimeoutError:
-                return []
-        else:
-            ready = []
-        while not self._queue.empty():
-            ready.append(self._queue.get_nowait())
+                await self._waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        ready, self._ready = self._ready, []
+        self._room.set()
         return ready
 
     def drop(self, index: int) -> None:
         """Stop reading stream `index` and close it now. What it already gave may still arrive."""
-        self._pumps[index].cancel()
+        stream = self._streams[index]
+        if isinstance(stream, Forwarding):
+            stream.leave()
+        else:
+            self._pumps[index].cancel()
+
+    def _take(self, index: int, event: TokenEvent | RelaylineError) -> None:
+        if isinstance(event, RelaylineError):
+            self._put(Arrival(index, error=event))
+            return
+        self._put(Arrival(index, event))
+        if event.finish_reason is not None:
+            self._put(Arrival(index))
+
+    def _put(self, arrival: Arrival) -> None:
+        self._ready.append(arrival)
+        if len(self._ready) >= self._backlog_max:
+            self._room.clear()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def _close(self) -> None:
-        for pump in self._pumps:
+        for pump in self._pumps.values():
             pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        await asyncio.gather(*self._pumps.values(), return_exceptions=True)
         for stream in self._streams:
             await _close_stream(stream)
 
@@ -83,7 +130,8 @@ class Merge:
         error: RelaylineError | None = None
         try:
             async for event in stream:
-                await self._queue.put(Arrival(index, event))
+                await self._room.wait()
+                self._put(Arrival(index, event))
         except asyncio.CancelledError:
             await _close_stream(stream)
             raise
@@ -92,7 +140,8 @@ class Merge:
         except Exception:
             log.exception("token stream failed")
             error = InternalError("internal error while generating; the server's log has the details")
-        await self._queue.put(Arrival(index, error=error))
+        await self._room.wait()
+        self._put(Arrival(index, error=error))
 
 
 async def _close_stream(stream: TokenStream) -> None:

@@ -24,6 +24,7 @@ HEADERS: Mapping[str, str] = {
 
 _RESET_ON_CLOSE, _CLOSE_IN_ORDER = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
 _LAST_READ_S = 0.2  # for a client to take the last events, before a reset may take them from it
+_NEVER_WAITS_BYTES = 32_768  # in a transport's buffer; writers wait from 65,536 on
 
 
 class ClientGoneError(Exception):
@@ -114,8 +115,19 @@ class EventWriter:
 
     async def _write(self, payload: bytes, *, is_last: bool = False) -> None:
         self._written_s = asyncio.get_running_loop().time()
+        if not is_last and self._leaves_at_once(payload):
+            try:
+                await self.response.write(payload)
+            except ConnectionError as error:
+                raise ClientGoneError("the client closed the connection") from error
+            return
         async with self._bounded():
             await (self.response.write_eof(payload) if is_last else self.response.write(payload))
+
+    def _leaves_at_once(self, payload: bytes) -> bool:
+        """Tell whether writing will not wait, as nearly always: then it needs no timer."""
+        transport = self._request.transport
+        return transport is not None and transport.get_write_buffer_size() + len(payload) < _NEVER_WAITS_BYTES
 
     @contextlib.asynccontextmanager
     async def _bounded(self) -> AsyncIterator[None]:

@@ -17,11 +17,21 @@ class SessionStream:
         # Bounded by the session's max_tokens: the pipeline never waits for a slow reader.
         self._events: asyncio.Queue[TokenEvent | RelaylineError] = asyncio.Queue()
         self._leave = leave
+        self._take: Callable[[TokenEvent | RelaylineError], None] | None = None
         self._ended = False
 
     def put(self, event: TokenEvent | RelaylineError) -> None:
         """Hand an event over; an error is the last."""
-        self._events.put_nowait(event)
+        if self._take is None:
+            self._events.put_nowait(event)
+        else:
+            self._take(event)
+
+    def forward(self, take: Callable[[TokenEvent | RelaylineError], None]) -> None:
+        """Have every event taken as it comes, those first that wait, in place of iterating over them."""
+        self._take = take
+        while not self._events.empty():
+            take(self._events.get_nowait())
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
         return self
@@ -38,6 +48,10 @@ class SessionStream:
 
     async def aclose(self) -> None:
         """Leave the session; the last stream to leave cancels it."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the session, and take no more events."""
         self._ended = True
         self._leave(self)
 

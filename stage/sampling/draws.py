@@ -114,20 +114,23 @@ class Draws:
             self._row.fill(-np.inf)
             self._row[tokens] = logits
             logits, tokens, maxima = self._row, None, None
+        left: npt.NDArray[np.integer]
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             if tokens is None:
                 if maxima is None and self.block > 1:
                     maxima = self.maxima(logits)
-                tokens = self._may_win(logits, largest, temperature, keys, floor, maxima)
-                logits = logits[tokens]
+                left = self._may_win(logits, largest, temperature, keys, floor, maxima)
+                logits = logits[left]
             elif floor > -math.inf:
                 above = logits >= np.float32(floor)
-                tokens, logits = tokens[above], logits[above]
-            if tokens.size == 1:
-                return int(tokens[0])
-            arrivals = np.log(self.noise(tokens, keys))
+                left, logits = tokens[above], logits[above]
+            else:
+                left = tokens
+            if left.size == 1:
+                return int(left[0])
+            arrivals = np.log(self.noise(left, keys))
             arrivals -= (logits.astype(np.float64) - largest) / temperature
-            return int(tokens[arrivals == arrivals.min()].min())
+            return int(left[arrivals == arrivals.min()].min())
 
     def _may_win(
         self,
@@ -226,7 +229,7 @@ class Draws:
         spread[:n_tokens] += np.uint64(keys[0])
         spread[n_tokens:] += np.uint64(keys[1])
         hashed = _hashed(spread, 0, spread, np.empty_like(spread))
-        noise = np.add(hashed >> _TO_UNIFORM, _HALF, dtype=np.float64)
+        noise: npt.NDArray[np.float64] = np.add(hashed >> _TO_UNIFORM, _HALF, dtype=np.float64)
         noise *= -_ULP
         np.log1p(noise, out=noise)
         np.negative(noise, out=noise)

@@ -1,0 +1,62 @@
+"""A stream that forwards its events needs no task in between: what is told at once is read at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from relayline.coordinator.http.merge import Merge
+from relayline.coordinator.sessions.generation import TokenEvent
+from relayline.coordinator.sessions.streams import Audience, SessionStream
+from relayline.wire.common.errors import InternalError
+
+
+def event(token: int, *, is_last: bool = False) -> TokenEvent:
+    return TokenEvent(token, None, (), "length" if is_last else None)
+
+
+def stream_of(audience: Audience) -> SessionStream:
+    def leave(stream: SessionStream) -> None:
+        if stream in audience.streams:
+            audience.streams.remove(stream)
+
+    stream = SessionStream(leave)
+    audience.join(stream)
+    return stream
+
+
+async def test_events_of_all_streams_are_handed_over_together_and_in_order() -> None:
+    audiences = [Audience(1), Audience(2)]
+    audiences[0].put(event(1))  # before it has joined
+    streams = [stream_of(audience) for audience in audiences]
+    audiences[0].put(event(2))  # before it forwards
+    async with Merge(streams, backlog_events_max=4) as merge:
+        n_tasks = len(asyncio.all_tasks())
+        assert n_tasks == 1, "no task stands between"
+        audiences[1].put(event(3))
+        audiences[0].put(event(4, is_last=True))
+        found = await merge.next(None)
+    tokens = [(one.index, one.event.token if one.event else None) for one in found]
+    assert tokens == [(0, 1), (0, 2), (1, 3), (0, 4), (0, None)]
+
+
+async def test_a_reader_that_waits_is_woken_by_an_event_by_an_error_and_by_time() -> None:
+    audience = Audience(1)
+    async with Merge([stream_of(audience)], backlog_events_max=4) as merge:
+        asyncio.get_running_loop().call_soon(audience.put, event(5))
+        assert [one.event.token for one in await merge.next(60) if one.event] == [5]
+        assert await merge.next(0) == []
+        asyncio.get_running_loop().call_soon(audience.put, InternalError("lost"))
+        (last,) = await merge.next(60)
+        assert isinstance(last.error, InternalError)
+
+
+@pytest.mark.parametrize("drops", [True, False])
+async def test_a_dropped_stream_leaves_its_session_at_once_and_others_when_the_block_ends(drops: bool) -> None:
+    audience = Audience(1)
+    async with Merge([stream_of(audience)], backlog_events_max=4) as merge:
+        if drops:
+            merge.drop(0)
+        assert bool(audience.streams) is not drops
+    assert not audience.streams

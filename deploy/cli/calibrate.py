@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from relayline.wire.common.curve import CostCurve
 
 BAR_COLUMNS = 24
+CLIFF = 1.3  # a row that costs so many times what it does in the next smaller measured step is named
 
 
 @click.command("calibrate", short_help="Measure a stage's cost curve.")
@@ -28,6 +30,8 @@ BAR_COLUMNS = 24
 @slice_options
 def calibrate_command(artifact: Path, as_json: bool, **given: Any) -> None:
     """Measure how long native steps of ARTIFACT take, by rows and context.
+
+    Steps whose rows cost more than 1.3 times what they do in the next smaller one are named.
 
     A stage that starts here with the same threads, lanes, context, rows and types takes over what was measured.
     """
@@ -48,7 +52,10 @@ def calibrate_command(artifact: Path, as_json: bool, **given: Any) -> None:
         found = {"artifact": sizes_of(artifact), "threads": settings.n_threads, "kv_layout": layout}
         found |= {"decode": _rows(curves.decode, max_rows), "prefill": _rows(curves.prefill, max_rows)}
         found |= {"context_ns": curves.context_ns, "context_tiled_ns": curves.context_tiled_ns}
-        found |= {"doubt": curves.doubt}
+        found |= {
+            "doubt": curves.doubt,
+            "cliffs": {"decode": _cliffs(curves.decode), "prefill": _cliffs(curves.prefill)},
+        }
         click.echo(json.dumps(found))
         return
     console = Console()
@@ -60,8 +67,22 @@ def calibrate_command(artifact: Path, as_json: bool, **given: Any) -> None:
         together = f"in steps of {ATTENTION_TILE_ROWS} rows or more, which read it together"
         console.print(f"  {tiled_ms:.3f} ms {'after the first row of a chunk' if curves.is_per_lane else together}")
     console.print(f"KV cells: {layout}")
+    for title, curve in (("decode", curves.decode), ("prefill", curves.prefill)):
+        for cliff in _cliffs(curve):
+            console.print(f"cliff: {title} steps of {cliff}")
     if curves.doubt:
         console.print(f"doubtful: {curves.doubt}")
+
+
+def _cliffs(curve: CostCurve) -> list[str]:
+    """Name the measured steps whose rows cost CLIFF times as much as those of the measured step before, or more."""
+    points = curve.points()
+    ratios = [(few, many, ns / many / (least / few)) for (few, least), (many, ns) in itertools.pairwise(points)]
+    return [
+        f"{many} rows: a row costs {by:.2f} times what it does in one of {few}"
+        for few, many, by in ratios
+        if by > CLIFF
+    ]
 
 
 def sizes_of(artifact: Path) -> dict[str, int]:

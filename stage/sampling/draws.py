@@ -40,7 +40,7 @@ _HALF = np.array(0.5)
 _SLACK = 1e-3  # nats; more than the f32 arithmetic of the bounds is off by, beside a share of the logits
 _SLACK_SHARE = 1e-6
 _COLDEST, _HOTTEST = 1e-20, 1e20  # temperatures beyond change nothing, and would overflow f32
-_SCATTERED = 512  # as many tokens out of a vocabulary are put in their places, so that blocks are skipped
+_SCATTERED = 4_096  # as many tokens out of a vocabulary are put in their places, so that blocks are skipped
 
 
 def noise_keys(seed: int, position: int) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from relayline.stage.engine.embedding import EmbeddingTable
 from relayline.stage.engine.load_attempts import attempt
 from relayline.stage.engine.loading import Load, LoadStoppedError
 from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.engine.open_tier import open_tier
 from relayline.stage.facts import StageFacts
 from relayline.stage.observe.metrics import serve_metrics
 from relayline.stage.observe.stats import StageStats
@@ -29,6 +30,7 @@ from relayline.stage.served import SHUTDOWN_GRACE_S, Served
 from relayline.stage.service import handlers
 from relayline.stage.speed.calibrate import cached_curves
 from relayline.stage.speed.curves import Curves
+from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable
 from relayline.stage.steps.padding import Padding
 from relayline.stage.steps.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
@@ -136,6 +138,7 @@ def _load(
         close=engine.close,
         padding=Padding(curves, settings.n_lanes, wanted_max, enabled=pads),
         vocabulary=read_vocabulary(engine.vocab, engine.n_vocab) if engine.is_last else None,
+        states=LaneStates(engine, engine.saved, open_tier(settings, artifact)),
     )
     return facts, executor
 

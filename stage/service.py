@@ -19,6 +19,7 @@ from relayline.stage.observe.stats import StageStats
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.routes import ROUTES_MAX, UNUSED_S, LeftRoutes, Route, Upstream, check_newer
 from relayline.stage.sampling.grammars import Holds
+from relayline.stage.steps.restores import Restores
 from relayline.stage.steps.runner import Runner
 from relayline.stage.steps.step import StepExecutor
 from relayline.stage.steps.step_types import RouteOutput, RouteWiring, StepResult
@@ -86,7 +87,8 @@ class StageService:
         self._guard: Guard | None = None
         self.batches, self.beat = self._observer.batches, self._observer.beat
         self.set_telemetry = self._observer.set_telemetry
-        self._holds = Holds(executor.sessions.begin_grammar, self._push)
+        self._holds = Holds(executor.sessions.begin_grammar, lambda frames: self._push(self._restores.sift(frames)))
+        self._restores = Restores(executor.sessions.begin_restore, self._push)
         self.runner: Runner  # set by attach, before the server starts
 
     def attach(self, runner: Runner, guard: Guard | None = None) -> None:
@@ -165,7 +167,9 @@ class StageService:
 
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         """Say what this stage holds."""
-        return self._facts.describe()
+        message = self._facts.describe()
+        self._executor.sessions.states.tell(message)
+        return message
 
     async def configure(self, request: pb.ConfigureRequest, context: Context) -> pb.ConfigureResponse:
         """Begin a new epoch of a route: connect downstream, and tell what its sessions still hold here."""
@@ -272,6 +276,7 @@ class StageService:
         route.end()
         del self._routes[route.route_id]
         self._holds.drop_route(route.route_id)
+        self._restores.drop_route(route.route_id)
         self.runner.drop_route(route.route_id)
         self._stepped.set()  # a reader of another route may wait for these frames to be gone, and no step may follow
         if await self.runner.call(lambda: self._executor.leave_route(route.route_id)):
@@ -295,6 +300,7 @@ class StageService:
         message.kv_per_lane = self._facts.config.engine.layout_used == "per-lane"
         message.kernels = self._facts.kernels
         self._facts.curves.tell(message)
+        self._executor.sessions.states.count(message)
         if (route := self._routes.get(request.route_id)) is not None:
             message.route.CopyFrom(self._work_of(route))
         message.now_ns = time.monotonic_ns()
@@ -313,6 +319,8 @@ class StageService:
     def gauges(self) -> Gauges:
         """Return what this stage holds at this moment, for its metrics."""
         held = self.runner.snapshot
+        tier = self._executor.sessions.states.figures()
+        self._stats.tier_lookups = {"hit": tier.n_hits, "miss": tier.n_misses}
         links = [route.link.figures() for route in self._routes.values() if route.link is not None]
         return Gauges(
             queued_rows=held.queued_rows,
@@ -322,6 +330,7 @@ class StageService:
             lanes_total=held.lanes_total,
             in_flight_bytes=sum(figures["in_flight_bytes"] for figures in links),
             window_bytes=sum(figures["window_bytes"] for figures in links),
+            tier=tier,
         )
 
     # --- streams ------------------------------------------------------------------------------------------------------
@@ -367,7 +376,8 @@ class StageService:
         inbound.route.envelopes_in += 1
         self._stats.payload_bytes_in += view.payload_bytes
         frames = inbound.frames(view)
-        self._push(self._holds.sift(frames) if view.options or self._holds else frames)
+        frames = self._holds.sift(frames) if view.options or self._holds else frames
+        self._push(self._restores.sift(frames))
 
     def _push(self, frames: list[QueuedFrame]) -> None:
         for frame in self.runner.push(frames):

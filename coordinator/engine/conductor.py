@@ -31,6 +31,7 @@ from relayline.coordinator.engine.instructions import (
     TryLanes,
 )
 from relayline.coordinator.schedule.groups import GroupPlanner
+from relayline.coordinator.schedule.prompt_time import read_time
 from relayline.coordinator.schedule.scheduler import ScheduleConfig, Scheduler
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.admission import LANE_TRY_S, Admission
@@ -41,6 +42,7 @@ from relayline.coordinator.sessions.readers import Readers, sharing_key
 from relayline.coordinator.sessions.session import OutFrame, Session, State
 from relayline.coordinator.sessions.silence import SILENT_S
 from relayline.coordinator.sessions.suspects import Suspects
+from relayline.coordinator.sessions.tier import NO_TIER, TierFacts
 from relayline.coordinator.sessions.turnover import Turnover
 from relayline.wire.common.errors import (
     InternalError,
@@ -85,6 +87,8 @@ class EpochFacts:
     """Whether every stage can forget what was guessed wrong."""
     keeps_state: bool = False
     """Whether some stage can take a session back to checkpoints alone."""
+    tier: TierFacts = NO_TIER
+    """What their tiers hold."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,7 +182,12 @@ class Conductor:
             self._fail(session, error, now_ns)
         planner = GroupPlanner(facts.costs, schedule.itl_stretch)
         self.prefixes.renew(
-            facts.n_lanes, is_per_lane=planner.is_per_lane, there=facts.held, keeps_state=facts.keeps_state
+            facts.n_lanes,
+            is_per_lane=planner.is_per_lane,
+            there=facts.held,
+            keeps_state=facts.keeps_state,
+            tier=facts.tier,
+            read_ns=read_time(facts.costs),
         )
         for session in admission.running.values():
             session.give_way()  # without a word: nothing of it is open in this epoch
@@ -371,6 +380,7 @@ class Conductor:
     ) -> None:
         """Send the session's last frames, give its lane to the next in line."""
         self.readers.end(session.session_id)
+        self.prefixes.tier.ended(session.session_id)
         self._out.append(Ended(session.session_id, error))
         if session.started_ns:
             self._turnover.left(now_ns - session.started_ns)

@@ -18,6 +18,7 @@ from relayline.coordinator.schedule.overhead import HOST_STEP_NS, Held
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.prefixes import held_by_all
 from relayline.coordinator.sessions.silence import LOOK_EVERY_S, TRANSIT_MAX_S, Silence, UnderWay, Work
+from relayline.coordinator.sessions.tier import TierFacts, stored_by_all
 from relayline.wire.common import bounds
 from relayline.wire.common.curve import CostCurve
 from relayline.wire.common.errors import HandshakeError, RelaylineError, StageLostError
@@ -76,6 +77,18 @@ class Connection:
     def keeps_state(self) -> bool:
         """Whether some stage can take a lane back to checkpoints alone."""
         return any(facts.keeps_state for facts in self.facts)
+
+    @property
+    def tier(self) -> TierFacts:
+        """What the tiers of all stages hold."""
+        facts = self.facts
+        stored = [{each.key: each.n_tokens for each in said.stored} for said in facts]
+        return TierFacts(
+            stored_by_all(stored),
+            is_used=all(said.stores for said in facts),
+            is_on_disk=all(said.stores_on_disk for said in facts),
+            token_ns=sum(_price_ns(said.restore_token_ns) for said in facts),
+        )
 
     @property
     def instances(self) -> tuple[str, ...]:

@@ -257,4 +257,5 @@ def facts_of(connection: Connection) -> EpochFacts:
         costs=connection.stage_costs(),
         rewinds=connection.rewinds,
         keeps_state=connection.keeps_state,
+        tier=connection.tier,
     )

@@ -163,6 +163,7 @@ class Pipeline:
             **conductor.admission.figures(),
             "shared_requests": conductor.readers.n_joined,
             "prefixes": conductor.prefixes.figures(),
+            "stored_prefixes": conductor.prefixes.tier.figures(),
             "plan": conductor.scheduler.describe(),
             "imbalance": self.epochs.balance.describe(now_ns),
             "link": connection.link.figures() if connection else {},

@@ -106,6 +106,13 @@ def _counters(status: pb.StatusResponse) -> dict[str, object]:
         "lanes_used": status.lanes_used,
         "lanes_kept": status.lanes_kept,
         "lanes_total": status.lanes_total,
+        "tier": {
+            "memory_bytes": status.tier_memory_bytes,
+            "disk_bytes": status.tier_disk_bytes,
+            "states": status.tier_states,
+            "hits": status.tier_hits,
+            "misses": status.tier_misses,
+        },
         "kv_layout": "per-lane" if status.kv_per_lane else "unified",
         "kernels": status.kernels.split(),
         "queued_rows": status.queued_rows,

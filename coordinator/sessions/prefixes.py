@@ -23,6 +23,7 @@ from types import MappingProxyType
 from relayline.coordinator.sessions.checkpoints import nearest, stop_at, stops_of
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.session import OutFrame, Session, State
+from relayline.coordinator.sessions.tier import NO_TIER, Stored, Tier, TierFacts
 from relayline.wire.envelopes.frames import Flag
 
 PREFIX_TOKENS_MIN = 32  # a shorter one is read again in about the time that copying and the frames for it take
@@ -61,6 +62,7 @@ class Prefixes:
         self.n_max = n_max or 0
         self._kept: list[Kept] = []
         self._there: dict[int, int] = {}  # session id -> tokens that all stages hold from the epoch before
+        self.tier = Tier()  # what lanes held before they were taken
         self._keeps_state = False  # stages can copy, or go on from, checkpoints and whole lanes alone
 
     @property
@@ -79,7 +81,8 @@ class Prefixes:
 
     def start(self, session: Session) -> list[OutFrame]:
         """Start a session that has a lane; returns its first frames, behind the close of a kept lane that it takes."""
-        frames = [frame for kept in list(self._kept) if kept.lane == session.lane for frame in self._drop(kept)]
+        frames = [frame for kept in list(self._kept) if kept.lane == session.lane for frame in self._retire(kept)]
+        self.tier.ended(session.session_id)  # a fault of before is not one of what it is to be brought back from now
         n_there = self._there.pop(session.session_id, 0)
         if self._keeps_state:
             n_there = nearest(session, min(n_there, len(session.history) - 1), is_held=True)
@@ -91,14 +94,23 @@ class Prefixes:
         kept, running = [kept.session for kept in self._kept], self._sources(session)
         leader, n_later = self._longest(session, running)
         source, n_now = self._longest(session, [*kept, *running], is_held=True)
-        if leader is not None and n_later >= n_now + PREFIX_TOKENS_MIN:
+        stored, n_stored = self._stored(session, n_now)
+        if leader is not None and n_later >= max(n_now, n_stored) + PREFIX_TOKENS_MIN:
             session.follow(leader, n_later)
             if self._keeps_state:
                 stop_at(leader, n_later)
+        elif stored is not None:
+            frames += self.tier.restore(session, stored, n_stored)
         elif source is not None:
             self._kept.sort(key=lambda kept: kept.session is source)  # the one used last stands at the end
             frames += session.continue_from(source, n_now)
         return frames
+
+    def _stored(self, session: Session, n_now: int) -> tuple[Stored | None, int]:
+        """Return a stored prefix that is worth more than the n_now tokens that can be copied from a lane."""
+        if self._n_asked == 0 or not session.request.cache_prompt or session.replays:
+            return None, 0
+        return self.tier.longest(session.history, n_now + PREFIX_TOKENS_MIN - 1, keeps_state=self._keeps_state)
 
     def _sources(self, session: Session) -> list[Session]:
         """Return running sessions that it may copy from: at once, or when they have read so far."""
@@ -117,7 +129,7 @@ class Prefixes:
         return list(itertools.islice(alike, SOURCES_MAX))
 
     def keep(self, session: Session) -> list[OutFrame]:
-        """Keep the cells of a session that ends now, if there is a spare lane.
+        """Keep the cells of a session that ends now: in a spare lane, else in the stages' tier; on disks in any case.
 
         Returns the frames that do it; they go before the session's close. A session that ends in the middle of its
         prompt is not kept, because it is not known which of its rows the stages have.
@@ -126,8 +138,16 @@ class Prefixes:
         if self._keeps_state and session.state is State.DECODE:  # a row of its last token may be under way
             held = held[: session.checkpoints[-1] if session.checkpoints else 0]
         is_computed = session.state in (State.DECODE, State.DONE) and len(held) >= PREFIX_TOKENS_MIN
-        if not (is_computed and self.n_max and session.request.cache_prompt):
+        if not is_computed or self._n_asked == 0 or not session.request.cache_prompt:
             return []
+        on_disk = self.tier.store(session, len(held)) if self.tier.is_on_disk else []
+        in_lane = self._keep_lane(session, held)
+        return [*on_disk, *(self.tier.store(session, len(held)) if in_lane is None else in_lane)]
+
+    def _keep_lane(self, session: Session, held: list[int]) -> list[OutFrame] | None:
+        """Copy what a session holds into a spare lane; None where there is none."""
+        if not self.n_max:
+            return None
         for kept in self._kept:
             if common_tokens(kept.tokens, held) == len(held):
                 self._kept.sort(key=lambda other: other is kept)
@@ -138,13 +158,13 @@ class Prefixes:
             if common_tokens(kept.tokens, held) == len(kept.tokens):  # an earlier turn
                 frames += self._drop(kept)
         if len(self._kept) >= self.n_max:
-            frames += self._drop(self._kept[0])
+            frames += self._retire(self._kept[0])
         free = [lane for lane in lanes if lane not in self.lanes]
         if not free and self._kept:
-            frames += self._drop(self._kept[0])
+            frames += self._retire(self._kept[0])
             free = [lane for lane in lanes if lane not in self.lanes]
         if not free:
-            return frames
+            return [*frames, *self.tier.store(session, len(held))]
         request = GenerationRequest("", tuple(held), 1, SamplingParams())
         lane = free[-1]  # running ones take the lowest
         copy = Session(next(self._session_ids), request, lambda _: False, lane=lane, is_kept=True)
@@ -157,6 +177,8 @@ class Prefixes:
         A lane that a stage could not keep, or no longer has, must not be copied: another coordinator may have taken it.
         When running sessions lack room, kept lanes are given up first.
         """
+        for session_id in session_ids:
+            self.tier.refused(session_id)
         refused = [kept for kept in self._kept if is_full or kept.session.session_id in session_ids]
         return [frame for kept in refused for frame in self._drop(kept)]
 
@@ -167,6 +189,8 @@ class Prefixes:
         is_per_lane: bool,
         there: Mapping[int, int] = MappingProxyType({}),
         keeps_state: bool = False,
+        tier: TierFacts = NO_TIER,
+        read_ns: Callable[[int], float] = lambda _: 0.0,
     ) -> None:
         """Begin a new epoch with this number of lanes. Kept lanes are forgotten; running sessions go on from `there`.
 
@@ -177,6 +201,7 @@ class Prefixes:
         every row would attend over the kept cells too.
         """
         self._kept.clear()
+        self.tier.renew(tier, read_ns)
         self._there, self._keeps_state = dict(there), keeps_state
         if self._n_asked is None:
             self.n_max = n_lanes // 2 if is_per_lane else 0
@@ -215,6 +240,10 @@ class Prefixes:
             if n_common > n_best:
                 best, n_best = source, n_common
         return (best, n_best) if best is not None else (None, 0)
+
+    def _retire(self, kept: Kept) -> list[OutFrame]:
+        """Give a kept lane up; what it holds goes to the stages' tier."""
+        return [*self.tier.store(kept.session, len(kept.tokens)), *self._drop(kept)]
 
     def _drop(self, kept: Kept) -> list[OutFrame]:
         self._kept.remove(kept)

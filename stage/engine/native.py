@@ -34,6 +34,7 @@ from relayline.stage.engine.loading import Load
 from relayline.stage.engine.micro_batches import Cut, cut
 from relayline.stage.engine.model_load import abandonable, load_model
 from relayline.stage.engine.recurrent import RecurrentLanes
+from relayline.stage.engine.saved_lanes import SavedLanes
 from relayline.wire.common.errors import InternalError, LaneLimitError, NativeError, UsageError
 from relayline.wire.settings.table import EngineSettings
 
@@ -106,7 +107,7 @@ class NativeEngine:
         self._model: Any = None
         self._context: Any = None
         self._capture: RowCapture | None = None
-        self._copies_wait = False  # llama.cpp copies whole lanes when the next step begins
+        self.copies_wait = False  # llama.cpp copies whole lanes when the next step begins
         self._step_cut: Cut | None = None  # of the last step, where llama.cpp may cut it
         try:
             self._model = load_model(self.artifact, settings.gpu_layers, settings.ctx_tokens, load)
@@ -117,6 +118,7 @@ class NativeEngine:
             self._allocate()
             self._context = self._open_context()
             self._memory: Any = llama.llama_get_memory(self._context)
+            self.saved = SavedLanes(self, self._context, self._states)
             self._check_itself(load)
         except BaseException:
             self.close()
@@ -203,6 +205,7 @@ class NativeEngine:
         row = self.logits(0) if self.is_last else self.output_rows[0]
         if not np.isfinite(row).all():
             raise NativeError(f"{self.artifact.path}: the self-check at load gave values that are not finite")
+        self.saved.measure(0)
         self.clear(0)
         self.input_rows[0] = 0.0
 
@@ -238,7 +241,7 @@ class NativeEngine:
         except BaseException:
             self._drop_batch(n_rows)
             raise
-        self._copies_wait = False
+        self.copies_wait = False
         if self._step_cut and not self.is_last:
             rows = self._batch_arrays[0][:n_rows]  # free again
             np.copyto(rows, self.output_rows[:n_rows])
@@ -349,7 +352,7 @@ class NativeEngine:
         if n_tokens > 0 and (self._is_per_lane or self.keeps_state):  # a state is copied whole, then taken back
             if not (self._is_per_lane and self._copy_held(source_lane, target_lane)):
                 llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, -1, -1)
-                self._copies_wait = self._is_per_lane
+                self.copies_wait = self._is_per_lane
             self.drop_from(target_lane, n_tokens)
         elif n_tokens > 0:
             llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, 0, n_tokens)
@@ -358,7 +361,7 @@ class NativeEngine:
         n_cells = self.lane_tokens(source_lane) * HELD_COPIES_MAX
         # What a copy that waits is to bring is not there yet, neither to be read nor to be replaced.
         settings = self.config.settings
-        if self._copies_wait or settings.gpu_layers or n_cells > settings.ctx_tokens:
+        if self.copies_wait or settings.gpu_layers or n_cells > settings.ctx_tokens:
             return False
         # llama_kv_cache::state_write leaves out what lies before the window of the next row.
         if 0 < self.window < self.lane_tokens(source_lane):

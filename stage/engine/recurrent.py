@@ -10,7 +10,7 @@ from typing import Any
 
 from llama_cpp import llama_cpp as llama
 
-from relayline.stage.engine.checkpoints import Checkpoints
+from relayline.stage.engine.checkpoints import Checkpoints, State
 from relayline.stage.engine.lane_state import read_recurrent, write_recurrent
 from relayline.wire.common.errors import NativeError, PositionGapError, UsageError
 from relayline.wire.common.kv_layout import UNIFIED_ARCHITECTURES
@@ -69,6 +69,16 @@ class RecurrentLanes:
             if state is None or not write_recurrent(context, lane, state):
                 raise NativeError(f"{self._architecture}: lane {lane} has no checkpoint at {position}")
         self._checkpoints.drop_beyond(lane, position)
+
+    def saved(self, lane: int, n_tokens: int) -> list[tuple[int, State]]:
+        """Return a lane's checkpoints up to a position, each with its position, ascending."""
+        found = [(at, self._checkpoints.state(lane, at)) for at in self._checkpoints.positions(lane) if at <= n_tokens]
+        return [(at, state) for at, state in found if state is not None]
+
+    def put_back(self, lane: int, saved: list[tuple[int, State]]) -> None:
+        """Let an empty lane have checkpoints that `saved` returned."""
+        for position, state in saved:
+            self._checkpoints.add(lane, position, state)
 
     def copy(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
         """Let the target have the source's checkpoints up to a position; the state itself is copied by llama.cpp."""

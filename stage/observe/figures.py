@@ -45,6 +45,7 @@ COUNTERS: tuple[Figure, ...] = (  # of StageStats
     Figure(names.METRIC_EPOCHS, "Connections by a coordinator; beyond its first, recoveries", "n_epochs"),
     Figure(names.METRIC_CLOSE_REASONS, "Batches by what closed them", "close_reasons", label=names.LABEL_CLOSE_REASON),
     Figure(names.METRIC_FAULTS, "Faults of sessions by error", "faults_by_label", label=names.LABEL_ERROR),
+    Figure(names.METRIC_TIER_LOOKUPS, "Prefixes wanted of the tier", "tier_lookups", label=names.LABEL_OUTCOME),
     Figure(names.METRIC_LINK_BYTES, "Payload bytes of neighbours' links", "payload_bytes", label=names.LABEL_DIRECTION),
     Figure(names.METRIC_LINK_ENVELOPES, "Envelopes of neighbours' links", "envelopes", label=names.LABEL_DIRECTION),
 )
@@ -58,6 +59,13 @@ GAUGES: tuple[Figure, ...] = (  # of Gauges
     Figure(names.METRIC_LANES_USED, "Lanes of sessions that somebody waits for", "lanes_used"),
     Figure(names.METRIC_LANES_KEPT, "Lanes that keep what ended sessions computed", "lanes_kept"),
     Figure(names.METRIC_LANES_TOTAL, "Sessions that this stage can hold", "lanes_total"),
+    Figure(
+        names.METRIC_TIER_BYTES,
+        "Bytes of what lanes held, kept for prompts that begin alike",
+        "tier_bytes",
+        label=names.LABEL_PLACE,
+    ),
+    Figure(names.METRIC_TIER_STATES, "Lanes whose states are kept so", "tier_states"),
     Figure(names.METRIC_LINK_IN_FLIGHT, "Payload bytes sent downstream and not yet decoded there", "in_flight_bytes"),
     Figure(names.METRIC_LINK_WINDOW, "Payload bytes that may be in flight downstream", "window_bytes"),
 )

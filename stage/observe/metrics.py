@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.samples import Exemplar
 
+from relayline.stage.engine.tier import TierFigures
 from relayline.stage.observe import figures
 from relayline.stage.observe.figures import Figure
 from relayline.stage.observe.stats import WAIT_BUCKETS_NS, StageStats
@@ -43,6 +44,17 @@ class Gauges:
     lanes_total: int
     in_flight_bytes: int  # sent downstream, credit not yet given back
     window_bytes: int  # what may be
+    tier: TierFigures = dataclasses.field(default_factory=TierFigures)
+
+    @property
+    def tier_bytes(self) -> dict[str, int]:
+        """Bytes of the tier, by place."""
+        return {"memory": self.tier.memory_bytes, "disk": self.tier.disk_bytes}
+
+    @property
+    def tier_states(self) -> int:
+        """Lanes whose states the tier keeps."""
+        return self.tier.n_states
 
 
 class Collector(Protocol):

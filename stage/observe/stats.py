@@ -40,6 +40,7 @@ class StageStats:
         self.n_decode_frames = self.decode_held_ns = 0  # held: waiting and in native steps
         self.n_epochs = 0  # times that a coordinator connected this stage
         self.n_steps = self.n_rows = self.n_frames = self.busy_ns = self.n_padded_rows = self.n_micro_batches = 0
+        self.tier_lookups = {"hit": 0, "miss": 0}  # as of the latest scrape; the tier counts them
         self.envelopes_in = self.payload_bytes_in = 0
         self.envelopes_out = self.payload_bytes_out = 0
 

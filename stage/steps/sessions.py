@@ -6,6 +6,7 @@ Sessions are named by QueuedFrame.session_key: (route_id, session_id). When an e
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future
 
 from llguidance import LLMatcher, LLTokenizer
@@ -14,9 +15,10 @@ from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.sampling.constraint import begin
 from relayline.stage.sampling.penalties import biases_of
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
+from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable
 from relayline.stage.steps.step_types import Engine
-from relayline.wire.common.errors import InvalidRequestError
+from relayline.wire.common.errors import InvalidRequestError, RelaylineError, SessionError
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -24,8 +26,11 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 class Sessions:
     """All sessions of all routes."""
 
-    def __init__(self, engine: Engine, lanes: LaneTable, vocabulary: LLTokenizer | None) -> None:
+    def __init__(
+        self, engine: Engine, lanes: LaneTable, vocabulary: LLTokenizer | None, states: LaneStates | None = None
+    ) -> None:
         self._engine, self._lanes, self._vocabulary = engine, lanes, vocabulary
+        self.states = states or LaneStates(engine, None, None)
         self.samplers: dict[tuple[int, int], SessionSampler] = {}
         self.wants_logits: set[tuple[int, int]] = set()
         self.cancelled: set[tuple[int, int]] = set()  # their close has arrived; the event loop adds, a close removes
@@ -60,6 +65,31 @@ class Sessions:
             self._engine.check_rewind(pair[0].index, frame.position)
             self._engine.copy_prefix(pair[0].index, pair[1].index, frame.position)
             pair[1].next_position = frame.position
+        elif frame.flags & Flag.STORE:
+            self._store(frame)
+        elif frame.flags & Flag.RESTORE:
+            lane, _ = lanes.trim(frame.session_id, frame.route_id, 0)
+            if lane.next_position:
+                raise SessionError(f"session {frame.session_id:x} already holds {lane.next_position} positions")
+            self.states.restore(frame.argument, lane.index, frame.position)
+            lane.next_position = frame.position
+
+    def begin_restore(self, key: int) -> Future[None] | None:
+        """Begin to read a state that is on the disk alone, None where there is none to wait for. Any thread."""
+        return self.states.begin(key)
+
+    def _store(self, frame: QueuedFrame) -> None:
+        """Store what a lane holds; where that cannot be, whoever wants it is refused and reads it anew."""
+        if not frame.position:
+            self.states.forget(frame.argument)
+            return
+        with contextlib.suppress(RelaylineError):
+            lane, drop_from = self._lanes.trim(frame.session_id, frame.route_id, frame.position)
+            if drop_from is not None:
+                self._engine.check_rewind(lane.index, drop_from)
+                self._engine.drop_from(lane.index, drop_from)
+                lane.next_position = drop_from
+            self.states.store(frame.argument, lane.index, frame.position)
 
     def _open(self, frame: QueuedFrame) -> None:
         options, key = frame.options or pb.SessionOptions(), frame.session_key

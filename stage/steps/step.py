@@ -19,6 +19,7 @@ from llguidance import LLTokenizer
 
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.speed.curves import shape_of
+from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable, LaneUsage
 from relayline.stage.steps.padding import Padding
 from relayline.stage.steps.picking import count_wanted, drafts_of, is_guessed_wrong, pick, wanted_rows
@@ -49,10 +50,14 @@ class StepExecutor:
         close: Callable[[], None] = lambda: None,
         padding: Padding | None = None,
         vocabulary: LLTokenizer | None = None,
+        states: LaneStates | None = None,
     ) -> None:
-        """`vocabulary` is the last stage's, for grammars; None: it has none that can follow one."""
+        """`vocabulary` is the last stage's, for grammars; None: it has none that can follow one.
+
+        `states` keeps what lanes held; None: nothing does.
+        """
         self.engine, self.lanes, self.stage_index = engine, lanes, stage_index
-        self.sessions = Sessions(engine, lanes, vocabulary)
+        self.sessions = Sessions(engine, lanes, vocabulary, states)
         self.routes: dict[int, RouteWiring] = {}
         # Says which span a batch of these frames will have: 25 bytes, zeros for none. Set before the first step.
         self.mark: Callable[[list[QueuedFrame]], bytes] = lambda members: trace_context.NONE
@@ -166,6 +171,7 @@ class StepExecutor:
         """Give every session's lane and sampler back, then the engine's memory."""
         for route_id in list(self.routes):
             self.reset_route(route_id, None)
+        self.sessions.states.close()
         self._close_engine()
 
     # --- controls and placement ---------------------------------------------------------------------------------------

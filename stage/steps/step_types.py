@@ -40,6 +40,15 @@ class Engine(Protocol):
     def clear(self, lane: int) -> None: ...  # noqa: D102
 
 
+class Saver(Protocol):
+    """What the tier needs of the native engine; see stage.engine.saved_lanes.SavedLanes."""
+
+    @property
+    def token_ns(self) -> float: ...  # noqa: D102
+    def save(self, lane: int) -> npt.NDArray[np.uint8]: ...  # noqa: D102
+    def restore(self, lane: int, saved: npt.NDArray[np.uint8]) -> int: ...  # noqa: D102
+
+
 class Embeddings(Protocol):
     """Token ids to hidden rows; only stage 0 has them."""
 

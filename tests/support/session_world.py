@@ -17,6 +17,7 @@ from relayline.coordinator.sessions.generation import GenerationRequest, Samplin
 from relayline.coordinator.sessions.request_log import SessionRecord
 from relayline.coordinator.sessions.session import Session, State
 from relayline.coordinator.sessions.streams import SessionStream
+from relayline.coordinator.sessions.tier import NO_TIER
 from relayline.deploy.testing.simulation.world import smooth
 from relayline.stage.steps.picking import is_guessed_wrong
 from relayline.wire.common.curve import CostCurve
@@ -189,7 +190,7 @@ class World:
         self.n_starts += stages.n_behind < 0
         instances = (f"started {self.n_starts} times",)
         connection = pipeline.epochs.connection = mock.Mock(
-            n_lanes=stages.n_lanes, ctx_tokens=CTX, held=held, instances=instances, keeps_state=False
+            n_lanes=stages.n_lanes, ctx_tokens=CTX, held=held, instances=instances, keeps_state=False, tier=NO_TIER
         )
         curve = smooth() if pipeline.config.schedule.draft else CostCurve()  # two stages: guesses have one to fill
         connection.stage_costs = lambda: [StageCost(curve, curve, 64)] * (2 if curve.is_known else 1)

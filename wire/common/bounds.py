@@ -27,6 +27,10 @@ PLAIN_OPTIONS_BYTES_MAX = 7_168  # serialized SessionOptions of one open frame, 
 OPTIONS_BYTES_MAX = 224 * 1024  # of any session
 OPTIONS_PER_ENVELOPE_BYTES_MAX = 2 * 1024 * 1024  # of all open frames of one envelope; what is more follows in another
 CTX_TOKENS_MAX = 1 << 20  # tokens per stream
+STORED_STATES_MAX = 1_024  # in a stage's tier; an answer to Describe names them all, in 20 bytes each
+STORED_TOKENS_MAX = 8 << 20  # of all stored prefixes together whose tokens a coordinator remembers, in 4 bytes each
+STORED_WRITES_MAX = 4  # states on their way to a disk; one more is kept in memory alone
+STORED_READS_MAX = 4  # states that were read from a disk and wait for their sessions
 DRAFT_TOKENS_MAX = 31  # tokens drafted behind one row; with it they are half a tile of attention; ceiling of --draft
 DRAFTED_ROWS_MAX = 32  # rows that drafts may add to one envelope: the last stage has room for the logits of so many
 

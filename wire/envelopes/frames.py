@@ -39,9 +39,11 @@ class Flag:
     TRIM = 64
     COPY_PREFIX = 128
     CHECKPOINT = 256
+    STORE = 4_096
+    RESTORE = 8_192
 
 
-CONTROL = Flag.OPEN | Flag.CLOSE | Flag.TRIM | Flag.COPY_PREFIX
+CONTROL = Flag.OPEN | Flag.CLOSE | Flag.TRIM | Flag.COPY_PREFIX | Flag.STORE | Flag.RESTORE
 
 FRAME_DTYPE: np.dtype[np.void] = layout.FRAME.dtype()
 FRAME_BYTES = FRAME_DTYPE.itemsize

@@ -115,6 +115,39 @@ class EngineSettings(Settings):
         reader=STAGE,
         unsaid="unified",
     )
+    prefix_memory_bytes: int = setting(
+        512 << 20,
+        """
+    Host memory of each stage for what lanes held whose place another stream took, for prompts that begin alike; 0:
+    none.""",
+        low=0,
+        high=1 << 50,
+        flag="--prefix-memory-bytes",
+        place="context.prefixMemoryBytes",
+        reader=STAGE,
+    )
+    prefix_disk_bytes: int = setting(
+        0,
+        """
+    Disk of each stage for the same, in `prefixDiskDir`: it is written at the end of every answer, and survives a
+    restart; 0: none.""",
+        low=0,
+        high=1 << 50,
+        flag="--prefix-disk-bytes",
+        flag_doc="Disk of each stage for the same, in --prefix-disk-dir: it survives a restart; 0: none.",
+        place="context.prefixDiskBytes",
+        reader=STAGE,
+    )
+    prefix_disk_dir: str = setting(
+        "",
+        """
+    Directory of a host's disk in which its stages keep what lanes held; empty: relayline/prefixes in the user's
+    cache.""",
+        flag="--prefix-disk-dir",
+        place="context.prefixDiskDir",
+        reader=STAGE,
+        host_wins=True,
+    )
     calibrate: bool = setting(
         True,
         "Whether stages measure their cost curve at the first start.",

@@ -17,6 +17,7 @@ from relayline.coordinator.sessions.generation import TokenEvent
 from relayline.coordinator.sessions.prefixes import held_by_all
 from relayline.coordinator.sessions.silence import Silence, Work
 from relayline.coordinator.sessions.streams import Audience
+from relayline.coordinator.sessions.tier import TierFacts, stored_by_all
 from relayline.deploy.testing.cluster.client import Client
 from relayline.deploy.testing.cluster.clock import MS, Clock, S, Violation
 from relayline.deploy.testing.cluster.link import Link
@@ -216,6 +217,7 @@ class Coordinator:
             costs=[StageCost(curve, curve, ROWS_MAX) for _ in self.nodes],
             rewinds=not self.nodes[0].keeps_state,
             keeps_state=self.nodes[0].keeps_state,
+            tier=tier_of(self.nodes),
         )
         for node, silence in zip(self.nodes, self._silences, strict=True):
             silence.heard()
@@ -362,3 +364,13 @@ class Coordinator:
             reader.may_be_refused = reader.came_while_lost or is_later
             if reader.leaves_after and reader.n_tokens == reader.leaves_after:
                 self._clock.after(0, self.leave, reader)
+
+
+def tier_of(nodes: Sequence[Node]) -> TierFacts:
+    """Return what the stages say of their tiers in the handshake, as coordinator.engine.connection reads it."""
+    said = [pb.DescribeResponse() for _ in nodes]
+    for node, message in zip(nodes, said, strict=True):
+        node.executor.sessions.states.tell(message)
+    stored = [{each.key: each.n_tokens for each in message.stored} for message in said]
+    is_on_disk = all(message.stores and node.tier_survives for node, message in zip(nodes, said, strict=True))
+    return TierFacts(stored_by_all(stored), is_used=all(message.stores for message in said), is_on_disk=is_on_disk)

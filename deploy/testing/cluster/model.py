@@ -138,6 +138,32 @@ class ModelEngine:
         if self._checkpoints is not None:
             self._checkpoints.hand_on(source_lane, target_lane, n_tokens)
 
+    @property
+    def token_ns(self) -> float:
+        """Time in which one token of a saved lane comes back."""
+        return 0.0
+
+    def save(self, lane: int) -> npt.NDArray[np.uint8]:
+        """Return all that a lane holds, as stage.engine.saved_lanes.SavedLanes does."""
+        rows = self.lanes[lane]
+        marks = self._checkpoints.positions(lane) if self._checkpoints is not None else []
+        numbers = [len(self._layers), len(rows), *marks, -1, *(value for row in rows for value in row)]
+        return np.array(numbers, np.int32).view(np.uint8)
+
+    def restore(self, lane: int, saved: npt.NDArray[np.uint8]) -> int:
+        """Let an empty lane hold what `save` returned; returns its rows."""
+        if self.lanes[lane]:
+            raise Violation(f"layers {self._layers}: lane {lane} is to be restored, and holds rows")
+        width, n_rows, *numbers = saved.view(np.int32).tolist()
+        if width != len(self._layers):
+            raise Violation(f"layers {self._layers}: a lane of {width} layers is restored")
+        end = numbers.index(-1)
+        for mark in numbers[:end] if self._checkpoints is not None else ():
+            self._checkpoints.add(lane, mark, np.zeros(1, np.uint8))
+        values = numbers[end + 1 :]
+        self.lanes[lane] = [tuple(values[at : at + width]) for at in range(0, len(values), width)]
+        return int(n_rows)
+
     def clear(self, lane: int) -> None:
         """Empty a lane."""
         self.drop_from(lane, 0)

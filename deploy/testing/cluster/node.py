@@ -13,10 +13,12 @@ from collections.abc import Callable
 from relayline.deploy.testing.cluster.clock import MS, Clock, Violation
 from relayline.deploy.testing.cluster.link import Link
 from relayline.deploy.testing.cluster.model import N_LAYERS, ROWS_MAX, WIDTH, ModelEmbeddings, ModelEngine
+from relayline.stage.engine.tier import Tier
 from relayline.stage.inbound import check_due, queued_frames
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.routes import check_newer
 from relayline.stage.steps.batcher import Batcher
+from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable
 from relayline.stage.steps.policy import DrainPolicy, GroupPolicy, Policy
 from relayline.stage.steps.step import StepExecutor
@@ -69,9 +71,11 @@ class Node:
 
     def __init__(
         self, index: int, n_stages: int, n_lanes: int, policy: str, clock: Clock, rng: random.Random, *,
-        keeps_state: bool = False,
+        keeps_state: bool = False, tier_bytes: int = 0, tier_survives: bool = False,
     ) -> None:  # fmt: skip
-        self.keeps_state = keeps_state
+        """`tier_survives`: what it stored is there after a restart, as from a disk."""
+        self.keeps_state, self._tier_bytes, self.tier_survives = keeps_state, tier_bytes, tier_survives
+        self._tiers: dict[range, Tier] = {}  # by the layers that it is of
         self.index, self.is_last, self._policy = index, index == n_stages - 1, policy
         self._clock, self._rng = clock, rng
         self.ordered = range(N_LAYERS * index // n_stages, N_LAYERS * (index + 1) // n_stages)
@@ -102,12 +106,20 @@ class Node:
         self.engine = ModelEngine(self.layers, n_lanes, is_last=self.is_last, keeps_state=self.keeps_state)
         self.lanes = LaneTable(n_lanes, CTX_TOKENS)
         embeddings = None if self.index else ModelEmbeddings()
-        self.executor = StepExecutor(self.engine, self.lanes, self.index, embeddings)
+        states = LaneStates(self.engine, self.engine, self._tier())
+        self.executor = StepExecutor(self.engine, self.lanes, self.index, embeddings, states=states)
         self.batcher = Batcher(_policy(self._policy))
         self.routes: dict[int, NodeRoute] = {}
         self.step: Step | None = None
         self._n_to_lose = 0
         self._between: list[Callable[[], None]] = []  # what is to be done between two steps
+
+    def _tier(self) -> Tier | None:
+        if not self._tier_bytes:
+            return None
+        if not self.tier_survives:
+            self._tiers.clear()
+        return self._tiers.setdefault(self.layers, Tier(self._tier_bytes))
 
     @property
     def answers(self) -> bool:

@@ -61,6 +61,10 @@ class Plan:
     """One way of a link, on average."""
     keeps_state: bool
     """Lanes have a recurrent state: they can be taken back to checkpoints alone."""
+    tier_bytes: int
+    """Of each stage's tier for what lanes held; 0: none."""
+    tier_survives: bool
+    """What it stored is there after a restart, as from a disk."""
     has_slow_calls: bool
     """Some calls take much longer, and may come after those of the next attempt."""
     has_late_answers: bool
@@ -120,6 +124,8 @@ def plan_of(seed: str, kinds: Sequence[str] = KINDS) -> Plan:
         share=rng.random() < 0.5,
         delay_ns=rng.choice((MS // 10, MS, 10 * MS)),
         keeps_state=random.Random(f"{seed} state").random() < 0.3,
+        tier_bytes=random.Random(f"{seed} tier").choice((0, 4_000, 1_000_000)),
+        tier_survives=random.Random(f"{seed} disk").random() < 0.5,
         has_slow_calls=rng.random() < 0.4,
         has_late_answers=rng.random() < 0.4,
         wishes=tuple(wishes),
@@ -161,6 +167,8 @@ CALM = Plan(
     share=False,
     delay_ns=MS,
     keeps_state=False,
+    tier_bytes=0,
+    tier_survives=False,
     has_slow_calls=False,
     has_late_answers=True,
     wishes=tuple(Wish(50 * MS * at, 0, (7, 8, 9 + at), 20, None, False, None) for at in range(3)),

@@ -57,7 +57,17 @@ class Cluster:
         self._poison: dict[tuple[int, int], int] = {}  # (route, session) -> the stage that it brings down
         n = plan.n_stages
         self.nodes = [
-            Node(i, n, plan.n_lanes, plan.stage_policy, self.clock, self._rng, keeps_state=plan.keeps_state)
+            Node(
+                i,
+                n,
+                plan.n_lanes,
+                plan.stage_policy,
+                self.clock,
+                self._rng,
+                keeps_state=plan.keeps_state,
+                tier_bytes=plan.tier_bytes,
+                tier_survives=plan.tier_survives,
+            )
             for i in range(n)
         ]
         for node in self.nodes:

@@ -1,0 +1,220 @@
+"""What lanes held before others took them, as the coordinator knows it: what is stored, and when it comes back. Pure.
+
+Stages keep it by a key of the tokens, each as long as its bounds allow. The coordinator remembers the keys that all of
+them had, with their tokens, and brings back what a prompt begins with. A stage that lost its copy refuses; then the
+prefix is forgotten here, and the prompt is read. In each handshake the stages say what they have: of what an earlier
+coordinator stored only the length is known, so a prompt must begin with all of it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+
+from relayline.coordinator.sessions.session import OutFrame, Session
+from relayline.wire.common.bounds import STORED_STATES_MAX, STORED_TOKENS_MAX
+from relayline.wire.envelopes.frames import Flag
+
+_KEY_MASK = (1 << 63) - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TierFacts:
+    """What the stages of an epoch say of their tiers together."""
+
+    stored: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Tokens of each key that all of them have, the one used last at the end."""
+    is_used: bool = False
+    """Whether all of them have a tier."""
+    is_on_disk: bool = False
+    """Whether all of them keep it over a restart: then every answer is stored as it ends."""
+    token_ns: float = 0.0
+    """Time in which one token comes back, in all stages one after the other; 0: not known."""
+
+
+NO_TIER = TierFacts()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stored:
+    """One prefix."""
+
+    key: int
+    n_tokens: int
+    tokens: array[int] | None
+    """None: an earlier coordinator stored it."""
+    checkpoints: tuple[int, ...] = ()
+    """Where stages with a recurrent state can take it back to, beside its end."""
+
+
+class Tier:
+    """The stored prefixes of one pipeline, in the order of their last use."""
+
+    def __init__(self) -> None:
+        self._facts = TierFacts()
+        self._stored: collections.OrderedDict[int, Stored] = collections.OrderedDict()
+        self._n_tokens = self._n_stored = self._n_restored = 0
+        self._read_ns: Callable[[int], float] = lambda _: 0.0
+        self._restored: dict[int, int] = {}  # session id -> key, of running sessions
+
+    @property
+    def is_used(self) -> bool:
+        """Whether every stage can store and bring back."""
+        return self._facts.is_used
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether what is stored survives a stage's restart."""
+        return self._facts.is_used and self._facts.is_on_disk
+
+    def renew(self, facts: TierFacts, read_ns: Callable[[int], float]) -> None:
+        """Begin an epoch: what some stage no longer has is forgotten. `read_ns(n)` predicts the reading of a prompt."""
+        known, self._facts, self._read_ns = self._stored, facts, read_ns
+        self._stored, self._n_tokens = collections.OrderedDict(), 0
+        self._restored.clear()
+        if not facts.is_used:
+            return
+        for key, n_tokens in facts.stored.items():
+            before = known.get(key)
+            self._add(before if before and before.n_tokens == n_tokens else Stored(key, n_tokens, None))
+
+    def _add(self, stored: Stored) -> None:
+        self._stored[stored.key] = stored
+        self._n_tokens += _weight(stored)
+        while len(self._stored) > STORED_STATES_MAX or self._n_tokens > STORED_TOKENS_MAX:
+            self._drop(next(iter(self._stored)))
+
+    def _drop(self, key: int) -> None:
+        if (stored := self._stored.pop(key, None)) is not None:
+            self._n_tokens -= _weight(stored)
+
+    def store(self, session: Session, n_tokens: int) -> list[OutFrame]:
+        """Store the first n_tokens of what a session's lane holds, which ends; earlier turns give their places up.
+
+        Returns the frames that do it; they go before the session's close, and before what takes its lane.
+        """
+        if not self.is_used:
+            return []
+        tokens = array("i", session.history[:n_tokens])
+        key = key_of(tokens)
+        if key in self._stored:
+            self._stored.move_to_end(key)
+            return []
+        frames = [
+            OutFrame(session, 0, (), Flag.STORE, other.key)
+            for other in list(self._stored.values())
+            if other.tokens is not None and other.n_tokens < n_tokens and tokens[: other.n_tokens] == other.tokens
+        ]
+        for frame in frames:
+            self._drop(frame.argument)
+        checkpoints = tuple(at for at in session.checkpoints if at <= n_tokens)
+        self._add(Stored(key, n_tokens, tokens, checkpoints))
+        self._n_stored += 1
+        return [OutFrame(session, n_tokens, (), Flag.STORE, key), *frames]
+
+    def longest(self, history: Sequence[int], n_least: int, *, keeps_state: bool) -> tuple[Stored | None, int]:
+        """Return what a prompt begins with most of, and how many tokens of it, more than n_least; else None.
+
+        The prompt's last token is read in any case. What takes longer to bring back than to read is left out.
+        """
+        if not self._stored:
+            return None, 0
+        known = array("i", history[:-1])
+        best, n_best = self._of_others(known, n_least)
+        for stored in self._stored.values():
+            n_common = _common(stored, known, n_best, keeps_state=keeps_state)
+            if n_common > n_best:
+                best, n_best = stored, n_common
+        if best is None or self._facts.token_ns * best.n_tokens > self._read_ns(n_best - n_least) > 0:
+            return None, 0
+        return best, n_best
+
+    def _of_others(self, known: array[int], n_least: int) -> tuple[Stored | None, int]:
+        """Return the longest prefix that is known by its key alone."""
+        unknown = sorted((each for each in self._stored.values() if each.tokens is None), key=lambda e: e.n_tokens)
+        best, n_best, at, digest = None, n_least, 0, _digest()
+        for stored in unknown:
+            if stored.n_tokens > len(known):
+                break
+            digest.update(known[at : stored.n_tokens].tobytes())
+            at = stored.n_tokens
+            if at > n_best and _key(digest) == stored.key:
+                best, n_best = stored, at
+        return best, n_best
+
+    def restore(self, session: Session, stored: Stored, n_tokens: int) -> list[OutFrame]:
+        """Let a session that was just started read on behind a prefix; as `Session.continue_from`."""
+        if stored.tokens is None:  # they are the prompt's: from now on a part of them will do
+            tokens = array("i", session.history[: stored.n_tokens])
+            self._drop(stored.key)
+            self._add(Stored(stored.key, stored.n_tokens, tokens))
+        self._stored.move_to_end(stored.key)
+        self._restored[session.session_id] = stored.key
+        self._n_restored += 1
+        session.n_sent = session.n_copied = n_tokens
+        session.checkpoints = [at for at in stored.checkpoints if at <= n_tokens]
+        session.stops = [at for at in session.stops if at > n_tokens]
+        return [OutFrame(session, n_tokens, (), Flag.RESTORE, stored.key)]
+
+    def ended(self, session_id: int) -> None:
+        """A session has ended or begins again."""
+        self._restored.pop(session_id, None)
+
+    def refused(self, session_id: int) -> None:
+        """A stage refused a frame of a session: what that was brought back from is not trusted any more."""
+        if (key := self._restored.pop(session_id, None)) is not None:
+            self._drop(key)
+
+    def figures(self) -> dict[str, int]:
+        """Return what is stored, and how often that was done and brought back, for GET /v1/pipeline."""
+        n_tokens = sum(stored.n_tokens for stored in self._stored.values())
+        return {
+            "prefixes": len(self._stored),
+            "tokens": n_tokens,
+            "stored": self._n_stored,
+            "restored": self._n_restored,
+        }
+
+
+def stored_by_all(stored: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    """Return the tokens of each key that all stages have alike, in the order of the first."""
+    if not stored:
+        return {}
+    first, *others = stored
+    return {key: n for key, n in first.items() if all(other.get(key) == n for other in others)}
+
+
+def key_of(tokens: array[int]) -> int:
+    """Return the key of a prefix: 63 bits of a hash that nobody can make two prefixes meet in by choice alone."""
+    digest = _digest()
+    digest.update(tokens.tobytes())
+    return _key(digest)
+
+
+def _digest() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=8, person=b"relayline prefix")
+
+
+def _key(digest: hashlib.blake2b) -> int:
+    return int.from_bytes(digest.digest(), "little") & _KEY_MASK
+
+
+def _weight(stored: Stored) -> int:
+    return 0 if stored.tokens is None else stored.n_tokens
+
+
+def _common(stored: Stored, known: array[int], n_best: int, *, keeps_state: bool) -> int:
+    """Return how many tokens of a prefix, whose tokens are known, a prompt begins with and stages can bring back."""
+    tokens = stored.tokens
+    if tokens is None or n_best >= min(len(tokens), len(known)) or tokens[n_best] != known[n_best]:
+        return 0  # no better, and comparing long prefixes takes its time
+    low, high = 0, min(len(tokens), len(known))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if tokens[low:middle] == known[low:middle] else (low, middle - 1)
+    if keeps_state and low < stored.n_tokens:
+        return max((at for at in stored.checkpoints if at <= low), default=0)
+    return low

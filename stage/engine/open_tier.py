@@ -1,0 +1,48 @@
+"""The tier that a stage's settings ask for."""
+
+from __future__ import annotations
+
+import logging
+from importlib import metadata
+from pathlib import Path
+
+from relayline.stage.engine import ggml
+from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.engine.tier import Tier
+from relayline.stage.engine.tier_disk import TierDisk
+from relayline.wire.common.places import cache_dir
+from relayline.wire.settings.table import EngineSettings
+
+log = logging.getLogger("relayline.stage")
+
+_DIRECTORY = "prefixes"  # below relayline's cache
+
+
+def open_tier(settings: EngineSettings, artifact: StageArtifact) -> Tier | None:
+    """Return the tier; None where none is asked for. A disk that cannot be used is told in one line, and left out."""
+    disk = None
+    if settings.prefix_disk_bytes:
+        directory = (
+            Path(settings.prefix_disk_dir).expanduser() if settings.prefix_disk_dir else cache_dir() / _DIRECTORY
+        )
+        try:
+            disk = TierDisk(directory, identity_of(settings, artifact), settings.prefix_disk_bytes)
+        except BlockingIOError:
+            log.warning("another stage keeps its prefixes in %s; this one keeps them in memory alone", directory)
+        except OSError as error:
+            reason = error.strerror or error
+            log.warning("prefixes cannot be kept in %s: %s; they are kept in memory alone", directory, reason)
+    if disk is None and not settings.prefix_memory_bytes:
+        return None
+    return Tier(settings.prefix_memory_bytes, disk)
+
+
+def identity_of(settings: EngineSettings, artifact: StageArtifact) -> str:
+    """Return all on which a lane's state depends, beside its tokens."""
+    rope = artifact.long_rope
+    is_long = rope is not None and settings.ctx_tokens > rope.original_tokens
+    facts = (
+        artifact.source_sha256, artifact.architecture, artifact.layer_start, artifact.layer_end, settings.kv_type,
+        settings.layout_used, is_long, metadata.version("llama-cpp-python"), ggml.kernels(),
+    )  # fmt: skip
+    return "\n".join(map(str, facts))

@@ -1,0 +1,126 @@
+"""Whole lanes as bytes that outlive them: for the tier of what lanes held, see `stage.engine.tier`. Decode thread only.
+
+A saved lane is one array: eight numbers of 64 bits or more (see `_head`), llama.cpp's state of the lane, and the
+checkpoints of its recurrent state, where it has one. llama.cpp reads and writes a lane's state in one call, so a copy
+stands between two steps for as long as it takes: some 0.2 ms for a MB on a CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp as llama
+
+from relayline.stage.engine.recurrent import RecurrentLanes
+from relayline.wire.common.errors import NativeError
+
+if TYPE_CHECKING:
+    from relayline.stage.engine.native import NativeEngine
+
+Saved = npt.NDArray[np.uint8]
+
+_FORM = 1  # of these bytes
+_NUMBERS = 4  # form, tokens, bytes of llama.cpp's state, checkpoints; then position and bytes of each checkpoint
+_BYTE_NS = 0.5  # of a byte that is brought back, before any was: memory as slow as 2 GB/s
+_WEIGHT = 0.2  # of the latest copy in the average
+
+
+class SavedLanes:
+    """Saves lanes of one engine, and brings them back."""
+
+    def __init__(self, engine: NativeEngine, context: Any, states: RecurrentLanes) -> None:
+        self._engine, self._context, self._states = engine, context, states
+        self._byte_ns, self._token_bytes = _BYTE_NS, 1
+
+    @property
+    def token_ns(self) -> float:
+        """Time in which one token of a lane is brought back."""
+        return self._byte_ns * self._token_bytes
+
+    def measure(self, lane: int) -> None:
+        """Learn what one position adds to a lane's state, from a lane that holds exactly one."""
+        n_bytes = llama.llama_state_seq_get_size(self._context, lane)
+        if self._engine.keeps_state:  # that of the whole lane, however long
+            n_bytes -= llama.llama_state_seq_get_size_ext(self._context, lane, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+        self._token_bytes = max(1, n_bytes)
+
+    def save(self, lane: int) -> Saved:
+        """Return all that the lane holds. Raises NativeError where llama.cpp does not give it."""
+        engine, context = self._engine, self._context
+        self._settle(lane)
+        n_tokens, n_bytes = engine.lane_tokens(lane), llama.llama_state_seq_get_size(context, lane)
+        checkpoints = self._states.saved(lane, n_tokens)
+        sizes = [(position, state.nbytes) for position, state in checkpoints]
+        head = np.array([_FORM, n_tokens, n_bytes, len(sizes), *(n for size in sizes for n in size)], np.int64)
+        saved = np.empty(head.nbytes + n_bytes + sum(size for _, size in sizes), np.uint8)
+        saved[: head.nbytes] = head.view(np.uint8)
+        at = head.nbytes
+        if llama.llama_state_seq_get_data(context, _pointer(saved[at:]), n_bytes, lane) != n_bytes:
+            raise NativeError(f"llama.cpp does not give the state of lane {lane}")
+        at += n_bytes
+        for _, state in checkpoints:
+            saved[at : at + state.nbytes] = state
+            at += state.nbytes
+        return saved
+
+    def restore(self, lane: int, saved: Saved) -> int:
+        """Let the lane, which is empty, hold what `save` returned; returns its tokens.
+
+        Raises NativeError, and the lane is empty, where it cannot: there are no cells, or it is of another engine.
+        """
+        started_ns = time.monotonic_ns()
+        n_tokens, n_bytes, sizes = _head(saved)
+        self._settle(lane)
+        at = 8 * (_NUMBERS + 2 * len(sizes))
+        if at + n_bytes + sum(size for _, size in sizes) != saved.nbytes:
+            raise NativeError(f"{saved.nbytes} bytes are not the state of a lane")
+        n_read = llama.llama_state_seq_set_data(self._context, _pointer(saved[at:]), n_bytes, lane)
+        if n_read != n_bytes or self._engine.lane_tokens(lane) != n_tokens:
+            self._engine.clear(lane)
+            raise NativeError(f"llama.cpp does not take a state of {n_bytes} bytes for lane {lane}")
+        at += n_bytes
+        checkpoints = []
+        for position, size in sizes:
+            checkpoints.append((position, saved[at : at + size].copy()))
+            at += size
+        self._states.put_back(lane, checkpoints)
+        taken_ns = (time.monotonic_ns() - started_ns) / saved.nbytes
+        self._byte_ns += _WEIGHT * (taken_ns - self._byte_ns)
+        return n_tokens
+
+    def _settle(self, lane: int) -> None:
+        """Let copies of whole lanes be made that llama.cpp puts off until the next step: one row, forgotten again.
+
+        Raises NativeError where the lane could not forget it.
+        """
+        engine = self._engine
+        if not engine.copies_wait:
+            return
+        position = engine.lane_tokens(lane)
+        if position and (engine.keeps_state or position >= engine.config.settings.ctx_tokens):
+            raise NativeError(f"lane {lane} waits for a copy, and has no room for another row")
+        engine.input_rows[0], engine.seq_ids[0], engine.positions[0], engine.wants[0] = 0.01, lane, position, 1
+        engine.decode(1)
+        engine.drop_from(lane, position)
+
+
+def _head(saved: Saved) -> tuple[int, int, list[tuple[int, int]]]:
+    """Return tokens, bytes of llama.cpp's state, and position and bytes of each checkpoint. Raises NativeError."""
+    if saved.nbytes < 8 * _NUMBERS:
+        raise NativeError(f"{saved.nbytes} bytes are not the state of a lane")
+    form, n_tokens, n_bytes, n_checkpoints = saved[: 8 * _NUMBERS].view(np.int64).tolist()
+    end = 8 * (_NUMBERS + 2 * n_checkpoints)
+    if form != _FORM or min(n_tokens, n_bytes) <= 0 or not 0 <= n_checkpoints <= saved.nbytes // 16:
+        raise NativeError(f"a lane's state of form {form} is not known here")
+    if saved.nbytes < end:
+        raise NativeError(f"{saved.nbytes} bytes are not the state of a lane")
+    numbers = saved[8 * _NUMBERS : end].view(np.int64).tolist()
+    return n_tokens, n_bytes, list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def _pointer(data: Saved) -> Any:
+    return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -1,0 +1,126 @@
+"""What lanes held, kept in host memory and on disk after other streams have taken them. Any thread; never waits.
+
+The coordinator chooses what is stored and when it is brought back, by a key of the lane's tokens; this only keeps. The
+least recently used goes first, from each place by its own bound. What is stored is written to the disk beside, by a
+thread of its own. A state on the disk alone is read beforehand by another one (`begin`), so that the decode thread
+meets bytes in memory, or nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+import numpy.typing as npt
+
+from relayline.stage.engine.tier_disk import TierDisk
+from relayline.wire.common.bounds import STORED_READS_MAX, STORED_STATES_MAX
+
+State = npt.NDArray[np.uint8]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TierFigures:
+    """What a tier holds and did."""
+
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    n_states: int = 0
+    n_hits: int = 0
+    n_misses: int = 0
+
+
+class Tier:
+    """The tier of one stage."""
+
+    def __init__(self, memory_bytes_max: int, disk: TierDisk | None = None) -> None:
+        self._memory_bytes_max, self._disk = memory_bytes_max, disk
+        self._lock = threading.Lock()
+        self._memory: collections.OrderedDict[int, tuple[int, State]] = (
+            collections.OrderedDict()
+        )  # key -> tokens, state
+        self._read: collections.OrderedDict[int, tuple[int, State]] = (
+            collections.OrderedDict()
+        )  # from the disk, for now
+        self._memory_bytes = self._n_hits = self._n_misses = 0
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether what is stored survives a restart."""
+        return self._disk is not None
+
+    def store(self, key: int, n_tokens: int, state: State) -> None:
+        """Keep a state, as far as the bounds allow; it replaces what had this key."""
+        with self._lock:
+            self._forget_memory(key)
+            if state.nbytes <= self._memory_bytes_max:
+                self._memory[key] = (n_tokens, state)
+                self._memory_bytes += state.nbytes
+                while self._memory_bytes > self._memory_bytes_max or len(self._memory) > STORED_STATES_MAX:
+                    self._forget_memory(next(iter(self._memory)))
+        if self._disk is not None:
+            self._disk.write(key, n_tokens, state)
+
+    def fetch(self, key: int) -> tuple[int, State] | None:
+        """Return the tokens and the state of a key; None where it is not in memory: see `begin`."""
+        with self._lock:
+            read = self._read.pop(key, None)
+            found = self._memory.get(key) or read
+            if key in self._memory:
+                self._memory.move_to_end(key)
+            if found is None:
+                self._n_misses += 1
+            else:
+                self._n_hits += 1
+            return found
+
+    def begin(self, key: int) -> Future[None] | None:
+        """Begin to read a state that is on the disk alone; None where there is nothing to wait for."""
+        with self._lock:
+            if self._disk is None or key in self._memory or key in self._read:
+                return None
+        return self._disk.read(key, self._was_read)
+
+    def _was_read(self, key: int, n_tokens: int, state: State) -> None:
+        with self._lock:
+            self._read[key] = (n_tokens, state)
+            while len(self._read) > STORED_READS_MAX:
+                self._read.popitem(last=False)
+
+    def forget(self, key: int) -> None:
+        """Give a state's place to others."""
+        with self._lock:
+            self._forget_memory(key)
+            self._read.pop(key, None)
+        if self._disk is not None:
+            self._disk.forget(key)
+
+    def _forget_memory(self, key: int) -> None:
+        if (before := self._memory.pop(key, None)) is not None:
+            self._memory_bytes -= before[1].nbytes
+
+    def stored(self) -> dict[int, int]:
+        """Return the tokens of each key that can be brought back: the latest used last, at most STORED_STATES_MAX."""
+        on_disk = self._disk.stored() if self._disk is not None else {}
+        with self._lock:
+            in_memory = {key: n_tokens for key, (n_tokens, _) in self._memory.items()}
+        found = {key: n_tokens for key, n_tokens in on_disk.items() if key not in in_memory} | in_memory
+        return dict(list(found.items())[-STORED_STATES_MAX:])
+
+    def figures(self) -> TierFigures:
+        """Return what it holds and did."""
+        n_states, disk_bytes = len(self.stored()), self._disk.n_bytes if self._disk is not None else 0
+        with self._lock:
+            return TierFigures(self._memory_bytes, disk_bytes, n_states, self._n_hits, self._n_misses)
+
+    def close(self) -> None:
+        """Give everything back but what is on the disk, whose last writes are waited for."""
+        with self._lock:
+            self._memory.clear()
+            self._read.clear()
+            self._memory_bytes = 0
+        if self._disk is not None:
+            self._disk.close()

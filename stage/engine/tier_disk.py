@@ -1,0 +1,180 @@
+"""States of lanes as files: one directory for each engine that can read them, one file for each state. Any thread.
+
+A file's name is its key; it begins with a head that says how long it is and what its bytes hash to. So one that was
+cut or changed is found when it is read, told in one line, and removed. Files are written beside and renamed, without
+waiting for the disk: what a power cut leaves of them is found in the same way.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from relayline.wire.common.bounds import STORED_STATES_MAX, STORED_WRITES_MAX
+
+log = logging.getLogger("relayline.stage")
+
+_HEAD = struct.Struct("<8sQQQQ")  # magic, key, tokens, bytes of the state, their xxh3-64
+_MAGIC = b"rlstate1"
+_SUFFIX = ".state"
+_LOCK = "lock"
+State = npt.NDArray[np.uint8]
+
+
+class TierDisk:
+    """The files of one engine."""
+
+    def __init__(self, directory: Path, identity: str, bytes_max: int) -> None:
+        """Take up what is there of engines of this identity. Raises OSError where the directory cannot be used.
+
+        `identity` says all on which a state depends: model, layers, types. BlockingIOError: another process has it.
+        """
+        self._bytes_max = bytes_max
+        self._directory = directory / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock_file = os.open(self._directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock_file)
+            raise
+        self._lock = threading.Lock()
+        self._files: collections.OrderedDict[int, tuple[int, int]] = collections.OrderedDict()  # key -> tokens, bytes
+        self._n_writing, self._has_failed = 0, False
+        self.n_bytes = 0
+        self._take_up()
+        self._writer = ThreadPoolExecutor(1, "tier-write")
+        self._reader = ThreadPoolExecutor(1, "tier-read")
+
+    def _path(self, key: int) -> Path:
+        return self._directory / f"{key:016x}{_SUFFIX}"
+
+    def _take_up(self) -> None:
+        """Know the files that an earlier process left, the one used last at the end; remove what is none."""
+        for path in self._directory.glob(".*.part"):
+            path.unlink(missing_ok=True)
+        paths = sorted(self._directory.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
+        for path in paths:
+            with path.open("rb") as file:
+                head = file.read(_HEAD.size)
+            if (read := _read_head(head)) is None or read[2] + _HEAD.size != path.stat().st_size:
+                _remove_damaged(path)
+                continue
+            self._files[read[0]] = (read[1], path.stat().st_size)
+            self.n_bytes += path.stat().st_size
+        self._make_room()
+
+    def _make_room(self) -> None:
+        while self.n_bytes > self._bytes_max or len(self._files) > STORED_STATES_MAX:
+            self._drop(next(iter(self._files)))
+
+    def _drop(self, key: int) -> None:
+        if (known := self._files.pop(key, None)) is not None:
+            self.n_bytes -= known[1]
+            with contextlib.suppress(OSError):
+                self._path(key).unlink()
+
+    def stored(self) -> dict[int, int]:
+        """Return the tokens of each key, the one used last at the end."""
+        with self._lock:
+            return {key: n_tokens for key, (n_tokens, _) in self._files.items()}
+
+    def write(self, key: int, n_tokens: int, state: State) -> None:
+        """Write a state beside, unless too much waits for that."""
+        n_bytes = _HEAD.size + state.nbytes
+        with self._lock:
+            if n_bytes > self._bytes_max or self._n_writing >= STORED_WRITES_MAX or key in self._files:
+                return
+            self._n_writing += 1
+        self._writer.submit(self._write, key, n_tokens, state)
+
+    def _write(self, key: int, n_tokens: int, state: State) -> None:
+        partial = self._directory / f".{key:016x}.part"
+        head = _HEAD.pack(_MAGIC, key, n_tokens, state.nbytes, xxhash.xxh3_64_intdigest(state.data))
+        try:
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(head)
+                file.write(state.data)
+            with self._lock:
+                partial.replace(self._path(key))
+                self._drop_known(key)
+                self._files[key] = (n_tokens, _HEAD.size + state.nbytes)
+                self.n_bytes += _HEAD.size + state.nbytes
+                self._make_room()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            if not self._has_failed:  # each answer would tell it again
+                log.warning("prefixes cannot be kept in %s: %s", self._directory, error.strerror or error)
+            self._has_failed = True
+        finally:
+            with self._lock:
+                self._n_writing -= 1
+
+    def _drop_known(self, key: int) -> None:
+        if (known := self._files.pop(key, None)) is not None:
+            self.n_bytes -= known[1]
+
+    def read(self, key: int, take: Callable[[int, int, State], None]) -> Future[None] | None:
+        """Read a state beside, and give it to `take(key, n_tokens, state)`; None where there is none."""
+        with self._lock:
+            if key not in self._files:
+                return None
+            self._files.move_to_end(key)
+        return self._reader.submit(self._read, key, take)
+
+    def _read(self, key: int, take: Callable[[int, int, State], None]) -> None:
+        path = self._path(key)
+        try:
+            data = np.fromfile(path, np.uint8)
+        except OSError as error:
+            log.warning("%s cannot be read: %s", path, error.strerror or error)
+            self.forget(key)
+            return
+        read = _read_head(data[: _HEAD.size].tobytes())
+        state = data[_HEAD.size :]
+        if read is None or read[0] != key or read[2:] != (state.nbytes, xxhash.xxh3_64_intdigest(state.data)):
+            self.forget(key)
+            _remove_damaged(path)
+            return
+        with contextlib.suppress(OSError):
+            os.utime(path)  # the next process takes it for the one used last
+        take(key, read[1], state)
+
+    def forget(self, key: int) -> None:
+        """Remove a state's file; one that is being written stays until its place is needed."""
+        with self._lock:
+            self._drop(key)
+
+    def close(self) -> None:
+        """Wait for what is being written, at most STORED_WRITES_MAX states, and let others have the directory."""
+        self._reader.shutdown(cancel_futures=True)
+        self._writer.shutdown()
+        os.close(self._lock_file)
+
+
+def _read_head(head: bytes) -> tuple[int, int, int, int] | None:
+    """Return key, tokens, bytes and hash; None where it is no head."""
+    if len(head) != _HEAD.size:
+        return None
+    magic, key, n_tokens, n_bytes, digest = _HEAD.unpack(head)
+    return (key, n_tokens, n_bytes, digest) if magic == _MAGIC else None
+
+
+def _remove_damaged(path: Path) -> None:
+    log.warning("%s is damaged and was removed; the prompt that it is of is read anew", path)
+    with contextlib.suppress(OSError):
+        path.unlink()

@@ -1,0 +1,140 @@
+"""What the coordinator has stages store, and when it has it brought back."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+
+from relayline.coordinator.schedule.prompt_time import read_time
+from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
+from relayline.coordinator.sessions.prefixes import Prefixes
+from relayline.coordinator.sessions.session import OutFrame, Session, State
+from relayline.coordinator.sessions.tier import TierFacts, key_of, stored_by_all
+from relayline.wire.common.curve import CostCurve
+from relayline.wire.envelopes.frames import Flag
+
+NAMES = {
+    Flag.OPEN: "open", Flag.COPY_PREFIX: "copy", Flag.CLOSE: "close", Flag.STORE: "store", Flag.RESTORE: "restore",
+}  # fmt: skip
+CURVE = CostCurve([(1, 1_000_000), (64, 4_000_000)])
+COSTS = [StageCost(CURVE, CURVE, 64)]
+READ_NS = read_time(COSTS)
+
+
+def session_of(session_id: int, tokens: list[int], lane: int = 0, *, cached: bool = True) -> Session:
+    request = GenerationRequest(str(session_id), tuple(tokens), 8, SamplingParams(), cache_prompt=cached)
+    return Session(session_id, request, lambda _: False, lane=lane)
+
+
+def ended(session_id: int, tokens: list[int], *, cached: bool = True) -> Session:
+    session = session_of(session_id, [*tokens, 9], cached=cached)
+    session.state = State.DONE
+    return session
+
+
+def told(frames: list[OutFrame]) -> list[tuple[str, int, int]]:
+    return [(NAMES[frame.flags], frame.session.session_id, frame.position) for frame in frames]
+
+
+def prefixes(
+    n_max: int | None = None, free: tuple[int, ...] = (), facts: TierFacts | None = None, keeps_state: bool = False
+) -> Prefixes:
+    made = Prefixes(n_max, itertools.count(100), lambda: free, {})
+    made.renew(4, is_per_lane=False, tier=facts or TierFacts(is_used=True), read_ns=READ_NS, keeps_state=keeps_state)
+    return made
+
+
+def run_of(first: int, n_tokens: int) -> list[int]:
+    return list(range(first, first + n_tokens))
+
+
+def test_where_no_lane_is_spare_a_turn_is_stored_and_comes_back() -> None:
+    made, turn = prefixes(), run_of(0, 50)
+    assert told(made.keep(ended(1, turn))) == [("store", 1, 50)]
+    following = session_of(2, [*turn, 9, 77])
+    assert told(made.start(following)) == [("open", 2, 0), ("restore", 2, 50)]
+    assert (following.n_sent, following.n_copied, following.prefill_left) == (50, 50, 2)
+    longer = made.keep(ended(2, [*turn, 9, 77, 5]))
+    assert told(longer) == [("store", 2, 53), ("store", 2, 0)], "the earlier turn gives its place up"
+    assert longer[1].argument == key_of(array("i", turn))
+    assert made.tier.figures() == {"prefixes": 1, "tokens": 53, "stored": 2, "restored": 1}
+
+
+def test_a_kept_lane_that_is_taken_goes_to_the_tier_first() -> None:
+    made = prefixes(2, (1, 2))
+    made.renew(4, is_per_lane=True, tier=TierFacts(is_used=True), read_ns=READ_NS)
+    assert told(made.keep(ended(1, run_of(0, 50)))) == [("open", 100, 0), ("copy", 100, 50)]
+    assert told(made.start(session_of(2, run_of(900, 40), lane=2))) == [
+        ("store", 100, 50), ("close", 100, 0), ("open", 2, 0),
+    ]  # fmt: skip
+    assert told(made.start(session_of(3, [*run_of(0, 50), 4])))[1:] == [("restore", 3, 50)]
+
+
+def test_a_part_of_what_is_stored_will_do() -> None:
+    made = prefixes()
+    made.keep(ended(1, run_of(0, 50)))
+    assert told(made.start(session_of(2, [*run_of(0, 44), 7, 7])))[1:] == [("restore", 2, 44)]
+    assert told(made.start(session_of(3, [*run_of(0, 20), 7, 7])))[1:] == [], "so few are as quickly read"
+
+
+def test_with_a_recurrent_state_checkpoints_and_the_end_will_do() -> None:
+    made = prefixes(keeps_state=True)
+    session = ended(1, run_of(0, 50))
+    session.checkpoints = [36]
+    made.keep(session)
+    assert told(made.start(session_of(2, [*run_of(0, 50), 7])))[1:] == [("restore", 2, 50)]
+    part = session_of(3, [*run_of(0, 44), 7, 7])
+    assert told(made.start(part))[1:] == [("restore", 3, 36)]
+    assert part.checkpoints == [36]
+
+
+def test_what_would_take_longer_than_reading_is_not_brought_back() -> None:
+    slow = prefixes(facts=TierFacts(is_used=True, token_ns=1_000_000.0))
+    slow.keep(ended(1, run_of(0, 60)))
+    assert told(slow.start(session_of(2, run_of(0, 60)))) == [("open", 2, 0)]
+    assert read_time(COSTS)(128) == 2 * COSTS[0].prefill_ns(64)
+
+
+def test_nobody_is_stored_who_said_not_to_nor_where_a_stage_has_no_tier() -> None:
+    made = prefixes()
+    assert made.keep(ended(1, run_of(0, 50), cached=False)) == []
+    assert prefixes(facts=TierFacts()).keep(ended(1, run_of(0, 50))) == []
+    assert prefixes(0).keep(ended(1, run_of(0, 50))) == [], "prefixes are turned off"
+    made.keep(ended(1, run_of(0, 50)))
+    assert told(made.start(session_of(2, run_of(0, 50), cached=False))) == [("open", 2, 0)]
+
+
+def test_what_a_stage_refused_is_forgotten() -> None:
+    made = prefixes()
+    made.keep(ended(1, run_of(0, 50)))
+    session = session_of(2, run_of(0, 60))
+    made.start(session)
+    made.refused((2, 0), is_full=False)
+    assert made.tier.figures()["prefixes"] == 0
+    assert told(made.start(session_of(3, run_of(0, 60)))) == [("open", 3, 0)]
+
+
+def test_of_an_epoch_stays_what_all_stages_still_have() -> None:
+    made = prefixes()
+    made.keep(ended(1, run_of(0, 50)))
+    made.keep(ended(2, run_of(500, 50)))
+    keys = [key_of(array("i", run_of(first, 50))) for first in (0, 500)]
+    stored = stored_by_all([{keys[0]: 50, keys[1]: 50}, {keys[1]: 50}])
+    made.renew(4, is_per_lane=False, tier=TierFacts(stored, is_used=True), read_ns=READ_NS)
+    assert told(made.start(session_of(3, run_of(0, 60)))) == [("open", 3, 0)]
+    assert told(made.start(session_of(4, run_of(500, 46))))[1:] == [("restore", 4, 45)], "its tokens are known"
+
+
+def test_what_an_earlier_coordinator_stored_is_known_by_its_key() -> None:
+    stored = {key_of(array("i", run_of(first, n))): n for first, n in ((0, 40), (0, 50), (500, 40))}
+    made = prefixes(facts=TierFacts(stored, is_used=True))
+    assert told(made.start(session_of(2, run_of(0, 46))))[1:] == [("restore", 2, 40)]
+    assert told(made.start(session_of(3, run_of(0, 60))))[1:] == [("restore", 3, 50)]
+    assert told(made.start(session_of(4, run_of(0, 45))))[1:] == [("restore", 4, 44)], "by now its tokens are known"
+
+
+def test_with_disks_every_answer_is_stored_as_it_ends() -> None:
+    made = prefixes(2, (1, 2), TierFacts(is_used=True, is_on_disk=True))
+    assert told(made.keep(ended(1, run_of(0, 50)))) == [("store", 1, 50), ("open", 100, 0), ("copy", 100, 50)]
+    assert told(made.start(session_of(2, [*run_of(0, 50), 4])))[1:] == [("copy", 2, 50)], "a lane is nearer"

@@ -1,0 +1,87 @@
+"""Stages that keep what lanes held: chats on few lanes come back, after a restart too; a wrong state is found."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from relayline.deploy.testing.cluster.clock import MS, S, Violation
+from relayline.deploy.testing.cluster.plan import CALM, Plan, Trouble, Wish
+from relayline.deploy.testing.cluster.run import Cluster
+from relayline.stage.engine.tier import Tier
+from relayline.stage.steps.lane_states import LaneStates
+
+LONG = [tuple(range(first, first + 40)) for first in (100, 200, 300)]  # three prompts that have nothing in common
+
+
+def wish(at_ns: int, prompt: tuple[int, ...]) -> Wish:
+    return Wish(at_ns, 0, prompt, 6, None, is_predicted=False, kills_stage=None)
+
+
+def chats(*, tier_bytes: int = 1_000_000, survives: bool = False, troubles: tuple[Trouble, ...] = ()) -> Plan:
+    """Three chats on one lane, one after the other, and each goes on seconds later."""
+    first = [wish(50 * MS + number * S, prompt) for number, prompt in enumerate(LONG)]
+    later = [wish(6 * S + number * S, (*prompt, 7, 8, 9)) for number, prompt in enumerate(LONG)]
+    return dataclasses.replace(
+        CALM,
+        n_lanes=1,
+        prefix_lanes=1,
+        tier_bytes=tier_bytes,
+        tier_survives=survives,
+        wishes=(*first, *later),
+        troubles=troubles,
+    )
+
+
+def figures(cluster: Cluster) -> dict[str, int]:
+    return cluster.coordinators[0].conductor.prefixes.tier.figures()
+
+
+def test_chats_come_back_to_what_lanes_held_before_others_took_them() -> None:
+    cluster = Cluster(chats())
+    assert cluster.run().ends == {"length": 6}
+    told = figures(cluster)
+    assert (told["stored"], told["restored"]) == (6, 3)
+    hits = [node.executor.sessions.states.figures().n_hits for node in cluster.nodes]
+    assert hits == [3, 3, 3], "on every stage alike"
+
+
+def test_without_a_tier_nothing_is_stored() -> None:
+    cluster = Cluster(chats(tier_bytes=0))
+    assert cluster.run().ends == {"length": 6}
+    assert (figures(cluster)["stored"], figures(cluster)["restored"]) == (0, 0)
+
+
+def test_a_stage_with_less_room_has_its_prompts_read_anew() -> None:
+    cluster = Cluster(chats(tier_bytes=450))  # a state has 2 layers of 46 rows, 4 bytes each
+    assert cluster.run().ends == {"length": 6}
+    misses = sum(node.executor.sessions.states.figures().n_misses for node in cluster.nodes)
+    assert misses > 0, "else nothing was lost here"
+
+
+@pytest.mark.parametrize("survives", [False, True], ids=["in memory", "on disk"])
+def test_after_a_restart_of_one_stage(survives: bool) -> None:
+    trouble = Trouble(4 * S, "dies", 1, 50 * MS, 0)
+    cluster = Cluster(chats(survives=survives, troubles=(trouble,)))
+    outcome = cluster.run()
+    assert (outcome.n_deaths, outcome.ends) == (1, {"length": 6})
+    assert figures(cluster)["restored"] == (3 if survives else 0), "what one stage lost, none brings back"
+
+
+def test_a_stage_that_brings_back_another_lane_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = Tier.fetch
+
+    def another(self: Tier, key: int) -> Any:
+        return fetch(self, next(reversed(self._memory)))
+
+    monkeypatch.setattr(Tier, "fetch", another)
+    with pytest.raises(Violation):
+        Cluster(chats()).run()
+
+
+def test_a_stage_that_brings_back_nothing_and_does_not_say_so_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LaneStates, "restore", lambda self, key, lane, n_tokens: None)
+    with pytest.raises(Violation):
+        Cluster(chats()).run()

@@ -1,0 +1,46 @@
+"""Chats on fewer lanes than chats: what real stages stored comes back, and no token changes by that."""
+
+from __future__ import annotations
+
+import pytest
+
+from relayline.deploy.testing.reference import ReferenceModel
+from tests.end_to_end.test_prefix_lanes import LAYOUTS, replays, rows_of
+from tests.support.fleet import (
+    Artifacts,
+    artifacts_fixture,
+    assert_greedy,
+    fleet,
+    prompt_of,
+    request,
+    tokens_of,
+    whole_fixture,
+)
+
+FIXTURES = (artifacts_fixture, whole_fixture)  # pytest finds them in the modules that name them
+N_CHATS, N_TOKENS, N_PROMPT = 4, 6, 60
+
+
+@pytest.mark.parametrize("kv_layout", LAYOUTS)
+async def test_the_second_round_of_more_chats_than_lanes_reads_only_what_is_new(
+    kv_layout: str, artifacts: Artifacts, whole: ReferenceModel
+) -> None:
+    histories = [prompt_of(1 + chat, N_PROMPT) for chat in range(N_CHATS)]
+    async with fleet(artifacts([1, 3]), n_lanes=2, prefix_lanes=None, kv_layout=kv_layout) as running:
+        for round_ in range(2):
+            for chat, history in enumerate(histories):
+                before = await rows_of(running)
+                tokens = await tokens_of(running.pipeline.open(request(history, N_TOKENS)))
+                await running.until_free()
+                assert_greedy(whole, history, tokens)
+                n_read = N_PROMPT if round_ == 0 else 1 + 3
+                n_rows = [now - then for now, then in zip(await rows_of(running), before, strict=True)]
+                assert n_rows == [n_read + N_TOKENS - 1] * 3, f"round {round_}, chat {chat}"
+                histories[chat] = (*history, *tokens, *prompt_of(20 + chat, 3))
+        assert replays(running) == 0
+        told = await running.pipeline.describe()
+    stages = told["stages"]
+    assert isinstance(stages, list)
+    assert {stage["tier"]["misses"] for stage in stages} == {0}
+    assert {stage["tier"]["hits"] for stage in stages} <= {3, 4}, "one may have been in a kept lane"
+    assert all(stage["tier"]["memory_bytes"] > 0 for stage in stages)

@@ -1,8 +1,8 @@
 """Whole lanes as bytes that outlive them: for the tier of what lanes held, see `stage.engine.tier`. Decode thread only.
 
-A saved lane is one array: eight numbers of 64 bits or more (see `_head`), llama.cpp's state of the lane, and the
+A saved lane is one array: a head of numbers of 64 bits (see `_head`), llama.cpp's state of the lane, and the
 checkpoints of its recurrent state, where it has one. llama.cpp reads and writes a lane's state in one call, so a copy
-stands between two steps for as long as it takes: some 0.2 ms for a MB on a CPU.
+stands between two steps for as long as it takes; see HELD_COPIES_MAX in `stage.engine.lane_state` for times.
 """
 
 from __future__ import annotations

@@ -158,8 +158,9 @@ class ModelEngine:
         if width != len(self._layers):
             raise Violation(f"layers {self._layers}: a lane of {width} layers is restored")
         end = numbers.index(-1)
-        for mark in numbers[:end] if self._checkpoints is not None else ():
-            self._checkpoints.add(lane, mark, np.zeros(1, np.uint8))
+        if self._checkpoints is not None:
+            for mark in numbers[:end]:
+                self._checkpoints.add(lane, mark, np.zeros(1, np.uint8))
         values = numbers[end + 1 :]
         self.lanes[lane] = [tuple(values[at : at + width]) for at in range(0, len(values), width)]
         return int(n_rows)

@@ -1,10 +1,10 @@
-"""Held-out loss of the demo model, unsplit and through four stages, with f16 and f32 between them.
+"""Held-out loss of both demo models, unsplit and through two and four stages, with f16 and f32 between them.
 
 The stages run in one process and hand their rows on through the very codec of the wire (wire.envelopes.envelope buffers
 and wire.envelopes.rows): what is measured is what the split and the number format cost in quality. `relayline certify`
 does the same comparison over real processes.
 
-    python -m benches.heldout [--model FILE] [--text FILE] [--stages 4] [--quick]
+    python -m benches.heldout [--model FILE ...] [--text FILE] [--stages 2,4] [--quick]
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from benches.arguments import number
+from benches.arguments import numbers
 from relayline.coordinator.model.split import split_model
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.engines import engine_config
-from relayline.deploy.testing.paths import DEMO
+from relayline.deploy.testing.paths import DEMO, DEMO_MODEL, HYBRID_DEMO_MODEL
 from relayline.stage.engine.embedding import EmbeddingTable
 from relayline.stage.engine.native import NativeEngine
 from relayline.wire.envelopes.buffers import Buffer
@@ -84,35 +84,42 @@ def rows_of(tokens: Sequence[int], begin: int) -> Iterator[list[int]]:
         yield [begin, *tokens[at : at + ROW_TOKENS]]
 
 
+def score(model: Path, text: str, n_stages: int, dtype: int, max_rows: int | None) -> tuple[float, float]:
+    """Return nats per token and bits per byte of a text, or of its first rows."""
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        pipeline = split_model(model, directory, n_stages=n_stages, cuts=None)
+        tokenizer = Tokenizer.load(directory / pipeline.tokenizer.file)
+        assert tokenizer.bos is not None
+        tokens = tokenizer.encode(text, add_special=False, parse_special=False)
+        rows = list(rows_of(tokens, tokenizer.bos))[:max_rows]
+        stages = Stages(directory, [stage.file for stage in pipeline.stages], dtype)
+        nats = -float(sum(stages.score(row).sum() for row in rows))
+        stages.close()
+    n_tokens = sum(len(row) - 1 for row in rows)
+    n_bytes = sum(len(tokenizer.piece(token)) for row in rows for token in row[1:])
+    return nats / n_tokens, nats / n_bytes / math.log(2)
+
+
 def main() -> None:
-    """Print one line per way of running the model."""
+    """Print one line per model and way of running it."""
     parser = argparse.ArgumentParser(prog="python -m benches.heldout", description=__doc__)
-    parser.add_argument("--model", type=Path, default=DEMO / "relayline-demo.gguf")
+    parser.add_argument("--model", type=Path, nargs="+", default=[DEMO_MODEL, HYBRID_DEMO_MODEL])
     parser.add_argument("--text", type=Path, default=DEMO / "heldout.txt")
-    parser.add_argument("--stages", type=number, default=4)
+    parser.add_argument("--stages", type=numbers, default=(2, 4))
     parser.add_argument("--quick", action="store_true", help="the first two rows only")
     options = parser.parse_args()
     text = options.text.read_text(encoding="utf-8")
-    with tempfile.TemporaryDirectory() as scratch:
-        for n_stages, dtype, label in (
-            (1, DTYPE_F32, "unsplit"),
-            (options.stages, DTYPE_F16, f"{options.stages} stages, f16 wire"),
-            (options.stages, DTYPE_F32, f"{options.stages} stages, f32 wire"),
-        ):
-            directory = Path(scratch) / str(n_stages)
-            pipeline = split_model(options.model, directory, n_stages=n_stages, cuts=None)
-            tokenizer = Tokenizer.load(directory / pipeline.tokenizer.file)
-            assert tokenizer.bos is not None
-            tokens = tokenizer.encode(text, add_special=False, parse_special=False)
-            rows = list(rows_of(tokens, tokenizer.bos))[: 2 if options.quick else None]
-            stages = Stages(directory, [stage.file for stage in pipeline.stages], dtype)
-            scores = np.concatenate([stages.score(row) for row in rows])
-            stages.close()
-            n_bytes = sum(len(tokenizer.piece(token)) for row in rows for token in row[1:])
-            nats = -float(scores.sum())
-            print(
-                f"{label:24} {nats / len(scores):.4f} nats per token  {nats / n_bytes / math.log(2):.4f} bits per byte"
-            )
+    ways = [("unsplit", 1, DTYPE_F32)]
+    for n_stages in options.stages:
+        ways += [
+            (f"{n_stages} stages, {name} wire", n_stages, d) for name, d in (("f16", DTYPE_F16), ("f32", DTYPE_F32))
+        ]
+    for model in options.model:
+        print(model.stem)
+        for label, n_stages, dtype in ways:
+            per_token, per_byte = score(model, text, n_stages, dtype, 2 if options.quick else None)
+            print(f"  {label:24} {per_token:.4f} nats per token  {per_byte:.4f} bits per byte", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,3 +8,4 @@ DEPLOY = Path(__file__).resolve().parents[1]
 ROOT = DEPLOY.parent
 DEMO = DEPLOY / "demo"
 DEMO_MODEL = DEMO / "relayline-demo.gguf"
+HYBRID_DEMO_MODEL = DEMO / "relayline-demo-hybrid.gguf"  # of a source checkout alone: no wheel carries it

@@ -24,6 +24,7 @@ from typing import IO, Any
 
 from relayline.wire.common.child_command import module_command
 
+COMMAND = "relayline.deploy.cli.main"  # run by name, as a process of its own would be: this room is below that one
 # What a command replaces its process for, see deploy/machine/huge_pages.py.
 UNFORKABLE = ("stage", "calibrate")
 _READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "GLIBC_", "MALLOC_", "OMP_", "OPENBLAS_", "GRPC_", "OTEL_")
@@ -106,9 +107,8 @@ def main() -> None:
 
 
 def _import_all() -> None:
-    from relayline.deploy.cli.main import COMMANDS
-
-    for module in ("relayline.stage.process", "relayline.coordinator.serve", *(name for name, _ in COMMANDS.values())):
+    commands = importlib.import_module(COMMAND).COMMANDS
+    for module in ("relayline.stage.process", "relayline.coordinator.serve", *(name for name, _ in commands.values())):
         importlib.import_module(module)
 
 
@@ -127,9 +127,7 @@ def _become(told: Mapping[str, Any], streams: Sequence[int], set_by_imports: Map
         os.environ.update({**set_by_imports, **told["environment"]})
         os.chdir(str(told["directory"]))
         sys.argv = ["relayline", *told["arguments"]]
-        from relayline.deploy.cli.main import main as command
-
-        command()
+        importlib.import_module(COMMAND).main()
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)

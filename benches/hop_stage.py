@@ -176,6 +176,8 @@ def _artifact(index: int, width: int) -> StageArtifact:
         path=Path("hop.gguf"),
         architecture="none",
         n_embd=width,
+        width_in=width,
+        width_out=width,
         n_vocab=N_VOCAB,
         stage_index=index,
         stage_count=2,

@@ -174,7 +174,7 @@ def hello_of(request: pb.ConfigureRequest, artifact: StageArtifact) -> pb.LinkOp
         pipeline_id=artifact.pipeline_id,
         source_sha256=artifact.source_sha256,
         next_layer=artifact.layer_end,
-        n_embd=artifact.n_embd,
+        n_embd=artifact.width_out,
         dtype=request.wire_dtype,
     )
 
@@ -188,7 +188,7 @@ def check_fit(hello: pb.LinkOpen, artifact: StageArtifact) -> None:
             ("pipeline", printable(hello.pipeline_id[:12]), artifact.pipeline_id[:12]),
             ("model", printable(hello.source_sha256[:12]), artifact.source_sha256[:12]),
             ("next layer", hello.next_layer, artifact.layer_start),
-            ("width", hello.n_embd, artifact.n_embd),
+            ("width", hello.n_embd, artifact.width_in),
         )
         if theirs != ours
     ]

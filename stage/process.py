@@ -193,7 +193,7 @@ async def serve_changing(config: StageConfig, load: Load | None = None) -> Async
     served = Served(load_stage, make_policy, StageStats(), crashed)
     served.start(facts, executor, telemetry)
     artifact = facts.artifact
-    receive_bytes_max = min(bytes_max_of(1 if artifact.is_first else artifact.n_embd), MESSAGE_BYTES_MAX)
+    receive_bytes_max = min(bytes_max_of(1 if artifact.is_first else artifact.width_in), MESSAGE_BYTES_MAX)
     listener = Listener(config.security, f"stage {artifact.stage_index}", receive_bytes_max, config.coordinator)
     served.begin(listener.guard)
     server = listener.server

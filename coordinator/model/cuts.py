@@ -35,6 +35,8 @@ class CutFacts(Protocol):
     @property
     def windows(self) -> tuple[bool, ...]: ...  # noqa: D102
     @property
+    def needed(self) -> tuple[bool, ...]: ...  # noqa: D102
+    @property
     def kinds(self) -> str: ...  # noqa: D102
     @property
     def indexers(self) -> tuple[bool, ...]: ...  # noqa: D102
@@ -54,12 +56,19 @@ def is_allowed(facts: CutFacts, start: int, end: int) -> bool:
         return False
     if _lacks_choice(facts, start) or _lacks_window(facts, start, end) or _lacks_kind(facts, start, end):
         return False
+    if _lacks_needed(facts, start, end):
+        return False
     return end - start == facts.n_layers or end - start not in facts.forbidden_lengths
 
 
 def _lacks_window(facts: CutFacts, start: int, end: int) -> bool:
     """Tell whether llama_model::create_memory would abort the process: it asserts that some layer has a window."""
     return bool(facts.windows) and not any(facts.windows[start:end])
+
+
+def _lacks_needed(facts: CutFacts, start: int, end: int) -> bool:
+    """Tell whether llama.cpp would end the process for want of a layer of a certain kind."""
+    return bool(facts.needed) and not any(facts.needed[start:end])
 
 
 def _lacks_kind(facts: CutFacts, start: int, end: int) -> bool:
@@ -117,6 +126,8 @@ def _reason(facts: CutFacts, edges: Sequence[int]) -> str:
     """Tell why the layers between one edge and the next cannot be stages."""
     if any(_lacks_window(facts, start, end) for start, end in itertools.pairwise(edges)):
         return "llama.cpp runs layers without a sliding window only together with one that has a window"
+    if any(_lacks_needed(facts, start, end) for start, end in itertools.pairwise(edges)):
+        return "llama.cpp runs no layers of this model without one that compresses four tokens into a cell"
     if any(_lacks_kind(facts, start, end) for start, end in itertools.pairwise(edges)):
         return "llama.cpp runs layers with a recurrent state only together with one that attends, and the reverse"
     if any(_lacks_choice(facts, start) for start in edges[:-1]):

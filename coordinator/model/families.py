@@ -201,6 +201,39 @@ FAMILIES: dict[str, Family] = {
         Family("mamba", "Mamba, Falcon Mamba", kinds=rules.recurrent_kinds),
         Family("mamba2", "Mamba 2, Mamba Codestral", kinds=rules.recurrent_kinds),
         Family("bailingmoe3", "Ling 3, Ring 3", kinds=rules.headless_kinds),
+        # Hyper-connections: layers hand on several streams of a row, which enter a graph behind its embedding.
+        Family(
+            "deepseek4",
+            "DeepSeek V4 Flash, Pro",
+            head_required=True,
+            streams=rules.hyper_connections,
+            enters_inside=True,
+            refusal=rules.deepseek4_refusal,
+            needed=rules.deepseek4_needed,
+            cache_values=rules.deepseek4_kv_values,
+            state_values=rules.deepseek4_states,
+            dropped=frozenset({"exp_probs_b_vl.bias"}),
+        ),
+        Family(
+            "hy_v4",
+            "Hunyuan 4",
+            head_required=True,
+            streams=rules.hyper_connections,
+            enters_inside=True,
+            indexers=rules.hy_v4_indexers,
+        ),
+        Family(
+            "glm5-next",
+            "GLM-5.3 Flash",
+            head_required=True,
+            streams=rules.hyper_connections,
+            enters_inside=True,
+            kinds=rules.headless_kinds,
+            indexers=rules.glm5_next_indexers,
+        ),
+        # Embeddings are normed before the first layer, and rows of an earlier stage are not to be.
+        Family("bloom", "BLOOM, BLOOMZ", enters_inside=True),
+        Family("muse-glimmer", "Muse Glimmer 30B", head_required=True, windows=windows_of(4), enters_inside=True),
         Family("kimi-linear", "Kimi Linear 48B-A3B", head_required=True, kinds=rules.headless_kinds),
     )
 }

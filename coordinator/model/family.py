@@ -126,6 +126,18 @@ def _no_orders(_: Metadata) -> RowOrders:
     return {}
 
 
+def _one_row(_: Metadata) -> int:
+    return 1
+
+
+# Layers of which every slice must have one, one flag per layer; empty where any will do.
+Needed = tuple[bool, ...]
+
+
+def _none_needed(_: Metadata) -> Needed:
+    return ()
+
+
 def _all_read(_: Windows) -> frozenset[str]:
     return frozenset()
 
@@ -149,9 +161,15 @@ class Family:
     indexers: Callable[[Metadata], Indexers] = _no_indexers  # which layers choose what is attended to
     kinds: Callable[[Metadata], Kinds] = _no_kinds  # what each layer keeps of the past, where some have a state
     states_kinds: bool = False  # slices carry RECURRENT_LAYERS: else the pattern counts from the first layer in a file
+    streams: Callable[[Metadata], int] = _one_row  # rows of the model's width that layers hand on for each token
+    cache_values: Callable[[Metadata], tuple[int, ...]] | None = None  # per layer and token; None: by heads
+    state_values: Callable[[Metadata], tuple[int, ...]] | None = None  # per layer and lane, beside those of `kinds`
+    needed: Callable[[Metadata], Needed] = _none_needed  # layers without which llama.cpp runs no slice
     factors: Callable[[Metadata], Factors] = _no_factors  # what llama.cpp would multiply by in the whole file alone
     row_orders: Callable[[Metadata], RowOrders] = _no_orders  # where slices are computed with another form of rope
     unread: Callable[[Windows], frozenset[str]] = _all_read  # windows of a slice -> tensors its loader would refuse
+    dropped: frozenset[str] = frozenset()  # tensors of each block that would be read for rows of images
+    enters_inside: bool = False  # stages write rows into the graph, behind what it does with embeddings
     entry_tables: frozenset[str] = frozenset()  # added to rows where they enter a graph: zeros behind stage 0
     rotates_by_layer: bool = False  # llama.cpp asks each layer how many values of its heads are rotated
     widths_by_layer: bool = False  # and how wide its heads are

@@ -20,6 +20,7 @@ from relayline.coordinator.model.family import (
     Indexers,
     Kinds,
     Metadata,
+    Needed,
     Overrides,
     RowOrders,
     Windows,
@@ -373,6 +374,72 @@ def both_kinds(facts: Metadata) -> Kinds:
 def recurrent_kinds(facts: Metadata) -> Kinds:
     """Each layer has a state, and none attends."""
     return RECURRENT * facts.n_layers
+
+
+HYPER_CONNECTIONS = "hyper_connection.count"
+
+
+def hyper_connections(facts: Metadata) -> int:
+    """Return how many streams of a row its layers hand on."""
+    return max(1, facts.integer(HYPER_CONNECTIONS) or 1)
+
+
+DENSE_RATIO, SPARSE_RATIO = 128, 4  # tokens that one compressed cell stands for
+
+
+def compress_ratios(facts: Metadata) -> tuple[int, ...]:
+    """Return how many tokens each layer's compressed cells stand for; 0 where it has none."""
+    return _of_layers(facts, "attention.compress_ratios")
+
+
+def deepseek4_needed(facts: Metadata) -> Needed:
+    """Each stage has a layer that compresses four tokens into one cell."""
+    # llm_graph_input_dsv4 divides by the cells of these, of which a slice without one has none.
+    return tuple(ratio == SPARSE_RATIO for ratio in compress_ratios(facts))
+
+
+def deepseek4_refusal(facts: Metadata) -> str | None:
+    """Models whose first layers choose experts by token id."""
+    if facts.integer("hash_layer_count"):
+        return "its first layers choose experts by token id, and stages are given rows"
+    return None
+
+
+def deepseek4_kv_values(facts: Metadata) -> tuple[int, ...]:
+    """Return how many values of a cache each token takes in each layer, the compressed cells by their part."""
+    # llama_kv_cache_dsv4: keys alone, one for each token; one for each `ratio`, and of an indexer too.
+    key, index = facts.integer("attention.key_length") or 0, facts.integer("attention.indexer.key_length") or 0
+    kept = {0: key, SPARSE_RATIO: key + (key + index) // SPARSE_RATIO, DENSE_RATIO: key + key // DENSE_RATIO}
+    return tuple(kept.get(ratio, key) for ratio in compress_ratios(facts))
+
+
+def deepseek4_states(facts: Metadata) -> tuple[int, ...]:
+    """Return how many f32 values each layer keeps for each lane, of tokens that fill no compressed cell yet."""
+    # llama_dsv4_comp_state: a key and a score for each row; cells of four tokens overlap.
+    key, index = facts.integer("attention.key_length") or 0, facts.integer("attention.indexer.key_length") or 0
+    kept = {SPARSE_RATIO: 2 * 2 * SPARSE_RATIO * 2 * (key + index), DENSE_RATIO: 2 * DENSE_RATIO * key}
+    return tuple(kept.get(ratio, 0) for ratio in compress_ratios(facts))
+
+
+def hy_v4_indexers(facts: Metadata) -> Indexers:
+    """Tell which layers choose by themselves, where any does."""
+    # llama_model_hy_v4::load_arch_hparams.
+    stated = facts.values.get(INDEXER_TYPES)
+    if not facts.integer("attention.indexer.top_k") or not isinstance(stated, tuple):
+        return ()
+    return tuple(bool(flag) for flag in stated[: facts.n_layers])
+
+
+def glm5_next_indexers(facts: Metadata) -> Indexers:
+    """Tell which layers that attend choose by themselves; one with a state has its next one's flag."""
+    # llama_model_glm5_next::load_arch_hparams and build_dsa_layer: the first that attends in a file has to.
+    stated = facts.values.get(INDEXER_TYPES)
+    flags = tuple(bool(flag) for flag in stated[: facts.n_layers]) if isinstance(stated, tuple) else all_indexers(facts)
+    found, following = list(flags), True
+    for layer, kind in reversed(list(enumerate(headless_kinds(facts)))):
+        following = flags[layer] if kind == ATTENDS else following
+        found[layer] = following
+    return tuple(found)
 
 
 def state_values(facts: Metadata) -> int:

@@ -24,6 +24,7 @@ from relayline.coordinator.model.family import (
     Indexers,
     Kinds,
     Metadata,
+    Needed,
     Windows,
 )
 from relayline.coordinator.model.family_rules import state_values
@@ -43,7 +44,8 @@ HEAD = "output.weight"
 GLOBAL_TENSORS = frozenset({
     EMBEDDING, HEAD, "output.bias", "output.scale", "output.input_scale", "output_norm.weight", "output_norm.bias",
     "rope_freqs.weight", LONG_FACTORS, "rope_factors_short.weight", "position_embd.weight",
-    "token_embd_norm.weight",
+    "token_embd_norm.weight", "token_embd_norm.bias", "output_hc_fn.weight", "output_hc_base.weight",
+    "output_hc_scale.weight",
 })  # fmt: skip
 # general.type of files that are none of a language model by themselves.
 PARTS = {
@@ -79,6 +81,7 @@ class ModelFacts:
     n_layers: int
     n_prediction_layers: int  # multi-token prediction blocks at the end, which are left out of every stage
     n_embd: int
+    row_widths: tuple[int, ...]  # per layer: values of each row that enters it
     n_heads: tuple[int, ...]
     n_kv_heads: tuple[int, ...]
     n_vocab: int
@@ -91,6 +94,7 @@ class ModelFacts:
     tied_embeddings: bool
     kv_bytes_per_token: tuple[int, ...]  # per layer, with an f16 cache; 0 where a layer does not attend
     state_bytes_per_lane: tuple[int, ...]  # per layer: its recurrent state, kept for each lane; 0 where it has none
+    needed: Needed  # layers of which every slice must have one; empty where any will do
     kinds: Kinds  # what each layer keeps of the past; empty where all attend
     supported: bool  # certified and nothing in this very model forbids it
     refusal: str | None  # why not, when it is not
@@ -145,6 +149,7 @@ def facts_of(model: GgufModel) -> ModelFacts:
         n_layers=n_layers,
         n_prediction_layers=n_prediction,
         n_embd=n_embd,
+        row_widths=_row_widths(model, n_embd, n_layers, family, facts),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         n_vocab=embedding.dims[1],
@@ -157,6 +162,7 @@ def facts_of(model: GgufModel) -> ModelFacts:
         tied_embeddings=head is embedding,
         kv_bytes_per_token=_kv_bytes(model, architecture, n_embd, n_heads, n_kv_heads, family, facts),
         state_bytes_per_lane=_state_bytes(n_layers, family, facts),
+        needed=family.needed(facts),
         kinds=family.kinds(facts),
         supported=refusal is None,
         refusal=refusal,
@@ -261,6 +267,14 @@ def _quantization(model: GgufModel) -> tuple[QuantShare, ...]:
     return tuple(QuantShare(name, counts[name], size) for name, size in sizes.most_common())
 
 
+def _row_widths(model: GgufModel, n_embd: int, n_layers: int, family: Family, facts: Metadata) -> tuple[int, ...]:
+    """Return how many values enter each layer for each token. The first one is given looked-up embeddings."""
+    width = n_embd * family.streams(facts)
+    if width > N_EMBD_MAX:
+        raise ModelFileError(f"{model.path}: its layers hand on rows of {width} values; the most is {N_EMBD_MAX}")
+    return (n_embd, *(width for _ in range(n_layers - 1)))
+
+
 def _layer_bytes(model: GgufModel, n_layers: int, n_blocks: int, n_heads: tuple[int, ...]) -> tuple[int, ...]:
     sizes = [0] * n_blocks
     for tensor in model.tensors.values():
@@ -288,6 +302,8 @@ def _kv_bytes(
     family: Family,
     facts: Metadata,
 ) -> tuple[int, ...]:
+    if family.cache_values is not None:
+        return tuple(n_values * KV_VALUE_BYTES for n_values in family.cache_values(facts))
     default_width = n_embd // n_heads[0] if n_heads and n_heads[0] else 0
     key_width = model.integer(f"{architecture}.attention.key_length", default_width)
     value_width = model.integer(f"{architecture}.attention.value_length", default_width)
@@ -309,6 +325,8 @@ def _kv_bytes(
 
 def _state_bytes(n_layers: int, family: Family, facts: Metadata) -> tuple[int, ...]:
     kinds = family.kinds(facts)
+    if family.state_values is not None:
+        return tuple(n_values * STATE_VALUE_BYTES for n_values in family.state_values(facts))
     if not kinds:
         return (0,) * n_layers
     size_bytes = state_values(facts) * STATE_VALUE_BYTES

@@ -49,6 +49,7 @@ class StageFile(msgspec.Struct, frozen=True):
     sha256: str
     layer_start: int
     layer_end: int
+    row_width: int = 0  # values of each row that enters, of stage 0 each looked-up one; 0: the model's n_embd
 
 
 class PipelineFile(msgspec.Struct, frozen=True):

@@ -6,8 +6,6 @@ A name stands here or in the table of `families.py`; `python -m tests.families -
 from __future__ import annotations
 
 _RWKV = "its first layer norms what it is given, or hands its values to all others, and no other can be first"
-_WIDE = "its layers hand on several rows for each token, which stages do not forward"
-_NORMED = "llama.cpp norms its rows where they enter a graph, and would do so again in every stage"
 _DIFFUSION = "it is a diffusion model, which fills in many tokens at once; stages generate one after another"
 _ENCODER = "it is an encoder, which gives embeddings of whole texts and no next token"
 _DRAFTER = "it is a draft model, which reads the inner rows of the model that it drafts for"
@@ -20,8 +18,6 @@ REFUSED: dict[str, str] = {
         ),
         _RWKV,
     ),
-    **dict.fromkeys(("deepseek4", "glm5-next", "hy_v4"), _WIDE),
-    **dict.fromkeys(("bloom", "muse-glimmer"), _NORMED),
     **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), _DIFFUSION),
     **dict.fromkeys(
         (

@@ -42,9 +42,10 @@ from relayline.coordinator.model.inspection import BLOCK_NAME, EMBEDDING, HEAD, 
 from relayline.wire.common.errors import ModelFileError
 from relayline.wire.model_files.gguf_header import ARRAY_TYPE, STRING_TYPE, TENSOR_TYPES, KeyValue, Tensor, Value
 
-# What a stage has to know: of version 2 that windows lose cells, and that an output may have to be scaled. Builds that
-# do not would compute something else, and say instead that they read version 1 only.
-ARTIFACT_VERSION, WINDOWED_VERSION = 1, 2
+# What a stage has to know: of version 2 that windows lose cells, and that an output may have to be scaled; of version 3
+# that rows may have another width than the model, and are written into the graph. Builds that do not would compute
+# something else, and say instead which versions they read.
+ARTIFACT_VERSION, WINDOWED_VERSION, INSIDE_VERSION = 1, 2, 3
 DUMMY_TOKENS = 32
 TOKENIZER_NAME = "tokenizer.gguf"
 DROPPED_KEYS = ("split.", "general.alignment", "relayline.")
@@ -113,8 +114,9 @@ class _Planner:
     def identity(self) -> list[bytes]:
         """Return the entries that every artifact carries."""
         is_plain = not self.facts.windows and not self.family.scales_rows
+        version = INSIDE_VERSION if self.family.enters_inside else ARTIFACT_VERSION if is_plain else WINDOWED_VERSION
         return [
-            encode_entry("relayline.version", U32, ARTIFACT_VERSION if is_plain else WINDOWED_VERSION),
+            encode_entry("relayline.version", U32, version),
             encode_entry("relayline.source_sha256", STRING_TYPE, self.source_key),
             encode_entry("relayline.pipeline_id", STRING_TYPE, self.pipeline_id),
             encode_entry("relayline.stage_count", U32, self.n_stages),
@@ -140,6 +142,10 @@ class _Planner:
             encode_entry("relayline.layer_start", U32, start),
             encode_entry("relayline.layer_end", U32, end),
         ]
+        widths = self.facts.row_widths
+        for name, width in (("in", widths[start]), ("out", self.facts.n_embd if is_last else widths[end])):
+            if width != self.facts.n_embd:
+                entries.append(encode_entry(f"relayline.rows.width_{name}", U32, width))
         if not is_last and (scale := output_scale_of(self.family, self.rules)) != 1.0:
             entries.append(encode_entry("relayline.output.scale", F32, scale))
         slots = [planned.slot for planned in tensors]
@@ -218,6 +224,8 @@ class _Planner:
         planned = []
         for tensor in self.model.tensors.values():
             block = BLOCK_NAME.match(tensor.name)
+            if block is not None and block["rest"] in self.family.dropped:
+                continue
             if block is not None and start <= int(block["layer"]) < end:
                 kept = _kept(tensor, f"blk.{int(block['layer']) - start}.{block['rest']}")
                 order = orders.get(block["rest"], ())

@@ -308,8 +308,9 @@ def _described(plan: SplitPlan, hashes: list[str], model: GgufModel, facts: Mode
         cuts=plan.cuts,
         tokenizer=ArtifactFile(tokenizer[0].file, tokenizer[0].size_bytes, tokenizer[1]),
         stages=tuple(
-            StageFile(index, artifact.file, artifact.size_bytes, sha256, *(artifact.layers or (0, 0)))
+            StageFile(index, artifact.file, artifact.size_bytes, sha256, start, end, facts.row_widths[start])
             for index, (artifact, sha256) in enumerate(stages)
+            for start, end in [artifact.layers or (0, 0)]
         ),
     )
 

@@ -6,7 +6,7 @@ Bytes are bytes, times are nanoseconds. Stages are in the order of the layers; a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from relayline.coordinator.planner.speed import Speed
 from relayline.wire.envelopes.envelope import HEADER_BYTES
@@ -43,6 +43,8 @@ class ModelShape:
     """Layers score all cells for each row of a step, to choose what it attends to."""
     state_bytes: tuple[int, ...] = ()
     """Bytes per lane and layer of a recurrent state; empty where no layer has one."""
+    row_widths: tuple[int, ...] = ()
+    """Values of each row that enters a layer; empty where they are n_embd in all."""
     is_allowed: Callable[[int, int], bool] = lambda _start, _end: True
     """Whether the layers from start to end (not included) may be one stage."""
 
@@ -50,6 +52,15 @@ class ModelShape:
     def n_layers(self) -> int:
         """Number of layers."""
         return len(self.layer_bytes)
+
+    def row_width(self, layer: int) -> int:
+        """Return how many values a row that enters a layer has."""
+        return self.row_widths[layer] if self.row_widths else self.n_embd
+
+    @property
+    def widest_row(self) -> int:
+        """Values of the widest row between two layers."""
+        return max(self.row_widths, default=self.n_embd)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,12 +156,17 @@ class Instance:
             if sum(host.threads for host in hosts) + (len(hosts) > 1 or machine == self.coordinator) > machine.cores
         )
 
-    def link_bytes(self, rows: int) -> tuple[int, ...]:
-        """Return the bytes of a decode flight of `rows` rows: to stage 0, between neighbours, back."""
+    def link_bytes(self, rows: int, edges: Sequence[tuple[int, int]] = ()) -> tuple[int, ...]:
+        """Return the bytes of a decode flight of `rows` rows: to stage 0, between neighbours, back.
+
+        edges: layers of each stage; without them, as where rows are widest.
+        """
         around = HEADER_BYTES + LEAD_BYTES + rows * FRAME_BYTES
         tokens = around + rows * TOKEN_BYTES
-        hidden = around + rows * self.model.n_embd * ELEMENT_BYTES[self.load.wire_dtype]
-        return (tokens, *(hidden for _ in self.hosts[1:]), tokens)
+        row_bytes = rows * ELEMENT_BYTES[self.load.wire_dtype]
+        widths = [self.model.row_width(start) for start, _ in edges[1:]]
+        widths = widths or [self.model.widest_row] * (len(self.hosts) - 1)
+        return (tokens, *(around + row_bytes * width for width in widths), tokens)
 
     @property
     def links(self) -> tuple[Link, ...]:

@@ -73,7 +73,7 @@ def states_bytes(model: ModelShape, load: Load, start: int, end: int) -> int:
 def compute_bytes(model: ModelShape, load: Load, *, is_last: bool) -> int:
     """Estimate llama.cpp's compute buffers and this project's row buffers."""
     rows = max(load.max_rows, load.n_lanes + 1)
-    graph = rows * (_attention_bytes(model, load, rows) + 4 * (FF_COPIES * model.n_ff + EMBD_COPIES * model.n_embd))
+    graph = rows * (_attention_bytes(model, load, rows) + 4 * (FF_COPIES * model.n_ff + EMBD_COPIES * model.widest_row))
     logits = 4 * model.n_vocab * min(load.n_lanes + DRAFTED_ROWS_MAX + PAD_SEARCH_ROWS, rows) if is_last else 0
     return graph + logits
 

@@ -67,7 +67,7 @@ def predict(instance: Instance, edges: Edges) -> Prediction:
     """Predict everything that a plan shows."""
     costs = Costs(instance)
     planner = GroupPlanner([costs.stage_cost(stage, *edge) for stage, edge in enumerate(edges)])
-    one_row = instance.link_bytes(1)
+    one_row = instance.link_bytes(1, edges)
     overhead = COORDINATOR_FLIGHT_NS + COORDINATOR_TOKEN_NS
     overhead += sum(link.one_way_ns(size) for link, size in zip(instance.links, one_row, strict=True))
     planner.overhead_ns = float(overhead)

@@ -28,7 +28,7 @@ from relayline.deploy.certify.whole_model import WholeConfig, plain_tokens
 from relayline.deploy.certify.workload import N_LANES, context_needed, draw_batches
 from relayline.deploy.launch.local import threads_per_stage
 from relayline.wire.common.errors import CutError, ModelFileError, RelaylineError, UsageError
-from relayline.wire.common.kv_layout import UNIFIED_ARCHITECTURES
+from relayline.wire.common.kv_layout import layout_refusal
 from relayline.wire.envelopes.envelope import DTYPE_BY_NAME
 from relayline.wire.settings.setting import arguments
 from relayline.wire.settings.table import EngineSettings
@@ -160,8 +160,8 @@ async def certify(config: CertifyConfig, facts: ModelFacts, progress: Progress, 
     """
     plans = plan_cuts(facts, config.cuts, config.n_stages)
     config = dataclasses.replace(config, engine=config.engine.of_architecture(facts.architecture))
-    if config.engine.layout_used == "per-lane" and facts.architecture in UNIFIED_ARCHITECTURES:
-        raise UsageError(f"{facts.architecture} runs with shared KV cells only; use --kv-layout unified")
+    if refusal := layout_refusal(config.engine.layout_used, facts.architecture):
+        raise UsageError(refusal)
     work = _Certification(config, facts, plans, progress, on_line)
     noise = await work.measure()
     tolerance = tolerance_for(noise, same_kernels=config.engine.gpu_layers == 0 and not facts.reorders_rows)

@@ -47,7 +47,8 @@ def shape_of(facts: ModelFacts) -> ModelShape:
         n_heads=max(facts.n_heads, default=0),
         n_masks=max(1, len(set(facts.windows))),
         has_indexers=bool(facts.indexers),
-        state_bytes=facts.state_bytes_per_lane if facts.kinds else (),
+        state_bytes=facts.state_bytes_per_lane if any(facts.state_bytes_per_lane) else (),
+        row_widths=facts.row_widths,
         is_allowed=lambda start, end: is_allowed(facts, start, end),
     )
 

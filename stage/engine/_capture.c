@@ -1,4 +1,5 @@
-/* The native half of a stage's output: copies the last layer's rows out of llama.cpp's graph, then stops the graph.
+/* The native half of a stage's rows: copies the last layer's out of llama.cpp's graph, then stops the graph. Where a
+ * graph has no place to give it rows, it also writes them, over what an early node of the graph has computed.
  *
  * llama.cpp calls relayline_capture_eval for every node of the graph, on the thread that decodes and without the
  * GIL. A Python callback would take the GIL about a thousand times a step; this one costs a string comparison.
@@ -30,10 +31,12 @@ enum relayline_capture_error {
     CAPTURE_NOT_F32 = 1,        /* elements are not four bytes wide, or the tensor is not one contiguous block */
     CAPTURE_NOT_WHOLE_ROWS = 2, /* the tensor's size is not a multiple of one row */
     CAPTURE_OVERFLOW = 3,       /* more rows than the destination holds; nothing was copied */
+    ENTRY_NOT_F32 = 4,          /* as 1, of the tensor to write */
+    ENTRY_UNDERFLOW = 5,        /* that tensor holds more values than are left to write; nothing was written */
 };
 
 struct relayline_capture {
-    const char * target;      /* name of the wanted tensor, NUL-terminated */
+    const char * target;      /* name of the wanted tensor, NUL-terminated, or NULL */
     float *      destination; /* capacity floats; filled from the start by each decode */
     uint64_t     capacity;
     uint64_t     row_floats; /* floats of one row (n_embd) */
@@ -46,6 +49,11 @@ struct relayline_capture {
     size_t (*element_size)(const struct ggml_tensor *);
     bool (*is_contiguous)(const struct ggml_tensor *);
     void (*tensor_get)(const struct ggml_tensor *, void *, size_t offset, size_t size);
+    const char *  entry;         /* name of the tensor to write over, or NULL */
+    const float * source;        /* source_floats floats, in the order in which micro-batches are computed */
+    uint64_t      source_floats; /* set by the caller before each decode */
+    uint64_t      consumed;      /* floats written since the caller last set it to 0; micro-batches go on behind */
+    void (*tensor_set)(struct ggml_tensor *, const void *, size_t offset, size_t size);
 };
 
 EXPORT const uint64_t relayline_capture_size_bytes = sizeof(struct relayline_capture);
@@ -67,18 +75,36 @@ static int32_t copy_rows(struct relayline_capture * capture, const struct ggml_t
     return CAPTURE_OK;
 }
 
+static bool is_named(const struct relayline_capture * capture, const struct ggml_tensor * tensor, const char * name) {
+    return name != NULL && strcmp(capture->get_name(tensor), name) == 0;
+}
+
+static int32_t write_rows(struct relayline_capture * capture, struct ggml_tensor * tensor) {
+    if (capture->element_size(tensor) != sizeof(float) || !capture->is_contiguous(tensor)) {
+        return ENTRY_NOT_F32;
+    }
+    const uint64_t n_floats = capture->nbytes(tensor) / sizeof(float);
+    if (capture->consumed > capture->source_floats || n_floats > capture->source_floats - capture->consumed) {
+        return ENTRY_UNDERFLOW;
+    }
+    capture->tensor_set(tensor, capture->source + capture->consumed, 0, (size_t) n_floats * sizeof(float));
+    capture->consumed += n_floats;
+    return CAPTURE_OK;
+}
+
 /* A ggml_backend_sched_eval_callback: asked first whether it wants a node, then called again once that is computed. */
 EXPORT bool relayline_capture_eval(struct ggml_tensor * tensor, bool ask, void * user) {
     struct relayline_capture * capture = user;
     if (ask) {
-        return strcmp(capture->get_name(tensor), capture->target) == 0;
+        return is_named(capture, tensor, capture->target) || is_named(capture, tensor, capture->entry);
     }
-    const int32_t error = copy_rows(capture, tensor);
+    const bool    is_entry = is_named(capture, tensor, capture->entry);
+    const int32_t error = is_entry ? write_rows(capture, tensor) : copy_rows(capture, tensor);
     if (error != CAPTURE_OK) {
         capture->error = error;
         return false;
     }
-    return capture->stop == 0;
+    return is_entry || capture->stop == 0;
 }
 
 static struct PyModuleDef module_definition = {

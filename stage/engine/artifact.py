@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from relayline.stage.engine.loading import CHECKING, Load
+from relayline.wire.common.bounds import N_EMBD_MAX
 from relayline.wire.common.errors import ArtifactError
 from relayline.wire.common.file_hash import sha256_of
 from relayline.wire.common.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_CONTEXT, LongRope
@@ -22,7 +23,7 @@ from relayline.wire.model_files.gguf_header import GgufFile, read_header
 from relayline.wire.model_files.model_check import check_header
 
 POSITIONS = "position_embd.weight"
-ARTIFACT_VERSIONS = (1, 2)  # of relayline.version; a split gives each slice the least one that runs it right
+ARTIFACT_VERSIONS = (1, 2, 3)  # of relayline.version; a split gives each slice the least one that runs it right
 PIPELINE_VERSION = 1  # of pipeline.json; raised on any incompatible change
 PIPELINE_FILE = "pipeline.json"
 _INTEGER_MAX, _FACTOR_MAX = 1 << 48, 1e9
@@ -45,6 +46,8 @@ class StageArtifact:
     path: Path
     architecture: str
     n_embd: int
+    width_in: int  # values of each hidden row that enters; of stage 0, of a looked-up one
+    width_out: int  # and that leaves
     n_vocab: int  # of the source model, whichever stage this is
     stage_index: int
     stage_count: int
@@ -102,6 +105,13 @@ class _Reader:
             return value
         raise ArtifactError(f"{self._path}: metadata key {key} is missing or not a string; split the model again")
 
+    def width(self, key: str, usual: int) -> int:
+        """Return how many values a row has."""
+        found = usual if self._file.value(key) is None else self.integer(key)
+        if not 0 < found <= N_EMBD_MAX:
+            raise ArtifactError(f"{self._path}: metadata key {key} is {found}; split the model again")
+        return found
+
     def embedding(self) -> EmbeddingSection:
         return EmbeddingSection(
             offset_bytes=self.integer("relayline.embedding.offset_bytes"),
@@ -154,7 +164,9 @@ def open_artifact(path: Path) -> StageArtifact:
     return StageArtifact(
         path=path,
         architecture=reader.text("general.architecture"),
-        n_embd=reader.integer("relayline.n_embd"),
+        n_embd=(n_embd := reader.integer("relayline.n_embd")),
+        width_in=reader.width("relayline.rows.width_in", n_embd),
+        width_out=reader.width("relayline.rows.width_out", n_embd),
         n_vocab=reader.integer("relayline.n_vocab"),
         stage_index=stage_index,
         stage_count=stage_count,

@@ -1,7 +1,10 @@
-"""Python side of `_capture.c`: the output of a stage that is not last, taken natively out of the running graph.
+"""Python side of `_capture.c`: rows taken natively out of the running graph, and rows written into it.
 
-Captured is the tensor that llama.cpp names `l_out-<last layer>`, in one family otherwise: the residual stream after the
-last layer of the slice, before the final norm. The graph stops there, so norm and head are never computed.
+Captured is the tensor that llama.cpp names `l_out-<last layer>`, in some families otherwise: the residual stream after
+the last layer of the slice, before the final norm. The graph stops there, so norm and head are never computed.
+
+A later stage is given rows as embeddings. Some families do more with an embedding before their first layer than a row
+of an earlier stage may go through again: then the rows are written over the node behind it.
 """
 
 from __future__ import annotations
@@ -22,19 +25,32 @@ _REASONS = {
     1: "it is not a contiguous f32 tensor",
     2: "its size is not a whole number of rows",
     3: "it holds more rows than the step",
+    4: "the tensor that rows are written over is not a contiguous f32 tensor",
+    5: "the tensor that rows are written over holds more values than the step has",
 }
 
 
 # llama_model_step35::graph gives the last layer's output a second name, which replaces the first.
 _OTHER_NAMES = {"step35": "h_nextn"}
 # Families that have a word of their own for what leaves a layer (llama_model_nemotron_h::graph).
-_OTHER_WORDS = dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "nemotron_h_block_out")
+_OTHER_WORDS = {**dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "nemotron_h_block_out"), "deepseek4": "l_last"}
+# Where an embedding has become what a layer gives to the next: normed, or repeated as several streams of a row.
+_ENTRIES = {
+    "bloom": "inp_norm-0",
+    "muse-glimmer": "embd_norm",
+    **dict.fromkeys(("deepseek4", "hy_v4", "glm5-next"), "hc_init"),
+}
 
 
 def output_name(artifact: StageArtifact) -> str:
     """Return the name of what leaves the artifact's last layer."""
     architecture, last = artifact.architecture, artifact.layer_end - artifact.layer_start - 1
     return _OTHER_NAMES.get(architecture, f"{_OTHER_WORDS.get(architecture, 'l_out')}-{last}")
+
+
+def entry_name(artifact: StageArtifact) -> str:
+    """Return the name of the node that incoming rows are written over; empty where they are given as embeddings."""
+    return "" if artifact.is_first else _ENTRIES.get(artifact.architecture, "")
 
 
 class _State(ctypes.Structure):
@@ -53,6 +69,11 @@ class _State(ctypes.Structure):
         ("element_size", ctypes.c_void_p),
         ("is_contiguous", ctypes.c_void_p),
         ("tensor_get", ctypes.c_void_p),
+        ("entry", ctypes.c_char_p),
+        ("source", ctypes.c_void_p),
+        ("source_floats", ctypes.c_uint64),
+        ("consumed", ctypes.c_uint64),
+        ("tensor_set", ctypes.c_void_p),
     ]
 
 
@@ -68,17 +89,28 @@ def _library() -> ctypes.CDLL:
 
 
 class RowCapture:
-    """Copies the rows of one tensor into `destination` during each decode.
+    """Copies the rows of one tensor into `destination` during each decode, and writes `source` over another.
 
-    destination: f32 [max_rows, n_embd], C-contiguous, owned by the caller; must outlive the llama context.
+    destination: f32 [max_rows, width], C-contiguous, owned by the caller; must outlive the llama context.
+    source: the same, of the width of the rows that come in.
     """
 
-    def __init__(self, tensor_name: str, destination: npt.NDArray[np.float32]) -> None:
+    def __init__(
+        self,
+        tensor_name: str,
+        destination: npt.NDArray[np.float32],
+        entry: str = "",
+        source: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        """Without a tensor's name nothing is copied, and the graph is computed to its end; without an entry's, nothing
+        is written.
+        """
         self._library = _library()
-        self._destination = destination
-        self.tensor_name = tensor_name
+        self._destination, self._source = destination, source
+        self.tensor_name, self.entry = tensor_name, entry
+        self._spare: npt.NDArray[np.float32] | None = None  # made once, where steps are cut
         self._state = _State(
-            target=tensor_name.encode(),
+            target=tensor_name.encode() or None,
             destination=destination.ctypes.data,
             capacity=destination.size,
             row_floats=destination.shape[1],
@@ -88,6 +120,9 @@ class RowCapture:
             element_size=ggml.address_of("ggml_element_size"),
             is_contiguous=ggml.address_of("ggml_is_contiguous"),
             tensor_get=ggml.address_of("ggml_backend_tensor_get"),
+            entry=entry.encode() or None,
+            source=None if source is None else source.ctypes.data,
+            tensor_set=ggml.address_of("ggml_backend_tensor_set"),
         )
 
     def install(self, params: Any) -> None:
@@ -95,8 +130,24 @@ class RowCapture:
         params.cb_eval = ctypes.cast(self._library.relayline_capture_eval, llama.ggml_backend_sched_eval_callback)
         params.cb_eval_user_data = ctypes.addressof(self._state)
 
-    def begin(self) -> None:
-        """Forget the rows of the step before. Call before each decode."""
+    def instead_of_rows(self, max_rows: int, n_embd: int) -> npt.NDArray[np.float32]:
+        """Return what llama.cpp is given as embeddings where rows are written into its graph: zeros, never read."""
+        self._unread = np.zeros((max_rows, n_embd), np.float32)
+        return self._unread
+
+    def put_in_order(self, computed: npt.NDArray[np.intp]) -> None:
+        """Move the destination's rows, which stand as they were computed, to their places in the step."""
+        if self._spare is None:
+            self._spare = np.empty_like(self._destination)
+        rows = self._spare[: computed.size]
+        np.copyto(rows, self._destination[: computed.size])
+        self._destination[computed] = rows
+
+    def begin(self, n_rows: int) -> None:
+        """Forget the rows of the step before. Call before each decode, with the number of its rows."""
+        if self._source is not None:
+            self._state.source_floats = n_rows * self._source.shape[1]
+            self._state.consumed = 0
         self._state.written = 0
         self._state.n_calls = 0
         self._state.error = 0
@@ -105,7 +156,14 @@ class RowCapture:
         """Raise NativeError unless the decode delivered exactly `n_rows` rows, in that many micro-batches."""
         if self._state.error:
             reason = _REASONS.get(self._state.error, f"code {self._state.error}")
-            raise NativeError(f"cannot capture tensor {self.tensor_name}: {reason}")
+            raise NativeError(f"cannot capture tensor {self.tensor_name or self.entry}: {reason}")
+        if self._source is not None and self._state.consumed != self._state.source_floats:
+            raise NativeError(
+                f"tensor {self.entry} took {self._state.consumed} floats where {self._state.source_floats} came in: "
+                "this architecture does not take its rows under that name"
+            )
+        if not self.tensor_name:
+            return
         n_expected = n_rows * self._state.row_floats
         if self._state.written != n_expected:
             raise NativeError(

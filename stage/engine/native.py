@@ -20,7 +20,7 @@ from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact, open_artifact
-from relayline.stage.engine.capture import RowCapture, output_name
+from relayline.stage.engine.capture import RowCapture, entry_name, output_name
 from relayline.stage.engine.kv_cache import FLASH_ATTN, goes_by_tiles, lay_out
 from relayline.stage.engine.kv_state import multiplied
 from relayline.stage.engine.lane_state import (
@@ -79,11 +79,11 @@ class NativeEngine:
     continue what the lane holds; rows of several lanes may be mixed in any order.
     """
 
-    input_rows: npt.NDArray[np.float32]  # [max_rows, n_embd], C-contiguous; filled by the caller
+    input_rows: npt.NDArray[np.float32]  # [max_rows, width_in], C-contiguous; filled by the caller
     positions: npt.NDArray[np.int32]  # [max_rows]; filled by the caller
     seq_ids: npt.NDArray[np.int32]  # [max_rows], lane of each row; filled by the caller
     wants: npt.NDArray[np.int8]  # [max_rows]; last stage: 1 where logits are wanted, by the caller; else all ones
-    output_rows: npt.NDArray[np.float32]  # [max_rows, n_embd]; hidden state after the last layer, not on the last
+    output_rows: npt.NDArray[np.float32]  # [max_rows, width_out]; hidden state after the last layer, not on the last
     # stage (there it has no rows). Filled by decode, valid until the next one.
 
     def __init__(self, config: EngineConfig, load: Load | None = None) -> None:
@@ -142,15 +142,21 @@ class NativeEngine:
 
     def _allocate(self) -> None:
         n_rows = self.max_rows
-        self.input_rows = np.zeros((n_rows, self.n_embd), np.float32)
+        self.input_rows = np.zeros((n_rows, self.artifact.width_in), np.float32)
         self.positions = np.zeros(n_rows, np.int32)
         self.seq_ids = np.zeros(n_rows, np.int32)
         self.wants = np.ones(n_rows, np.int8)
-        self.output_rows = np.zeros((0 if self.is_last else n_rows, self.n_embd), np.float32)
+        self.output_rows = np.zeros((0 if self.is_last else n_rows, self.artifact.width_out), np.float32)
         self._batch_arrays: list[npt.NDArray[Any]] = [self.input_rows, self.positions, self.seq_ids, self.wants]
         if self._states.cut_steps:  # llama.cpp gets copies in the order of lanes
             self._batch_arrays = [np.zeros_like(array) for array in self._batch_arrays]
         rows, positions, lanes, wants = self._batch_arrays
+        entry = entry_name(self.artifact)
+        if not self.is_last or entry:
+            target = "" if self.is_last else output_name(self.artifact)
+            self._capture = RowCapture(target, self.output_rows, entry, rows if entry else None)
+        if self._capture is not None and entry:
+            rows = self._capture.instead_of_rows(n_rows, self.n_embd)
         # Multi-axis rope reads four positions a row, axis by axis: a copy laid out that way is made for each step.
         self._positions_4d = np.zeros(4 * n_rows, np.int32) if self._n_positions == 4 else positions
         self._seq_counts = np.ones(n_rows, np.int32)
@@ -187,8 +193,7 @@ class NativeEngine:
         params.n_threads = params.n_threads_batch = settings.n_threads
         params.embeddings = False
         params.no_perf = True
-        if not self.is_last:
-            self._capture = RowCapture(output_name(self.artifact), self.output_rows)
+        if self._capture is not None:
             self._capture.install(params)
         ggml.LOG.watch()
         context = llama.llama_init_from_model(self._model, params)
@@ -222,8 +227,9 @@ class NativeEngine:
             raise InternalError(f"a step of {n_rows} rows; the engine was made for 1 to {self.max_rows}")
         capture = self._capture
         if capture is not None:
+            capture.begin(n_rows)
+        if not self.is_last:
             self.wants[:n_rows] = 1  # a row that is not wanted would be dropped inside the last layer
-            capture.begin()
         elif np.count_nonzero(self.wants[:n_rows]) > self.max_wanted:  # llama.cpp would abort the process
             raise InternalError(f"a step wants more than {self.max_wanted} rows of logits")
         self._fill_batch(n_rows)
@@ -236,16 +242,14 @@ class NativeEngine:
             llama.llama_synchronize(self._context)
             if capture is not None:
                 capture.check(n_rows, len(self._step_cut.sizes) if self._step_cut else 1)
-                if self.artifact.output_scale != 1.0:
+                if self.artifact.output_scale != 1.0 and not self.is_last:
                     self.output_rows[:n_rows] *= np.float32(self.artifact.output_scale)
         except BaseException:
             self._drop_batch(n_rows)
             raise
         self.copies_wait = False
-        if self._step_cut and not self.is_last:
-            rows = self._batch_arrays[0][:n_rows]  # free again
-            np.copyto(rows, self.output_rows[:n_rows])
-            self.output_rows[self._step_cut.computed] = rows
+        if self._step_cut and not self.is_last and capture is not None:
+            capture.put_in_order(self._step_cut.computed)
 
     def _fill_batch(self, n_rows: int) -> None:
         """Let llama.cpp's batch hold the step's rows, where it may cut the step in the order of lanes."""
@@ -254,7 +258,9 @@ class NativeEngine:
             self._step_cut = cut(self.seq_ids[:n_rows], sequential=self._states.cut_in_sequence)
             given: list[npt.NDArray[Any]] = [self.input_rows, self.positions, self.seq_ids, self.wants]
             for array, ordered in zip(given, self._batch_arrays, strict=True):
-                np.take(array, self._step_cut.given, axis=0, out=ordered[:n_rows], mode="clip")  # else it buffers
+                is_written = array is self.input_rows and self._capture is not None and self._capture.entry
+                order = self._step_cut.computed if is_written else self._step_cut.given
+                np.take(array, order, axis=0, out=ordered[:n_rows], mode="clip")  # else it buffers
         if self._n_positions == 4:
             axes = self._positions_4d[: 4 * n_rows].reshape(4, n_rows)
             axes[:3] = self._batch_arrays[1][:n_rows]
@@ -358,6 +364,10 @@ class NativeEngine:
             llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, 0, n_tokens)
 
     def _copy_held(self, source_lane: int, target_lane: int) -> bool:
+        if self._states.has_cells:
+            if not copy_lane(self._context, source_lane, target_lane):
+                raise NativeError(f"{self.artifact.architecture}: llama.cpp does not copy lane {source_lane}")
+            return True
         n_cells = self.lane_tokens(source_lane) * HELD_COPIES_MAX
         # What a copy that waits is to bring is not there yet, neither to be read nor to be replaced.
         settings = self.config.settings

@@ -29,11 +29,12 @@ DRY_CTX_TOKENS, DRY_ROWS = 256, 8
 def probe(path: Path) -> None:
     """Decode one prefill chunk and a few single rows. Raises what the engine raises, or NativeError for NaN."""
     random = np.random.default_rng(0)
-    settings = EngineSettings(n_lanes=2, ctx_tokens=64, max_rows=PREFILL_ROWS, n_threads=1, kv_layout="unified")
+    settings = EngineSettings(n_lanes=2, ctx_tokens=64, max_rows=PREFILL_ROWS, n_threads=1)
+    settings = settings.of_architecture(open_artifact(path).architecture)
     with NativeEngine(EngineConfig(path, settings)) as engine:
         position = 0
         for n_rows in (PREFILL_ROWS, *([1] * DECODE_STEPS)):
-            engine.input_rows[:n_rows] = random.standard_normal((n_rows, engine.n_embd), np.float32)
+            engine.input_rows[:n_rows] = random.standard_normal((n_rows, engine.artifact.width_in), np.float32)
             engine.positions[:n_rows] = np.arange(position, position + n_rows)
             engine.seq_ids[:n_rows] = 1
             engine.wants[:n_rows] = 1

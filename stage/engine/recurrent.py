@@ -13,7 +13,7 @@ from llama_cpp import llama_cpp as llama
 from relayline.stage.engine.checkpoints import Checkpoints, State
 from relayline.stage.engine.lane_state import read_recurrent, write_recurrent
 from relayline.wire.common.errors import NativeError, PositionGapError, UsageError
-from relayline.wire.common.kv_layout import UNIFIED_ARCHITECTURES
+from relayline.wire.common.kv_layout import PER_LANE_ARCHITECTURES, layout_refusal
 
 
 class RecurrentLanes:
@@ -25,13 +25,16 @@ class RecurrentLanes:
         self.exist = is_recurrent or bool(llama.llama_model_is_hybrid(model))
         """Whether some layer has a state."""
         is_per_lane = kv_layout == "per-lane"
-        if is_per_lane and architecture in UNIFIED_ARCHITECTURES:
-            raise UsageError(f"{architecture} runs with shared KV cells only; use --kv-layout unified")
+        if refusal := layout_refusal(kv_layout, architecture):
+            raise UsageError(refusal)
         # llama_memory_recurrent::init_batch and llama_memory_hybrid::init_batch.
         self.cut_steps = is_per_lane or self.exist
         """Whether llama.cpp cuts steps into micro-batches, see stage.engine.micro_batches."""
         self.cut_in_sequence = is_per_lane or is_recurrent
         """Whether only lanes of consecutive numbers then share one."""
+        # llama_kv_cache_dsv4: the state has cells of a window, which a copy that waits would bring once more.
+        self.has_cells = architecture in PER_LANE_ARCHITECTURES
+        """Whether states hold KV cells: then a lane is copied at once and no other way."""
         self._architecture = architecture
         self._checkpoints = Checkpoints()
 

@@ -67,7 +67,7 @@ class StepExecutor:
         # By memoryview: with cold caches numpy takes several times as long to take a single number.
         self._positions, self._seq_ids = engine.positions.data, engine.seq_ids.data
         self._wants = engine.wants.data
-        self._encoder = RowEncoder(engine.max_rows, engine.n_embd)
+        self._encoder = RowEncoder(engine.max_rows, engine.output_rows.shape[1])
 
     def execute(self, step: Step) -> StepResult:
         """Run the step. Session errors become faults in the result; nothing is raised for them."""

@@ -232,6 +232,8 @@ def new_facts(
         path=Path("fake.gguf"),
         architecture="llama",
         n_embd=n_embd,
+        width_in=n_embd,
+        width_out=n_embd,
         n_vocab=VOCAB,
         stage_index=stage_index,
         stage_count=stage_count,

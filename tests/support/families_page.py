@@ -97,6 +97,8 @@ def _layers(family: Family, recipes: list[Recipe]) -> str:
         kinds.append("sliding windows in some layers")
     if any("attention.indexer.key_length" in recipe.values for recipe in recipes):
         kinds.append("indexers")
+    if family.streams is not _PLAIN.streams:
+        kinds.append("several streams of a row")
     if any(has_experts):
         kinds.append("experts" if all(has_experts) else "with or without experts")
     return ", ".join(kinds)
@@ -112,12 +114,12 @@ def _cuts(family: Family) -> str:
         told.append("each stage has a layer with a state and one that attends")
     if family.indexers is not _PLAIN.indexers:
         told.append("a stage starts with a layer that has an indexer")
-    told += [_told(rule) for rule in (family.blocked, family.forbidden_lengths) if _has(rule)]
+    told += [_told(rule) for rule in (family.needed, family.blocked, family.forbidden_lengths) if _has(rule)]
     return "; ".join(rule[:1].lower() + rule[1:] for rule in told)
 
 
 def _has(rule: object) -> bool:
-    return rule not in (_PLAIN.refusal, _PLAIN.blocked, _PLAIN.forbidden_lengths)
+    return rule not in (_PLAIN.refusal, _PLAIN.needed, _PLAIN.blocked, _PLAIN.forbidden_lengths)
 
 
 def _told(rule: object) -> str:

@@ -13,6 +13,7 @@ from relayline.coordinator.model.inspection import ModelFacts, inspect_model
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.testing.reference import ReferenceModel
 from relayline.wire.common.errors import CutError
+from relayline.wire.common.kv_layout import PER_LANE_ARCHITECTURES
 from tests.support.chain import Chain
 
 PREFILL, DECODE = 20, 5
@@ -36,7 +37,8 @@ def whole_logits(model: Path, n_vocab: int, flash_attn: str = "auto") -> np.ndar
 def split_logits(model: Path, cuts: tuple[int, ...], out_dir: Path, n_vocab: int) -> np.ndarray:
     fed = tokens(n_vocab)
     pipeline = split_model(model, out_dir, cuts=cuts)
-    with Chain(out_dir, pipeline) as chain:
+    layout = "per-lane" if pipeline.architecture in PER_LANE_ARCHITECTURES else "unified"
+    with Chain(out_dir, pipeline, kv_layout=layout) as chain:
         return np.concatenate([chain.step(fed[:PREFILL]), *(chain.step([token]) for token in fed[PREFILL:])])
 
 

@@ -41,6 +41,7 @@ from tests.support.tiny_shapes import (
     plain_moe,
     prediction,
 )
+from tests.support.tiny_wide import WIDE
 
 
 def _qwen2moe(_: int) -> Shapes:
@@ -443,4 +444,4 @@ RECIPES: dict[str, Recipe] = {
     ),
 }  # fmt: skip
 
-RECIPES |= LATER | HYBRIDS
+RECIPES |= LATER | HYBRIDS | WIDE

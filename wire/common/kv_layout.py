@@ -24,6 +24,9 @@ KV_LAYOUTS = ("auto", *LAYOUTS)  # what may be asked for
 LONG_LANE_TOKENS = 1_024  # from which on a lane is taken for one whose stream grows long
 # Architectures on which llama.cpp aborts where lanes have cells of their own (ggml_can_repeat in the model's graph).
 UNIFIED_ARCHITECTURES = frozenset({"kimi-linear"})
+# And such of which llama.cpp lays each lane's cells out by themselves whatever it is asked for, each lane with as many
+# as all lanes together would share.
+PER_LANE_ARCHITECTURES = frozenset({"deepseek4"})
 SCORED_KV_TYPES = ("f16", "f32")  # a quantised cache needs flash attention
 SCORE_BYTES_MAX = 1 << 30  # of one step's scores, f32; with more, flash attention stays
 
@@ -37,7 +40,22 @@ def choose_layout(asked: str, *, ctx_tokens: int, gpu_layers: int) -> str:
 
 def asked_layout(asked: str, architecture: str) -> str:
     """Return what is asked for of a model of this architecture: where only one layout will do, "auto" means that."""
-    return "unified" if asked == "auto" and architecture in UNIFIED_ARCHITECTURES else asked
+    if asked != "auto":
+        return asked
+    return "unified" if architecture in UNIFIED_ARCHITECTURES else _per_lane(architecture) or asked
+
+
+def _per_lane(architecture: str) -> str:
+    return "per-lane" if architecture in PER_LANE_ARCHITECTURES else ""
+
+
+def layout_refusal(layout: str, architecture: str) -> str | None:
+    """Return why a model of this architecture does not run with a layout, or None."""
+    if layout == "per-lane" and architecture in UNIFIED_ARCHITECTURES:
+        return f"{architecture} runs with shared KV cells only; use --kv-layout unified"
+    if layout == "unified" and _per_lane(architecture):
+        return f"{architecture} gives each lane cells of its own; use --kv-layout per-lane"
+    return None
 
 
 def choose_pipeline_layout(asked: str, *, ctx_tokens: int, gpu_layers: Iterable[int]) -> str:

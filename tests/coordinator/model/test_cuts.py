@@ -23,6 +23,7 @@ class Facts:
     indexers: tuple[bool, ...] = ()
     blocked: Mapping[int, str] = dataclasses.field(default_factory=dict)
     kinds: str = ""
+    needed: tuple[bool, ...] = ()
 
     @property
     def n_layers(self) -> int:

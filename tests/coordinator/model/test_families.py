@@ -36,13 +36,14 @@ from tests.support.tiny_hybrids import HYBRIDS
 from tests.support.tiny_later_families import LATER
 from tests.support.tiny_models import make_tiny
 from tests.support.tiny_shapes import N_EMBD, Value
+from tests.support.tiny_wide import WIDE, WIDE_STATES
 
 # All caches and copies of them are made alike but for these: layers of several widths, without cells, with an indexer,
 # and with positions on several axes, in a table and in a bias.
 ODD_CELLS = ["gemma4", "deci", "openelm", "minimax-m3", "laguna", "qwen3vl", "gpt2", "jais"]
 # What keeps a recurrent state is cut and copied in another way: see tests/stage/engine/test_recurrent.py.
-CELLS = [name for name in RECIPES if name not in (LATER | HYBRIDS) or name in ODD_CELLS]
-PLAIN = [name for name in RECIPES if ":" not in name and name not in LATER | HYBRIDS]
+CELLS = [name for name in RECIPES if name not in (LATER | HYBRIDS | WIDE_STATES) or name in ODD_CELLS]
+PLAIN = [name for name in RECIPES if ":" not in name and name not in LATER | HYBRIDS | WIDE]
 PER_LANE = [name for name in RECIPES if RECIPES[name].architecture not in UNIFIED_ARCHITECTURES]
 TIED = [name for name in PLAIN if RECIPES[name].may_tie and not RECIPES[name].always_tied]
 

@@ -56,9 +56,9 @@ def test_what_cannot_be_cut_is_refused_by_name(architecture: str, tmp_path: Path
 
 
 def test_inspect_says_why(tmp_path: Path) -> None:
-    result = CliRunner().invoke(inspect_command, [str(write(tmp_path / "model.gguf", "deepseek4"))])
+    result = CliRunner().invoke(inspect_command, [str(write(tmp_path / "model.gguf", "minicpm3"))])
     assert result.exit_code == 0
-    assert result.stdout.splitlines()[-1] == f"cannot be split: {REFUSED['deepseek4']}"
+    assert result.stdout.splitlines()[-1] == f"cannot be split: {REFUSED['minicpm3']}"
 
 
 @pytest.mark.parametrize("architecture", ["clip", "wavtokenizer-dec"])

@@ -476,7 +476,7 @@ def test_a_stage_without_the_named_tensor_is_refused_at_load(
     stages: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Misnamed(capture.RowCapture):
-        def __init__(self, tensor_name: str, destination: np.ndarray) -> None:
+        def __init__(self, tensor_name: str, destination: np.ndarray, *_: object) -> None:
             super().__init__("layer_output" + tensor_name[5:], destination)
 
     monkeypatch.setattr("relayline.stage.engine.native.RowCapture", Misnamed)
@@ -497,7 +497,7 @@ def test_the_capture_reports_and_never_writes_past_its_rows(
     tensor: str, width: int, message: str, stages: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Other(capture.RowCapture):
-        def __init__(self, _tensor_name: str, destination: np.ndarray) -> None:
+        def __init__(self, _tensor_name: str, destination: np.ndarray, *_: object) -> None:
             super().__init__(tensor, np.zeros((1, width), np.float32))
 
     monkeypatch.setattr("relayline.stage.engine.native.RowCapture", Other)
@@ -521,7 +521,7 @@ def test_rows_that_come_in_parts_are_refused(stages: list[Path]) -> None:
     with NativeEngine(config_of(stages[0])) as engine:
         capture_ = engine._capture
         assert capture_ is not None
-        capture_.begin()
+        capture_.begin(4)
         capture_._state.written, capture_._state.n_calls = 4 * SHAPE.n_embd, 2
         with pytest.raises(NativeError, match="into 2 parts"):
             capture_.check(4)

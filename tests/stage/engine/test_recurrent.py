@@ -19,20 +19,21 @@ from relayline.stage.engine.lane_state import read_recurrent, write_recurrent
 from relayline.stage.engine.native import NativeEngine
 from relayline.stage.process import load_stage
 from relayline.wire.common.errors import NativeError, PositionGapError, UsageError
-from relayline.wire.common.kv_layout import UNIFIED_ARCHITECTURES
+from relayline.wire.common.kv_layout import LAYOUTS, layout_refusal
 from tests.support.tiny_hybrids import HYBRIDS
 from tests.support.tiny_models import make_tiny
+from tests.support.tiny_wide import WIDE_STATES
 
 N_LANES, CTX, MAX_ROWS = 4, 64, 64
 CASES = [
     (name, kv_layout)
-    for name in HYBRIDS
+    for name in HYBRIDS | WIDE_STATES
     if ":" not in name
-    for kv_layout in ("unified", "per-lane")
-    if kv_layout == "unified" or HYBRIDS[name].architecture not in UNIFIED_ARCHITECTURES
+    for kv_layout in LAYOUTS
+    if layout_refusal(kv_layout, name) is None
 ]
 # One of each kind of memory: delta net, three kinds of layers, convolution, both in one layer, nothing that attends.
-FEW = [case for case in CASES if case[0] in ("qwen35", "nemotron_h", "lfm2", "falcon-h1", "mamba2")]
+FEW = [case for case in CASES if case[0] in ("qwen35", "nemotron_h", "lfm2", "falcon-h1", "mamba2", "deepseek4")]
 
 
 class Lanes:

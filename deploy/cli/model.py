@@ -58,6 +58,7 @@ def facts_as_json(facts: ModelFacts) -> dict[str, object]:
         "layers": facts.n_layers,
         "prediction_layers": facts.n_prediction_layers,
         "width": facts.n_embd,
+        "row_widths": list(facts.row_widths),
         "heads": list(facts.n_heads),
         "kv_heads": list(facts.n_kv_heads),
         "experts": facts.n_experts,
@@ -85,9 +86,9 @@ def facts_as_json(facts: ModelFacts) -> dict[str, object]:
 
 def _states_of(facts: ModelFacts) -> dict[str, str]:
     """Return the lines that tell of recurrent states; none where no layer has one."""
-    if not facts.kinds:
+    if not any(facts.state_bytes_per_lane):
         return {}
-    counts = collections.Counter(facts.kinds)
+    counts = collections.Counter(facts.kinds or ATTENDS * facts.n_layers)
     told = ", ".join(f"{count} {KIND_WORDS[kind]}" for kind, count in counts.items())
     each = max(facts.state_bytes_per_lane)
     total = _size(sum(facts.state_bytes_per_lane))
@@ -95,12 +96,13 @@ def _states_of(facts: ModelFacts) -> dict[str, str]:
 
 
 def _print_facts(facts: ModelFacts, console: Console) -> None:
+    widest = max(facts.row_widths)
     rows = {
         "model": facts.model_name,
         "architecture": facts.architecture + ("" if facts.supported else " (not supported)"),
         "layers": str(facts.n_layers)
         + (f" and {facts.n_prediction_layers} for prediction, left out" if facts.n_prediction_layers else ""),
-        "width": str(facts.n_embd),
+        "width": str(facts.n_embd) + (f", {widest} in rows between stages" if widest != facts.n_embd else ""),
         "heads": f"{_runs(facts.n_heads)}, key/value heads {_runs(facts.n_kv_heads)}",
         "experts": str(facts.n_experts) if facts.n_experts else "none",
         "vocabulary": str(facts.n_vocab),

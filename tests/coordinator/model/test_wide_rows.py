@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from relayline.coordinator.model.families import FAMILIES
 from relayline.coordinator.model.inspection import inspect_model
@@ -14,6 +16,7 @@ from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.model.split import split_model
 from relayline.coordinator.planner.instance import Host, Instance, Load, Machine
 from relayline.coordinator.planner.speed import Speed
+from relayline.deploy.cli.model import inspect_command
 from relayline.deploy.planning.inputs import shape_of
 from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.reference import ReferenceModel
@@ -136,3 +139,13 @@ def test_biases_for_images_are_left_out_of_slices(tmp_path: Path) -> None:
     """Rows that are given as embeddings look like an image to llama.cpp."""
     tensors = {f"blk.{layer}.exp_probs_b_vl.bias": np.full(4, [9, -9, 0, 0], np.float32) for layer in range(8)}
     check(make_tiny("deepseek4", tmp_path / "model.gguf", extra_tensors=tensors), [(4,)], tmp_path)
+
+
+def test_inspect_tells_how_wide_rows_are_and_what_a_lane_keeps(tmp_path: Path) -> None:
+    model = str(make_tiny("deepseek4", tmp_path / "model.gguf"))
+    lines = CliRunner().invoke(inspect_command, [model]).stdout
+    assert "width           64, 256 in rows between stages" in lines
+    assert "state per lane" in lines
+    told = json.loads(CliRunner().invoke(inspect_command, [model, "--json"]).stdout)
+    assert told["row_widths"] == [N_EMBD, *[STREAMS * N_EMBD] * 7]
+    assert told["state_bytes_per_lane_total"] == sum(inspect_model(Path(model)).state_bytes_per_lane) > 0

@@ -204,7 +204,7 @@ FAMILIES: dict[str, Family] = {
         # Hyper-connections: layers hand on several streams of a row, which enter a graph behind its embedding.
         Family(
             "deepseek4",
-            "DeepSeek V4 Flash, Pro",
+            "DeepSeek V4 without hash layers",
             head_required=True,
             streams=rules.hyper_connections,
             enters_inside=True,

@@ -36,7 +36,7 @@ from relayline.coordinator.schedule.scheduler import ScheduleConfig, Scheduler
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.admission import LANE_TRY_S, Admission
 from relayline.coordinator.sessions.drafts import Acceptance
-from relayline.coordinator.sessions.generation import GenerationRequest
+from relayline.coordinator.sessions.generation import GenerationRequest, PromptScore
 from relayline.coordinator.sessions.prefixes import Prefixes
 from relayline.coordinator.sessions.readers import Readers, sharing_key
 from relayline.coordinator.sessions.session import OutFrame, Session, State
@@ -308,8 +308,13 @@ class Conductor:
 
     def _on_sample(self, sample: pb.Sampled, now_ns: int, tells: list[Tell]) -> None:
         session_id, n_vocab = sample.session_id, self._config.n_vocab
+        session = self.readers.get(session_id)
+        if session is not None and session.request.scores_prompt:
+            top = tuple((entry.token, entry.logprob) for entry in sample.top)
+            if session.scored(sample.position, PromptScore(sample.token, sample.logprob, top)):
+                return  # `progress` tells of its row
         self.scheduler.answered(session_id, sample.position, now_ns)
-        if (session := self.readers.get(session_id)) is None:
+        if session is None:
             return
         if sample.token >= n_vocab:
             self._out.append(Lose(ProtocolError(f"the last stage sampled token {sample.token} of {n_vocab}")))

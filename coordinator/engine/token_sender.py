@@ -127,7 +127,7 @@ def write_tokens(
     set_traces(records, [record_of(frame.session_id).trace for frame in frames])
     buffer.seal(epoch, sequence, now_ns, context)
     options = [_options(frame, record_of(frame.session_id).baggage) for frame in frames if frame.opening is not None]
-    drafts = [token for frame in frames if frame.flags & Flag.DRAFTED for token in frame.tokens]
+    drafts = [token for frame in frames if frame.flags & Flag.DRAFTED for token in frame.followers or frame.tokens]
     return with_extras(buffer, None, options, drafts)
 
 

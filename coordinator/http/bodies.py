@@ -41,6 +41,7 @@ class StreamOptions(Struct):
     """`stream_options`."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # as vLLM has it: with include_usage, in each event
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -134,13 +135,14 @@ class GenerationBody(_Sampler, kw_only=True):
     length_penalty: Any = None
     skip_special_tokens: Any = None
     add_special_tokens: bool | None = None
-    prompt_logprobs: Any = None
     chat_template: Any = None
     grammar_lazy: Any = None
     lora: Any = None
     service_tier: Any = None
     web_search_options: Any = None
     t_max_predict_ms: Any = None
+    prompt_logprobs: LogprobCount | None = None  # as vLLM has it
+    timings_per_token: bool | None = None  # as llama-server has it, like the next
     n_predict: Annotated[int, Meta(ge=-2)] | None = None  # llama-server's max_tokens
     tools: list[Any] | None = None
     functions: list[Any] | None = None

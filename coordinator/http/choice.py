@@ -5,12 +5,13 @@ A choice ends by a stop string (found here), by an end-of-generation token or by
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from relayline.coordinator.answers.reader import CallPart, Parts, Reader
-from relayline.coordinator.sessions.generation import TokenEvent
+from relayline.coordinator.sessions.generation import PromptScore, TokenEvent
 from relayline.coordinator.text.detokenize import TextAssembler
 from relayline.coordinator.text.tokenizer import Tokenizer
 
@@ -30,6 +31,14 @@ class Scored:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as token ids, with the text to repeat before its choices (empty without `echo`)."""
+
+    tokens: tuple[int, ...]
+    echo: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Growth:
     """What one event, or a whole choice, adds."""
 
@@ -39,6 +48,8 @@ class Growth:
     reasoning: str = ""
     calls: tuple[CallPart, ...] = ()
     stop: str = ""  # the stop string that ended the choice
+    prompt: Prompt | None = None  # of a whole choice, where something is said of its prompt's tokens
+    prompt_scores: tuple[PromptScore, ...] = ()  # of that prompt's tokens but the first
 
     def __bool__(self) -> bool:
         return bool(self.text or self.tokens or self.scored or self.reasoning or self.calls)
@@ -91,6 +102,7 @@ class ChoiceState:
         self.n_predicted = 0  # of those, what the client's prediction went on with
         self.n_cached = 0  # of the prompt, not computed for this choice
         self.finish_reason: FinishReason | None = None
+        self.first_ns = 0  # when the first token came, where that is told
 
     def is_finished(self) -> bool:
         """Return whether the choice has its finish reason."""
@@ -118,7 +130,15 @@ class ChoiceState:
             self.finish_reason = "stop"
         parts = self._read(text)
         tokens = (event.token,) if self._wants_tokens else ()
-        return Growth(parts.text, tokens, scored, parts.reasoning, parts.calls, self._assembler.stop)
+        return Growth(
+            parts.text,
+            tokens,
+            scored,
+            parts.reasoning,
+            parts.calls,
+            self._assembler.stop,
+            prompt_scores=event.prompt_scores,
+        )
 
     def _read(self, text: str) -> Parts:
         reader = self._reader
@@ -149,6 +169,22 @@ class Speller:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+
+    def offsets(self, tokens: Sequence[int], text: str) -> list[int]:
+        """Return for each token of a prompt how many characters of its text stand before it.
+
+        A token that is not in the text, such as the one that begins every prompt, takes none.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        n_chars, found = 0, []
+        for token in tokens:
+            found.append(n_chars)
+            piece = decoder.decode(self._tokenizer.piece(token, special=True))
+            for shown in (piece, piece.lstrip()):  # some vocabularies put a blank before the first word
+                if text.startswith(shown, n_chars):
+                    n_chars += len(shown)
+                    break
+        return found
 
     def spell(self, token: int) -> tuple[str, bytes]:
         """Return the token's name and bytes.

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from msgspec import UNSET, UnsetType
 
 from relayline.coordinator.answers.reader import CallPart
 from relayline.coordinator.http import shapes
-from relayline.coordinator.http.choice import FinishReason, Growth, Scored, Speller
+from relayline.coordinator.http.choice import LOGPROB_MIN, FinishReason, Growth, Prompt, Scored, Speller
 from relayline.coordinator.http.errors import error_body
-from relayline.coordinator.http.shapes import Usage
+from relayline.coordinator.http.shapes import Timings, Usage
 from relayline.coordinator.http.sse import DONE, data_frame
+from relayline.coordinator.sessions.generation import PromptScore
 from relayline.wire.common.errors import RelaylineError
 
 
@@ -27,6 +28,14 @@ class Header:
     fingerprint: str
     include_usage: bool  # events carry a `usage` field, null except in the last
     return_token_ids: bool
+    n_prompt_logprobs: int = -1  # of each token of a prompt, as vLLM shows them; below 0: none
+
+
+class SoFar(NamedTuple):
+    """What each event says of the whole answer up to it."""
+
+    usage: Usage | None = None
+    timings: Timings | UnsetType = UNSET
 
 
 class Dialect(Protocol):
@@ -35,7 +44,7 @@ class Dialect(Protocol):
     def frame(self, event: bytes) -> bytes:
         """Return the lines of an event."""
 
-    def opening_event(self, index: int, echo: str) -> bytes | None:
+    def opening_event(self, index: int, prompt: Prompt) -> bytes | None:
         """Return the event that opens a choice before its first token, if there is one."""
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
@@ -57,8 +66,10 @@ class Dialect(Protocol):
         """Return the body of a reply that was not streamed."""
 
 
-class _OpenAIStream:
+class OpenAIStream:
     """What the streams of both OpenAI's older routes have: events without names, an error like a reply's, [DONE]."""
+
+    so_far: Callable[[], SoFar] = SoFar  # called for each event, and for a reply
 
     def frame(self, event: bytes) -> bytes:
         """Return the lines of an event."""
@@ -73,16 +84,19 @@ class _OpenAIStream:
         return shapes.encode(error_body(error))
 
 
-class CompletionDialect(_OpenAIStream):
+class CompletionDialect(OpenAIStream):
     """/v1/completions."""
 
     def __init__(self, header: Header, speller: Speller, n_top: int) -> None:
         """`n_top`: alternatives per position, or below 0 for no log probabilities."""
         self._header, self._speller, self._n_top = header, speller, n_top
 
-    def opening_event(self, index: int, echo: str) -> bytes | None:
-        """Return the echoed prompt, or None: a completion has no role to announce."""
-        return self._event([shapes.CompletionChoice(echo, index)]) if echo else None
+    def opening_event(self, index: int, prompt: Prompt) -> bytes | None:
+        """Return the echoed prompt, and its token ids; None for neither: a completion has no role to announce."""
+        ids = _prompt_ids(self._header, prompt)
+        if not (prompt.echo or ids):
+            return None
+        return self._event([shapes.CompletionChoice(prompt.echo, index, prompt_token_ids=ids)])
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
         """Return the event for what one token added."""
@@ -102,30 +116,55 @@ class CompletionDialect(_OpenAIStream):
         return shapes.encode(self._body(written, usage))
 
     def _event(self, choices: list[shapes.CompletionChoice], usage: Usage | None = None) -> bytes:
-        return shapes.encode(self._body(choices, usage if self._header.include_usage else UNSET))
+        so_far = self.so_far()
+        return shapes.encode(self._body(choices, (usage or so_far.usage) if self._header.include_usage else UNSET))
 
     def _body(self, choices: list[shapes.CompletionChoice], usage: Usage | UnsetType | None) -> shapes.Completion:
         header = self._header
-        return shapes.Completion(header.id, header.created, header.model, header.fingerprint, choices, usage)
+        timings = self.so_far().timings
+        return shapes.Completion(
+            header.id, header.created, header.model, header.fingerprint, choices, usage, timings=timings
+        )
 
     def _choice(self, index: int, growth: Growth, reason: FinishReason | None) -> shapes.CompletionChoice:
         logprobs = self._logprobs(growth.scored) if self._n_top >= 0 else None
-        return shapes.CompletionChoice(growth.text, index, logprobs, reason, _token_ids(self._header, growth))
+        prompt = growth.prompt
+        if logprobs and prompt is not None and prompt.echo:
+            self._echo(logprobs, prompt, growth.prompt_scores)
+        return shapes.CompletionChoice(
+            growth.text,
+            index,
+            logprobs,
+            reason,
+            _token_ids(self._header, growth),
+            _prompt_ids(self._header, prompt),
+            _prompt_logprobs(self._header, self._speller, growth),
+        )
+
+    def _echo(self, logprobs: shapes.CompletionLogprobs, prompt: Prompt, scores: Sequence[PromptScore]) -> None:
+        """Put what is known of an echoed prompt's tokens before those of the answer."""
+        logprobs.tokens[:0] = [self._speller.spell(token)[0] for token in prompt.tokens]
+        logprobs.token_logprobs[:0] = [None, *(max(score.logprob, LOGPROB_MIN) for score in scores)]
+        logprobs.text_offset[:0] = self._speller.offsets(prompt.tokens, prompt.echo)
+        if logprobs.top_logprobs is not None:
+            logprobs.top_logprobs[:0] = [None, *(self._top(score.token, score.logprob, score.top) for score in scores)]
+
+    def _top(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return the likeliest tokens of a place; the chosen one is always among them, as OpenAI has it."""
+        leaders = {self._speller.spell(rival)[0]: max(each, LOGPROB_MIN) for rival, each in top[: self._n_top]}
+        return leaders | {self._speller.spell(token)[0]: max(logprob, LOGPROB_MIN)}
 
     def _logprobs(self, scored: Sequence[Scored]) -> shapes.CompletionLogprobs:
         name = [self._speller.spell(one.token)[0] for one in scored]
-        top = None
-        if self._n_top > 0:  # the chosen token is always among them, as OpenAI has it
-            top = [
-                {self._speller.spell(token)[0]: logprob for token, logprob in one.top} | {chosen: one.logprob}
-                for chosen, one in zip(name, scored, strict=True)
-            ]
+        top: list[dict[str, float] | None] | None = None
+        if self._n_top > 0:
+            top = [self._top(one.token, one.logprob, one.top) for one in scored]
         return shapes.CompletionLogprobs(
             name, [one.logprob for one in scored], top, [one.offset_chars for one in scored]
         )
 
 
-class ChatDialect(_OpenAIStream):
+class ChatDialect(OpenAIStream):
     """/v1/chat/completions."""
 
     def __init__(self, header: Header, speller: Speller, n_top: int, *, has_tools: bool = False) -> None:
@@ -136,9 +175,10 @@ class ChatDialect(_OpenAIStream):
         self._header, self._speller, self._n_top = header, speller, n_top
         self._has_tools = has_tools
 
-    def opening_event(self, index: int, echo: str) -> bytes | None:
+    def opening_event(self, index: int, prompt: Prompt) -> bytes | None:
         """Return the event that announces the assistant's role."""
-        return self._event([shapes.ChunkChoice(index, shapes.Delta("assistant", None if self._has_tools else echo))])
+        delta = shapes.Delta("assistant", None if self._has_tools else prompt.echo)
+        return self._event([shapes.ChunkChoice(index, delta)], prompt=None if index else prompt)
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
         """Return the event for what one token added."""
@@ -171,13 +211,34 @@ class ChatDialect(_OpenAIStream):
             for index, (growth, reason) in enumerate(choices)
         ]
         header = self._header
-        body = shapes.ChatCompletion(header.id, header.created, header.model, header.fingerprint, written, usage)
+        body = shapes.ChatCompletion(
+            header.id,
+            header.created,
+            header.model,
+            header.fingerprint,
+            written,
+            usage,
+            timings=self.so_far().timings,
+            prompt_token_ids=_prompt_ids(header, choices[0][0].prompt),
+            prompt_logprobs=_prompt_logprobs(header, self._speller, choices[0][0]),
+        )
         return shapes.encode(body)
 
-    def _event(self, choices: list[shapes.ChunkChoice], usage: Usage | None = None) -> bytes:
-        header = self._header
-        shown = usage if header.include_usage else UNSET
-        body = shapes.ChatChunk(header.id, header.created, header.model, header.fingerprint, choices, shown)
+    def _event(
+        self, choices: list[shapes.ChunkChoice], usage: Usage | None = None, prompt: Prompt | None = None
+    ) -> bytes:
+        header, so_far = self._header, self.so_far()
+        shown = (usage or so_far.usage) if header.include_usage else UNSET
+        body = shapes.ChatChunk(
+            header.id,
+            header.created,
+            header.model,
+            header.fingerprint,
+            choices,
+            shown,
+            timings=so_far.timings,
+            prompt_token_ids=_prompt_ids(header, prompt),
+        )
         return shapes.encode(body)
 
     def _logprobs(self, scored: Sequence[Scored]) -> shapes.ChatLogprobs | None:
@@ -216,3 +277,23 @@ def _message(growth: Growth) -> shapes.AssistantMessage:
 
 def _token_ids(header: Header, growth: Growth) -> list[int] | UnsetType:
     return list(growth.tokens) if header.return_token_ids else UNSET
+
+
+def _prompt_ids(header: Header, prompt: Prompt | None) -> list[int] | UnsetType:
+    return list(prompt.tokens) if header.return_token_ids and prompt is not None else UNSET
+
+
+def _prompt_logprobs(header: Header, speller: Speller, growth: Growth) -> shapes.PromptLogprobs | UnsetType:
+    if header.n_prompt_logprobs < 0:
+        return UNSET
+    found: shapes.PromptLogprobs = [None]
+    for score in growth.prompt_scores:
+        ranks = {token: rank for rank, (token, _) in enumerate(score.top, 1)}
+        shown = [*score.top[: header.n_prompt_logprobs], (score.token, score.logprob)]
+        found.append(
+            {
+                str(token): shapes.PromptLogprob(max(logprob, LOGPROB_MIN), ranks.get(token), speller.spell(token)[0])
+                for token, logprob in shown
+            }
+        )
+    return found

@@ -77,7 +77,7 @@ class Handlers:
         plan = await service.shaped(prepared, request)
         header = self._header("cmpl", prepared.model, plan)
         job = await self._job(request, prepared, plan, header, "prompt", None)
-        return await run(request, service, job, CompletionDialect(header, service.speller, plan.sampling.n_logprobs))
+        return await run(request, service, job, CompletionDialect(header, service.speller, plan.n_logprobs))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
@@ -88,7 +88,7 @@ class Handlers:
         header = self._header("chatcmpl", prepared.model, plan)
         form = ChatForm(service.conversation, plan.offered, plan.splits_reasoning, prepared.is_thinking)
         job = await self._job(request, prepared, plan, header, "messages", form)
-        n_top, has_tools = plan.sampling.n_logprobs, plan.offered is not None
+        n_top, has_tools = plan.n_logprobs, plan.offered is not None
         return await run(request, service, job, ChatDialect(header, service.speller, n_top, has_tools=has_tools))
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
@@ -142,4 +142,5 @@ class Handlers:
             fingerprint=self._service.fingerprint,
             include_usage=plan.include_usage,
             return_token_ids=plan.return_token_ids,
+            n_prompt_logprobs=plan.n_prompt_logprobs,
         )

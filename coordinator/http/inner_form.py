@@ -42,6 +42,8 @@ _OF_CHATS = {
     "modalities",
     "audio",
     "prediction",
+    "prompt_logprobs",
+    "timings_per_token",
 }
 _PASSED = frozenset(ChatBody.__struct_encode_fields__) - _OF_CHATS
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import time
 from collections.abc import Sequence
 
 from aiohttp import web
 
 from relayline.coordinator.http.body import Request
-from relayline.coordinator.http.choice import ChoiceState, Growth, Scored
-from relayline.coordinator.http.dialects import Dialect
+from relayline.coordinator.http.choice import ChoiceState, Growth, Prompt, Scored
+from relayline.coordinator.http.dialects import Dialect, OpenAIStream, SoFar
 from relayline.coordinator.http.merge import Arrival, Merge
 from relayline.coordinator.http.middleware import json_response, request_id
 from relayline.coordinator.http.observe import note_failure, note_output, note_whole, wants_content
 from relayline.coordinator.http.service import Job, Service, open_streams
-from relayline.coordinator.http.shapes import CompletionTokensDetails, PromptTokensDetails, Usage
+from relayline.coordinator.http.shapes import CompletionTokensDetails, PromptTokensDetails, Timings, Usage
 from relayline.coordinator.http.sse import EventWriter
 from relayline.wire.common.errors import InternalError, RelaylineError
 
@@ -30,41 +32,45 @@ async def run(request: web.Request, service: Service, job: Job, dialect: Dialect
     streams = await open_streams(service.generator, job)
     if isinstance(request, Request):
         request.body_done()  # all that it says is in the job
+    states = job.choice_states(service)
+    if isinstance(dialect, OpenAIStream) and (job.plan.continuous_usage or job.plan.shows_timings):
+        dialect.so_far = functools.partial(_so_far, job, states, time.monotonic_ns())
     async with Merge(streams, service.limits.backlog_events_max) as merge:
         if job.plan.stream:
-            return await _stream(request, service, job, dialect, merge)
-        return await _collect(request, service, job, dialect, merge)
+            return await _stream(request, service, job, dialect, merge, states)
+        return await _collect(request, service, job, dialect, merge, states)
 
 
 async def _collect(
-    request: web.Request, service: Service, job: Job, dialect: Dialect, merge: Merge
+    request: web.Request, service: Service, job: Job, dialect: Dialect, merge: Merge, states: Sequence[ChoiceState]
 ) -> web.StreamResponse:
-    states = job.choice_states(service)
     grown: list[list[Growth]] = [[Growth(text=job.prompt_of(index).echo)] for index in range(len(states))]
     while _is_open(states):
         for arrival in await merge.next(None):
             growth = _advance(job, states, merge, arrival)
             if growth is not None:
                 grown[arrival.index].append(growth)
-    choices = [(_sum(parts), state.finish_reason or "stop") for parts, state in zip(grown, states, strict=True)]
+    choices = [
+        (_sum(parts, job.prompt_of(index)), states[index].finish_reason or "stop") for index, parts in enumerate(grown)
+    ]
     if wants_content(service.observer, request):
         note_output(request, [whole for whole, _ in choices])
     usage = _usage(job, states)
-    if usage.completion_tokens <= WRITTEN_INLINE_TOKENS_MAX:
+    n_scored = sum(len(whole.prompt_scores) for whole, _ in choices)
+    if usage.completion_tokens + n_scored <= WRITTEN_INLINE_TOKENS_MAX:
         return json_response(dialect.reply(choices, usage))
     return json_response(await asyncio.to_thread(dialect.reply, choices, usage))
 
 
 async def _stream(
-    request: web.Request, service: Service, job: Job, dialect: Dialect, merge: Merge
+    request: web.Request, service: Service, job: Job, dialect: Dialect, merge: Merge, states: Sequence[ChoiceState]
 ) -> web.StreamResponse:
     first = await _first(service, merge)
     limits = service.limits
     writer = EventWriter(request, limits.write_timeout_s, limits.ping_interval_s, dialect.frame)
     await writer.start()
-    states = job.choice_states(service)
     grown: list[list[Growth]] | None = [[] for _ in states] if wants_content(service.observer, request) else None
-    opening = [dialect.opening_event(index, job.prompt_of(index).echo) for index in range(len(states))]
+    opening = [dialect.opening_event(index, job.prompt_of(index)) for index in range(len(states))]
     await writer.send([event for event in opening if event is not None])
     is_whole = True
     while True:
@@ -145,6 +151,8 @@ def _advance(job: Job, states: Sequence[ChoiceState], merge: Merge, arrival: Arr
         return None  # tokens computed after a stop string, or the end of a stream that said why before
     if arrival.event is None:
         raise arrival.error or InternalError("generation ended without a reason; this is a bug of the server")
+    if job.plan.shows_timings and not state.first_ns:
+        state.first_ns = time.monotonic_ns()
     growth = state.on_event(arrival.event)
     job.note(arrival.index, state)
     if state.is_finished() and arrival.event.finish_reason is None:
@@ -156,13 +164,38 @@ def _is_open(states: Sequence[ChoiceState]) -> bool:
     return not all(state.is_finished() for state in states)
 
 
-def _sum(parts: Sequence[Growth]) -> Growth:
+def _sum(parts: Sequence[Growth], prompt: Prompt | None = None) -> Growth:
     text = "".join([part.text for part in parts])
     tokens = tuple(token for part in parts for token in part.tokens)
     scored: tuple[Scored, ...] = tuple(one for part in parts for one in part.scored)
     reasoning = "".join([part.reasoning for part in parts])
     calls = tuple(call for part in parts for call in part.calls)
-    return Growth(text, tokens, scored, reasoning, calls, parts[-1].stop if parts else "")
+    scores = next((part.prompt_scores for part in parts if part.prompt_scores), ())
+    return Growth(text, tokens, scored, reasoning, calls, parts[-1].stop if parts else "", prompt, scores)
+
+
+def _so_far(job: Job, states: Sequence[ChoiceState], begun_ns: int) -> SoFar:
+    """Return what an event says of the answers up to now."""
+    usage = _usage(job, states)
+    if not job.plan.shows_timings:
+        return SoFar(usage)
+    now_ns = time.monotonic_ns()
+    first_ns = min((state.first_ns for state in states if state.first_ns), default=now_ns)
+    n_cached = usage.prompt_tokens_details.cached_tokens
+    n_read, n_said = usage.prompt_tokens - n_cached, usage.completion_tokens
+    read_ms, said_ms = (first_ns - begun_ns) / 1e6, (now_ns - first_ns) / 1e6
+    timings = Timings(
+        cache_n=n_cached,
+        prompt_n=n_read,
+        prompt_ms=read_ms,
+        prompt_per_token_ms=read_ms / max(1, n_read),
+        prompt_per_second=n_read * 1e3 / read_ms if read_ms else 0.0,
+        predicted_n=n_said,
+        predicted_ms=said_ms,
+        predicted_per_token_ms=said_ms / max(1, n_said),
+        predicted_per_second=n_said * 1e3 / said_ms if said_ms else 0.0,
+    )
+    return SoFar(usage if job.plan.continuous_usage else None, timings)
 
 
 def _usage(job: Job, states: Sequence[ChoiceState]) -> Usage:

@@ -15,7 +15,7 @@ from aiohttp import web
 from relayline.coordinator.answers.template import Conversation
 from relayline.coordinator.http.body_pool import BodyPool
 from relayline.coordinator.http.chat_form import ChatForm
-from relayline.coordinator.http.choice import ChoiceState, Ending, Speller
+from relayline.coordinator.http.choice import ChoiceState, Ending, Prompt, Speller
 from relayline.coordinator.http.dialects import Header
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.observe import wants_content
@@ -83,14 +83,6 @@ class Service:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt as token ids, with the text to repeat before its choices (empty without `echo`)."""
-
-    tokens: tuple[int, ...]
-    echo: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Job:
     """A checked request, ready to open."""
 
@@ -124,7 +116,7 @@ class Job:
             ChoiceState(
                 form.conversation.piece if form else service.tokenizer.piece,
                 Ending(self.plan.stops, stop_tokens, self.plan.min_tokens, shows_stop=self.plan.shows_stop),
-                wants_logprobs=self.plan.sampling.n_logprobs >= 0,
+                wants_logprobs=self.plan.n_logprobs >= 0,
                 wants_tokens=self.plan.return_token_ids,
                 offset_chars=len(self.prompt_of(index).echo),
                 reader=form.new_reader() if form else None,
@@ -193,8 +185,9 @@ def make_job(
                     max_tokens=max_tokens,
                     sampling=plan.sampling_of(choice, len(prompt.tokens)),
                     ignore_eos=plan.ignore_eos,
-                    cache_prompt=plan.cache_prompt,
+                    cache_prompt=plan.cache_prompt and not plan.scores_prompt,
                     prediction=prediction,
+                    scores_prompt=plan.scores_prompt,
                 )
             )
     return Job(header, plan, tuple(prompts), tuple(requests), record, form)

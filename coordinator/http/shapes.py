@@ -40,9 +40,34 @@ class CompletionLogprobs(Struct):
     """Legacy log probabilities: four lists with one entry per token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]  # of an echoed prompt too, whose first token has none
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]  # characters before the token in the choice's text, the echoed prompt included
+
+
+class PromptLogprob(Struct):
+    """What the model gave one token at one place of a prompt."""
+
+    logprob: float
+    rank: int | None  # 1 for the likeliest; None for one that is not among those asked for
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # as vLLM has it: by token id; None at the first place
+
+
+class Timings(Struct):
+    """How long a request took so far, as llama-server has it."""
+
+    cache_n: int  # prompt tokens that were copied
+    prompt_n: int  # prompt tokens that were read
+    prompt_ms: float  # until the first token: waiting for a lane included
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float  # from the first token on
+    predicted_per_token_ms: float
+    predicted_per_second: float
 
 
 class CompletionChoice(Struct):
@@ -53,6 +78,8 @@ class CompletionChoice(Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # of a stream in a choice's first event
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(Struct):
@@ -65,6 +92,7 @@ class Completion(Struct):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"
+    timings: Timings | UnsetType = UNSET
 
 
 class TopLogprob(Struct):
@@ -133,6 +161,8 @@ class ChatChunk(Struct):
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    timings: Timings | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first event
 
 
 class AssistantMessage(Struct):
@@ -165,6 +195,9 @@ class ChatCompletion(Struct):
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
+    timings: Timings | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ModelMeta(Struct):

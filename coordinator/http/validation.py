@@ -37,7 +37,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "logits_processors": (),
     "use_beam_search": (),
     "length_penalty": (1,),
-    "prompt_logprobs": (),
     "chat_template": (),
     "grammar_lazy": (),
     "lora": (),
@@ -78,6 +77,15 @@ class Plan:
     shows_stop: bool = False  # what ended an answer is shown, a string or a token
     bad_words: tuple[str, ...] = ()  # that are not said; their tokens go into `sampling`
     bias_texts: tuple[tuple[str, float], ...] = ()  # whose tokens have that bias; they go into `sampling`
+    n_logprobs: int = -1  # alternatives of each token of the answer; below 0: no log probabilities
+    n_prompt_logprobs: int = -1  # the same of each token of the prompt, as vLLM shows them
+    continuous_usage: bool = False  # each event of a stream carries the usage so far
+    shows_timings: bool = False
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's own tokens get log probabilities."""
+        return self.n_prompt_logprobs >= 0 or (self.echo and self.n_logprobs >= 0)
 
     def sampling_of(self, choice: int, n_prompt: int = 0) -> SamplingParams:
         """Return the sampling of the n-th choice of a prompt: seed + choice, so each can be asked for alone."""
@@ -96,8 +104,8 @@ def plan_completion(body: CompletionBody, limits: HttpLimits, random_seed: int) 
     if body.suffix:
         raise _unsupported("suffix", "only an empty one")
     n_logprobs = -1 if body.logprobs is None else body.logprobs
-    if body.echo and n_logprobs >= 0:
-        raise InvalidRequestError("echo: log probabilities of prompt tokens are not supported", param="echo")
+    if body.echo and n_logprobs >= 0 and body.stream:
+        raise InvalidRequestError("stream: not together with echo and logprobs", param="stream")
     return _plan(body, limits, n, body.max_tokens, COMPLETION_TOKENS_DEFAULT, n_logprobs, random_seed)
 
 
@@ -228,13 +236,16 @@ def _plan(
     biases, bias_texts = _biases(body.logit_bias or {})
     if shape and body.ignore_eos:
         raise InvalidRequestError(f"ignore_eos: an answer ends where {shape.param} ends", param="ignore_eos")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError("stream: not together with prompt_logprobs", param="stream")
+    n_prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
     sampling = SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_k=min(max(0, body.top_k or 0), TOP_K_MAX),
         top_p=1.0 if body.top_p is None else body.top_p,
         min_p=body.min_p or 0.0,
         seed=(random_seed if body.seed in (None, -1) else body.seed) % _U64,
-        n_logprobs=n_logprobs,
+        n_logprobs=max(n_logprobs, n_prompt_logprobs),
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
         logit_bias=biases,
@@ -260,6 +271,10 @@ def _plan(
         shows_stop=bool(body.include_stop_str_in_output),
         bad_words=tuple(body.bad_words or ()),
         bias_texts=bias_texts,
+        n_logprobs=n_logprobs,
+        n_prompt_logprobs=n_prompt_logprobs,
+        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+        shows_timings=bool(body.timings_per_token),
     )
 
 

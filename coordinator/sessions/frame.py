@@ -31,3 +31,4 @@ class Frame(NamedTuple):
     argument: int = 0  # of an open: the lane that it is best given, plus one
     n_drafted: int = 0  # how many of its tokens were guesses when it left
     opening: Opening | None = None  # of an open
+    followers: tuple[int, ...] = ()  # of a scored prompt: the token behind each row, 0 behind the last of all

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from relayline.wire.common.phase import Phase
 from relayline.wire.common.sampler_fields import BY_NAME
@@ -75,6 +75,15 @@ class GenerationRequest:
     wants_logits: bool = False  # certification: whole rows of logits with every token
     cache_prompt: bool = True  # may use the prefix cache and add to it
     prediction: tuple[int, ...] = ()  # what the client expects the answer to be like: drafts are looked up there too
+    scores_prompt: bool = False  # the prompt's own tokens get log probabilities too; then nothing of it is copied
+
+
+class PromptScore(NamedTuple):
+    """What the model gave one token of a prompt; the first has none."""
+
+    token: int
+    logprob: float  # natural log of the raw softmax
+    top: tuple[tuple[int, float], ...]  # (token, logprob), largest first
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,6 +103,7 @@ class TokenEvent:
     n_cached: int = 0  # of a stream's first event: prompt tokens that others had computed
     is_predicted: bool = False  # the client's prediction goes on with this token where the answer stood
     is_drafted: bool = False  # it was guessed, and its row had left before it was sampled
+    prompt_scores: tuple[PromptScore, ...] = ()  # of a stream's first event, if asked for: one less than prompt tokens
 
 
 class TokenStream(Protocol):

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from relayline.coordinator.sessions.drafts import Acceptance, Drafter
 from relayline.coordinator.sessions.frame import Frame, Opening
-from relayline.coordinator.sessions.generation import FinishReason, GenerationRequest, TokenEvent
+from relayline.coordinator.sessions.generation import FinishReason, GenerationRequest, PromptScore, TokenEvent
 from relayline.wire.common import bounds
 from relayline.wire.common.checkpoints import kept_positions
 from relayline.wire.common.errors import RelaylineError, StaleEpochError
@@ -47,6 +47,7 @@ class OutFrame:
     tokens: tuple[int, ...]  # empty for controls
     flags: int
     argument: int = 0  # of an open: the lane that it is best given, plus one
+    followers: tuple[int, ...] = ()  # see Frame
 
     @property
     def n_drafted(self) -> int:
@@ -58,7 +59,9 @@ class OutFrame:
         flags, session = self.flags, self.session
         n_drafted = self.n_drafted if flags & Flag.DRAFTED else 0
         opening = session.opening() if flags & Flag.OPEN else None
-        return Frame(session.session_id, self.position, self.tokens, flags, self.argument, n_drafted, opening)
+        return Frame(
+            session.session_id, self.position, self.tokens, flags, self.argument, n_drafted, opening, self.followers
+        )
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -91,6 +94,8 @@ class Session:
     is_restarted: bool = False  # within this epoch: answers of before it may come, and be ahead of its rows
     admitted_ns: int = 0
     started_ns: int = 0  # when it first got a lane; 0: not yet
+    scores: list[PromptScore] = dataclasses.field(default_factory=list)
+    """Of the prompt's tokens behind the first, as far as they have come; none unless they are asked for."""
     _drafter: Drafter | None = None
 
     def __post_init__(self) -> None:
@@ -175,6 +180,8 @@ class Session:
         self.is_restarted = self.state is not State.WAITING and (self.leader is None or self.is_restarted)
         # If one stage gave its cells away, others may still hold theirs, and would refuse a copy into that lane.
         is_there = self.n_there > 0 and self.state is not State.WAITING
+        if self.request.scores_prompt and n_there > len(self.scores):
+            n_there, is_there = 0, True  # rows whose scores were lost are read again
         self.state, self.leader = State.PREFILL, None
         self.n_opened = len(self.history)
         self.n_copied = self.copied_from = 0
@@ -183,6 +190,14 @@ class Session:
         self.stops, self.checkpoints = [], [at for at in self.checkpoints if at <= self.n_sent]
         opening = OutFrame(self, 0, (), Flag.OPEN, self.lane + 1)
         return [opening, OutFrame(self, self.n_sent, (), Flag.TRIM)] if self.n_sent or is_there else [opening]
+
+    def scored(self, position: int, score: PromptScore) -> bool:
+        """Take the score of the prompt's token at a position; False where that is none of the prompt."""
+        if not 0 < position < len(self.request.prompt_tokens):
+            return False
+        if position == len(self.scores) + 1:  # else an echo
+            self.scores.append(score)
+        return True
 
     def opening(self) -> Opening:
         """Return the settings that its open carries to the stages."""
@@ -224,16 +239,24 @@ class Session:
             return None
         at = self.n_sent
         end = min(at + rows_max, self.stops[0]) if self.stops else at + rows_max
+        flags = Flag.PREFILL
+        followers: tuple[int, ...] = ()
+        n_prompt = len(self.request.prompt_tokens)
+        if self.request.scores_prompt and at < n_prompt - 1:
+            # The last row scores nothing: what follows it is the answer.
+            end = min(end, at + bounds.SCORED_ROWS_MAX, n_prompt - (len(self.history) > n_prompt))
+            flags, followers = Flag.SCORED, tuple(self.history[at + 1 : end + 1])
         tokens = tuple(self.history[at:end])
         self.n_sent += len(tokens)
-        flags = Flag.PREFILL
         if self.n_sent == len(self.history):
             flags |= Flag.WANTS_SAMPLE
         if self.stops and self.n_sent == self.stops[0]:
             del self.stops[0]
             self.checkpoints = sorted(kept_positions([*self.checkpoints, self.n_sent]))
             flags |= Flag.CHECKPOINT
-        return OutFrame(self, at, tokens, flags)
+        if followers:
+            followers += (0,) * (len(tokens) - len(followers))
+        return OutFrame(self, at, tokens, flags, followers=followers)
 
     def sampled(
         self,
@@ -262,7 +285,8 @@ class Session:
         n_cached = self.n_copied if self.n_generated == 1 else 0
         is_drafted = bool(self.ahead) and self.ahead.popleft() == token
         is_predicted = self._drafter is not None and self._drafter.said(token)
-        event = TokenEvent(token, logprob, top, reason, is_end, logits, n_cached, is_predicted, is_drafted)
+        scores = tuple(self.scores) if self.scores and self.n_generated == 1 else ()
+        event = TokenEvent(token, logprob, top, reason, is_end, logits, n_cached, is_predicted, is_drafted, scores)
         if event.finish_reason is not None:
             return event, self.cancel()
         if is_replaying:

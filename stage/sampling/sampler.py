@@ -169,6 +169,18 @@ class SessionSampler:
             return Sampled(token, None, [])
         return _with_logprobs(token, logits, largest, self.options.n_logprobs)
 
+    def score(self, logits: npt.NDArray[np.float32], position: int, token: int) -> Sampled:
+        """Return what the logits for absolute `position` say of a token that stands there; nothing is picked.
+
+        Raises NumericError as `sample` does, ProtocolError for a token outside the vocabulary.
+        """
+        if token >= self._n_vocab:
+            raise ProtocolError(f"token {token} of a vocabulary of {self._n_vocab} is to be scored")
+        largest = float(logits.max())
+        if not math.isfinite(largest):
+            raise NumericError(f"the logits for position {position} are not finite")
+        return _with_logprobs(token, logits, largest, max(0, self.options.n_logprobs))
+
     def _pick(self, logits: npt.NDArray[np.float32], largest: float, position: int) -> int:
         penalties, constraint = self._penalties, self._constraint
         if penalties is not None or constraint is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from relayline.stage.queue_types import QueuedFrame
-from relayline.stage.sampling.sampler import SessionSampler
+from relayline.stage.sampling.sampler import Sampled, SessionSampler
 from relayline.stage.steps.placement import Placed
 from relayline.stage.steps.step_types import Engine
 from relayline.wire.envelopes.frames import Flag
@@ -36,23 +36,46 @@ def pick(item: Placed, engine: Engine, sampler: SessionSampler, *, wants_logits:
     """
     frame = item.frame
     n_rows = frame.n_rows
-    for row in range(n_rows) if frame.flags & Flag.DRAFTED else (n_rows - 1,):
+    is_drafted = frame.flags & Flag.DRAFTED and not is_scored(frame)
+    for row in range(n_rows) if is_drafted else (n_rows - 1,):
         position, logits = frame.position + row + 1, engine.logits(item.row + row)
         sampled = sampler.sample(logits, position)
-        yield pb.Sampled(
-            session_id=frame.session_id,
-            position=position,
-            token=sampled.token,
-            logprob=sampled.logprob if sampled.logprob is not None else 0.0,
-            top=[pb.TokenLogprob(token=token, logprob=logprob) for token, logprob in sampled.top],
-            logits=logits.tobytes() if wants_logits else b"",
-        )
-        if row + 1 < n_rows and frame.draft_tokens[row + 1] != sampled.token:
+        yield _sampled(frame, position, sampled, logits.tobytes() if wants_logits else b"")
+        if is_drafted and row + 1 < n_rows and frame.draft_tokens[row + 1] != sampled.token:
             return
+
+
+def score(item: Placed, engine: Engine, sampler: SessionSampler) -> Iterator[pb.Sampled]:
+    """Score the tokens of a prompt that follow the rows of a computed frame.
+
+    Raises what `SessionSampler.score` does.
+    """
+    frame = item.frame
+    for row in range(frame.n_rows - (frame.flags & Flag.WANTS_SAMPLE != 0)):
+        position, logits = frame.position + row + 1, engine.logits(item.row + row)
+        yield _sampled(frame, position, sampler.score(logits, position, frame.draft_tokens[row]))
+
+
+def is_scored(frame: QueuedFrame) -> bool:
+    """Return whether a frame's rows score the tokens of their prompt."""
+    return frame.flags & Flag.SCORED == Flag.SCORED
+
+
+def _sampled(frame: QueuedFrame, position: int, sampled: Sampled, logits: bytes = b"") -> pb.Sampled:
+    return pb.Sampled(
+        session_id=frame.session_id,
+        position=position,
+        token=sampled.token,
+        logprob=sampled.logprob if sampled.logprob is not None else 0.0,
+        top=[pb.TokenLogprob(token=token, logprob=logprob) for token, logprob in sampled.top],
+        logits=logits,
+    )
 
 
 def count_wanted(frame: QueuedFrame) -> int:
     """Return how many rows of a frame want logits on the last stage."""
+    if is_scored(frame):
+        return frame.n_rows
     if not frame.flags & Flag.WANTS_SAMPLE:
         return 0
     return frame.n_rows if frame.flags & Flag.DRAFTED else 1

@@ -76,8 +76,10 @@ class DrainPolicy:
         return Choice(n_decode, n_prefill, QUEUE_DRAINED)
 
 
-def _wants(prefill: QueuedFrame) -> bool:
-    return prefill.flags & Flag.WANTS_SAMPLE != 0
+def _wants(prefill: QueuedFrame) -> int:
+    if prefill.flags & Flag.DRAFTED:  # every row is scored
+        return prefill.n_rows
+    return int(prefill.flags & Flag.WANTS_SAMPLE != 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

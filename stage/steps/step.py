@@ -22,7 +22,7 @@ from relayline.stage.speed.curves import shape_of
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable, LaneUsage
 from relayline.stage.steps.padding import Padding
-from relayline.stage.steps.picking import count_wanted, drafts_of, is_guessed_wrong, pick, wanted_rows
+from relayline.stage.steps.picking import count_wanted, drafts_of, is_guessed_wrong, is_scored, pick, score, wanted_rows
 from relayline.stage.steps.placement import Placed, heads_of, run_length
 from relayline.stage.steps.sessions import Sessions
 from relayline.stage.steps.step_types import Embeddings, Engine, RouteOutput, RouteWiring, StepResult
@@ -241,7 +241,7 @@ class StepExecutor:
         count = frame.n_rows
         if count == 1:  # nearly always
             self._positions[row], self._seq_ids[row] = frame.position, lane
-            self._wants[row] = 1 if frame.flags & Flag.WANTS_SAMPLE else 0
+            self._wants[row] = 1 if frame.flags & (Flag.WANTS_SAMPLE | Flag.DRAFTED) else 0
             return
         self._positions[row : row + count] = array("i", range(frame.position, frame.position + count))
         self._seq_ids[row : row + count] = array("i", (lane,)) * count
@@ -314,12 +314,17 @@ class StepExecutor:
             frame = item.frame
             if frame.session_key in self.sessions.cancelled:
                 continue
-            if not frame.flags & Flag.WANTS_SAMPLE:
+            if not frame.flags & (Flag.WANTS_SAMPLE | Flag.DRAFTED):
                 self._passed(outputs, frame)
                 continue
             samples, sampler = self._output(outputs, frame.route_id).samples, self.sessions.samplers[frame.session_key]
             wants_logits = frame.session_key in self.sessions.wants_logits
             try:
+                if is_scored(frame):
+                    samples.extend(score(item, self.engine, sampler))
+                    if not frame.flags & Flag.WANTS_SAMPLE:
+                        self._passed(outputs, frame)
+                        continue
                 samples.extend(pick(item, self.engine, sampler, wants_logits=wants_logits))
             except RelaylineError as error:
                 self._fault(outputs, frame, error)

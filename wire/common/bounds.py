@@ -33,6 +33,7 @@ STORED_WRITES_MAX = 4  # states on their way to a disk; one more is kept in memo
 STORED_READS_MAX = 4  # states that were read from a disk and wait for their sessions
 DRAFT_TOKENS_MAX = 31  # tokens drafted behind one row; with it they are half a tile of attention; ceiling of --draft
 DRAFTED_ROWS_MAX = 32  # rows that drafts may add to one envelope: the last stage has room for the logits of so many
+SCORED_ROWS_MAX = DRAFTED_ROWS_MAX  # rows of one frame of a prompt whose own tokens are scored, each by its logits
 
 # An envelope holds at most the payload of a full step in the exact (f32) dtype, plus headers and options.
 HEADERS_BYTES_MAX = 3 * 1024 * 1024

@@ -51,6 +51,7 @@ _OPEN, _DRAFTED = frames.Flag.OPEN, frames.Flag.DRAFTED
 _GUESSED = frames.Flag.GUESSED
 _EITHER = _DRAFTED | _GUESSED
 _DRAFT = _DRAFTED | frames.Flag.WANTS_SAMPLE  # what a drafted frame's flags are, but for _GUESSED
+_SCORED = frames.Flag.SCORED  # what a scored frame's flags are at least
 _CHECKPOINT = frames.Flag.CHECKPOINT
 _CONTROL, _ALL_FLAGS = frames.CONTROL, frames.CONTROL | frames.Flag.PREFILL | _DRAFT | _GUESSED | _CHECKPOINT
 
@@ -349,7 +350,7 @@ def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> tuple[
         control = flags & _CONTROL
         if (control == 0) == (count == 0):
             raise ProtocolError("a frame must either carry rows or be a control, not both or neither")
-        if control & (control - 1) or flags & ~_ALL_FLAGS or (flags & _EITHER and flags & ~_GUESSED != _DRAFT):
+        if control & (control - 1) or flags & ~_ALL_FLAGS or (flags & _EITHER and not _is_draft(flags)):
             raise ProtocolError(f"frame flags {flags:#x} have no meaning")
         if control and flags & _CHECKPOINT:
             raise ProtocolError("a frame that is to leave a checkpoint carries no rows")
@@ -365,9 +366,14 @@ def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> tuple[
         at += count * row_bytes
         if flags & _DRAFTED:
             n_drafted += count
-            if count > bounds.DRAFT_TOKENS_MAX + 1:
+            if count > (bounds.SCORED_ROWS_MAX if flags & _SCORED == _SCORED else bounds.DRAFT_TOKENS_MAX + 1):
                 raise ProtocolError(f"a drafted frame of {count} rows is over the limit")
     return n_open, n_drafted
+
+
+def _is_draft(flags: int) -> bool:
+    """Return whether these are flags of guesses, or of a prompt whose rows are scored."""
+    return flags & ~_GUESSED == _DRAFT or flags & ~(frames.Flag.WANTS_SAMPLE | _CHECKPOINT) == _SCORED
 
 
 def _check_extras(view: EnvelopeView, n_open: int, n_drafted: int) -> None:

@@ -41,6 +41,7 @@ class Flag:
     CHECKPOINT = 256
     STORE = 4_096
     RESTORE = 8_192
+    SCORED = PREFILL | DRAFTED  # rows of a prompt, each of which scores the token that follows it
 
 
 CONTROL = Flag.OPEN | Flag.CLOSE | Flag.TRIM | Flag.COPY_PREFIX | Flag.STORE | Flag.RESTORE

@@ -8,7 +8,7 @@ from typing import Any
 
 from relayline.coordinator.answers.reader import CallPart
 from relayline.coordinator.http import shapes
-from relayline.coordinator.http.choice import FinishReason, Growth
+from relayline.coordinator.http.choice import FinishReason, Growth, Prompt
 from relayline.coordinator.http.dialects import Header
 from relayline.coordinator.http.inner_form import named_frames
 from relayline.coordinator.http.messages.errors import messages_error
@@ -38,7 +38,7 @@ class MessagesDialect:
         """Return the event, whose lines have been written: a token may need several."""
         return event
 
-    def opening_event(self, index: int, echo: str) -> bytes | None:
+    def opening_event(self, index: int, prompt: Prompt) -> bytes | None:
         """Return the events that open a message."""
         message = {**self._message([]), "usage": _counts(self._n_prompt, 0, 0)}
         return named_frames([_event("message_start", message=message), _PING])

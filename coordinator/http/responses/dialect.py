@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from relayline.coordinator.http import shapes
-from relayline.coordinator.http.choice import FinishReason, Growth, Scored, Speller
+from relayline.coordinator.http.choice import FinishReason, Growth, Prompt, Scored, Speller
 from relayline.coordinator.http.dialects import Header, token_logprob
 from relayline.coordinator.http.errors import error_body
 from relayline.coordinator.http.inner_form import named_frames
@@ -152,7 +152,7 @@ class ResponsesDialect:
         """Return the event, whose lines have been written: a token may need several."""
         return event
 
-    def opening_event(self, index: int, echo: str) -> bytes | None:
+    def opening_event(self, index: int, prompt: Prompt) -> bytes | None:
         """Return the events that open a response."""
         body = self._body("in_progress", None)
         return named_frames([self._whole(kind, body) for kind in ("created", "in_progress")])

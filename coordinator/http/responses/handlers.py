@@ -46,7 +46,7 @@ class ResponseHandlers(Handlers):
         job = await self._job(request, prepared, plan, header, "input", form)
         put = functools.partial(self._keep, asyncio.get_running_loop(), header.id, request.get(CLIENT, ""), said)
         keep = put if said.store else _forget
-        n_top = plan.sampling.n_logprobs
+        n_top = plan.n_logprobs
         dialect = ResponsesDialect(header, service.speller, n_top, said, lambda: int(time.time()), keep)
         return await run(request, service, job, dialect)
 

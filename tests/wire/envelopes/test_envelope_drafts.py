@@ -95,8 +95,8 @@ def _flags(index: int, flags: int) -> Callable[[pb.RelayRequest], None]:
 # what is wrong -> (change of "guessed tokens", text of the error)
 BROKEN: dict[str, tuple[Callable[[pb.RelayRequest], None], str]] = {
     "no sample wanted": (_flags(1, Flag.DRAFTED), "flags 0x4 have no meaning"),
-    "prompt rows": (_flags(1, GUESSES | Flag.PREFILL), "flags 0x7 have no meaning"),
-    "prompt rows without a sample": (_flags(1, Flag.DRAFTED | Flag.PREFILL), "flags 0x5 have no meaning"),
+    "scored rows that are guessed": (_flags(1, Flag.SCORED | Flag.GUESSED), "flags 0xd have no meaning"),
+    "rows that are scored as well": (_flags(0, Flag.SCORED), "4 drafted rows came with 3"),
     "an unknown flag": (_flags(1, GUESSES | 256), "flags 0x106 have no meaning"),
     "guessed and not drafted": (_flags(1, SAMPLE | Flag.GUESSED), "flags 0xa have no meaning"),
     "guessed rows of a prompt": (_flags(1, GUESSES | Flag.GUESSED | Flag.PREFILL), "flags 0xf have no meaning"),

@@ -27,6 +27,8 @@ REQUESTS: list[tuple[str, str, Any]] = [
     ("GET", "/health", None),
     ("POST", "/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 1}),
     ("POST", "/v1/completions", {"prompt": "hi", "logprobs": 1, "echo": False}),
+    ("POST", "/v1/completions", {"prompt": "hi", "logprobs": 1, "echo": True, "timings_per_token": True}),
+    ("POST", "/v1/completions", {"prompt": "hi", "prompt_logprobs": 1, "return_token_ids": True}),
     ("POST", "/v1/completions", {"prompt": "hi", "n": 0}),
     ("POST", "/v1/responses", {"input": "hi"}),
     ("POST", "/v1/messages", CHAT | {"max_tokens": 5}),

@@ -50,7 +50,7 @@ def test_a_token_that_the_vocabulary_lacks_is_a_fault_of_its_session() -> None:
     engine = FakeEngine(is_last=True)
     executor = opened(engine, 2)
     result = executor.execute(step_of(scored(0, 0, (1 << 20,)), rows_frame(1, 0, 2, PREFILL | SAMPLE)))
-    assert labels(result) == [(0, "protocol_error")]
+    assert labels(result) == [(0, "protocol")]
     assert [sample.session_id for sample in only(result).samples] == [1]
 
 

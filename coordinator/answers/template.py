@@ -72,6 +72,7 @@ class Conversation:
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, style: ToolStyle | None = None) -> None:
         """`style` is what the template does about tools; without one, it is rendered to find that out."""
         self._template, self._tool_template = template, template.for_tools
+        self.template_text = template.source
         source = template.source or ""
         self.is_harmony = is_harmony(source)
         known = (THOUGHT,) if self.is_harmony else THINKING

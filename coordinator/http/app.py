@@ -112,6 +112,10 @@ def _routes(handlers: Handlers, telemetry: TelemetryHandlers, feed: LiveFeed) ->
         web.post("/v1/chat/completions", handlers.chat_completions),
         web.post("/tokenize", handlers.tokenize),
         web.post("/detokenize", handlers.detokenize),
+        web.get("/tokenizer_info", handlers.tokenizer_info),
+        web.post("/apply-template", handlers.apply_template),
+        web.get("/props", handlers.props),
+        web.post("/v1/embeddings", handlers.embeddings),
     ]
 
 

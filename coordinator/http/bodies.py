@@ -208,6 +208,13 @@ class DetokenizeBody(Struct, kw_only=True):
     tokens: Tokens
 
 
+class EmbeddingsBody(Struct):
+    """POST /v1/embeddings, which is refused."""
+
+    input: Any
+    model: str | None = None
+
+
 class TelemetryBody(Struct, forbid_unknown_fields=True):
     """Body of PUT /v1/telemetry; what is left out stays as it is."""
 

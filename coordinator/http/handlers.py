@@ -11,6 +11,7 @@ from aiohttp import web
 from relayline.coordinator.http import shapes, validation
 from relayline.coordinator.http.chat_form import ChatForm
 from relayline.coordinator.http.dialects import ChatDialect, CompletionDialect, Header
+from relayline.coordinator.http.errors import plain_body
 from relayline.coordinator.http.middleware import json_response
 from relayline.coordinator.http.observe import RECORD, note_input, note_plan, note_prompts, wants_content
 from relayline.coordinator.http.preparing import Prepared, unpacked
@@ -98,6 +99,41 @@ class Handlers:
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /detokenize: token ids to text, special tokens by name."""
         return json_response(await self._service.answered("detokenize", request))
+
+    async def apply_template(self, request: web.Request) -> web.StreamResponse:
+        """POST /apply-template: the prompt that a chat becomes, as text; as llama-server has it."""
+        return json_response(await self._service.answered("template", request))
+
+    async def tokenizer_info(self, _request: web.Request) -> web.StreamResponse:
+        """GET /tokenizer_info: special tokens and the chat template, as vLLM has it."""
+        tokenizer = self._service.tokenizer
+        fields = {
+            "tokenizer_class": "llama.cpp",
+            "bos_token": tokenizer.bos_text or None,
+            "eos_token": tokenizer.eos_text or None,
+            "chat_template": self._service.conversation.template_text,
+            "model_max_length": self._service.generator.ctx_tokens or None,
+        }
+        return json_response(msgspec.json.encode(fields))
+
+    async def props(self, _request: web.Request) -> web.StreamResponse:
+        """GET /props: what llama-server tells of the model it serves."""
+        service = self._service
+        fields = {
+            "default_generation_settings": {"n_ctx": service.generator.ctx_tokens},
+            "model_alias": service.model_id,
+            "chat_template": service.conversation.template_text or "",
+            "bos_token": service.tokenizer.bos_text,
+            "eos_token": service.tokenizer.eos_text,
+            "modalities": {"vision": False, "audio": False},
+            "build_info": service.fingerprint,
+        }
+        return json_response(msgspec.json.encode(fields))
+
+    async def embeddings(self, _request: web.Request) -> web.StreamResponse:
+        """POST /v1/embeddings: refused with 501; no stage returns hidden rows to clients."""
+        text = "embeddings are not served; ask a server that runs an embedding model"
+        return json_response(shapes.encode(plain_body(501, text, "not_implemented")), 501)
 
     async def _job(
         self,

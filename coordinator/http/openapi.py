@@ -32,6 +32,8 @@ _BODIES: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/v1/messages/count_tokens"): MessagesBody,
     ("POST", "/tokenize"): bodies.TokenizeBody,
     ("POST", "/detokenize"): bodies.DetokenizeBody,
+    ("POST", "/apply-template"): bodies.ChatBody,
+    ("POST", "/v1/embeddings"): bodies.EmbeddingsBody,
     ("PUT", "/v1/telemetry"): bodies.TelemetryBody,
 }
 # The same -> the type of what status 200 brings, where it has one.

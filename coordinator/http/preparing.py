@@ -36,7 +36,9 @@ from relayline.wire.common.bounds import CTX_TOKENS_MAX, LOGIT_BIAS_MAX, SAMPLER
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError
 
 OtherChat = Literal["responses", "messages", "counted"]
-Route = Literal["style", "completions", "chat", OtherChat, "references", "tokenize", "detokenize", "grammar"]
+Route = Literal[
+    "style", "completions", "chat", OtherChat, "references", "tokenize", "detokenize", "template", "grammar"
+]
 # Other dialects' bodies as chats, and errors about the chat as errors about the body.
 _CHATS: dict[Route, tuple[Callable[[bytes | bytearray, int], Inner], Callable[[Any], Any]]] = {
     "responses": (responses_asking.read, responses_asking.rename),
@@ -146,6 +148,8 @@ class Shop:
         ctx_tokens = asked.ctx_tokens or CTX_TOKENS_MAX
         if asked.route == "tokenize":
             return self._tokenized(asked, raw, enter)
+        if asked.route == "template":
+            return self._templated(raw, enter)
         if asked.route == "detokenize":
             return self._detokenized(raw)
         if asked.route == "references":
@@ -231,19 +235,9 @@ class Shop:
         self._check_shape(plan)
         if self._setting.style is not None and self._setting.style.fault:
             raise InvalidRequestError(self._setting.style.fault, param="messages")
-        messages = [msgspec.to_builtins(message) for message in body.messages]
-        shown = plan.offered.shown if plan.offered else ()
         enter("template")
-        conversation = self._conversation()
-        variables = conversation.variables(body.reasoning_effort, body.chat_template_kwargs or {})
-        if body.continue_final_message or body.add_generation_prompt is False:
-            variables = {**variables, "add_generation_prompt": False}
-        if body.continue_final_message:
-            messages[-1]["content"] = f"{content_text(messages[-1]['content'], 'messages')}{_GOES_ON}"
-        rendered = conversation.render(messages, shown, variables)
-        if body.continue_final_message:
-            rendered = _up_to_mark(rendered)
-        is_thinking = conversation.is_thinking(rendered)
+        rendered, messages = self._rendered(body, plan)
+        is_thinking = self._conversation().is_thinking(rendered)
         enter("tokens")
         start_ns = time.monotonic_ns()
         prompt = tokenizer.encode_chat(rendered, ctx_tokens)
@@ -263,6 +257,26 @@ class Shop:
             start_ns=start_ns,
             end_ns=time.monotonic_ns(),
         )
+
+    def _rendered(self, body: ChatBody, plan: Plan) -> tuple[str, list[dict[str, Any]]]:
+        """Return the prompt of a checked chat as text, and its messages as the template saw them."""
+        messages = [msgspec.to_builtins(message) for message in body.messages]
+        conversation = self._conversation()
+        variables = conversation.variables(body.reasoning_effort, body.chat_template_kwargs or {})
+        if body.continue_final_message or body.add_generation_prompt is False:
+            variables = {**variables, "add_generation_prompt": False}
+        if body.continue_final_message:
+            messages[-1]["content"] = f"{content_text(messages[-1]['content'], 'messages')}{_GOES_ON}"
+        rendered = conversation.render(messages, plan.offered.shown if plan.offered else (), variables)
+        return (_up_to_mark(rendered) if body.continue_final_message else rendered), messages
+
+    def _templated(self, raw: bytes | bytearray, enter: Callable[[Phase], None]) -> bytes:
+        body = decode_body(raw, ChatBody)
+        plan = validation.plan_chat(body, self._setting.limits, 0)
+        if self._setting.style is not None and self._setting.style.fault:
+            raise InvalidRequestError(self._setting.style.fault, param="messages")
+        enter("template")
+        return msgspec.json.encode({"prompt": self._rendered(body, plan)[0]})
 
     def _with_tokens(self, plan: Plan) -> Plan:
         """Return the plan with the tokens of what it says as text, and of its end if that is held back.

@@ -65,7 +65,7 @@ class Service:
         asked = Asked(route, ctx_tokens, random_seed(), content, n_context)
         return msgspec.msgpack.decode(await self.pool.ask(client_of(request), asked, raw), type=Prepared)
 
-    async def answered(self, route: Literal["tokenize", "detokenize"], request: web.Request) -> bytes:
+    async def answered(self, route: Literal["tokenize", "detokenize", "template"], request: web.Request) -> bytes:
         """Return a worker's answer to a body. Raises what is wrong with it."""
         raw = await request.read()
         return await self.pool.ask(client_of(request), Asked(route, self.generator.ctx_tokens), raw)

@@ -35,6 +35,10 @@ REQUESTS: list[tuple[str, str, Any]] = [
     ("POST", "/v1/messages", CHAT),
     ("POST", "/tokenize", {"content": "hi"}),
     ("POST", "/detokenize", {"tokens": [1]}),
+    ("POST", "/apply-template", CHAT),
+    ("POST", "/v1/embeddings", {"input": "hi"}),
+    ("GET", "/tokenizer_info", None),
+    ("GET", "/props", None),
 ]
 
 

@@ -39,7 +39,7 @@ from relayline.coordinator.sessions.drafts import Acceptance
 from relayline.coordinator.sessions.generation import GenerationRequest, PromptScore
 from relayline.coordinator.sessions.prefixes import Prefixes
 from relayline.coordinator.sessions.readers import Readers, sharing_key
-from relayline.coordinator.sessions.session import OutFrame, Session, State
+from relayline.coordinator.sessions.session import OutFrame, Session, State, take_score
 from relayline.coordinator.sessions.silence import SILENT_S
 from relayline.coordinator.sessions.suspects import Suspects
 from relayline.coordinator.sessions.tier import NO_TIER, TierFacts
@@ -311,7 +311,7 @@ class Conductor:
         session = self.readers.get(session_id)
         if session is not None and session.request.scores_prompt:
             top = tuple((entry.token, entry.logprob) for entry in sample.top)
-            if session.scored(sample.position, PromptScore(sample.token, sample.logprob, top)):
+            if take_score(session, sample.position, PromptScore(sample.token, sample.logprob, top)):
                 return  # `progress` tells of its row
         self.scheduler.answered(session_id, sample.position, now_ns)
         if session is None:

@@ -191,14 +191,6 @@ class Session:
         opening = OutFrame(self, 0, (), Flag.OPEN, self.lane + 1)
         return [opening, OutFrame(self, self.n_sent, (), Flag.TRIM)] if self.n_sent or is_there else [opening]
 
-    def scored(self, position: int, score: PromptScore) -> bool:
-        """Take the score of the prompt's token at a position; False where that is none of the prompt."""
-        if not 0 < position < len(self.request.prompt_tokens):
-            return False
-        if position == len(self.scores) + 1:  # else an echo
-            self.scores.append(score)
-        return True
-
     def opening(self) -> Opening:
         """Return the settings that its open carries to the stages."""
         sampling, n_prompt = self.request.sampling, len(self.request.prompt_tokens)
@@ -347,3 +339,12 @@ class Session:
         frames = self.give_way()
         self.state = State.DONE
         return frames
+
+
+def take_score(session: Session, position: int, score: PromptScore) -> bool:
+    """Take the score of the token at a position of the session's prompt; False where that is none of the prompt."""
+    if not 0 < position < len(session.request.prompt_tokens):
+        return False
+    if position == len(session.scores) + 1:  # else an echo
+        session.scores.append(score)
+    return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relayline.coordinator.sessions.generation import GenerationRequest, PromptScore, SamplingParams
-from relayline.coordinator.sessions.session import Session
+from relayline.coordinator.sessions.session import Session, take_score
 from relayline.wire.common.bounds import SCORED_ROWS_MAX
 from relayline.wire.envelopes.frames import Flag
 from tests.support.sessions import SAMPLE, chunks_of, shape
@@ -17,7 +17,7 @@ def scoring(n_prompt: int, max_tokens: int = 2) -> Session:
 
 def score(session: Session, upto: int, begin: int = 1) -> None:
     for position in range(begin, upto):
-        assert session.scored(position, PromptScore(100 + position, -float(position), ()))
+        assert take_score(session, position, PromptScore(100 + position, -float(position), ()))
 
 
 def test_each_row_travels_with_the_token_behind_it_in_frames_that_a_step_has_room_for() -> None:
@@ -37,11 +37,11 @@ def test_the_first_token_brings_all_scores_and_echoes_change_none() -> None:
     session.start()
     chunks_of(session, 64)
     score(session, 4)
-    assert session.scored(2, PromptScore(102, -99.0, ()))
+    assert take_score(session, 2, PromptScore(102, -99.0, ()))
     event, _ = session.sampled(4, 50, -0.5)
     assert event is not None
     assert [(each.token, each.logprob) for each in event.prompt_scores] == [(101, -1.0), (102, -2.0), (103, -3.0)]
-    assert not session.scored(4, PromptScore(50, -1.0, ()))
+    assert not take_score(session, 4, PromptScore(50, -1.0, ()))
     event, _ = session.sampled(5, 51, -0.5)
     assert event is not None
     assert event.prompt_scores == ()

@@ -27,8 +27,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from relayline.coordinator.schedule.stage_cost import StageCost
-from relayline.coordinator.schedule.tiles import TileRule
+from relayline.coordinator.schedule.tiles import TILE_STEP_MAX_NS, TileRule
 from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
+from relayline.wire.common.curve import ATTENTION_TILE_ROWS
 
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
 ITL_STRETCH = 2.0  # inter-token latency of running streams with prefill over without, unless set by --itl-stretch
@@ -103,7 +104,7 @@ class GroupPlanner:
         self.shares_host = any(stage.shares_host for stage in stages)
         """Whether stages compute on one host."""
         has_tiles = self.is_per_lane or any(stage.context_tiled_ns > 0 for stage in stages)
-        self.tile_rule = TileRule(has_tiles, self.is_per_lane)
+        self.tile_rule = TileRule(has_tiles, self.is_per_lane, has_tiles and self._has_time_for_tiles())
         """Which rows may be in one step. Lanes have cells of their own on processors alone, which may go by tiles."""
         self._has_context = any(stage.context_ns for stage in stages)
 
@@ -111,6 +112,13 @@ class GroupPlanner:
     def is_known(self) -> bool:
         """Whether there are stages and every one has measured both of its curves."""
         return bool(self.stages) and all(s.decode.is_known and s.prefill.is_known for s in self.stages)
+
+    def _has_time_for_tiles(self) -> bool:
+        """Return whether running streams may wait for a step of one tile, its context aside."""
+        if self.rows_max < ATTENTION_TILE_ROWS:
+            return False
+        curves = [stage.prefill for stage in self.stages if stage.prefill.is_known]
+        return all(curve.cost_ns(ATTENTION_TILE_ROWS) <= TILE_STEP_MAX_NS for curve in curves)
 
     def update(self, stages: Sequence[StageCost]) -> None:
         """Take refreshed curves."""

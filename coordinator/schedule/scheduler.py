@@ -42,7 +42,9 @@ from relayline.coordinator.schedule.one_flight import OneFlight, may_be_better
 from relayline.coordinator.schedule.overhead import Held, Overhead
 from relayline.coordinator.schedule.prompt_line import BURST_PRESSURE, PromptLine
 from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.coordinator.schedule.tiles import TilePace, TileRule
 from relayline.coordinator.sessions.session import OutFrame, Session
+from relayline.wire.common.curve import ATTENTION_TILE_ROWS
 from relayline.wire.settings.table import DRAFT_AUTO
 
 DRAIN_CHUNK_ROWS = 64
@@ -84,7 +86,7 @@ class Scheduler:
         self._prompts = PromptLine()
         self._flights = Flights()
         self._train_rows = 0  # prompt rows of a train while nothing decodes
-        self._overhead, self._one_flight = Overhead(), OneFlight()
+        self._overhead, self._one_flight, self._tile_pace = Overhead(), OneFlight(), TilePace()
         # Decoding sessions, in the pool or under way -> (lane, latest position).
         self._decoding: dict[int, tuple[int, int]] = {}
         # Waiting rows of the pool, by session id and position -> the time when they first stayed behind.
@@ -273,7 +275,7 @@ class Scheduler:
         planner = self._planner()
         plan = self._plan(planner)
         self._train_rows = 0 if self._decoding else self._count_train_rows()
-        rows_max = min(self.config.chunk_rows or self.planner.rows_max, self.planner.rows_max)
+        rows_max, rule = self._rows_max, self._tile_rule(planner)
         while self._pool and (
             (is_planned := self._flights.count(Kind.DECODE) < plan.n_groups) or self._is_overdue(plan, now_ns)
         ):
@@ -284,15 +286,42 @@ class Scheduler:
             if not self._is_reading and self._drafts.are_of(frames):
                 self._drafts.extend(frames, planner, self._traffic(plan, len(frames), planner))
             n_decode = sum(len(frame.tokens) for frame in frames)
-            chunks = self._prompts.next_chunks(ride_rows, planner.tile_rule.beside(n_decode), n_decode)
+            chunks = self._prompts.next_chunks(ride_rows, rule.beside(n_decode), n_decode)
+            self._save_for_tile(plan, rule, ride_rows - sum(len(chunk.tokens) for chunk in chunks))
             self._launch(envelopes, Kind.DECODE, frames, chunks, now_ns)
         self._note_held(now_ns)
-        while self._prompts and self._flights.count(Kind.PREFILL) < plan.prefill_flights:
-            chunks = self._prompts.next_chunks(min(plan.chunk_rows, rows_max), planner.tile_rule)
+        while self._prompts and (n_rows := self._flight_rows(plan, rule)):
+            chunks = self._prompts.next_chunks(n_rows, rule)
             if not chunks:
                 break
             self._launch(envelopes, Kind.PREFILL, [], chunks, now_ns)
         self._take_guesses(plan, planner, envelopes, now_ns)
+
+    @property
+    def _rows_max(self) -> int:
+        return min(self.config.chunk_rows or self.planner.rows_max, self.planner.rows_max)
+
+    def _tile_rule(self, planner: GroupPlanner) -> TileRule:
+        """Return which prompt rows may be in one step; chunks by hand that are smaller than a tile have none."""
+        is_apart = planner.tile_rule.is_apart and self._rows_max >= ATTENTION_TILE_ROWS
+        return dataclasses.replace(planner.tile_rule, is_apart=is_apart)
+
+    def _flight_rows(self, plan: GroupPlan, rule: TileRule) -> int:
+        """Return how many prompt rows may leave in a flight of their own now."""
+        n_flights, n_rows = self._flights.count(Kind.PREFILL), min(plan.chunk_rows, self._rows_max)
+        if not rule.waits_for_tile(self._prompts.upcoming()):
+            return n_rows if n_flights < plan.prefill_flights else 0
+        if not self._decoding or (plan.prefill_flights and n_rows >= ATTENTION_TILE_ROWS):
+            return max(n_rows, ATTENTION_TILE_ROWS) if n_flights < plan.prefill_flights else 0
+        if n_flights or not self._tile_pace.may_go():
+            return 0
+        self._tile_pace.gone()
+        return ATTENTION_TILE_ROWS
+
+    def _save_for_tile(self, plan: GroupPlan, rule: TileRule, ride_rows: int) -> None:
+        """Count the prompt rows that a decode flight had room for, and the plan's flights of prompt rows."""
+        if self._prompts and rule.waits_for_tile(self._prompts.upcoming()):
+            self._tile_pace.save(max(0, ride_rows) + plan.prefill_flights * plan.chunk_rows / plan.n_groups)
 
     def _note_held(self, now_ns: int) -> None:
         """Note which rows, the latest of the pool, did not leave with the first flights after they came."""

@@ -6,8 +6,11 @@ rule, an answer that is replayed after a loss, or that shares batches with many 
 from the same answer alone.
 
 The rule has two parts. Whole tiles of a long prompt are read in steps with as many rows as fit. All other rows (the
-prompt's rest, short prompts, generated tokens) travel in steps too small for a tile. There is one exception: beside
-running streams a long prompt may be read in small parts.
+prompt's rest, short prompts, generated tokens) travel in steps too small for a tile.
+
+Beside running streams a whole tile waits until decode flights have left room for all of its rows (TilePace). There is
+one exception. If a step of one tile takes longer than TILE_STEP_MAX_NS, running streams would stand still for too long.
+Long prompts are then read in small parts beside the streams, and their bits differ.
 
 If each lane has its own KV cells, only rows of one lane form a tile. Otherwise all rows of a step do.
 """
@@ -21,6 +24,7 @@ from relayline.wire.common.bounds import ROWS_PER_ENVELOPE_MAX
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS
 
 LONG_PROMPT_ROWS = 512  # attention is a small part of what shorter prompts take
+TILE_STEP_MAX_NS = 500_000_000  # running streams stand still so long at most while a stage reads a tile
 RIDE_ROWS_MIN = 8  # with so many streams that prompts have less room than this, they do not wait for equal bits
 
 
@@ -46,9 +50,16 @@ class TileRule:
 
     is_known: bool = False  # whether stages go by tiles
     is_per_lane: bool = False  # whether lanes have cells of their own
+    is_apart: bool = False  # whether whole tiles have steps of their own beside running streams too
+
+    def waits_for_tile(self, session: Session) -> bool:
+        """Return whether the next rows of a session go in whole tiles only, by themselves."""
+        return self.is_known and self.is_apart and n_of_whole_tiles(session) > 0
 
     def room(self, session: Session, room_rows: int, step: StepRows) -> int:
         """Return how many of a session's next rows may join a step with room for `room_rows`; 0 for none."""
+        if step.n_decode and self.is_apart and n_of_whole_tiles(session):
+            return 0
         if not self.is_known:
             return room_rows
         n_whole = n_of_whole_tiles(session)
@@ -71,8 +82,31 @@ class TileRule:
         return ATTENTION_TILE_ROWS - 1 - n_streams
 
     def beside(self, n_decode: int) -> TileRule:
-        """Return the rule for a step with that many decode rows. There is none if prompts would get hardly any room."""
-        return self if self.is_per_lane or n_decode + RIDE_ROWS_MIN < ATTENTION_TILE_ROWS else TileRule()
+        """Return the rule for a step with so many decode rows.
+
+        Where rows below a tile would leave prompts hardly any room, only whole tiles stay by themselves.
+        """
+        is_narrow = not self.is_per_lane and n_decode + RIDE_ROWS_MIN >= ATTENTION_TILE_ROWS
+        return dataclasses.replace(self, is_known=False) if is_narrow else self
+
+
+class TilePace:
+    """Decides when a tile may leave beside running streams: after decode flights left room for as many rows."""
+
+    def __init__(self) -> None:
+        self._saved_rows = 0.0
+
+    def save(self, n_rows: float) -> None:
+        """Count prompt rows that could have left with a decode flight, or beside it, and did not."""
+        self._saved_rows = min(ATTENTION_TILE_ROWS, self._saved_rows + n_rows)
+
+    def may_go(self) -> bool:
+        """Return whether there has been room for a tile since the last one."""
+        return self._saved_rows >= ATTENTION_TILE_ROWS
+
+    def gone(self) -> None:
+        """Note that a tile has left."""
+        self._saved_rows = 0.0
 
 
 def n_of_whole_tiles(session: Session) -> int:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayline.coordinator.schedule.groups import GroupPlanner
+from relayline.coordinator.schedule.groups import GroupPlan, GroupPlanner
 from relayline.coordinator.schedule.prompt_line import PromptLine
+from relayline.coordinator.schedule.scheduler import ScheduleConfig, Scheduler
 from relayline.coordinator.schedule.stage_cost import StageCost
-from relayline.coordinator.schedule.tiles import LONG_PROMPT_ROWS, RIDE_ROWS_MIN, TileRule
+from relayline.coordinator.schedule.tiles import LONG_PROMPT_ROWS, RIDE_ROWS_MIN, TILE_STEP_MAX_NS, TileRule
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.session import Session
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS as TILE
 from relayline.wire.common.curve import CostCurve
+from relayline.wire.envelopes.frames import Flag
+from tests.support.scheduling import answer, row
 
-SHARED, PER_LANE = TileRule(True), TileRule(True, is_per_lane=True)
+SHARED, PER_LANE = TileRule(True, is_apart=True), TileRule(True, is_per_lane=True, is_apart=True)
+IN_PARTS = TileRule(True)
 
 
 def session_of(session_id: int, n_prompt: int, n_said: int = 0) -> Session:
@@ -73,7 +79,7 @@ def test_short_prompts_beside_streams_are_read_as_they_are_alone(lengths: list[t
 
 @pytest.mark.parametrize("n_decode", [TILE - RIDE_ROWS_MIN, TILE - 1, TILE, 200])
 def test_prompts_beside_a_great_crowd_do_not_starve(n_decode: int) -> None:
-    assert len(read([session_of(1, 90), session_of(2, 900, 30)], SHARED, 48, n_decode)) == 90 + 930
+    assert len(read([session_of(1, 90), session_of(2, 900, 30)], IN_PARTS, 48, n_decode)) == 90 + 930
 
 
 def test_without_tiles_all_room_is_used() -> None:
@@ -91,6 +97,8 @@ def test_stages_are_taken_to_go_by_tiles_where_they_may() -> None:
         (StageCost(curve, curve, 64, context_ns=5.0), TileRule()),
         (StageCost(curve, curve, 64, context_ns=5.0, context_tiled_ns=2.0), SHARED),
         (StageCost(curve, curve, 64, is_per_lane=True), PER_LANE),
+        (StageCost(curve, CostCurve([(64, TILE_STEP_MAX_NS + 1)]), 64, context_tiled_ns=2.0), IN_PARTS),
+        (StageCost(curve, curve, TILE - 1, context_tiled_ns=2.0), IN_PARTS),
     ):
         assert GroupPlanner([StageCost(curve, curve, 64), cost]).tile_rule == rule
 
@@ -101,3 +109,68 @@ def test_guesses_make_no_step_tiled(n_streams: int, room: int) -> None:
     assert GroupPlanner([tiled]).draft_room(n_streams) == room
     assert GroupPlanner([StageCost(CostCurve(), CostCurve(), 512)]).draft_room(n_streams) == 32
     assert GroupPlanner([StageCost(CostCurve(), CostCurve(), 64)]).draft_room(60) == 4
+
+
+class Planned(GroupPlanner):
+    """Stages with tiles, and one plan."""
+
+    def __init__(self, plan: GroupPlan, *, is_per_lane: bool) -> None:
+        curve = CostCurve([(1, 1e6)])
+        super().__init__([StageCost(curve, curve, 512, is_per_lane=is_per_lane, context_tiled_ns=2.0)])
+        self.only = plan
+
+    def plan(self, n_streams: int, **_: Any) -> GroupPlan:
+        return self.only
+
+
+@pytest.mark.parametrize("is_per_lane", [False, True])
+@pytest.mark.parametrize(
+    "plan", [GroupPlan(2, 3, 0.0, 0, 1, 7), GroupPlan(2, 3, 0.0, 2, 12, 0), GroupPlan(2, 3, 0.0, 2, 96, 0)]
+)
+def test_whole_tiles_beside_running_streams_go_by_themselves_as_fast_as_planned(
+    plan: GroupPlan, *, is_per_lane: bool
+) -> None:
+    scheduler, at = Scheduler(ScheduleConfig(), Planned(plan, is_per_lane=is_per_lane)), dict.fromkeys(range(1, 7), 10)
+    long, short = session_of(8, 3 * LONG_PROMPT_ROWS + 40), session_of(9, 30)
+    for session in (long, short):
+        session.start()
+        scheduler.prompt(session)
+    for session_id in at:
+        scheduler.decode(row(session_id, 10))
+    n_whole = long.prefill_left // TILE * TILE
+    in_tiles, n_decode_flights, n_rows_read = 0, 0, 0
+    for _ in range(3_000):
+        for envelope in scheduler.take(0):
+            chunks = [frame for frame in envelope if frame.flags & Flag.PREFILL]
+            decoding = [frame for frame in envelope if not frame.flags & Flag.PREFILL]
+            n_decode_flights += bool(decoding)
+            n_rows_read += sum(len(chunk.tokens) for chunk in chunks)
+            for chunk in chunks:
+                if chunk.session is long and chunk.position < n_whole:
+                    assert not decoding
+                    assert len(chunk.tokens) % TILE == 0
+                    in_tiles += len(chunk.tokens)
+                elif is_per_lane:
+                    assert len(chunk.tokens) < TILE
+            answer(scheduler, envelope)
+            for frame in decoding:
+                at[frame.session.session_id] += 1
+                scheduler.decode(row(frame.session.session_id, at[frame.session.session_id]))
+        if not (long.prefill_left or short.prefill_left):
+            break
+    assert in_tiles == n_whole
+    assert n_rows_read == len(long.history) + len(short.history)
+    if plan.chunk_rows < TILE:
+        planned_rows = plan.ride_rows + plan.prefill_flights * plan.chunk_rows / plan.n_groups
+        assert n_decode_flights >= in_tiles // (planned_rows + plan.group_rows), "prompts are read faster than planned"
+        assert n_decode_flights <= 2 * (in_tiles // planned_rows) + 20, "prompts are read slower than planned"
+
+
+def test_chunks_by_hand_below_a_tile_have_a_way_beside_running_streams() -> None:
+    scheduler = Scheduler(ScheduleConfig(chunk_rows=32), Planned(GroupPlan(1, 4, 0.0, 0, 1, 40), is_per_lane=True))
+    session = session_of(2, LONG_PROMPT_ROWS)
+    session.start()
+    scheduler.prompt(session)
+    scheduler.decode(row(1))
+    (envelope,) = scheduler.take(0)
+    assert [len(frame.tokens) for frame in envelope] == [1, 32]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -147,6 +148,41 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised(
     assert caught.value.param == "prompt"
     with pytest.raises(ContextLengthError, match="more than 7 tokens"):
         tokenizer.encode("<s>" * 8, ctx_tokens=7)
+
+
+class Walked(bytes):
+    """Counts the bytes that a search in it has gone over."""
+
+    n_bytes = 0
+
+    def find(self, sub: Any, start: Any = 0, end: Any = None) -> int:  # type: ignore[override]
+        at = super().find(sub, start)
+        self.n_bytes += (at + len(sub) if at >= 0 else len(self)) - start
+        return at
+
+
+@pytest.mark.parametrize("piece", ["<s>", "<|a|>", "<|a ", "> <|endoftext|>", "  ab<", "<s>x", "\n\n\n"])
+def test_the_work_grows_with_the_text_alone(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, piece: str) -> None:
+    """Bytes that are searched, and bytes that llama.cpp gets, and in how large pieces at most."""
+    specials, own = tokenizer._specials, tokenizer._encode
+    given_bytes = list[int]()
+
+    def encode(raw: bytes, **options: bool) -> list[int]:
+        given_bytes.append(len(raw))
+        return own(raw, **options)
+
+    monkeypatch.setattr(tokenizer, "_encode", encode)
+    walked = []
+    for n_pieces in (500, 4_000):
+        raw, given_bytes[:] = Walked((piece * n_pieces).encode()), []
+        for _ in specials.split(raw, parse_special=True, n_max=100_000):
+            pass
+        walked.append(raw.n_bytes / len(raw))
+        tokenizer.encode(piece * n_pieces, add_special=False)
+        assert sum(given_bytes) <= len(raw), "each byte is handed to llama.cpp once at most"
+    few, many = walked
+    assert many <= few * 1.05
+    assert many <= 4 * (len(CONTROLS) + len(USER_DEFINED))
 
 
 @pytest.mark.skipif(not VOCABULARIES, reason="RELAYLINE_VOCABULARIES names no directory of GGUF vocabularies")

@@ -20,7 +20,7 @@ class RestartPolicy:
     deaths_max: int = 5
     """Deaths in a row that are forgiven; the next one ends the pipeline."""
     starts_max: int = 3
-    """Starts in a row that a native fault ended; then the pipeline ends. What was loaded is at fault."""
+    """Starts in a row that a native fault or a damaged artifact ended; then the pipeline ends."""
     healthy_s: float = 60.0
     """A process that was ready for so long starts with a clean record when it dies."""
 
@@ -33,10 +33,11 @@ class RestartHistory:
         self.n_deaths = 0
         self._n_lost_starts = 0
 
-    def died(self, ready_for_s: float, exit_code: int | None = None) -> float | None:
+    def died(self, ready_for_s: float, exit_code: int | None = None, *, is_damaged: bool = False) -> float | None:
         """Note a death after `ready_for_s` seconds of being ready; return the delay in seconds, None to give up.
 
         ready_for_s is 0 for a process that died before. A negative exit code is the signal that ended it.
+        is_damaged: its artifact is, and cannot be made anew.
         """
         if exit_code == EXIT_USAGE:
             return None
@@ -44,7 +45,8 @@ class RestartHistory:
         if ready_for_s >= self._policy.healthy_s:
             self.n_deaths = 0
         self.n_deaths += 1
-        self._n_lost_starts = self._n_lost_starts + 1 if by_signal and not ready_for_s else 0
+        is_lost = is_damaged or (by_signal and not ready_for_s)
+        self._n_lost_starts = self._n_lost_starts + 1 if is_lost else 0
         if self.n_deaths > self._policy.deaths_max or self._n_lost_starts >= self._policy.starts_max:
             return None
         return min(self._policy.max_s, self._policy.first_s * self._policy.factor ** (self.n_deaths - 1))

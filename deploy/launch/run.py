@@ -18,9 +18,10 @@ from relayline.deploy.launch.arrange import arrange, stage_directory
 from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.log_files import LOG_BYTES_MAX, LOG_OLD_FILES, RotatedFile
+from relayline.deploy.launch.mend import Mend, mender
 from relayline.deploy.launch.plan import LaunchPlan
 from relayline.deploy.launch.ports import port_problem, wanted_ports
-from relayline.deploy.launch.prepare import Prepared, Split, planned_cuts, prepare
+from relayline.deploy.launch.prepare import Prepared, Split, find_model, planned_cuts, prepare
 from relayline.deploy.launch.splits import split_for
 from relayline.deploy.launch.state import StateDir, register
 from relayline.deploy.launch.supervisor import COORDINATOR, Emit, Supervisor
@@ -125,8 +126,11 @@ def warn_of_context(ctx_tokens: int, file: PipelineFile) -> None:
                     ctx_tokens, file.ctx_train, file.model_name, file.ctx_train)  # fmt: skip
 
 
-def plan_of(what: Launch, directory: StateDir) -> LaunchPlan:
-    """Check and prepare a launch, and note every choice for the coordinator to read. Raises as `ready_to_start`."""
+def plan_of(what: Launch, directory: StateDir) -> tuple[LaunchPlan, Mend]:
+    """Check and prepare a launch, and note every choice for the coordinator to read. Raises as `ready_to_start`.
+
+    Returns also what makes damaged files of the split anew.
+    """
     prepared = ready_to_start(what, directory)
     settled = prepared.manifest
     directory.manifest.write_text(
@@ -134,7 +138,8 @@ def plan_of(what: Launch, directory: StateDir) -> LaunchPlan:
     )
     directory.layers.unlink(missing_ok=True)  # of the run before: this one begins as it is told
     split_flags = ("--pipeline", str(prepared.pipeline_dir.absolute())) if what.split_dir is not None else ()
-    return arrange(settled, what.source, directory.manifest, what.log_flags, split_flags)
+    plan = arrange(settled, what.source, directory.manifest, what.log_flags, split_flags)
+    return plan, mender(find_model(settled), prepared.pipeline_dir, prepared.file)
 
 
 def check_security(manifest: Manifest) -> None:
@@ -170,10 +175,10 @@ def launch(
         n_ended = end_leftovers(before)
         if n_ended or (before is not None and not before.phase.has_ended):
             log.warning("the last run did not end properly; %d processes of it were still there", n_ended)
-        plan = plan_of(what, directory)
+        plan, mend = plan_of(what, directory)
 
         async def main(stopping: asyncio.Event) -> None:
-            supervisor = Supervisor(plan, directory, emit, policy=policy, echo=echo)
+            supervisor = Supervisor(plan, directory, emit, policy=policy, echo=echo, mend=mend)
             await supervise(supervisor, stopping, emit)
 
         try:

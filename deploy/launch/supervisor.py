@@ -21,6 +21,7 @@ from relayline.deploy.launch.child import Child
 from relayline.deploy.launch.invitations import invite
 from relayline.deploy.launch.inviting import join_line
 from relayline.deploy.launch.log_files import LogWriter
+from relayline.deploy.launch.mend import Mend, nothing_to_mend
 from relayline.deploy.launch.plan import LaunchPlan, LocalStage, RemoteStage
 from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.state import ProcessRecord, StateDir
@@ -50,6 +51,7 @@ class _Kept:
 class Supervisor:
     """Runs one LaunchPlan. Event loop only; whoever makes it holds the lock of `directory`.
 
+    `mend` looks after the split before a stage that died is started again, and says whether its files are whole.
     `emit` gets events: `process` (one became ready), `remote` (a command to run on another host), `waiting` and `fetch`
     (see Waiting), `ready`.
     """
@@ -62,8 +64,9 @@ class Supervisor:
         *,
         policy: RestartPolicy | None = None,
         echo: Callable[[str, str], None] | None = None,
+        mend: Mend = nothing_to_mend,
     ) -> None:
-        self.plan = plan
+        self.plan, self._mend = plan, mend
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._emit, self._echo, self._policy = emit, echo, policy or RestartPolicy()
         self._directory = directory
@@ -157,7 +160,8 @@ class Supervisor:
                 return
             cause = kept.child.cause_of_death()
             kept.log.write(f"--- {cause}")
-            delay_s = self._delay(kept, ready_for_s)
+            is_damaged = kept is not self._coordinator and not await self._mend()
+            delay_s = self._delay(kept, ready_for_s, is_damaged=is_damaged)
             if delay_s is None:
                 self.board.set_process(name, state=HostState.FAILED, pid=0, start_ticks=0, detail=cause)
                 self._fail(kept.history.given_up(cause))
@@ -173,11 +177,11 @@ class Supervisor:
             if self._stopping.is_set():
                 return
 
-    def _delay(self, kept: _Kept, ready_for_s: float) -> float | None:
+    def _delay(self, kept: _Kept, ready_for_s: float, *, is_damaged: bool) -> float | None:
         """Return the delay before the next start, None if there is none."""
         if kept is self._coordinator and not self._ready.done():
             return None  # a taken port or a bad model at the start is for the user to see now
-        return kept.history.died(ready_for_s, kept.child.exit_code)
+        return kept.history.died(ready_for_s, kept.child.exit_code, is_damaged=is_damaged)
 
     async def _live(self, kept: _Kept) -> float:
         """Run one life of a process; returns for how many seconds it was ready."""

@@ -62,6 +62,13 @@ def test_starts_that_a_native_fault_ended_are_given_up_earlier() -> None:
     assert None not in [history.died(ready_for_s, exit_code) for ready_for_s, exit_code in lives]
 
 
+def test_three_deaths_of_an_artifact_that_is_damaged_are_enough_however_the_first_one_served() -> None:
+    history = RestartHistory(RestartPolicy(deaths_max=9, starts_max=3))
+    delays = [history.died(ready_for_s, 1, is_damaged=True) for ready_for_s in (5.0, 0.0, 0.0)]
+    assert [delay is None for delay in delays] == [False, False, True]
+    assert history.died(0.0, 1) is not None, "it was made anew"
+
+
 # --- which process ----------------------------------------------------------------------------------------------------
 
 

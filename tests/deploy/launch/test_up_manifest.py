@@ -6,21 +6,25 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.log_files import last_lines
+from relayline.deploy.launch.mend import mender
 from relayline.deploy.launch.prepare import prepare
 from relayline.deploy.launch.run import supervise
 from relayline.deploy.launch.state import StateDir, state_root
@@ -253,12 +257,18 @@ def test_changed_layers_are_applied_and_outlive_the_coordinator(home: Path) -> N
 
 def test_down_ends_everything_and_says_so(home: Path) -> None:
     running = Up(write_manifest(home, "ended", stages="2"))
-    running.ready()
+    url = running.ready()["url"]
+    with urllib.request.urlopen(f"{url}/v1/completions", b'{"prompt": "def", "max_tokens": 8}', TIMEOUT_S) as answer:
+        assert answer.status == 200
     pids = [running.process.pid, *(entry["pid"] for entry in status("ended")["processes"])]
     done = relayline("down", "ended")
     assert (done.returncode, done.stdout) == (0, "ended has ended\n")
     assert running.end() == 0
     wait_gone(pids)
+    logs = {path.name: path.read_text() for path in (home / "state" / "relayline" / "ended" / "logs").iterdir()}
+    assert sorted(logs) == ["coordinator.log", "stage-0.log", "stage-1.log", "up.log"]
+    of_the_end = [line for text in (*logs.values(), running.stderr) for line in text.splitlines()]
+    assert [line for line in of_the_end if re.search(r"^\S+ (warning|error)|Traceback|never awaited", line)] == []
     assert status("ended")["phase"] == "stopped"
     assert relayline("status", "ended").returncode == 1
     again = relayline("down", "ended")
@@ -367,6 +377,43 @@ async def test_a_stage_that_keeps_dying_ends_the_whole_with_the_telling_line(hom
     assert not any(record.pid for record in state.processes)
     assert any("SIGSEGV" in line for line in last_lines(directory.log("stage-1"), 20))
     assert [event["restarts"] for event in events if event.get("name") == "stage-1"] == [0, 1, 2]
+
+
+async def test_a_slice_that_is_damaged_under_a_running_stage_is_made_anew(home: Path, tmp_path: Path) -> None:
+    directory = StateDir(tmp_path / "state")
+    manifest = write_manifest(tmp_path, "damaged")
+    prepared = await asyncio.to_thread(prepare, load_manifest(manifest))
+    slice_path = prepared.pipeline_dir / prepared.file.stages[1].file
+    whole = slice_path.read_bytes()
+    with directory.locked("damaged"):
+        directory.manifest.write_text(prepared.manifest.model_dump_json(by_alias=True, exclude_none=True))
+        emitted, stopping = list[Event](), asyncio.Event()
+
+        def emit(event: Event) -> None:
+            emitted.append(event)
+            if event["event"] == "process" and event["name"] == "stage-1":
+                if event["restarts"]:
+                    stopping.set()
+                    return
+                os.truncate(slice_path, 4096)
+                os.kill(event["pid"], signal.SIGKILL)
+
+        policy = RestartPolicy(first_s=0.01, max_s=0.02)
+        plan = arrange(prepared.manifest, manifest, directory.manifest)
+        mend = mender(DEMO, prepared.pipeline_dir, prepared.file)
+        supervisor = Supervisor(plan, directory, emit, policy=policy, mend=mend)
+        await supervise(supervisor, stopping, emit)
+    assert slice_path.read_bytes() == whole
+
+
+def test_the_slices_of_a_model_that_has_changed_or_gone_are_left_alone(home: Path, tmp_path: Path) -> None:
+    prepared = prepare(load_manifest(write_manifest(tmp_path, "changed")))
+    slice_path = prepared.pipeline_dir / prepared.file.stages[1].file
+    slice_path.unlink()
+    other = msgspec.structs.replace(prepared.file, source=msgspec.structs.replace(prepared.file.source, sha256="0"))
+    assert not asyncio.run(mender(DEMO, prepared.pipeline_dir, other)())
+    assert not asyncio.run(mender(tmp_path / "gone.gguf", prepared.pipeline_dir, prepared.file)())
+    assert not slice_path.exists()
 
 
 def free_port() -> int:

@@ -1,0 +1,74 @@
+"""A split that was damaged under a pipeline that runs is made anew from its model, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from relayline.coordinator.model.inspection import content_key
+from relayline.coordinator.model.pipeline_file import PipelineFile, load_pipeline
+from relayline.wire.common.child_command import module_command
+from relayline.wire.common.errors import ArtifactError, RelaylineError
+
+log = logging.getLogger("relayline.up")
+
+Mend = Callable[[], Awaitable[bool]]
+
+
+async def nothing_to_mend() -> bool:
+    """Take what is served as whole: nobody knows how to make it anew."""
+    return True
+
+
+def mender(model: Path, directory: Path, file: PipelineFile) -> Mend:
+    """Return what looks for files of a split that are missing or have another size, and makes the split anew then.
+
+    It returns whether all files are there in their sizes afterwards. A model that has changed since is left alone:
+    stages that run hold the old one's layers.
+    """
+
+    async def mend() -> bool:
+        fault = await asyncio.to_thread(_fault, directory)
+        if not fault:
+            return True
+        log.warning("%s; splitting %s anew", fault, model.name)
+        problem = await asyncio.to_thread(_changed, model, file) or await _split(model, directory, file)
+        problem = problem or await asyncio.to_thread(_fault, directory)
+        if problem:
+            log.warning("the split cannot be made anew: %s", problem)
+        return not problem
+
+    return mend
+
+
+def _fault(directory: Path) -> str:
+    try:
+        load_pipeline(directory)
+    except ArtifactError as error:
+        return error.message
+    return ""
+
+
+def _changed(model: Path, file: PipelineFile) -> str:
+    try:
+        is_same = content_key(model) == file.source.sha256
+    except (RelaylineError, OSError) as error:
+        return str(error)
+    return "" if is_same else f"{model} is another model than the one that was split"
+
+
+async def _split(model: Path, directory: Path, file: PipelineFile) -> str:
+    how = ("--cuts", ",".join(map(str, file.cuts))) if file.cuts else ("--stages", "1")
+    command = module_command("relayline.deploy.cli", "split", str(model), *how, "--out", str(directory))
+    none, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
+    splitting = await asyncio.create_subprocess_exec(*command, stdin=none, stdout=none, stderr=pipe)
+    try:
+        _, said = await splitting.communicate()
+    except asyncio.CancelledError:
+        splitting.kill()
+        await splitting.wait()
+        raise
+    lines = said.decode(errors="replace").strip().splitlines() or [f"exit code {splitting.returncode}"]
+    return lines[-1].removeprefix("relayline: error: ") if splitting.returncode else ""

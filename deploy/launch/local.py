@@ -78,8 +78,8 @@ async def running(
             directory = StateDir(Path(stack.enter_context(tempfile.TemporaryDirectory())) / manifest.name)
         stack.enter_context(directory.locked(manifest.name))
         what = Launch(manifest, directory.manifest)
-        plan = await asyncio.to_thread(plan_of, what, directory)
-        supervisor = Supervisor(plan, directory, lambda _: None, policy=policy, echo=on_line)
+        plan, mend = await asyncio.to_thread(plan_of, what, directory)
+        supervisor = Supervisor(plan, directory, lambda _: None, policy=policy, echo=on_line, mend=mend)
         try:
             yield supervisor, await supervisor.start()
         finally:

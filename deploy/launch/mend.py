@@ -30,12 +30,12 @@ def mender(model: Path, directory: Path, file: PipelineFile) -> Mend:
     """
 
     async def mend() -> bool:
-        fault = await asyncio.to_thread(_fault, directory)
+        fault = await asyncio.to_thread(_fault, directory, file)
         if not fault:
             return True
         log.warning("%s; splitting %s anew", fault, model.name)
         problem = await asyncio.to_thread(_changed, model, file) or await _split(model, directory, file)
-        problem = problem or await asyncio.to_thread(_fault, directory)
+        problem = problem or await asyncio.to_thread(_fault, directory, file)
         if problem:
             log.warning("the split cannot be made anew: %s", problem)
         return not problem
@@ -43,17 +43,20 @@ def mender(model: Path, directory: Path, file: PipelineFile) -> Mend:
     return mend
 
 
-def _fault(directory: Path) -> str:
+def _fault(directory: Path, file: PipelineFile) -> str:
     try:
-        load_pipeline(directory)
+        found = load_pipeline(directory)
     except ArtifactError as error:
         return error.message
-    return ""
+    return "" if found.stages == file.stages else f"{directory} holds other slices than those that are served"
 
 
 def _changed(model: Path, file: PipelineFile) -> str:
     try:
-        is_same = content_key(model) == file.source.sha256
+        found = [(model.parent / each.name).stat() for each in file.source.files]
+        known = [(each.size_bytes, each.mtime_ns) for each in file.source.files]
+        is_same = [(each.st_size, each.st_mtime_ns) for each in found] == known
+        is_same = is_same and content_key(model) == file.source.sha256  # which covers a part of each tensor
     except (RelaylineError, OSError) as error:
         return str(error)
     return "" if is_same else f"{model} is another model than the one that was split"

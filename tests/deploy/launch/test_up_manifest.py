@@ -410,8 +410,11 @@ def test_the_slices_of_a_model_that_has_changed_or_gone_are_left_alone(home: Pat
     prepared = prepare(load_manifest(write_manifest(tmp_path, "changed")))
     slice_path = prepared.pipeline_dir / prepared.file.stages[1].file
     slice_path.unlink()
-    other = msgspec.structs.replace(prepared.file, source=msgspec.structs.replace(prepared.file.source, sha256="0"))
-    assert not asyncio.run(mender(DEMO, prepared.pipeline_dir, other)())
+    source = prepared.file.source
+    touched = tuple(msgspec.structs.replace(each, mtime_ns=each.mtime_ns - 1) for each in source.files)
+    for changed in ({"sha256": "0"}, {"files": touched}):
+        other = msgspec.structs.replace(prepared.file, source=msgspec.structs.replace(source, **changed))
+        assert not asyncio.run(mender(DEMO, prepared.pipeline_dir, other)())
     assert not asyncio.run(mender(tmp_path / "gone.gguf", prepared.pipeline_dir, prepared.file)())
     assert not slice_path.exists()
 

@@ -39,6 +39,7 @@ from relayline.deploy.testing.simulation.figures import Trace
 from relayline.deploy.testing.simulation.stage import SimStage, Violation
 from relayline.stage.queue_types import Step
 from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
+from relayline.wire.common.curve import ATTENTION_TILE_ROWS
 from relayline.wire.envelopes.frames import Flag
 
 if TYPE_CHECKING:
@@ -341,7 +342,11 @@ class Audit(Trace):
         n_decode_rows = sum(len(frame.tokens) for frame in rows) - n_prompt_rows - n_drafted
         if n_drafted > DRAFTED_ROWS_MAX or (n_drafted and n_prompt_rows):
             raise Violation(f"an envelope has {n_drafted} guesses and {n_prompt_rows} rows of prompts")
-        flights = (plan.n_groups, plan.prefill_flights, self._guesses_max())[kind]
+        is_tile = (
+            kind == PREFILL and n_prompt_rows == ATTENTION_TILE_ROWS and self._simulation.planner.tile_rule.is_apart
+        )
+        prompt_flights = max(plan.prefill_flights, int(is_tile))  # a tile that has waited for its room
+        flights = (plan.n_groups, prompt_flights, self._guesses_max())[kind]
         taken = {(frame.session.session_id, frame.position) for frame in rows}
         is_overdue = held_ns >= self._hold_max_ns(plan) > 0 and oldest in taken
         may_be_more = kind == DECODE and is_overdue and self._simulation.setup.schedule.mode == "auto"
@@ -350,7 +355,8 @@ class Audit(Trace):
         if kind == DECODE and n_prompt_rows:
             self._check_rides(plan)
         room = plan.ride_rows and plan.group_rows + plan.ride_rows - n_decode_rows
-        most_prompt_rows = plan.chunk_rows if kind == PREFILL else room
+        chunk_rows = max(plan.chunk_rows, ATTENTION_TILE_ROWS) if is_tile else plan.chunk_rows
+        most_prompt_rows = chunk_rows if kind == PREFILL else room
         if n_decode_rows > plan.group_rows or n_prompt_rows > most_prompt_rows:
             raise Violation(
                 f"an envelope has {n_decode_rows} + {n_prompt_rows} rows, the plan allows {plan.group_rows} + "

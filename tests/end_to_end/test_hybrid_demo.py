@@ -23,13 +23,14 @@ from tests.support.fleet import assert_seeded, logits_along
 from tests.support.http_client import NEAR_TIE, Client, tokens_of
 
 N_STAGES = 3
+SIGMA = 0.02  # what f16 rows between stages move these logits by; f32 rows move them by nothing
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     directory = tmp_path_factory.mktemp("split")
     with running("up", MODEL, "--stages", str(N_STAGES), "--split-dir", directory, "--http", "127.0.0.1:0", "--json",
-                 "--ctx", "512", "--lanes", "10", "--threads", "1") as process:  # fmt: skip
+                 "--ctx", "512", "--lanes", "10", "--prefix-lanes", "2", "--threads", "1") as process:  # fmt: skip
         yield process
 
 
@@ -72,7 +73,24 @@ async def test_seeded_answers_are_drawn_from_what_the_whole_model_gives(served: 
     first, again, other = (reply["choices"][0]["token_ids"] for reply in replies)
     assert first == again != other
     for seed, tokens in ((7, first), (8, other)):
-        assert_seeded(whole, prompt, tokens, SamplingParams(**options, seed=seed))
+        assert_seeded(whole, prompt, tokens, SamplingParams(**options, seed=seed), SIGMA)
+
+
+async def test_each_turn_of_a_chat_reads_only_what_is_new(served: Running, whole: ReferenceModel) -> None:
+    end, user, assistant = 1, 2, 3  # control tokens
+    async with aiohttp.ClientSession() as session:
+        client = Client(session, served.event)
+        history: tuple[int, ...] = ()
+        n_known = 0
+        for asked in ("What does textwrap.dedent do?", "Thank you", "Who are you?", "Explain heapq.heappush"):
+            history = (*history, user, *await ids_of(client, asked), end, assistant)
+            reply = await client.complete(list(history), return_token_ids=True)
+            n_cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert n_cached >= n_known, "the turns before are there, but for what one row adds"
+            tokens = reply["choices"][0]["token_ids"]
+            assert_said_by(whole, history, tokens)
+            n_known = len(history) - 1 if len(history) > 32 else 0
+            history = (*history, *tokens, end)
 
 
 async def test_a_killed_stage_is_a_pause_and_no_more(served: Running, whole: ReferenceModel) -> None:

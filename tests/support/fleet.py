@@ -84,12 +84,18 @@ def assert_greedy(whole: ReferenceModel, prompt: tuple[int, ...], tokens: list[i
     assert behind.max() <= NEAR_TIE, f"token {int(behind.argmax())} of {len(tokens)} is {behind.max()} behind"
 
 
-def assert_seeded(whole: ReferenceModel, prompt: tuple[int, ...], tokens: list[int], sampling: SamplingParams) -> None:
-    """Every token is one that its draw picks from the unsplit model's logits, give or take DRAWS_SIGMA."""
+def assert_seeded(
+    whole: ReferenceModel,
+    prompt: tuple[int, ...],
+    tokens: list[int],
+    sampling: SamplingParams,
+    sigma: float = DRAWS_SIGMA,
+) -> None:
+    """Every token is one that its draw picks from the unsplit model's logits, give or take `sigma`."""
     sampler = SessionSampler(
         SamplingOptions(**dataclasses.asdict(sampling) | {"numbers": dict(sampling.numbers)}), whole.n_vocab
     )
-    noise = np.random.default_rng(1).normal(0.0, DRAWS_SIGMA, (N_DRAWS, whole.n_vocab)).astype(np.float32)
+    noise = np.random.default_rng(1).normal(0.0, sigma, (N_DRAWS, whole.n_vocab)).astype(np.float32)
     noise[0] = 0.0
     try:
         rows = zip(logits_along(whole, prompt, tokens), tokens, strict=True)

@@ -163,7 +163,7 @@ def build_programs(
     what = f"{', '.join(targets)} of llama-cpp-python {version}"
     print(f"building {what}: about {minutes} minutes", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=home) as scratch:
-        source = _sources(Path(scratch), version, archive) / "vendor" / "llama.cpp"
+        source = sources(Path(scratch), version, archive) / "vendor" / "llama.cpp"
         build = Path(scratch) / "build"
         generator = ("-G", "Ninja") if shutil.which("ninja") else ()
         included = f"-DCMAKE_PROJECT_ggml_INCLUDE={KERNELS / kernels.value[0]}"
@@ -174,7 +174,7 @@ def build_programs(
         (build / "bin").rename(home / "bin")
 
 
-def _sources(scratch: Path, version: str, archive: Path | None) -> Path:
+def sources(scratch: Path, version: str, archive: Path | None) -> Path:
     """Unpack the source distribution, downloading it first if need be; returns its root."""
     name = f"llama_cpp_python-{version}"
     if archive is None:

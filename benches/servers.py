@@ -236,6 +236,8 @@ async def llama_rpc(
         addresses = [proxy.address for proxy in proxies] or addresses
         # Every layer and the head on the workers: the server itself only samples, so one thread is enough.
         flags = ["--rpc", ",".join(addresses), "--n-gpu-layers", "999"]
+        if setup.gpu_layers:  # else it would take a share of the layers to the GPU itself
+            flags += ["--device", ",".join(f"RPC{index}" for index in range(setup.n_stages))]
         yield await stack.enter_async_context(llama_server(name, flags, setup, peers, n_threads=1)), proxies
 
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benches import compare, interrupt, machine, plot
-from benches.arguments import number, numbers
-from benches.gpu import steps
-from benches.gpu.build import BACKENDS, build
+from benches.arguments import number, numbers, some_of
+from benches.gpu import pack, short, steps
+from benches.gpu.build import BACKENDS, at, build, preloaded
 from benches.models import MIXES, SHAPES, model
 from benches.peers import LIBRARIES, Kernels, Peers, PeersUnavailableError, find_peers
 from relayline.deploy.launch.splits import split_for
@@ -32,6 +34,7 @@ from relayline.stage.engine import ggml
 from relayline.wire.common.errors import RelaylineError
 
 STREAMS = (1, 2, 4, 8, 16, 32, 64)
+BEGAN = "RELAYLINE_GPU_BENCH_BEGAN_NS"  # when the run began, on the monotonic clock
 QUICK_ROWS, QUICK_STREAMS = (1, 4), (1, 2)
 
 
@@ -46,7 +49,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sources", type=Path, help="source distribution of llama-cpp-python, instead of downloading")
     parser.add_argument("--jobs", type=number, default=len(os.sched_getaffinity(0)), help="compilers at once")
     parser.add_argument("--installed", action="store_true", help="build nothing: measure the installed llama.cpp")
+    parser.add_argument(
+        "--built", type=Path, help="directory of llama.cpp's programs and libraries, instead of building"
+    )
     parser.add_argument("--build-only", action="store_true")
+    short_mode = "a GPU that is at hand for so many minutes, the build included: see benches/gpu/short.py"
+    parser.add_argument("--minutes", type=float, default=0.0, help=short_mode)
+    parser.add_argument("--parts", type=some_of(short.PARTS), default=(), help=f"some of {','.join(short.PARTS)}")
+    packed = (
+        "leave in this directory what a host without a network needs for --minutes, and end: see benches/gpu/pack.py"
+    )
+    parser.add_argument("--pack", type=Path, help=packed)
+    has = "packages that the host has already, such as numpy,uvloop, for --pack"
+    parser.add_argument("--host-has", type=lambda text: text.split(","), default=[], help=has)
     parser.add_argument("--shape", choices=list(SHAPES), default=None)
     parser.add_argument("--type", choices=list(MIXES), default="q4_0")
     parser.add_argument("--rows", type=numbers, default=(), help="of a step, such as 1,8,32")
@@ -57,7 +72,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     options.shape = options.shape or ("toy" if options.quick else "llama-8b")
     options.rows = options.rows or (QUICK_ROWS if options.quick else steps.ROWS)
-    options.streams = options.streams or (QUICK_STREAMS if options.quick else STREAMS)
+    if not options.minutes:
+        options.streams = options.streams or (QUICK_STREAMS if options.quick else STREAMS)
     options.repeats = options.repeats or (1 if options.quick else 3)
     return options
 
@@ -66,15 +82,30 @@ def programs(options: argparse.Namespace) -> Peers | None:
     """Return llama.cpp's programs for this run. Does not return where its libraries are not those of this process:
     then the bench starts anew with them.
     """
-    if options.installed:
+    if options.installed and not options.built:
         # What was built for a processor says nothing about a GPU.
         return None if _gpus() else find_peers(Kernels.OURS)
-    built = build(options.backend, options.arch, options.jobs, options.sources)
+    built = at(options.built) if options.built else build_with_model(options)
     if os.environ.get(LIBRARIES) != str(built.directory) and not options.build_only:
         os.environ[LIBRARIES] = str(built.directory)
+        os.environ |= preloaded(options.backend)
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-m", "benches.gpu", *sys.argv[1:]])
     return built
+
+
+def build_with_model(options: argparse.Namespace) -> Peers:
+    """Build, and in a short run write the random model meanwhile."""
+    if not options.minutes:
+        return build(options.backend, options.arch, options.jobs, options.sources)
+    writing = subprocess.Popen(
+        [sys.executable, "-m", "benches.models", "--shape", options.shape, "--type", options.type],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        return build(options.backend, options.arch, options.jobs, options.sources)
+    finally:
+        writing.wait()
 
 
 def _gpus() -> list[str]:
@@ -126,10 +157,22 @@ async def pipeline(options: argparse.Namespace, peers: Peers | None, gpu_layers:
     return await compare.compare(plan, rivals, options.out / "gpu-streams", wants_peers=True)
 
 
+def in_minutes(options: argparse.Namespace, peers: Peers | None, gpus: Sequence[str], deadline_ns: int) -> int:
+    """Measure what a short time allows."""
+    streams = options.streams or (QUICK_STREAMS if options.quick else short.STREAMS)
+    n_tokens = options.tokens or (8 if options.quick else 128)
+    repeats = 1 if options.quick else 2
+    plan = short.Plan(options.shape, options.type, streams, n_tokens, repeats, -1 if gpus else 0, options.out)
+    return interrupt.run(short.run(plan, peers, {"devices": gpus}, deadline_ns, options.parts))
+
+
 def main() -> int:
     """Build and measure; exit code 1 if a run did not count."""
     options = parse()
+    began_ns = int(os.environ.setdefault(BEGAN, str(time.monotonic_ns())))  # before it started anew with its libraries
     try:
+        if options.pack:
+            return pack.main(options)
         peers = programs(options)
         if options.build_only:
             print(peers.directory if peers else "nothing to build")
@@ -137,6 +180,8 @@ def main() -> int:
         gpus = _gpus()
         gpu_layers = -1 if gpus else 0
         print("on " + (", ".join(gpus) or "this processor: llama.cpp sees no GPU"), file=sys.stderr, flush=True)
+        if options.minutes:
+            return in_minutes(options, peers, gpus, began_ns + int(options.minutes * 60e9))
         entries = by_rows(options, peers, gpu_layers)
     except (PeersUnavailableError, RelaylineError) as error:
         print(f"gpu: {error}", file=sys.stderr)

@@ -1,0 +1,255 @@
+"""A GPU that is at hand for some minutes only: parts in the order of their worth, results on disk after each of them.
+
+A part begins only if the time left is likely to do for it, and one that fails does not stop the others. The figures of
+streams are those of `relayline bench`: greedy answers to prompts of random tokens, run to their full length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+from benches import machine, parts, stages
+from benches.gpu import steps
+from benches.models import SHAPES, model
+from benches.peers import Peers
+from benches.servers import RELAYLINE, Setup, llama_rpc, llama_server, relayline_up
+from relayline.deploy.cli import load
+from relayline.deploy.cli.load import Target
+from relayline.deploy.launch.splits import split_for
+
+PARTS = ("engine", "one-stage", "one-stage-profiled", "unsplit", "two-stages", "certify", "rpc")
+STREAMS = (1, 8, 32, 64)
+CTX_TOKENS, PROMPT_TOKENS = 256, 32
+CERTIFY_S = 120.0
+PROFILE_S = 2
+
+
+class Notebook:
+    """Results of a run, written after every part; parts that would end too late are left out, and said to be."""
+
+    def __init__(self, path: Path, deadline_ns: int, about: dict[str, Any]) -> None:
+        """`deadline_ns` is on the monotonic clock."""
+        self._path, self._deadline_ns = path, deadline_ns
+        self.results: dict[str, Any] = {**about, "parts": {}}
+
+    def left_s(self, now_ns: int) -> float:
+        """Return the seconds until the deadline."""
+        return (self._deadline_ns - now_ns) / 1e9
+
+    async def part(self, name: str, needs_s: float, measure: Callable[[], Awaitable[Any]]) -> None:
+        """Run one part, unless less than `needs_s` is left, and write what it found or why it found nothing."""
+        began_ns = time.monotonic_ns()
+        left_s = self.left_s(began_ns)
+        if left_s < needs_s:
+            self._keep(name, {"left_out": f"{max(0.0, left_s):.0f} s were left, and it needs about {needs_s:.0f}"})
+            return
+        try:
+            async with asyncio.timeout(left_s):
+                found = {"found": await measure()}
+        except TimeoutError:
+            found = {"failed": "the time was up"}
+        except Exception as error:
+            found = {"failed": f"{type(error).__name__}: {error}"[:500]}
+        self._keep(name, found | {"took_s": round((time.monotonic_ns() - began_ns) / 1e9, 1)})
+
+    def _keep(self, name: str, found: dict[str, Any]) -> None:
+        self.results["parts"][name] = found
+        machine.write_json(self._path, self.results)
+        told = found.get("failed") or found.get("left_out") or _brief(found["found"])
+        print(f"[{max(0.0, self.left_s(time.monotonic_ns())):.0f} s left] {name}: {told}", file=sys.stderr, flush=True)
+
+
+def _brief(found: Any) -> str:
+    if isinstance(found, list) and found and "streams" in found[0]:
+        return ", ".join(f"{each['streams']}: {each['decode_tok_s']:.0f} tok/s" for each in found)
+    return json.dumps(load.json_ready(found))[:600]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What a short run measures."""
+
+    shape: str
+    mix: str
+    streams: tuple[int, ...]
+    n_tokens: int  # of every answer
+    repeats: int
+    gpu_layers: int  # -1 on a GPU, 0 without
+    out: Path
+
+
+class Short:
+    """One short run: its set-up, and a method for each part."""
+
+    def __init__(self, plan: Plan, peers: Peers | None, log_dir: Path) -> None:
+        self.plan, self.peers = plan, peers
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+        self.model = model(SHAPES[plan.shape], plan.mix)
+        self.setup = Setup(self.model, 1, max(plan.streams), CTX_TOKENS, cores, log_dir, gpu_layers=plan.gpu_layers)
+        draw, n_vocab = random.Random(1), SHAPES[plan.shape].n_vocab
+        n_prompts = max(plan.streams)
+        self.prompts = [[draw.randrange(3, n_vocab) for _ in range(PROMPT_TOKENS)] for _ in range(n_prompts)]
+
+    async def engine(self) -> list[dict[str, float]]:
+        """A step of the whole model by its rows, beside llama-batched-bench."""
+        plan, rows = self.plan, self.plan.streams
+        artifact = split_for(self.model, 1, None, None) / "stage-0.gguf"
+        n_threads = len(self.setup.cores)
+        command = None
+        if self.peers:
+            command = steps.bare_command(self.peers, self.model, rows, n_threads, plan.gpu_layers)
+
+        def measured() -> list[dict[str, float]]:
+            with steps.open_engine(artifact, max(rows), n_threads, plan.gpu_layers) as engine:
+                return steps.measure(engine, command, rows, plan.repeats)
+
+        return await asyncio.to_thread(measured)
+
+    async def streams(self, server: AbstractAsyncContextManager[Target], *, profiled: str = "") -> list[dict[str, Any]]:
+        """Load one server with streams, in turns; `profiled` names the profiles that py-spy leaves, if it is there."""
+        found: list[dict[str, Any]] = []
+        async with server as target, load.client() as session:
+            warm = min(8, max(self.plan.streams))
+            await load.closed_loop(session, target, self.prompts, n_streams=warm, n_tokens=8)
+            for repeat in range(self.plan.repeats):
+                for n_streams in self.plan.streams:
+                    async with _profiles(self.plan.out, f"{profiled}-{n_streams}" if profiled else ""):
+                        found.append(await self._point(session, target, n_streams, repeat))
+        return found
+
+    async def _point(self, session: Any, target: Target, n_streams: int, repeat: int) -> dict[str, Any]:
+        before = await parts.pipeline_status(session, target)
+        n_tokens = self.plan.n_tokens
+        requests = await load.closed_loop(session, target, self.prompts, n_streams=n_streams, n_tokens=n_tokens)
+        summary = load.summarise(requests)
+        after = await parts.pipeline_status(session, target, before)
+        point = {"streams": n_streams, "repeat": repeat, **dataclasses.asdict(summary)}
+        if after:
+            point |= parts.pipeline_figures(before, after, summary.wall_s)
+            point |= stages.figures(await stages.ask(after), requests, PROMPT_TOKENS)
+        return point
+
+    def relayline(self, name: str, n_stages: int, *flags: str) -> AbstractAsyncContextManager[Target]:
+        """Return a pipeline of that many stages, all of them on the one GPU."""
+        setup = dataclasses.replace(self.setup, n_stages=n_stages)
+        return relayline_up(name, ["--draft", "off", "--trace-level", "off", *flags], setup)
+
+    def unsplit(self) -> AbstractAsyncContextManager[Target]:
+        """Return llama-server with the whole model."""
+        assert self.peers is not None
+        flags = ["--n-gpu-layers", "all" if self.plan.gpu_layers < 0 else str(self.plan.gpu_layers)]
+        return llama_server("unsplit", flags, self.setup, self.peers, n_threads=len(self.setup.cores))
+
+    @contextlib.asynccontextmanager
+    async def rpc(self) -> AsyncIterator[Target]:
+        """Run llama-server over two RPC workers, both on the one GPU."""
+        assert self.peers is not None
+        async with llama_rpc("rpc", dataclasses.replace(self.setup, n_stages=2), self.peers) as (target, _):
+            yield target
+
+    async def certify(self) -> dict[str, Any]:
+        """Compare the split model with the whole one, both on the GPU."""
+        command = [*RELAYLINE, "certify", str(self.model), "--stages", "2", "--ctx", "512", "--json",
+                   "--gpu-layers", str(self.plan.gpu_layers)]  # fmt: skip
+        child = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            out, errors = await child.communicate()
+        finally:
+            if child.returncode is None:
+                child.terminate()
+        if not out:
+            raise RuntimeError(errors.decode(errors="replace").strip().splitlines()[-1])
+        said: dict[str, Any] = json.loads(out)
+        return {"exit_code": child.returncode, "tolerance": said.get("tolerance"), "cuts": said.get("cuts")}
+
+
+@contextlib.asynccontextmanager
+async def _profiles(out: Path, name: str) -> AsyncIterator[None]:
+    """Let py-spy watch what this process has started, where there is py-spy and a name for what it leaves."""
+    spies: list[subprocess.Popen[bytes]] = []
+    if name and (program := shutil.which("py-spy")):
+        for pid in _below(os.getpid()):
+            command = [program, "record", "--pid", str(pid), "--duration", str(PROFILE_S), "--rate", "400",
+                       "--format", "raw", "--nonblocking", "--output", str(out / f"spy-{name}-{pid}.txt")]  # fmt: skip
+            spies.append(_started(command))
+    try:
+        yield
+    finally:
+        for spy in spies:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(spy.wait, 4 * PROFILE_S)
+            spy.kill()
+            spy.wait()
+
+
+def _started(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _below(pid: int) -> list[int]:
+    """Return the processes that a process and its children have started, by /proc."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *_below(child)]
+    return found
+
+
+async def measure(notebook: Notebook, short: Short, only: Sequence[str]) -> int:
+    """Run the parts; exit code 1 if one of them failed."""
+    quick = short.plan.gpu_layers == 0  # a rehearsal: nothing of it takes long
+
+    def streams(make: Callable[[], AbstractAsyncContextManager[Target]]) -> Callable[[], Awaitable[Any]]:
+        return lambda: short.streams(make())
+
+    parts_of: list[tuple[str, float, Callable[[], Awaitable[Any]]]] = [
+        ("engine", 40, short.engine),
+        ("one-stage", 45, streams(lambda: short.relayline("one-stage", 1))),
+        ("one-stage-profiled", 45, lambda: short.streams(short.relayline("profiled", 1), profiled="one-stage")),
+        ("two-stages", 45, streams(lambda: short.relayline("two-stages", 2))),
+        ("certify", CERTIFY_S, short.certify),
+    ]
+    if short.peers:
+        parts_of[3:3] = [("unsplit", 30, streams(short.unsplit))]
+        parts_of.append(("rpc", 45, streams(short.rpc)))
+    for name, needs_s, part in parts_of:
+        if not only or name in only:
+            await notebook.part(name, 0 if quick else needs_s, part)
+    return int(any("failed" in part for part in notebook.results["parts"].values()))
+
+
+async def run(plan: Plan, peers: Peers | None, about: dict[str, Any], deadline_ns: int, only: Sequence[str]) -> int:
+    """Run all parts until the deadline and leave gpu-short.json."""
+    about |= {"machine": machine.facts(), "shape": plan.shape, "type": plan.mix, "n_tokens": plan.n_tokens}
+    notebook = Notebook(plan.out / "gpu-short.json", deadline_ns, about)
+    with tempfile.TemporaryDirectory(prefix="relayline-gpu-") as logs:
+        try:
+            return await measure(notebook, Short(plan, peers, Path(logs)), only)
+        finally:
+            _keep_logs(Path(logs), plan.out / "gpu-logs.txt")
+
+
+def _keep_logs(logs: Path, path: Path) -> None:
+    """Leave the last lines of what the servers printed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as out:
+        for log in sorted(logs.glob("*.log")):
+            lines = log.read_text(errors="replace").splitlines()[-40:]
+            out.writelines(f"[{log.stem}] {line}\n" for line in lines)

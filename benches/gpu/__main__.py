@@ -18,24 +18,17 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from benches import compare, interrupt, machine, plot
+from benches import interrupt
 from benches.arguments import number, numbers, some_of
-from benches.gpu import pack, short, steps
+from benches.gpu import pack
 from benches.gpu.build import BACKENDS, at, build, preloaded
-from benches.models import MIXES, SHAPES, model
+from benches.gpu.what import PARTS, QUICK_ROWS, QUICK_STREAMS, ROWS, STREAMS
+from benches.models import MIXES, SHAPES
 from benches.peers import LIBRARIES, Kernels, Peers, PeersUnavailableError, find_peers
-from relayline.deploy.launch.splits import split_for
-from relayline.stage.engine import ggml
 from relayline.wire.common.errors import RelaylineError
 
-STREAMS = (1, 2, 4, 8, 16, 32, 64)
 BEGAN = "RELAYLINE_GPU_BENCH_BEGAN_NS"  # when the run began, on the monotonic clock
-QUICK_ROWS, QUICK_STREAMS = (1, 4), (1, 2)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -55,7 +48,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--build-only", action="store_true")
     short_mode = "a GPU that is at hand for so many minutes, the build included: see benches/gpu/short.py"
     parser.add_argument("--minutes", type=float, default=0.0, help=short_mode)
-    parser.add_argument("--parts", type=some_of(short.PARTS), default=(), help=f"some of {','.join(short.PARTS)}")
+    parser.add_argument("--parts", type=some_of(PARTS), default=(), help=f"some of {','.join(PARTS)}")
     packed = (
         "leave in this directory what a host without a network needs for --minutes, and end: see benches/gpu/pack.py"
     )
@@ -71,7 +64,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     options = parser.parse_args(argv)
     options.shape = options.shape or ("toy" if options.quick else "llama-8b")
-    options.rows = options.rows or (QUICK_ROWS if options.quick else steps.ROWS)
+    options.rows = options.rows or (QUICK_ROWS if options.quick else ROWS)
     if not options.minutes:
         options.streams = options.streams or (QUICK_STREAMS if options.quick else STREAMS)
     options.repeats = options.repeats or (1 if options.quick else 3)
@@ -84,7 +77,7 @@ def programs(options: argparse.Namespace) -> Peers | None:
     """
     if options.installed and not options.built:
         # What was built for a processor says nothing about a GPU.
-        return None if _gpus() else find_peers(Kernels.OURS)
+        return None if _sees_gpus() else find_peers(Kernels.OURS)
     built = at(options.built) if options.built else build_with_model(options)
     if os.environ.get(LIBRARIES) != str(built.directory) and not options.build_only:
         os.environ[LIBRARIES] = str(built.directory)
@@ -108,62 +101,10 @@ def build_with_model(options: argparse.Namespace) -> Peers:
         writing.wait()
 
 
-def _gpus() -> list[str]:
-    return [device for device in ggml.devices() if not device.startswith(("CPU", "BLAS"))]
+def _sees_gpus() -> bool:
+    from relayline.stage.engine import ggml  # loads the installed llama.cpp
 
-
-def by_rows(options: argparse.Namespace, peers: Peers | None, gpu_layers: int) -> list[dict[str, float]]:
-    """Measure steps of the whole model."""
-    path = model(SHAPES[options.shape], options.type)
-    artifact = split_for(path, 1, None, None) / "stage-0.gguf"
-    n_threads = len(os.sched_getaffinity(0))
-    command = steps.bare_command(peers, path, options.rows, n_threads, gpu_layers) if peers else None
-    with steps.open_engine(artifact, max(options.rows), n_threads, gpu_layers) as engine:
-        return steps.measure(engine, command, options.rows, options.repeats)
-
-
-def show(entries: Sequence[dict[str, float]]) -> None:
-    """Print the steps as a table."""
-    table = Table(title=f"a step of the whole model (goal: ratio <= {steps.GOAL_RATIO})", title_justify="left")
-    columns = ("rows", "engine_ms", "row_ms", "tok_s", "bare_ms", "ratio")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for each in entries:
-        table.add_row(*(f"{each[name]:.3f}".rstrip("0").rstrip(".") if name in each else "-" for name in columns))
-    Console().print(table)
-
-
-def draw(entries: Sequence[dict[str, float]], path: Path) -> None:
-    """Plot the cost curve."""
-    rows = [int(each["rows"]) for each in entries]
-    lines: dict[str, tuple[Sequence[float], Sequence[float]]] = {
-        "engine": (rows, [each["engine_ms"] for each in entries])
-    }
-    if "bare_ms" in entries[0]:
-        lines["llama-batched-bench"] = (rows, [each["bare_ms"] for each in entries])
-    plot.lines(path, "a step of the whole model", [("ms", "log", lines)])
-
-
-async def pipeline(options: argparse.Namespace, peers: Peers | None, gpu_layers: int) -> int:
-    """Two stages as two processes on one GPU, over HTTP."""
-    arguments = [
-        "--shape", options.shape, "--type", options.type, "--streams", ",".join(map(str, options.streams)),
-        "--systems", "auto,single,unsplit", "--repeats", str(options.repeats), "--only-streams",
-        "--gpu-layers", str(gpu_layers), "--cores", str(len(os.sched_getaffinity(0))),
-        "--tokens", str(options.tokens or (8 if options.quick else 64)),
-    ]  # fmt: skip
-    rivals = {Kernels.SHIPPED: peers} if peers else {}  # on a GPU they are the same
-    plan = compare.plan_of(compare.parse(arguments), rivals)
-    return await compare.compare(plan, rivals, options.out / "gpu-streams", wants_peers=True)
-
-
-def in_minutes(options: argparse.Namespace, peers: Peers | None, gpus: Sequence[str], deadline_ns: int) -> int:
-    """Measure what a short time allows."""
-    streams = options.streams or (QUICK_STREAMS if options.quick else short.STREAMS)
-    n_tokens = options.tokens or (8 if options.quick else 128)
-    repeats = 1 if options.quick else 2
-    plan = short.Plan(options.shape, options.type, streams, n_tokens, repeats, -1 if gpus else 0, options.out)
-    return interrupt.run(short.run(plan, peers, {"devices": gpus}, deadline_ns, options.parts))
+    return bool(ggml.gpus())
 
 
 def main() -> int:
@@ -177,20 +118,13 @@ def main() -> int:
         if options.build_only:
             print(peers.directory if peers else "nothing to build")
             return 0
-        gpus = _gpus()
-        gpu_layers = -1 if gpus else 0
-        print("on " + (", ".join(gpus) or "this processor: llama.cpp sees no GPU"), file=sys.stderr, flush=True)
-        if options.minutes:
-            return in_minutes(options, peers, gpus, began_ns + int(options.minutes * 60e9))
-        entries = by_rows(options, peers, gpu_layers)
+        # What measures loads llama.cpp. A host's binding may have no libraries but those that were built or named.
+        from benches.gpu import measure
+
+        return measure.main(options, peers, began_ns)
     except (PeersUnavailableError, RelaylineError) as error:
         print(f"gpu: {error}", file=sys.stderr)
         return 1
-    show(entries)
-    draw(entries, options.out / "gpu-steps.png")
-    results: dict[str, Any] = {"machine": machine.facts(), "devices": gpus, "shape": options.shape, "steps": entries}
-    machine.write_json(options.out / "gpu-steps.json", results)
-    return interrupt.run(pipeline(options, peers, gpu_layers))
 
 
 if __name__ == "__main__":

@@ -110,7 +110,6 @@ def main(options: argparse.Namespace) -> int:
     """Pack, and say how large it became."""
     pack(options.pack, options.shape, options.type, options.sources, tuple(options.host_has))
     n_bytes = sum(path.stat().st_size for path in options.pack.rglob("*") if path.is_file())
-    print(
-        f"{options.pack}: {n_bytes / 2**20:.0f} MiB; on the host run {options.pack.name}/start.sh --minutes 10 --out DIR"
-    )
+    run = f"{options.pack.name}/start.sh --minutes 10 --out DIR"
+    print(f"{options.pack}: {n_bytes / 2**20:.0f} MiB; on the host run {run}")
     return 0

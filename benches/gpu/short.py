@@ -31,8 +31,6 @@ from relayline.deploy.cli import load
 from relayline.deploy.cli.load import Target
 from relayline.deploy.launch.splits import split_for
 
-PARTS = ("engine", "one-stage", "one-stage-profiled", "unsplit", "two-stages", "certify", "rpc")
-STREAMS = (1, 8, 32, 64)
 CTX_TOKENS, PROMPT_TOKENS = 256, 32
 CERTIFY_S = 120.0
 PROFILE_S = 2

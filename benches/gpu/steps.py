@@ -22,7 +22,6 @@ from relayline.stage.engine.kv_cache import count_cells
 from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.errors import RelaylineError
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PROMPT_TOKENS, N_STEPS = 16, 32
 CTX_TOKENS = PROMPT_TOKENS + N_STEPS + 8
 GOAL_RATIO = 1.03

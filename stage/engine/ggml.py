@@ -116,6 +116,11 @@ def devices() -> tuple[str, ...]:
     )
 
 
+def gpus() -> tuple[str, ...]:
+    """Return those of the devices that are no processor."""
+    return tuple(device for device in devices() if not device.startswith(("CPU", "BLAS")))
+
+
 # --- log --------------------------------------------------------------------------------------------------------------
 
 

@@ -62,7 +62,7 @@ def test_one_architecture_is_built_once_from_sources_at_hand(
     built = build("cuda", "90", 4, archive)
     configure, make = tools.commands
     assert {"-DGGML_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=90", "-DBUILD_SHARED_LIBS=ON"} <= set(configure)
-    assert make[-2:] == list(TARGETS)
+    assert make[-len(TARGETS) :] == list(TARGETS)
     assert built.directory.is_relative_to(cache)
     assert built.server.is_file()
     assert build("cuda", "90", 4, archive) == built
@@ -105,9 +105,9 @@ def test_what_a_processor_does_is_not_set_against_a_gpu(monkeypatch: pytest.Monk
     mine = Peers(Path("mine"), "1")
     monkeypatch.setattr(bench, "find_peers", {Kernels.OURS: mine}.get)
     options = bench.parse(["--installed"])
-    monkeypatch.setattr(bench, "_gpus", list)
+    monkeypatch.setattr(bench, "_sees_gpus", lambda: False)
     assert bench.programs(options) == mine
-    monkeypatch.setattr(bench, "_gpus", lambda: ["CUDA0: some GPU"])
+    monkeypatch.setattr(bench, "_sees_gpus", lambda: True)
     assert bench.programs(options) is None
 
 

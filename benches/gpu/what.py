@@ -1,0 +1,9 @@
+"""What the GPU bench measures where nobody says otherwise. Imports nothing that loads llama.cpp's libraries."""
+
+from __future__ import annotations
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # of a step
+STREAMS = (1, 2, 4, 8, 16, 32, 64)
+QUICK_ROWS, QUICK_STREAMS = (1, 4), (1, 2)  # of a check of the bench itself
+SHORT_STREAMS = (1, 8, 32, 64)
+PARTS = ("engine", "one-stage", "one-stage-profiled", "unsplit", "two-stages", "certify", "rpc")  # of a short run

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benches import interrupt
 from benches.arguments import number, numbers, some_of
-from benches.gpu import pack
+from benches.gpu import keep, pack
 from benches.gpu.build import BACKENDS, at, build, preloaded
 from benches.gpu.what import PARTS, QUICK_ROWS, QUICK_STREAMS, ROWS, STREAMS
 from benches.models import MIXES, SHAPES
@@ -55,6 +55,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pack", type=Path, help=packed)
     has = "packages that the host has already, such as numpy,uvloop, for --pack"
     parser.add_argument("--host-has", type=lambda text: text.split(","), default=[], help=has)
+    parser.add_argument(
+        "--keep", type=Path, help="gpu-short.json of a run: make benches/results/gpu.json of it, and end"
+    )
     parser.add_argument("--shape", choices=list(SHAPES), default=None)
     parser.add_argument("--type", choices=list(MIXES), default="q4_0")
     parser.add_argument("--rows", type=numbers, default=(), help="of a step, such as 1,8,32")
@@ -114,6 +117,9 @@ def main() -> int:
     try:
         if options.pack:
             return pack.main(options)
+        if options.keep:
+            print(keep.keep(options.keep))
+            return 0
         peers = programs(options)
         if options.build_only:
             print(peers.directory if peers else "nothing to build")
@@ -122,7 +128,7 @@ def main() -> int:
         from benches.gpu import measure
 
         return measure.main(options, peers, began_ns)
-    except (PeersUnavailableError, RelaylineError) as error:
+    except (PeersUnavailableError, RelaylineError, OSError, ValueError) as error:
         print(f"gpu: {error}", file=sys.stderr)
         return 1
 

@@ -80,6 +80,10 @@ class StampingEngine:
             np.copyto(self._sweeps_into, self._swept)
         self.ready_ns = time.monotonic_ns()
 
+    def best_token(self, _row: int) -> int | None:
+        """Return nothing: the sampler looks at the logits."""
+        return None
+
     def logits(self, row: int) -> npt.NDArray[np.float32]:
         """Return the same logits for every row."""
         return self._logits

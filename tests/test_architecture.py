@@ -135,7 +135,7 @@ LARGE_CLASSES: dict[str, tuple[int, int, str]] = {
     "coordinator/schedule/scheduler.py:Scheduler": (37, 25, "one queue discipline whose parts share all its queues"),
     "coordinator/schedule/groups.py:GroupPlanner": (29, 25, "one plan and the trials around it"),
     "stage/service.py:StageService": (33, 25, "every call of the gRPC service"),
-    "stage/engine/native.py:NativeEngine": (25, 32, "preallocated arrays of one native context"),
+    "stage/engine/native.py:NativeEngine": (26, 33, "preallocated arrays of one native context"),
     "coordinator/sessions/request_log.py:SessionRecord": (25, 33, "a table of figures"),
     "deploy/testing/simulation/audit.py:Audit": (31, 34, "one check an invariant, one count each"),
     "stage/observe/stats.py:StageStats": (6, 26, "a table of counters"),

@@ -33,6 +33,7 @@ from relayline.deploy.launch.splits import split_for
 
 CTX_TOKENS, PROMPT_TOKENS = 256, 32
 CERTIFY_S = 120.0
+DEVICE_SAMPLES, HOST_SAMPLES = ("--device-sampling", "on"), ("--device-sampling", "off")
 PROFILE_S = 2
 
 
@@ -219,13 +220,14 @@ async def measure(notebook: Notebook, short: Short, only: Sequence[str]) -> int:
 
     parts_of: list[tuple[str, float, Callable[[], Awaitable[Any]]]] = [
         ("engine", 40, short.engine),
-        ("one-stage", 45, streams(lambda: short.relayline("one-stage", 1))),
+        ("one-stage", 45, streams(lambda: short.relayline("one-stage", 1, *DEVICE_SAMPLES))),
+        ("one-stage-host", 45, streams(lambda: short.relayline("one-stage-host", 1, *HOST_SAMPLES))),
         ("one-stage-profiled", 45, lambda: short.streams(short.relayline("profiled", 1), profiled="one-stage")),
         ("two-stages", 45, streams(lambda: short.relayline("two-stages", 2))),
         ("certify", CERTIFY_S, short.certify),
     ]
     if short.peers:
-        parts_of[3:3] = [("unsplit", 30, streams(short.unsplit))]
+        parts_of[4:4] = [("unsplit", 30, streams(short.unsplit))]
         parts_of.append(("rpc", 45, streams(short.rpc)))
     for name, needs_s, part in parts_of:
         if not only or name in only:

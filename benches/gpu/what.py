@@ -6,4 +6,13 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # of a ste
 STREAMS = (1, 2, 4, 8, 16, 32, 64)
 QUICK_ROWS, QUICK_STREAMS = (1, 4), (1, 2)  # of a check of the bench itself
 SHORT_STREAMS = (1, 8, 32, 64)
-PARTS = ("engine", "one-stage", "one-stage-profiled", "unsplit", "two-stages", "certify", "rpc")  # of a short run
+PARTS = (
+    "engine",
+    "one-stage",
+    "one-stage-host",
+    "one-stage-profiled",
+    "unsplit",
+    "two-stages",
+    "certify",
+    "rpc",
+)  # of a short run

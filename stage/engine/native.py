@@ -21,6 +21,7 @@ from llama_cpp import llama_cpp as llama
 from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact, open_artifact
 from relayline.stage.engine.capture import RowCapture, entry_name, output_name
+from relayline.stage.engine.device_greedy import DeviceGreedy, is_asked_for
 from relayline.stage.engine.kv_cache import FLASH_ATTN, goes_by_tiles, lay_out
 from relayline.stage.engine.kv_state import multiplied
 from relayline.stage.engine.lane_state import (
@@ -107,6 +108,7 @@ class NativeEngine:
         self._model: Any = None
         self._context: Any = None
         self._capture: RowCapture | None = None
+        self._greedy: DeviceGreedy | None = None  # where rows of logits stay on the device
         self.copies_wait = False  # llama.cpp copies whole lanes when the next step begins
         self._step_cut: Cut | None = None  # of the last step, where llama.cpp may cut it
         try:
@@ -118,6 +120,10 @@ class NativeEngine:
             self._allocate()
             self._context = self._open_context()
             self._memory: Any = llama.llama_get_memory(self._context)
+            # In a step that is cut, the graph of its last part is all that would be left.
+            if self.is_last and not self._states.cut_steps and is_asked_for(settings, self.artifact):
+                self._greedy = DeviceGreedy(self.n_vocab, self.wants, self.max_wanted)
+                self._greedy.install(self._context, self.config.n_sequences)
             self.saved = SavedLanes(self, self._context, self._states)
             self._check_itself(load)
         except BaseException:
@@ -190,6 +196,7 @@ class NativeEngine:
         self.has_scores: bool = params.flash_attn_type == FLASH_ATTN["off"]  # of a whole step, without flash attention
         self.goes_by_tiles = goes_by_tiles(self._model, settings.kv_type)
         params.n_outputs_max = max(self.max_wanted, config.n_sequences) if self.is_last else n_rows
+        params.n_outputs_max_per_seq = 0  # no fewer of one lane: with guesses, each of its rows is wanted
         params.n_threads = params.n_threads_batch = settings.n_threads
         params.embeddings = False
         params.no_perf = True
@@ -232,6 +239,8 @@ class NativeEngine:
             self.wants[:n_rows] = 1  # a row that is not wanted would be dropped inside the last layer
         elif np.count_nonzero(self.wants[:n_rows]) > self.max_wanted:  # llama.cpp would abort the process
             raise InternalError(f"a step wants more than {self.max_wanted} rows of logits")
+        if self._greedy is not None:
+            self._greedy.begin(n_rows)
         self._fill_batch(n_rows)
         code = llama.llama_decode(self._context, self._batch)
         try:
@@ -305,6 +314,8 @@ class NativeEngine:
         """
         if not self.is_last:
             raise InternalError("logits are asked of a stage that has no head")
+        if self._greedy is not None:
+            return self._greedy.logits(row)
         place = int(np.flatnonzero(self._step_cut.given == row)[0]) if self._step_cut else row
         pointer = llama.llama_get_logits_ith(self._context, place)
         if not pointer:
@@ -313,6 +324,14 @@ class NativeEngine:
         memory: Any = self._logits_type.from_address(ctypes.addressof(pointer.contents))
         view: npt.NDArray[np.float32] = np.frombuffer(memory, np.float32)
         return view
+
+    def best_token(self, row: int) -> int | None:
+        """Return the token of the largest logit of a wanted row where the device has found it, without the row.
+
+        None where the host has to look at `logits`: rows do not stay on the device, or hold what is not finite. Of
+        equal ones the device may name another than the first. Raises InternalError if the row was not wanted.
+        """
+        return None if self._greedy is None else self._greedy.token(row)
 
     # --- lanes --------------------------------------------------------------------------------------------------------
 
@@ -419,6 +438,8 @@ class NativeEngine:
         if self._context is not None:
             llama.llama_free(self._context)
             self._context = None
+        if self._greedy is not None:
+            self._greedy.close()
         if self._model is not None:
             llama.llama_model_free(self._model)
             self._model = None

@@ -154,6 +154,21 @@ class SessionSampler:
         self.last: tuple[int, int] | None = None  # position of the token picked last, and that token
         self._is_open = True
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it picks the largest logit and looks at no other: then `take` does without the logits."""
+        return (
+            self.options.temperature == 0
+            and self.options.n_logprobs < 0
+            and self._penalties is None
+            and self._constraint is None
+        )
+
+    def take(self, token: int, position: int) -> Sampled:
+        """Pick the token of the largest logit, found elsewhere, for absolute `position`."""
+        self.last = (position, token)
+        return Sampled(token, None, [])
+
     def sample(self, logits: npt.NDArray[np.float32], position: int) -> Sampled:
         """Pick the token for absolute `position` from `logits` (f32 [n_vocab], left unchanged).
 

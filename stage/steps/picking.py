@@ -38,9 +38,10 @@ def pick(item: Placed, engine: Engine, sampler: SessionSampler, *, wants_logits:
     n_rows = frame.n_rows
     is_drafted = frame.flags & Flag.DRAFTED and not is_scored(frame)
     for row in range(n_rows) if is_drafted else (n_rows - 1,):
-        position, logits = frame.position + row + 1, engine.logits(item.row + row)
-        sampled = sampler.sample(logits, position)
-        yield _sampled(frame, position, sampled, logits.tobytes() if wants_logits else b"")
+        position, at = frame.position + row + 1, item.row + row
+        best = engine.best_token(at) if sampler.is_greedy and not wants_logits else None
+        sampled = sampler.take(best, position) if best is not None else sampler.sample(engine.logits(at), position)
+        yield _sampled(frame, position, sampled, engine.logits(at).tobytes() if wants_logits else b"")
         if is_drafted and row + 1 < n_rows and frame.draft_tokens[row + 1] != sampled.token:
             return
 

@@ -32,6 +32,7 @@ class Engine(Protocol):
     def micro_batches(self) -> tuple[int, ...]: ...  # noqa: D102
     def decode(self, n_rows: int) -> None: ...  # noqa: D102
     def logits(self, row: int) -> npt.NDArray[np.float32]: ...  # noqa: D102
+    def best_token(self, row: int) -> int | None: ...  # noqa: D102
     def checkpoint(self, lane: int) -> None: ...  # noqa: D102
     def lane_tokens(self, lane: int) -> int: ...  # noqa: D102
     def check_rewind(self, lane: int, position: int) -> None: ...  # noqa: D102

@@ -83,6 +83,9 @@ class FakeEngine:
     def logits(self, row: int) -> np.ndarray:
         return self._logits[row]
 
+    def best_token(self, _row: int) -> int | None:
+        return None
+
     def lane_tokens(self, lane: int) -> int:
         return len(self.lanes[lane])
 

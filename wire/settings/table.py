@@ -148,6 +148,16 @@ class EngineSettings(Settings):
         reader=STAGE,
         host_wins=True,
     )
+    device_sampling: str = setting(
+        "auto",
+        """
+    on: the last stage finds the largest logit of each row where it computes, and copies only rows that need more than
+    that; off: it copies every row; auto: on where that is a GPU. Needs unified KV cells.""",
+        choices=("auto", "on", "off"),
+        flag="--device-sampling",
+        place="batching.deviceSampling",
+        reader=STAGE,
+    )
     calibrate: bool = setting(
         True,
         "Whether stages measure their cost curve at the first start.",

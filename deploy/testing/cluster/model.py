@@ -95,6 +95,10 @@ class ModelEngine:
             else:
                 self.output_rows[row, 0] = lane[-1][-1]
 
+    def best_token(self, _row: int) -> int | None:
+        """Return nothing: the sampler looks at the logits."""
+        return None
+
     def logits(self, row: int) -> npt.NDArray[np.float32]:
         """Return logits with one largest."""
         logits = np.zeros(N_VOCAB, np.float32)

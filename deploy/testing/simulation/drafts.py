@@ -41,6 +41,8 @@ def prediction(request: Request, session_id: int, seed: int) -> tuple[int, ...]:
 class OracleSampler:
     """In the place of stage.sampling.sampler.SessionSampler."""
 
+    is_greedy = False  # its token comes of no logits
+
     def __init__(self, session_id: int) -> None:
         self._session_id = session_id
         self.last: tuple[int, int] | None = None

@@ -1,0 +1,153 @@
+"""The largest logit of each row, found where the last stage computes: its token travels, and no row of logits does.
+
+llama.cpp copies every row of logits to the host unless the row's lane has a backend sampler. So each lane has one, and
+all of them together add two small operations to the graph: for every row the token of its largest logit, and the sum of
+its logits, which is no finite number where one of them is not. A row that the host needs is fetched alone.
+
+Of equal largest logits the device may name another than the host, which takes the first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp as llama
+
+from relayline.stage.engine.artifact import StageArtifact
+from relayline.wire.common.errors import InternalError, NativeError
+from relayline.wire.settings.table import EngineSettings
+
+_lib: Any = llama._lib
+_MAX_DIMS, _OP_PARAMS_BYTES, _MAX_SRC = 4, 64, 10  # of ggml.h
+
+
+class _Tensor(ctypes.Structure):
+    """The beginning of struct ggml_tensor."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * _MAX_DIMS),
+        ("nb", ctypes.c_size_t * _MAX_DIMS),
+        ("op", ctypes.c_int),
+        ("op_params", ctypes.c_char * _OP_PARAMS_BYTES),
+        ("flags", ctypes.c_int32),
+        ("src", ctypes.c_void_p * _MAX_SRC),
+        ("view_src", ctypes.c_void_p),
+    ]
+
+
+for _name, _arguments, _result in (
+    ("ggml_argmax", [ctypes.c_void_p] * 2, ctypes.c_void_p),
+    ("ggml_sum_rows", [ctypes.c_void_p] * 2, ctypes.c_void_p),
+    ("ggml_set_output", [ctypes.c_void_p], None),
+    ("ggml_build_forward_expand", [ctypes.c_void_p] * 2, None),
+    ("ggml_nrows", [ctypes.c_void_p], ctypes.c_int64),
+    ("ggml_backend_tensor_get", [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t], None),
+):
+    _function = getattr(_lib, _name)
+    _function.argtypes, _function.restype = _arguments, _result
+
+
+def is_asked_for(settings: EngineSettings, artifact: StageArtifact) -> bool:
+    """Return whether a last stage shall leave logits where it computes: auto means, where that is a GPU."""
+    if settings.device_sampling != "auto":
+        return settings.device_sampling == "on"
+    n_layers = artifact.layer_end - artifact.layer_start
+    has_head = settings.gpu_layers < 0 or settings.gpu_layers > n_layers  # llama.cpp counts the head as one more
+    return has_head and bool(llama.llama_supports_gpu_offload())
+
+
+class DeviceGreedy:
+    """The backend samplers of one context's lanes, and what they found in its last step."""
+
+    def __init__(self, n_vocab: int, wants: npt.NDArray[np.int8], max_wanted: int) -> None:
+        """`wants` is the engine's, 1 for each row of a step whose logits are wanted."""
+        self._n_vocab, self._wants = n_vocab, wants
+        self._rows = np.empty((max_wanted, n_vocab), np.float32)  # pages come with the first use
+        self._by_kind: dict[bool, tuple[int, int, int]] = {}  # logits, tokens and sums, by whether rows are wanted
+        self._is_new = True  # no operations are in the graph that is being built
+        self._places: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # of each row among the wanted ones
+        self._n_wanted = 0
+        self._fetched: set[int] = set()
+        self._found: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None = None
+        self._interface = llama.llama_sampler_i(
+            apply=llama.llama_sampler_i_apply(lambda *_: None),
+            backend_init=llama.llama_sampler_i_backend_init(lambda *_: True),
+            backend_apply=llama.llama_sampler_i_backend_apply(self._apply),
+            backend_reset=llama.llama_sampler_i_backend_reset(self._reset),
+        )
+        self._chains: list[Any] = []
+
+    def install(self, context: Any, n_sequences: int) -> None:
+        """Give every lane its sampler. Raises NativeError."""
+        for lane in range(n_sequences):
+            chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
+            self._chains.append(chain)
+            llama.llama_sampler_chain_add(chain, llama.llama_sampler_init(ctypes.byref(self._interface), None))
+            if not llama.llama_set_sampler(context, lane, chain):
+                raise NativeError("this llama.cpp cannot sample on its device; use --device-sampling off")
+
+    def _reset(self, _sampler: Any) -> None:
+        self._is_new = True  # a graph begins
+
+    def _apply(self, _sampler: Any, ggml_context: int, graph: int, data: Any) -> None:
+        row = data.contents.logits
+        data.contents.logits = None  # nothing that llama.cpp would copy row by row
+        if not self._is_new:
+            return
+        self._is_new = False
+        # A lane's row is a view into the logits of all rows; the trial graph of a new chain has a row alone.
+        whole = _Tensor.from_address(row).view_src or row
+        tokens, sums = _lib.ggml_argmax(ggml_context, whole), _lib.ggml_sum_rows(ggml_context, whole)
+        for tensor in (whole, tokens, sums):
+            _lib.ggml_set_output(tensor)  # its memory is not used again within the graph
+            _lib.ggml_build_forward_expand(graph, tensor)
+        # llama.cpp keeps two graphs, of steps with and without wanted rows; behind the wanted ones it adds a row.
+        self._by_kind[_lib.ggml_nrows(whole) > 1] = (whole, tokens, sums)
+
+    def begin(self, n_rows: int) -> None:
+        """Forget the step before. Call before each decode."""
+        self._places = np.cumsum(self._wants[:n_rows], dtype=np.int64) - 1
+        self._n_wanted, self._found = int(self._places[-1]) + 1, None
+        self._fetched.clear()
+
+    def token(self, row: int) -> int | None:
+        """Return the token of a wanted row's largest logit; None where some logit is not finite."""
+        place = self._place_of(row)
+        if self._found is None:
+            _, tokens, sums = self._of_step()
+            found = np.empty(self._n_wanted, np.int32), np.empty(self._n_wanted, np.float32)
+            for tensor, array in zip((tokens, sums), found, strict=True):
+                _lib.ggml_backend_tensor_get(tensor, array.ctypes.data, 0, array.nbytes)
+            self._found = found
+        token = int(self._found[0][place])
+        return token if np.isfinite(self._found[1][place]) and 0 <= token < self._n_vocab else None
+
+    def logits(self, row: int) -> npt.NDArray[np.float32]:
+        """Return a wanted row's logits: f32 [n_vocab], a view valid until the next decode."""
+        place = self._place_of(row)
+        logits: npt.NDArray[np.float32] = self._rows[place]
+        if place not in self._fetched:
+            _lib.ggml_backend_tensor_get(self._of_step()[0], logits.ctypes.data, place * logits.nbytes, logits.nbytes)
+            self._fetched.add(place)
+        return logits
+
+    def _place_of(self, row: int) -> int:
+        if not (0 <= row < self._places.size and self._wants[row]):
+            raise InternalError(f"logits of row {row} are asked, but that row was not wanted")
+        return int(self._places[row])
+
+    def _of_step(self) -> tuple[int, int, int]:
+        tensors = self._by_kind.get(True)
+        if tensors is None or _lib.ggml_nrows(tensors[0]) != self._n_wanted + 1:
+            raise NativeError(f"a step of {self._n_wanted} wanted rows left no logits; use --device-sampling off")
+        return tensors
+
+    def close(self) -> None:
+        """Free the samplers, after the context. May be called twice."""
+        while self._chains:
+            llama.llama_sampler_free(self._chains.pop())

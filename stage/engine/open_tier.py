@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from importlib import metadata
-from pathlib import Path
 
 from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact
 from relayline.stage.engine.tier import Tier
 from relayline.stage.engine.tier_disk import TierDisk
-from relayline.wire.common.places import cache_dir
+from relayline.wire.common.places import cache_dir, expanded
 from relayline.wire.settings.table import EngineSettings
 
 log = logging.getLogger("relayline.stage")
@@ -22,9 +21,7 @@ def open_tier(settings: EngineSettings, artifact: StageArtifact) -> Tier | None:
     """Return the tier; None where none is asked for. A disk that cannot be used is told in one line, and left out."""
     disk = None
     if settings.prefix_disk_bytes:
-        directory = (
-            Path(settings.prefix_disk_dir).expanduser() if settings.prefix_disk_dir else cache_dir() / _DIRECTORY
-        )
+        directory = expanded(settings.prefix_disk_dir) if settings.prefix_disk_dir else cache_dir() / _DIRECTORY
         try:
             disk = TierDisk(directory, identity_of(settings, artifact), settings.prefix_disk_bytes)
         except BlockingIOError:

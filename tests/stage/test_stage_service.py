@@ -129,15 +129,15 @@ async def test_guesses_are_answered_over_links() -> None:
         assert sorted(len(lane) for lane in lanes if lane) == [5, 6]
 
 
-async def test_a_link_with_guesses_of_a_prompt_is_ended() -> None:
+async def test_a_link_with_rows_that_are_a_control_too_is_ended() -> None:
     async with served() as stage, Coordinator(stage) as one:
         await one.start()
         frame = guesses(5, 0, [1, 2])
-        frame.flags |= PREFILL
+        frame.flags |= Flag.TRIM
         await one.send(control(5, Flag.OPEN), frame)
         error = await one.refusal()
         assert isinstance(error, ProtocolError)
-        assert "flags 0x7 have no meaning" in error.message
+        assert "either carry rows or be a control" in error.message
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +12,7 @@ from relayline.coordinator.joining.config import JoinConfig, JoiningStage, Telem
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import HandshakeError, PlaceTakenError, UsageError
 from relayline.wire.common.phase import HostState
+from relayline.wire.settings.setting import read_message
 from relayline.wire.settings.table import EngineSettings
 
 NAMES = ("box1", "box2", "box3")
@@ -166,9 +165,8 @@ def test_a_place_never_has_two_holders_and_only_holders_serve(events: list[tuple
 
 
 def test_an_order_says_what_it_was_given() -> None:
-    engine = EngineSettings(ctx_tokens=512, gpu_layers=-1, kv_type="q8_0", calibrate=False)
-    message = engine_message(engine)
-    assert {name: getattr(message, name) for name in dataclasses.asdict(engine)} == dataclasses.asdict(engine)
+    engine = EngineSettings(ctx_tokens=512, gpu_layers=-1, kv_type="q8_0", calibrate=False, prefix_memory_bytes=7)
+    assert read_message(EngineSettings, engine_message(engine)) == engine
 
 
 @pytest.mark.parametrize(

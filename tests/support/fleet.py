@@ -112,8 +112,9 @@ def assert_seeded(
 class Fleet:
     """Stages that can be stopped and started one by one, and the pipeline over them."""
 
-    def __init__(self, paths: Sequence[Path], n_lanes: int, kv_layout: str = "auto") -> None:
+    def __init__(self, paths: Sequence[Path], n_lanes: int, kv_layout: str = "auto", tier_bytes: int = 0) -> None:
         self._paths, self.n_lanes, self.ctx_tokens, self._kv_layout = paths, n_lanes, CTX, kv_layout
+        self._tier_bytes = tier_bytes
         self._running: dict[int, contextlib.AsyncExitStack] = {}
         self.addresses: list[str] = ["127.0.0.1:0"] * len(paths)
         self.pipeline: Pipeline
@@ -131,6 +132,7 @@ class Fleet:
             n_threads=1,
             max_rows=64,
             kv_layout=self._kv_layout,
+            prefix_memory_bytes=self._tier_bytes,
             verify=False,
             calibrate=False,
         )
@@ -175,6 +177,7 @@ async def fleet(
     share: bool = False,
     prefix_lanes: int | None = 0,
     kv_layout: str = "auto",
+    tier_bytes: int = 0,
     proxied: bool = False,
     n_vocab: int = SHAPE.n_vocab,
     is_end: Callable[[int], bool] = lambda _: False,
@@ -182,7 +185,7 @@ async def fleet(
     draft: int = 0,
 ) -> AsyncIterator[Fleet]:
     """A ready pipeline, of the model that `file` describes or the tiny one; at its end it drains, and all has gone."""
-    made = Fleet(paths, n_lanes, kv_layout)
+    made = Fleet(paths, n_lanes, kv_layout, tier_bytes)
     proxies = contextlib.AsyncExitStack()
     for index in range(len(paths)):
         await made.start(index)

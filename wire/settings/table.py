@@ -116,10 +116,10 @@ class EngineSettings(Settings):
         unsaid="unified",
     )
     prefix_memory_bytes: int = setting(
-        512 << 20,
+        0,
         """
-    Host memory of each stage for what lanes held whose place another stream took, for prompts that begin alike; 0:
-    none.""",
+    Host memory of each stage for prefixes whose lane another stream took, for later prompts that begin alike; 0:
+    none. Each prefix is copied between two steps.""",
         low=0,
         high=1 << 50,
         flag="--prefix-memory-bytes",

@@ -18,8 +18,7 @@ from relayline.stage.observe.observer import StageObserver
 from relayline.stage.observe.stats import StageStats
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.routes import ROUTES_MAX, UNUSED_S, LeftRoutes, Route, Upstream, check_newer
-from relayline.stage.sampling.grammars import Holds
-from relayline.stage.steps.restores import Restores
+from relayline.stage.steps.gate import Gate
 from relayline.stage.steps.runner import Runner
 from relayline.stage.steps.step import StepExecutor
 from relayline.stage.steps.step_types import RouteOutput, RouteWiring, StepResult
@@ -87,8 +86,7 @@ class StageService:
         self._guard: Guard | None = None
         self.batches, self.beat = self._observer.batches, self._observer.beat
         self.set_telemetry = self._observer.set_telemetry
-        self._holds = Holds(executor.sessions.begin_grammar, lambda frames: self._push(self._restores.sift(frames)))
-        self._restores = Restores(executor.sessions.begin_restore, self._push)
+        self._gate = Gate(executor.sessions, self._push)
         self.runner: Runner  # set by attach, before the server starts
 
     def attach(self, runner: Runner, guard: Guard | None = None) -> None:
@@ -149,8 +147,8 @@ class StageService:
                 except RelaylineError as error:
                     self._link_lost(route, error)
                     continue
-                self._stats.envelopes_out += 1
-                self._stats.payload_bytes_out += payload_bytes
+                self._stats.envelopes["out"] += 1
+                self._stats.payload_bytes["out"] += payload_bytes
             self._n_unsent -= 1
             self.runner.sent()
 
@@ -275,8 +273,7 @@ class StageService:
             return
         route.end()
         del self._routes[route.route_id]
-        self._holds.drop_route(route.route_id)
-        self._restores.drop_route(route.route_id)
+        self._gate.drop_route(route.route_id)
         self.runner.drop_route(route.route_id)
         self._stepped.set()  # a reader of another route may wait for these frames to be gone, and no step may follow
         if await self.runner.call(lambda: self._executor.leave_route(route.route_id)):
@@ -372,12 +369,11 @@ class StageService:
                 await self._stepped.wait()
 
     def _take(self, inbound: Inbound, view: EnvelopeView) -> None:
-        self._stats.envelopes_in += 1
+        self._stats.envelopes["in"] += 1
         inbound.route.envelopes_in += 1
-        self._stats.payload_bytes_in += view.payload_bytes
+        self._stats.payload_bytes["in"] += view.payload_bytes
         frames = inbound.frames(view)
-        frames = self._holds.sift(frames) if view.options or self._holds else frames
-        self._push(self._restores.sift(frames))
+        self._push(self._gate.sift(frames, opens=bool(view.options)))
 
     def _push(self, frames: list[QueuedFrame]) -> None:
         for frame in self.runner.push(frames):

@@ -27,9 +27,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from relayline.coordinator.schedule.stage_cost import StageCost
-from relayline.coordinator.schedule.tiles import TILE_STEP_MAX_NS, TileRule
+from relayline.coordinator.schedule.tiles import TileRule, has_time_for_tiles
 from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
-from relayline.wire.common.curve import ATTENTION_TILE_ROWS
 
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
 ITL_STRETCH = 2.0  # inter-token latency of running streams with prefill over without, unless set by --itl-stretch
@@ -103,8 +102,9 @@ class GroupPlanner:
         """Whether the context of a flight's decode rows is that of the longest of them."""
         self.shares_host = any(stage.shares_host for stage in stages)
         """Whether stages compute on one host."""
+        has_time = has_time_for_tiles((stage.prefill for stage in stages), self.rows_max)
         has_tiles = self.is_per_lane or any(stage.context_tiled_ns > 0 for stage in stages)
-        self.tile_rule = TileRule(has_tiles, self.is_per_lane, has_tiles and self._has_time_for_tiles())
+        self.tile_rule = TileRule(has_tiles, self.is_per_lane, has_tiles and has_time)
         """Which rows may be in one step. Lanes have cells of their own on processors alone, which may go by tiles."""
         self._has_context = any(stage.context_ns for stage in stages)
 
@@ -112,13 +112,6 @@ class GroupPlanner:
     def is_known(self) -> bool:
         """Whether there are stages and every one has measured both of its curves."""
         return bool(self.stages) and all(s.decode.is_known and s.prefill.is_known for s in self.stages)
-
-    def _has_time_for_tiles(self) -> bool:
-        """Return whether running streams may wait for a step of one tile, its context aside."""
-        if self.rows_max < ATTENTION_TILE_ROWS:
-            return False
-        curves = [stage.prefill for stage in self.stages if stage.prefill.is_known]
-        return all(curve.cost_ns(ATTENTION_TILE_ROWS) <= TILE_STEP_MAX_NS for curve in curves)
 
     def update(self, stages: Sequence[StageCost]) -> None:
         """Take refreshed curves."""

@@ -42,9 +42,8 @@ from relayline.coordinator.schedule.one_flight import OneFlight, may_be_better
 from relayline.coordinator.schedule.overhead import Held, Overhead
 from relayline.coordinator.schedule.prompt_line import BURST_PRESSURE, PromptLine
 from relayline.coordinator.schedule.stage_cost import StageCost
-from relayline.coordinator.schedule.tiles import TilePace, TileRule
+from relayline.coordinator.schedule.tiles import FlightRoom, TilePace
 from relayline.coordinator.sessions.session import OutFrame, Session
-from relayline.wire.common.curve import ATTENTION_TILE_ROWS
 from relayline.wire.settings.table import DRAFT_AUTO
 
 DRAIN_CHUNK_ROWS = 64
@@ -202,17 +201,15 @@ class Scheduler:
         if self._decoding:
             if self._one_flight.is_chosen(self.n_decoding) and self._may_be_one(planner):
                 by_hand = (1, self.n_decoding)
-            pressure_min = self._pressure_min(planner)
+            if any(session.is_replay for session in self._prompts.sessions):
+                pressure_min = REPLAY_PRESSURE
+            else:
+                pressure_min = BURST_PRESSURE if self._is_burst(planner) else 0
             return planner.plan(self.n_decoding, n_prompts=n_prompts, pressure_min=pressure_min, by_hand=by_hand)
         return planner.plan(0, n_prompts=n_prompts, n_prompt_rows=self._count_train_rows())
 
     def _may_be_one(self, planner: GroupPlanner) -> bool:
         return self.config.mode == "auto" and not self._is_reading and may_be_better(planner, self.n_decoding)
-
-    def _pressure_min(self, planner: GroupPlanner) -> int:
-        if any(session.is_replay for session in self._prompts.sessions):
-            return REPLAY_PRESSURE
-        return BURST_PRESSURE if self._is_burst(planner) else 0
 
     def _is_burst(self, planner: GroupPlanner) -> bool:
         """Return whether a burst of prompts waits that can be read within BURST_CYCLES.
@@ -275,7 +272,8 @@ class Scheduler:
         planner = self._planner()
         plan = self._plan(planner)
         self._train_rows = 0 if self._decoding else self._count_train_rows()
-        rows_max, rule = self._rows_max, self._tile_rule(planner)
+        rows_max = min(self.config.chunk_rows or self.planner.rows_max, self.planner.rows_max)
+        rule, pace = planner.tile_rule.within(rows_max), self._tile_pace
         while self._pool and (
             (is_planned := self._flights.count(Kind.DECODE) < plan.n_groups) or self._is_overdue(plan, now_ns)
         ):
@@ -287,41 +285,22 @@ class Scheduler:
                 self._drafts.extend(frames, planner, self._traffic(plan, len(frames), planner))
             n_decode = sum(len(frame.tokens) for frame in frames)
             chunks = self._prompts.next_chunks(ride_rows, rule.beside(n_decode), n_decode)
-            self._save_for_tile(plan, rule, ride_rows - sum(len(chunk.tokens) for chunk in chunks))
+            if self._prompts and rule.waits_for_tile(self._prompts.upcoming()):
+                left_rows = max(0, ride_rows - sum(len(chunk.tokens) for chunk in chunks))
+                pace.save(left_rows + plan.prefill_flights * plan.chunk_rows / plan.n_groups)
             self._launch(envelopes, Kind.DECODE, frames, chunks, now_ns)
         self._note_held(now_ns)
-        while self._prompts and (n_rows := self._flight_rows(plan, rule)):
-            chunks = self._prompts.next_chunks(n_rows, rule)
+        chunk_rows = min(plan.chunk_rows, rows_max)
+        while self._prompts:
+            room = FlightRoom(chunk_rows, plan.prefill_flights, self._flights.count(Kind.PREFILL))
+            n_rows = room.rows
+            if rule.waits_for_tile(self._prompts.upcoming()):
+                n_rows = pace.flight_rows(room, is_decoding=bool(self._decoding))
+            chunks = self._prompts.next_chunks(n_rows, rule) if n_rows else []
             if not chunks:
                 break
             self._launch(envelopes, Kind.PREFILL, [], chunks, now_ns)
         self._take_guesses(plan, planner, envelopes, now_ns)
-
-    @property
-    def _rows_max(self) -> int:
-        return min(self.config.chunk_rows or self.planner.rows_max, self.planner.rows_max)
-
-    def _tile_rule(self, planner: GroupPlanner) -> TileRule:
-        """Return which prompt rows may be in one step; chunks by hand that are smaller than a tile have none."""
-        is_apart = planner.tile_rule.is_apart and self._rows_max >= ATTENTION_TILE_ROWS
-        return dataclasses.replace(planner.tile_rule, is_apart=is_apart)
-
-    def _flight_rows(self, plan: GroupPlan, rule: TileRule) -> int:
-        """Return how many prompt rows may leave in a flight of their own now."""
-        n_flights, n_rows = self._flights.count(Kind.PREFILL), min(plan.chunk_rows, self._rows_max)
-        if not rule.waits_for_tile(self._prompts.upcoming()):
-            return n_rows if n_flights < plan.prefill_flights else 0
-        if not self._decoding or (plan.prefill_flights and n_rows >= ATTENTION_TILE_ROWS):
-            return max(n_rows, ATTENTION_TILE_ROWS) if n_flights < plan.prefill_flights else 0
-        if n_flights or not self._tile_pace.may_go():
-            return 0
-        self._tile_pace.gone()
-        return ATTENTION_TILE_ROWS
-
-    def _save_for_tile(self, plan: GroupPlan, rule: TileRule, ride_rows: int) -> None:
-        """Count the prompt rows that a decode flight had room for, and the plan's flights of prompt rows."""
-        if self._prompts and rule.waits_for_tile(self._prompts.upcoming()):
-            self._tile_pace.save(max(0, ride_rows) + plan.prefill_flights * plan.chunk_rows / plan.n_groups)
 
     def _note_held(self, now_ns: int) -> None:
         """Note which rows, the latest of the pool, did not leave with the first flights after they came."""

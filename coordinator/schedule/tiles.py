@@ -8,9 +8,10 @@ from the same answer alone.
 The rule has two parts. Whole tiles of a long prompt are read in steps with as many rows as fit. All other rows (the
 prompt's rest, short prompts, generated tokens) travel in steps too small for a tile.
 
-Beside running streams a whole tile waits until decode flights have left room for all of its rows (TilePace). There is
-one exception. If a step of one tile takes longer than TILE_STEP_MAX_NS, running streams would stand still for too long.
-Long prompts are then read in small parts beside the streams, and their bits differ.
+Beside running streams a whole tile waits until decode flights have left room for all of its rows, or for
+TILE_FLIGHTS_MAX flights (TilePace). There is one exception. If a step of one tile takes longer than TILE_STEP_MAX_NS,
+running streams would stand still for too long. Long prompts are then read in small parts beside the streams, and their
+bits differ.
 
 If each lane has its own KV cells, only rows of one lane form a tile. Otherwise all rows of a step do.
 """
@@ -18,13 +19,15 @@ If each lane has its own KV cells, only rows of one lane form a tile. Otherwise 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from relayline.coordinator.sessions.session import Session
 from relayline.wire.common.bounds import ROWS_PER_ENVELOPE_MAX
-from relayline.wire.common.curve import ATTENTION_TILE_ROWS
+from relayline.wire.common.curve import ATTENTION_TILE_ROWS, CostCurve
 
 LONG_PROMPT_ROWS = 512  # attention is a small part of what shorter prompts take
 TILE_STEP_MAX_NS = 500_000_000  # running streams stand still so long at most while a stage reads a tile
+TILE_FLIGHTS_MAX = 16  # decode flights for which a tile waits at most, however little room they leave
 RIDE_ROWS_MIN = 8  # with so many streams that prompts have less room than this, they do not wait for equal bits
 
 
@@ -51,6 +54,10 @@ class TileRule:
     is_known: bool = False  # whether stages go by tiles
     is_per_lane: bool = False  # whether lanes have cells of their own
     is_apart: bool = False  # whether whole tiles have steps of their own beside running streams too
+
+    def within(self, rows_max: int) -> TileRule:
+        """Return the rule for flights of at most so many prompt rows; chunks smaller than a tile are never apart."""
+        return dataclasses.replace(self, is_apart=self.is_apart and rows_max >= ATTENTION_TILE_ROWS)
 
     def waits_for_tile(self, session: Session) -> bool:
         """Return whether the next rows of a session go in whole tiles only, by themselves."""
@@ -90,23 +97,50 @@ class TileRule:
         return dataclasses.replace(self, is_known=False) if is_narrow else self
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlightRoom:
+    """The plan's room for flights of prompt rows."""
+
+    chunk_rows: int  # of one flight
+    flights_max: int
+    n_flights: int  # under way
+
+    @property
+    def rows(self) -> int:
+        """The rows of the next flight; 0 while there is no room for one."""
+        return self.chunk_rows if self.n_flights < self.flights_max else 0
+
+
 class TilePace:
-    """Decides when a tile may leave beside running streams: after decode flights left room for as many rows."""
+    """Decides when a tile may leave beside running streams: after decode flights left room for its rows."""
 
     def __init__(self) -> None:
-        self._saved_rows = 0.0
+        self._saved_rows, self._n_flights = 0.0, 0
 
     def save(self, n_rows: float) -> None:
-        """Count prompt rows that could have left with a decode flight, or beside it, and did not."""
-        self._saved_rows = min(ATTENTION_TILE_ROWS, self._saved_rows + n_rows)
+        """Count a decode flight, and the prompt rows that could have left with it, or beside it, and did not."""
+        self._saved_rows += n_rows
+        self._n_flights += 1
 
-    def may_go(self) -> bool:
-        """Return whether there has been room for a tile since the last one."""
-        return self._saved_rows >= ATTENTION_TILE_ROWS
+    def flight_rows(self, room: FlightRoom, *, is_decoding: bool) -> int:
+        """Return how many rows of whole tiles may leave in a flight of their own now; 0 for none.
 
-    def gone(self) -> None:
-        """Note that a tile has left."""
-        self._saved_rows = 0.0
+        Beside streams the plan's flights may be smaller than a tile. One tile then leaves after it has waited.
+        """
+        if not is_decoding or (room.flights_max and room.chunk_rows >= ATTENTION_TILE_ROWS):
+            return max(room.chunk_rows, ATTENTION_TILE_ROWS) if room.n_flights < room.flights_max else 0
+        has_waited = self._saved_rows >= ATTENTION_TILE_ROWS or self._n_flights >= TILE_FLIGHTS_MAX
+        if room.n_flights or not has_waited:
+            return 0
+        self._saved_rows, self._n_flights = 0.0, 0
+        return ATTENTION_TILE_ROWS
+
+
+def has_time_for_tiles(curves: Iterable[CostCurve], rows_max: int) -> bool:
+    """Return whether running streams may wait for a step of one tile, by the prefill curves that are known."""
+    known = [curve for curve in curves if curve.is_known]
+    fits = rows_max >= ATTENTION_TILE_ROWS
+    return fits and all(curve.cost_ns(ATTENTION_TILE_ROWS) <= TILE_STEP_MAX_NS for curve in known)
 
 
 def n_of_whole_tiles(session: Session) -> int:

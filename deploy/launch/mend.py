@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relayline.coordinator.model.inspection import content_key
 from relayline.coordinator.model.pipeline_file import PipelineFile, load_pipeline
-from relayline.wire.common.child_command import module_command
+from relayline.deploy.launch.split_apart import split_apart
 from relayline.wire.common.errors import ArtifactError, RelaylineError
 
 log = logging.getLogger("relayline.up")
@@ -64,14 +64,4 @@ def _changed(model: Path, file: PipelineFile) -> str:
 
 async def _split(model: Path, directory: Path, file: PipelineFile) -> str:
     how = ("--cuts", ",".join(map(str, file.cuts))) if file.cuts else ("--stages", "1")
-    command = module_command("relayline.deploy.cli", "split", str(model), *how, "--out", str(directory))
-    none, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
-    splitting = await asyncio.create_subprocess_exec(*command, stdin=none, stdout=none, stderr=pipe)
-    try:
-        _, said = await splitting.communicate()
-    except asyncio.CancelledError:
-        splitting.kill()
-        await splitting.wait()
-        raise
-    lines = said.decode(errors="replace").strip().splitlines() or [f"exit code {splitting.returncode}"]
-    return lines[-1].removeprefix("relayline: error: ") if splitting.returncode else ""
+    return await split_apart(str(model), *how, "--out", str(directory))

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relayline.wire.common.child_command import module_command
+from relayline.deploy.launch.split_apart import split_apart
 from relayline.wire.common.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -36,18 +36,8 @@ def cutter(model: Path | None) -> Cut | None:
 
         place = await asyncio.to_thread(split_place, model, None, cuts)
         where = ("--cuts", ",".join(map(str, cuts)), "--out", str(place))
-        command = module_command("relayline.deploy.cli", "split", full, *where)
-        none, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
-        splitting = await asyncio.create_subprocess_exec(*command, stdin=none, stdout=none, stderr=pipe)
-        try:
-            _, said = await splitting.communicate()
-        except asyncio.CancelledError:
-            splitting.kill()
-            await splitting.wait()
-            raise
-        if splitting.returncode:
-            lines = said.decode(errors="replace").strip().splitlines() or [f"exit code {splitting.returncode}"]
-            raise ArtifactError(lines[-1].removeprefix("relayline: error: "))
+        if error := await split_apart(full, *where):
+            raise ArtifactError(error)
         return place
 
     return cut

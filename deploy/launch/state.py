@@ -1,11 +1,13 @@
-"""The state directory of one launched pipeline: its lock, what runs, its logs.
+"""The state directory of one launched pipeline: its lock, its processes, its logs.
+
+Below `~/.local/state`, or XDG_STATE_HOME where it is set.
 
     $XDG_STATE_HOME/relayline/.elsewhere/   a file for each pipeline that was given another directory
-    $XDG_STATE_HOME/relayline/NAME/     (~/.local/state without XDG_STATE_HOME)
+    $XDG_STATE_HOME/relayline/NAME/     the directory of one pipeline
         lock                            held with flock by the supervisor for as long as it lives
         state.json                      what runs, replaced whole at every change
         manifest.json                   the manifest with every choice made, which the coordinator reads
-        layers.json                     layers that were moved since
+        layers.json                     the layers after a move
         tls/                            material of a manifest that needs TLS and names no directory
         join/                           join tokens that the launcher made
         logs/PROCESS.log                one rotated log for each process, `up.log` for the supervisor

@@ -25,8 +25,6 @@ from relayline.stage.engine.device_greedy import DeviceGreedy, is_asked_for
 from relayline.stage.engine.kv_cache import FLASH_ATTN, goes_by_tiles, lay_out
 from relayline.stage.engine.kv_state import multiplied
 from relayline.stage.engine.lane_state import (
-    HELD_COPIES_MAX,
-    copy_lane,
     read_lane,
     require,
     write_lane,
@@ -165,18 +163,17 @@ class NativeEngine:
             rows = self._capture.instead_of_rows(n_rows, self.n_embd)
         # Multi-axis rope reads four positions a row, axis by axis: a copy laid out that way is made for each step.
         self._positions_4d = np.zeros(4 * n_rows, np.int32) if self._n_positions == 4 else positions
-        self._seq_counts = np.ones(n_rows, np.int32)
-        lane_addresses = lanes.ctypes.data + 4 * np.arange(n_rows, dtype=np.uintp)
-        self._seq_pointers = np.ascontiguousarray(lane_addresses)
+        lane_counts = np.ones(n_rows, np.int32)
+        lane_addresses = np.ascontiguousarray(lanes.ctypes.data + 4 * np.arange(n_rows, dtype=np.uintp))
+        self._batch_lanes = (lane_counts, lane_addresses)  # llama.cpp's batch points into them
         self._lane_first = np.empty(self.config.n_sequences, np.int32)
-        self._logits_type = ctypes.c_float * self.n_vocab
         self._batch = llama.llama_batch(
             n_tokens=0,
             token=None,
             embd=_pointer(rows, ctypes.c_float),
             pos=_pointer(self._positions_4d, llama.llama_pos),
-            n_seq_id=_pointer(self._seq_counts, ctypes.c_int32),
-            seq_id=_pointer(self._seq_pointers, ctypes.POINTER(llama.llama_seq_id)),
+            n_seq_id=_pointer(lane_counts, ctypes.c_int32),
+            seq_id=_pointer(lane_addresses, ctypes.POINTER(llama.llama_seq_id)),
             logits=_pointer(wants, ctypes.c_int8),
         )
 
@@ -321,7 +318,7 @@ class NativeEngine:
         if not pointer:
             ggml.LOG.watch()
             raise InternalError(f"logits of row {row} are asked, but that row was not wanted")
-        memory: Any = self._logits_type.from_address(ctypes.addressof(pointer.contents))
+        memory: Any = (ctypes.c_float * self.n_vocab).from_address(ctypes.addressof(pointer.contents))
         view: npt.NDArray[np.float32] = np.frombuffer(memory, np.float32)
         return view
 
@@ -375,27 +372,12 @@ class NativeEngine:
         self.clear(target_lane)
         self._states.copy(source_lane, target_lane, n_tokens)
         if n_tokens > 0 and (self._is_per_lane or self.keeps_state):  # a state is copied whole, then taken back
-            if not (self._is_per_lane and self._copy_held(source_lane, target_lane)):
+            if not (self._is_per_lane and self.saved.copy_held(source_lane, target_lane)):
                 llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, -1, -1)
                 self.copies_wait = self._is_per_lane
             self.drop_from(target_lane, n_tokens)
         elif n_tokens > 0:
             llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, 0, n_tokens)
-
-    def _copy_held(self, source_lane: int, target_lane: int) -> bool:
-        if self._states.has_cells:
-            if not copy_lane(self._context, source_lane, target_lane):
-                raise NativeError(f"{self.artifact.architecture}: llama.cpp does not copy lane {source_lane}")
-            return True
-        n_cells = self.lane_tokens(source_lane) * HELD_COPIES_MAX
-        # What a copy that waits is to bring is not there yet, neither to be read nor to be replaced.
-        settings = self.config.settings
-        if self.copies_wait or settings.gpu_layers or n_cells > settings.ctx_tokens:
-            return False
-        # llama_kv_cache::state_write leaves out what lies before the window of the next row.
-        if 0 < self.window < self.lane_tokens(source_lane):
-            return False
-        return copy_lane(self._context, source_lane, target_lane)
 
     def multiply(self, lane: int, free_lane: int, n_times: int) -> bool:
         """Let the lane hold what it holds n_times over, at the same positions: a long context that nobody computed.

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
+from relayline.stage.engine.lane_state import HELD_COPIES_MAX, copy_lane
 from relayline.stage.engine.recurrent import RecurrentLanes
 from relayline.wire.common.errors import NativeError
 
@@ -30,7 +31,7 @@ _WEIGHT = 0.2  # of the latest copy in the average
 
 
 class SavedLanes:
-    """Saves lanes of one engine, and brings them back."""
+    """Saves lanes of one engine, brings them back, and copies them."""
 
     def __init__(self, engine: NativeEngine, context: Any, states: RecurrentLanes) -> None:
         self._engine, self._context, self._states = engine, context, states
@@ -91,6 +92,25 @@ class SavedLanes:
         taken_ns = (time.monotonic_ns() - started_ns) / saved.nbytes
         self._byte_ns += _WEIGHT * (taken_ns - self._byte_ns)
         return n_tokens
+
+    def copy_held(self, source_lane: int, target_lane: int) -> bool:
+        """Copy the cells that a lane uses, at once. False where llama.cpp's copy of all cells is quicker, or needed.
+
+        Raises NativeError where there is no other copy and llama.cpp does not make this one.
+        """
+        engine = self._engine
+        if self._states.has_cells:
+            if not copy_lane(self._context, source_lane, target_lane):
+                raise NativeError(f"{engine.artifact.architecture}: llama.cpp does not copy lane {source_lane}")
+            return True
+        n_tokens, settings = engine.lane_tokens(source_lane), engine.config.settings
+        # What a copy that waits is to bring is not there yet, neither to be read nor to be replaced.
+        if engine.copies_wait or settings.gpu_layers or n_tokens * HELD_COPIES_MAX > settings.ctx_tokens:
+            return False
+        # llama_kv_cache::state_write leaves out what lies before the window of the next row.
+        if 0 < engine.window < n_tokens:
+            return False
+        return copy_lane(self._context, source_lane, target_lane)
 
     def _settle(self, lane: int) -> None:
         """Let copies of whole lanes be made that llama.cpp puts off until the next step: one row, forgotten again.

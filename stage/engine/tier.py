@@ -1,9 +1,9 @@
 """What lanes held, kept in host memory and on disk after other streams have taken them. Any thread; never waits.
 
 The coordinator chooses what is stored and when it is brought back, by a key of the lane's tokens; this only keeps. The
-least recently used goes first, from each place by its own bound. What is stored is written to the disk beside, by a
-thread of its own. A state on the disk alone is read beforehand by another one (`begin`), so that the decode thread
-meets bytes in memory, or nothing.
+least recently used goes first, from each place by its own bound. A writer thread copies each stored state
+to the disk. A reader thread loads a state that is only on the disk (`begin`), so the decode thread finds bytes in
+memory, or nothing.
 """
 
 from __future__ import annotations

@@ -41,18 +41,8 @@ class StageStats:
         self.n_epochs = 0  # times that a coordinator connected this stage
         self.n_steps = self.n_rows = self.n_frames = self.busy_ns = self.n_padded_rows = self.n_micro_batches = 0
         self.tier_lookups = {"hit": 0, "miss": 0}  # as of the latest scrape; the tier counts them
-        self.envelopes_in = self.payload_bytes_in = 0
-        self.envelopes_out = self.payload_bytes_out = 0
-
-    @property
-    def payload_bytes(self) -> dict[str, int]:
-        """Payload bytes of neighbours' links, by direction."""
-        return {"in": self.payload_bytes_in, "out": self.payload_bytes_out}
-
-    @property
-    def envelopes(self) -> dict[str, int]:
-        """Envelopes of neighbours' links, by direction."""
-        return {"in": self.envelopes_in, "out": self.envelopes_out}
+        self.envelopes = {"in": 0, "out": 0}  # of neighbours' links, by direction
+        self.payload_bytes = {"in": 0, "out": 0}
 
     def step_done(self, result: StepResult) -> None:
         """Count one step. One of controls alone, or whose frames were all refused, is no native step."""
@@ -94,10 +84,10 @@ class StageStats:
             n_rows=self.n_rows,
             n_frames=self.n_frames,
             busy_ns=self.busy_ns,
-            envelopes_in=self.envelopes_in,
-            envelopes_out=self.envelopes_out,
-            payload_bytes_in=self.payload_bytes_in,
-            payload_bytes_out=self.payload_bytes_out,
+            envelopes_in=self.envelopes["in"],
+            envelopes_out=self.envelopes["out"],
+            payload_bytes_in=self.payload_bytes["in"],
+            payload_bytes_out=self.payload_bytes["out"],
             faults_by_label=dict(self.faults_by_label),
             close_reasons=dict(self.close_reasons),
             n_padded_rows=self.n_padded_rows,

@@ -6,7 +6,7 @@ token does the row itself count. So a stream says what it would say without draf
 goes back. (Speculative decoding in its plainest form: Leviathan et al., 2023, with draws that depend on seed and
 position alone in place of rejection sampling.)
 
-What was guessed wrong leaves rows in the lane that the next frame, which starts below them, makes it forget.
+A wrong guess leaves rows in the lane. The next frame starts below them, and the lane forgets them then.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class Sessions:
     def leave_route(self, route_id: int) -> int:
         """Leave what a route's sessions hold for its next epoch; returns how many hold something.
 
-        Who was only kept, had ended, or had a fault leaves nothing: nobody would go on from there.
+        A kept lane, an ended session and one with a fault leave nothing, since no session would go on from there.
         """
         for lane in self._lanes.of_route(route_id):
             key = (route_id, lane.session_id)

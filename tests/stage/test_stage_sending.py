@@ -68,7 +68,7 @@ async def test_an_envelope_is_on_its_way_before_the_loop_turns_and_the_next_wait
         link.lets.put_nowait(None)
         async with asyncio.timeout(20):
             await sent.get()
-        assert (stage.service._stats.envelopes_out, stage.service._stats.payload_bytes_out) == (4, 4 * 16)
+        assert (stage.service._stats.envelopes["out"], stage.service._stats.payload_bytes["out"]) == (4, 4 * 16)
 
 
 async def test_a_link_that_is_lost_at_once_is_told_and_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,4 +84,4 @@ async def test_a_link_that_is_lost_at_once_is_told_and_blocks_nobody(monkeypatch
             async with asyncio.timeout(20):
                 await sent.get()
         assert lost == ["gone", "gone"]
-        assert stage.service._stats.envelopes_out == 0
+        assert stage.service._stats.envelopes["out"] == 0

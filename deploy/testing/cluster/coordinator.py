@@ -215,8 +215,8 @@ class Coordinator:
             held=held_by_all(self._held),
             instances=tuple(f"{node.index}/{node.instance}" for node in self.nodes),
             costs=[StageCost(curve, curve, ROWS_MAX) for _ in self.nodes],
-            rewinds=not self.nodes[0].keeps_state,
-            keeps_state=self.nodes[0].keeps_state,
+            rewinds=not self.nodes[0].memory.keeps_state,
+            keeps_state=self.nodes[0].memory.keeps_state,
             tier=tier_of(self.nodes),
         )
         for node, silence in zip(self.nodes, self._silences, strict=True):
@@ -372,5 +372,5 @@ def tier_of(nodes: Sequence[Node]) -> TierFacts:
     for node, message in zip(nodes, said, strict=True):
         node.executor.sessions.states.tell(message)
     stored = [{each.key: each.n_tokens for each in message.stored} for message in said]
-    is_on_disk = all(message.stores and node.tier_survives for node, message in zip(nodes, said, strict=True))
+    is_on_disk = all(message.stores and node.memory.tier_survives for node, message in zip(nodes, said, strict=True))
     return TierFacts(stored_by_all(stored), is_used=all(message.stores for message in said), is_on_disk=is_on_disk)

@@ -66,16 +66,34 @@ class Order:
     """Those that it is to have."""
 
 
+@dataclasses.dataclass(slots=True)
+class Memory:
+    """How a stage keeps lanes."""
+
+    keeps_state: bool = False
+    """Whether lanes have a recurrent state."""
+    tier_bytes: int = 0
+    tier_survives: bool = False
+    """Whether what it stored is there after a restart, as from a disk."""
+    _tiers: dict[range, Tier] = dataclasses.field(default_factory=dict)  # by the layers that they are of
+
+    def tier(self, layers: range) -> Tier | None:
+        """Return the tier of a process that starts now with these layers."""
+        if not self.tier_bytes:
+            return None
+        if not self.tier_survives:
+            self._tiers.clear()
+        return self._tiers.setdefault(layers, Tier(self.tier_bytes))
+
+
 class Node:
     """One stage. Everything that reaches its process goes through `do`."""
 
     def __init__(
         self, index: int, n_stages: int, n_lanes: int, policy: str, clock: Clock, rng: random.Random, *,
-        keeps_state: bool = False, tier_bytes: int = 0, tier_survives: bool = False,
+        memory: Memory | None = None,
     ) -> None:  # fmt: skip
-        """`tier_survives`: what it stored is there after a restart, as from a disk."""
-        self.keeps_state, self._tier_bytes, self.tier_survives = keeps_state, tier_bytes, tier_survives
-        self._tiers: dict[range, Tier] = {}  # by the layers that it is of
+        self.memory = memory or Memory()
         self.index, self.is_last, self._policy = index, index == n_stages - 1, policy
         self._clock, self._rng = clock, rng
         self.ordered = range(N_LAYERS * index // n_stages, N_LAYERS * (index + 1) // n_stages)
@@ -103,23 +121,16 @@ class Node:
         """Have an engine with the ordered layers, and nothing in it."""
         self.layers = self.ordered
         self._prepared: dict[int, range] = {}  # by the number of the change: it is one or none
-        self.engine = ModelEngine(self.layers, n_lanes, is_last=self.is_last, keeps_state=self.keeps_state)
+        self.engine = ModelEngine(self.layers, n_lanes, is_last=self.is_last, keeps_state=self.memory.keeps_state)
         self.lanes = LaneTable(n_lanes, CTX_TOKENS)
         embeddings = None if self.index else ModelEmbeddings()
-        states = LaneStates(self.engine, self.engine, self._tier())
+        states = LaneStates(self.engine, self.engine, self.memory.tier(self.layers))
         self.executor = StepExecutor(self.engine, self.lanes, self.index, embeddings, states=states)
         self.batcher = Batcher(_policy(self._policy))
         self.routes: dict[int, NodeRoute] = {}
         self.step: Step | None = None
         self._n_to_lose = 0
         self._between: list[Callable[[], None]] = []  # what is to be done between two steps
-
-    def _tier(self) -> Tier | None:
-        if not self._tier_bytes:
-            return None
-        if not self.tier_survives:
-            self._tiers.clear()
-        return self._tiers.setdefault(self.layers, Tier(self._tier_bytes))
 
     @property
     def answers(self) -> bool:

@@ -24,7 +24,7 @@ from relayline.deploy.testing.cluster.clock import MS, Clock, S, Violation
 from relayline.deploy.testing.cluster.coordinator import Coordinator
 from relayline.deploy.testing.cluster.model import N_LAYERS, N_VOCAB, Truth
 from relayline.deploy.testing.cluster.mover import Mover
-from relayline.deploy.testing.cluster.node import Node
+from relayline.deploy.testing.cluster.node import Memory, Node
 from relayline.deploy.testing.cluster.plan import COMES_BACK_NS, KINDS, START_NS, Plan, Trouble, Wish, plan_of
 from relayline.stage.queue_types import QueuedFrame
 from relayline.wire.common.phase import Phase
@@ -64,9 +64,7 @@ class Cluster:
                 plan.stage_policy,
                 self.clock,
                 self._rng,
-                keeps_state=plan.keeps_state,
-                tier_bytes=plan.tier_bytes,
-                tier_survives=plan.tier_survives,
+                memory=Memory(plan.keeps_state, plan.tier_bytes, plan.tier_survives),
             )
             for i in range(n)
         ]

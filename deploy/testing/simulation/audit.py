@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from relayline.coordinator.schedule.groups import GroupPlan
 from relayline.coordinator.schedule.lane_groups import PASSES_MAX
 from relayline.coordinator.schedule.prompt_line import OLDEST_EVERY
+from relayline.coordinator.schedule.tiles import TILE_FLIGHTS_MAX
 from relayline.coordinator.sessions.session import OutFrame, Session
 from relayline.deploy.testing.simulation.figures import Trace
 from relayline.deploy.testing.simulation.stage import SimStage, Violation
@@ -65,14 +66,40 @@ def _is_guess(frame: OutFrame) -> bool:
     return frame.n_drafted == len(frame.tokens)
 
 
+class TileBook:
+    """The prompt rows that decode flights could have taken since the last tile beyond the plan, as counted here."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._room_rows, self._n_flights = 0.0, 0
+
+    def left(self, plan: GroupPlan, room_rows: int) -> None:
+        """Count a decode flight that had room for so many more prompt rows."""
+        self._n_flights += 1
+        self._room_rows += room_rows + plan.prefill_flights * plan.chunk_rows / plan.n_groups
+
+    def allows(self, plan: GroupPlan, n_rows: int, n_flights: int) -> bool:
+        """Return whether a flight of prompt rows is a tile that may exceed the plan: beside streams, after its room."""
+        if n_rows != ATTENTION_TILE_ROWS or not self._simulation.planner.tile_rule.is_apart:
+            return False
+        if not self._simulation.scheduler.n_decoding or (
+            plan.chunk_rows >= n_rows and n_flights <= plan.prefill_flights
+        ):
+            return True
+        if self._room_rows < n_rows and self._n_flights < TILE_FLIGHTS_MAX:
+            raise Violation(f"a tile leaves after room for {self._room_rows:.1f} of its {n_rows} rows")
+        self._room_rows, self._n_flights = 0.0, 0
+        return True
+
+
 class Audit(Trace):
     """Books and checks of one simulation."""
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(len(simulation.world.stages))
         self._simulation = simulation
-        self._has_plan = simulation.setup.schedule.mode != "drain"
-        self._has_bound = simulation.setup.stage_policy == "auto" and self._has_plan
+        self._tiles = TileBook(simulation)
+        self._has_bound = simulation.setup.stage_policy == "auto" and simulation.setup.schedule.mode != "drain"
         self.n_sent = self.n_answered = self.n_dropped = self.n_on_links = self.n_in_steps = 0
         self._flights: dict[int, set[tuple[int, int]]] = {}  # flight -> what waits for it: (session id, end of rows)
         self._flight_decoding: dict[int, set[tuple[int, int]]] = {}  # and of that rows of streams, not of prompts
@@ -137,7 +164,7 @@ class Audit(Trace):
             if kind == DECODE:
                 self._check_passes(oldest)
             self._open_flight(rows, kind)
-            if self._has_plan:
+            if self._simulation.setup.schedule.mode != "drain":
                 self._check_caps(rows, kind, plan, oldest, held_ns)
         self._check_holds(plan)
 
@@ -255,7 +282,7 @@ class Audit(Trace):
 
     def _check_holds(self, plan: GroupPlan) -> None:
         """Hold that no row of those that stay in the pool has been there for longer than a plan predicts."""
-        if not self._has_plan or self._simulation.setup.schedule.mode == "fixed":
+        if self._simulation.setup.schedule.mode in ("drain", "fixed"):
             return
         plans = (plan, self._simulation.scheduler.plan())  # prompts that have left make it another one
         hold_max_ns = max(min(self._hold_max_ns(each), self._predicted_most_ns(each)) for each in plans)
@@ -342,10 +369,8 @@ class Audit(Trace):
         n_decode_rows = sum(len(frame.tokens) for frame in rows) - n_prompt_rows - n_drafted
         if n_drafted > DRAFTED_ROWS_MAX or (n_drafted and n_prompt_rows):
             raise Violation(f"an envelope has {n_drafted} guesses and {n_prompt_rows} rows of prompts")
-        is_tile = (
-            kind == PREFILL and n_prompt_rows == ATTENTION_TILE_ROWS and self._simulation.planner.tile_rule.is_apart
-        )
-        prompt_flights = max(plan.prefill_flights, int(is_tile))  # a tile that has waited for its room
+        is_tile = kind == PREFILL and self._tiles.allows(plan, n_prompt_rows, self._n_flights[PREFILL])
+        prompt_flights = max(plan.prefill_flights, int(is_tile))
         flights = (plan.n_groups, prompt_flights, self._guesses_max())[kind]
         taken = {(frame.session.session_id, frame.position) for frame in rows}
         is_overdue = held_ns >= self._hold_max_ns(plan) > 0 and oldest in taken
@@ -357,6 +382,8 @@ class Audit(Trace):
         room = plan.ride_rows and plan.group_rows + plan.ride_rows - n_decode_rows
         chunk_rows = max(plan.chunk_rows, ATTENTION_TILE_ROWS) if is_tile else plan.chunk_rows
         most_prompt_rows = chunk_rows if kind == PREFILL else room
+        if kind == DECODE:
+            self._tiles.left(plan, max(0, room - n_prompt_rows))
         if n_decode_rows > plan.group_rows or n_prompt_rows > most_prompt_rows:
             raise Violation(
                 f"an envelope has {n_decode_rows} + {n_prompt_rows} rows, the plan allows {plan.group_rows} + "

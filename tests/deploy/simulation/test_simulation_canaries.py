@@ -10,6 +10,7 @@ import pytest
 from relayline.coordinator.schedule.flights import Kind
 from relayline.coordinator.schedule.groups import GroupPlan, GroupPlanner
 from relayline.coordinator.schedule.scheduler import Scheduler
+from relayline.coordinator.schedule.tiles import TilePace
 from relayline.coordinator.sessions.session import OutFrame
 from relayline.deploy.testing.simulation import stage as simulate_stage
 from relayline.deploy.testing.simulation.run import Setup, Simulation, fixed
@@ -28,7 +29,9 @@ from relayline.deploy.testing.simulation.world import (
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.policy import Choice, GroupPolicy
+from relayline.wire.common.curve import ATTENTION_TILE_ROWS
 from tests.deploy.simulation.test_simulation import churning
+from tests.deploy.simulation.test_simulation_lanes import per_lane
 
 
 class LosesFrames(Batcher):
@@ -84,6 +87,13 @@ class PilesUp(Scheduler):
     def _take_groups(self, envelopes: list[list[OutFrame]], now_ns: int) -> None:
         self._flights.n_ridden = 0
         super()._take_groups(envelopes, now_ns)
+
+
+class HastyTiles(TilePace):
+    """Lets every tile leave beside streams as soon as no other flight of prompt rows is under way."""
+
+    def save(self, n_rows: float) -> None:
+        super().save(ATTENTION_TILE_ROWS)
 
 
 def test_a_lost_frame_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,3 +162,12 @@ def test_prompt_rows_that_pile_up_behind_decode_rows_are_caught(monkeypatch: pyt
     monkeypatch.setattr("relayline.deploy.testing.simulation.run.Scheduler", PilesUp)
     with pytest.raises(Violation, match="prompt rows ride in"):
         Simulation(churning(0)).run()
+
+
+def test_a_tile_that_does_not_wait_for_its_room_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = (*(Request(0, 4, 120) for _ in range(8)), Request(60 * MS, 1_000, 2))
+    world = World(per_lane(2, "matrix"), requests)
+    Simulation(world).run()
+    monkeypatch.setattr("relayline.coordinator.schedule.scheduler.TilePace", HastyTiles)
+    with pytest.raises(Violation, match="a tile leaves after room for"):
+        Simulation(world).run()

@@ -9,7 +9,7 @@ import pytest
 from relayline.coordinator.schedule import stage_cost
 from relayline.deploy.testing.simulation.run import Simulation
 from relayline.deploy.testing.simulation.scenarios import churn, prompt_beside, steady, steady_part
-from relayline.deploy.testing.simulation.world import MS, StageModel, equal_stages
+from relayline.deploy.testing.simulation.world import MS, Request, StageModel, World, equal_stages
 
 
 def per_lane(n_stages: int, curve: str, context_ns: float = 0.0, further_ns: float = 0.0) -> tuple[StageModel, ...]:
@@ -55,3 +55,9 @@ def test_plans_know_that_further_rows_of_a_chunk_cost_less_than_its_first(monkey
     blind = prompt_beside(stages, 4, 1_000)
     assert seen.itl_p99_ratio <= 2.1
     assert seen.ttft_ms < 0.95 * blind.ttft_ms
+
+
+def test_a_tile_leaves_although_decode_flights_leave_hardly_any_room() -> None:
+    """With two streams on a staircase the room for 64 rows takes longer than a prompt may wait."""
+    requests = (*(Request(0, 4, 120) for _ in range(2)), Request(60 * MS, 1_000, 2))
+    Simulation(World(per_lane(2, "staircase"), requests)).run()

@@ -115,7 +115,7 @@ def test_a_step_whose_frames_were_all_refused_is_no_native_step(worked: StageSta
 def test_counters_and_gauges_say_what_was_counted(worked: StageStats) -> None:
     worked.faults_by_label["not_finite"] += 2
     worked.predicted_ns, worked.measured_ns = 3_000_000_000, 4_000_000_000
-    worked.payload_bytes_in, worked.payload_bytes_out, worked.envelopes_in, worked.envelopes_out = 10, 20, 3, 4
+    worked.payload_bytes, worked.envelopes = {"in": 10, "out": 20}, {"in": 3, "out": 4}
     worked.n_epochs = 2
     telemetry = Telemetry(TelemetryConfig(level=Level.BATCHES))
     found = scrape(worked, telemetry, Gauges(7, 8, 3, 1, 4, 1_000, 64_000))

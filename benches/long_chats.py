@@ -1,8 +1,8 @@
 """More chats than lanes, one after the other, twice: `python -m benches.long_chats [--quick]`.
 
 Between its two turns each chat's lane is taken by others, so the second turn goes on from the stages' tier
-(`--prefix-memory-bytes`), or with `--prefix-memory-bytes 0` reads everything again. Both are run. What is reported are
-the medians over the chats of the time to first token and of the tokens that were read from what was kept.
+(`--prefix-memory-bytes`), or with `--prefix-memory-bytes 0` reads everything again. Both are run. The
+report has medians over the chats: the time to the first token, and the tokens that came from kept prefixes.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ START = """\
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
-site=${SITE:-/tmp/relayline-site}
+site=${SITE:-$here/site}
 $python -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" "$here"/wheels/*.whl
 cp -r "$here"/llama_cpp "$here"/llama_cpp_python-*.dist-info "$site"/
 export PYTHONPATH=$site PATH=$site/bin:$PATH

@@ -1,1 +1,1 @@
-"""What a chat model's answer is made of: what it thought, what it says, and the tools that it calls."""
+"""The parts of a chat model's answer: its reasoning, its text and its tool calls."""

@@ -1,8 +1,8 @@
-"""One call of a tool as it is written: pieces of text in, its name and its arguments as JSON text out. Pure.
+"""Reads one tool call as the model writes it: pieces of text in, its name and its arguments as JSON text out. Pure.
 
-Arguments are handed on while they are written, in the model's own words. What turns out to be no call raises
-NotACallError, and always before a name is known: nobody has been told of it then. Calls whose arguments stand between
-tags are read in `coordinator/answers/tagged_calls.py`.
+Arguments are passed on as they arrive, in the model's own words. Text that turns out not to be a call raises
+NotACallError. That always happens before the name is known, so no reader has seen a call. Calls whose arguments are
+between tags are read in `coordinator/answers/tagged_calls.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from relayline.coordinator.answers.syntax import NamedBody, ObjectBody
 
 NAME_CHARS_MAX = 256  # of a name, and of blanks around it
-HEAD_CHARS_MAX = 2 * NAME_CHARS_MAX  # of what may stand before arguments that are handed on as they come
+HEAD_CHARS_MAX = 2 * NAME_CHARS_MAX  # of the text before arguments that are passed on as they arrive
 
 _FIRST_KEY = re.compile(r'\s*\{\s*"([^"\\]*)"\s*:')
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
@@ -31,14 +31,14 @@ class CallReader(Protocol):
 
     name: str  # empty until known
     id: str  # the model's own; mostly empty
-    rest: str | None  # what came behind the call, once that is over
+    rest: str | None  # the text behind the call, once the call is over
 
     @property
     def is_whole(self) -> bool:
         """Whether all arguments have come."""
 
     def push(self, text: str) -> str:
-        """Take the next text; return what it adds to the arguments. Raises NotACallError."""
+        """Take the next text; return the part that belongs to the arguments. Raises NotACallError."""
 
 
 class ObjectScanner:
@@ -92,7 +92,7 @@ def _spelt(text: str, is_in: bool, is_escaped: bool) -> str:
 
 
 class ObjectCall:
-    """{"name": ..., "arguments": {...}}: handed on as they come in that order, otherwise when all is there."""
+    """{"name": ..., "arguments": {...}}: passed on as they arrive in that order, else when complete."""
 
     def __init__(self, body: ObjectBody, names: frozenset[str] | None, close: str = "") -> None:
         self.name, self.id = "", ""
@@ -119,7 +119,7 @@ class ObjectCall:
         return self._tail is not None or self.rest is not None
 
     def push(self, text: str) -> str:
-        """Take the next text; return what it adds to the arguments."""
+        """Take the next text; return the part that belongs to the arguments."""
         if self._tail is not None:
             return self._end(self._tail, text)
         if self._arguments is not None:
@@ -169,7 +169,7 @@ class ObjectCall:
         return ""
 
     def _take(self, end: int) -> str:
-        """Read the call from the whole object, which ends at `end` of what is held."""
+        """Read the call from the complete object, which ends at `end` of the held text."""
         try:
             call = json.loads(self._held[:end], strict=False)
             name = next((call[key] for key in self._name_keys if key in call), None)
@@ -219,7 +219,7 @@ class NamedCall:
         return self.rest is not None
 
     def push(self, text: str) -> str:
-        """Take the next text; return what it adds to the arguments."""
+        """Take the next text; return the part that belongs to the arguments."""
         if self._scanner is not None:
             return self._stream(self._scanner, text)
         self._held += text

@@ -38,7 +38,7 @@ _LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a grammar is to allow."""
+    """The tools, schema and choices that a grammar must allow."""
 
     syntax: Syntax
     tools: Mapping[str, Schema]  # name -> JSON schema of its arguments; at least one
@@ -111,10 +111,10 @@ def lean(schema: Any, *, is_closed: bool = True) -> Any:
 
 
 def weaker(schema: Any, *, is_strict: bool) -> Iterator[Any]:
-    """Yield what a schema may be replaced by where it cannot be followed, each weaker than the one before.
+    """Yield weaker and weaker replacements for a schema that cannot be followed.
 
-    Formats that nobody has to know go first. Where it need not be followed to the letter (not `is_strict`), rules that
-    llguidance does not have are left out one kind after the other, and all others stay.
+    Unknown formats are dropped first. If the schema is not strict, rules that llguidance lacks are dropped one kind
+    after the other, and all others stay.
     """
     plain = _without(schema, lambda key, value: key == "format" and value not in _FORMATS)
     yield plain
@@ -230,7 +230,9 @@ def _arguments(rules: Rules, body: TaggedBody, schema: Schema) -> Iterator[str]:
 
 
 def resolved(schema: Schema) -> Schema:
-    """Return the schema that a root `$ref` names, with what it may name in turn; as it is where that is not found."""
+    """Return the schema that a root `$ref` names, with the definitions it may refer to; unchanged if the name is not
+    found.
+    """
     shared = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
     for _ in range(REFS_MAX):
         way = schema.get("$ref")

@@ -1,12 +1,12 @@
-"""Answers in the format of gpt-oss, harmony: one message after the other, each with a channel and maybe a recipient.
+"""Answers in harmony, the format of gpt-oss: a series of messages, each with a channel and perhaps a recipient.
 
     <|channel|>analysis<|message|>They ask for the weather.<|end|><|start|>assistant
     <|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>
 
-What stands in `analysis` was thought, what is sent to a function is a call, all else is said. The model ends its turn
-with `<|call|>` or `<|return|>`, which are end tokens. Its template writes the recipient before the channel, and the
-model at times too. Source: the format's description in OpenAI's cookbook, and llama.cpp's `llama-vocab.cpp` for what
-its tokens are.
+The `analysis` channel is reasoning, a message to a function is a call, and everything else is text. The model ends its
+turn with `<|call|>` or `<|return|>`, which are end tokens. Its template writes the recipient before the channel, and so
+does the model at times. Source: the format's description in OpenAI's cookbook, and llama.cpp's `llama-vocab.cpp` for
+its tokens.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def is_harmony(template: str) -> bool:
 
 
 def with_thoughts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a turn that called tools with what was thought before it where the template looks for that.
+    """Return a turn with tool calls, with its reasoning where the template looks for it.
 
-    It takes words ahead of a call for thoughts, too, and refuses turns with both.
+    The template also takes text ahead of a call for reasoning, and refuses turns with both.
     """
     thought = message.get("reasoning_content")
     if not message.get("tool_calls") or not thought or message.get("thinking"):
@@ -72,24 +72,24 @@ class HarmonyReader:
         # Of the message that is read: "thought", "text" or "call"; empty: its header comes first.
         self._kind = "thought" if is_thinking else ""
         self._name, self._call = "", NamedCall(_CALL)  # while a call is read
-        self._since = ""  # what was said to the function until it was told of
+        self._since = ""  # text for the function, until a reader sees the call
         self._is_cut = False
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._parts: list[CallPart] = []
-        self._is_new = False  # nothing of the message has been handed out
+        self._is_new = False  # no part of the message has been passed on yet
         self._has_text = self._has_reasoning = False
         self.n_calls = 0
         self.is_over = False
 
     @property
     def is_thinking(self) -> bool:
-        """Whether what comes next is thought, as far as is known."""
+        """Whether the next text is reasoning, as far as is known."""
         return self._kind == "thought"
 
     @property
     def has_cut_call(self) -> bool:
-        """Whether a call has begun whose arguments have not come to their end."""
+        """Whether a call has begun whose arguments are not complete."""
         return self._is_cut or (self._kind == "call" and not self._call.is_whole)
 
     def push(self, text: str) -> Parts:
@@ -100,7 +100,7 @@ class HarmonyReader:
         return self._taken()
 
     def finish(self, *, is_cut: bool = False) -> Parts:
-        """Return what was held, when nothing more comes."""
+        """Return the held text, when no more text follows."""
         if self._kind:
             self._take(self._held)
             self._is_cut = bool(self._call.name) and self.has_cut_call
@@ -209,7 +209,7 @@ class HarmonyReader:
 
     def _say(self, text: str) -> None:
         if text and self._is_new and self._has_text:
-            self._text.append("\n\n")  # between what was said ahead of something and what is said then
+            self._text.append("\n\n")  # between earlier text and the text that follows
         self._has_text, self._is_new = self._has_text or bool(text), self._is_new and not text
         self._text.append(text)
 
@@ -237,7 +237,7 @@ def harmony_calls_grammar(wanted: Wanted) -> str:
 
 
 def harmony_answer_grammar(grammar: str, marks: Mapping[str, int], *, is_thinking: bool) -> str:
-    """Return a grammar that leads the final message of an answer, after whatever the model thinks."""
+    """Return a grammar for the final message of an answer; the reasoning before it is free."""
     rules = Rules(marks)
     before = _before(rules, is_thinking)
     return with_answer(rules.whole(f"{before} {rules.text(f'<|channel|>final{_MESSAGE}')} @answer"), grammar)

@@ -1,8 +1,7 @@
-"""An answer's text, piece by piece, taken apart: what the model thought, what it says, and the tools that it calls.
-
-Pure. Text that was handed out is never taken back. However the input is cut into pieces, the whole output is the same.
-Text that may begin a mark is held until more text decides. So are blanks, which mean nothing between thoughts and
-calls. Text that only looks like a call is handed out as text.
+"""Splits an answer's text, piece by piece, into reasoning, text and tool calls. Pure. Text that was passed on is never
+taken back. The whole output is the same however the input is cut into pieces. Text that may begin a mark is held until
+more text decides. So are blanks, which mean nothing between reasoning and calls. Text that only looks like a call is
+passed on as text.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def random_call_id() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallPart:
-    """What one piece of text adds to a call. Name and id come with its first part."""
+    """The part of a call that one piece of text adds. Name and id come with its first part."""
 
     index: int  # of the call in its answer
     arguments: str = ""  # JSON text
@@ -39,7 +38,7 @@ class CallPart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """What one piece of text adds to an answer."""
+    """The part of an answer that one piece of text adds."""
 
     text: str = ""
     reasoning: str = ""
@@ -58,17 +57,17 @@ class Reader(Protocol):
 
     @property
     def is_thinking(self) -> bool:
-        """Whether what comes next is thought, as far as is known."""
+        """Whether the next text is reasoning, as far as is known."""
 
     @property
     def has_cut_call(self) -> bool:
-        """Whether a call has begun whose arguments have not come to their end."""
+        """Whether a call has begun whose arguments are not complete."""
 
     def push(self, text: str) -> Parts:
         """Take the next text."""
 
     def finish(self, *, is_cut: bool = False) -> Parts:
-        """Return what was held, when nothing more comes. `is_cut`: only for want of room."""
+        """Return the held text, when no more text follows. `is_cut`: the answer ended only for want of room."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +101,7 @@ class AnswerReader:
         }
         self._held = ""
         self._mark = ""  # what announced calls, blanks before it included
-        self._since = ""  # what came since, until a call's name is known
+        self._since = ""  # text since then, until a call's name is known
         self._call: CallReader | None = None
         self._text: list[str] = []
         self._reasoning: list[str] = []
@@ -114,12 +113,12 @@ class AnswerReader:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether what comes next is thought, as far as is known."""
+        """Whether the next text is reasoning, as far as is known."""
         return self._state == "thinking"
 
     @property
     def has_cut_call(self) -> bool:
-        """Whether a call has begun whose arguments have not come to their end."""
+        """Whether a call has begun whose arguments are not complete."""
         return self._state == "call" and self._call is not None and bool(self._call.name) and not self._call.is_whole
 
     def push(self, text: str) -> Parts:
@@ -130,7 +129,7 @@ class AnswerReader:
         return self._taken()
 
     def finish(self, *, is_cut: bool = False) -> Parts:
-        """Return what was held, when nothing more comes. `is_cut`: the mark of a call that was cut is no text."""
+        """Return the held text, when no more text follows. `is_cut`: the mark of a cut call is not text."""
         if self._state == "thinking":
             self._think(self._held)
         elif is_cut and self._state in ("calls", "call") and self._reading and self._reading.syntax.trigger:
@@ -196,7 +195,7 @@ class AnswerReader:
         return True
 
     def _hold_back(self, marks: Sequence[str], tell: Callable[[str], None]) -> None:
-        """Tell all of what is held but its end, where that is blank or may be the beginning of a mark."""
+        """Pass on all held text except an end that is blank or may begin a mark."""
         n_held = max(overlap(self._held, mark) for mark in marks)
         bare = self._held[: len(self._held) - n_held].rstrip()
         tell(bare)
@@ -282,12 +281,12 @@ class AnswerReader:
         return True
 
     def _without(self, mark: str) -> str:
-        """Return what is held without the mark, and the blanks before it, that it may begin with."""
+        """Return the held text without the mark, and without the blanks before it that may begin one."""
         text = self._held.lstrip()
         return text[len(mark) :] if mark and text.startswith(mark) else self._held
 
     def _give_up(self) -> None:
-        """Take what announced calls, and what came since, for text."""
+        """Treat the announcement of calls, and the text since then, as plain text."""
         self._say(self._mark)
         self._held, self._state = self._since + self._held, "text"
         self._forget_mark()

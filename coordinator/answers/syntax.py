@@ -1,9 +1,8 @@
-"""The ways in which models write the calls of tools, and how they mark what they think. Pure data, and one writer.
+"""The styles in which models write tool calls and mark their reasoning. Pure data, and one writer.
 
-A model writes calls as its training had them; its chat template writes those of earlier turns in the same way. So
-which of these ways is a model's is found by letting its template write a call (`coordinator/answers/template.py`). The
-texts here are those that templates of the models write, blanks included: a grammar made of them leads the model along
-what it knows.
+A model writes calls as in its training, and its chat template writes earlier turns' calls the same way. So the model's
+style is found by letting its template write a call (`coordinator/answers/template.py`). The texts here are those of the
+models' templates, blanks included. A grammar made of them keeps the model on familiar text.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class NamedBody:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedBody:
-    """A call is a name and then each argument between tags: a string as it is, all else as JSON."""
+    """A call is a name, then each argument between tags: a string as it is, any other value as JSON."""
 
     name_open: str = ""
     name_end: str = ""

@@ -1,7 +1,7 @@
-"""Calls whose arguments stand between tags, one by one, read as they are written and handed on as JSON. Pure.
+"""Reads calls with one pair of tags for each argument, and passes the arguments on as JSON. Pure.
 
-A tag does not say whether `5` is a number or a text: the tool's schema does, and where that leaves it open, what is
-JSON is taken for it.
+A tag does not say whether `5` is a number or a text: the tool's schema does. Where the schema leaves it open, text that
+is valid JSON counts as JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates 
 
 
 class TaggedCall:
-    """<function=name><parameter=key>value</parameter></function>: strings are handed on as they come."""
+    """<function=name><parameter=key>value</parameter></function>: strings are passed on as they arrive."""
 
     def __init__(self, body: TaggedBody, close: str, types_of: Callable[[str], Types]) -> None:
         self.name, self.id = "", ""
@@ -50,7 +50,7 @@ class TaggedCall:
         return self.rest is not None
 
     def push(self, text: str) -> str:
-        """Take the next text; return what it adds to the arguments. Raises NotACallError."""
+        """Take the next text; return the part that belongs to the arguments. Raises NotACallError."""
         self._held += text
         if not self.name and not self._find_name():
             return ""
@@ -93,7 +93,7 @@ class TaggedCall:
         is_begun = opening.startswith(text) or (text.startswith(opening) and len(text) <= 2 * NAME_CHARS_MAX)
         if is_begun or (self._end.startswith(text) and text != self._end):
             return None
-        # Whatever else stands here ends the call as well: its name has been told already.
+        # Any other text here ends the call as well: its name has been passed on already.
         self.rest = text if self._keeps_end else text.removeprefix(self._end)
         return "}" if self._n_keys else "{}"
 
@@ -130,7 +130,7 @@ class TaggedCall:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Return an argument's value as JSON: what its types (none: any) say it is, a string if nothing else."""
+    """Return an argument's value as JSON, of the first of its types (none: any) that fits; else as a string."""
     bare = text.strip()
     try:
         value: Any = json.loads(_OF_PYTHON.get(bare, bare))

@@ -57,9 +57,9 @@ _EXAMPLE = ("NAME", {"ARGUMENT": "VALUE"})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolStyle:
-    """What a model's template does about tools."""
+    """How a model's template writes tools and calls."""
 
-    syntax: Syntax  # of calls; where the template writes none, the one that its model is told of
+    syntax: Syntax  # of calls; where the template writes none, the style described to the model in its prompt
     writes_calls: bool = False
     shows_tools: bool = False
     form: CallForm = USUAL_FORM
@@ -70,7 +70,7 @@ class Conversation:
     """One model's way of having tools and thoughts. Made once."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, style: ToolStyle | None = None) -> None:
-        """`style` is what the template does about tools; without one, it is rendered to find that out."""
+        """`style` is how the template writes tools; without one, the template is rendered to find out."""
         self._template, self._tool_template = template, template.for_tools
         self.template_text = template.source
         source = template.source or ""
@@ -153,7 +153,7 @@ def _harmony_style(template: ChatTemplate) -> ToolStyle:
 
 
 def _written(template: ChatTemplate, asked: str, n_calls: int, form: CallForm) -> str:
-    """Return what a template writes for a turn with calls, from where the assistant's turn begins; "" if it refuses."""
+    """Return a template's text for a turn with calls, from the start of the assistant's turn; "" if it refuses."""
     calls = [
         {"id": id_, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
         for (name, arguments), id_ in zip(_CALLS[:n_calls], _IDS, strict=False)

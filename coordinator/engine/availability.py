@@ -1,8 +1,8 @@
-"""What clients get from the pipeline and since when, and when each of its stages was last heard. Pure.
+"""The pipeline's state as clients see it, since when, and when each stage was last heard. Pure.
 
-A stage that hangs is lost from its last sign of life on, not from when that was noticed. A request that came since then
-came while the stage was lost: it waits for `lost_wait_s` at most, and is told to come back while that can still be said
-with a status. Requests that ran before wait longer, see PipelineConfig.
+A hung stage counts as lost from its last sign of life, not from the moment somebody noticed. A request that arrives
+after that sign of life waits at most `lost_wait_s`. It is then told to retry, while a status can still say so. Requests
+that were already running wait longer, see PipelineConfig.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ class Availability:
         return {"phase": self.phase.value, "phase_s": round((now_ns - self.since_ns) / 1e9, 3)}
 
     def describe_stage(self, index: int, now_ns: int) -> dict[str, object]:
-        """Return what is known of one stage's signs of life, and how often it came back as a new process.
+        """Return one stage's signs of life and its number of restarts.
 
-        `last_heard_s` is null for one that was never heard.
+        `last_heard_s` is null for a stage that was never heard.
         """
         heard_ns = self._heard_ns[index]
         return {

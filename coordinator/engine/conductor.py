@@ -1,13 +1,13 @@
-"""Every decision about requests, lanes and epochs: what starts, is replayed, is given up, is kept. Pure.
+"""Every decision about requests, lanes and epochs: start, replay, give up, keep. Pure.
 
-An event is a method, with the time where time matters; it returns what is to be done about it, in order
+An event is a method call, with the time where time matters. It returns instructions in order
 (`coordinator.engine.instructions`). Nothing here waits, sends, logs or looks at a clock. Two shells carry instructions
 out: `coordinator.engine.pipeline` with futures, tasks and gRPC, and the simulation of a cluster
 (`deploy.testing.cluster`) on virtual time.
 
-It asks these parts: `admission` (lanes, and the line of waiting requests), `readers` (sessions and their readers),
-`suspects` (requests that crash stages), `prefixes` (the prefix cache), `availability` (the state that clients see).
-One `scheduler` per epoch chooses the rows that leave for stage 0, and when.
+It uses these parts: `admission` (lanes, and the line of waiting requests), `readers` (sessions and their readers),
+`suspects` (requests that crash stages), `prefixes` (the prefix cache), `availability` (the state that clients see). One
+`scheduler` per epoch chooses the rows that leave for stage 0, and when.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConductorConfig:
-    """What is decided by hand; see coordinator.engine.pipeline_config for each."""
+    """The settings behind the decisions; coordinator.engine.pipeline_config explains each."""
 
     schedule: ScheduleConfig
     stage_names: tuple[str, ...]
@@ -72,7 +72,7 @@ class ConductorConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EpochFacts:
-    """What the stages of a new epoch say of themselves together."""
+    """The facts that the stages of a new epoch reported, merged."""
 
     n_lanes: int
     """Sessions that every stage can hold."""
@@ -81,10 +81,10 @@ class EpochFacts:
     held: Mapping[int, int]
     """Of each session of the epoch before that any stage knows, how many tokens all of them hold."""
     instances: tuple[str, ...]
-    """What each stage calls itself: another name after it was started anew."""
+    """The stages' incarnation names: a restarted stage has a new one."""
     costs: Sequence[StageCost]
     rewinds: bool = True
-    """Whether every stage can forget what was guessed wrong."""
+    """Whether every stage can drop rejected draft tokens."""
     keeps_state: bool = False
     """Whether some stage can take a session back to checkpoints alone."""
     tier: TierFacts = NO_TIER
@@ -93,7 +93,7 @@ class EpochFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opened:
-    """A request was admitted, as a session of its own or as one more reader of another's."""
+    """A request was admitted: as a session of its own, or as one more reader of a running session."""
 
     session_id: int
     is_joined: bool
@@ -118,7 +118,7 @@ class Conductor:
         self.scheduler = Scheduler(config.schedule, GroupPlanner(()))
         drafts = config.schedule.draft and config.schedule.mode != "drain"
         self._acceptance = Acceptance() if drafts else None
-        self.epoch = 0  # that stands, or is being begun; whatever is of another is not listened to
+        self.epoch = 0  # the epoch that is connected or connecting; events of any other epoch are ignored
         self._is_connected = False
         self.is_held = False
         """Whether nothing leaves until the next epoch: see coordinator.engine.moves."""
@@ -176,7 +176,9 @@ class Conductor:
         return self.epoch
 
     def connected(self, facts: EpochFacts, now_ns: int) -> list[Instruction]:
-        """All stages stand at the epoch begun last. Running sessions start again; rows that all stages hold stay."""
+        """All stages are connected in the epoch begun last. Running sessions restart; rows that all stages still hold
+        stay.
+        """
         schedule, admission = self._config.schedule, self.admission
         for session, error in self.suspects.guilty(admission.running, facts.instances):
             self._fail(session, error, now_ns)
@@ -190,7 +192,7 @@ class Conductor:
             read_ns=read_time(facts.costs),
         )
         for session in admission.running.values():
-            session.give_way()  # without a word: nothing of it is open in this epoch
+            session.give_way()  # silently: this epoch has not opened it
         admission.resize(facts.n_lanes, facts.ctx_tokens)
         for session in admission.unfit():
             self._fail(session, admission.too_long(session), now_ns)
@@ -200,7 +202,7 @@ class Conductor:
         starting = self.suspects.starting(admission.running.values())
         self.scheduler.control(self.prefixes.left_behind(self.suspects.trusted(starting)))
         self._start_all(starting, now_ns)
-        self._want_dispatch()  # what is left behind is closed whether anybody starts or not
+        self._want_dispatch()  # leftover routes are closed whether or not anything starts
         fields = {"epoch": self.epoch, "stages": len(facts.instances), "resumed": len(admission.running)}
         self._out.append(Log(logging.INFO, "pipeline ready", fields))
         return self._instructions()
@@ -233,7 +235,7 @@ class Conductor:
     # --- frames out ---------------------------------------------------------------------------------------------------
 
     def _start_all(self, sessions: Iterable[Session], now_ns: int) -> None:
-        if not self.availability.phase.is_paused:  # else the next epoch starts whoever has a lane
+        if not self.availability.phase.is_paused:  # otherwise the next epoch starts every session that has a lane
             for session in sessions:
                 self._start(session, now_ns)
 
@@ -246,13 +248,13 @@ class Conductor:
         self._want_dispatch()
 
     def _want_dispatch(self) -> None:
-        """Let what the scheduler lets go leave once, for everything that comes at the same time."""
+        """Dispatch once for everything that arrives at the same moment."""
         if not self._is_dispatching:
             self._is_dispatching = True
             self._out.append(Dispatch())
 
     def dispatch(self, now_ns: int) -> list[Instruction]:
-        """Everything that came at one time has been told: what may leave now leaves."""
+        """All events of this moment were delivered: dispatch the frames that may go."""
         self._is_dispatching = False
         self._send(now_ns)
         return self._instructions()
@@ -274,7 +276,7 @@ class Conductor:
     # --- answers in ---------------------------------------------------------------------------------------------------
 
     def returned(self, message: pb.ReturnResponse, now_ns: int) -> list[Instruction]:
-        """A stage answers: tokens, notes of progress, faults. What is of another epoch changes nothing."""
+        """A stage answers: tokens, progress notes, faults. Answers of another epoch change nothing."""
         if message.epoch != self.epoch:
             return []
         for passed in message.progress:
@@ -286,8 +288,8 @@ class Conductor:
         try:
             for sample in message.samples:
                 self._on_sample(sample, now_ns, tells)
-            self._send(now_ns)  # what the stages wait for leaves before readers are told and write their answers
-        except Exception as error:  # a bug of ours; what was taken note of is told, for a replay does not tell it again
+            self._send(now_ns)  # dispatch frames first: stages must not wait while readers write their answers
+        except Exception as error:  # a bug of ours; deliver the tokens counted so far, a replay does not repeat them
             self._give_in("taking an answer failed", error)
         self._out += tells
         for fault in message.faults:
@@ -296,7 +298,7 @@ class Conductor:
         return self._instructions()
 
     def silent(self, session_ids: Iterable[int], n_stages: int, now_ns: int) -> list[Instruction]:
-        """No stage has anything of these sessions any more. Each is treated as having met a fault of its own."""
+        """No stage holds these sessions any more. Each is handled as if it had failed by itself."""
         text = f"nothing came for {SILENT_S:.0f} s and no stage has anything of it any more"
         label = StageLostError.label
         for session_id in session_ids:

@@ -1,4 +1,4 @@
-"""One epoch of a pipeline: every stage checked and configured, the streams open. Made anew after any loss."""
+"""One epoch of a pipeline: every stage checked and configured, its streams open. Rebuilt after any loss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 log = logging.getLogger("relayline.coordinator")
 
 PASS_BYTES = 16
-CURVE_REFRESH_S = 1.0  # between looks at what the stages have learned; batches never wait for it
+CURVE_REFRESH_S = 1.0  # between polls of what the stages have measured; batches never wait for it
 
 
 class Connection:
@@ -70,7 +70,7 @@ class Connection:
 
     @property
     def rewinds(self) -> bool:
-        """Whether every stage can forget what was guessed wrong."""
+        """Whether every stage can drop rejected draft tokens."""
         return all(facts.rewinds for facts in self.facts)
 
     @property
@@ -80,7 +80,7 @@ class Connection:
 
     @property
     def tier(self) -> TierFacts:
-        """What the tiers of all stages hold."""
+        """The prefixes in the tiers of all stages."""
         facts = self.facts
         stored = [{each.key: each.n_tokens for each in said.stored} for said in facts]
         return TierFacts(
@@ -92,11 +92,11 @@ class Connection:
 
     @property
     def instances(self) -> tuple[str, ...]:
-        """What each stage calls itself: another name after it has been started anew."""
+        """Each stage's incarnation name; it changes when the stage restarts."""
         return tuple(facts.instance_id for facts in self.facts)
 
     def stage_costs(self) -> list[StageCost]:
-        """Return what each stage measured of its own speed."""
+        """Return each stage's measured speed."""
         share = share_host([stage.address for stage in self.stages])
         return [
             stage_cost(facts, facts.max_rows, is_per_lane=facts.kv_per_lane, shares_host=shares)
@@ -121,12 +121,12 @@ class Connection:
         on_lost: Callable[[RelaylineError], None],
         on_heard: Callable[[int], None] = lambda index: None,
     ) -> Connection:
-        """Check, configure (downstream first) and connect every stage; `who` says of each which stage it is.
+        """Check, configure (downstream first) and connect every stage; `who` names each stage.
 
-        `on_heard` is called with the index of a stage whenever it gives a sign of life.
-        Raises HandshakeError when stages do not fit the pipeline or each other, StageLostError when one cannot be
-        reached, UnauthenticatedError when one refuses us or we it, NotReadyError when one stops or was started anew
-        meanwhile; then nothing stays open.
+        `on_heard` is called with the index of a stage whenever it gives a sign of life. Raises HandshakeError when
+        stages do not fit the pipeline or each other, StageLostError when one cannot be reached, UnauthenticatedError
+        when either side refuses the other, NotReadyError when one stops or restarts meanwhile. After an error nothing
+        stays open.
         """
         stages = [
             StageClient(address, security, peer, revocations.generation(peer) if revocations and peer else 0)
@@ -214,7 +214,7 @@ def _order(
     passes: Sequence[str],
     wire_dtype: int,
 ) -> pb.ConfigureRequest:
-    """Return a stage's place in the line: who comes before and behind it, and what they show one another."""
+    """Return a stage's place in the pipeline: its neighbours, and the credentials that they show each other."""
     is_last = index + 1 == len(addresses)
     return pb.ConfigureRequest(
         protocol_version=bounds.PROTOCOL_VERSION,
@@ -230,7 +230,7 @@ def _order(
 
 
 def _hello(pipeline: PipelineFile, route_id: int, epoch: int) -> pb.LinkOpen:
-    """Return what the coordinator says first on its stream to stage 0."""
+    """Return the coordinator's first message on its stream to stage 0."""
     return pb.LinkOpen(
         protocol_version=bounds.PROTOCOL_VERSION,
         route_id=route_id,
@@ -260,10 +260,10 @@ async def _describe_all(stages: Sequence[StageClient]) -> list[pb.DescribeRespon
 async def refresh_costs(
     connection: Connection, audiences: Sized, update: Callable[[list[StageCost], list[Held]], None]
 ) -> None:
-    """Plan with what the stages have learned of their speed since; for as long as the connection is used.
+    """Plan with the speeds that the stages have measured since, as long as the connection is used.
 
-    Only while there are audiences. `update` gets every stage's cost and, if all of them answered, how long they have
-    held frames. Ends only by being cancelled: what goes wrong is logged, and the next look may be better.
+    Runs only while there are audiences. `update` gets every stage's cost and, if all of them answered, how long they
+    have held frames. Ends only by cancellation; an error is logged, and the next poll may succeed.
     """
     is_failing = False
     while True:
@@ -288,10 +288,10 @@ async def watch_silence(
     on_silent: Callable[[set[int]], None],
     on_lost: Callable[[RelaylineError], None],
 ) -> None:
-    """Look for ever after sessions that wait for what nobody has, see coordinator.sessions.silence.
+    """Look forever for sessions that wait for an answer no stage will send, see coordinator.sessions.silence.
 
-    `is_idle` says whether nothing waits to leave for stage 0. Sessions that are lost are told to `on_silent`, a link
-    that lost a message to `on_lost`.
+    `is_idle` says whether nothing is queued for stage 0. Lost sessions go to `on_silent`; a link that lost a message
+    goes to `on_lost`.
     """
     silence = Silence()
     while True:
@@ -313,7 +313,7 @@ async def watch_silence(
 
 
 async def _works_now(connection: Connection, route_id: int) -> list[Work] | None:
-    """Ask every stage what it has of the route; None unless all tell, of this epoch."""
+    """Ask every stage for its state of the route; None unless all answer, in this epoch."""
     asked = (stage.status(with_recent=False, route_id=route_id) for stage in connection.stages)
     statuses = await asyncio.gather(*asked)
     works: list[Work] = []
@@ -327,7 +327,7 @@ async def _works_now(connection: Connection, route_id: int) -> list[Work] | None
 
 
 async def _costs_now(connection: Connection) -> tuple[list[StageCost], list[Held]]:
-    """Ask every stage for its speed; one that does not answer is taken at what it said when it connected."""
+    """Ask every stage for its speed. A stage that does not answer keeps the speed it reported on connecting."""
     statuses = await asyncio.gather(*(stage.status(with_recent=False) for stage in connection.stages))
     costs = connection.stage_costs()
     held: list[Held] = []
@@ -349,7 +349,7 @@ def stage_cost(
     is_per_lane: bool = False,
     shares_host: bool = False,
 ) -> StageCost:
-    """Read what a stage says of its speed, and add what a step costs beside the native decode."""
+    """Read a stage's reported speed, and add the cost of a step outside the native decode."""
     return StageCost(
         CostCurve((point.n_rows, point.cost_ns + host_ns) for point in said.decode_curve),
         CostCurve((point.n_rows, point.cost_ns + host_ns) for point in said.prefill_curve),
@@ -368,12 +368,12 @@ def share_host(addresses: Sequence[str]) -> list[bool]:
 
 
 def _price_ns(said_ns: float) -> float:
-    """Return a price that plans can be made with: 0.0, which is not known, for what is none."""
+    """Return a price for planning; 0.0 (unknown) if it is not a usable number."""
     return max(0.0, said_ns) if math.isfinite(said_ns) else 0.0
 
 
 def check_stages(addresses: Sequence[str], facts: Sequence[pb.DescribeResponse], pipeline: PipelineFile) -> None:
-    """Hold what the stages say of themselves against the pipeline, in order. Raises HandshakeError."""
+    """Check the stages' descriptions against the pipeline, in order. Raises HandshakeError."""
     if len(addresses) != len(pipeline.stages):
         raise HandshakeError(
             f"the pipeline has {len(pipeline.stages)} stages, but {len(addresses)} addresses were given"

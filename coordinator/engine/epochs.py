@@ -1,4 +1,4 @@
-"""The life of the connection: how an epoch begins, what ends it, and what happens between two of them.
+"""The life of the connection: how an epoch begins, what ends it, and the time between two epochs.
 
     connect ---> Connection of epoch n stands ---> Conductor.connected: sessions start again
        ^                                                  |
@@ -10,9 +10,9 @@
 
 Losing a link or a stage ends an epoch, not a request. The first report of a loss counts (`lose`); later ones of the
 same epoch change nothing. Then everything of the epoch is closed, and new attempts are made until one stands
-(`coordinator.engine.reconnect`). Each attempt has its own epoch number, so stages refuse what an earlier attempt left
-behind. Requests that wait longer than `recovery_timeout_s` are failed meanwhile. `coordinator.engine.conductor` decides
-which requests start again, wait, or are given up. Rows of a history that every stage still holds are not sent again.
+(`coordinator.engine.reconnect`). Each attempt has its own epoch number, so stages refuse messages of earlier attempts.
+Requests that wait longer than `recovery_timeout_s` are failed meanwhile. `coordinator.engine.conductor` decides which
+requests start again, wait, or are given up. Rows of a history that every stage still holds are not sent again.
 
 Everything here runs on the event loop.
 """
@@ -64,7 +64,7 @@ class Epochs:
         carry: Carry,
         on_return: Callable[[pb.ReturnResponse], None],
     ) -> None:
-        """`carry` carries out what the conductor wants done; `on_return` takes what stages answer.
+        """`carry` carries out the conductor's instructions; `on_return` takes the stages' answers.
 
         Raises UsageError for a list of revoked credentials that cannot be used.
         """
@@ -248,7 +248,7 @@ class Epochs:
 
 
 def facts_of(connection: Connection) -> EpochFacts:
-    """Return what the stages of a connection say of themselves together."""
+    """Return the facts that the stages of a connection reported, merged."""
     return EpochFacts(
         n_lanes=connection.n_lanes,
         ctx_tokens=connection.ctx_tokens,

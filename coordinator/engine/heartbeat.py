@@ -1,8 +1,9 @@
-"""The coordinator's heartbeat to each stage: what their clocks say against its own, told to them for their spans.
+"""The coordinator's heartbeat to each stage. It measures each stage's clock offset, which the stage needs for its
+spans.
 
-Hosts' clocks differ by more than a step takes. Every beat is a round trip from which `wire.telemetry.clock` takes the
-offset of a link. It tells the stage what came of those before: what to add to its monotonic clock for the coordinator's
-wall clock.
+Clocks of two hosts differ by more than the length of a step. Every beat is a round trip, from which
+`wire.telemetry.clock` estimates the offset of a link. A beat also carries the result of earlier beats: the number to
+add to the stage's monotonic clock to get the coordinator's wall clock.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Heartbeat:
 
 
 def _told(estimate: OffsetEstimate, now_ns: int) -> pb.BeatRequest:
-    """Return what a stage is told of its clock."""
+    """Return the clock offset that a stage is sent."""
     best = estimate.best(now_ns)
     if best is None:
         return pb.BeatRequest()

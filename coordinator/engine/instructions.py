@@ -1,4 +1,4 @@
-"""What the conductor wants done: the only thing that its shell has to carry out. Values; nothing here does anything.
+"""The conductor's instructions, the only thing that its shell has to carry out. Plain values without behaviour.
 
 Instructions are carried out in their order. `Send`, `Tell`, `Lose`, `Dispatch` and `TryLanes` are the work; the others
 are for telemetry and the log.
@@ -62,14 +62,14 @@ class Generated(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """A session starts again after a fault of its own."""
+    """A session restarts after a failure of its own."""
 
     session_id: int
     why: str
 
 
 class Ended(NamedTuple):
-    """A session is over, however. Nothing comes behind it but what its readers are told."""
+    """A session is over, for whatever reason. Only its readers' last events follow."""
 
     session_id: int
     error: RelaylineError | None

@@ -18,7 +18,7 @@ from relayline.wire.links.roles import Credential
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Introduction:
-    """What a stage says of itself when it joins. `host` is its address as the coordinator sees it."""
+    """A joining stage's description of itself. `host` is its address as the coordinator sees it."""
 
     name: str
     process_id: str
@@ -30,7 +30,7 @@ class Introduction:
     n_cores: int = 0
     memory_bytes: int = 0
     credential: Credential | None = None
-    """What it has shown; None where links have no credentials."""
+    """The credential it has shown; None where links have no credentials."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -136,7 +136,7 @@ class Membership:
             self._enter(place, HostState.READY, now_ns)
 
     def failed(self, ticket: int, reason: str) -> None:
-        """Note what a member says of its own failure; it leaves after that."""
+        """Record the failure that a member reports; it leaves after that."""
         place = self.place_of(ticket)
         if place is not None:
             place.failure = reason

@@ -1,15 +1,15 @@
-"""Planned changes of layers: new ranges for the stages that serve, without a request refused or a token lost. Pure.
+"""Planned changes of layers: serving stages get new ranges. No request is refused and no token is lost. Pure.
 
     begin --> CUTTING --> PREPARING --> SETTLING --> SWITCHING --> DONE
                  |            |            |
                  +-- fails ---+            +-- an epoch that ends by itself: the switch is made there
 
 While the model is cut and stages load their new slices beside those that serve, nothing changes for anybody. A change
-that fails by then changes nothing. SETTLING holds back what would leave for stage 0 until all that is under way has
-come back: the boundary of a step. From the switch on the new layers hold whatever happens: a stage that dies comes back
-with them. Sessions pause and go on as after any loss (`coordinator.engine.conductor`), but nobody is accused of it.
+that fails by then changes nothing. SETTLING holds frames for stage 0 back until all frames in flight have returned: the
+boundary of a step. From the switch on the new layers are final: a stage that dies comes back with them. Sessions pause
+and go on as after any loss (`coordinator.engine.conductor`), but nobody is accused of it.
 
-An event is a method with the time; it returns what is to be done about it, in order.
+An event is a method call with the time; it returns instructions in order.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from relayline.wire.common.errors import InvalidRequestError, NotReadyError
 from relayline.wire.common.phase import Phase
 
 PREPARE_MAX_S = 3_600.0  # for the slowest stage to get and load its slice; then the change is off
-SETTLE_MAX_S = 1.0  # for what is under way to come back; a long step is not waited for, and its rows are replayed
+SETTLE_MAX_S = 1.0  # for frames in flight to return; a long step is not waited for, and its rows are replayed
 
 
 class MoveState(enum.StrEnum):
     """How far a change of layers is."""
 
     CUTTING = "cutting"
-    """The model is split anew."""
+    """The model is being split again."""
     PREPARING = "preparing"
     """Stages get and load their new slices; requests go on."""
     SETTLING = "settling"
-    """What is under way comes back; nothing new leaves."""
+    """Frames in flight return; no new ones leave."""
     SWITCHING = "switching"
     """The stages take up the new layers."""
     DONE = "done"
@@ -58,7 +58,7 @@ class Prepare(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Tell every stage to give back what it prepared."""
+    """Tell every stage to drop the slice it prepared."""
 
     number: int
 
@@ -90,12 +90,12 @@ class Move:
     began_ns: int
     since_ns: int  # of the state
     keeps: tuple[bool, ...] = ()
-    """Which stages keep what they have loaded, known once the model is cut."""
+    """The stages that keep their loaded slice; known once the model is cut."""
     awaited: set[int] = dataclasses.field(default_factory=set)
     """Stages that still prepare."""
     held_ns: int = 0  # when sessions began to pause
     paused_ns: int = 0
-    """From there until the stages stood with their new layers; what is then read again comes on top."""
+    """From the switch until the stages were ready with their new layers; replayed rows come on top."""
     problem: str = ""
 
 
@@ -149,7 +149,7 @@ class Moves:
             raise InvalidRequestError("the stages have these layers already")
 
     def cut(self, number: int, keeps: Sequence[bool], now_ns: int) -> list[MoveInstruction]:
-        """The model is split anew; `keeps` says of each stage whether its slice is what it serves now."""
+        """The model is split again; `keeps` says for each stage whether its slice stays the same."""
         if (move := self._move(number, MoveState.CUTTING)) is None:
             return []
         move.keeps, move.awaited = tuple(keeps), set(range(len(self._names)))
@@ -184,7 +184,7 @@ class Moves:
         return [Drop(number)] if was_cut else []
 
     def left(self, index: int, now_ns: int) -> list[MoveInstruction]:
-        """A stage is there no more, or came anew: what it had prepared is gone."""
+        """A stage left or restarted: its prepared slice is gone."""
         move = self.latest
         if move is None or move.state not in _UNCHANGED:
             return []
@@ -201,7 +201,7 @@ class Moves:
     # --- the switch ---------------------------------------------------------------------------------------------------
 
     def look(self, now_ns: int) -> list[MoveInstruction]:
-        """Something has come back, or time has passed, while what is under way was to settle."""
+        """A frame has returned, or time has passed, while in-flight frames were to settle."""
         move = self.latest
         if move is None or move.state is not MoveState.SETTLING:
             return []
@@ -210,7 +210,7 @@ class Moves:
         return self._switch(move, now_ns)
 
     def lost(self, now_ns: int) -> list[MoveInstruction]:
-        """The epoch ended by itself: nothing is under way any more."""
+        """The epoch ended by itself: nothing is in flight any more."""
         return self._switch(self.latest, now_ns) if self.latest is not None and self.is_settling else []
 
     def _switch(self, move: Move, now_ns: int) -> list[MoveInstruction]:
@@ -219,7 +219,7 @@ class Moves:
         return [Switch(move.number)]
 
     def connected(self, now_ns: int) -> bool:
-        """All stages stand at a new epoch. Returns whether a change is done with that."""
+        """All stages are connected in a new epoch. Returns whether that completes a change."""
         move = self.latest
         if move is None or move.state is not MoveState.SWITCHING:
             return False

@@ -1,8 +1,7 @@
-"""The coordinator's engine room: carries events to the conductor, and carries out what it wants done.
+"""The coordinator's engine room: carries events to the conductor, and carries out its instructions.
 
-Every decision is `coordinator.engine.conductor`'s; how connections come and go is told in `coordinator.engine.epochs`.
-The rest is the seam to the HTTP side (streams, descriptions) and to telemetry. Everything here runs on the event
-loop.
+Every decision is made in `coordinator.engine.conductor`; `coordinator.engine.epochs` tells how connections come and go.
+The rest is the seam to the HTTP side (streams, descriptions) and to telemetry. Everything here runs on the event loop.
 """
 
 from __future__ import annotations
@@ -66,10 +65,10 @@ class Pipeline:
         session_ids = itertools.count(secrets.randbits(31) << 32)
         self.conductor = Conductor(_decided(config, file, names), is_end, session_ids, time.monotonic_ns())
         self.epochs = Epochs(config, file, self._roster, self.conductor, self._observer, self.carry, self.on_return)
-        self._audiences: dict[int, Audience] = {}  # by session id, until it has been told its last event
+        self._audiences: dict[int, Audience] = {}  # by session id, until its last event is delivered
         self.moves = Moves(self.conductor, names, file.n_layers, file.cuts)
         self.on_settling: Callable[[], None] = lambda: None
-        """Called after each answer while what is under way is to settle, see `moves`."""
+        """Called after each answer while in-flight frames are to settle, see `moves`."""
         self._trying: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -79,7 +78,7 @@ class Pipeline:
         """The split that is served."""
         return self.epochs.file
 
-    # --- what the HTTP side sees --------------------------------------------------------------------------------------
+    # --- the HTTP side's view -----------------------------------------------------------------------------------------
 
     @property
     def ctx_tokens(self) -> int:
@@ -191,7 +190,7 @@ class Pipeline:
     # --- events in, instructions out ----------------------------------------------------------------------------------
 
     def on_return(self, message: pb.ReturnResponse) -> None:
-        """Take what a stage answers."""
+        """Take a stage's answer."""
         if message.epoch != self.epoch:
             return
         now_ns = time.monotonic_ns()
@@ -213,7 +212,7 @@ class Pipeline:
         self.carry(self.conductor.try_lanes(time.monotonic_ns()))
 
     def carry(self, instructions: Iterable[Instruction]) -> None:
-        """Carry out what the conductor wants done."""
+        """Carry out the conductor's instructions."""
         loop = asyncio.get_running_loop()
         for instruction in instructions:
             match instruction:

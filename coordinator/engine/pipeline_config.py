@@ -20,11 +20,11 @@ class PipelineConfig:
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     """How decode rows are grouped and prompts cut into chunks."""
     name: str = ""
-    """What people call the pipeline, for telemetry."""
+    """The pipeline's display name, for telemetry."""
     stage_names: tuple[str, ...] = ()
-    """What they call its stages, in layer order; empty where they have no names."""
+    """The stages' display names, in layer order; empty where they have none."""
     serving: ServingSettings = dataclasses.field(default_factory=lambda: ServingSettings(prefix_lanes=0))
-    """What the table of settings says of requests. `schedule` and `wire_dtype` are made of it too."""
+    """The request settings of the settings table. `schedule` and `wire_dtype` are derived from it too."""
     start_timeout_s: float = 60.0
     """How long the stages may take to become reachable at the start."""
     recovery_timeout_s: float = 120.0

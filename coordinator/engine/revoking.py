@@ -1,7 +1,7 @@
-"""What a coordinator does about revoked credentials: tells the stages, and leaves stages whose own is revoked.
+"""How a coordinator applies revoked credentials: it tells the stages, and leaves stages whose own credential is
+revoked. gRPC does not expose the certificate that a server shows.
 
-gRPC does not say which certificate a server shows, so it is looked at in a handshake beside, and only where anything is
-revoked at all.
+So a separate handshake reads it, and only where anything is revoked at all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def check_servers(addresses: Sequence[str], security: LinkSecurity, revoca
 
 
 async def tell(stages: Sequence[StageClient], revocations: Revocations) -> None:
-    """Hand the list of revoked certificates, if there is one, to every stage. Raises what the first one fails with."""
+    """Send the list of revoked certificates, if there is one, to every stage. Raises the first stage's error."""
     if revocations.crl_pem:
         await asyncio.gather(*(stage.revoke(revocations.crl_pem) for stage in stages))
 
@@ -43,9 +43,9 @@ async def keep_told(
     security: LinkSecurity,
     on_lost: Callable[[RelaylineError], None],
 ) -> None:
-    """Do both again whenever more is revoked; `on_lost` is told of a stage that has to be left.
+    """Do both again whenever more is revoked; `on_lost` gets each stage that must be left.
 
-    Ends only by being cancelled.
+    Ends only by cancellation.
     """
     seen = revocations.version
     while True:
@@ -56,7 +56,7 @@ async def keep_told(
         seen = revocations.version
         try:
             await tell(stages, revocations)
-        except RelaylineError as error:  # it is told again with the next epoch
+        except RelaylineError as error:  # the next epoch sends it again
             log.warning("a stage does not know yet what is revoked: %s", error.message)
         try:
             await check_servers([stage.address for stage in stages], security, revocations)

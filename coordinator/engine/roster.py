@@ -1,6 +1,6 @@
-"""Where the stages of a pipeline are: given once, or told by the stages that join.
+"""The addresses of a pipeline's stages: given once, or reported by the stages that join.
 
-The pipeline asks before every epoch, and is told when an epoch cannot go on because a member left.
+The pipeline asks before every epoch. It is notified when an epoch cannot go on because a member left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OnHeard = Callable[[int], None]
 
 
 class Roster(Protocol):
-    """What the pipeline needs to know of its stages. Event loop only."""
+    """The pipeline's view of where its stages are. Event loop only."""
 
     @property
     def joins(self) -> bool:
@@ -41,7 +41,7 @@ class Roster(Protocol):
         """
 
     def addresses(self) -> Sequence[str]:
-        """Return what is known of the addresses now, in layer order; empty strings for unknown ones."""
+        """Return the known addresses, in layer order; empty strings for unknown ones."""
 
     def identities(self) -> Sequence[Identity | None]:
         """Return which stage is at each address, in layer order; None for one that is not known."""
@@ -72,7 +72,7 @@ class StaticRoster:
         return self._addresses
 
     def watch(self, on_lost: OnLost, on_heard: OnHeard = lambda index: None) -> None:
-        """Nothing is ever told."""
+        """Never notifies anybody: the addresses are fixed."""
 
     def addresses(self) -> Sequence[str]:
         """Return the addresses."""
@@ -106,7 +106,7 @@ class JoinedRoster:
         """Called with a place whose state has changed, or that got on with its artifact."""
         self.is_closing = False  # whether stages leave because this coordinator stops
 
-    # --- what the pipeline asks ---------------------------------------------------------------------------------------
+    # --- what the pipeline asks for -----------------------------------------------------------------------------------
 
     async def present(self) -> tuple[str, ...]:
         """Wait until every place is taken by a stage that serves."""
@@ -116,7 +116,7 @@ class JoinedRoster:
         return addresses
 
     def watch(self, on_lost: OnLost, on_heard: OnHeard = lambda index: None) -> None:
-        """Have `on_lost` called when a serving member leaves or serves anew, `on_heard` at each sign of life."""
+        """Have `on_lost` called when a serving member leaves or returns, `on_heard` at each sign of life."""
         self._on_lost, self._on_heard = on_lost, on_heard
 
     def addresses(self) -> Sequence[str]:
@@ -124,7 +124,7 @@ class JoinedRoster:
         return [place.address for place in self._membership.places]
 
     def identities(self) -> Sequence[Identity | None]:
-        """Return what the members' credentials state."""
+        """Return the names in the members' credentials."""
         shown = [place.member.credential if place.member is not None else None for place in self._membership.places]
         return [credential.identity if credential is not None else None for credential in shown]
 

@@ -30,10 +30,11 @@ STATUS_TIMEOUT_S = 2.0  # a status that takes longer is left out of the picture
 
 
 def clock_offset_ns(sent_ns: int, received_ns: int, theirs_ns: int) -> int:
-    """Return what turns a peer's monotonic times into ours: it said `theirs_ns` between sent_ns and received_ns.
+    """Return the offset that turns a peer's monotonic times into ours: it reported `theirs_ns` between sent_ns and
+    received_ns.
 
-    A time that fits in between is from the clock of this very machine, which all its processes share: then 0 is exact,
-    where the middle would be wrong by half of what the call took. Pure.
+    A time within that interval comes from this very machine's clock, which all its processes share. Then 0 is exact,
+    and the midpoint would be off by half of the call's duration. Pure.
     """
     return 0 if sent_ns <= theirs_ns <= received_ns else (sent_ns + received_ns) // 2 - theirs_ns
 
@@ -63,7 +64,7 @@ class StageClient:
         self._watch: Watch | None = None
 
     async def describe(self) -> pb.DescribeResponse:
-        """Ask what the stage holds. Raises StageLostError, HandshakeError, UnauthenticatedError."""
+        """Ask for the stage's description. Raises StageLostError, HandshakeError, UnauthenticatedError."""
         request = pb.DescribeRequest(protocol_version=bounds.PROTOCOL_VERSION)
         try:
             facts: pb.DescribeResponse = await rpc.call(
@@ -101,13 +102,12 @@ class StageClient:
     async def status(
         self, *, with_recent: bool, with_steps: bool = False, with_memory: bool = False, route_id: int = 0
     ) -> pb.StatusResponse | None:
-        """Return live counters, None if there is no answer in time.
+        """Return live counters, None if there is no answer in time. with_recent: also the recent waits and step
+        intervals; with_steps: the step intervals alone. with_memory: also the memory use of its process and its host.
+        route_id: also the state of that route.
 
-        with_recent: also the recent waits and step intervals; with_steps: the step intervals alone. with_memory: also
-        what its process and its host have of memory. route_id: also what the stage has of that route.
-
-        Step times are moved to this process's clock, see clock_offset_ns; steps from before that clock began are left
-        out, since it has no time for them.
+        Step times are moved to this process's clock, see clock_offset_ns. Steps from before this clock began have no
+        time on it and are left out.
         """
         sent_ns = time.monotonic_ns()
         try:
@@ -138,9 +138,8 @@ class StageClient:
     ) -> pb.BatchesResponse | None:
         """Return the remembered batches that held any of the sessions, None if there is no answer in time.
 
-        No sessions stand for all of them. Only batches above `after_step` count, and of these the newest `limit` (0: as
-        many as there are).
-        Start times are moved to this process's clock, see clock_offset_ns.
+        An empty list means all of them. Only batches above `after_step` count, and of these the newest `limit` (0: no
+        limit). Start times are moved to this process's clock, see clock_offset_ns.
         """
         sent_ns = time.monotonic_ns()
         request = pb.BatchesRequest(session_ids=session_ids, after_step=after_step, limit=limit)
@@ -163,7 +162,7 @@ class StageClient:
         return found
 
     async def beat(self, told: pb.BeatRequest) -> RoundTrip | None:
-        """Tell the stage what is known of its clock and ask for its time; None if there is no answer in time."""
+        """Send the stage its clock offset and ask for its time; None if there is no answer in time."""
         sent_ns = time.monotonic_ns()
         try:
             answer: pb.BeatResponse = await rpc.call(

@@ -16,7 +16,7 @@ from relayline.wire.telemetry.telemetry import LEVEL_NAMES, Level
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TelemetryControl:
-    """What the HTTP routes for traces and levels need."""
+    """The telemetry operations behind the HTTP routes for traces and levels."""
 
     observer: Observer
     stages: Callable[[], Sequence[StageClient]]
@@ -27,7 +27,7 @@ class TelemetryControl:
         return self._here() | {"stages": await push_level(self.stages(), None)}
 
     async def change(self, level: str | None, sample_ratio: float | None) -> dict[str, object]:
-        """Change what is given, here and at every stage, now and whenever one connects; returns `describe`.
+        """Change the given values, here and at every stage, now and whenever one connects; returns `describe`.
 
         Raises InvalidRequestError for values out of range; then nothing has changed.
         """
@@ -71,7 +71,7 @@ class TelemetryControl:
 
 
 async def greet(stages: Sequence[StageClient], level: Level | None) -> None:
-    """Set stages that have just connected to the pipeline's level, if it has one of its own (else None)."""
+    """Set newly connected stages to the pipeline's level, if it has one of its own (else None)."""
     if level is not None:
         await push_level(stages, level)
 

@@ -28,9 +28,9 @@ RecordOf: TypeAlias = "Callable[[int], SessionRecord]"
 
 
 class TokenSender:
-    """Sends the scheduler's envelopes in order, each as a message of its own. One per epoch.
+    """Sends the scheduler's envelopes in order, each as its own message.
 
-    Bounded: a session has at most its history queued here, sessions are bounded by lanes.
+    One per epoch. Bounded: a session has at most its history queued here, and lanes bound the sessions.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class TokenSender:
         on_sent: Callable[[bytes, Sequence[Frame], int, int], None] = lambda context, frames, chosen_ns, sent_ns: None,
         record_of: RecordOf = lambda session_id: UNKNOWN,
     ) -> None:
-        """`on_sent(context, frames, chosen_ns, sent_ns)` is called for what has left with a sampled context.
+        """`on_sent(context, frames, chosen_ns, sent_ns)` is called for frames that have left with a sampled context.
 
-        `record_of(session_id)` is what telemetry has of a session: the trace and the baggage that its frames carry.
+        `record_of(session_id)` is the telemetry record of a session: the trace and the baggage that its frames carry.
         """
         self._link, self._epoch, self._on_error, self._on_sent = link, epoch, on_error, on_sent
         self._record_of = record_of

@@ -15,16 +15,16 @@ from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import LinkSecurity, address_of, is_loopback
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
-LOOK_S = 3.0  # for an answer at an address; what is wrong must be said within 15 s
+LOOK_S = 3.0  # to get an answer at an address; the log must name a problem within 15 s
 
 
 async def whereabouts(
     name: str, told: str, seen: str, port: int, security: LinkSecurity, who: Identity | None = None
 ) -> tuple[str, str]:
-    """Return the address (host:port) of a stage, and a line for the log where it is not what the stage said.
+    """Return the address (host:port) of a stage, and a line for the log where it differs from the stage's own report.
 
-    `told` is the host that it reports, empty for none; `seen` is the one that its membership comes from, and `who`
-    what its credential states.
+    `told` is the host that the stage reports, empty for none. `seen` is the host that its membership comes from, and
+    `who` the name in its credential.
     """
     if told in ("", seen):
         return address_of(seen, port), ""

@@ -1,11 +1,11 @@
-"""The one table of what is special to a model family when its layers are cut apart.
+"""The one table of the peculiarities of model families that matter when layers are cut apart.
 
-Everything that can be derived from a file is derived from it (layer count, tied embeddings, leading dense blocks,
-per-layer arrays, prediction layers) and has no place here. A row is added only together with the tiny random model
-in the tests that proves it: every legal cut of it equals the unsplit model.
+Facts that can be derived from a file (layer count, tied embeddings, leading dense blocks, per-layer arrays, prediction
+layers) have no place here. A row is added only together with the tiny random model in the tests that proves it: every
+legal cut of it equals the unsplit model.
 
-The facts are about the llama.cpp that pyproject.toml pins; the function that shows each is named beside it, or at its
-rule in `family_rules.py`.
+The facts are about the llama.cpp that pyproject.toml pins; a comment, here or at the rule in `family_rules.py`, names
+the function that shows each.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ FAMILIES: dict[str, Family] = {
         Family("seed_oss", "Seed-OSS 36B"),
         Family("xverse", "XVERSE", head_required=True),
         Family("gpt-oss", "gpt-oss 20B and 120B", head_required=True, windows=windows_of(2)),
-        # llama_model_gemma3::graph leaves rows that come in as embeddings as they are.
+        # llama_model_gemma3::graph leaves rows that enter as embeddings unchanged.
         Family(
             "gemma3",
             "Gemma 3",
@@ -101,7 +101,7 @@ FAMILIES: dict[str, Family] = {
         Family("bailingmoe2", "Ling 2, Ring 2", head_required=True),
         Family("hunyuan-dense", "Hunyuan 0.5B to 7B"),
         Family("apertus", "Apertus 8B, 70B", head_required=True),
-        # Which layers have windows stands in the file, layer by layer.
+        # The file states for each layer whether it has a window.
         Family("mimo2", "MiMo-V2-Flash", head_required=True, windows=windows_of(0)),
         Family("step35", "Step 3.5 Flash", head_required=True, windows=windows_of(0), rotates_by_layer=True),
         # build_inp_embd as for granite; llama_model_grok::load_arch_hparams has the default of old files.
@@ -187,7 +187,7 @@ FAMILIES: dict[str, Family] = {
         Family("gpt2", "GPT-2", entry_tables=POSITIONS),
         Family("starcoder", "StarCoder, SantaCoder", entry_tables=POSITIONS),
         Family("mpt", "MPT 7B, 30B", entry_tables=POSITIONS),
-        # Layers with a recurrent state, most of them beside layers that attend.
+        # Layers with a recurrent state; most of these families have attention layers too.
         Family("qwen35", "Qwen3.5, Qwen3.6 0.8B to 27B", kinds=rules.delta_net_kinds, states_kinds=True),
         Family("qwen35moe", "Qwen3.5, Qwen3.6 35B-A3B to 397B", kinds=rules.delta_net_kinds, states_kinds=True),
         Family("qwen3next", "Qwen3-Next-80B, Qwen3-Coder-Next", kinds=rules.delta_net_kinds, states_kinds=True),
@@ -253,7 +253,7 @@ def family_of(architecture: str) -> Family:
 
 
 def metadata_of(model: GgufModel, n_layers: int, n_vocab: int) -> Metadata:
-    """Collect what the rules look at."""
+    """Collect the inputs of the rules."""
     architecture = model.text("general.architecture")
     prefix = architecture + "."
     values = {key.removeprefix(prefix): entry.value for key, entry in model.entries.items() if entry.value is not None}
@@ -271,7 +271,9 @@ def scale_of(family: Family, facts: Metadata) -> float:
 
 
 def output_scale_of(family: Family, facts: Metadata) -> float:
-    """Return the factor for rows that leave a stage: what the next stage's graph will multiply them by, taken back."""
+    """Return the factor for rows that leave a stage. It undoes the multiplication at the start of the next stage's
+    graph.
+    """
     return 1.0 / math.sqrt(facts.integer("embedding_length") or 1) if family.scales_rows else 1.0
 
 

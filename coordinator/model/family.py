@@ -1,6 +1,5 @@
-"""What may be special about a model family when its layers are cut apart: the row of the table, and what a rule sees.
-
-The rows stand in `families.py`, their rules in `family_rules.py`.
+"""A row of the table of model families, and the inputs of its rules. The rows are in `families.py`, their rules in
+`family_rules.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from relayline.wire.model_files.gguf_header import Value
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Metadata:
-    """What a rule may look at."""
+    """The inputs of a rule."""
 
     architecture: str
     values: Mapping[str, Value]  # decoded entries; keys of the family's own namespace without the prefix
@@ -44,8 +43,8 @@ def _no_lengths(_: Metadata) -> frozenset[int]:
     return frozenset()
 
 
-# Which layers have a sliding window, one flag per layer; empty where llama.cpp keeps all layers alike. Every slice is
-# told its own flags outright, because a pattern counts from the first layer in the file.
+# One flag per layer: whether it has a sliding window. Empty where llama.cpp treats all layers alike. Every slice gets
+# its own flags, because a pattern counts from the first layer in the file.
 Windows = tuple[bool, ...]
 WINDOW_PATTERN = "attention.sliding_window_pattern"
 
@@ -54,8 +53,8 @@ def _no_windows(_: Metadata) -> Windows:
     return ()
 
 
-# Which layers choose by themselves which tokens they attend to, one flag per layer; others attend to what the last one
-# before them has chosen, so that no slice starts with them. Empty where none chooses.
+# One flag per layer: whether it chooses the tokens it attends to (sparse attention). The other layers attend to the
+# choice of the last choosing layer before them, so no slice starts with them. Empty where no layer chooses.
 Indexers = tuple[bool, ...]
 INDEXER_TYPES = "attention.indexer.types"
 
@@ -74,7 +73,7 @@ def _no_kinds(_: Metadata) -> Kinds:
     return ""
 
 
-# F32 vectors of each block, by name without "blk.N.", and what a slice carries them multiplied with.
+# F32 vectors of each block, by name without "blk.N.", and the factor that a slice multiplies them with.
 Factors = Mapping[str, float]
 
 
@@ -158,20 +157,20 @@ class Family:
     forbidden_lengths: Callable[[Metadata], frozenset[int]] = _no_lengths  # layer counts that load as another model
     blocked: Callable[[Metadata], Blocked] = _no_blocked  # layers with which no slice may start
     windows: Callable[[Metadata], Windows] = _no_windows  # where layers with and without sliding windows alternate
-    indexers: Callable[[Metadata], Indexers] = _no_indexers  # which layers choose what is attended to
+    indexers: Callable[[Metadata], Indexers] = _no_indexers  # whether each layer chooses the tokens it attends to
     kinds: Callable[[Metadata], Kinds] = _no_kinds  # what each layer keeps of the past, where some have a state
     states_kinds: bool = False  # slices carry RECURRENT_LAYERS: else the pattern counts from the first layer in a file
     streams: Callable[[Metadata], int] = _one_row  # rows of the model's width that layers hand on for each token
     cache_values: Callable[[Metadata], tuple[int, ...]] | None = None  # per layer and token; None: by heads
-    state_values: Callable[[Metadata], tuple[int, ...]] | None = None  # per layer and lane, beside those of `kinds`
+    state_values: Callable[[Metadata], tuple[int, ...]] | None = None  # per layer and lane, on top of those of `kinds`
     needed: Callable[[Metadata], Needed] = _none_needed  # layers without which llama.cpp runs no slice
     factors: Callable[[Metadata], Factors] = _no_factors  # what llama.cpp would multiply by in the whole file alone
     row_orders: Callable[[Metadata], RowOrders] = _no_orders  # where slices are computed with another form of rope
     unread: Callable[[Windows], frozenset[str]] = _all_read  # windows of a slice -> tensors its loader would refuse
     dropped: frozenset[str] = frozenset()  # tensors of each block that would be read for rows of images
-    enters_inside: bool = False  # stages write rows into the graph, behind what it does with embeddings
+    enters_inside: bool = False  # stages write rows into the graph, after its treatment of embeddings
     entry_tables: frozenset[str] = frozenset()  # added to rows where they enter a graph: zeros behind stage 0
     rotates_by_layer: bool = False  # llama.cpp asks each layer how many values of its heads are rotated
     widths_by_layer: bool = False  # and how wide its heads are
-    left_out: str = ""  # what a file of the family may hold that stages do not use, besides prediction layers
+    left_out: str = ""  # tensors of the family's files that stages do not use, besides prediction layers
     certified: bool = True  # False only for the generic rule of --experimental

@@ -1,6 +1,7 @@
-"""The rules of single families: what llama.cpp derives from a whole file, and how a slice is told the same.
+"""The rules of single families: facts that llama.cpp derives from a whole file, and the keys that give a slice the same
+facts.
 
-The facts are about the llama.cpp that pyproject.toml pins; the function that shows each is named beside it.
+The facts are about the llama.cpp that pyproject.toml pins; a comment names the function that shows each.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from relayline.wire.model_files.gguf_header import Value
 
 
 def all_indexers(facts: Metadata) -> Indexers:
-    """Every layer chooses by itself."""
+    """Every layer makes its own choice."""
     return (True,) * facts.n_layers
 
 
 def granite_refusal(facts: Metadata) -> str | None:
-    """Models whose layers take image features beside the row (deepstack)."""
+    """Models whose layers take image features in addition to the row (deepstack)."""
     # llama_model_granite::load_arch_hparams: such a model takes wider rows, with image features per layer.
     mapping = facts.values.get("deepstack_mapping")
     if isinstance(mapping, tuple) and any(isinstance(index, int) and index >= 0 for index in mapping):
@@ -211,8 +212,9 @@ LLAMA4_ROPE_STEP = 4
 
 def llama4_refusal(facts: Metadata) -> str | None:
     """Files whose layers do not repeat every four."""
-    # llama_model_llama4::graph counts layers with experts and such without rotary positions from the first in the file,
-    # and where the file says that none has a window, its last layer has no rotary positions.
+    # llama_model_llama4::graph counts two kinds of layers from the first in the file: those with experts, and those
+    # without rotary positions. Where the file states that no layer has a window, its last layer has no rotary
+    # positions.
     if facts.integer("attention.sliding_window") == 0:
         return "without windows its last layer differs from others, whichever it is"
     if LLAMA4_ROPE_STEP % (facts.integer("interleave_moe_layer_step") or 1):
@@ -271,8 +273,8 @@ def gemma4_unread(windows: Windows) -> frozenset[str]:
 
 def laguna_blocked(facts: Metadata) -> Blocked:
     """A stage starts with a layer without a window if it has one."""
-    # llama_model_laguna::graph asks hparams for what layers with a window rotate, and takes n_rot for the others, which
-    # is what the first layer in the file rotates.
+    # llama_model_laguna::graph asks hparams for the rotated width of layers with a window. For the other layers it
+    # takes n_rot, the rotated width of the first layer in the file.
     windows = windows_of(4, is_optional=True, full_first=True)(facts)
     rotated, windowed = _n_rotated(facts), facts.integer("rope.dimension_count_swa")
     if windowed in (None, rotated):
@@ -384,11 +386,11 @@ def hyper_connections(facts: Metadata) -> int:
     return max(1, facts.integer(HYPER_CONNECTIONS) or 1)
 
 
-DENSE_RATIO, SPARSE_RATIO = 128, 4  # tokens that one compressed cell stands for
+DENSE_RATIO, SPARSE_RATIO = 128, 4  # tokens for which one compressed cell is kept
 
 
 def compress_ratios(facts: Metadata) -> tuple[int, ...]:
-    """Return how many tokens each layer's compressed cells stand for; 0 where it has none."""
+    """Return the number of tokens per compressed cell for each layer; 0 where it has none."""
     return _of_layers(facts, "attention.compress_ratios")
 
 

@@ -1,8 +1,8 @@
-"""What llama.cpp takes for all layers from the first one in a file, and a slice's first may be another one. Pure.
+"""Facts that llama.cpp reads from the first layer of a file for all layers. A slice's first layer may differ. Pure.
 
 llm_graph_context reads n_expert_used, n_rot and the widths of heads for layer 0 (llama-graph.cpp), and
-llama_model_base::load_hparams divides rows by the heads of layer 0. Where layers differ in these, a slice is told
-what the whole file's first layer would say, or the model is refused.
+llama_model_base::load_hparams divides rows by the heads of layer 0. Where layers differ in these, a slice gets the
+values of the whole file's first layer, or the model is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def head_width(facts: Metadata) -> int:
 
 
 def stated_widths(facts: Metadata) -> Overrides:
-    """Return the widths of heads that slices have to be told, since layers have other numbers of heads."""
+    """Return the head widths that slices must state, because layers have different numbers of heads."""
     n_heads = facts.values.get(HEADS)
     if not isinstance(n_heads, tuple) or len(set(n_heads)) < 2:
         return {}
@@ -33,10 +33,9 @@ def stated_widths(facts: Metadata) -> Overrides:
 def first_layer_refusal(
     facts: Metadata, windows: Windows, *, rotates_by_layer: bool, widths_by_layer: bool = False
 ) -> str | None:
-    """Return why no slice would compute what the whole file does, or None.
-
-    rotates_by_layer: whether llama.cpp asks each layer of the family how many values of a head are rotated.
-    widths_by_layer: whether it asks each layer how wide its heads are.
+    """Return why no slice can compute the same as the whole file, or None. rotates_by_layer: whether llama.cpp asks
+    each layer of the family for the number of rotated values of a head. widths_by_layer: whether it asks each layer for
+    the width of its heads.
     """
     n_used = facts.values.get("expert_used_count")
     if isinstance(n_used, tuple) and len(set(n_used[: facts.n_layers])) > 1:

@@ -1,7 +1,7 @@
 """A GGUF model as its one file or as a sharded set: the headers of all files, joined.
 
-What this module does not know: families, cuts, stages. It answers which keys and tensors a model holds and where their
-bytes lie, so that they can be copied as they are. wire/model_files/gguf_header.py reads one file.
+This module does not know families, cuts or stages. It lists a model's keys and tensors and the places of their bytes,
+so that they can be copied unchanged. wire/model_files/gguf_header.py reads one file.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _joined(files: tuple[GgufFile, ...]) -> GgufModel:
 
 
 def read_entries(model: GgufModel, keys: list[str]) -> list[bytes]:
-    """Return the bytes of metadata entries as they stand in the file, in the order of `keys`."""
+    """Return the bytes of metadata entries as in the file, in the order of `keys`."""
     with model.path.open("rb") as file:
         return [
             os.pread(file.fileno(), model.entries[key].end - model.entries[key].start, model.entries[key].start)

@@ -16,7 +16,7 @@ U32, I32, F32, BOOL, U64 = 4, 5, 6, 7, 10
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """One tensor as it will stand in the new file."""
+    """One tensor of the new file."""
 
     name: str
     dims: tuple[int, ...]  # ggml order

@@ -56,7 +56,7 @@ PARTS = {
 SAMPLE_BYTES = 4_096
 HASH_CHUNK_BYTES = 1 << 20  # of one entry at a time: a vocabulary has tens of MiB
 KV_VALUE_BYTES = 2  # f16, the default cache type
-STATE_VALUE_BYTES = 4  # f32, whatever the cache type
+STATE_VALUE_BYTES = 4  # f32, for every cache type
 INDEXER_KEYS = "attention.indexer.key_length"
 
 
@@ -71,7 +71,7 @@ class QuantShare:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of a model from its header. Per-layer tuples have n_layers items, one per decoded layer."""
+    """The facts of a model's header. Per-layer tuples have n_layers items, one per decoded layer."""
 
     path: Path
     n_files: int
@@ -103,7 +103,7 @@ class ModelFacts:
     forbidden_lengths: frozenset[int]  # numbers of layers that no slice may have
     blocked: Blocked  # layers with which no slice may start, and why
     reorders_rows: bool  # slices add the same products up in another order, which moves their last bits
-    indexers: Indexers  # which layers choose what is attended to; empty where none does
+    indexers: Indexers  # whether each layer chooses the tokens it attends to; empty where none does
     long_rope: LongRope | None  # if it has two sets of rope factors
     windows: Windows  # which layers have a sliding window; empty unless some have and some have not
 
@@ -116,7 +116,7 @@ class ModelFacts:
 def inspect_model(path: Path) -> ModelFacts:
     """Read a model's header and return its facts.
 
-    Raises ModelFileError for what is not a complete GGUF language model.
+    Raises ModelFileError for anything but a complete GGUF language model.
     """
     return facts_of(open_model(path))
 
@@ -178,7 +178,7 @@ def facts_of(model: GgufModel) -> ModelFacts:
 
 
 def _architecture(model: GgufModel) -> str:
-    """Return the architecture of what may be a language model; what is another thing is refused for what it is."""
+    """Return the architecture of a file that may be a language model; refuse other kinds of file by name."""
     kind = model.text("general.type", "model")
     if kind in PARTS:
         raise ModelFileError(f"{model.path}: is {PARTS[kind]}")
@@ -336,8 +336,8 @@ def _state_bytes(n_layers: int, family: Family, facts: Metadata) -> tuple[int, .
 def content_key(path: Path) -> str:
     """Return the sha256 that identifies a model's content, in hex, after reading a few KiB per tensor.
 
-    It covers all metadata, every tensor's name, shape and type and its first 4 KiB, so it is the same however the
-    model is sharded and differs between two fine-tunes of one base. Raises ModelFileError.
+    It covers all metadata, and every tensor's name, shape, type and first 4 KiB. So it is the same however the model is
+    sharded, and differs between two fine-tunes of one base. Raises ModelFileError.
     """
     return model_key(open_model(path))
 

@@ -1,4 +1,4 @@
-"""The description of a finished split, `pipeline.json`: what it was cut from and which files it consists of.
+"""The description of a finished split, `pipeline.json`: its source and its files.
 
 It is written last, so its presence means that every file it names is complete.
 """

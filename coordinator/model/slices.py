@@ -42,9 +42,9 @@ from relayline.coordinator.model.inspection import BLOCK_NAME, EMBEDDING, HEAD, 
 from relayline.wire.common.errors import ModelFileError
 from relayline.wire.model_files.gguf_header import ARRAY_TYPE, STRING_TYPE, TENSOR_TYPES, KeyValue, Tensor, Value
 
-# What a stage has to know: of version 2 that windows lose cells, and that an output may have to be scaled; of version 3
-# that rows may have another width than the model, and are written into the graph. Builds that do not would compute
-# something else, and say instead which versions they read.
+# Versions that a stage must understand. Version 2: windows lose cells, and an output may need scaling. Version 3: rows
+# may be wider than the model, and are written into the graph. An older build would compute something else. Instead it
+# states which versions it reads.
 ARTIFACT_VERSION, WINDOWED_VERSION, INSIDE_VERSION = 1, 2, 3
 DUMMY_TOKENS = 32
 TOKENIZER_NAME = "tokenizer.gguf"
@@ -66,7 +66,7 @@ class PlannedTensor:
     slot: TensorSlot
     source: Tensor | None
     factor: float = 1.0  # of every value, which are F32 then
-    row_order: tuple[int, ...] = ()  # of which row of a head each one is; empty as they are
+    row_order: tuple[int, ...] = ()  # the row of a head for each one; empty for the original order
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,7 +154,8 @@ class _Planner:
         if trailer is None:
             header = encode_header(entries, slots)
         else:
-            # The offset stands in the header whose length it depends on; its own length is fixed, so measure first.
+            # The offset is in the header, and the header's length depends on it. The offset's own length is fixed, so
+            # measure first.
             size_bytes = len(encode_header([*entries, *self.embedding_entries(trailer, 0)], slots))
             header = encode_header([*entries, *self.embedding_entries(trailer, size_bytes + data_bytes)], slots)
         total_bytes = len(header) + data_bytes + (0 if trailer is None else trailer.size_bytes)
@@ -238,9 +239,9 @@ class _Planner:
         return planned
 
     def global_tensors(self, is_first: bool, is_last: bool) -> list[PlannedTensor]:
-        """Return the tensors outside the blocks: the source's on the last stage, cheap stand-ins elsewhere.
+        """Return the tensors outside the blocks: the source's on the last stage, cheap placeholders elsewhere.
 
-        A stand-in mirrors a tensor of the source, so whatever the loader accepted there it accepts here.
+        A placeholder has the type and shape rules of the source's tensor, so the loader accepts it too.
         """
         planned = []
         head = self.model.tensors.get(HEAD)

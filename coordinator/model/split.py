@@ -44,7 +44,7 @@ from relayline.wire.model_files.gguf_header import Tensor
 log = logging.getLogger("relayline.split")
 
 CHUNK_BYTES = 8 * 1024 * 1024
-DISK_MARGIN_BYTES = 16 * 1024 * 1024  # directories, pipeline.json and whatever else the disk serves meanwhile
+DISK_MARGIN_BYTES = 16 * 1024 * 1024  # directories, pipeline.json, and the disk's other uses meanwhile
 PARTIAL = ".partial"
 ARTIFACT_NAME = re.compile(r"^(stage-\d+|tokenizer)\.gguf$")
 
@@ -92,7 +92,7 @@ def split_model(
         _refuse_foreign(out_dir)
         plan = plan_split(model, facts, family, model_key(model), cuts)
         try:
-            asked = (None, trial) if facts.supported else (probe, None)  # a probe tries what a trial does, and more
+            asked = (None, trial) if facts.supported else (probe, None)  # a probe does the work of a trial, and more
             return _Writer(model, facts, out_dir, progress, *asked).write(plan)
         except OSError as error:
             raise ArtifactError(f"{out_dir}: cannot write the split: {error.strerror or error}") from error

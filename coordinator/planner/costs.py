@@ -1,9 +1,9 @@
-"""Predicted times of a split: what a stage's step takes, and what rate a way of grouping reaches. Pure.
+"""Predicted times of a split: the length of a stage's step, and the rate that a grouping reaches. Pure.
 
 The rate follows coordinator.schedule.groups: with N streams in G flights of r rows, a cycle lasts as long as the
-busiest part works on all flights, or as one flight needs for its way, whichever is longer. Beyond the stages themselves
-two more things can be the busiest part: a link, and a machine whose stages have more threads than it has cores: its
-cores then work on all stages' steps one after the other.
+busiest part needs for all flights, or one flight for its round trip, whichever is longer. Besides a stage, the busiest
+part can be a link, or a machine whose stages have more threads than it has cores. Its cores then work on all stages'
+steps one after the other.
 
 Times are whole nanoseconds, so that sums do not depend on the order in which they were added up.
 """
@@ -21,16 +21,16 @@ from relayline.coordinator.schedule.overhead import HOST_STEP_NS
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.wire.common.curve import PAD_SEARCH_ROWS, CostCurve
 
-# What the coordinator's process computes for a flight (scheduling, sending, receiving) and for a token of a stream
-# (text, HTTP): processor time seen on a Zen 4 core, rounded. It matters where native steps are as short.
+# The coordinator's work for a flight (scheduling, sending, receiving) and for a token of a stream (text, HTTP):
+# processor time measured on a Zen 4 core, rounded. It matters where native steps are equally short.
 COORDINATOR_FLIGHT_NS = 600_000
 COORDINATOR_TOKEN_NS = 200_000
 # Exponent that joins a machine's crowded cores with its busiest stage: steps of several stages do not tile its cores
 # without gaps, so both limits at once cost up to 9 %.
 CROWD_SHARPNESS = 8
-# Curves hold the fastest of a few steps on an idle machine. Steps in service, with other processes on the cores and a
-# cache that fills, took as long on a host whose steps differ by 1 %, and 1.1 to 1.45 times as long on one where they
-# differ by tens (`benches.plan_accuracy` on a 1B shape); the middle is predicted.
+# Curves hold the fastest of a few steps on an idle machine. Steps in service share the cores with other processes and
+# read a fuller cache. On a host whose steps differ by 1 % they took as long; on one where they differ by tens of
+# percent, 1.1 to 1.45 times as long (`benches.plan_accuracy` on a 1B shape). The middle is predicted.
 STEP_IN_SERVICE = 1.2
 Grouping = tuple[int, int]  # flights, rows of one
 
@@ -156,7 +156,7 @@ class Cycle:
         return self.n_full * full + self.costs.step_ns(stage, start, end, self.rest)
 
     def way_ns(self, stage: int, start: int, end: int) -> int:
-        """Return what a full flight spends in a stage."""
+        """Return the time of a full flight in a stage."""
         return self.costs.step_ns(stage, start, end, self.rows)
 
     def rate(self, work_ns: float, crowd_ns: float, way_ns: float) -> float:
@@ -183,7 +183,7 @@ class Cycle:
         }
 
     def idle_crowd_ns(self, machine: Machine) -> int:
-        """Return the thread-nanoseconds of a machine in a cycle beside its stages: the coordinator's, where it runs."""
+        """Return a machine's thread-nanoseconds in a cycle outside its stages: the coordinator's, where it runs."""
         return self.coordinator_ns if machine == self.costs.instance.coordinator else 0
 
     def least_rest_ns(self) -> list[int]:

@@ -1,8 +1,8 @@
-"""Exact search over contiguous partitions: every way to cut, less those that another way beats in every respect. Pure.
+"""Exact search over contiguous partitions: all cuts, except those that another cut beats in every respect. Pure.
 
-A *label* is a tuple of numbers that sums up a partial split, stages 0..k over layers 0..e, such that a split that goes
-on from it can only be better with smaller numbers. Of two labels at the same (k, e) the one that is nowhere smaller is
-dropped; what is left at the end holds the best split for every objective that never falls when a number grows.
+A *label* is a tuple of numbers that sums up a partial split, stages 0..k over layers 0..e. Smaller numbers never make a
+continuation worse. Of two labels at the same (k, e), the one that is nowhere smaller is dropped. The remaining labels
+include the best split for every objective that never falls when a number grows.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def frontier(
 ) -> list[tuple[Label, tuple[int, ...]]]:
     """Return (label, cuts) of every split that no other one beats in every respect.
 
-    `ends(stage, start)` yields where a stage that begins at `start` may end; `extend(label, stage, start, end)` is the
-    label after one more stage, None if that is not possible or not of interest. With `width` only so many labels, the
-    smallest, go on from each place: no longer exact, but quick, and what it finds bounds an exact search.
+    `ends(stage, start)` yields the possible ends of a stage that begins at `start`. `extend(label, stage, start, end)`
+    is the label after one more stage, or None if that is impossible or useless. With `width`, only that many labels,
+    the smallest, go on from each place. The search is then quick but no longer exact, and its result bounds an exact
+    search.
     """
     reached: dict[int, list[tuple[Label, Trail]]] = {0: [(first, ())]}
     for stage in range(n_stages):

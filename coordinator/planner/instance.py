@@ -1,4 +1,5 @@
-"""What a plan is made from: the model's sizes, the hosts in stage order, and what they have to hold. Pure values.
+"""The inputs of a plan: the model's sizes, the hosts in stage order, and the lanes and context they must hold. Pure
+values.
 
 Bytes are bytes, times are nanoseconds. Stages are in the order of the layers; a plan never reorders them.
 """
@@ -26,7 +27,7 @@ class ModelShape:
 
     layer_bytes: tuple[int, ...]
     head_bytes: int
-    """What the last stage multiplies with besides its layers."""
+    """The last stage's weights besides its layers."""
     embedding_bytes: int
     """The token embedding table, held by the first stage."""
     kv_bytes: tuple[int, ...]
@@ -40,7 +41,7 @@ class ModelShape:
     n_masks: int = 1
     """Attention masks of a step: layers with and without sliding windows have one each."""
     has_indexers: bool = False
-    """Layers score all cells for each row of a step, to choose what it attends to."""
+    """Layers score all cells for each row of a step, to choose the ones it attends to."""
     state_bytes: tuple[int, ...] = ()
     """Bytes per lane and layer of a recurrent state; empty where no layer has one."""
     row_widths: tuple[int, ...] = ()
@@ -65,7 +66,7 @@ class ModelShape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """What the pipeline has to hold and how it is driven."""
+    """The lanes and context that the pipeline must hold, and how it is driven."""
 
     ctx_tokens: int = 2_048
     """Tokens of one stream."""
@@ -126,7 +127,7 @@ class Host:
     """Threads of a native step."""
     speed: Speed
     memory_bytes: int | None = None
-    """What this stage alone may use; None for no limit but the machine's."""
+    """A limit for this stage alone; None for no limit but the machine's."""
     layers: tuple[int, int] | None = None
     """Its layers [start, end) when they are given; None when the planner decides."""
     link: Link = Link()

@@ -1,8 +1,8 @@
-"""What a stage holds in memory. Pure.
+"""A stage's memory. Pure.
 
-Weights are counted once: llama.cpp either maps them or keeps a repacked copy, and mapped pages behind a copy can be
-taken back by the system. The compute buffers follow what llama.cpp 0.3.36's binding reserves for llama-like graphs:
-a mask of rows x cells, some rows of the widest matrix, and the logits that a last stage may be asked for.
+Weights are counted once: llama.cpp either maps them or keeps a repacked copy, and the system can take back mapped pages
+behind a copy. Compute buffers follow the reservations of llama.cpp 0.3.36's binding for llama-like graphs: a mask of
+rows x cells, some rows of the widest matrix, and the logits that a last stage may be asked for.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MIB = 1 << 20
 CELLS_STEP = 256  # llama.cpp rounds the cache up to this
 SPARE_CELLS = 256  # of the lane for padding rows
 MASK_BYTES = 2  # of one row and cell
-CHOICE_BYTES = 6  # of one row and cell where layers choose what is attended to: a mask and a score, f32
-CHOICE_SCORED_BYTES = 4  # more, without flash attention: what was chosen, as f32
+CHOICE_BYTES = 6  # of one row and cell in layers with sparse attention: a mask and a score, f32
+CHOICE_SCORED_BYTES = 4  # extra without flash attention: the choice, as f32
 FF_COPIES, EMBD_COPIES = 4, 4  # rows of each width that a graph holds at once, f32
 PROCESS_BYTES = 144 * MIB  # Python, gRPC, llama.cpp and their libraries
 COORDINATOR_BYTES = 384 * MIB  # coordinator with tokenizer and HTTP API
-HEADROOM = 0.05  # of a limit, for whatever else the host does
+HEADROOM = 0.05  # of a limit, left for the host's other uses
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def kv_cells(load: Load) -> int:
 
 
 def stage_memory(model: ModelShape, load: Load, start: int, end: int) -> StageMemory:
-    """Return what a stage with the layers [start, end) holds."""
+    """Return the memory of a stage with the layers [start, end)."""
     is_last = end == model.n_layers
     weights = sum(model.layer_bytes[start:end])
     weights += (model.head_bytes if is_last else 0) + (model.embedding_bytes if start == 0 else 0)
@@ -106,7 +106,7 @@ def machine_usable_bytes(machine: Machine) -> int | None:
 
 
 def total_bytes(instance: Instance) -> int:
-    """Return what a split of the instance needs in all, whatever its cuts (the layers only once, of course)."""
+    """Return the memory that a split of the instance needs in all, for any cuts (the layers count once)."""
     model, load = instance.model, instance.load
     n_stages = len(instance.hosts)
     whole = stage_memory(model, load, 0, model.n_layers)

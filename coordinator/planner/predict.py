@@ -1,4 +1,4 @@
-"""What a split will give: steps, rates, time to first token, bytes on links, and what limits it. Pure."""
+"""Predictions for a split: steps, rates, time to first token, bytes on links, and the bottleneck. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StagePlan:
     layers: tuple[int, int]
     memory: StageMemory
     limit_bytes: int | None
-    """What this stage may use: its own limit, or its machine's less what other stages there hold."""
+    """This stage's memory limit: its own, or its machine's less the memory of other stages there."""
     step_ns: dict[int, int]
     """Predicted step by rows, host work included."""
     threads: int
@@ -42,7 +42,7 @@ class RatePlan:
     n_groups: int
     group_rows: int
     limit: str
-    """What has to be faster for more: a stage, a machine's cores, a link, or the way of one flight (latency)."""
+    """The bottleneck: a stage, a machine's cores, a link, or the round trip of one flight (latency)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Prediction:
     ttft_ns: int
     """Of a prompt of PROMPT_TOKENS tokens in an idle pipeline."""
     link_bytes_per_token: tuple[int, ...]
-    """Coordinator to stage 0, between neighbours, last stage to coordinator; one row in a message of its own."""
+    """Coordinator to stage 0, between neighbours, last stage to coordinator; one row in its own message."""
     overhead_ns: int
     """Links and coordinator in one round trip of one row."""
 

@@ -1,9 +1,9 @@
-"""Decides when layers move by themselves, so that they never go back and forth. Pure.
+"""Decides when layers move automatically, without going back and forth. Pure.
 
-`coordinator.planner.imbalance` says that another cut would be faster, after it has been so for a minute. A move costs
-more than its gain where the cause passes again. So two moves are at least `every_ns` apart, whoever began them. A move
-that takes a boundary back towards where it came from waits twice as long, the next such one four times, up to a day.
-A day without a move forgets that. A cut that could not be moved to waits likewise, longer after each failure.
+`coordinator.planner.imbalance` reports a faster cut once it has been faster for a minute. If the cause is short-lived,
+a move costs more than it gains. So two moves are at least `every_ns` apart, automatic or not. A move that takes a
+boundary back towards where it came from waits twice as long, the next such one four times, up to a day. A day without a
+move forgets that. A cut whose move failed waits too, longer after each failure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Rebalancer:
     def wanted(self, found: Imbalance | None, cuts: Cuts, now_ns: int) -> Cuts:
         """Return the cuts to move to now; () for none.
 
-        `found`: what is reported now, if anything. `cuts`: the first layer of each stage but the first, as served.
+        `found`: the imbalance reported now, if any. `cuts`: the first layer of each stage but the first, as served.
         """
         if self._last_ns is not None and now_ns - self._last_ns >= DAY_NS:
             self._n_turns, self._steps = 0, ()
@@ -53,7 +53,7 @@ class Rebalancer:
         return max(0, self._last_ns + min(self._every_ns << doubled, max(DAY_NS, self._every_ns)) - now_ns)
 
     def moved(self, before: Cuts, after: Cuts, now_ns: int, *, is_own: bool) -> None:
-        """Layers have moved: by itself, or because somebody asked."""
+        """Layers have moved: automatically, or on request."""
         steps = self._step(before, after)
         self._n_turns += self._turns_back(steps)
         # A boundary that stayed keeps the way it went before.

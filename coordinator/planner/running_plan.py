@@ -19,12 +19,12 @@ STREAMS_SHOWN = (1, 8, 32)
 ROWS_SHOWN = (1, 8, 32)
 LANES_MORE = 2  # times the lanes of the plan with more of them
 ROWS_COMPARED = 8  # of the step by which layers are divided
-STEP_SHARE_MIN = 0.02  # of layers that would have to move for another cut to be told
+STEP_SHARE_MIN = 0.02  # of layers that must move before another cut is reported
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """One plan, and what it is predicted to give."""
+    """One plan and its prediction."""
 
     name: str
     layers: list[tuple[int, int]]
@@ -117,7 +117,7 @@ def _shares(layer_ns: Sequence[float], n_layers: int) -> list[int]:
     while sum(found) != n_layers:
         step = 1 if sum(found) < n_layers else -1
         can = [at for at, layers in enumerate(found) if step > 0 or layers > 1]
-        # Who ends up least far from what it wanted.
+        # Prefer the stage that ends nearest to its wish.
         at = min(can, key=lambda at: (found[at] + step) * layer_ns[at] * step)
         found[at] += step
     return found

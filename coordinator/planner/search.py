@@ -49,7 +49,7 @@ class Room:
     def take(self, slots: list[float], first: int, stage: int, start: int, end: int) -> bool:
         """Add a stage's memory to its machine's slot, slots[first:] being those; False if it does not fit.
 
-        After a machine's last stage its slot is 0 again: what it held matters to nobody any more.
+        After a machine's last stage its slot is 0 again, because later stages do not share its memory.
         """
         at = self._slot_of[stage]
         if at is None:
@@ -153,7 +153,7 @@ class _Found:
 def _search(
     bounded: Sequence[tuple[float, Cycle]], room: Room, best: _Found, width: int | None, effort: Effort | None
 ) -> _Found:
-    """Return the best of these groupings and of what was found before."""
+    """Return the best of these groupings and of the earlier best."""
     for bound, cycle in bounded:
         if bound < best.rate * SAME:
             break

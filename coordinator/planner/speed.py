@@ -17,7 +17,7 @@ from relayline.wire.common.curve import LADDER, CostCurve
 GIB = 1 << 30
 PREFILL_ROWS = (192, 256, 384, 512)
 ROWS = (*LADDER, *PREFILL_ROWS)
-# Of a declared or estimated speed: bytes of a weight on disk, which say how many multiply-adds a byte stands for.
+# For a declared or estimated speed: the bytes of a weight on disk, which tell how many multiply-adds a byte stands for.
 BYTES_PER_WEIGHT = 0.5625  # Q4_0 and its like
 
 
@@ -30,7 +30,7 @@ class Speed:
     head: tuple[tuple[int, float], ...]
     """(rows, ns per GiB of head), ascending; every row wants logits."""
     step_ns: float = 0.0
-    """What a step costs however many rows and layers it has."""
+    """The fixed cost of a step, for any number of rows and layers."""
     source: str = "declared"
     """measured, calibrated, declared or estimated: how much to trust it."""
 
@@ -91,8 +91,8 @@ class Sample:
 def from_samples(samples: Iterable[Sample], source: str = "measured") -> Speed | None:
     """Derive a speed from measured slices of one host: None if they hold no layers.
 
-    Two slices without head, of different size, also give what a step costs at no layers. The head's cost is what the
-    last slice takes beyond its layers; without any headless slice head and layers count alike, byte for byte.
+    Two slices without head, of different size, also give the cost of a step with no layers. The head's cost is the last
+    slice's time beyond its layers. Without any headless slice, head and layers count alike, byte for byte.
     """
     found = [sample for sample in samples if sample.layer_bytes and sample.decode]
     plain = sorted((sample for sample in found if not sample.head_bytes), key=lambda sample: sample.layer_bytes)
@@ -137,7 +137,9 @@ def _whole(sample: Sample) -> tuple[tuple[int, float], ...]:
 
 
 def _head(sample: Sample, rest: Speed) -> tuple[tuple[int, float], ...]:
-    """Return what the head takes per GiB: the step beyond its layers, at least a tenth of it, for noise cannot win."""
+    """Return the head's time per GiB: the step beyond its layers, but at least a tenth of the step, so that noise
+    cannot win.
+    """
     gib, layers_gib = sample.head_bytes / GIB, sample.layer_bytes / GIB
     return tuple(
         (rows, max(ns - rest.step_ns - rest.layer_ns(rows) * layers_gib, 0.1 * ns) / gib) for rows, ns in sample.decode

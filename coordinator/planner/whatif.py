@@ -12,7 +12,7 @@ from relayline.coordinator.planner.instance import Host, Instance, Machine
 from relayline.coordinator.planner.memory import GIB, HEADROOM, usable_bytes
 from relayline.coordinator.planner.search import Best, Room, best_split
 
-MEMORY_STEP_BYTES = GIB // 2  # in which a further machine's memory is told
+MEMORY_STEP_BYTES = GIB // 2  # the steps in which a further machine's memory is given
 ROWS_STEP = 64  # in which smaller steps are proposed
 NOTHING_ALONE = (
     "neither fewer lanes, less context, a q8_0 cache, shared KV cells, smaller steps nor one more machine is enough by "
@@ -23,7 +23,7 @@ MEMORY_MAX_BYTES = 1 << 50
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shortage:
-    """What one place is short of, in the split that is short of least in all."""
+    """The shortage at one place, in the split with the smallest shortage overall."""
 
     place: str
     needed_bytes: int
@@ -32,7 +32,7 @@ class Shortage:
 
     @property
     def missing_bytes(self) -> int:
-        """What it would need more."""
+        """The additional memory that it needs."""
         return self.needed_bytes - self.usable_bytes
 
 
@@ -44,7 +44,7 @@ class Infeasible:
     """One line for the user."""
     shortages: tuple[Shortage, ...] = ()
     remedies: tuple[str, ...] = ()
-    """Each of them is enough by itself."""
+    """Each of them is enough alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,7 +161,9 @@ def _remedies(instance: Instance) -> tuple[str, ...]:
 
 
 def _largest(most: int, is_good: Callable[[int], bool]) -> int:
-    """Return the largest number from 1 to `most` that is good, 0 if none is; what is good stays so further down."""
+    """Return the largest number from 1 to `most` that is good, 0 if none is. If a number is good, so are all smaller
+    ones.
+    """
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -193,7 +195,7 @@ def _with(instance: Instance, at: int, host: Host) -> Instance:
 
 
 def one_more(instance: Instance, stage: int) -> OneMore | None:
-    """Plan with a copy of one stage's host, on a machine of its own: right behind it or at the end, what gives more.
+    """Plan with a copy of one stage's host, on its own machine: right behind it or at the end, whichever is faster.
 
     None where neither makes a legal split.
     """

@@ -1,12 +1,12 @@
-"""Where sessions can be gone on from when stages keep a recurrent state, and where they should be. Pure.
+"""The positions at which sessions with a recurrent state can be, and should be, resumed. Pure.
 
-Such a state stands at its lane's end and cannot be taken back. So stages keep checkpoints of it behind the rows that
-the coordinator marks (Flag.CHECKPOINT), and it asks for these positions alone. What it marks:
+A recurrent state describes the end of its lane and cannot be rewound. So stages keep checkpoints of it behind the rows
+that the coordinator marks (Flag.CHECKPOINT), and it asks for these positions alone. It marks:
 
-* the end of the first message, which is what all chats with one system prompt share,
+* the end of the first message, which all chats with one system prompt share,
 * the end of the last one: the next turn's prompt agrees with this one so far, whatever the chat template then adds,
-* the end of the prompt minus one, for the same prompt again, and for further choices of one request,
-* where another prompt that waits for this one ceases to agree with it.
+* the end of the prompt minus one, for the same prompt again, and for further choices of one request, * the position
+where a waiting prompt stops agreeing with this one.
 
 A message ends with a token that ends answers, as nearly all chat templates have it.
 """
@@ -21,7 +21,7 @@ SEARCHED_TOKENS_MAX = 8_192  # of each end of a history
 
 
 def stops_of(session: Session) -> list[int]:
-    """Return where the chunks of a session that starts are to end, ascending, all beyond what it need not read."""
+    """Return the ends of a starting session's chunks, ascending, all beyond the part that it need not read."""
     history, is_end = session.history, session.is_end
     n_searched = min(len(history) - 1, SEARCHED_TOKENS_MAX)
     forwards, backwards = range(n_searched), range(len(history) - 2, len(history) - 2 - n_searched, -1)
@@ -31,9 +31,10 @@ def stops_of(session: Session) -> list[int]:
 
 
 def nearest(source: Session, n_tokens: int, *, is_held: bool) -> int:
-    """Return how much of the first n_tokens of a session others can have, or it can itself go on from: perhaps 0.
+    """Return how many of a session's first n_tokens others can copy, or it can resume from itself: perhaps 0.
 
-    `is_held`: of what it has sent already. Else it may also be made to stop there, if it has not read so far.
+    `is_held`: only counting positions that it has sent already. Otherwise it may also be made to stop there, if it has
+    not read so far.
     """
     if source.is_kept and n_tokens >= source.n_sent:  # a lane that stands still is copied whole
         return source.n_sent

@@ -22,7 +22,7 @@ AHEAD_TOKENS = 4_096  # of a prediction, searched from the answer's place in it
 LOOKALIKES_MAX = 64  # places with equal bytes but other tokens, after which a search is given up
 CHANCE_MIN = 0.02  # guesses that are less likely right are not worth looking at
 SKIPPED_MAX = 16  # tokens of a prediction that an answer may leave out and still be followed at once
-TRUSTED = 4.0  # guesses of its own after which a stream's rate outweighs the shared one
+TRUSTED = 4.0  # of its own drafted tokens, after which a stream's rate outweighs the shared one
 FORGETTING = 0.97  # decay of a stream's counts at each of its guesses
 FORGETTING_SHARED = 0.998  # the same for all streams together
 # Start values by match length: the share of right guesses, and the number of guesses that this share counts for.

@@ -31,7 +31,7 @@ class SamplingParams:
     n_logprobs: int = -1  # -1: no logprobs; 0: the chosen token's; k: also the k largest (bounds.LOGPROBS_MAX)
     frequency_penalty: float = 0.0  # taken off a token's logit for each time it was generated (PENALTY_TOKENS_MAX)
     presence_penalty: float = 0.0  # taken off once if it was
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, number added to its logit)
     grammar: str = ""  # of llguidance, checked: only what fits it is picked; empty: everything
     numbers: tuple[tuple[str, float], ...] = ()  # of wire.common.sampler_fields, those that are not neutral
     allowed_tokens: tuple[int, ...] = ()  # only these are picked; empty: all
@@ -44,12 +44,12 @@ class SamplingParams:
 
     @property
     def looks_at_prompt(self) -> bool:
-        """Whether a pick depends on the prompt's tokens beside the logits."""
+        """Whether a pick depends on the prompt's tokens as well as the logits."""
         return self.number("repetition_penalty") != 1.0
 
     @property
     def has_lists(self) -> bool:
-        """Whether stages are told lists of tokens beside those that were said."""
+        """Whether stages need lists of tokens besides the generated ones."""
         return bool(self.looks_at_prompt or self.allowed_tokens or self.held_back_tokens or self.bad_words)
 
     @property
@@ -74,12 +74,12 @@ class GenerationRequest:
     ignore_eos: bool = False  # go on past an end-of-generation token
     wants_logits: bool = False  # certification: whole rows of logits with every token
     cache_prompt: bool = True  # may use the prefix cache and add to it
-    prediction: tuple[int, ...] = ()  # what the client expects the answer to be like: drafts are looked up there too
-    scores_prompt: bool = False  # the prompt's own tokens get log probabilities too; then nothing of it is copied
+    prediction: tuple[int, ...] = ()  # the client's predicted output: drafts are looked up there too
+    scores_prompt: bool = False  # the prompt's own tokens get log probabilities too; then no part of it is copied
 
 
 class PromptScore(NamedTuple):
-    """What the model gave one token of a prompt; the first has none."""
+    """The model's log probability for one token of a prompt; the first token has none."""
 
     token: int
     logprob: float  # natural log of the raw softmax

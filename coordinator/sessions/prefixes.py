@@ -82,7 +82,7 @@ class Prefixes:
     def start(self, session: Session) -> list[OutFrame]:
         """Start a session that has a lane; returns its first frames, behind the close of a kept lane that it takes."""
         frames = [frame for kept in list(self._kept) if kept.lane == session.lane for frame in self._retire(kept)]
-        self.tier.ended(session.session_id)  # a fault of before is not one of what it is to be brought back from now
+        self.tier.ended(session.session_id)  # a failure before this does not count against the new source
         n_there = self._there.pop(session.session_id, 0)
         if self._keeps_state:
             n_there = nearest(session, min(n_there, len(session.history) - 1), is_held=True)
@@ -102,7 +102,7 @@ class Prefixes:
         elif stored is not None:
             frames += self.tier.restore(session, stored, n_stored)
         elif source is not None:
-            self._kept.sort(key=lambda kept: kept.session is source)  # the one used last stands at the end
+            self._kept.sort(key=lambda kept: kept.session is source)  # the most recently used is at the end
             frames += session.continue_from(source, n_now)
         return frames
 
@@ -145,7 +145,7 @@ class Prefixes:
         return [*on_disk, *(self.tier.store(session, len(held)) if in_lane is None else in_lane)]
 
     def _keep_lane(self, session: Session, held: list[int]) -> list[OutFrame] | None:
-        """Copy what a session holds into a spare lane; None where there is none."""
+        """Copy a session's tokens into a spare lane; None where there is none."""
         if not self.n_max:
             return None
         for kept in self._kept:
@@ -224,7 +224,7 @@ class Prefixes:
         restart it may hold fewer tokens than its history has, and it reads no more of them. Where stages keep a
         recurrent state, a beginning ends at a checkpoint that they have, or will have.
         """
-        if not session.request.cache_prompt or session.replays:  # after a fault of its own it reads everything itself
+        if not session.request.cache_prompt or session.replays:  # after a failure of its own it reads everything itself
             return None, 0
         known = session.history[:-1]  # the last token is read in any case, for what follows it
         best, n_best = None, PREFIX_TOKENS_MIN - 1
@@ -242,7 +242,7 @@ class Prefixes:
         return (best, n_best) if best is not None else (None, 0)
 
     def _retire(self, kept: Kept) -> list[OutFrame]:
-        """Give a kept lane up; what it holds goes to the stages' tier."""
+        """Give up a kept lane; its tokens go to the stages' tier."""
         return [*self.tier.store(kept.session, len(kept.tokens)), *self._drop(kept)]
 
     def _drop(self, kept: Kept) -> list[OutFrame]:

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator
 from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.coordinator.sessions.session import Session
 
-AUDIENCE_MAX = 1_024  # readers of one session; the next identical request gets a session of its own
+AUDIENCE_MAX = 1_024  # readers of one session; the next identical request starts a new session
 
 
 def sharing_key(request: GenerationRequest) -> Hashable:

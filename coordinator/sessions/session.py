@@ -26,7 +26,7 @@ from relayline.wire.common.checkpoints import kept_positions
 from relayline.wire.common.errors import RelaylineError, StaleEpochError
 from relayline.wire.envelopes.frames import Flag
 
-REPLAYS_MAX = 3  # times one session is replayed after a fault of its own before it is given up
+REPLAYS_MAX = 3  # replays of one session after failures of its own before it is given up
 
 
 class State(enum.Enum):
@@ -86,7 +86,7 @@ class Session:
     checkpoints: list[int] = dataclasses.field(default_factory=list)
     """Ascending: how many tokens all stages can take it back to, or copy, once its rows have got there."""
     leader: Session | None = None  # that session, while these rows have not all left for stage 0 as its own
-    is_kept: bool = False  # no client's: it only keeps what others may copy, and stages may take its lane
+    is_kept: bool = False  # no client reads it: it only keeps tokens that others may copy, and stages may take its lane
     lane: int = -1  # given by admission; stages take the same number where it is free
     acceptance: Acceptance | None = None  # what all streams know of their drafts; None: this one is not drafted
     ahead: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
@@ -125,7 +125,7 @@ class Session:
 
     @property
     def n_held(self) -> int:
-        """Rows of the history that have left for stage 0: who is sent later may copy them."""
+        """Rows of the history that have left for stage 0: sessions sent later may copy them."""
         if self.state is State.DECODE:
             return self.n_left
         return self.n_sent if self.state is State.PREFILL and self.leader is None else 0
@@ -137,7 +137,7 @@ class Session:
 
     @property
     def reader(self) -> Session:
-        """Who reads what it waits for: itself, or the leader at the end of all leaders."""
+        """Who reads the rows it waits for: itself, or the last leader in its chain."""
         found = self
         while found.leader is not None:
             found = found.leader
@@ -219,7 +219,7 @@ class Session:
         self.leader = leader
 
     def catch_up(self) -> list[OutFrame]:
-        """Copy what the leader has sent and read on from there, if it has sent enough; else there are no frames yet."""
+        """Copy the leader's sent rows and read on from there, if it has sent enough; else return no frames."""
         if self.leader is None or self.leader.n_held < self.n_copied:
             return []
         leader, self.leader = self.leader, None
@@ -267,7 +267,7 @@ class Session:
             return None, []
         is_replaying = self.prefill_left > 0  # an answer from before the replay: true, but the stages lack rows
         if is_replaying and self.request.sampling.looks_back:
-            return None, []  # the last stage was told what had been said without it, and will pick it again
+            return None, []  # the last stage knows the tokens before it, and will pick this one again
         if self._drafter is None and (self.acceptance is not None or self.request.prediction):
             self._drafter = Drafter(self.history, self.request.prediction, self.acceptance or Acceptance())
         self.history.append(token)

@@ -28,7 +28,7 @@ class SessionStream:
             self._take(event)
 
     def forward(self, take: Callable[[TokenEvent | RelaylineError], None]) -> None:
-        """Have every event taken as it comes, those first that wait, in place of iterating over them."""
+        """Pass every event on at once, those already waiting first, instead of iterating over them."""
         self._take = take
         while not self._events.empty():
             take(self._events.get_nowait())
@@ -72,7 +72,7 @@ class Audience:
         self._past: list[TokenEvent] = []  # bounded by the session's max_tokens
 
     def join(self, stream: Reader) -> None:
-        """Add a stream and give it what has been generated so far."""
+        """Add a stream and give it all tokens generated so far."""
         for event in self._past:
             stream.put(event)
         self.streams.append(stream)

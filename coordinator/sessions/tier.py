@@ -1,9 +1,10 @@
-"""What lanes held before others took them, as the coordinator knows it: what is stored, and when it comes back. Pure.
+"""The coordinator's view of stored prefixes: tokens of lanes that other sessions took, and when they are restored.
+Pure.
 
 Stages keep it by a key of the tokens, each as long as its bounds allow. The coordinator remembers the keys that all of
-them had, with their tokens, and brings back what a prompt begins with. A stage that lost its copy refuses; then the
-prefix is forgotten here, and the prompt is read. In each handshake the stages say what they have: of what an earlier
-coordinator stored only the length is known, so a prompt must begin with all of it.
+them have, with their tokens. It restores the prefix that a new prompt begins with. A stage that lost its copy refuses;
+then the prefix is forgotten here, and the prompt is read. In each handshake the stages list their keys. For entries of
+an earlier coordinator only the length is known, so a prompt must begin with the entire entry.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _KEY_MASK = (1 << 63) - 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierFacts:
-    """What the stages of an epoch say of their tiers together."""
+    """The merged tiers of all stages of an epoch."""
 
     stored: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Tokens of each key that all of them have, the one used last at the end."""
@@ -47,7 +48,7 @@ class Stored:
     tokens: array[int] | None
     """None: an earlier coordinator stored it."""
     checkpoints: tuple[int, ...] = ()
-    """Where stages with a recurrent state can take it back to, beside its end."""
+    """The positions to which stages can rewind a recurrent state, besides its end."""
 
 
 class Tier:
@@ -67,7 +68,7 @@ class Tier:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether what is stored survives a stage's restart."""
+        """Whether the tier survives a stage's restart."""
         return self._facts.is_used and self._facts.is_on_disk
 
     def renew(self, facts: TierFacts, read_ns: Callable[[int], float]) -> None:
@@ -92,9 +93,10 @@ class Tier:
             self._n_tokens -= _weight(stored)
 
     def store(self, session: Session, n_tokens: int) -> list[OutFrame]:
-        """Store the first n_tokens of what a session's lane holds, which ends; earlier turns give their places up.
+        """Store the first n_tokens of a session's lane before the lane is given away; entries of earlier turns make
+        room.
 
-        Returns the frames that do it; they go before the session's close, and before what takes its lane.
+        Returns the frames that do it. They go before the session's close, and before frames of the lane's next session.
         """
         if not self.is_used:
             return []
@@ -116,9 +118,10 @@ class Tier:
         return [OutFrame(session, n_tokens, (), Flag.STORE, key), *frames]
 
     def longest(self, history: Sequence[int], n_least: int, *, keeps_state: bool) -> tuple[Stored | None, int]:
-        """Return what a prompt begins with most of, and how many tokens of it, more than n_least; else None.
+        """Return the stored prefix that covers most of a prompt, and how many tokens of it, more than n_least; else
+        None.
 
-        The prompt's last token is read in any case. What takes longer to bring back than to read is left out.
+        The prompt's last token is always read. Entries that take longer to restore than to read are left out.
         """
         if not self._stored:
             return None, 0
@@ -169,7 +172,7 @@ class Tier:
             self._drop(key)
 
     def figures(self) -> dict[str, int]:
-        """Return what is stored, and how often that was done and brought back, for GET /v1/pipeline."""
+        """Return the number of entries, stores and restores, for GET /v1/pipeline."""
         n_tokens = sum(stored.n_tokens for stored in self._stored.values())
         return {
             "prefixes": len(self._stored),

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 HOLDS_MAX = 64  # latest holds of lanes that count
-RETRY_AFTER_MAX_S = 120  # OpenAI's clients give up where they are told more
+RETRY_AFTER_MAX_S = 120  # OpenAI's clients give up if told to wait longer
 
 
 class Turnover:

@@ -43,7 +43,7 @@ class ServeConfig:
     pipeline_dir: Path
     """Directory with pipeline.json and tokenizer.gguf; the stages' artifacts need not be here."""
     pipeline: PipelineConfig
-    """Stage addresses and how to drive them; without a name of its own the pipeline is called as its model is."""
+    """Stage addresses and scheduling. A pipeline without a name of its own is named after its model."""
     host: str = "127.0.0.1"
     """Address of the HTTP API."""
     port: int = 8080
@@ -53,7 +53,7 @@ class ServeConfig:
     http_tls: tuple[Path, Path] | None = None
     """Certificate (with intermediates) and private key of the HTTP API, PEM; None serves it in the clear."""
     allow_hosts: tuple[str, ...] = ()
-    """Names under which web pages may find the HTTP API, beside those of loopback, see coordinator.http.web_pages."""
+    """Host names under which web pages may reach the HTTP API, besides loopback, see coordinator.http.web_pages."""
     cors: tuple[str, ...] = ()
     """Origins whose web pages may read the HTTP API, see coordinator.http.cors."""
     chat_template_file: Path | None = None
@@ -63,16 +63,16 @@ class ServeConfig:
     push_level: bool = False
     """Whether stages that connect are set to the trace level given here, rather than left at their own."""
     cut_model: CutModel | None = None
-    """Splits the model anew where layers are to move; None: this process does not know it."""
+    """Splits the model again where layers are to move; None: this process has no model file."""
     on_moved: Callable[[tuple[int, ...]], None] | None = None
-    """Gets the cuts whenever layers have moved, on a thread of its own."""
+    """Gets the cuts whenever layers have moved, on a separate thread."""
     join: JoinConfig | None = None
     """Let stages join by themselves; `pipeline.addresses` is empty then, and the artifacts must be in pipeline_dir."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ready:
-    """What the ready line tells."""
+    """The facts of the ready line."""
 
     url: str
     model_id: str
@@ -99,9 +99,9 @@ def run_coordinator(
     on_joinable: Callable[[Joinable], None] = lambda joinable: None,
     on_member: Callable[[Place], None] = lambda place: None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then drain. `on_member` is told of every change of a joining stage's state.
+    """Serve until SIGINT or SIGTERM, then drain.
 
-    Raises RelaylineError if the start fails.
+    `on_member` hears every change of a joining stage's state. Raises RelaylineError if the start fails.
     """
 
     async def main(stopping: asyncio.Event) -> None:
@@ -201,7 +201,9 @@ def _http_context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:
 
 
 def _checked_url(url: str) -> str:
-    """Return where traces are shown, without a slash at its end. Raises UsageError for what is no address of a page."""
+    """Return the address where traces are shown, without a trailing slash. Raises UsageError if it is not the address
+    of a page.
+    """
     try:
         parts = urlsplit(url)
         is_page = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -213,7 +215,7 @@ def _checked_url(url: str) -> str:
 
 
 def _limits(config: ServeConfig) -> HttpLimits:
-    """Return the bounds of the HTTP side: whoever may stand in the line may also be connected."""
+    """Return the bounds of the HTTP side: every client that may queue may also be connected."""
     limits, serving = HttpLimits(), config.pipeline.serving
     return dataclasses.replace(
         limits,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from relayline.wire.common.errors import ArtifactError
 
-# Large enough that reading and the message around it cost little, small enough that a cut loses next to nothing and
-# many stages fetching at once hold only a few of them each.
+# Large enough that reading and the surrounding message cost little. Small enough that a cut link loses almost nothing,
+# and that many fetching stages hold only a few of them each.
 CHUNK_BYTES = 256 * 1024
 
 

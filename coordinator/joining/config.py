@@ -1,4 +1,4 @@
-"""What a coordinator tells the stages that join it: how many there are, their names, and what each engine is to be."""
+"""The coordinator's orders to the stages that join it: their number, their names and each engine's settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def engine_message(engine: EngineSettings) -> pb.EngineSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TelemetryDefaults:
-    """What a joining stage records unless its own flags say otherwise."""
+    """A joining stage's telemetry settings, unless its own flags differ."""
 
     level: str = ""
     """off, summary, batches or frames; empty leaves it to the stage."""
@@ -61,9 +61,9 @@ class JoiningStage:
     name: str
     """A DNS label, unique in the pipeline."""
     engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
-    """What its engine is to be."""
+    """The settings of its engine."""
     telemetry: TelemetryDefaults = dataclasses.field(default_factory=TelemetryDefaults)
-    """What it records."""
+    """Its telemetry settings."""
     listen_port: int = 0
     """Port that it listens on unless its own flags say so; 0 lets its system choose."""
 
@@ -123,7 +123,7 @@ class JoinConfig:
     """Tell stages where the artifact lies here, so that those who see the same files need not fetch it."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for names that cannot be told apart or values out of range."""
+        """Raise UsageError for names that are not distinct, or values out of range."""
         check_names([stage.name for stage in self.stages])
         for flag, value, low, high in (
             ("the port to join at", self.port, 0, 65_535),

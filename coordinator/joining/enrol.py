@@ -47,7 +47,7 @@ class Enrolment:
     def __init__(self, authority: Authority, join_host: str, join_port: int) -> None:
         self._authority, self._join = authority, (join_host, join_port)
         self._desk = Desk()
-        self._one_at_a_time = asyncio.Lock()  # what is read of an invitation still holds when it is bound
+        self._one_at_a_time = asyncio.Lock()  # the invitation may not change between reading and binding it
 
     def app(self) -> web.Application:
         """Return the application with these calls and no other."""
@@ -97,7 +97,7 @@ class Enrolment:
         return await asyncio.to_thread(self._authority.sign, asked.csr, stage, names, now)
 
     async def _admitted(self, asked: enrolment.Request, now: datetime.datetime) -> tuple[Identity, bytes]:
-        """Return who asks and its public key (DER). Raises UnauthenticatedError, UsageError."""
+        """Return the caller's name and its public key (DER). Raises UnauthenticatedError, UsageError."""
         key = await asyncio.to_thread(self._authority.key_of, asked.csr)
         if asked.certificate:
             stage, held = await asyncio.to_thread(self._authority.holder, asked.certificate, now)

@@ -1,4 +1,4 @@
-"""Moves layers while the pipeline serves: takes events to `coordinator.engine.moves`, and carries out what it says."""
+"""Moves layers while the pipeline serves: feeds `coordinator.engine.moves` and carries out its instructions."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class LayerMover:
     def move(self, cuts: tuple[int, ...]) -> None:
         """Begin to give the stages other layers: from `cuts`, the first layer of each but the first.
 
-        What comes of it is seen in `describe`. Raises InvalidRequestError for what this pipeline can never do,
-        NotReadyError for what it cannot do now.
+        `describe` shows the progress. Raises InvalidRequestError for a change that this pipeline can never make,
+        NotReadyError for one that it cannot make now.
         """
         if self._service is None:
             raise InvalidRequestError(
@@ -126,7 +126,7 @@ class LayerMover:
         return self._moves.latest.number if self._moves.latest is not None else 0
 
     async def close(self) -> None:
-        """Stop whatever is under way."""
+        """Stop any change in progress."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -144,7 +144,7 @@ class LayerMover:
         self._carry(instructions)
 
     def left(self, index: int) -> None:
-        """A stage is there no more, or came anew."""
+        """A stage left or restarted."""
         was_open = self._moves.is_open
         instructions = self._moves.left(index, time.monotonic_ns())
         if was_open:
@@ -223,7 +223,7 @@ class LayerMover:
         task.add_done_callback(self._tasks.discard)
 
     async def _cut(self, number: int, cuts: tuple[int, ...]) -> None:
-        """Split the model anew, in a process of its own, and see who keeps what."""
+        """Split the model again, in a separate process, and find the stages that keep their slice."""
         try:
             assert self._cut_model is not None
             directory = await self._cut_model(cuts)

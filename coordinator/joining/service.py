@@ -107,7 +107,7 @@ class JoinService:
         roster: JoinedRoster,
         security: LinkSecurity = PLAINTEXT,
     ) -> None:
-        """`security` is that of links to the stages; its identity is what this coordinator's certificate states."""
+        """`security` is that of links to the stages; its identity is the one in this coordinator's certificate."""
         self._own = security.identity.uri if security.identity is not None else ""
         self._config, self._roster = config, roster
         self._security = security
@@ -117,7 +117,8 @@ class JoinService:
         self._members: dict[int, _Membership] = {}  # by place, hence at most one per stage
         self._fetches = asyncio.Semaphore(config.fetches_max)
         self._closing = asyncio.Event()
-        # A setting that cannot be said is the operator's mistake, to be told now and not to the first stage that asks.
+        # A setting that cannot be expressed is the operator's mistake. It is reported now, not to the first stage that
+        # asks.
         for index in range(len(config.stages)):
             self._order(index, b"")
 
@@ -282,7 +283,7 @@ class JoinService:
         ]
 
     async def prepare(self, number: int, split: Split, keeps: Sequence[bool]) -> None:
-        """Have every stage get and load its slice of another split, beside the one that it serves."""
+        """Have every stage fetch and load its slice of another split, next to the one that it serves."""
         self._next = split
         for index, keep in enumerate(keeps):
             change = pb.LayerChange(number=number, step=pb.LAYER_CHANGE_STEP_PREPARE, keeps=keep)
@@ -292,7 +293,7 @@ class JoinService:
                 await self._say(member, order)
 
     async def drop(self, number: int) -> None:
-        """Have every stage give back what it prepared."""
+        """Have every stage drop its prepared slice."""
         self._next = None
         await self._say_all(pb.LayerChange(number=number, step=pb.LAYER_CHANGE_STEP_DROP))
 
@@ -303,7 +304,9 @@ class JoinService:
         self._roster.switching()
 
     async def tell_switch(self, number: int) -> None:
-        """Tell the members so. One that cannot be told, or had not prepared, joins anew and gets its order then."""
+        """Notify the members. A member that cannot be reached, or had not prepared, joins again and gets its order
+        then.
+        """
         await self._say_all(pb.LayerChange(number=number, step=pb.LAYER_CHANGE_STEP_SWITCH))
 
     async def _say_all(self, change: pb.LayerChange) -> None:
@@ -343,9 +346,9 @@ class JoinService:
             await rpc.abort(context, error)
 
     def _wanted(self, request: pb.FetchRequest) -> tuple[_Membership, Path, int]:
-        """Return whose ticket this is, and the file and size of what it asks for.
+        """Return the owner of this ticket, and the file and size that it asks for.
 
-        A request names a file by its content, and only among those of the stage itself: nothing else can be had.
+        A request names a file by its content, and only the stage's own files can be had.
         """
         for member in self._members.values():
             if secrets.compare_digest(member.secret, request.ticket) and member.owner == caller():

@@ -20,7 +20,7 @@ STEPS_MAX = 128  # of one look over all stages: some milliseconds of work
 MEMBERS_MAX = 16  # frames that are named per step; `n_members` says how many there were
 MEMBERS_READ_MAX = 64  # frames that are looked at per step: enough to know its group and a usual wait
 HOPS_MAX = 2  # frames of each step by which the way between two stages is measured
-COLOURS = 8  # groups that are told apart at once
+COLOURS = 8  # groups that are told apart at the same time
 SESSIONS_MAX = 4_096  # whose numbers and colours are remembered; the oldest go first
 NO_GROUP = -1  # of a step without decode rows
 

@@ -1,11 +1,11 @@
-"""Chooses the number of guessed rows in each flight, from the stages' cost curves. Pure.
+"""Chooses the number of draft rows in each flight, from the stages' cost curves. Pure.
 
-A guess pays if the cost of one more row is less than its chance to be right is worth. That depends on the stage and the
-row count. On a staircase the rest of a tile is free. On a GPU a few dozen rows are free, and on a compute-bound CPU
-hardly any is. So the choice is made for each flight, with the curves and the cycle of `coordinator.schedule.groups`. It
+A draft token pays if its row costs less than its chance of acceptance is worth. That depends on the stage and the row
+count. On a staircase the rest of a tile is free. On a GPU a few dozen rows are free, and on a compute-bound CPU hardly
+any is. So the choice is made for each flight, with the curves and the cycle of `coordinator.schedule.groups`. It
 maximises the expected tokens of all streams in a cycle, over
 
-    cycle = max( the busiest stage's work on all flights,  the longest flight's way through all stages + overhead )
+    cycle = max( the busiest stage's work on all flights, the longest flight's way through all stages + overhead )
 
 A flight with guesses takes longer, and no flight overtakes another, so the others soon queue behind it at its pace. The
 gain of one flight is therefore weighed against the loss of all. The loss is smaller if the others draft too, since the
@@ -34,7 +34,7 @@ SHARED_GAIN = 0.2  # and less than this, where there are other flights, is lost 
 STRETCH_MAX = 4.0  # times that a cycle may become longer: not all streams may have guesses
 UNEVEN = 3  # exponent that joins the two terms of a cycle of flights that differ; equal terms make it 26 % longer
 FOLLOWING_CHANCE_MIN = 0.4  # of the first row of a flight of guesses: below, it is work for nothing more often than not
-CHANCE_STEPS = 20  # by which chances of other streams' guesses are told apart
+CHANCE_STEPS = 20  # the step in which chances of other streams' drafts are told apart
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ def best_counts(
 ) -> list[int]:
     """Return how many guesses each frame of a flight takes along.
 
-    chances: per frame, of each of its guesses to be right together with those before it, and of one guess more for what
-    would follow in a flight of its own; from where on they are too unlikely there are none. others: what streams that
-    are not in it have.
+    chances: per frame, the chance that each draft token is right together with those before it, and one more for a
+    draft in a separate flight behind it. The list ends where drafts become too unlikely. others: the same for streams
+    outside this flight.
     """
     offers = sorted(
         ((chance, -ahead, frame) for frame, each in enumerate(chances) for ahead, chance in enumerate(each[:-1])),

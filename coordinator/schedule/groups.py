@@ -33,7 +33,9 @@ from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
 ITL_STRETCH = 2.0  # inter-token latency of running streams with prefill over without, unless set by --itl-stretch
 PREDICTED_PART = 0.92  # of that bound is what plans may predict; the rest is reserve for prediction errors
-MET_PART = 0.92  # and of that, where flights meet to make room: more streams feel whatever such a step does not foresee
+MET_PART = (
+    0.92  # and of that, where flights join to make room: more streams feel any delay that such a step did not predict
+)
 PRESSURE_MAX = 64  # prompts per running stream beyond which more of them change nothing
 BUSY = 0.9  # a stage that works this part of the time has none for another flight
 NEAR_BEST = 1.08  # of prefill choices whose rates are this close the one with the shorter latency is taken
@@ -60,10 +62,10 @@ class GroupPlan:
     prefill_flights: int  # flights of prompt rows alone
     chunk_rows: int  # rows of one of them
     ride_rows: int = 0  # prompt rows that a full decode flight takes along; a smaller one takes more in shared cells
-    latency_max_ns: float = 0.0  # of a decode flight with rows riding, what it waits for others included; 0 unbounded
+    latency_max_ns: float = 0.0  # of a decode flight with riding rows, its waits for others included; 0 unbounded
     hold_max_ns: float = 0.0
-    """How long a row may be held for a flight to land: for as long as a token of its stream is predicted to take,
-    prompts beside it included. By then it would have its token, had it left at once. 0.0: no curve is known.
+    """The longest time for which a row may be held until a flight lands: the predicted time per token of its stream,
+    prompts in the same step included. Sent at once, it would have its token by then. 0.0: no curve is known.
     """
 
 
@@ -120,7 +122,7 @@ class GroupPlanner:
         self.forget()
 
     def forget(self) -> None:
-        """Plan anew: curves or overhead have changed."""
+        """Plan again: curves or overhead have changed."""
         self._cache.clear()
         self._views.clear()
 
@@ -153,9 +155,9 @@ class GroupPlanner:
         """Return the plan for this many running streams and this many waiting prompts.
 
         n_prompt_rows: of these prompts together. It matters while no stream runs: the fewer, the smaller the chunks in
-        which they keep all stages at work. Taken in powers of two. pressure_min: as many prompts per running stream
-        count at least. by_hand: decode flights, and rows of the largest, that somebody chose: only what goes beside
-        them is planned.
+        which they keep all stages at work. Taken in powers of two. pressure_min: at least this many prompts per running
+        stream are assumed. by_hand: decode flights, and rows of the largest, chosen by a setting; only prompt rows are
+        planned around them.
         """
         train_rows = 0 if n_streams else min(TRAIN_ROWS_MAX, 1 << max(0, n_prompt_rows - 1).bit_length())
         key = (n_streams, max(pressure_of(n_streams, n_prompts), pressure_min), train_rows, by_hand)

@@ -191,7 +191,7 @@ class Scheduler:
             n_groups=n_groups,
             group_rows=rows,
             ride_rows=ride_rows,
-            # A prompt always gets a way: if no rows can ride, the same number leaves in a flight of its own.
+            # A prompt can always progress: if no rows can ride, the same number leaves in a separate flight.
             prefill_flights=auto.prefill_flights or int(not ride_rows),
             chunk_rows=auto.chunk_rows if auto.prefill_flights else max(1, auto.ride_rows),
         )

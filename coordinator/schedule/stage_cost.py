@@ -15,12 +15,12 @@ from relayline.wire.common.curve import ATTENTION_TILE_ROWS, CostCurve, mixed_co
 class StageCost:
     """One stage as the planner sees it."""
 
-    decode: CostCurve  # every row wants what the stage computes for decode
+    decode: CostCurve  # every row needs the stage's decode arithmetic
     prefill: CostCurve  # rows of a prompt: the last stage computes no head for them
     rows_max: int  # rows of one native step
     context_ns: float = 0.0  # price of a row per token before it in its lane
     context_tiled_ns: float = 0.0  # and in steps of tiles, for every token of its tile's lanes; 0: not known. Per lane:
-    # what every further row of a prompt's chunk costs for every token before it
+    # the cost that every earlier token adds to each further row of a prompt's chunk
     decode_tokens: int = 0  # context of an average decode row, or of the longest where all of a flight pay for that
     prompt_tokens: int = 0  # and of a prompt row
     is_per_lane: bool = False  # lanes have KV cells of their own: decode rows and prompt rows are computed apart

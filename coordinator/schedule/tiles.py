@@ -53,7 +53,7 @@ class TileRule:
 
     is_known: bool = False  # whether stages go by tiles
     is_per_lane: bool = False  # whether lanes have cells of their own
-    is_apart: bool = False  # whether whole tiles have steps of their own beside running streams too
+    is_apart: bool = False  # whether whole tiles have separate steps while streams run, too
 
     def within(self, rows_max: int) -> TileRule:
         """Return the rule for flights of at most so many prompt rows; chunks smaller than a tile are never apart."""
@@ -83,7 +83,7 @@ class TileRule:
         return max(0, min(room_rows, ATTENTION_TILE_ROWS - 1 - n_before))
 
     def draft_room(self, n_streams: int) -> int:
-        """Return how many guesses each of the streams may add to its row; may exceed what a step takes."""
+        """Return how many draft tokens each of the streams may add to its row; may exceed the room of a step."""
         if not self.is_known or self.is_per_lane or n_streams >= ATTENTION_TILE_ROWS:
             return ROWS_PER_ENVELOPE_MAX
         return ATTENTION_TILE_ROWS - 1 - n_streams
@@ -112,20 +112,20 @@ class FlightRoom:
 
 
 class TilePace:
-    """Decides when a tile may leave beside running streams: after decode flights left room for its rows."""
+    """Decides when a tile may leave while streams run: after decode flights left room for its rows."""
 
     def __init__(self) -> None:
         self._saved_rows, self._n_flights = 0.0, 0
 
     def save(self, n_rows: float) -> None:
-        """Count a decode flight, and the prompt rows that could have left with it, or beside it, and did not."""
+        """Count a decode flight, and the prompt rows that could have left with it or next to it, and did not."""
         self._saved_rows += n_rows
         self._n_flights += 1
 
     def flight_rows(self, room: FlightRoom, *, is_decoding: bool) -> int:
-        """Return how many rows of whole tiles may leave in a flight of their own now; 0 for none.
+        """Return how many rows of whole tiles may leave in a separate flight now; 0 for none.
 
-        Beside streams the plan's flights may be smaller than a tile. One tile then leaves after it has waited.
+        While streams run, the plan's flights may be smaller than a tile. One tile then leaves after it has waited.
         """
         if not is_decoding or (room.flights_max and room.chunk_rows >= ATTENTION_TILE_ROWS):
             return max(room.chunk_rows, ATTENTION_TILE_ROWS) if room.n_flights < room.flights_max else 0

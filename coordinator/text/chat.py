@@ -1,9 +1,9 @@
 """Chat messages to one prompt text, by the model's own Jinja template.
 
-Templates come with the model, hence from strangers: they run in Jinja's immutable sandbox, and whatever they raise is
-the request's error, not ours. They may also never end, or fill the memory, while they run or while they are compiled:
-so a coordinator does both in processes that may die of it (`coordinator/http/body_worker.py`). This module knows
-message dictionaries and text; it knows no HTTP and no token ids.
+Templates come with the model, so strangers wrote them. They run in Jinja's immutable sandbox, and any error they raise
+is the request's error, not ours. They may also run forever or fill the memory, compiling or rendering. So a coordinator
+does both in processes that may die of it (`coordinator/http/body_worker.py`). This module knows message dictionaries
+and text; it knows no HTTP and no token ids.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from relayline.wire.common.errors import InvalidRequestError, UsageError
 
 Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # templates may know others
-_PROBE = "q7VxK2probe"  # a text that no template writes by itself
+_PROBE = "q7VxK2probe"  # a text that no template writes
 _NINE = re.compile(r"\bid\b['\"\]]*\s*\|\s*length\s*(?:!=|<|==)\s*9\b")  # of templates that want ids of nine letters
 _FITTING_ID = re.compile(r"[A-Za-z0-9]{9}")
 _NO_VARIABLES: Mapping[str, Any] = {}
@@ -73,7 +73,7 @@ class CallForm:
     """In which form a template takes turns that call tools. Templates differ; the usual form comes first."""
 
     arguments_as_text: bool = False  # as JSON text, not as an object
-    content_is_none: bool = False  # beside calls, where nothing is said; not an empty text
+    content_is_none: bool = False  # for a turn that has only calls; not an empty text
 
 
 USUAL_FORM = CallForm()
@@ -158,10 +158,10 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt text, ending where the assistant is to speak.
 
-        `messages` have a `role` and a `content` (text, text parts, or None beside tool calls); other keys pass
-        through. `variables` reach the template by name, but for its messages and special tokens. Turns
-        that call tools have the `form` that it takes. Raises InvalidRequestError (param `messages`) without a template,
-        for a part that is not text, and when the template itself refuses.
+        `messages` have a `role` and a `content` (text, text parts, or None with tool calls); other keys pass through.
+        `variables` reach the template by name, except messages and special tokens. Turns that call tools are written in
+        the given `form`. Raises InvalidRequestError (param `messages`) without a template, for a part that is not text,
+        and when the template itself refuses.
         """
         template, refusal = self._compiled
         if template is None:
@@ -206,7 +206,7 @@ class ChatTemplate:
 
 
 def _folded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose system turns stand before the first user turn's text; without one they stay."""
+    """Return messages with the system turns put before the first user turn's text; without a user turn they stay."""
     told = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
     others = [message for message in messages if message["role"] != "system"]
     first = next((at for at, message in enumerate(others) if message["role"] == "user"), None)
@@ -234,9 +234,9 @@ def _with_fitting_id(holder: Any, key: str) -> Any:
 
 
 def read_template(path: Path) -> str:
-    """Return a template's text from a file. Raises UsageError where that cannot be read, or is no template.
+    """Return a template's text from a file.
 
-    It is parsed only: what compiling it costs is up to whoever wrote it.
+    Raises UsageError if it cannot be read, or is no template. It is only parsed here: compiling could cost any amount.
     """
     try:
         source = path.read_text(encoding="utf-8")
@@ -273,7 +273,7 @@ def _with_object_arguments(call: Any) -> Any:
 
 
 def object_arguments(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of an earlier call as an object; a model may have written what is none, or was cut."""
+    """Return the arguments of an earlier call as an object; the model may have written something else, or been cut."""
     sent = function.get("arguments") or {}
     try:
         arguments = json.loads(sent) if isinstance(sent, str) else sent

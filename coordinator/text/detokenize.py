@@ -32,9 +32,9 @@ class StopFinder:
         self.stop = ""  # the one that was found
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """Take the next text; return what is now certain to lie before any stop string.
+        """Take the next text; return the part that no stop string can begin in.
 
-        Without `may_stop` none counts that ends in this text.
+        With `may_stop` false, no stop string may end in this text.
         """
         if self.stopped:
             return ""
@@ -52,7 +52,7 @@ class StopFinder:
         return text[: len(text) - n_held]
 
     def finish(self) -> str:
-        """Return what was held: no more text comes that could complete a stop string."""
+        """Return the held text: no more text follows that could complete a stop string."""
         held, self._held = self._held, ""
         return held
 

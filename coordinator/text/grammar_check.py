@@ -1,8 +1,8 @@
-"""Whether stages can follow a grammar, found out in a process of its own.
+"""Checks in a separate process whether stages can follow a grammar.
 
 llguidance recurses once per rule, without a bound, and a schema of 44 bytes (`multipleOf`) may take it 45 s and
-gigabytes to begin with. Clients write grammars. So each is tried where running out of stack, memory or time ends
-nothing but a process that is started again for the next; what is let through the last stage begins within that time.
+gigabytes to begin with. Clients write grammars. So each is tried in a process that may run out of stack, memory or
+time, and is restarted for the next one. The last stage can start every accepted grammar within that time.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Bytes:
 
 
 def main() -> None:
-    """Answer until stdin ends. What is too costly ends the process."""
+    """Answer until stdin ends. A grammar that is too costly ends the process."""
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, MEMORY_BYTES_MAX)
     _limit(resource.RLIMIT_STACK, STACK_BYTES_MAX)
@@ -62,7 +62,7 @@ def _limit(kind: int, most: int) -> None:
 
 def _fault(vocabulary: LLTokenizer, grammar: str) -> str:
     fault = LLMatcher.validate_grammar(grammar, limits=_LIMITS)
-    if not fault:  # whether a model's tokens fit, stages say; what it costs to begin with it, this
+    if not fault:  # the stages check the model's tokens; this checks the cost of starting with the grammar
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             LLMatcher(vocabulary, _TOKEN.sub("<[256]>", grammar), log_level=0, limits=_LIMITS)

@@ -1,9 +1,9 @@
-"""Where the special tokens of a text are, as llama.cpp finds them, but in time that grows with the text alone.
+"""Finds the special tokens of a text as llama.cpp does, but in time linear in the text.
 
-llama.cpp looks for its special tokens one after another, the longest first, in what the ones before have left over. It
-counts its way through all pieces for each one found, which is quadratic: 64 KiB of `<s>` take it half a second, 16 MiB
-hours. Here the bytes that are taken are marked in an array as long as the text. The result is the same, which
-`tests/coordinator/text/test_special_tokens.py` holds against llama.cpp itself. Pure.
+llama.cpp looks for its special tokens one after another, the longest first, in the text left over by earlier ones. It
+walks through all pieces for each one found, which is quadratic: 64 KiB of `<s>` take it half a second, 16 MiB hours.
+Here an array as long as the text marks the bytes already taken. The result is the same:
+`tests/coordinator/text/test_special_tokens.py` compares it with llama.cpp itself. Pure.
 """
 
 from __future__ import annotations

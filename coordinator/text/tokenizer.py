@@ -36,8 +36,8 @@ _META_TEXT_BYTES_MAX = 4096
 class _LogSink:
     """Swallows llama.cpp's log, which would otherwise go to stderr, and keeps each thread's first error line.
 
-    The log callback is global to the process, so the newest caller of `install` owns it; whoever else sets one (a
-    stage in the same test process, say) only takes the error lines away from here.
+    The log callback is global to the process, so the newest caller of `install` owns it. Any other owner (a stage in
+    the same test process, say) only takes the error lines away from here.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Tokenizer:
         self._names_bos = bool(_meta_text(model, b"tokenizer.ggml.bos_token_id"))
         self.name = _meta_text(model, b"general.name")
         self.chat_template = self._template(model, None)
-        # For chats with tools, where the file has one of its own for these (Hermes 2, Command R).
+        # For chats with tools, where the file has a separate template for these (Hermes 2, Command R).
         self.tool_template = self._template(model, b"tool_use")
         self._pieces: dict[tuple[int, bool], bytes] = {}  # bounded by two entries per token of the vocabulary
 
@@ -123,11 +123,11 @@ class Tokenizer:
         ctx_tokens: int = CTX_TOKENS_MAX,
         param: str = "prompt",
     ) -> list[int]:
-        """Return the token ids of `text`, at most `ctx_tokens` and those that the vocabulary adds.
+        """Return the token ids of `text`, at most `ctx_tokens` plus those that the vocabulary adds.
 
-        `add_special` adds what the vocabulary itself asks for around a prompt (usually a begin token, often nothing);
+        `add_special` adds the tokens that the vocabulary wants around a prompt (usually a begin token, often none);
         `parse_special` reads the text of special tokens as those tokens. Raises InvalidRequestError naming `param` when
-        the model has no tokenizer; ContextLengthError, before much is done, for a text that cannot fit.
+        the model has no tokenizer; ContextLengthError for a text that cannot fit, before costly work.
         """
         if not self.has_text:
             raise InvalidRequestError("this model has no tokenizer; send token ids", param=param)
@@ -143,7 +143,7 @@ class Tokenizer:
         return [*before, *ids, *after]
 
     def check_size(self, text: str, ctx_tokens: int, param: str) -> None:
-        """Raise ContextLengthError for a text that is too long for `ctx_tokens`, whatever its tokens are."""
+        """Raise ContextLengthError for a text that no tokens could fit into `ctx_tokens`."""
         # No character has less than one byte, and no token covers more than the longest does.
         if len(text) > ctx_tokens and len(text) > ctx_tokens * self.longest_piece_bytes:
             size = f"{len(text)} characters, of which one token covers {self.longest_piece_bytes} at most"
@@ -151,7 +151,7 @@ class Tokenizer:
 
     @functools.cached_property
     def longest_piece_bytes(self) -> int:
-        """The most bytes of text that one token stands for. Found out when first asked for: 0.5 s for 128,000."""
+        """The most bytes of text that one token stands for. Computed on first use: 0.5 s for 128,000 tokens."""
         pieces = (len(self._read_piece(token, special=True)) for token in range(self.n_vocab))
         return max(1, max(pieces, default=1)) if self.has_text else 1
 
@@ -230,7 +230,7 @@ class Tokenizer:
         return b"".join(self.piece(token, special=special) for token in tokens).decode("utf-8", errors="replace")
 
     def warm(self) -> None:
-        """Find out now what is otherwise found out for the first text."""
+        """Compute now the facts that are otherwise computed for the first text."""
         if self.has_text:
             _ = self.longest_piece_bytes, self._specials, self._around
 

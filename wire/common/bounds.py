@@ -25,7 +25,7 @@ GRAMMAR_LEXER_FUEL_MAX = 50_000  # llguidance's measure of work on regular expre
 GRAMMAR_TOKENS_MAX = 32_768  # tokens that a session with a grammar may generate: each of its opens tells them all
 PLAIN_OPTIONS_BYTES_MAX = 7_168  # serialized SessionOptions of one open frame, of a session without a grammar
 OPTIONS_BYTES_MAX = 224 * 1024  # of any session
-OPTIONS_PER_ENVELOPE_BYTES_MAX = 2 * 1024 * 1024  # of all open frames of one envelope; what is more follows in another
+OPTIONS_PER_ENVELOPE_BYTES_MAX = 2 * 1024 * 1024  # of all open frames of one envelope; further frames go into another
 CTX_TOKENS_MAX = 1 << 20  # tokens per stream
 STORED_STATES_MAX = 1_024  # in a stage's tier; an answer to Describe names them all, in 20 bytes each
 STORED_TOKENS_MAX = 8 << 20  # of all stored prefixes together whose tokens a coordinator remembers, in 4 bytes each
@@ -38,11 +38,11 @@ SCORED_ROWS_MAX = DRAFTED_ROWS_MAX  # rows of one frame of a prompt whose own to
 # An envelope holds at most the payload of a full step in the exact (f32) dtype, plus headers and options.
 HEADERS_BYTES_MAX = 3 * 1024 * 1024
 ENVELOPE_BYTES_MAX = ROWS_PER_ENVELOPE_MAX * N_EMBD_MAX * 4 + HEADERS_BYTES_MAX
-# Of one message of any call. gRPC's Python binding holds a message up to three times before it hands it over, so this
-# bounds what a peer can make it hold before a check. A larger envelope travels in parts, see wire.envelopes.parts.
+# For one message of any call. gRPC's Python binding holds a message up to three times before it delivers it, so this
+# bounds the memory that a peer can claim before a check. A larger envelope travels in parts, see wire.envelopes.parts.
 MESSAGE_BYTES_MAX = 4 * 1024 * 1024
 PART_BYTES_MAX = MESSAGE_BYTES_MAX // 2  # of an envelope's data in one message
-# What is read by the protobuf library, see wire.envelopes.messages:
+# For messages that the protobuf library reads, see wire.envelopes.messages:
 MESSAGE_COST_BYTES_MAX = (
     4 * 1024 * 1024
 )  # memory that reading one may take beyond its own size; what takes more is refused
@@ -51,7 +51,7 @@ UNARY_BYTES_MAX = 64 * 1024  # of a request, an answer, a handshake, a report; b
 ORDER_BYTES_MAX = 4 * 1024 * 1024  # a stage's order holds pipeline.json, some hundred bytes for each layer and tensor
 STATUS_BYTES_MAX = 512 * 1024  # an answer with recent waits and step intervals holds ten thousand of up to ten bytes
 BATCHES_BYTES_MAX = 4 * 1024 * 1024  # an answer with all batches that a stage remembers
-FETCH_CHUNK_BYTES_MAX = 1024 * 1024  # a piece of an artifact with what is said around it
+FETCH_CHUNK_BYTES_MAX = 1024 * 1024  # a piece of an artifact with its surrounding message
 RETURN_BYTES_MAX = 4 * 1024 * 1024  # of one message to the coordinator; a sample with all logits of 1e6 tokens fits
 RETURN_SPLIT_BYTES = RETURN_BYTES_MAX // 2  # a step that has more to say says it in several messages
 BYTES_IN_FLIGHT_DEFAULT = 64 * 1024 * 1024  # credit window of one link: payload sent but not yet decoded
@@ -61,7 +61,7 @@ CREDIT_HELD_DIVISOR = 4
 ERROR_TEXT_BYTES_MAX = 2_000  # longer native messages are cut; percent-encoded it still fits gRPC's 8 KiB of metadata
 PEER_TEXT_CHARS_MAX = ERROR_TEXT_BYTES_MAX  # of what another process says, in a log, an answer or on a terminal
 PEER_NAME_CHARS_MAX = 128  # of a name that it says: of a stage, a host, a version, an instance
-LOG_VALUE_CHARS_MAX = 4_000  # of one line's text and of each of its fields, whoever made it
+LOG_VALUE_CHARS_MAX = 4_000  # of one line's text and of each of its fields, from any source
 STORED_RESPONSES_MAX = 1_024  # of /v1/responses, kept for clients that go on from them
 STORED_RESPONSES_BYTES_MAX = 64 * 1024 * 1024  # of all of them
 LOGPROBS_MAX = 20  # the OpenAI API's ceiling for top_logprobs
@@ -69,18 +69,18 @@ LOGPROBS_MAX = 20  # the OpenAI API's ceiling for top_logprobs
 HANDSHAKE_TIMEOUT_S = 10.0  # both ends are up when a handshake starts, so this covers a slow link only
 DRAIN_TIMEOUT_S = 30.0  # running requests may finish for this long after SIGTERM
 KEEPALIVE_TIME_MS = 10_000
-KEEPALIVE_TIMEOUT_MS = 10_000  # for the peer's kernel to acknowledge what was sent
-# For the peer itself to answer a ping. Pings wait behind data: a short time here would cut slow links that work hard.
-# It is for what has no `Watch`, which notices sooner.
+KEEPALIVE_TIMEOUT_MS = 10_000  # until the peer's kernel acknowledges sent data
+# For the peer itself to answer a ping. Pings queue behind data, so a short time here would cut slow, busy links. It is
+# for links without `Watch`, which notices sooner.
 PING_TIMEOUT_MS = 60_000
 BEAT_EVERY_S = 1.0  # between signs of life of one end of a link
-QUIET_AFTER_S = 5.0  # of silence, from which on it is said that a host does not answer
+QUIET_AFTER_S = 5.0  # of silence before a host is reported as not answering
 LOST_AFTER_S = 9.0  # of silence, after which a peer is taken for lost; with what follows from it, within 12 s
 
 # Of enrolment, see wire.links.enrolment:
 INVITATION_S = 24 * 3600  # how long the token of a join line is good: a day, so that a host may be set up tomorrow
 ENROL_BYTES_MAX = 16 * 1024  # of a request and of an answer: a certificate request, or two certificates
-ENROL_WRONG_MAX = 8  # wrong tokens from one address within ENROL_WRONG_S; what comes after them is not looked at
+ENROL_WRONG_MAX = 8  # wrong tokens from one address within ENROL_WRONG_S; later ones are not examined
 ENROL_WRONG_S = 60.0
 ENROL_ADDRESSES_MAX = (
     1_024  # addresses with wrong tokens that are remembered; the one longest silent is forgotten first

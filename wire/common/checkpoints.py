@@ -1,7 +1,7 @@
-"""Which checkpoints of a recurrent state stay, as coordinator and stages both count them. Pure.
+"""Which checkpoints of a recurrent state stay; coordinator and stages apply the same rule. Pure.
 
 The coordinator marks rows behind which every stage is to keep its lane's state (Flag.CHECKPOINT), and asks later for
-these positions alone. Both ends forget by the same rule, so that the coordinator knows what is there without asking.
+these positions alone. Both ends forget by the same rule, so the coordinator knows the remaining ones without asking.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 CHECKPOINTS_PER_LANE_MAX = 4  # the end of the first message, of the last one, of the prompt, and one that others share
-CHECKPOINT_BYTES_MAX = 2 * 1024**3  # of all lanes of a stage; what is beyond is read anew
+CHECKPOINT_BYTES_MAX = 2 * 1024**3  # of all lanes of a stage; tokens beyond it are read again
 
 
 def kept_positions(positions: Iterable[int]) -> set[int]:

@@ -1,7 +1,7 @@
 """Runs a module of this package in a new process, from any working directory.
 
-`python -m` alone would look for modules in the current directory first: somebody's `grpc.py` there would be imported in
-place of the library. The package itself is found as it is installed, or as PYTHONPATH says.
+`python -m` alone would look for modules in the current directory first: a user's `grpc.py` there would be imported in
+place of the library. The package itself is found where it is installed, or by PYTHONPATH.
 """
 
 from __future__ import annotations

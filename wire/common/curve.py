@@ -1,12 +1,12 @@
-"""Cost curves: how long one native step of a slice takes, by its number of rows. Pure.
+"""Cost curves: the time of one native step of a slice, by its number of rows. Pure.
 
-Why a curve: the cost of a step is a staircase, and not even monotonic. CPU kernels work in tiles of rows and run what
-is left over one by one, so three rows can cost more than four; GPUs have steps of their own. Stages measure their
-curve and keep refining it from real steps; the coordinator plans groups with the curves of all stages.
+Why a curve: the cost of a step is a staircase, and not even monotonic. CPU kernels work in tiles of rows and run
+leftover rows one by one, so three rows can cost more than four. GPUs have different steps. Stages measure their curve
+and keep refining it from real steps; the coordinator plans groups with the curves of all stages.
 
-Between measured points: a row count within a few rows above a measured multiple of the tile costs that multiple plus
-what the same leftover costs above the first tile; elsewhere cost is linear between points, and beyond the last point
-it grows by the last slope.
+Between measured points: a row count a few rows above a measured multiple of the tile costs that multiple, plus the cost
+of the same leftover above the first tile. Elsewhere cost is linear between points, and beyond the last point it grows
+by the last slope.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CostCurve:
         return [(rows, max(1, round(self._scale * self._cost_ns[rows]))) for rows in self._rows]
 
     def scale(self, factor: float) -> None:
-        """Take every cost for so many times what it was."""
+        """Multiply every cost by this factor."""
         self._scale *= factor
 
     @property

@@ -3,8 +3,8 @@
 The questions are *whose fault is it* (`fault`) and *may the same thing be tried again* (`retryable`). `label` is the
 stable short name that travels on the wire, in metrics and in HTTP bodies; it never changes once released.
 
-House rules for this file:
-* A leaf exists only where somebody acts differently on it. The text carries the detail.
+House rules for this file: * A leaf exists only if some code or person acts differently on it. The text carries the
+detail.
 * `STATUS` is the only place that knows gRPC and HTTP status codes; nothing else maps errors.
 * Messages are one line: what is wrong, then what to do.
 """
@@ -23,7 +23,7 @@ class Fault(enum.Enum):
     """The party that must change something before the operation can succeed."""
 
     CLIENT = "client"  # the caller of the HTTP API
-    OPERATOR = "operator"  # whoever typed the command, wrote the manifest or made the file
+    OPERATOR = "operator"  # the person who typed the command, wrote the manifest or made the file
     PEER = "peer"  # the process on the other end of a link
     SERVER = "server"  # this process
 
@@ -118,7 +118,7 @@ class ContextLengthError(InvalidRequestError):
 
     @classmethod
     def of_prompt(cls, ctx_tokens: int, size: str, param: str) -> Self:
-        """Return the error of a prompt that is too long by itself; `size` says how long, with its unit."""
+        """Return the error of a prompt that alone is too long; `size` gives its length with a unit."""
         return cls(
             f"This model's maximum context length is {ctx_tokens} tokens. However, your {param} resulted in {size}. "
             f"Please reduce the length of the {param}.",

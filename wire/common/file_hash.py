@@ -1,8 +1,8 @@
-"""The sha256 of large files, remembered: a file is not read again while it looks as it did when it was last hashed.
+"""The sha256 of large files, remembered: a file is not read again while its status is as at the last hash.
 
 Every process checks what it loads; without this each start would read all weights twice. Every write moves the file's
-change time, even if its modification time is set back. What rots on the disk moves nothing: so a hash is remembered for
-some days only, and `relayline doctor --deep` reads everything.
+change time, even if its modification time is set back. Bit rot on the disk moves no time. So a hash is remembered for a
+few days only, and `relayline doctor --deep` reads everything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from relayline.wire.common.places import cache_dir
 _HASH_CHUNK_BYTES = 1 << 20
 REMEMBERED_S = 7 * 24 * 3600.0
 
-Hashed = Callable[[float], None]  # told which share of the file has been read; what it raises ends the reading
+Hashed = Callable[[float], None]  # gets the share of the file read so far; an exception from it ends the reading
 
 
 class _Stamp(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class _Stamp(msgspec.Struct, frozen=True):
     sha256: str
 
     def is_of(self, status: os.stat_result) -> bool:
-        """Return whether a file that looks like this is what was hashed, and not long ago."""
+        """Return whether a file with this status is the one that was hashed, not long ago."""
         then = (self.size_bytes, self.mtime_ns, self.ctime_ns, self.inode, self.device)
         now = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
         return then == now and 0 <= time.time() - self.hashed_s < REMEMBERED_S
@@ -63,7 +63,7 @@ def sha256_of(path: Path, hashed: Hashed = lambda share: None, *, afresh: bool =
 
 
 def remember_sha256(path: Path, status: os.stat_result, sha256: str) -> None:
-    """Note what a file hashed to when it looked like `status`, so that `sha256_of` need not read it again."""
+    """Record a file's hash and its `status` at that time, so that `sha256_of` need not read it again."""
     stamp_path = _stamp_path(path)
     stamp = _Stamp(
         size_bytes=status.st_size,

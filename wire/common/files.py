@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def write_file(path: Path, data: bytes, mode: int) -> None:
-    """Put `data` at `path` with `mode`, whole or not at all, replacing what was there."""
+    """Write `data` to `path` with `mode`, whole or not at all, replacing any earlier file."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(handle, "wb") as file:
-            os.fchmod(file.fileno(), mode)  # whatever the umask is
+            os.fchmod(file.fileno(), mode)  # with any umask
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

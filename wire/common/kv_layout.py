@@ -1,18 +1,18 @@
-"""Which layout of KV cells a stage uses, and whether attention then computes all scores of a step at once. Pure.
+"""The layout of a stage's KV cells, and whether attention then computes all scores of a step at once. Pure.
 
 Stages and the planner both ask here. Unified, all lanes share the cells and a step is one micro-batch in its row order.
-Per-lane, each lane has cells of its own: attention walks as many as the longest lane computed with it has, but
-llama.cpp computes only neighbouring lanes at once (stage.engine.micro_batches).
+Per-lane, each lane has its own cells. Attention then walks only as many cells as the longest lane of the micro-batch
+has, but llama.cpp computes only neighbouring lanes at once (stage.engine.micro_batches).
 
-On a CPU llama.cpp's flash attention goes through the cells one by one for each row and head, masked ones too, which in
-a unified cache are those of all other lanes: 16 rows of 16 lanes took 103 / 111 ms unified / per-lane with 64 tokens in
-each lane, 142 / 118 with 256, 429 / 174 with 1,024, 745 / 179 with 2,048 (`python -m benches.contexts`). Hence "auto":
-streams that may grow long have cells of their own on a CPU. Where the build's attention goes through the seen cells
-alone (stage.engine.ggml.attends_own_cells) both take the same, and what is left of a difference is that per-lane steps
-go in parts; "auto" does not ask, since one layout must suit the builds of all stages. On a GPU cells are shared: a
-micro-batch is taken to cost there what a whole step does, however few its rows (simulated; nobody measured one yet).
+On a CPU llama.cpp's flash attention goes through the cells one by one for each row and head. It includes masked cells,
+which in a unified cache are those of all other lanes: 16 rows of 16 lanes took 103 / 111 ms unified / per-lane with 64
+tokens in each lane, 142 / 118 with 256, 429 / 174 with 1,024, 745 / 179 with 2,048 (`python -m benches.contexts`).
+Hence "auto": streams that may grow long get their own cells on a CPU. Where the build's attention goes through the seen
+cells alone (stage.engine.ggml.attends_own_cells) both take the same time, except that per-lane steps go in parts.
+"auto" ignores this, since one layout must suit the builds of all stages. On a GPU cells are shared: a micro-batch of
+few rows is assumed to cost as much as a whole step there (simulated, not measured).
 
-All stages of a pipeline need the same layout: the coordinator's plans and the lanes it keeps are made for one.
+All stages of a pipeline need the same layout, because the coordinator's plans and kept lanes are made for one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ KV_LAYOUTS = ("auto", *LAYOUTS)  # what may be asked for
 LONG_LANE_TOKENS = 1_024  # from which on a lane is taken for one whose stream grows long
 # Architectures on which llama.cpp aborts where lanes have cells of their own (ggml_can_repeat in the model's graph).
 UNIFIED_ARCHITECTURES = frozenset({"kimi-linear"})
-# And such of which llama.cpp lays each lane's cells out by themselves whatever it is asked for, each lane with as many
-# as all lanes together would share.
+# For these, llama.cpp gives each lane its own cells whatever the setting, each lane with as many as all lanes together
+# would share.
 PER_LANE_ARCHITECTURES = frozenset({"deepseek4"})
 SCORED_KV_TYPES = ("f16", "f32")  # a quantised cache needs flash attention
 SCORE_BYTES_MAX = 1 << 30  # of one step's scores, f32; with more, flash attention stays
@@ -39,7 +39,7 @@ def choose_layout(asked: str, *, ctx_tokens: int, gpu_layers: int) -> str:
 
 
 def asked_layout(asked: str, architecture: str) -> str:
-    """Return what is asked for of a model of this architecture: where only one layout will do, "auto" means that."""
+    """Return the layout to ask for with a model of this architecture: where only one works, "auto" means that one."""
     if asked != "auto":
         return asked
     return "unified" if architecture in UNIFIED_ARCHITECTURES else _per_lane(architecture) or asked

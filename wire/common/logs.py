@@ -2,8 +2,8 @@
 
 Fields go in `extra={"fields": {...}}`; both formats print them. Logs go to stderr: stdout belongs to results.
 
-Whoever made a text that is logged, one record is one line of bounded length (but for a traceback of ours), and nothing
-in it is obeyed by a terminal.
+Whatever the source of its text, one record is one line of bounded length (except a traceback of ours), and a terminal
+obeys nothing in it.
 """
 
 from __future__ import annotations
@@ -59,13 +59,14 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-_REASON_CHARS_MAX = 300  # of what a client sent, as far as a log line shows it
+_REASON_CHARS_MAX = 300  # of a client's bytes, shown in a log line
 
 
 class _ClientFaults(logging.Filter):
-    """Tells in a line what is no HTTP, or no body of the encoding that it says: its client's fault, not ours to trace.
+    """Writes one line for bytes that are no HTTP, or a body that is not in its stated encoding.
 
-    aiohttp's own exceptions are known by their module, since nothing here knows aiohttp otherwise.
+    That is the client's fault and needs no traceback. aiohttp's exceptions are recognised by their module, because this
+    file does not import aiohttp.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def resident_bytes() -> int | None:
-    """Return the memory that this process holds; None where it cannot be told."""
+    """Return this process's memory; None where it is unknown."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except (OSError, IndexError, ValueError):
@@ -15,12 +15,12 @@ def resident_bytes() -> int | None:
 
 
 def total_memory_bytes() -> int | None:
-    """Return this machine's memory, or this container's limit if that is less; None where it cannot be told."""
+    """Return this machine's memory, or this container's limit if that is less; None where it is unknown."""
     return _least(_meminfo("MemTotal"), _cgroup_limit())
 
 
 def available_memory_bytes() -> int | None:
-    """Return the memory that new processes can have; None where it cannot be told."""
+    """Return the memory available to new processes; None where it is unknown."""
     return _least(_meminfo("MemAvailable"), _cgroup_left())
 
 

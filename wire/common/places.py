@@ -1,7 +1,7 @@
-"""Where this user's files are kept: caches and state by the XDG variables, below the home directory without them.
+"""Where this user's files are kept: caches and state by the XDG variables, or else below the home directory.
 
-A user id that nobody knows, in a container for instance, has no home directory. Then a directory of its own in the
-system's temporary one stands in, so that every command works.
+An unknown user id, in a container for instance, has no home directory. A private directory in the system's temporary
+directory then takes its place, so that every command works.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from relayline.wire.common.errors import UsageError
 
 
 def home() -> Path:
-    """Return the home directory, or what stands in for one. Raises UsageError if there is no place at all."""
+    """Return the home directory or its replacement. Raises UsageError if there is neither."""
     try:
         found = Path.home()
     except RuntimeError:
@@ -55,7 +55,7 @@ def expanded(path: str) -> Path:
 
 
 def _stand_in() -> Path:
-    """Return a directory of this user alone. Others may write beside it, and may have made it: then it is not used."""
+    """Return a private directory of this user. In a shared place another user may have made it: then it is refused."""
     advice = "set HOME to a directory of yours, or XDG_CACHE_HOME and XDG_STATE_HOME"
     try:
         path = Path(tempfile.gettempdir()) / f"relayline-{os.getuid()}"

@@ -13,11 +13,11 @@ import uvloop
 
 Result = TypeVar("Result")
 
-OPEN_FILES_MAX = 65_536  # what a process raises its own limit to; some systems allow a thousand million
+OPEN_FILES_MAX = 65_536  # a process raises its own limit to this at most; some systems allow a thousand million
 
 
 async def first_of(*futures: asyncio.Future[Any]) -> None:
-    """Wait until one of the futures is done; raises nothing of theirs."""
+    """Wait until one of the futures is done; raises none of their errors."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
@@ -26,7 +26,7 @@ def raise_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # a system that has a lower limit of its own keeps to that
+        with contextlib.suppress(OSError, ValueError):  # the system's own limit is lower, so that one stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 

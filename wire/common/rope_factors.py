@@ -1,9 +1,9 @@
-"""Which of two sets of rope factors a stage takes, where its model has two (phi3's "longrope"). Pure.
+"""The choice between two sets of rope factors, where a model has two (phi3's "longrope"). Pure.
 
 Such a model was trained up to its original context with the short set, and beyond with the long one. llama.cpp takes
-the long one where a sequence's cells are more than the original context (llama_model::get_rope_factors), and the cells
-of a unified cache are those of all lanes, rounded up: stages would turn the same position differently, and thirty-two
-short streams would be turned as if each were long. Here the length that a lane may have decides, nothing else.
+the long one where a sequence has more cells than the original context (llama_model::get_rope_factors). The cells of a
+unified cache are those of all lanes, rounded up. So stages could rotate the same position differently, and thirty-two
+short streams would be rotated like long ones. Here only the largest length of a lane decides.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 
 LONG_FACTORS = "rope_factors_long.weight"
 ORIGINAL_CONTEXT = "rope.scaling.original_context_length"  # behind the family's prefix, as the next
-CONTEXT = "context_length"  # what llama.cpp takes where a file says nothing of its original context
+CONTEXT = "context_length"  # llama.cpp's value where a file does not state its original context
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

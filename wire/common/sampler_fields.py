@@ -1,8 +1,8 @@
 """The table of sampling fields that are one number and matter to the last stage alone.
 
 To add one, write an entry here and use `SamplingOptions.number` where it matters, below `stage/sampling`. The HTTP
-field with its check, the way over the wire and the stage's own check follow from the entry. What is not said has the
-neutral value, and costs nothing.
+field with its check, the way over the wire and the stage's own check follow from the entry. A field that is not given
+has the neutral value, and costs nothing.
 """
 
 from __future__ import annotations

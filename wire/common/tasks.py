@@ -1,4 +1,4 @@
-"""Ends tasks so that nothing of them is left."""
+"""Ends tasks without a trace."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 async def end_task(task: asyncio.Task[Any]) -> None:
-    """Cancel a task and wait until it has ended, however; raises nothing of its own.
+    """Cancel a task and wait for its end, however it ends; raises no error of the task.
 
-    Its frames let go of what they held. Else the traceback of its end keeps them, they keep the object that the task
-    belongs to, and that keeps the task: a circle, in which connections would stay open until the cyclic garbage
+    Its frames then release their references. Otherwise the traceback of its end keeps its frames, they keep the object
+    that owns the task, and that keeps the task. In such a cycle, connections would stay open until the cyclic garbage
     collector finds it.
     """
     task.cancel()

@@ -15,8 +15,8 @@ KEYS_MAX = 64  # of a map from names that another process sends; there are some 
 def printable(text: str, chars_max: int = bounds.PEER_TEXT_CHARS_MAX) -> str:
     """Return text as one line that is safe to print: long text cut, and control characters as backslash escapes.
 
-    What counts as one is whatever Unicode does not call printable: escape sequences, line ends, marks that turn the
-    direction of writing, invisible characters, halves of surrogate pairs.
+    Control characters are all that Unicode does not call printable: escape sequences, line ends, marks of writing
+    direction, invisible characters, halves of surrogate pairs.
     """
     n_more = len(text) - chars_max
     kept = text[:chars_max] if n_more > 0 else text

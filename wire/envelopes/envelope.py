@@ -1,4 +1,4 @@
-"""Envelopes: all frames that one native step decoded, as one message; their layout, and how they are read.
+"""Envelopes: all frames of one native step as one message. Their layout, and their reader.
 
 A message of a given shape (frames, rows) always has the same length and the same tags: the canonical layout, which
 `wire/envelopes/buffers.py` writes. It is read by views without copying, and most at once (`_frames.c`). Anything else
@@ -8,7 +8,8 @@ Every byte is under a checksum: each frame's rows under the frame's own, everyth
 envelope's. That one is the xxh3-64 of the tail, seeded by the xxh3-64 of the head. The head is the header and the
 frames in the canonical layout. The tail is what a protobuf library writes for row exponents, options and draft tokens.
 
-Bytes from the network either become an `EnvelopeView` whose every count, size and checksum holds, or ProtocolError.
+Bytes from the network either become an `EnvelopeView` with every count, size and checksum verified, or raise
+ProtocolError.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ CHECKSUM_BYTES = CHECKSUM.size
 _OPEN, _DRAFTED = frames.Flag.OPEN, frames.Flag.DRAFTED
 _GUESSED = frames.Flag.GUESSED
 _EITHER = _DRAFTED | _GUESSED
-_DRAFT = _DRAFTED | frames.Flag.WANTS_SAMPLE  # what a drafted frame's flags are, but for _GUESSED
-_SCORED = frames.Flag.SCORED  # what a scored frame's flags are at least
+_DRAFT = _DRAFTED | frames.Flag.WANTS_SAMPLE  # the flags of a drafted frame, except _GUESSED
+_SCORED = frames.Flag.SCORED  # the least flags of a scored frame
 _CHECKPOINT = frames.Flag.CHECKPOINT
 _CONTROL, _ALL_FLAGS = frames.CONTROL, frames.CONTROL | frames.Flag.PREFILL | _DRAFT | _GUESSED | _CHECKPOINT
 
@@ -89,7 +90,7 @@ def bytes_max_of(width: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def lead_of(tag: int, size_bytes: int) -> bytes:
-    """Return what stands before a length-delimited field."""
+    """Return the bytes before a length-delimited field."""
     return _varint(tag) + _varint(size_bytes)
 
 
@@ -113,7 +114,7 @@ class EnvelopeView:
 
     @property
     def frames(self) -> frames.Records:
-        """The frames as records (n_frames,), for who wants columns."""
+        """The frames as records (n_frames,), for callers that want columns."""
         return np.frombuffer(self.records, dtype=FRAME_DTYPE)
 
 
@@ -132,7 +133,7 @@ def parse(message: bytes, *, max_rows: int = bounds.ROWS_PER_FRAME_MAX) -> Envel
 
 
 def _parse_plain(message: bytes, max_rows: int) -> EnvelopeView | None:
-    """Read an envelope of ordinary rows alone, with everything checked; None for any other, and for what is wrong."""
+    """Read an envelope of ordinary rows alone, with everything checked; None for any other, and for a wrong one."""
     read = _frames.read(message, checksum, bounds.FRAMES_PER_ENVELOPE_MAX)
     if read is None:
         return None

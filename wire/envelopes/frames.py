@@ -48,8 +48,8 @@ CONTROL = Flag.OPEN | Flag.CLOSE | Flag.TRIM | Flag.COPY_PREFIX | Flag.STORE | F
 
 FRAME_DTYPE: np.dtype[np.void] = layout.FRAME.dtype()
 FRAME_BYTES = FRAME_DTYPE.itemsize
-# For reading whole records: a column costs numpy about what a whole record costs `struct`, and a decode step has as few
-# records as columns.
+# For reading whole records. With numpy a column costs about as much as a whole record does with `struct`, and a decode
+# step has as few records as columns.
 _READ = struct.Struct(layout.FRAME.struct_form(with_constants=False))
 
 

@@ -18,7 +18,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 TRACE_BYTES = 25  # trace id (16), span id (8), flags (1); the only length that a field of bytes has here
-_FIXED64, _LENGTH, _FIXED32 = 1, 2, 5  # how protobuf names what a field has for its value
+_FIXED64, _LENGTH, _FIXED32 = 1, 2, 5  # protobuf's name for the kind of a field's value
 # field type -> how it travels, the code that struct has for it, that of numpy, bytes
 _FORMS = {
     FieldDescriptor.TYPE_FIXED64: (_FIXED64, "Q", "<u8", 8),
@@ -96,7 +96,7 @@ class Layout:
 
 _ENVELOPE: Any = pb.RelayRequest.DESCRIPTOR
 _FRAME: Any = pb.Frame.DESCRIPTOR
-# The number of batch_trace is higher than the frames', but here it stands at the same place in every envelope.
+# The number of batch_trace is higher than that of frames, but here it has the same place in every envelope.
 HEADER = Layout(_ENVELOPE, ("epoch", "sequence", "dtype", "n_rows", "width", "sent_ns", "n_frames", "batch_trace"))
 FRAME = Layout(_FRAME, (field.name for field in _FRAME.fields), tag_of(_ENVELOPE, "frames"))
 TAGS = {

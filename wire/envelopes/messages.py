@@ -1,8 +1,8 @@
-"""Reading protobuf messages of others: nothing is parsed before its size and its cost in memory are known.
+"""Reads protobuf messages of peers: none is parsed before its size and its cost in memory are known.
 
 Two bytes of a message may become a hundred in the protobuf library's memory, as an empty message within it does. So
-whatever comes over a link is weighed first (`_weigh.c` walks over the bytes), and refused where reading would
-take more than MESSAGE_COST_BYTES_MAX beyond its own size. Small messages can't cost that much and are read at once.
+every message of a link is weighed first (`_weigh.c` walks over the bytes), and refused where reading would take more
+than MESSAGE_COST_BYTES_MAX beyond its own size. Small messages can't cost that much and are read at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNKNOWN, _SINGLE, _REPEATED, _TEXT, _MESSAGE = range(5)  # as in _weigh.c
 _COST_PER_BYTE_MAX = 128
 _UNWEIGHED_BYTES_MAX = bounds.MESSAGE_COST_BYTES_MAX // _COST_PER_BYTE_MAX
 _ELEMENT_BYTES = 16  # as in _weigh.c
-_HEAD_BYTES = 32  # of a message in memory, beside its fields
+_HEAD_BYTES = 32  # of a message in memory, without its fields
 _MAP_ENTRY_BYTES = 192  # of an entry of a map with its place in a hash table that grows by doubling
 
 _VARINT, _FIXED32, _FIXED64 = 0, 4, 8
@@ -120,7 +120,7 @@ def _table(root: Descriptor) -> tuple[bytes, int]:
 
 
 def _entry(field: FieldDescriptor, known: list[Descriptor]) -> tuple[int, int]:
-    """Return how many bytes a field takes in its message, and what the table says of it."""
+    """Return how many bytes a field takes in its message, and its row of the table."""
     if field.message_type is not None:
         is_map = field.message_type.GetOptions().map_entry
         return 16 if is_map else 8, _MESSAGE | known.index(field.message_type) << 16

@@ -24,7 +24,7 @@ _FIRST_TAG = lead_of(pb.RelayRequest.PART_OF_BYTES_FIELD_NUMBER << 3 | 5, 0)[:-1
 
 
 def parts_of(envelope: bytes) -> Iterator[bytes]:
-    """Cut an envelope into messages; one at a time, each made as it is asked for."""
+    """Cut an envelope into messages, each made when it is asked for."""
     whole = memoryview(envelope)
     for at in range(0, len(envelope), bounds.PART_BYTES_MAX):
         data = whole[at : at + bounds.PART_BYTES_MAX]
@@ -33,7 +33,7 @@ def parts_of(envelope: bytes) -> Iterator[bytes]:
 
 
 class PartReader:
-    """Puts the envelopes of one link together; what it holds grows with what has come, not with what is announced."""
+    """Joins the parts of one link's envelopes. Memory grows with the received parts, not with the announced size."""
 
     def __init__(self, envelope_bytes_max: int) -> None:
         self._envelope_bytes_max = envelope_bytes_max

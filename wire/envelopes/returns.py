@@ -1,8 +1,8 @@
-"""Messages of the return stream: each is numbered, under a checksum and of bounded size.
+"""Messages of the return stream: each has a number, a checksum and a bounded size.
 
-A token that was altered on its way would be in the answer for good, and one that was lost would be waited for without
-end. So the last nine bytes of a message are the xxh3-64 of all before them, as field 15, and every message has its
-number in the stream. What one step says goes in one message; only what is longer than RETURN_SPLIT_BYTES is split.
+A token altered on the way would stay in the answer, and a lost one would be awaited forever. So the last nine bytes of
+a message are the xxh3-64 of all before them, as field 15, and every message has its number in the stream. The results
+of one step go in one message; only longer ones than RETURN_SPLIT_BYTES are split.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Hidden-state rows on the wire: range-safe f16, or exact f32.
 
-f16 ends at 65,504 while residual streams of real models go beyond it. A row whose largest magnitude does not fit is
-scaled down by the smallest power of two that makes it fit, which costs no precision, and the exponent travels beside
-it. Rows that fit (nearly all) travel as they are.
+f16 ends at 65,504, but residual streams of real models go beyond it. A row whose largest magnitude does not fit is
+scaled down by the smallest power of two that makes it fit. That costs no precision, and the exponent travels with the
+row. Rows that fit (nearly all) travel as they are.
 
 NaN and infinity never travel. The sender finds them in the same pass that converts and ends those sessions; the
 receiver refuses rows that hold them all the same, before they reach a native cache.
 
-The loops are native (`_rows.c`). numpy converts f16 element by element on most machines, which costs more than gRPC
-does for the same envelope, and gives the GIL away around every call, which can cost a switch interval (5 ms).
+The loops are native (`_rows.c`). numpy converts f16 element by element on most machines, which costs more than gRPC for
+the same envelope. It also releases the GIL around every call, which can cost a switch interval (5 ms).
 """
 
 from __future__ import annotations

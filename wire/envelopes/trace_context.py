@@ -3,7 +3,7 @@
 Layout: trace id (16, big endian as in W3C's text form), span id (8), flags (1; bit 0 = sampled). Fixed-width bytes
 rather than a text header: every frame of every step carries one, and most are only passed on.
 
-Importing this module costs nothing of OpenTelemetry; only `unpack` and `pack` need its API package.
+Importing this module does not import OpenTelemetry; only `unpack` and `pack` need its API package.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 NONE: Final = bytes(TRACE_BYTES)
 TRACE_ID_BYTES: Final = 16
 SPAN_ID_BYTES: Final = 8
-IDS_BYTES: Final = TRACE_ID_BYTES + SPAN_ID_BYTES  # what a span is named by: the context without its flags
+IDS_BYTES: Final = TRACE_ID_BYTES + SPAN_ID_BYTES  # the identity of a span: the context without its flags
 _FLAGS_AT: Final = IDS_BYTES
 _SAMPLED: Final = 0x01
-# A generator of its own: a caller that seeds the shared one must not make two processes choose the same ids. Seeded by
-# the system once, since asking it for every id takes several times as long.
+# A private generator: a caller that seeds the shared one must not make two processes choose the same ids. Seeded by the
+# system once, since asking the system for every id takes several times as long.
 _ids = random.Random(random.SystemRandom().getrandbits(256))
 os.register_at_fork(after_in_child=lambda: _ids.seed(random.SystemRandom().getrandbits(256)))
 _getrandbits = _ids.getrandbits

@@ -1,4 +1,4 @@
-"""What a file is that is no GGUF: the usual mistakes, each with what to do. Pure."""
+"""Recognises files that are no GGUF: the usual mistakes, each with its remedy. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BY_MAGIC: tuple[tuple[bytes, str], ...] = (
 
 
 def foreign_kind(name: str, head: bytes) -> str:
-    """Return what a file that is no GGUF is and what to do, in a few words; empty where nobody can tell.
+    """Return a few words on a file that is no GGUF: its kind, and the remedy; empty if unknown.
 
     `head` holds its first HEAD_BYTES, or all of it.
     """

@@ -1,12 +1,12 @@
 """Reads the header of one GGUF file without reading its tensors.
 
-It answers which keys and tensors a file holds and where their bytes lie. What they mean is not its business.
+It lists a file's keys and tensors and the places of their bytes. It does not know their meaning.
 
 House rules for this file:
 * Every count and length from the file is checked against the bytes that are there before it is used: any bytes
   either parse or raise ModelFileError.
-* Long arrays (vocabularies) are located, never decoded.
-* Whatever the file holds, reading it takes less than a second of one core and less than 64 MiB: `HeaderBudget`.
+* Long arrays (vocabularies) are located, never decoded. * For every file, reading takes less than a second of one core
+and less than 64 MiB: `HeaderBudget`.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class GgufFile:
 
 @dataclasses.dataclass(slots=True)
 class HeaderBudget:
-    """What a model's headers may still hold. The shards of one model share one."""
+    """The remaining budget of a model's headers. The shards of one model share one."""
 
     header_bytes: int = HEADER_BYTES_MAX
     strings: int = STRINGS_MAX
@@ -267,7 +267,7 @@ def _tensor_bytes(path: Path, name: str, dims: tuple[int, ...], type_id: int) ->
 
 
 class _Cursor:
-    """A position in the header that never runs past the file or past what a header may hold."""
+    """A position in the header that never runs past the end of the file or of the budget."""
 
     def __init__(self, path: Path, view: mmap.mmap, budget: HeaderBudget) -> None:
         self.path = path
@@ -344,9 +344,9 @@ class _Cursor:
             self.forget()
 
     def tokens(self, count: int) -> tuple[bool, int]:
-        """Step over the vocabulary; returns whether two texts in it are the same, and how many are called <0xNN>.
+        """Step over the vocabulary; returns whether two of its texts are equal, and how many are named <0xNN>.
 
-        Told by hashes of 64 bits, whose key no file knows. Empty texts are left out: llama.cpp gives them names.
+        Compared by 64-bit hashes with a random key. Empty texts are left out: llama.cpp names them itself.
         """
         view, limit, at, unpack = self.view, self.limit, self.at, struct.Struct("<Q").unpack_from
         hashes, n_byte_tokens = array.array("q"), 0

@@ -1,7 +1,8 @@
-"""Whether a GGUF header is one that llama.cpp can compute with: the one check of `inspect`, `split`, fetch and load.
+"""Whether llama.cpp can compute with a GGUF header: the one check of `inspect`, `split`, fetch and load. llama.cpp ends
+its process where one of its assertions fails, and follows null pointers where a tensor has a type that no product
+takes.
 
-llama.cpp ends its process where an assertion of its own fails, and follows null pointers where a tensor has a type that
-no product takes. Whatever can be told of that from the header alone is told here, in one line. Pure.
+Every such fault that shows in the header is reported here, in one line. Pure.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Settings, each said once: `setting` says what one is, `table` holds all of them."""
+"""Settings, each defined once: `setting` defines the form of one, `table` holds all of them."""

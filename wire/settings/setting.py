@@ -20,7 +20,7 @@ from relayline.wire.common.errors import UsageError
 from relayline.wire.common.texts import printable
 
 MARK = "setting"  # key of a field's metadata
-STAGES = "stages[]"  # where a manifest says what it says of each single stage
+STAGES = "stages[]"  # the place of a stage's own settings in a manifest
 VARIABLE_PREFIX = "RELAYLINE"
 
 
@@ -45,7 +45,7 @@ class Setting:
     doc: str
     """One paragraph, for the manifest's schema, the reference page and `--help`."""
     flag: str
-    """As it is written on the command line. Of a bool that is true by default, the flag that makes it false."""
+    """Its flag on the command line. For a bool that is true by default, the flag that makes it false."""
     flag_doc: str = ""
     """What `--help` says instead, such as of a flag that means the opposite."""
     place: str = ""
@@ -57,9 +57,9 @@ class Setting:
     choices: tuple[str, ...] = ()
     """All values of a text that has no others."""
     words: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
-    """Values of a number that are said in words, beside the numbers from low to high."""
+    """Named values of a number, in addition to the numbers from low to high."""
     unsaid: Any = None
-    """What the order of a coordinator means that does not know the setting; None: the default."""
+    """The meaning of an order from a coordinator that does not know the setting; None: the default."""
     host_wins: bool = False
     """Whether a stage's own flag wins over the order that it gets when it joins."""
 
@@ -85,12 +85,12 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """The manifest's key, without what is above it."""
+        """The manifest's key, without its path."""
         return self.place.rpartition(".")[2]
 
     @property
     def part(self) -> str:
-        """What is above the manifest's key."""
+        """The path above the manifest's key."""
         return self.place.rpartition(".")[0]
 
     @property
@@ -127,7 +127,7 @@ class Setting:
         return f"{', '.join(self.words)} or a number from {self.low:.0f} to {self.high:.0f}" if self.words else said
 
     def read(self, value: Any) -> Any:
-        """Return what a text means, or a manifest's value. Raises UsageError."""
+        """Return the value of a text, or of a manifest's entry. Raises UsageError."""
         if not isinstance(value, str) or self.kind is str:
             return self.check(value)
         if value in self.words:
@@ -203,7 +203,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def from_parameters(table: type[Table], given: Mapping[str, Any]) -> Table:
-    """Return what a command's parameters say, by their names; the defaults of what it has no parameter for.
+    """Return a command's parameters by setting; the default where it has no such parameter.
 
     Raises UsageError.
     """
@@ -212,7 +212,7 @@ def from_parameters(table: type[Table], given: Mapping[str, Any]) -> Table:
 
 
 def arguments(settings: Settings, wanted: Callable[[Setting], bool] = lambda _: True) -> tuple[str, ...]:
-    """Return settings as arguments for a child process. `wanted` says which of them it is told."""
+    """Return settings as arguments for a child process. `wanted` names the settings to pass on."""
     return tuple(
         argument
         for entry in entries(type(settings))
@@ -236,7 +236,7 @@ class Message(Protocol):
 
     @property
     def more(self) -> Any:
-        """Text by name of what has no field of its own."""
+        """Text by name, for settings without a field of their own."""
 
 
 def write_message(settings: Settings, message: Message) -> None:
@@ -251,7 +251,7 @@ def write_message(settings: Settings, message: Message) -> None:
 
 
 def read_message(table: type[Table], message: Message) -> Table:
-    """Return the settings of a message. Raises UsageError for what is not allowed, and for a setting not known here."""
+    """Return the settings of a message. Raises UsageError for forbidden values, and for a setting not known here."""
     known, fields = {entry.name: entry for entry in entries(table)}, _field_names(message)
     for name in message.more:
         if name not in known or name in fields:

@@ -1,4 +1,4 @@
-"""The table of settings: whatever a person can say about how a pipeline computes, serves and records.
+"""The table of settings: everything a user can set about how a pipeline computes, serves and records.
 
 To add one, write an entry here and use the field where it matters. Flag, variable, manifest key, JSON Schema, the flags
 of child processes, a stage's order and the page of settings follow; run `make reference` for the files among them.
@@ -182,7 +182,7 @@ class EngineSettings(Settings):
         return dataclasses.replace(self, kv_layout=asked_layout(self.kv_layout, architecture))
 
     def resolved(self) -> EngineSettings:
-        """Return the same with what is left to this process decided: threads and layout of KV cells."""
+        """Return a copy with this process's own choices filled in: threads and layout of KV cells."""
         return dataclasses.replace(self, n_threads=self.threads_used, kv_layout=self.layout_used)
 
 
@@ -368,7 +368,7 @@ class ServingSettings(Settings):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetrySettings(Settings):
-    """What is recorded about requests and batches."""
+    """How much is recorded about requests and batches."""
 
     level: str = setting(
         "summary",

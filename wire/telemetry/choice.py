@@ -41,7 +41,7 @@ def exporters(endpoint: str, environment: Mapping[str, str] | None = None) -> li
         return [_build(name, endpoint) for name in chosen(endpoint, given)]
     except UsageError:
         raise
-    except Exception as error:  # exporters raise what they like for bad headers, files, numbers
+    except Exception as error:  # exporters raise any kind of exception for bad headers, files, numbers
         raise UsageError(f"telemetry cannot be set up, check the OTEL_* variables: {error}") from error
 
 

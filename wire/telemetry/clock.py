@@ -1,8 +1,8 @@
 """One host's estimate of another's clock: from round trips, with its uncertainty. Pure.
 
-A peer that answers between two readings of our clock read its own somewhere in between; the middle is wrong by at most
-half of what the round trip took, however unequal its two ways are. The best of the latest round trips is the shortest,
-but one of a while ago counts for less: two clocks drift apart by at most DRIFT_MAX meanwhile.
+A peer answers between two readings of our clock, so it read its own in between. The midpoint is wrong by at most half
+of the round trip, however unequal its two directions are. The best of the latest round trips is the shortest. An older
+one counts for less, because two clocks drift apart by at most DRIFT_MAX meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Clock:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _RoundTrip:
     offset_ns: int
-    half_ns: int  # of what it took
+    half_ns: int  # of the round trip's time
     at_ns: int
 
     def uncertainty_ns(self, now_ns: int) -> int:
@@ -46,7 +46,7 @@ class OffsetEstimate:
         self._kept: collections.deque[_RoundTrip] = collections.deque(maxlen=ROUND_TRIPS_KEPT)
 
     def heard(self, sent_ns: int, received_ns: int, theirs_ns: int) -> None:
-        """Take a round trip: asked at sent_ns, answered at received_ns of our clock, at theirs_ns of the peer's."""
+        """Add a round trip: asked at sent_ns, answered at received_ns of our clock, at theirs_ns of the peer's."""
         if received_ns < sent_ns:
             return  # no clock of ours says so
         # A time that fits in between is from the clock of this very machine, which all its processes share.
@@ -56,7 +56,7 @@ class OffsetEstimate:
         self._kept.append(_RoundTrip(offset_ns, half_ns, received_ns))
 
     def best(self, now_ns: int) -> tuple[int, int] | None:
-        """Return (offset, uncertainty) of what is known now; None before the first round trip."""
+        """Return (offset, uncertainty) at present; None before the first round trip."""
         if not self._kept:
             return None
         best = min(self._kept, key=lambda trip: trip.uncertainty_ns(now_ns))

@@ -1,4 +1,4 @@
-"""The telemetry settings of a process. Imports nothing of OpenTelemetry, so that every command may import it."""
+"""The telemetry settings of a process. Does not import OpenTelemetry, so that every command may import it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Level(enum.IntEnum):
 
     @classmethod
     def from_wire(cls, level: int) -> Level | None:
-        """Return the level of a pb.TelemetryLevel; None for UNSPECIFIED and for what a newer peer may say."""
+        """Return the level of a pb.TelemetryLevel; None for UNSPECIFIED and for levels of a newer peer."""
         return cls(level - 1) if 1 <= level <= len(cls) else None
 
     def to_wire(self) -> pb.TelemetryLevel:
@@ -56,7 +56,7 @@ class TelemetryConfig:
     """Share of requests that are traced, decided where the request enters unless its caller decided already. 1.0
     leaves it to OTEL_TRACES_SAMPLER."""
     content: bool = False
-    """Also record prompts and outputs. Off: telemetry says nothing of them."""
+    """Also record prompts and outputs. Off: telemetry contains none of their text."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for the first value out of range."""

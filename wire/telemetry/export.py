@@ -1,9 +1,8 @@
-"""The OpenTelemetry SDK behind `Telemetry`: a provider of our own, a bounded queue, and a count of what was lost.
+"""The OpenTelemetry SDK behind `Telemetry`: a private provider, a bounded queue, and a count of lost spans.
 
-The SDK's batch processor does the queueing and its exporters the sending, in a thread of theirs. Around both stands a
-counter: it refuses a span before the SDK's queue would overflow, and it sees what an exporter failed to send.
-
-The SDK's messages about a failing collector become one line in our log now and then, not one per attempt.
+The SDK's batch processor queues, and its exporters send, in their own thread. A counter wraps both: it refuses a span
+before the SDK's queue would overflow, and it sees the spans that an exporter failed to send. The SDK's messages about a
+failing collector become an occasional line in our log, not one per attempt.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Pipe:
     def _identify(self, who: Mapping[str, AttributeValue]) -> None:
         self._resource = _resource(who)
         self._provider = TracerProvider(
-            # 1.0 is no wish of its own: then the SDK reads OTEL_TRACES_SAMPLER.
+            # 1.0 expresses no wish: then the SDK reads OTEL_TRACES_SAMPLER.
             sampler=ParentBasedTraceIdRatio(self._sampler_ratio) if self._sampler_ratio < 1.0 else None,
             resource=self._resource,
             shutdown_on_exit=False,
@@ -120,7 +119,7 @@ class Pipe:
         return _within(timeout_s, self._provider.force_flush)
 
     def shutdown(self, timeout_s: float) -> None:
-        """Export what is left within timeout_s and close. What is left then counts as dropped."""
+        """Export the remaining spans within timeout_s and close. Spans that still remain count as dropped."""
         if not _within(timeout_s, self._provider.shutdown):
             for processor in self._processors:
                 processor.give_up()
@@ -241,7 +240,7 @@ class _CountedExporter(SpanExporter):
         self.seen += len(spans)
         try:
             result = self._exporter.export(spans)
-        except Exception as error:  # whatever a third-party exporter raises
+        except Exception as error:  # any exception of a third-party exporter
             _complain(f"{type(error).__name__}: {error}")
             result = SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
@@ -264,7 +263,7 @@ def _from_environment(key: str, default: int) -> int:
         return default
 
 
-# --- what the SDK says ------------------------------------------------------------------------------------------------
+# --- the SDK's own messages -------------------------------------------------------------------------------------------
 
 
 class _SdkLog(logging.Handler):

@@ -22,7 +22,7 @@ RESOURCE_STAGE_LAYERS: Final = "relayline.stage.layers"  # first and last, as in
 RESOURCE_CLOCK: Final = "relayline.clock"  # whose wall clock spans are stamped with, one of:
 CLOCK_OWN: Final = "own"
 CLOCK_COORDINATOR: Final = "coordinator"
-RESOURCE_CLOCK_OFFSET: Final = "relayline.clock.offset_s"  # what was added to this host's own wall clock
+RESOURCE_CLOCK_OFFSET: Final = "relayline.clock.offset_s"  # the offset added to this host's own wall clock
 RESOURCE_CLOCK_UNCERTAINTY: Final = "relayline.clock.uncertainty_s"  # the offset is right to within so much
 SCOPE: Final = "relayline"  # instrumentation scope of every span
 
@@ -35,11 +35,11 @@ SPAN_PREFILL: Final = "prefill"
 SPAN_PREFILL_CHUNK: Final = "prefill chunk"
 SPAN_DECODE: Final = "decode"
 SPAN_RECOVERY: Final = "recovery"  # from the loss of a stage or link until the session goes on
-SPAN_BATCHES: Final = "batches"  # what one stage did for one phase of a request; an event per batch
+SPAN_BATCHES: Final = "batches"  # one stage's work on one phase of a request; an event per batch
 SPAN_SEND: Final = "send"  # of a pass: from the choice of its rows until its envelope has left for stage 0
 SPAN_RETURN: Final = "return"  # of a pass: from the arrival of its tokens until what follows from them has left
-# A trace of passes has a root named SPAN_PASSES and a size, a batch or a frame is named by its phase and a size: these
-# names are what a row of Jaeger shows and what its list of operations offers, so that they are few.
+# A trace of passes has a root named SPAN_PASSES and a size. A batch or a frame is named by its phase and a size. Jaeger
+# shows these names in its rows and in its list of operations, so they are few.
 SPAN_PASSES: Final = "passes"
 PHASE_DECODE: Final = "decode"
 PHASE_PREFILL: Final = "prefill"
@@ -85,10 +85,10 @@ URL_SCHEME: Final = "url.scheme"
 SERVER_ADDRESS: Final = "server.address"
 SERVER_PORT: Final = "server.port"
 CLIENT_ADDRESS: Final = "client.address"
-# One value each rather than the conventions' list of them: a list cannot be searched for by what stands in it.
+# One value each, not a list as in the conventions: Jaeger cannot search a list by one of its items.
 HTTP_REQUEST_ID: Final = "http.request.header.x-request-id"  # the caller's own
-HTTP_RESPONSE_ID: Final = "http.response.header.x-request-id"  # what the answer said, hence always there
-BAGGAGE: Final = "baggage."  # what the caller's W3C baggage says, by its keys
+HTTP_RESPONSE_ID: Final = "http.response.header.x-request-id"  # from the answer, hence always present
+BAGGAGE: Final = "baggage."  # from the caller's W3C baggage, by its keys
 ERROR_TYPE: Final = "error.type"
 GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
 GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
@@ -157,9 +157,9 @@ ATTR_POLICY_PAD_TARGET: Final = "relayline.policy.pad_target_rows"
 
 # --- our attributes: links and frames ---------------------------------------------------------------------------------
 
-ATTR_LINK: Final = "relayline.link"  # what a link means, one of:
+ATTR_LINK: Final = "relayline.link"  # the meaning of a link, one of:
 LINK_MEMBER: Final = "member"  # to the request that a frame of the batch belongs to
-LINK_UPSTREAM_BATCH: Final = "upstream_batch"  # to another batch of the stage before, beside the parent
+LINK_UPSTREAM_BATCH: Final = "upstream_batch"  # to another batch of the stage before, besides the parent
 LINK_BATCH: Final = "batch"  # from a frame to its batch; from a request's `batches` to its first in a trace of passes
 LINK_PASSES: Final = "passes"  # from a request's phase to the root of a trace of passes that it was in
 ATTR_FRAME_POSITION: Final = "relayline.frame.position"  # absolute position of its first row
@@ -270,7 +270,7 @@ METRIC_TELEMETRY_LEVEL: Final = "relayline_telemetry_level"  # 0 off, 1 summary,
 # --- our attributes: spans of the coordinator -------------------------------------------------------------------------
 
 ATTR_CHOICE: Final = "relayline.choice.index"  # of a request with several choices
-ATTR_SHARED_WITH: Final = "relayline.shared_with"  # request id of whoever opened the session that this one reads
+ATTR_SHARED_WITH: Final = "relayline.shared_with"  # id of the request that opened the session which this one reads
 ATTR_LINKS_DROPPED: Final = "relayline.passes.links_dropped"  # traces of passes that the span could not link to
 ATTR_CHUNK_POSITION: Final = "relayline.chunk.position"
 ATTR_CHUNK_ROWS: Final = "relayline.chunk.rows"
@@ -281,7 +281,7 @@ ATTR_STAGE_PREFILL_WAIT: Final = "relayline.stages.prefill_wait_s"
 ATTR_STAGE_DECODE_WAIT: Final = "relayline.stages.decode_wait_s"
 EVENT_PAUSED: Final = "paused"  # a stage or link was lost
 EVENT_RESUMED: Final = "resumed"  # starts again from its history at a new epoch
-EVENT_REPLAYED: Final = "replayed"  # starts again from its history after a fault of its own
+EVENT_REPLAYED: Final = "replayed"  # replay from its history after a failure of its own
 LINK_SESSION: Final = "session"  # from a request that shares a session to the span that describes the session
 
 # --- metrics of the coordinator, with the label `model_name`; the stems are those of vLLM ----------------------------
@@ -320,9 +320,9 @@ METRIC_SHARED: Final = "relayline_shared_requests"
 LABEL_STAGES: Final = "stages"
 METRIC_OVERLAP: Final = "relayline_overlap_ratio"
 
-# --- what stages tell the coordinator, at the coordinator's /metrics, with the label `stage` -------------------------
-# For whoever scrapes the coordinator alone; histograms are at the stages' own /metrics. The coordinator's link to
-# stage 0 stands under METRIC_LINK_* with stage="coordinator".
+# --- the stages' reports to the coordinator, at the coordinator's /metrics, with the label `stage` -----------------
+# For users who scrape the coordinator alone; histograms are at the stages' own /metrics. The coordinator's link to
+# stage 0 has METRIC_LINK_* with stage="coordinator".
 
 STAGE_COORDINATOR: Final = "coordinator"
 METRIC_STAGE_UP: Final = "relayline_stage_up"

@@ -1,7 +1,7 @@
-"""OTLP from spans that were made whole, without an object for each of their keys and values.
+"""OTLP from finished spans, without an object for each of their keys and values.
 
-The exporters of the SDK stay what they are: endpoints, headers, certificates, retries are theirs. Only how spans become
-a message is ours, where an exporter lets it be replaced; any other gets the same spans as the SDK's own.
+The SDK's exporters keep their work: endpoints, headers, certificates, retries. Only the serialisation is ours, where an
+exporter lets it be replaced. Any other exporter gets the same spans as the SDK's own.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Telemetry of one process: how much is traced, where spans go, what was lost. Explicitly passed, never a global.
 
-Serving comes first: a collector that is dead, slow or refuses costs the user nothing but `dropped_spans`. Spans wait in
-a bounded queue (wire.telemetry.export); what does not fit is counted and gone.
+Serving comes first: a collector that is dead, slow or refuses costs the user only `dropped_spans`. Spans wait in a
+bounded queue (wire.telemetry.export); spans that do not fit are counted and dropped.
 
 Levels. `off` records nothing at all. `summary` keeps the in-memory rings and makes one trace per request. `batches`
-adds a span per native batched decode. `frames` adds what every member frame waited for. The level may change at any
-time; where spans go is decided once at the start, by the standard OTEL_* variables and the endpoint given by flag.
+adds a span per native batched decode. `frames` adds the wait of every member frame. The level may change at any time;
+where spans go is decided once at the start, by the standard OTEL_* variables and the endpoint given by flag.
 
 The OpenTelemetry SDK is imported only where spans have somewhere to go.
 """
@@ -37,11 +37,11 @@ __all__ = ["LEVEL_NAMES", "SHUTDOWN_TIMEOUT_S", "Level", "Role", "Telemetry", "T
 
 AT_ONCE_NS = 20_000  # two readings of clocks that nothing came between
 READINGS_MAX = 4
-SHUTDOWN_TIMEOUT_S = 2.0  # for the last spans at the end of a process; what is left then is dropped
+SHUTDOWN_TIMEOUT_S = 2.0  # for the last spans at the end of a process; spans that remain then are dropped
 
 
 class Role(enum.Enum):
-    """Which process speaks; the value is what its service.name ends with, a stage's without its index."""
+    """The kind of process; the value is the end of its service.name, a stage's without its index."""
 
     COORDINATOR = names.SERVICE_COORDINATOR
     STAGE = names.SERVICE_STAGE
@@ -63,7 +63,7 @@ class Telemetry:
         self.level = self.config.level
         self._pipe, self._who = pipe, dict(who or {})
         self._clock: Clock | None = None
-        self._told: Clock | None = None  # what the resource says of the clock
+        self._told: Clock | None = None  # the resource's note on the clock
 
     @classmethod
     def start(
@@ -101,9 +101,9 @@ class Telemetry:
         stage_name: str | None = None,
         layers: tuple[int, int] | None = None,
     ) -> None:
-        """Set the resource of later spans, as far as it is known.
+        """Set the resource of later spans, as far as it is known. layers: first, and one past the last.
 
-        layers: first, and one past the last. What is not given stays as it was.
+        Omitted values stay unchanged.
         """
         known = dict(self._who)
         if stage_index is not None:
@@ -139,7 +139,7 @@ class Telemetry:
 
     @property
     def clock(self) -> Clock | None:
-        """What the coordinator said of its clock last; None: spans are stamped with this host's own."""
+        """The coordinator's last estimate of its clock; None: spans use this host's own clock."""
         return self._clock
 
     @property
@@ -197,9 +197,9 @@ class Telemetry:
         return self._pipe is not None and self._pipe.samples(context)
 
     def wall_offset_ns(self) -> int:
-        """Return what to add to this process's monotonic nanoseconds for the wall clock that spans are stamped with.
+        """Return the number to add to this process's monotonic nanoseconds to get the wall clock of spans.
 
-        Asked anew for every span, since the wall clock may be set; use one answer for all times of one span.
+        Computed again for every span, since the wall clock may be set; use one answer for all times of one span.
         """
         return self._clock.unix_offset_ns if self._clock is not None else own_offset_ns()
 
@@ -215,9 +215,9 @@ class Telemetry:
 
 
 def own_offset_ns() -> int:
-    """Return what to add to this process's monotonic nanoseconds for its own wall clock.
+    """Return the number to add to this process's monotonic nanoseconds to get its own wall clock.
 
-    Both are read as if at once: between two readings this thread may have to wait for a core.
+    Both clocks should be read at the same moment, but between two readings this thread may have to wait for a core.
     """
     for _ in range(READINGS_MAX):
         before_ns, wall_ns, after_ns = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()

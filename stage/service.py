@@ -209,7 +209,7 @@ class StageService:
         if self._is_closing:  # a coordinator that has just lost its route here would begin one that ends at once
             raise NotReadyError("this stage is stopping")
         if request.instance_id not in ("", self._facts.instance_id):  # its lanes and context may be others
-            raise NotReadyError("this stage has been started anew since it was asked what it holds; ask it again")
+            raise NotReadyError("this stage was restarted since it described itself; ask it again")
         if request.protocol_version != bounds.PROTOCOL_VERSION:
             raise HandshakeError(
                 f"coordinator speaks protocol {request.protocol_version}, this stage {bounds.PROTOCOL_VERSION}; "

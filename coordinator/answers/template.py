@@ -50,7 +50,7 @@ _TOOLS: list[Tool] = [
 _INTRODUCTION = (
     "You may call one or more functions to help with what the user asks. These are the functions, one JSON object a "
     "line:\n<tools>\n{tools}\n</tools>\n\nTo call a function, answer with its name and its arguments like this:\n{call}"
-    "\nCall nothing where no function helps."
+    "\nCall no function if none helps."
 )
 _EXAMPLE = ("NAME", {"ARGUMENT": "VALUE"})
 

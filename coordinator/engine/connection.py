@@ -274,7 +274,7 @@ async def refresh_costs(
             update(*await _costs_now(connection))
         except Exception:  # a bug of ours; streams go on with the plans of before
             if not is_failing:  # each second would fill the log
-                log.exception("reading what the stages have learned of their speed failed; trying again")
+                log.exception("reading the stages' measured speeds failed; trying again")
             is_failing = True
         else:
             is_failing = False
@@ -385,7 +385,7 @@ def check_stages(addresses: Sequence[str], facts: Sequence[pb.DescribeResponse],
         if fact.stage_index != index:
             raise HandshakeError(
                 f"stages are in the wrong order: {address} is stage {fact.stage_index} "
-                f"(layers {fact.layer_start}-{fact.layer_end - 1}), but stands at place {index}"
+                f"(layers {fact.layer_start}-{fact.layer_end - 1}), but is at place {index}"
             )
         if fact.n_embd != pipeline.n_embd:
             raise HandshakeError(f"{address} has rows of {fact.n_embd} values, the pipeline {pipeline.n_embd}")

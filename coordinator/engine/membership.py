@@ -101,7 +101,7 @@ class Membership:
         if holder is not None and identity != holder.identity and not self.is_revoked(holder):
             raise UnauthenticatedError(
                 f"the name {place.name} belongs to {holder.identity}, which joined first; to move it, revoke that "
-                "credential with `relayline certs revoke`, or start the coordinator anew"
+                "credential with `relayline certs revoke`, or restart the coordinator"
             )
 
     def join(self, who: Introduction, now_ns: int) -> int:

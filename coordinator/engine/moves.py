@@ -165,7 +165,7 @@ class Moves:
             return []
         phase = self._conductor.availability.phase
         if phase is Phase.DRAINING:
-            return self.failed(number, "the pipeline is told to end", now_ns)
+            return self.failed(number, "the pipeline is shutting down", now_ns)
         move.held_ns = now_ns
         self._enter(move, MoveState.SETTLING, now_ns)
         if phase is not Phase.READY:  # no epoch stands that would have to be ended

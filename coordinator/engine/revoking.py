@@ -57,7 +57,7 @@ async def keep_told(
         try:
             await tell(stages, revocations)
         except RelaylineError as error:  # the next epoch sends it again
-            log.warning("a stage does not know yet what is revoked: %s", error.message)
+            log.warning("a stage has not received the list of revoked credentials yet: %s", error.message)
         try:
             await check_servers([stage.address for stage in stages], security, revocations)
         except UnauthenticatedError as error:

@@ -35,11 +35,12 @@ async def whereabouts(
     if not at_said:
         return said, ""
     if not at_other:
-        line = f"stage {name} says that it serves at {said}, where it is not ({at_said}); it is reached at {other}"
+        line = f"stage {name} reports the address {said}, but it is not there ({at_said}); it is reached at {other}"
         return other, f"{line}, where it joins from. Start it with --advertise {seen} if it stays there"
     return said, (
-        f"stage {name} says that it serves at {said} ({at_said}) and joins from {seen}, where it is not either "
-        f"({at_other}); start it again with --advertise HOST and --listen HOST:PORT of an address where it is found"
+        f"stage {name} reports the address {said} ({at_said}) and joins from {seen}, but it is at neither "
+        f"({at_other}); start it again with --advertise HOST and --listen HOST:PORT of an address where "
+        "it can be reached"
     )
 
 

@@ -168,7 +168,7 @@ class Request(web.Request):
         codings = [each.strip().lower() for each in self.headers.getall(hdrs.CONTENT_ENCODING, [])]
         coding = ",".join(codings).removeprefix("x-")
         if coding not in (*_IDENTITY, "gzip", "deflate"):
-            text = f"Content-Encoding: {coding[:100]!r} is not known here; send {CODINGS}, or the body as it is"
+            text = f"Content-Encoding: {coding[:100]!r} is not supported; send {CODINGS}, or the body uncompressed"
             raise HttpRefusal(415, text, "unsupported_encoding", {hdrs.ACCEPT_ENCODING: CODINGS})
         return coding
 

@@ -68,7 +68,9 @@ def _chat_grammar(plan: Plan, form: ChatForm) -> str:
     answer = grammar_of(plan.shape) if plan.shape else ""
     if offered is not None and (offered.needs_grammar or answer):
         if plan.shape and plan.shape.is_json and not conversation.style.syntax.trigger:
-            text = "this model writes calls as plain JSON, which nothing tells from such an answer; send one of the two"
+            text = (
+                "this model writes calls as plain JSON, which cannot be told from such an answer; send one of the two"
+            )
             raise InvalidRequestError(f"{plan.shape.param}: not together with tools: {text}", plan.shape.param)
         return _tool_grammar(offered, form, answer)
     if plan.shape and conversation.is_harmony:

@@ -69,7 +69,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPException as error:
         return _plain_failure(request, error)
     except web.RequestPayloadError:
-        return refused(HttpRefusal(400, "the request body does not come as its headers say", "bad_body"))
+        return refused(HttpRefusal(400, "the request body does not match its headers", "bad_body"))
     except ClientGoneError as gone:
         log.info("%s %s: %s [%s]", request.method, request.path, gone, request_id(request))
         note_failure(request, CLIENT_GONE)

@@ -381,7 +381,7 @@ def _check_lists(body: GenerationBody, shape_param: str) -> None:
     """Refuse token lists that cannot be kept together with the shape of an answer, and a length that contradicts."""
     for param in ("min_tokens", "allowed_token_ids", "bad_words", "stop_token_ids"):
         if shape_param and getattr(body, param):
-            text = f"not together with {shape_param}, which says what the answer is made of and where it ends"
+            text = f"not together with {shape_param}, which defines the answer's form and its end"
             raise InvalidRequestError(f"{param}: {text}", param=param)
     if not all(word.strip() for word in body.bad_words or ()):
         raise InvalidRequestError("bad_words: each must have a letter", param="bad_words")

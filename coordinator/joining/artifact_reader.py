@@ -22,7 +22,7 @@ async def read_chunks(path: Path, offset: int, size_bytes: int) -> AsyncGenerato
         raise ArtifactError(f"{path}: cannot be read here: {error.strerror}; split the model again") from error
     try:
         if os.fstat(handle).st_size != size_bytes:
-            raise ArtifactError(f"{path}: has another size than pipeline.json says; split the model again")
+            raise ArtifactError(f"{path}: its size differs from pipeline.json; split the model again")
         while offset < size_bytes:
             data = await asyncio.to_thread(os.pread, handle, min(CHUNK_BYTES, size_bytes - offset), offset)
             if not data:

@@ -89,7 +89,7 @@ class LayerMover:
                 "`up` with a manifest)"
             )
         if self._cut_model is None:
-            raise InvalidRequestError("this coordinator does not know the model that was split; give it with --model")
+            raise InvalidRequestError("this coordinator does not know the unsplit model; give it with --model")
         instructions = self._moves.begin(cuts, time.monotonic_ns())
         self._before, self._is_own = self._pipeline.file.cuts, False
         if missing := self._service.unmovable():
@@ -231,7 +231,7 @@ class LayerMover:
         except RelaylineError as error:
             self.failed(number, error.message)
         except Exception as error:  # a bug of ours; nobody may wait for ever
-            log.exception("splitting the model anew failed")
+            log.exception("splitting the model again failed")
             self.failed(number, f"the model could not be split: {error}")
         else:
             self._carry(self._moves.cut(number, keeps, time.monotonic_ns()))

@@ -164,7 +164,7 @@ class JoinService:
             if closing.done():
                 reason = NotReadyError("the coordinator is shutting down")
             elif replaced.done():
-                reason = StaleEpochError("the same stage has joined anew")
+                reason = StaleEpochError("the same stage has joined again")
             else:
                 reason = StaleEpochError(silent_text("it"))
             await rpc.abort(context, reason)

@@ -41,7 +41,9 @@ def granite_refusal(facts: Metadata) -> str | None:
     # llama_model_granite::load_arch_hparams: such a model takes wider rows, with image features per layer.
     mapping = facts.values.get("deepstack_mapping")
     if isinstance(mapping, tuple) and any(isinstance(index, int) and index >= 0 for index in mapping):
-        return "its deepstack layers take image features beside the hidden state, which stages do not forward"
+        return (
+            "its deepstack layers need image features in addition to the hidden state, and stages do not forward them"
+        )
     return None
 
 
@@ -364,7 +366,7 @@ def lfm2_refusal(facts: Metadata) -> str | None:
     """Models whose attention has a window."""
     # llama_model_lfm2::load_arch_hparams; their memory is another class of llama.cpp, llama_memory_hybrid_iswa.
     if facts.integer("attention.sliding_window"):
-        return "its attention has a sliding window beside recurrent states, which nobody has certified"
+        return "it combines a sliding window with recurrent states, which is not certified"
     return None
 
 

@@ -136,7 +136,7 @@ def check_artifact(path: Path, expected: StageFile | ArtifactFile, *, afresh: bo
     """
     _check_size(path, expected.size_bytes)
     if sha256_of(path, afresh=afresh) != expected.sha256:
-        raise ArtifactError(f"{path}: its content is not what was split (sha256 differs); split the model again")
+        raise ArtifactError(f"{path}: its content has changed since the split (sha256 differs); split the model again")
 
 
 def store_pipeline(directory: Path, pipeline: PipelineFile) -> None:

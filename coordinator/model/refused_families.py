@@ -5,7 +5,7 @@ A name stands here or in the table of `families.py`; `python -m tests.families -
 
 from __future__ import annotations
 
-_RWKV = "its first layer norms what it is given, or hands its values to all others, and no other can be first"
+_RWKV = "its first layer normalises its input or passes its values to all others, so no other layer can be first"
 _DIFFUSION = "it is a diffusion model, which fills in many tokens at once; stages generate one after another"
 _ENCODER = "it is an encoder, which gives embeddings of whole texts and no next token"
 _DRAFTER = "it is a draft model, which reads the inner rows of the model that it drafts for"

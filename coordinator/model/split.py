@@ -164,7 +164,7 @@ def _finished(out_dir: Path, model: GgufModel, cuts: tuple[int, ...]) -> Pipelin
         except OSError:
             is_whole = False
         if not is_whole:
-            log.warning("%s is not what was split; splitting the model again", out_dir / entry.file)
+            log.warning("%s has changed since the split; splitting the model again", out_dir / entry.file)
             return None
     return found
 
@@ -260,7 +260,7 @@ class _Writer:
     def _try(self, plan: SplitPlan, trial: Trial) -> None:
         problem = trial([_partial(self.out_dir / item.file) for item in plan.artifacts if item.layers is not None])
         if problem is not None:
-            raise ModelFileError(f"{self.model.path}: llama.cpp cannot load what it is split into: {problem}")
+            raise ModelFileError(f"{self.model.path}: llama.cpp cannot load its slices: {problem}")
 
     def _probe(self, plan: SplitPlan) -> None:
         assert self.probe is not None

@@ -98,7 +98,7 @@ _STAGE_COUNTERS = {
     "steps": (names.METRIC_STAGE_STEPS, "Native steps", 1),
     "rows": (names.METRIC_STAGE_ROWS, "Rows decoded", 1),
     "frames": (names.METRIC_STAGE_FRAMES, "Frames decoded", 1),
-    "padded_rows": (names.METRIC_STAGE_PADDED_ROWS, "Scratch rows decoded beside them", 1),
+    "padded_rows": (names.METRIC_STAGE_PADDED_ROWS, "Scratch rows decoded in the same steps", 1),
     "micro_batches": (names.METRIC_STAGE_MICRO_BATCHES, "Parts in which llama.cpp ran the steps", 1),
     "busy_ns": (names.METRIC_STAGE_BUSY, "Time inside native decode", 1e-9),
     "envelopes_in": (names.METRIC_STAGE_ENVELOPES_IN, "Envelopes received", 1),

@@ -15,8 +15,8 @@ from relayline.coordinator.planner.search import Best, Room, best_split
 MEMORY_STEP_BYTES = GIB // 2  # the steps in which a further machine's memory is given
 ROWS_STEP = 64  # in which smaller steps are proposed
 NOTHING_ALONE = (
-    "neither fewer lanes, less context, a q8_0 cache, shared KV cells, smaller steps nor one more machine is enough by "
-    "itself"
+    "none of these alone is enough: fewer lanes, less context, a q8_0 cache, shared KV cells, smaller steps, "
+    "one more machine"
 )
 MEMORY_MAX_BYTES = 1 << 50
 

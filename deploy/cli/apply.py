@@ -62,7 +62,7 @@ def _show(name: str, differs: Difference, *, is_dry: bool, as_json: bool) -> Non
         click.echo(json.dumps({"event": "difference", "name": name, **said, "cuts": differs.cuts, "dry_run": is_dry}))
         return
     if not differs.layers and not differs.others:
-        click.echo(f"{name} runs as it is to be; nothing to change")
+        click.echo(f"{name} already runs as the manifest says; nothing to change")
     for change in differs.layers:
         click.echo(f"{change}: moves while it serves")
     for change in differs.others:

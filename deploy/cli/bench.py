@@ -88,9 +88,9 @@ def bench_command(url: str, as_json: bool, **given: Any) -> None:
     Every prompt is different, so nothing is shared; answers run to their full length. Exit code 1 if one did not.
     """
     if given["rate"] and (given["rounds"] > 1 or is_given("streams")):
-        raise UsageError("--streams and --rounds are of the load without --rate; with it say how many --requests")
+        raise UsageError("--streams and --rounds belong to the load without --rate; with --rate give --requests")
     if not given["rate"] and is_given("requests"):
-        raise UsageError("--requests needs --rate; without it say how many --rounds")
+        raise UsageError("--requests needs --rate; without --rate give --rounds")
     summaries = asyncio.run(_measure(base_url(url), given))
     if as_json:
         for name, summary in summaries:

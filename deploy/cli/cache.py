@@ -24,8 +24,8 @@ KINDS = ("splits", "artifacts", "downloads")
 @click.command("cache", short_help="Show or remove splits, fetched artifacts and downloads.")
 @click.argument("kind", type=click.Choice(KINDS), required=False)
 @click.option("--cache", "directory", type=click.Path(path_type=Path, file_okay=False), help="As given to `stage`.")
-@click.option("--clear", is_flag=True, help="Remove what is listed; what is needed again is made or fetched again.")
-@click.option("--unused-days", type=FloatRange(0), default=0.0, help="Only what nobody asked for in so many days.")
+@click.option("--clear", is_flag=True, help="Remove the listed files; they are made or fetched again when needed.")
+@click.option("--unused-days", type=FloatRange(0), default=0.0, help="Only files unused for this many days.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per entry.")
 def cache_command(kind: str | None, directory: Path | None, clear: bool, unused_days: float, as_json: bool) -> None:
     """Show what is kept on this machine, or remove it: splits of models, artifacts that stages fetched when they

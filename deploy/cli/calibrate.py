@@ -79,7 +79,7 @@ def _cliffs(curve: CostCurve) -> list[str]:
     points = curve.points()
     ratios = [(few, many, ns / many / (least / few)) for (few, least), (many, ns) in itertools.pairwise(points)]
     return [
-        f"{many} rows: a row costs {by:.2f} times what it does in one of {few}"
+        f"{many} rows: a row costs {by:.2f} times as much as in a step of {few}"
         for few, many, by in ratios
         if by > CLIFF
     ]

@@ -35,7 +35,7 @@ def init_command(directory: Path, name: str) -> None:
 
     authority = init_authority(directory, name, _now())
     click.echo(f"made the CA of {name} in {directory}, valid until {_day(authority.not_valid_after_utc)}")
-    click.echo(f"keep {directory / CA_KEY_FILE} secret: whoever has it can join the pipeline")
+    click.echo(f"keep {directory / CA_KEY_FILE} secret: anyone who has it can join the pipeline")
     click.echo(f"next: relayline certs issue {directory} HOST --coordinator")
     click.echo(f"and for every stage: relayline certs issue {directory} HOST --stage NAME")
 
@@ -52,7 +52,7 @@ def _addresses(_: click.Context, __: click.Parameter, given: tuple[str, ...]) ->
 def _one_role(coordinator: bool, stage: str, monitor: bool) -> tuple[Role, str]:
     """Return role and stage name of flags. Raises UsageError unless one is given."""
     if sum((coordinator, bool(stage), monitor)) != 1:
-        raise UsageError("say what the process may do: --coordinator, --stage NAME or --monitor; one of them")
+        raise UsageError("give the role: one of --coordinator, --stage NAME or --monitor")
     return (Role.COORDINATOR if coordinator else Role.MONITOR if monitor else Role.STAGE), stage
 
 
@@ -111,7 +111,7 @@ def revoke_command(directory: Path, coordinator: bool, stage: str, monitor: bool
     from relayline.deploy.launch.certificates import CA_KEY_FILE, revoke, revoke_token
 
     if not (coordinator or stage or monitor or host):
-        raise UsageError("say whose: --coordinator, --stage NAME, --monitor or --host HOST")
+        raise UsageError("name the owner: --coordinator, --stage NAME, --monitor or --host HOST")
     role, name = _one_role(coordinator, stage, monitor) if coordinator or stage or monitor else (None, "")
     where = credential_host(host) if host else ""
     if not (directory / CA_KEY_FILE).exists() and (directory / TOKEN_FILE).exists():
@@ -153,7 +153,7 @@ def show_command(ctx: click.Context, directory: Path) -> None:
         click.echo(f"{file}: {cert.subject.rfc4514_string()}, from {cert.issuer.rfc4514_string()}")
         click.echo(f"  valid until {_day(cert.not_valid_after_utc)}: {state}")
         if file == CERT_FILE:
-            click.echo(f"  of {identity_of(cert) or 'no role: it is refused; issue it anew'}")
+            click.echo(f"  of {identity_of(cert) or 'no role: it is refused; issue it again'}")
             click.echo(f"  for {', '.join(names_of(cert)) or 'no name: nobody can connect to it'}")
     if is_good and (directory / CERT_FILE).exists():
         try:

@@ -105,7 +105,7 @@ def _duration(seconds: float) -> str:
 @click.command("down", short_help="End a pipeline that runs on this machine.")
 @click.argument("name", required=False, shell_complete=names_here)
 @click.option("--timeout", type=FloatRange(0), default=DOWN_TIMEOUT_S, show_default=True, help="Seconds to wait.")
-@click.option("--force", is_flag=True, help="Kill what has not ended by then.")
+@click.option("--force", is_flag=True, help="Then kill the processes that still run.")
 @state_dir_option
 def down_command(name: str | None, timeout: float, force: bool, state_dir: Path | None) -> None:
     """End a pipeline in order: the coordinator lets running requests finish, then the stages end.
@@ -123,7 +123,7 @@ def down_command(name: str | None, timeout: float, force: bool, state_dir: Path 
     click.echo(f"{pipeline.state.name} {'has ended' if was_running else 'was not running'}")
 
 
-@click.command("logs", short_help="Show what the processes of a pipeline logged.")
+@click.command("logs", short_help="Show the logs of a pipeline's processes.")
 @click.argument("name", required=False, shell_complete=names_here)
 @click.argument("process", required=False)
 @click.option("--lines", "n_lines", type=click.IntRange(0, 100_000), default=50, show_default=True, help="Last lines.")
@@ -138,7 +138,7 @@ def logs_command(name: str | None, process: str | None, n_lines: int, follow: bo
 
     pipeline = find(name, state_dir) if name is not None or state_dir is None else next(iter(launched(state_dir)), None)
     if pipeline is None:
-        raise UsageError("nothing runs here; name a pipeline to see what it logged")
+        raise UsageError("nothing runs here; name a pipeline to see its logs")
     local = [record.name for record in pipeline.state.processes if record.host == "localhost"]
     names = ["up", *local]
     if process is not None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COLORS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 
 
-@click.command("doctor", short_help="Say what this machine or a manifest lacks.")
+@click.command("doctor", short_help="Check this machine or a manifest, and name what is missing.")
 @click.argument("manifest", type=click.Path(path_type=Path), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of lines.")
 @click.option("--timeout", type=FloatRange(0.1, 3_600), default=30.0, show_default=True, help="Seconds for each check.")

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 @click.option("--name", default="", help="Without TOKEN: which stage, where this host has joined as several.")
 @click.option("--listen", type=Address(), help="Where neighbours connect [default: the address that faces HOST].")
 @click.option("--advertise", default="", help="Host that neighbours connect to [default: as the coordinator sees].")
-@click.option("--metrics", type=Address(), help="Where to serve Prometheus metrics [default: as the coordinator says].")
+@click.option(
+    "--metrics", type=Address(), help="Where to serve Prometheus metrics [default: the coordinator's choice]."
+)
 @click.option(
     "--cache", type=click.Path(path_type=Path, file_okay=False), help="Where fetched layers are kept [default: cache]."
 )
@@ -94,7 +96,7 @@ def chosen(root: Path, name: str = "", address: str = "") -> Joined:
         return fits[0]
     known = ", ".join(f"{one.file.name} at {one.file.enrol}" for one in fits or found) or "nothing yet"
     if fits:
-        raise UsageError(f"this host has joined as {known}; say which of them")
+        raise UsageError(f"this host has joined as {known}; name one of them")
     raise UsageError(
         f"this host has joined no such pipeline (it has joined {known}); give the whole line that `relayline up` "
         "printed: relayline join HOST:PORT TOKEN"

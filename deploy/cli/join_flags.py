@@ -150,7 +150,7 @@ def stage_join(given: dict[str, Any], security: LinkSecurity) -> StageJoinConfig
             raise UsageError(f"{flag} belongs to --join")
         return None
     for flag in _explicit(given, TOLD_BY_ORDER):
-        raise UsageError(f"{flag} is the coordinator's to say when a stage joins; give it to `relayline serve`")
+        raise UsageError(f"{flag} is set by the coordinator when a stage joins; give it to `relayline serve`")
     listen = given["listen"] if _explicit(given, ("listen",)) else None
     return join_config(given, address_of(*given["coordinator"]), given["name"], listen, security)
 

@@ -35,7 +35,7 @@ def parse_cuts(_: click.Context, __: click.Parameter, text: str | None) -> tuple
 MODEL = click.argument("model", type=click.Path(path_type=Path))
 
 
-@click.command("inspect", short_help="Show what a model is made of and where it may be cut.")
+@click.command("inspect", short_help="Show a model's layers, sizes and legal cuts.")
 @MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def inspect_command(model: Path, as_json: bool) -> None:
@@ -194,8 +194,9 @@ def split_command(
     if experimental and not inspect_model(model).supported:
         cut_list = ",".join(map(str, pipeline.cuts))
         click.echo(
-            f"this {pipeline.architecture} model has not been certified: every stage runs, but whether they compute"
-            f" what the whole model does is open. Find out with: relayline certify {model} --cuts {cut_list}",
+            f"this {pipeline.architecture} model is not certified: every stage runs, but nobody has "
+            "checked that they compute the same as the whole model. Check with: relayline certify "
+            f"{model} --cuts {cut_list}",
             err=True,
         )
 

@@ -16,7 +16,7 @@ PATH = "/v1/pipeline/layers"
 LOOK_EVERY_S = 0.2
 SAID = {
     "cutting": "splitting the model anew",
-    "preparing": "stages load their new layers beside those that serve",
+    "preparing": "stages load their new layers while they serve with the old ones",
     "settling": "requests pause",
     "switching": "stages take up their new layers",
 }

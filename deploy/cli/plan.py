@@ -228,7 +228,7 @@ def _url_of(manifest: Manifest) -> str:
     http = manifest.spec.coordinator.http
     host = "127.0.0.1" if http.host in ("0.0.0.0", "::") else http.host
     if not http.port:
-        raise UsageError("the manifest leaves the port to the system; say where the coordinator is with --url")
+        raise UsageError("the manifest lets the system choose the port; give the coordinator's address with --url")
     return f"{'http' if http.tls is None else 'https'}://{address_of(host, http.port)}"
 
 

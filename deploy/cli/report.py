@@ -32,7 +32,7 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsa
 )  # fmt: skip
 @click.option(
     "--minutes", type=FloatRange(0.1, 60), default=5.0, show_default=True,
-    help="Requests that ran in the last so many minutes are kept with their batches, as far as stages remember.",
+    help="Include requests of the last MINUTES with their batches, as far back as stages remember.",
 )  # fmt: skip
 @url_option
 @key_option

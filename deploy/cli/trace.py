@@ -27,7 +27,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 @click.argument("request_id", required=False)
 @click.option("--last", is_flag=True, help="The request that ended last.")
 @click.option("--all", "show_all", is_flag=True, help=f"Every batch, not the first and last {ROWS_MAX // 2}.")
-@click.option("--json", "as_json", is_flag=True, help="Print what the coordinator answers.")
+@click.option("--json", "as_json", is_flag=True, help="Print the coordinator's answer as JSON.")
 @url_option
 @key_option
 def trace_command(
@@ -90,7 +90,7 @@ def _show_stream(console: Console, stream: dict[str, Any], found: dict[str, Any]
         detail = f": {escape(event['detail'])}" if event["detail"] else ""
         console.print(f"  [yellow]{event['name']} at {_ms(event['at_ms'])}{detail}[/yellow]")
     if any(event["name"] == EVENT_RESUMED for event in stream["events"]):
-        console.print("  sums count from the last resumption on; a stage that was started anew forgot earlier batches")
+        console.print("  sums count from the last resumption on; a restarted stage has forgotten earlier batches")
     passes = dict.fromkeys(
         batch["trace_id"] for stage in stream["stages"] for batch in stage.get("batches", ()) if batch.get("trace_id")
     )

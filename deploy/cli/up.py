@@ -76,7 +76,7 @@ def up_command(**given: Any) -> None:
     """
     by_flag = click.get_current_context().get_parameter_source("model") is ParameterSource.COMMANDLINE
     if given["target"] is not None and by_flag:
-        raise UsageError("give the model either as MODEL or with --model, and no manifest beside it")
+        raise UsageError("give the model either as MODEL or with --model, and no manifest")
     logs.setup("up", as_json=given["log_json"], verbose=given["verbose"])
     from relayline.deploy.cli.up_manifest import up_manifest
 

@@ -45,7 +45,7 @@ def look_model(manifest: Manifest) -> list[Finding]:
         if found != manifest.spec.model.sha256:
             findings.append(
                 failure(
-                    "model sha256", f"{path.name} has {found}", "it is another file than the manifest's: load it anew"
+                    "model sha256", f"{path.name} has {found}", "it is another file than the manifest's: load it again"
                 )
             )
         else:
@@ -88,7 +88,8 @@ def look_caches(splits: Path, fetched: Path) -> list[Finding]:
         if entry.is_whole:
             n_fetched += 1
             if sha256_of(path, afresh=True) != entry.directory.name:
-                findings.append(failure("artifacts", f"{path}: its content is not what was fetched (sha256 differs)",
+                findings.append(failure(
+                    "artifacts", f"{path}: its content has changed since it was fetched (sha256 differs)",
                                         "the next start fetches it again"))  # fmt: skip
     return findings or [
         ok("artifacts", f"{len(directories)} splits and {n_fetched} fetched artifacts have their sha256")
@@ -122,7 +123,7 @@ def look_security(manifest: Manifest, names: tuple[str, ...], own: Path) -> tupl
         return [failure("tls", str(error), "see `relayline certs --help`")], None
     if not security.token:
         findings.append(warning("join token", "none: a stage's certificate is enough to join",
-                                "`relayline certs issue` makes one beside the certificate"))  # fmt: skip
+                                "`relayline certs issue` makes one next to the certificate"))  # fmt: skip
     else:
         findings.append(ok("join token", "there"))
     return findings, security
@@ -136,7 +137,7 @@ def _certificate(directory: Path, names: tuple[str, ...]) -> Finding:
     missing = [name for name in names if canonical_name(name) not in covered]
     if missing:
         return failure(
-            "tls", f"{text}; not for {', '.join(missing)}", "issue it anew with these names: relayline certs issue"
+            "tls", f"{text}; not for {', '.join(missing)}", "issue it again with these names: relayline certs issue"
         )
     if days < RENEW_DAYS:
         return warning("tls", text, "renew it with `relayline certs issue`")
@@ -156,7 +157,7 @@ def look_keys(manifest: Manifest) -> list[Finding]:
     if given is None:
         if is_local(http):
             return [ok("api keys", f"none; the API is on {http} only")]
-        return [warning("api keys", f"none, and the API listens on {http}: whoever reaches it may use it",
+        return [warning("api keys", f"none, and the API listens on {http}: anyone who can reach it may use it",
                         "name a file with keys in coordinator.apiKeysFile")]  # fmt: skip
     path = manifest.resolve(given)
     try:

@@ -60,7 +60,7 @@ def look_compiler(candidates: tuple[str, ...] | None = None) -> list[Finding]:
 def judge_memory(available_bytes: int | None, needed_bytes: int | None) -> Finding:
     """Hold free memory against what local processes will take (None: not known)."""
     if available_bytes is None:
-        return warning("memory", "this system does not tell how much is free", "compare with `relayline plan` by hand")
+        return warning("memory", "this system does not report free memory", "compare with `relayline plan` by hand")
     free = f"{available_bytes / GIB:.1f} GiB available"
     if needed_bytes is None:
         return ok("memory", free)

@@ -183,7 +183,7 @@ def _days_left(authority: x509.Certificate, now: datetime.datetime) -> int:
 def check_stage_name(role: Role, stage: str) -> None:
     """Raise UsageError unless a stage's credential names a stage, and no other one does."""
     if (role is Role.STAGE) != bool(stage):
-        raise UsageError("a stage's credential says its name, and no other one does")
+        raise UsageError("only a stage's credential states its name")
     if stage and not NAME.fullmatch(stage):
         raise UsageError(f"stage name {stage!r} is not a DNS label; use lower-case letters, digits and hyphens")
     if stage in TAKEN_NAMES:

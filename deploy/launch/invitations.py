@@ -105,7 +105,7 @@ class SigningAuthority:
             cert = x509.load_pem_x509_certificate(certificate_pem.encode())
             cert.verify_directly_issued_by(authority)
         except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
-            raise UnauthenticatedError("a renewal came with a certificate that is not of this pipeline") from error
+            raise UnauthenticatedError("the certificate of this renewal does not belong to this pipeline") from error
         identity = identity_of(cert)
         if identity is None or cert.serial_number in revoked_serials(self._directory):
             raise UnauthenticatedError(f"the certificate of {identity or 'nobody'} is revoked and cannot be renewed")
@@ -133,7 +133,7 @@ def _requested_key(csr_pem: str) -> ec.EllipticCurvePublicKey:
     except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
         raise UsageError("the certificate request cannot be read") from error
     if not is_signed or not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != ec.SECP256R1.name:
-        raise UsageError("the certificate request is not signed by a P-256 key of its own")
+        raise UsageError("the certificate request is not signed by its own P-256 key")
     return key
 
 

@@ -37,7 +37,7 @@ def mender(model: Path, directory: Path, file: PipelineFile) -> Mend:
         problem = await asyncio.to_thread(_changed, model, file) or await _split(model, directory, file)
         problem = problem or await asyncio.to_thread(_fault, directory, file)
         if problem:
-            log.warning("the split cannot be made anew: %s", problem)
+            log.warning("the split cannot be made again: %s", problem)
         return not problem
 
     return mend

@@ -121,8 +121,9 @@ def ready_to_start(what: Launch, directory: StateDir) -> Prepared:
 def warn_of_context(ctx_tokens: int, file: PipelineFile) -> None:
     """Warn where streams may grow longer than what the model was trained for."""
     if 0 < file.ctx_train < ctx_tokens:
-        log.warning("the context of %d tokens is longer than the %d that %s was trained for: what it says beyond them "
-                    "may make no sense; --ctx %d saves memory too",
+        log.warning(
+            "the context of %d tokens is longer than the %d that %s was trained for: answers beyond them may "
+            "make no sense; --ctx %d saves memory too",
                     ctx_tokens, file.ctx_train, file.model_name, file.ctx_train)  # fmt: skip
 
 

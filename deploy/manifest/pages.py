@@ -25,7 +25,7 @@ HEAD = """# Settings
 
 <!-- Made by `make reference` from wire/settings/table.py. Do not edit this page. -->
 
-Each setting can be said with a flag, with an environment variable (for `relayline up` and `relayline serve`) and in a
+Each setting can be given by a flag, by an environment variable (for `relayline up` and `relayline serve`) and in a
 manifest, below `spec`. A flag wins over a variable, and a variable over the manifest. A value that is not allowed is
 refused with one line, before anything is done.
 """
@@ -86,7 +86,7 @@ def main() -> None:
         return
     stale = [path.name for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if stale:
-        sys.exit(f"not what its table says: {', '.join(stale)}; run `make reference`")
+        sys.exit(f"out of date with its table: {', '.join(stale)}; run `make reference`")
     print(f"{len(made)} files match their tables")
 
 

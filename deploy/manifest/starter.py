@@ -74,9 +74,9 @@ def _stage(index: int, n_threads: int, memory_gib: float, *, on_gpu: bool) -> st
 _TEMPLATE = """\
 # yaml-language-server: $schema={schema}
 # Made by `relayline init` on a machine with {n_cores} cores and {memory_gib} GiB; {gpu}.
-#   relayline plan THIS_FILE     what it will do, in numbers
+#   relayline plan THIS_FILE     its plan, in numbers
 #   relayline up THIS_FILE       start it
-# What is commented out shows the default.
+# Lines that are commented out show the defaults.
 apiVersion: relayline.dev/v1alpha1
 kind: Pipeline
 metadata:

@@ -69,7 +69,7 @@ def why_no_rate(plan: Plan, before: dict[str, Any], after: dict[str, Any], wall_
         return f"the streams changed: {first} ran at the first look, {last} at the last"
     n_tokens = _generated(before, after)
     if n_tokens < 0:
-        return "the coordinator was started anew between the looks"
+        return "the coordinator was restarted between the two readings"
     if not last or not n_tokens:
         return f"no stream decoded during the {wall_s:.1f} s from start to end"
     if plan.prediction.rate(last) is None:
@@ -138,7 +138,7 @@ def verdict(figures: list[Comparison]) -> str:
     if worst is None:
         return "there was nothing to compare."
     is_slow = worst.ratio < 1 if worst.unit == "tok/s" else worst.ratio > 1
-    off = f"{worst.what} is {worst.ratio:.2f} of what the plan says"
+    off = f"{worst.what} is {worst.ratio:.2f} times the plan's"
     if abs(worst.ratio - 1) <= FINE_SHARE:
         return f"nothing to worry about: everything is within {FINE_SHARE:.0%} of the plan."
     if not is_slow:

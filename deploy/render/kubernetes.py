@@ -115,7 +115,9 @@ def explanation(pipeline: Inside, secret_lines: list[str]) -> str:
         lines.append(f"  {make} {name} --from-file=keys=api-keys   # a file with one API key per line")
     if pipeline.mounts_models:
         lines += [f"Put the model's file(s) into the volume of the claim {pods.models_claim(pipeline)}, at its top."]
-    lines.append("After `relayline certs revoke tls ...` make the coordinator's secret anew: it tells the stages.")
+    lines.append(
+        "After `relayline certs revoke tls ...` make the coordinator's secret again: the coordinator tells the stages."
+    )
     if pipeline.uses_tls:
         lines.append("A Prometheus reads stages' metrics over TLS: relayline certs issue tls prometheus --monitor")
     return "\n".join(lines)
@@ -163,7 +165,7 @@ def config(pipeline: Inside, *, is_shared: bool = False) -> list[tuple[str, Mapp
         ),
     ]
     if not is_shared:
-        documents.append(("What the coordinator keeps: the split, models from the hub.", _claim(pipeline, "state")))
+        documents.append(("The coordinator's files: the split, models from the hub.", _claim(pipeline, "state")))
     if pipeline.mounts_models:
         mode = "ReadWriteMany" if is_shared else "ReadWriteOnce"
         documents.append(("The model's file(s), put there by hand.", _claim(pipeline, "models", mode)))

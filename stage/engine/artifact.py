@@ -196,7 +196,7 @@ def verify_artifact(path: Path, load: Load | None = None) -> StageArtifact:
         raise ArtifactError(f"{path}: {PIPELINE_FILE} beside it does not list this file")
     size_bytes = path.stat().st_size
     if size_bytes != entry.size_bytes:
-        raise ArtifactError(f"{path}: {size_bytes} bytes where {PIPELINE_FILE} says {entry.size_bytes}; copy it again")
+        raise ArtifactError(f"{path}: {size_bytes} bytes, but {PIPELINE_FILE} lists {entry.size_bytes}; copy it again")
     load = load or Load()
     if sha256_of(path, lambda share: load.at(CHECKING, share)) != entry.sha256:
         raise ArtifactError(f"{path}: its sha256 is not the one in {PIPELINE_FILE}; it was altered, copy it again")

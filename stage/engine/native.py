@@ -138,11 +138,11 @@ class NativeEngine:
         n_layers = self.artifact.layer_end - self.artifact.layer_start
         if llama.llama_model_n_layer(model) != n_layers:
             found = llama.llama_model_n_layer(model)
-            raise NativeError(f"{self.artifact.path}: holds {found} layers where its metadata says {n_layers}")
+            raise NativeError(f"{self.artifact.path}: holds {found} layers, but its metadata states {n_layers}")
         self.vocab: Any = llama.llama_model_get_vocab(model)  # llama.cpp's own, freed by `close`
         n_vocab = llama.llama_vocab_n_tokens(self.vocab)
         if self.is_last and n_vocab != self.n_vocab:
-            raise NativeError(f"{self.artifact.path}: vocabulary of {n_vocab} where its metadata says {self.n_vocab}")
+            raise NativeError(f"{self.artifact.path}: vocabulary of {n_vocab}, but its metadata states {self.n_vocab}")
 
     def _allocate(self) -> None:
         n_rows = self.max_rows

@@ -67,7 +67,9 @@ class LayerChanges:
             elif order.change.step == pb.LAYER_CHANGE_STEP_DROP:
                 await self.drop()
             elif self._ready is None or self._ready.change.number != number:
-                raise StaleEpochError("layers were switched to what this stage had not prepared; joining anew")
+                raise StaleEpochError(
+                    "layers were switched, but this stage had not prepared its new ones; joining again"
+                )
             else:
                 return self._switch(self._ready)
 

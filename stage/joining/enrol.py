@@ -248,8 +248,9 @@ class _Client:
         welcome = _decoded(answer, enrolment.Welcome, self._address)
         if not enrolment.is_ca(self._token, _ca_der(welcome.ca)):
             raise UnauthenticatedError(
-                f"{self._address} is of another pipeline than the token for {self._token.name}, or somebody stands "
-                "between; nothing was sent. Copy the line again from `relayline up`"
+                f"{self._address} belongs to another pipeline than the token for {self._token.name}, or "
+                "somebody intercepts the connection; nothing was sent. Copy the line again from "
+                "`relayline up`"
             )
         return welcome
 
@@ -260,7 +261,9 @@ class _Client:
         try:
             skew_s = (_now() - datetime.datetime.fromisoformat(self._welcome.now)).total_seconds()
         except (ValueError, TypeError) as error:
-            raise ProtocolError(f"{self._address} says no time; run the same relayline version on both ends") from error
+            raise ProtocolError(
+                f"{self._address} sends no time; run the same relayline version on both ends"
+            ) from error
         if abs(skew_s) > bounds.CLOCK_SKEW_MAX_S:
             side = "ahead of" if skew_s > 0 else "behind"
             raise HandshakeError(

@@ -208,13 +208,15 @@ class JoinedStage:
         if crashed.done():
             await crashed
         if self._member is not None:
-            log.info("the coordinator's order has changed; loading anew")
+            log.info("the coordinator's settings for this stage have changed; loading again")
 
     async def _has_moved(self, host: str) -> bool:
         """Return whether this machine faces the coordinator with another address than `host`, which it listens on."""
         if self._member is None or (now := await self._listen_host()) in ("", host):
             return False
-        log.warning("this machine is at %s now and was at %s; loading anew, to serve where it is found", now, host)
+        log.warning(
+            "this machine's address has changed to %s (it was %s); loading again, to serve at the new one", now, host
+        )
         return True
 
     # --- membership ---------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class Figure:
 COUNTERS: tuple[Figure, ...] = (  # of StageStats
     Figure(names.METRIC_STEPS, "Native steps", "n_steps"),
     Figure(names.METRIC_ROWS, "Rows decoded, padding left out", "n_rows"),
-    Figure(names.METRIC_PADDED_ROWS, "Scratch rows decoded beside them", "n_padded_rows"),
+    Figure(names.METRIC_PADDED_ROWS, "Scratch rows decoded in the same steps", "n_padded_rows"),
     Figure(names.METRIC_MICRO_BATCHES, "Parts in which llama.cpp ran the steps", "n_micro_batches"),
     Figure(names.METRIC_STEP_SECONDS, "Time inside native decode", "busy_ns", SECONDS),
     Figure(

@@ -139,7 +139,7 @@ def refusal_of(request: web.Request, revocations: Revocations) -> str:
     """Return why a client that came over TLS may not read metrics, empty where it may."""
     shown = credential_of_peer(request.transport.get_extra_info("peercert") if request.transport else None)
     if shown.identity is None:
-        return "this certificate says no role; issue one with `relayline certs issue --monitor`"
+        return "this certificate states no role; issue one with `relayline certs issue --monitor`"
     revocations.look()
     if revocations.is_revoked(shown):
         return f"the credential of {shown.identity} is revoked"

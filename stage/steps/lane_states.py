@@ -37,7 +37,7 @@ class LaneStates:
             raise PositionGapError(f"the prefix {key:x} has {n_stored} tokens, {n_tokens} are wanted")
         try:
             if self._saver.restore(lane, state) != n_stored:
-                raise PositionGapError(f"the prefix {key:x} is not what it was stored as")
+                raise PositionGapError(f"the prefix {key:x} has other content than was stored")
             if n_tokens < n_stored:
                 self._engine.check_rewind(lane, n_tokens)
                 self._engine.drop_from(lane, n_tokens)

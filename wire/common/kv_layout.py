@@ -54,7 +54,7 @@ def layout_refusal(layout: str, architecture: str) -> str | None:
     if layout == "per-lane" and architecture in UNIFIED_ARCHITECTURES:
         return f"{architecture} runs with shared KV cells only; use --kv-layout unified"
     if layout == "unified" and _per_lane(architecture):
-        return f"{architecture} gives each lane cells of its own; use --kv-layout per-lane"
+        return f"{architecture} gives each lane its own cells; use --kv-layout per-lane"
     return None
 
 

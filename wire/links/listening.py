@@ -31,7 +31,7 @@ SERVER_OPTIONS = (*rpc.SERVER_OPTIONS, ("grpc.server_handshake_timeout_ms", TLS_
 _TOLD_CLIENT = {
     Reason.TOKEN_MISSING: "asks for a join token; give --token-file FILE, RELAYLINE_TOKEN or --tls DIR",
     Reason.TOKEN_WRONG: "does not accept this join token; `relayline certs issue` makes each process its own",
-    Reason.ROLE_NONE: "refuses this certificate: it says no role; issue it anew with `relayline certs issue`",
+    Reason.ROLE_NONE: "refuses this certificate: it states no role; issue it again with `relayline certs issue`",
     Reason.ROLE_WRONG: "refuses this call: this credential is of another role",
     Reason.REVOKED: "refuses this credential: it is revoked",
 }
@@ -74,7 +74,7 @@ class Listener:
         check_listen(host, self._security, self._who)
         warn_listen(host, self._security, self._who)
         if not (self._security.is_tls or self._security.token or is_loopback(host)):
-            log.warning("%s asks for no join token: everyone who reaches %s can give it work", self._who, host)
+            log.warning("%s asks for no join token: anyone who can reach %s can give it work", self._who, host)
         address = host if host.startswith(("unix:", "unix-abstract:")) else address_of(host, port)
         try:
             if not self._security.is_tls:

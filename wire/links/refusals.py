@@ -56,7 +56,7 @@ SAID_OF_CLIENT: dict[Reason, str] = {
     Reason.TOKEN_MISSING: "it sent no join token",
     Reason.TOKEN_WRONG: "it sent a wrong join token",
     Reason.MALFORMED: "it sent a call that cannot be read; something else may be talking to this port",
-    Reason.ROLE_NONE: "its certificate says no role; issue it anew with `relayline certs issue`",
+    Reason.ROLE_NONE: "its certificate states no role; issue it again with `relayline certs issue`",
     Reason.ROLE_WRONG: "its credential does not allow this call",
     Reason.REVOKED: "its credential is revoked",
     Reason.UNKNOWN: "it gave up, or one of the certificates is not accepted by the other end",

@@ -118,12 +118,12 @@ HEALTH_PREFIX = "/grpc.health.v1.Health/"
 
 CALLS: dict[str, Call] = {
     _STAGE_SERVICE + "Describe": Call(_COORDINATOR, Proof.COORDINATOR),
-    _STAGE_SERVICE + "Configure": Call(_COORDINATOR, Proof.COORDINATOR, "a route stays with whoever began it"),
+    _STAGE_SERVICE + "Configure": Call(_COORDINATOR, Proof.COORDINATOR, "a route stays with the peer that began it"),
     _STAGE_SERVICE + "Status": Call(_COORDINATOR, Proof.COORDINATOR),
     _STAGE_SERVICE + "Batches": Call(_COORDINATOR, Proof.COORDINATOR),
     _STAGE_SERVICE + "SetTelemetry": Call(_COORDINATOR, Proof.COORDINATOR),
     _STAGE_SERVICE + "Revoke": Call(_COORDINATOR, Proof.COORDINATOR, "the list is signed by the CA"),
-    _STAGE_SERVICE + "Return": Call(_COORDINATOR, Proof.COORDINATOR, "a route stays with whoever began it"),
+    _STAGE_SERVICE + "Return": Call(_COORDINATOR, Proof.COORDINATOR, "a route stays with the peer that began it"),
     _STAGE_SERVICE + "Relay": Call(
         _COORDINATOR | _STAGE, Proof.PASS, "the route's own coordinator or the stage that it named, with the pass"
     ),

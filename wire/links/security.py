@@ -149,7 +149,7 @@ def checked_role(security: LinkSecurity, role: Role | None, name: str = "") -> L
     if security.token:
         token = role_tokens.read(security.token)
         if token is None:
-            raise UsageError(f"the join token says no role, as those of older versions; {remedy}")
+            raise UsageError(f"the join token states no role, like those of older versions; {remedy}")
         if role is not None and token.role is not role:
             raise UsageError(f"the join token is a {token.role.value}'s, and this is a {role.value}; {remedy}")
         if name and token.identity is not None and token.identity.name != name:
@@ -233,7 +233,9 @@ def check_listen(host: str, security: LinkSecurity, who: str) -> None:
 def warn_listen(host: str, security: LinkSecurity, who: str) -> None:
     """Log one warning if `who` listens beyond this machine in plaintext."""
     if not (security.is_tls or is_loopback(host)):
-        log.warning("%s listens on %s in PLAINTEXT: anyone on the way can read and change what it carries", who, host)
+        log.warning(
+            "%s listens on %s in PLAINTEXT: anyone on the network path can read and change the traffic", who, host
+        )
 
 
 def check_connect(address: str, security: LinkSecurity) -> None:

@@ -157,7 +157,7 @@ def own_identity(path: Path) -> Identity:
     found = identity_of(read_certificate(path))
     if found is None:
         raise UsageError(
-            f"{path} says no role, as those of older versions; make a new one with "
+            f"{path} states no role; older versions made such tokens. Make a new one with "
             "`relayline certs issue CA-DIR HOST --coordinator` or `--stage NAME`"
         )
     return found

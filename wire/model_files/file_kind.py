@@ -7,7 +7,7 @@ HEAD_BYTES = 256  # what `foreign_kind` wants to see of a file
 _LFS = b"version https://git-lfs.github.com/spec/"
 _GET_GGUF = "take a GGUF of the model, or make one with llama.cpp's convert_hf_to_gguf.py"
 _BY_MAGIC: tuple[tuple[bytes, str], ...] = (
-    (_LFS, "a Git LFS pointer, which only stands for the file; run `git lfs pull` where it was cloned"),
+    (_LFS, "a Git LFS pointer, not the file itself; run `git lfs pull` where it was cloned"),
     (b"PK\x03\x04", f"a PyTorch or zip archive; {_GET_GGUF}"),
     (b"\x80\x02", f"a PyTorch pickle; {_GET_GGUF}"),
     (b"\x89HDF", f"an HDF5 file; {_GET_GGUF}"),

@@ -89,7 +89,7 @@ class EngineSettings(Settings):
     )
     prefill_rows: int = setting(
         128,
-        "Prefill rows beside running decoders, with policy drain.",
+        "Prefill rows in a step with running decoders, with policy drain.",
         low=1,
         high=bounds.ROWS_PER_ENVELOPE_MAX,
         flag="--prefill-rows",
@@ -231,8 +231,8 @@ class ServingSettings(Settings):
     draft: int = setting(
         DRAFT_AUTO,
         """
-    Tokens drafted ahead of a stream from what its own text repeats, and verified in one step. auto: as many as pays;
-    off: none; or always up to so many.""",
+    Draft tokens of a stream, looked up in its own text and verified in one step. auto: as many as pays;
+    off: none; or at most this many, always.""",
         words={"auto": DRAFT_AUTO, "off": 0},
         low=1,
         high=bounds.DRAFT_TOKENS_MAX,
@@ -288,7 +288,7 @@ class ServingSettings(Settings):
     rebalance: str = setting(
         "tell",
         """
-    Where another cut has been clearly faster for a minute: tell says so; auto moves the layers while it serves.""",
+    When another cut has been clearly faster for a minute: tell reports it; auto moves the layers while serving.""",
         choices=("tell", "auto"),
         flag="--rebalance",
         place="coordinator.rebalance",

@@ -284,7 +284,7 @@ class _SdkLog(logging.Handler):
         self._quiet_until_s = now_s + COMPLAIN_EVERY_S
         line = " ".join(what.split())[:COMPLAINT_CHARS_MAX]
         hint = f"; {self.hint}" if self.hint else ""
-        text = "spans do not reach the collector%s. Serving goes on and counts them. The exporter says: %s"
+        text = "spans do not reach the collector%s. Serving goes on and counts them. The exporter's message: %s"
         log.warning(text, hint, line)
 
 

@@ -131,7 +131,7 @@ def test_deepseek4_stages_have_a_layer_that_compresses_four_tokens(tmp_path: Pat
     assert facts.state_bytes_per_lane[:3] == (0, 4 * 2 * 2 * 8 * (32 + 64), 4 * 2 * 128 * 32)
     split_model(model, tmp_path / "out", cuts=(4,))
     config = engine_config(tmp_path / "out" / "stage-0.gguf", n_lanes=1, ctx_tokens=32, max_rows=4, kv_layout="unified")
-    with pytest.raises(UsageError, match="deepseek4 gives each lane cells of its own; use --kv-layout per-lane"):
+    with pytest.raises(UsageError, match="deepseek4 gives each lane its own cells; use --kv-layout per-lane"):
         NativeEngine(config)
 
 

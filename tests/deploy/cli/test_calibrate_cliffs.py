@@ -12,7 +12,7 @@ def curve_of(points: dict[int, int]) -> CostCurve:
 
 def test_a_row_that_becomes_dearer_is_named_and_one_that_becomes_cheaper_is_not() -> None:
     curve = curve_of({1: 1_000_000, 32: 3_000_000, 63: 5_300_000, 64: 13_700_000, 128: 28_900_000})
-    assert _cliffs(curve) == ["64 rows: a row costs 2.54 times what it does in one of 63"]
+    assert _cliffs(curve) == ["64 rows: a row costs 2.54 times as much as in a step of 63"]
 
 
 def test_a_smooth_curve_has_no_cliff() -> None:

@@ -234,7 +234,7 @@ def test_a_bench_ends_with_a_verdict(summaries: list[tuple[str, Summary]], says:
         ("tok/s", 2.0, "nothing to worry about, though the plan is too careful"),
         ("ms", 1.4, "no need to worry yet"),
         ("tok/s", 0.7, "no need to worry yet"),
-        ("ms", 3.0, "worry: a step is 3.00 of what the plan says"),
+        ("ms", 3.0, "worry: a step is 3.00 times the plan's"),
         ("tok/s", 0.2, "worry: a step is 0.20"),
     ],
 )

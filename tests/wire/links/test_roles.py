@@ -495,7 +495,7 @@ def test_a_process_refuses_credentials_of_another_role(ids: Identities):
     for directory, role, name, says in cases:
         with pytest.raises(UsageError, match=says):
             load_security(directory, environment={}, role=role, name=name)
-    with pytest.raises(UsageError, match="says no role, as those of older versions; make one with"):
+    with pytest.raises(UsageError, match="states no role, like those of older versions; make one with"):
         load_security(None, token="0123456789abcdef", environment={}, role=Role.STAGE, name="alpha")
     assert load_security(ids.box1, environment={}, role=Role.STAGE, name="box1").identity == (
         Identity(Role.STAGE, "box1", "box1")

@@ -163,7 +163,7 @@ def test_what_only_llama_cpp_can_tell_is_told_by_a_trial_in_a_process_of_its_own
     draft = read_draft(whole)
     draft.tensors = [tensor for tensor in draft.tensors if tensor[0] != "blk.6.indexer.attn_k.weight"]
     whole.write_bytes(draft.encoded())
-    with pytest.raises(ModelFileError, match=r"cannot load what it is split into: llama\.cpp ended with SIGSEGV"):
+    with pytest.raises(ModelFileError, match=r"cannot load its slices: llama\.cpp ended with SIGSEGV"):
         split_model(whole, tmp_path / "out", n_stages=2, trial=try_artifacts)
     assert not (tmp_path / "out").exists()
 

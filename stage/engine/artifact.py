@@ -1,8 +1,8 @@
-"""One stage artifact: what it says of itself, and whether it is byte for byte what the splitter wrote.
+"""One stage artifact: its metadata, and the check that it is byte for byte the splitter's output.
 
 An artifact is an ordinary GGUF with `relayline.*` metadata. Stage 0 carries the token embedding table behind the last
-tensor, where llama.cpp does not look; `EmbeddingSection` says where. `pipeline.json` beside the artifacts lists size
-and sha256 of each.
+tensor, where llama.cpp does not look; `EmbeddingSection` gives the place. `pipeline.json` in the same directory lists
+size and sha256 of each.
 
 This module reads; it never writes into the artifact's directory. Verified hashes are remembered in the user's cache.
 """
@@ -183,10 +183,10 @@ def open_artifact(path: Path) -> StageArtifact:
 
 
 def verify_artifact(path: Path, load: Load | None = None) -> StageArtifact:
-    """Check an artifact's size and sha256 against the pipeline.json beside it, and return what it says of itself.
+    """Check an artifact's size and sha256 against the pipeline.json next to it, and return its metadata.
 
-    A file once verified is not hashed again while its size, modification time and inode stay the same.
-    Raises ArtifactError or ModelFileError, each one line, or LoadStoppedError.
+    A file once verified is not hashed again while its size, modification time and inode stay the same. Raises
+    ArtifactError or ModelFileError, each one line, or LoadStoppedError.
     """
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file")

@@ -34,7 +34,8 @@ _REASONS = {
 _OTHER_NAMES = {"step35": "h_nextn"}
 # Families that have a word of their own for what leaves a layer (llama_model_nemotron_h::graph).
 _OTHER_WORDS = {**dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "nemotron_h_block_out"), "deepseek4": "l_last"}
-# Where an embedding has become what a layer gives to the next: normed, or repeated as several streams of a row.
+# The node in which an embedding has its final form between two layers: normalised, or repeated as several streams of a
+# row.
 _ENTRIES = {
     "bloom": "inp_norm-0",
     "muse-glimmer": "embd_norm",

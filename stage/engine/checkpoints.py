@@ -1,8 +1,8 @@
-"""What lanes with a recurrent state can be taken back to: copies of the state at chosen positions. Pure.
+"""Checkpoints of lanes with a recurrent state: copies of the state at chosen positions. Pure.
 
-A state knows one position, its lane's end. It cannot be taken back by itself, so whoever may want to come back asks
-for a checkpoint while the lane stands there. Bounds: CHECKPOINTS_PER_LANE_MAX for each lane, and CHECKPOINT_BYTES_MAX
-for a stage; beyond that the oldest of all goes first, and what would have needed it is read anew.
+A state describes one position, its lane's end, and cannot be rewound. A caller that may want to return to a position
+asks for a checkpoint while the lane ends there. Bounds: CHECKPOINTS_PER_LANE_MAX for each lane, and
+CHECKPOINT_BYTES_MAX for a stage; beyond that the oldest of all goes first, and its tokens are read again when needed.
 
 Lanes that copied from one another share their states' bytes, which count once.
 """
@@ -52,7 +52,7 @@ class Checkpoints:
         return None if entry is None else entry.state
 
     def add(self, lane: int, position: int, state: State) -> None:
-        """Keep a state of the lane at its end, and of its earlier ones what the bounds allow."""
+        """Keep a state of the lane at its end, and as many earlier ones as the bounds allow."""
         self._put(lane, position, state)
         while self._of_lane and self.size_bytes > self._bytes_max:
             self._drop_oldest()

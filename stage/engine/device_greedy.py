@@ -62,7 +62,7 @@ def is_asked_for(settings: EngineSettings, artifact: StageArtifact) -> bool:
 
 
 class DeviceGreedy:
-    """The backend samplers of one context's lanes, and what they found in its last step."""
+    """The backend samplers of one context's lanes, and their results for its last step."""
 
     def __init__(self, n_vocab: int, wants: npt.NDArray[np.int8], max_wanted: int) -> None:
         """`wants` is the engine's, 1 for each row of a step whose logits are wanted."""

@@ -1,8 +1,8 @@
 """The few functions of ggml that llama_cpp does not wrap, bound in the libraries that llama_cpp has already loaded.
 
-Symbols are looked up through libllama's own handle, which searches its dependencies: opening libggml-base by path
-could load a second copy beside the first. This module also owns llama.cpp's log: it is kept in a bounded ring, and
-nothing of it reaches stderr, so that an error can quote the line that says why.
+Symbols are looked up through libllama's own handle, which searches its dependencies: opening libggml-base by path could
+load a second copy. This module also owns llama.cpp's log: it is kept in a bounded ring, out of stderr, so that an error
+can quote the line with the cause.
 
 It knows nothing of stages, sessions or decoding.
 """
@@ -70,10 +70,11 @@ def address_of(symbol: str) -> int:
 
 
 def attends_own_cells(*, n_rows: int, n_heads: int, n_kv_heads: int) -> bool:
-    """Return whether flash attention on the processor takes steps of so many rows one by one in an f16 cache.
+    """Return whether flash attention on the processor computes this many rows one by one in an f16 cache.
 
-    Then a row costs what its own lane's cells do, whoever else holds cells (deploy/kernels/attend_own_cells.cpp). Else,
-    and in builds without that file, llama.cpp asks all cells of the cache, and from 64 rows on multiplies tiles.
+    A row then costs as much as its own lane's cells, whatever other lanes hold (deploy/kernels/attend_own_cells.cpp).
+    Otherwise, and in builds without that file, llama.cpp computes all cells of the cache, and from 64 rows on
+    multiplies tiles.
     """
     found = getattr(_lib, "relayline_attends_own_cells", None)
     if found is None:
@@ -107,7 +108,7 @@ for _symbol, _arguments, _result in (
 def devices() -> tuple[str, ...]:
     """Return name and model of every device that this process can compute on, processors included, in ggml's order.
 
-    What a variable such as CUDA_VISIBLE_DEVICES hides is not among them.
+    Devices that a variable such as CUDA_VISIBLE_DEVICES hides are missing.
     """
     handles = map(_lib.ggml_backend_dev_get, range(_lib.ggml_backend_dev_count()))
     return tuple(

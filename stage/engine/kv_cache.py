@@ -1,4 +1,4 @@
-"""What llama.cpp is told of its KV cache: types, cells, and how attention reads them (see wire.common.kv_layout)."""
+"""The KV cache's parameters for llama.cpp: types, cells, and how attention reads them (see wire.common.kv_layout)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""What llama.cpp writes of one lane's KV cells, made longer: a context that nobody computed. Pure.
+"""Lengthens llama.cpp's saved state of one lane's KV cells into a context that nobody computed. Pure.
 
-`llama_state_seq_get_data` of llama.cpp 0.3.36's binding gives eight bytes of head, and then for each cache (a model
-with sliding windows has two) what `llama_kv_cache::state_write` writes: the number of streams and, for each, its number
-of cells; of a stream that has any, the cells' positions and owners (and, where rope has several axes, the other
-positions), then keys and values layer by layer, cell after cell, or values row after row where they are stored
-transposed (without flash attention). Models whose attention is latent (deepseek2) have no values there.
+`llama_state_seq_get_data` of llama.cpp 0.3.36's binding writes eight bytes of head, then the output of
+`llama_kv_cache::state_write` for each cache (a model with sliding windows has two). That output is the number of
+streams and, for each, its number of cells. A stream with cells adds their positions and owners (and, where rope has
+several axes, the other positions). Then follow keys and values layer by layer, cell after cell, or values row after row
+where they are stored transposed (without flash attention). Models whose attention is latent (deepseek2) have no values
+there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _TRANSPOSED = struct.Struct("<iII")  # type, bytes of a value, rows
 def multiplied(state: bytes, n_times: int) -> bytes | None:
     """Return the state of a lane that holds each of its cells n_times, at the same positions.
 
-    None for what is written in another way: llama.cpp's format is its own, and cells may hold more than a position.
+    None for a state in another format: the format is private to llama.cpp, and cells may hold more than a position.
     """
     for has_values in (True, False):  # nothing in the state says which
         reader = _Reader(state, n_times, has_values=has_values)

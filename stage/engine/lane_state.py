@@ -18,7 +18,7 @@ _PARTIAL_ONLY = llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
 def read_lane(context: Any, lane: int) -> npt.NDArray[np.uint8] | None:
-    """Return what the lane holds; None where llama.cpp cannot tell."""
+    """Return the lane's state; None where llama.cpp cannot save it."""
     state = np.empty(llama.llama_state_seq_get_size(context, lane), np.uint8)
     is_read = llama.llama_state_seq_get_data(context, _pointer(state), state.nbytes, lane) == state.nbytes
     return state if is_read else None
@@ -43,7 +43,9 @@ def write_recurrent(context: Any, lane: int, state: npt.NDArray[np.uint8]) -> bo
 
 
 def copy_lane(context: Any, source_lane: int, target_lane: int) -> bool:
-    """Let the target lane, which is empty, hold what the source holds; false, and it stays so, where that cannot be."""
+    """Copy the source lane's state into the target lane, which is empty. If that is impossible, return false and leave
+    it empty.
+    """
     state = read_lane(context, source_lane)
     return state is not None and write_lane(context, target_lane, state)
 

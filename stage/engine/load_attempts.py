@@ -1,8 +1,8 @@
-"""Loads that ended their process, remembered: whoever starts a stage again and again does not do so without end.
+"""Remembers loads that ended their process, so that a stage is not restarted forever.
 
-llama.cpp ends its process where an assertion fails, and the system where memory is gone. The process can't say so, and
-what starts it anew (a supervisor, Compose, Kubernetes) knows nothing of artifacts. So each load holds a locked file in
-the user's cache while it goes on. A file that is there and not locked is of a process that died meanwhile.
+llama.cpp ends its process when an assertion fails, and the system ends it when memory runs out. The process cannot
+report that, and its supervisor (ours, Compose, Kubernetes) knows nothing of artifacts. So each load holds a locked file
+in the user's cache. A file that exists and is not locked belongs to a process that died during its load.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""How far a stage's load is, told while it goes on in a thread, and the way to give it up.
-
-Tens of gigabytes are hashed, read and laid out anew before a stage serves. Whoever waits for it is told how far it is,
-and whoever ends it does not wait for it.
+"""The progress of a stage's load, which runs in a thread, and the way to cancel it. Tens of gigabytes are hashed, read
+and repacked before a stage serves. Waiting callers see the progress, and a shutdown does not wait for the load.
 """
 
 from __future__ import annotations
@@ -14,11 +12,11 @@ from collections.abc import Callable
 log = logging.getLogger("relayline.stage")
 
 LOG_EVERY_S = 5.0  # of one piece of work; what takes less is not worth a line
-TELL_EVERY_S = 0.5  # to whoever else wants to know
+TELL_EVERY_S = 0.5  # for other observers
 
 CHECKING, WEIGHTS, MEASURING = "checking the artifact", "loading weights", "measuring steps"
 
-Tell = Callable[[str, float], None]  # what is being done, and the share of it that is done
+Tell = Callable[[str, float], None]  # the activity, and its finished share
 
 
 class LoadStoppedError(Exception):
@@ -26,7 +24,7 @@ class LoadStoppedError(Exception):
 
 
 class Load:
-    """One load: what it does calls `at` again and again. `stop` may be called from any thread, all else from one."""
+    """One load; it calls `at` again and again. `stop` may be called from any thread, all other methods from one."""
 
     def __init__(self, tell: Tell = lambda work, share: None, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._tell, self._clock_s = tell, clock_s

@@ -1,10 +1,10 @@
-"""How llama.cpp cuts a step into micro-batches when each lane has cells of its own. Pure.
+"""How llama.cpp cuts a step into micro-batches when each lane has its own cells. Pure.
 
-With one unified cache a step is one micro-batch and keeps its row order. With a cache of its own for each lane
-(`llama_batch_allocr::split_equal`, sequential) a micro-batch holds lanes of consecutive numbers, each with the same
-number of rows, in the order of lanes: the first lane of the batch that has rows left begins it, every following lane of
-the batch whose number is one higher than the last one's joins it, and all give as many rows as the shortest has. Hidden
-rows are captured in that order, so it has to be known. A step of decode rows of neighbouring lanes is one micro-batch.
+With one unified cache a step is one micro-batch and keeps its row order. With a separate cache for each lane
+(`llama_batch_allocr::split_equal`, sequential), a micro-batch holds lanes of consecutive numbers, each with the same
+number of rows, in the order of lanes. The first lane of the batch with rows left begins it. Every following lane of the
+batch joins if its number is one higher than the last one's. All give as many rows as the shortest has. Hidden rows are
+captured in that order, so this module must know it. A step of decode rows of neighbouring lanes is one micro-batch.
 
 Where some layers have a recurrent state, a unified cache is no exception, but every following lane joins, whatever its
 number (`llama_memory_hybrid::init_batch`).

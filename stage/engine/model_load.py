@@ -43,7 +43,7 @@ def load_model(artifact: StageArtifact, gpu_layers: int, ctx_tokens: int, load: 
 
 @contextlib.contextmanager
 def abandonable(context: Any, load: Load) -> Iterator[None]:
-    """Let llama.cpp end what this context computes meanwhile once the load is stopped; raises LoadStoppedError then.
+    """Let llama.cpp abort this context's computation once the load is stopped; then raises LoadStoppedError.
 
     Costs a call for each node of the graph, and works on the processor alone.
     """

@@ -47,7 +47,7 @@ class EngineConfig:
     """How to load one artifact. KV cells for all lanes are allocated at load."""
 
     artifact_path: Path  # a stage's GGUF
-    settings: EngineSettings  # what a person may say; the engine's own copy of it is resolved
+    settings: EngineSettings  # the user's settings; the engine's own copy is resolved
     flash_attn: str = "auto"  # a key of FLASH_ATTN; auto: see stage.engine.kv_cache
     spare_lanes: int = 0  # further sequences, numbered after the lanes, with a few cells: for rows of no session
     max_wanted: int = 0  # last stage: rows of one step that may want logits (4 x n_vocab bytes each); 0: max_rows
@@ -75,7 +75,7 @@ class NativeEngine:
 
     A caller fills rows [0:n_rows) of `input_rows`, `positions`, `seq_ids` and, on the last stage, `wants`, calls
     `decode(n_rows)`, and reads `output_rows` or `logits`. Rows of one lane have ascending, consecutive positions that
-    continue what the lane holds; rows of several lanes may be mixed in any order.
+    continue the lane; rows of several lanes may be mixed in any order.
     """
 
     input_rows: npt.NDArray[np.float32]  # [max_rows, width_in], C-contiguous; filled by the caller
@@ -86,7 +86,7 @@ class NativeEngine:
     # stage (there it has no rows). Filled by decode, valid until the next one.
 
     def __init__(self, config: EngineConfig, load: Load | None = None) -> None:
-        """Load the artifact and prove, with a one-row decode, that it delivers what it should.
+        """Load the artifact and prove with a one-row decode that it works.
 
         Raises UsageError, ArtifactError, ModelFileError (the file), NativeError (everything else) or LoadStoppedError.
         """
@@ -243,8 +243,8 @@ class NativeEngine:
         try:
             if code != 0:
                 self._raise_for(code, n_rows)
-            # A GPU computes on after llama_decode has returned. Waited for here, the step's time is what it took; else
-            # the sampler would wait inside llama_get_logits_ith, where no clock of the step runs.
+            # A GPU still computes after llama_decode has returned. Wait for it here, so that the step's time is the
+            # whole time. Otherwise the sampler would wait inside llama_get_logits_ith, where no clock of the step runs.
             llama.llama_synchronize(self._context)
             if capture is not None:
                 capture.check(n_rows, len(self._step_cut.sizes) if self._step_cut else 1)
@@ -323,10 +323,10 @@ class NativeEngine:
         return view
 
     def best_token(self, row: int) -> int | None:
-        """Return the token of the largest logit of a wanted row where the device has found it, without the row.
+        """Return the token of the largest logit of a wanted row if the device has found it, without the row.
 
-        None where the host has to look at `logits`: rows do not stay on the device, or hold what is not finite. Of
-        equal ones the device may name another than the first. Raises InternalError if the row was not wanted.
+        None where the host must look at `logits`: rows do not stay on the device, or are not finite. Of equal logits
+        the device may choose another than the first. Raises InternalError if the row was not wanted.
         """
         return None if self._greedy is None else self._greedy.token(row)
 
@@ -349,9 +349,10 @@ class NativeEngine:
         self._states.checkpoint(self._context, lane, self.lane_tokens(lane))
 
     def drop_from(self, lane: int, position: int) -> None:
-        """Forget what the lane holds at `position` and above. Dropping what is not there does nothing.
+        """Drop the lane's positions from `position` on.
 
-        `check_rewind` says beforehand whether it can be done. Raises NativeError where it cannot.
+        Dropping absent positions does nothing. `check_rewind` tells beforehand whether it is possible. Raises
+        NativeError where it is not.
         """
         self._check_lanes(lane)
         position = max(0, position)
@@ -360,10 +361,10 @@ class NativeEngine:
             raise NativeError(f"{self.artifact.architecture}: the cache of lane {lane} cannot be cut at {position}")
 
     def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
-        """Let the target lane hold exactly the source's first `n_tokens` positions.
+        """Make the target lane hold exactly the source's first `n_tokens` positions.
 
-        Unified, no cell is copied: both share. Where lanes have cells of their own, those in use are copied at once, or
-        all of them before the next step: whatever is quicker.
+        Unified, no cell is copied: both share. Where lanes have their own cells, the used ones are copied at once, or
+        all of them before the next step, whichever is quicker.
         """
         self._check_lanes(source_lane, target_lane)
         if source_lane == target_lane:
@@ -380,10 +381,10 @@ class NativeEngine:
             llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, 0, n_tokens)
 
     def multiply(self, lane: int, free_lane: int, n_times: int) -> bool:
-        """Let the lane hold what it holds n_times over, at the same positions: a long context that nobody computed.
+        """Make the lane hold its content n_times over, at the same positions: a long context that nobody computed.
 
-        Good for timing steps alone. `free_lane` holds nothing before and after. False where llama.cpp cannot copy
-        cells or has no room for them; some copies may have been made then, or the lane be empty.
+        Good for timing steps only. `free_lane` is empty before and after. False where llama.cpp cannot copy cells or
+        has no room; some copies may have been made then, or the lane may be empty.
         """
         self._check_lanes(lane, free_lane)
         if self.keeps_state:  # the longer context would have another state
@@ -391,7 +392,7 @@ class NativeEngine:
         state = read_lane(self._context, lane)
         if state is None:
             return False
-        if self._is_per_lane:  # a copy into a lane would replace what it holds
+        if self._is_per_lane:  # a copy into a lane would replace its content
             longer = multiplied(state.tobytes(), n_times)
             return longer is not None and write_lane(self._context, lane, np.frombuffer(longer, np.uint8))
         for _ in range(n_times - 1):

@@ -18,7 +18,9 @@ _DIRECTORY = "prefixes"  # below relayline's cache
 
 
 def open_tier(settings: EngineSettings, artifact: StageArtifact) -> Tier | None:
-    """Return the tier; None where none is asked for. A disk that cannot be used is told in one line, and left out."""
+    """Return the tier, or None if the settings ask for none. A disk that cannot be used is reported in one line and
+    left out.
+    """
     disk = None
     if settings.prefix_disk_bytes:
         directory = expanded(settings.prefix_disk_dir) if settings.prefix_disk_dir else cache_dir() / _DIRECTORY
@@ -35,7 +37,7 @@ def open_tier(settings: EngineSettings, artifact: StageArtifact) -> Tier | None:
 
 
 def identity_of(settings: EngineSettings, artifact: StageArtifact) -> str:
-    """Return all on which a lane's state depends, beside its tokens."""
+    """Return everything besides its tokens that a lane's state depends on."""
     rope = artifact.long_rope
     is_long = rope is not None and settings.ctx_tokens > rope.original_tokens
     facts = (

@@ -1,9 +1,9 @@
 """Loads artifacts in a process of its own: `python -m relayline.stage.engine.probe [--dry] ARTIFACT...`.
 
-llama.cpp ends the process when an assertion of its own fails, and nothing in that process can report it. So whoever
-wants to know whether an artifact runs starts this and looks at how it ended: exit code 0 when it runs, 1 with one
-line on stderr when it is refused, a signal when it aborted. It decodes a few rows; `--dry` makes model, cache and graph
-without weights, which takes little time and memory however large the artifact is.
+llama.cpp ends the process when one of its assertions fails, and nothing in that process can report it. So the caller
+starts this module and reads its end: exit code 0 if the artifact runs, 1 with one line on stderr if it is refused, a
+signal if it aborted. It decodes a few rows; `--dry` makes model, cache and graph without weights, which takes little
+time and memory for any size of artifact.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DRY_CTX_TOKENS, DRY_ROWS = 256, 8
 
 
 def probe(path: Path) -> None:
-    """Decode one prefill chunk and a few single rows. Raises what the engine raises, or NativeError for NaN."""
+    """Decode one prefill chunk and a few single rows. Raises the engine's errors, and NativeError for NaN."""
     random = np.random.default_rng(0)
     settings = EngineSettings(n_lanes=2, ctx_tokens=64, max_rows=PREFILL_ROWS, n_threads=1)
     settings = settings.of_architecture(open_artifact(path).architecture)
@@ -73,7 +73,7 @@ def main() -> None:
     try:
         if sys.argv[1] == "--dry":
             for name in sys.argv[2:]:
-                print(name, flush=True)  # so that whoever started this knows which one ended it
+                print(name, flush=True)  # so that the parent knows which one ended it
                 dry(Path(name))
         else:
             probe(Path(sys.argv[1]))

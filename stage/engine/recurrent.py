@@ -20,7 +20,9 @@ class RecurrentLanes:
     """The recurrent states of one native context."""
 
     def __init__(self, model: Any, architecture: str, kv_layout: str) -> None:
-        """Ask the model what it keeps. Raises UsageError for a layout of KV cells on which llama.cpp would abort."""
+        """Read the kinds of state that the model keeps. Raises UsageError for a KV layout on which llama.cpp would
+        abort.
+        """
         is_recurrent = bool(llama.llama_model_is_recurrent(model))
         self.exist = is_recurrent or bool(llama.llama_model_is_hybrid(model))
         """Whether some layer has a state."""

@@ -43,7 +43,7 @@ class SavedLanes:
         return self._byte_ns * self._token_bytes
 
     def measure(self, lane: int) -> None:
-        """Learn what one position adds to a lane's state, from a lane that holds exactly one."""
+        """Measure how many bytes one position adds to a lane's state, from a lane that holds exactly one."""
         n_bytes = llama.llama_state_seq_get_size(self._context, lane)
         if self._engine.keeps_state:  # that of the whole lane, however long
             n_bytes -= llama.llama_state_seq_get_size_ext(self._context, lane, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
@@ -104,7 +104,7 @@ class SavedLanes:
                 raise NativeError(f"{engine.artifact.architecture}: llama.cpp does not copy lane {source_lane}")
             return True
         n_tokens, settings = engine.lane_tokens(source_lane), engine.config.settings
-        # What a copy that waits is to bring is not there yet, neither to be read nor to be replaced.
+        # The target of a pending copy is not filled yet, so it can neither be read nor replaced.
         if engine.copies_wait or settings.gpu_layers or n_tokens * HELD_COPIES_MAX > settings.ctx_tokens:
             return False
         # llama_kv_cache::state_write leaves out what lies before the window of the next row.

@@ -1,9 +1,8 @@
-"""What lanes held, kept in host memory and on disk after other streams have taken them. Any thread; never waits.
+"""States of lanes, kept in host memory and on disk after other streams have taken the lanes. Any thread; never waits.
 
-The coordinator chooses what is stored and when it is brought back, by a key of the lane's tokens; this only keeps. The
-least recently used goes first, from each place by its own bound. A writer thread copies each stored state
-to the disk. A reader thread loads a state that is only on the disk (`begin`), so the decode thread finds bytes in
-memory, or nothing.
+The coordinator decides what is stored and restored, by a key of the lane's tokens; this module only keeps it. The least
+recently used goes first, from each place by its own bound. A writer thread copies each stored state to the disk. A
+reader thread loads a state that is only on the disk (`begin`), so the decode thread finds bytes in memory, or nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ State = npt.NDArray[np.uint8]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierFigures:
-    """What a tier holds and did."""
+    """A tier's contents and counters."""
 
     memory_bytes: int = 0
     disk_bytes: int = 0
@@ -49,7 +48,7 @@ class Tier:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether what is stored survives a restart."""
+        """Whether stored states survive a restart."""
         return self._disk is not None
 
     def store(self, key: int, n_tokens: int, state: State) -> None:
@@ -111,13 +110,13 @@ class Tier:
         return dict(list(found.items())[-STORED_STATES_MAX:])
 
     def figures(self) -> TierFigures:
-        """Return what it holds and did."""
+        """Return its contents and counters."""
         n_states, disk_bytes = len(self.stored()), self._disk.n_bytes if self._disk is not None else 0
         with self._lock:
             return TierFigures(self._memory_bytes, disk_bytes, n_states, self._n_hits, self._n_misses)
 
     def close(self) -> None:
-        """Give everything back but what is on the disk, whose last writes are waited for."""
+        """Free everything except the disk's files, whose last writes are awaited."""
         with self._lock:
             self._memory.clear()
             self._read.clear()

@@ -1,8 +1,8 @@
 """States of lanes as files: one directory for each engine that can read them, one file for each state. Any thread.
 
-A file's name is its key; it begins with a head that says how long it is and what its bytes hash to. So one that was
-cut or changed is found when it is read, told in one line, and removed. Files are written beside and renamed, without
-waiting for the disk: what a power cut leaves of them is found in the same way.
+A file's name is its key; it begins with a head that states its length and hash. So a cut or changed file is detected
+when it is read, reported in one line, and removed. Files are written under another name and renamed, without waiting
+for the disk. Damage from a power cut is detected in the same way.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class TierDisk:
     """The files of one engine."""
 
     def __init__(self, directory: Path, identity: str, bytes_max: int) -> None:
-        """Take up what is there of engines of this identity. Raises OSError where the directory cannot be used.
+        """Open the directory, with the files of engines of this identity.
 
-        `identity` says all on which a state depends: model, layers, types. BlockingIOError: another process has it.
+        Raises OSError where the directory cannot be used. `identity` names everything that a state depends on: model,
+        layers, types. BlockingIOError: another process has it.
         """
         self._bytes_max = bytes_max
         self._directory = directory / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
@@ -63,7 +64,7 @@ class TierDisk:
         return self._directory / f"{key:016x}{_SUFFIX}"
 
     def _take_up(self) -> None:
-        """Know the files that an earlier process left, the one used last at the end; remove what is none."""
+        """List the files of an earlier process, the last used one at the end; remove files that are no states."""
         for path in self._directory.glob(".*.part"):
             path.unlink(missing_ok=True)
         paths = sorted(self._directory.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
@@ -93,7 +94,7 @@ class TierDisk:
             return {key: n_tokens for key, (n_tokens, _) in self._files.items()}
 
     def write(self, key: int, n_tokens: int, state: State) -> None:
-        """Write a state beside, unless too much waits for that."""
+        """Write a state in the background, unless too many wait."""
         n_bytes = _HEAD.size + state.nbytes
         with self._lock:
             if n_bytes > self._bytes_max or self._n_writing >= STORED_WRITES_MAX or key in self._files:
@@ -129,7 +130,7 @@ class TierDisk:
             self.n_bytes -= known[1]
 
     def read(self, key: int, take: Callable[[int, int, State], None]) -> Future[None] | None:
-        """Read a state beside, and give it to `take(key, n_tokens, state)`; None where there is none."""
+        """Read a state in the background and pass it to `take(key, n_tokens, state)`; None where there is none."""
         with self._lock:
             if key not in self._files:
                 return None
@@ -160,7 +161,7 @@ class TierDisk:
             self._drop(key)
 
     def close(self) -> None:
-        """Wait for what is being written, at most STORED_WRITES_MAX states, and let others have the directory."""
+        """Wait for unfinished writes, at most STORED_WRITES_MAX states, and release the directory."""
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown()
         os.close(self._lock_file)

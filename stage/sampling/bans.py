@@ -1,7 +1,7 @@
-"""Which tokens a session may not say at a position, whatever their logits are. Pure.
+"""The tokens that a session may not generate at a position, whatever their logits are. Pure.
 
-Three rules, each a list of tokens: none but the allowed ones; not those that are held back before a position (the end
-of an answer that has a least length); not the last token of a bad word whose others were just said.
+Three rules, each a list of tokens: only the allowed ones; none that is held back before a position (the end of an
+answer with a least length); not the last token of a bad word that has just been generated up to there.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""What a session may say next, by its grammar. Decode thread only.
+"""The tokens that a session's grammar allows next. Decode thread only.
 
 The grammar's text is llguidance's (Lark, or JSON around a JSON schema); the coordinator has made and checked it. Before
-each pick the tokens that do not fit it lose all their chance; afterwards the one picked is noted. At the grammar's end
-only the vocabulary's end tokens fit.
-
-What was said before a session was opened here comes with its open. A position at which something was picked before is
-picked again with what had been said until then: retried equals once.
+each pick the tokens that do not fit it lose all their chance; afterwards the pick is recorded. At the grammar's end
+only the vocabulary's end tokens fit. The open of a session brings the tokens generated before it. If a position is
+picked again, the grammar's state is that of the first pick: retried equals once.
 """
 
 from __future__ import annotations
@@ -106,7 +104,7 @@ class Constraint:
         np.copyto(logits, _NOTHING, where=~fits)
 
     def said(self, token: int) -> None:
-        """Note what was picked from what `apply` has left."""
+        """Record the token picked from the logits that `apply` left."""
         if self._matcher is not None:  # else it reads this with the rest
             self._matcher.consume_token(token)
             _check(self._matcher)
@@ -125,7 +123,9 @@ class Constraint:
             self._matcher = self._restarted()
 
     def _restarted(self) -> LLMatcher:
-        """Return a matcher that has read what was said. (Its `rollback` goes one token too far behind an end token.)"""
+        """Return a matcher that has read the tokens so far. (Its `rollback` goes one token too far behind an end
+        token.)
+        """
         matcher = (
             self._start.result().deep_copy()
         )  # sessions wait for it before they pick (stage.sampling.grammars.Holds)

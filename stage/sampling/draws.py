@@ -1,16 +1,16 @@
-"""Which of some tokens is drawn: the one with the largest sum of logit / temperature and Gumbel noise. Pure.
+"""Draws one of some tokens: the one with the largest sum of logit / temperature and Gumbel noise. Pure.
 
 The noise of a token is a function of (seed, position, token). So a draw has the distribution of the softmax (the
-Gumbel-max trick; Maddison, Tarlow and Minka, 2014), and a token's noise does not depend on which other tokens are
-left, on their order, or on who else is in the batch. Logits of one row differ a little from one batch to another. A
-draw along the cumulative sum turns that into another token often, this one about as rarely as two distributions allow.
+Gumbel-max trick; Maddison, Tarlow and Minka, 2014), and a token's noise does not depend on which other tokens are left,
+on their order, or on who else is in the batch. Logits of one row differ a little from one batch to another. A draw
+along the cumulative sum then often gives another token. This draw does so about as rarely as two distributions allow.
 
 It is computed as a race, which is the same: a token arrives after E / exp(logit / temperature), where E is exponential
 with mean 1, and the first one wins. The E of a large vocabulary are made from the top down, so that most of them are
-never computed. Its tokens stand in blocks of 64 places. The least E of a block is exponential with mean 1/64 and
-belongs to each place with the same chance; the others exceed it by exponentials with mean 1. That is the distribution
-of 64 independent E. A block cannot win before its least E at its largest logit, and that bound leaves a few tokens of a
-few blocks. These are timed in f64.
+never computed. Its tokens are in blocks of 64 places. The least E of a block is exponential with mean 1/64 and belongs
+to each place with the same chance; the others exceed it by exponentials with mean 1. That is the distribution of 64
+independent E. A block cannot win before its least E at its largest logit, and that bound leaves a few tokens of a few
+blocks. These are timed in f64.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ROUNDS = tuple((np.array(shift, np.uint64), np.array(by, np.uint64)) for shift,
 _LAST_SHIFT, _TO_UNIFORM = np.array(31, np.uint64), np.array(_SHIFT, np.uint64)
 _TO_PLACE = np.array(_SHIFT - _PLACE_BITS, np.uint64)
 _HALF = np.array(0.5)
-_SLACK = 1e-3  # nats; more than the f32 arithmetic of the bounds is off by, beside a share of the logits
+_SLACK = 1e-3  # nats; exceeds the f32 error of the bounds, together with a share of the logits
 _SLACK_SHARE = 1e-6
 _COLDEST, _HOTTEST = 1e-20, 1e20  # temperatures beyond change nothing, and would overflow f32
 _SCATTERED = 4_096  # as many tokens out of a vocabulary are put in their places, so that blocks are skipped
@@ -70,7 +70,7 @@ class Draws:
         self._log_unit, self._place = np.array(math.log(_ULP / block), np.float32), np.array(block - 1, np.uint64)
         self._blocks = np.arange(n_blocks, dtype=np.int64)
         self._places = np.arange(0, n_blocks * block, n_blocks)[:, None]
-        self._is_ragged = n_blocks * block > n_vocab  # the last places of some blocks stand for no token
+        self._is_ragged = n_blocks * block > n_vocab  # the last places of some blocks are for no token
         self._first, self._theirs = np.empty(n_blocks, np.int64), np.empty(n_blocks, np.float32)
         self._uniform, self._log_least = np.empty(n_blocks, np.float64), np.empty(n_blocks, np.float32)
         self._maxima, self._bounds = np.empty(n_blocks, np.float32), np.empty(n_blocks, np.float32)

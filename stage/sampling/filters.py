@@ -2,12 +2,11 @@
 
 Each filter keeps the likeliest tokens down to some point, in the order (logit descending, token ascending), as
 llama.cpp's chain of the same names does. The noise of a token does not depend on which others are left
-(`stage.sampling.draws`). So the winner of the race among all tokens is the pick if it is kept, and nothing that ranks
-behind a winner that is not kept can be kept either: the race is run again among those before it.
-
-min-p is a floor, and the race takes it. top-k comes first and leaves few tokens, which the largest logits of the blocks
-find. Whether top-p keeps a winner is mostly said by bounds: what ranks before it against what the blocks' largest
-logits weigh. Only where they leave it open are all tokens weighed.
+(`stage.sampling.draws`). So the winner of the race among all tokens is the pick if it is kept. If it is not kept, no
+token that ranks behind it is kept either, and the race runs again among the tokens before it. min-p is a floor, applied
+within the race. top-k comes first and leaves few tokens, which the largest logits of the blocks find. Bounds mostly
+decide whether top-p keeps a winner: they compare the weight of the tokens before it with that of the blocks' largest
+logits. Only if they leave it open are all tokens weighed.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ class FilteredDraws:
         min_p: float = 0.0,
         maxima: Logits | None = None,
     ) -> int:
-        """Return the token drawn from softmax(logits / temperature) over what the filters keep of `logits` (f32 [n]).
+        """Return the token drawn from softmax(logits / temperature) over the tokens of `logits` (f32 [n]) that the
+        filters keep.
 
         The filters come in the order top-k, top-p, min-p and see the logits without temperature. `largest` is the
         largest logit, a finite number. 0, 1.0 and 0.0 keep all tokens; one token is kept at least. `maxima` are those
@@ -85,9 +85,9 @@ class FilteredDraws:
     def _is_kept(
         self, logits: Logits, before: npt.NDArray[np.bool_], largest: float, top_p: float, maxima: Logits
     ) -> bool:
-        """Tell whether top-p is sure to keep the token that these rank before: few of them, of little weight.
+        """Return whether top-p surely keeps the token behind these: they are few and have little weight.
 
-        The largest logits of the blocks stand for the row; what top-k has left is weighed in full.
+        The largest logits of the blocks represent the row; the tokens left by top-k are weighed in full.
         """
         n_before = int(np.count_nonzero(before))
         if n_before == 0:

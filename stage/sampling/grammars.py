@@ -1,9 +1,9 @@
-"""Grammars are made ready beside the decode thread, and who waits for one holds nobody else up.
+"""Prepares grammars outside the decode thread; a session that waits for one does not hold up the others.
 
 A grammar of some kilobytes takes llguidance 2 ms, one of 64 KiB a tenth of a second, and all streams of a stage share
-its decode thread. So two threads of their own make them (llguidance lets others run meanwhile), each text once. Of a
-session whose grammar is not ready, what the decode thread would pick with is held back; its opening, its copies and all
-of its prompt but the end go on.
+its decode thread. So two separate threads prepare them (llguidance releases the GIL), each text once. While a session's
+grammar is not ready, the frames whose rows are sampled are held back. Its opening, its copies and all of its prompt
+except the end go on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STACK_BYTES = (
 )  # of a thread that grammars run in, as far as used: they recurse (coordinator/text/grammar_check.py)
 READY_MAX = 64  # grammars that are kept ready, each of at most GRAMMAR_BYTES_MAX as text
 N_THREADS = 2
-# Beside its own limits of time and memory; and errors without a dump of its state.
+# With llguidance's own limits of time and memory, and errors without a dump of its state.
 LIMITS = LLParserLimits(
     max_items_in_row=GRAMMAR_ITEMS_MAX, step_lexer_fuel=GRAMMAR_LEXER_FUEL_MAX, verbose_errors=False
 )
@@ -72,7 +72,9 @@ class Holds:
     """The frames that wait until the grammars of their sessions are ready. Event loop only."""
 
     def __init__(self, begin: Callable[[str], Future[LLMatcher] | None], push: Callable[[list[QueuedFrame]], None]):
-        """`begin` starts to make a grammar ready, None where nothing follows one here; `push` takes what was held."""
+        """`begin` starts to prepare a grammar, None where this stage does not sample; `push` takes the frames that were
+        held.
+        """
         self._begin, self._push = begin, push
         self._held: dict[tuple[int, int], list[QueuedFrame]] = {}  # sessions that wait for one another share a list
 
@@ -84,19 +86,19 @@ class Holds:
         return [frame for frame in frames if not self._holds(frame)]
 
     def drop_route(self, route_id: int) -> None:
-        """Forget what a route's sessions wait with."""
+        """Drop the waiting frames of a route's sessions."""
         self._held = {key: frames for key, frames in self._held.items() if key[0] != route_id}
 
     def _holds(self, frame: QueuedFrame) -> bool:
         key = frame.session_key
         grammar = frame.options.grammar if frame.options is not None else ""
-        if grammar and not self._held.get(key):  # else it opens once more, and comes behind what is held
+        if grammar and not self._held.get(key):  # otherwise it opens once more, behind the held frames
             self._open(key, grammar)
             return False
         if not self._held:
             return False
         source = self._held.get((frame.route_id, frame.argument)) if frame.flags & Flag.COPY_PREFIX else None
-        if source:  # what it copies is not there yet
+        if source:  # the source of its copy is not there yet
             self._held[key] = source
         held = self._held.get(key)
         if held is None or not (source or held or frame.flags & Flag.WANTS_SAMPLE):

@@ -1,13 +1,12 @@
-"""What a session does to its logits before it picks: biases, bans, and penalties for what was said already. Pure.
+"""A session's changes to its logits before a pick: biases, bans, and penalties for earlier tokens. Pure.
 
 Penalties as OpenAI defines them, over the tokens that were generated, not those of the prompt: a token's logit loses
 `presence_penalty` if it is among the latest PENALTY_TOKENS_MAX, and `frequency_penalty` for each time it is.
 
-The repetition penalty is that of vLLM and llama.cpp: of a token among the latest ones, the prompt's included, a
-positive logit is divided by the penalty and another one multiplied. Bans come last.
-
-What was said before a session was opened here comes with its open; what is picked here is noted. A position at which
-something was picked before is picked again with what had been said until then: retried equals once.
+The repetition penalty is that of vLLM and llama.cpp. For a token among the latest ones, the prompt's included, a
+positive logit is divided by the penalty and any other one multiplied. Bans come last. The open of a session brings the
+tokens generated before it; picks here are recorded. If a position is picked again, only the tokens before it count:
+retried equals once.
 """
 
 from __future__ import annotations
@@ -74,9 +73,9 @@ class Penalties:
         self._position: int | None = None  # of the next token; the first pick tells
 
     def apply(self, logits: npt.NDArray[np.float32], position: int, out: npt.NDArray[np.float32]) -> None:
-        """Write into `out` what the token at `position` is to be picked from (both f32 [n_vocab]).
+        """Write into `out` the changed logits for the token at `position` (both f32 [n_vocab]).
 
-        Raises InternalError for a position behind the next: what was said before it is not known here.
+        Raises InternalError for a position beyond the next one: the tokens before it are not known here.
         """
         self._go_to(position)
         np.copyto(out, logits)
@@ -99,7 +98,7 @@ class Penalties:
         out[tokens] = np.where(logits > 0, logits / penalty, logits * penalty)
 
     def said(self, token: int) -> None:
-        """Note what was picked from what `apply` has written."""
+        """Record the token picked from the logits that `apply` wrote."""
         self._said.append(token)
         if len(self._said) > 2 * PENALTY_TOKENS_MAX:  # more than is looked at, for positions that come again
             del self._said[:PENALTY_TOKENS_MAX]

@@ -25,7 +25,7 @@ _XTC_SALT = 0xD1B54A32D192ED03  # so that whether XTC acts does not go along wit
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Filters:
-    """What is kept. The defaults keep all."""
+    """The limits of the filters. The defaults keep all."""
 
     top_n_sigma: float = 0.0
     top_k: int = 0

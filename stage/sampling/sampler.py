@@ -1,10 +1,10 @@
 """Picks one session's next token from its logits.
 
-A draw depends on nothing but the logits, the session's options, the token's position and, with penalties or a grammar,
-what the session has said: its noise is a hash of (seed, position, token), and the filters keep no state. So a session
-that was rebuilt elsewhere goes on exactly where it was, and sessions cannot influence one another. Small moves of the
-logits rarely change the pick (`stage.sampling.draws`), nor does a token that they move over the edge of a filter:
-unless it is the one picked, the others' noise stays as it is.
+A draw depends only on the logits, the session's options, the token's position and, with penalties or a grammar, the
+session's earlier tokens. Its noise is a hash of (seed, position, token), and the filters keep no state. So a session
+that was rebuilt elsewhere continues exactly, and sessions cannot influence one another. Small moves of the logits
+rarely change the pick (`stage.sampling.draws`). A token that they move over the edge of a filter changes it only if
+that token is the pick, because the others' noise stays the same.
 
 Order: biases, penalties and bans (`stage.sampling.penalties`), what the grammar allows (`stage.sampling.constraint`),
 top-n-sigma, top-k, typical-p, top-p, min-p, XTC, temperature, draw. The filters keep what llama.cpp's of the same names
@@ -48,7 +48,7 @@ class SamplingOptions:
     n_logprobs: int = -1  # -1: no logprobs; 0: the chosen token's; k: also the k largest (at most LOGPROBS_MAX)
     frequency_penalty: float = 0.0  # taken off a token's logit for each time that it was said
     presence_penalty: float = 0.0  # taken off once if it was
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, number added to its logit)
     grammar: str = ""  # only what fits it is picked, see stage.sampling.constraint; empty: everything
     numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of wire.common.sampler_fields
     allowed_tokens: tuple[int, ...] = ()  # see stage.sampling.bans, as the next two; empty: all
@@ -105,7 +105,7 @@ class _Scratch:
     """Arrays over one vocabulary that every draw of a thread reuses."""
 
     def __init__(self, n_vocab: int) -> None:
-        self.changed = np.empty(n_vocab, np.float32)  # logits with biases and penalties, and what the grammar allows
+        self.changed = np.empty(n_vocab, np.float32)  # logits with biases and penalties, and the grammar's bans
         self.draws = Draws(n_vocab)
         self.filtered = FilteredDraws(self.draws, n_vocab)
 
@@ -185,7 +185,7 @@ class SessionSampler:
         return _with_logprobs(token, logits, largest, self.options.n_logprobs)
 
     def score(self, logits: npt.NDArray[np.float32], position: int, token: int) -> Sampled:
-        """Return what the logits for absolute `position` say of a token that stands there; nothing is picked.
+        """Return the log probabilities at absolute `position` for a token that is already there; nothing is picked.
 
         Raises NumericError as `sample` does, ProtocolError for a token outside the vocabulary.
         """

@@ -1,17 +1,17 @@
-"""Measures a slice's cost curves at start: how long a native step takes by rows. Cached, since it takes seconds.
+"""Measures a slice's cost curves at start: the time of a native step by rows. Cached, since it takes seconds.
 
-Decode rows stand in lanes of their own and all want the stage's output; prefill rows stand in one lane and want none
-of the head. Both have short contexts. What a longer one costs is measured beside a lane whose few cells were copied
-many times, since computing a thousand tokens would take minutes on a slow machine; for rows one by one, and for a tile
-of attention where two such steps fit the time.
+Decode rows have separate lanes and all want the stage's output; prefill rows share one lane and do not want the head.
+Both have short contexts. The cost of a longer context is measured with a lane whose few cells were copied many times,
+since computing a thousand tokens would take minutes on a slow machine. It is measured for rows one by one, and for a
+tile of attention if two such steps fit the time.
 
-Programs that have the cores meanwhile would bend the curve: where single rows seem to cost twice what they do, no batch
-seems worth its wait, and what is never run is never corrected. So a step that did not get its cores counts with the
-processor time it had. How fast the machine is with all that runs on it, real steps tell soon enough.
+Other programs on the cores would bend the curve. If single rows seem twice as dear, no batch seems worth its wait, and
+a batch that never runs is never corrected. So a step that did not get its cores counts with its processor time. Real
+steps soon show the machine's speed with all its load.
 
-What slows a core down from outside, as another user of a virtual machine's host does, no process can count. A curve of
-such a moment has the wrong shape for good where plans leave out what seems dear, and it would be remembered. So a stage
-that finds a remembered curve first runs a few steps, and measures anew where they are clearly quicker than it says.
+No process can see a slowdown from outside, such as another user of a virtual machine's host. A curve of such a moment
+would stay wrong, because plans avoid steps that seem dear, and it would be remembered. So a stage with a remembered
+curve first runs a few steps, and measures again if they are clearly quicker than the curve.
 """
 
 from __future__ import annotations
@@ -45,29 +45,31 @@ BUDGET_S = 8.0  # of one calibration; a ladder stops where its part is spent, an
 DECODE_UNTIL, PREFILL_UNTIL, CONTEXT_UNTIL = 0.35, 0.45, 0.5  # of the budget
 TILE_PART = 0.6  # of it may go into steps of a tile of attention, after the others; else there are none
 PASSES = 3
-# Few rows tell what the head costs as many decode rows beside a prompt (wire.common.curve.mixed_cost_ns), where a line
-# through tiles of four is wrong by what a leftover costs. In the order of what they are worth: time may run out. (One
-# before three: below its first point a curve goes on with the slope of the first two, which from three to four may
-# fall.)
+# Few rows give the head's cost for as many decode rows in a step with a prompt (wire.common.curve.mixed_cost_ns). A
+# line through tiles of four is wrong by the cost of a leftover. In the order of their worth, because time may run out.
+# (One before three: below its first point a curve continues with the slope of the first two, which from three to four
+# may fall.)
 PREFILL_LADDER = (4, 8, 16, 32, 1, 3, 2, 64, 128, 5, 6, 7, 12, 256)
-CONTEXT_TOKENS = 1_024  # of the lane beside which the price of context is measured; a lane's own cells: with its rows
+CONTEXT_TOKENS = (
+    1_024  # of the lane with which the price of context is measured; with lanes' own cells: including its rows
+)
 CONTEXT_COMPUTED_TOKENS = 16  # of them; the others are copies
 CONTEXT_ROWS = 2
-# Of what context costs rows one by one, what it costs a row of a tile at least. (A quarter was seen.) Noise may hide it
-# all, but 0.0 says that nobody knows, and with a price near it context would never seem to be enough of a step's cost
-# for real steps to refine it.
+# Context costs a row of a tile at least this share of its cost for rows one by one. (A quarter was measured.) Noise may
+# hide all of it. But 0.0 means unknown, and with a price near 0.0 context would never be enough of a step's cost for
+# real steps to refine it.
 TILED_PART_MIN = 0.125
 UNDISTURBED = 0.85  # part of its processor time below which a step did not have its cores for itself
 DISTURBED_MIN_NS = 2_000_000  # of a step; shorter ones are over before anything disturbs them
-# Linux counts the processor time of threads that run meanwhile on other cores when the timer ticks there, at 100 Hz at
-# the slowest. Of two threads' steps of 5 ms it said 0.74 to 1.29 of what they had; taken at its word, the fastest of a
-# few such steps came out at three quarters of any step that ever was.
+# Linux counts the processor time of threads on other cores when the timer ticks there, at 100 Hz at the slowest. For
+# two threads' steps of 5 ms it reported 0.74 to 1.29 of their time. Taken at its word, the fastest of a few such steps
+# came out at three quarters of any real step.
 CPU_TICK_NS = 10_000_000
 # Where no long lane can be made of lanes with cells of their own, steps correct this guess: of rows of 60 million
 # weights a layer (llama-1b), scores and values of a token are some 4,000 multiplications a layer, in kernels half as
 # quick.
-CONTEXT_PART = 1 / 6_000  # of a row is what a token of its context costs
-FURTHER_PART = 1 / 3  # and of that, what it costs every further row of a frame (seen: a fifth to a half)
+CONTEXT_PART = 1 / 6_000  # of a row's cost: a token of its context
+FURTHER_PART = 1 / 3  # and of that: the cost for every further row of a frame (measured: a fifth to a half)
 CACHE_VERSION = 10
 CHECK_ROWS, CHECK_S = (1, 4, 8), 0.5  # a remembered curve is held against; the first step may also read the weights
 CHECK_MIN_NS = 2_000_000  # of a remembered step: what noise makes of shorter ones says nothing
@@ -83,7 +85,7 @@ class _Stored(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Context:
-    """What was measured beside a long lane, in nanoseconds."""
+    """Measurements with a long lane, in nanoseconds."""
 
     row_ns: float = 0.0
     """What each of few rows costs for every token before it, or the first row of a frame; 0.0 not measured."""
@@ -102,7 +104,7 @@ class StepTimes:
     cores_share: float = 0.0
     """Largest part of `n_threads` cores that a step had. A single thread has all of one, or is disturbed."""
     before_each: Callable[[], None] = lambda: None
-    """Called before each step. What it raises ends the measurement."""
+    """Called before each step. An exception from it ends the measurement."""
 
     @property
     def are_doubtful(self) -> bool:
@@ -110,7 +112,7 @@ class StepTimes:
         return self.n_threads > 1 and 0 < self.cores_share < UNDISTURBED
 
     def undisturbed_ns(self, wall_ns: int, cpu_ns: int) -> int:
-        """Return the step's time from what the clock and the process's processor time say, in nanoseconds."""
+        """Return the step's time from the clock and the process's processor time, in nanoseconds."""
         if not self.n_threads or wall_ns < self._told_from_ns():
             return wall_ns
         share = min(1.0, cpu_ns / (wall_ns * self.n_threads))
@@ -156,9 +158,9 @@ def calibrate(engine: NativeEngine, budget_s: float = BUDGET_S, times: StepTimes
 def _measure_context(
     engine: NativeEngine, times: StepTimes, curves: Curves, deadline_s: float, tile_s: float
 ) -> _Context:
-    """Return what context costs, beside one long lane for both prices.
+    """Return the price of context; one long lane serves for both prices.
 
-    Where no such lane can be made: 0.0 in one cache, a guess in lanes with cells of their own.
+    If no such lane can be made: 0.0 in one cache, a guess in lanes with their own cells.
     """
     n_computed, n_sequences, settings = CONTEXT_COMPUTED_TOKENS, engine.config.n_sequences, engine.config.settings
     long_lane, free_lane = 0, n_sequences - 1
@@ -321,7 +323,7 @@ def _is_outrun(engine: NativeEngine, curves: Curves, load: Load | None) -> bool:
 
 
 def fresh_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Load | None = None) -> Curves:
-    """Measure, remember what is no doubtful measurement, return. Raises LoadStoppedError."""
+    """Measure, remember the result if it is not doubtful, and return it. Raises LoadStoppedError."""
     times, began_s = step_times(engine), time.monotonic()
     if load is not None:
         times.before_each = lambda: load.at(MEASURING, min(1.0, (time.monotonic() - began_s) / BUDGET_S))
@@ -349,7 +351,7 @@ def _path(engine: NativeEngine, cache_dir: Path | None) -> Path:
 
 def _key(engine: NativeEngine) -> str:
     settings, artifact = engine.config.settings, engine.artifact
-    # Lanes, context and rows as far as the ladders go: a curve that ended early must not stand for a roomier stage.
+    # Lanes, context and rows as far as the ladders go: a curve that ended early must not serve for a roomier stage.
     parts = (CACHE_VERSION, artifact.pipeline_id, artifact.stage_index, settings.n_threads, settings.gpu_layers,
              settings.kv_type, settings.kv_layout, min(settings.n_lanes, LADDER[-1]),
              min(settings.ctx_tokens, CONTEXT_TOKENS), settings.max_rows, machine_facts(),

@@ -1,22 +1,21 @@
-"""What a stage knows of its own speed: what a step costs by its decode rows, its prompt rows and their context. Pure.
+"""A stage's knowledge of its own speed: the cost of a step by its decode rows, its prompt rows and their context. Pure.
 
 A step takes
 
     all rows through the layers + the head for rows of running streams + attention to what stands before their frames
 
-With flash attention a row reads its own lane's keys and values and nobody else's, which takes context_ns for each of
-these tokens. On CPUs steps of at least ATTENTION_TILE_ROWS rows are another matter where the build or the model lets
-llama.cpp go by tiles (stage.engine.kv_cache.goes_by_tiles): a tile's lanes are read once for all of its rows, and every
-row pays for all of them, also those that are missing where the tile is not full
-(ggml_compute_forward_flash_attn_ext_tiled in ggml-cpu/ops.cpp). So a token of context costs a row of a long prompt a
-quarter, and rows of many lanes in one tile many times what they would cost one by one. What rows of one frame read of
-each other is part of the prefill curve.
+With flash attention a row reads only its own lane's keys and values, which takes context_ns for each of these tokens.
+On CPUs, steps of at least ATTENTION_TILE_ROWS rows differ where the build or the model lets llama.cpp go by tiles
+(stage.engine.kv_cache.goes_by_tiles). A tile's lanes are read once for all of its rows, and every row pays for all of
+them, even the missing rows of a tile that is not full (ggml_compute_forward_flash_attn_ext_tiled in ggml-cpu/ops.cpp).
+So a token of context costs a row of a long prompt a quarter. Rows of many lanes in one tile cost many times as much as
+one by one. Attention within one frame is part of the prefill curve.
 
 Where lanes have KV cells of their own a frame reads its lane once, and each of its rows multiplies with that. There too
-context_ns is what the only row of a frame pays, context_tiled_ns what every further one does. Rows that are computed
-together all go through as many cells as the longest of their lanes has (llama_kv_cache::get_n_kv): those of decode
-frames, which travel with their neighbours, where each prompt is computed apart. All that is so without flash attention;
-with it context_tiled_ns is 0.0, and a row pays for its own lane alone.
+the only row of a frame pays context_ns, and every further one context_tiled_ns. Rows that are computed together all go
+through as many cells as the longest of their lanes has (llama_kv_cache::get_n_kv). This applies to decode frames, which
+travel with their neighbours; each prompt is computed apart. All that is so without flash attention; with it
+context_tiled_ns is 0.0, and a row pays for its own lane alone.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 CONTEXT_DOUBT = 4  # so many times less certain than the curves, which many more steps have refined, is its price
 CONTEXT_SMOOTHING = 0.1  # weight of a new observation for the price of context
 CONTEXT_CHANGE_MAX = 0.05  # of the price, by one observation
-CONTEXT_PART_MIN = 0.1  # of what the rows cost: steps of less context say nothing of its price
+CONTEXT_PART_MIN = 0.1  # of the rows' cost: steps with less context do not show its price
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepShape:
-    """What the cost of a step depends on."""
+    """The inputs of a step's cost."""
 
     decode_rows: int
     prefill_rows: int
@@ -53,7 +52,7 @@ class StepShape:
     """Sum over tiles of attention of the tokens that the lanes of a tile hold before their frames; what counts in steps
     of enough rows for tiles. Scratch rows add none: they come last, and their lane is empty."""
     lane_context: int = 0
-    """As `context`, where lanes have cells of their own: decode rows count as if all were in the longest lane."""
+    """As `context`, where lanes have their own cells: decode rows count as if all were in the longest lane."""
     lane_tokens: int = 0
     """And the sum over frames instead of rows."""
     scratch_rows: int = 0
@@ -93,23 +92,26 @@ def shape_of(frames: Iterable[QueuedFrame]) -> StepShape:
 
 @dataclasses.dataclass(slots=True)
 class Curves:
-    """What one stage knows of its own speed."""
+    """One stage's knowledge of its own speed."""
 
     decode: CostCurve = dataclasses.field(default_factory=CostCurve)
     prefill: CostCurve = dataclasses.field(default_factory=CostCurve)
     context_ns: float = 0.0
-    """What a row costs for every token in its lane before it; 0.0 where that was not measured. Then it is not learned
-    either, but taken for what rows cost."""
+    """The cost of a row for every token in its lane before it; 0.0 where that was not measured. Then it is not learned
+    either, and counts as part of the rows' cost.
+    """
     context_tiled_ns: float = 0.0
-    """What a row of a tile costs for every token that the tile's lanes hold before their frames; 0.0 where that was not
-    measured, or there are no such tiles. Then steps of many rows cost what those of few do, and teach that price."""
+    """The cost of a row of a tile for every token that the tile's lanes hold before their frames. 0.0 where that was
+    not measured, or there are no such tiles. Then steps of many rows cost the same per row as those of few, and teach
+    that price.
+    """
     is_per_lane: bool = False
     """Lanes have KV cells of their own. Then context_tiled_ns is what each row of a frame after its first costs for
     every token before it, however many they are; 0.0 where attention goes row by row."""
 
     @property
     def doubt(self) -> str:
-        """What is hard to believe about these curves, in one line; empty for nothing."""
+        """The least plausible fact of these curves, in one line; empty for none."""
         for kind, curve in (("decode", self.decode), ("prefill", self.prefill)):
             if curve.is_flat:
                 (few, few_ns), (many, many_ns) = curve.points()[0], curve.points()[-1]
@@ -132,8 +134,8 @@ class Curves:
     ) -> Curves:
         """Return the curves of a stage from (rows, ns) points.
 
-        Without a head a row of a prompt costs what a decode row does: both are one curve then. So steps of prompts also
-        teach what numbers of decode rows cost that no plan has tried.
+        Without a head a row of a prompt costs the same as a decode row, and both are one curve. So steps of prompts
+        also teach the cost of numbers of decode rows that no plan has tried.
         """
         if has_head:
             return cls(CostCurve(decode), CostCurve(prefill), context_ns, context_tiled_ns, is_per_lane)
@@ -149,7 +151,7 @@ class Curves:
         )
 
     def scale(self, factor: float) -> None:
-        """Take every cost for so many times what it was: of a stage with as many times the layers."""
+        """Multiply every cost by this factor: the curves of a stage with as many times the layers."""
         self.decode.scale(factor)
         if self.prefill is not self.decode:
             self.prefill.scale(factor)
@@ -162,11 +164,11 @@ class Curves:
         return rows_ns + self._context_ns(shape) if rows_ns else 0.0
 
     def padded_rows(self, shape: StepShape, rows_max: int) -> int:
-        """Return the rows, those of a step without scratch rows or up to `rows_max`, that are predicted to be cheapest.
+        """Return the number of rows that is predicted to be cheapest, from a step's own rows up to `rows_max`.
 
-        None of them makes a step tiled where there are tiles: all its rows would have other bits
-        (coordinator.schedule.tiles). Prompt rows do not cost what decode rows do, so beside them scratch rows must pay
-        by what such a step costs.
+        None of the candidates makes a step tiled where there are tiles: all its rows would have other bits
+        (coordinator.schedule.tiles). Prompt rows and decode rows differ in cost, so with prompt rows scratch rows must
+        pay by the cost of such a step.
         """
         if self.context_tiled_ns and shape.n_rows < ATTENTION_TILE_ROWS:
             rows_max = min(rows_max, ATTENTION_TILE_ROWS - 1)
@@ -208,7 +210,7 @@ class Curves:
         if shape.prefill_rows and shape.decode_rows:
             return
         n_rows = max(shape.micro_batches, default=shape.n_rows)
-        if n_rows < shape.n_rows:  # of several parts nobody knows which was dearer: the largest stands for all
+        if n_rows < shape.n_rows:  # of several parts nobody knows which was slower: the largest represents all
             if not rows_ns:
                 return
             rows_ns = (self.prefill if shape.prefill_rows else self.decode).cost_ns(n_rows)
@@ -230,7 +232,7 @@ class Curves:
         return self.context_tiled_ns > 0 and shape.n_rows >= ATTENTION_TILE_ROWS
 
     def _context_ns(self, shape: StepShape) -> float:
-        """Predict what a step's context adds to its rows."""
+        """Predict the cost of a step's context on top of its rows."""
         if self.is_per_lane and self.context_tiled_ns:
             return price_per_lane(self.context_ns, self.context_tiled_ns, shape.lane_context, shape.lane_tokens)
         if self._is_tiled(shape):

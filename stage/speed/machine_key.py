@@ -1,4 +1,4 @@
-"""What a measured time holds for: this machine's processor, and this build of llama.cpp. For the keys of caches."""
+"""What a measured time is valid for: this machine's processor, and this build of llama.cpp. For the keys of caches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 _PACKAGE = "llama-cpp-python"
 _LIBRARIES = "llama_cpp/lib"
-_BUILT_WITH = ".txt"  # digests of the files of deploy/kernels, which llama_minimal.cmake leaves beside the libraries
+_BUILT_WITH = ".txt"  # digests of the files of deploy/kernels, which llama_minimal.cmake puts next to the libraries
 _KERNELS = "RELAYLINE_KERNELS"
 _CPUINFO = Path("/proc/cpuinfo")
 

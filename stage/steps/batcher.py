@@ -3,12 +3,12 @@
 Pure: frames are pushed as they arrive, `take` is asked when the engine is free, time is an argument. The decode
 thread and the event loop share it under the runner's lock.
 
-Theory of operation. Each session has a queue of its own, so frames of one session never overtake each other. The
-*head* of every non-empty session queue stands in one of two lines, decode or prefill. `take` asks the policy how far
-down each line to go. A new head goes to the end of its line, so a session with many frames does not keep others
-waiting. There is one exception: a head that follows a control, or frames of an earlier envelope, joins the frames of
-its own envelope if these are in line. Otherwise the rest of a prompt, whose first part has just left, would fall behind
-the frames that it was sent with, and cost a step of its own.
+Theory of operation. Each session has its own queue, so frames of one session never overtake each other. The *head* of
+every non-empty session queue waits in one of two lines, decode or prefill. `take` asks the policy how far down each
+line to go. A new head goes to the end of its line, so a session with many frames does not keep others waiting. There is
+one exception: a head that follows a control, or frames of an earlier envelope, joins the frames of its own envelope if
+these are in line. Otherwise the rest of a prompt, whose first part has just left, would fall behind the frames that it
+was sent with, and cost an extra step.
 
 A control at the head is applied by the next step and takes no rows. The frame behind it becomes the head at once, so an
 open and the first rows of a prompt run in the same step. The controls of a step are applied in order of arrival across
@@ -37,8 +37,8 @@ from relayline.wire.common import bounds
 from relayline.wire.envelopes.frames import CONTROL, Flag
 
 CONTROLS_ONLY = "controls_only"
-# What one step brings leaves as one envelope of each route: its controls with their options, and at most a frame for
-# each of its rows.
+# One step's results leave as one envelope per route: its controls with their options, and at most one frame for each of
+# its rows.
 CONTROLS_PER_STEP_MAX = bounds.FRAMES_PER_ENVELOPE_MAX - bounds.ROWS_PER_ENVELOPE_MAX
 
 
@@ -159,7 +159,7 @@ class Batcher:
         return taken
 
     def _waits(self, control: QueuedFrame) -> bool:
-        """Return whether what it depends on has come before it and has not been done."""
+        """Return whether the control that it depends on has arrived earlier and is not done yet."""
         if control.flags & Flag.OPEN:
             return next(iter(self._closes), control.push_order) < control.push_order
         if control.flags & Flag.CLOSE:

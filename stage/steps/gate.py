@@ -23,6 +23,6 @@ class Gate:
         return self._restores.sift(self._holds.sift(frames) if opens or self._holds else frames)
 
     def drop_route(self, route_id: int) -> None:
-        """Forget what a route's sessions wait with."""
+        """Drop the waiting frames of a route's sessions."""
         self._holds.drop_route(route_id)
         self._restores.drop_route(route_id)

@@ -11,21 +11,21 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 
 class LaneStates:
-    """What one stage keeps of lanes that others took."""
+    """One stage's store of lanes that others took."""
 
     def __init__(self, engine: Engine, saver: Saver | None, tier: Tier | None) -> None:
         """Without a tier nothing is kept."""
         self._engine, self._saver, self._tier = engine, saver, tier
 
     def store(self, key: int, lane: int, n_tokens: int) -> None:
-        """Keep what a lane of so many tokens holds. Raises NativeError where the engine does not give it."""
+        """Store the state of a lane with this many tokens. Raises NativeError where the engine cannot save it."""
         if self._tier is not None and self._saver is not None:
             self._tier.store(key, n_tokens, self._saver.save(lane))
 
     def restore(self, key: int, lane: int, n_tokens: int) -> None:
-        """Let an empty lane hold the first n_tokens of what a key stands for.
+        """Restore the first n_tokens of a key's state into an empty lane.
 
-        Raises PositionGapError, and the lane is empty, where it is not there, is shorter, or cannot be taken back.
+        Raises PositionGapError, and leaves the lane empty, where the state is missing, shorter, or cannot be rewound.
         """
         found = self._tier.fetch(key) if self._tier is not None else None
         if found is None or self._saver is None:
@@ -56,7 +56,7 @@ class LaneStates:
         return self._tier.begin(key) if self._tier is not None else None
 
     def tell(self, message: pb.DescribeResponse) -> None:
-        """Say in a handshake what is kept, and how quickly it comes back. Any thread."""
+        """Describe the stored states, and the speed of restoring them, in a handshake. Any thread."""
         if self._tier is None or self._saver is None:
             return
         message.stores, message.stores_on_disk = True, self._tier.is_on_disk
@@ -65,16 +65,16 @@ class LaneStates:
         message.stored.extend(pb.StoredState(key=key, n_tokens=n_tokens) for key, n_tokens in stored.items())
 
     def count(self, message: pb.StatusResponse) -> None:
-        """Add what the tier holds and did to a stage's counters. Any thread."""
+        """Add the tier's contents and counters to a stage's counters. Any thread."""
         figures = self.figures()
         message.tier_memory_bytes, message.tier_disk_bytes = figures.memory_bytes, figures.disk_bytes
         message.tier_states, message.tier_hits, message.tier_misses = figures.n_states, figures.n_hits, figures.n_misses
 
     def figures(self) -> TierFigures:
-        """Return what the tier holds and did. Any thread."""
+        """Return the tier's contents and counters. Any thread."""
         return self._tier.figures() if self._tier is not None else TierFigures()
 
     def close(self) -> None:
-        """Give back all but what is on the disk."""
+        """Free everything except the disk's files."""
         if self._tier is not None:
             self._tier.close()

@@ -1,15 +1,14 @@
 """Lanes: which session owns which native sequence, and the next position each one expects.
 
 Pure: no clock, no llama.cpp. House rules:
-* A position is absolute. At `next_position`: decode. Below: forget from there, then decode (a retry, a trim, a
-  rejected speculation). Above: a gap, refused, nothing changes.
-* Every refusal leaves the table as it was.
-* Opening an open session of the same route again and closing a closed one change nothing, so that a control
-  repeated by a retry is a control done once.
-* A session belongs to its route. Two coordinators may choose the same session id; they never meet.
-* A session that is only kept, or whose epoch has ended, loses its lane to any other, of whatever route, that would
-  find none.
-* Coordinators share: a route that was refused a lane, and soon asks again, has the next one before any that has more.
+* A position is absolute. At `next_position`: decode. Below: drop positions from there on, then decode (a retry, a trim,
+a rejected draft). Above: a gap, refused, nothing changes.
+* Every refusal leaves the table as it was. * Opening an open session of the same route again, or closing a closed one,
+changes nothing. So a control repeated by a retry takes effect once.
+* A session belongs to its route. Two coordinators may choose the same session id; they never meet. * A kept session, or
+one whose epoch has ended, loses its lane to any session of any route that would find none.
+* Coordinators share: a route that was refused a lane, and soon asks again, gets the next one before any route that has
+more.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Lane:
     route_id: int
     next_position: int = 0  # positions 0..next_position-1 are in the KV cache
     is_kept: bool = False  # nobody waits for the session: see SessionOptions.kept
-    is_left: bool = False  # its epoch has ended; the next one may go on from what it holds
+    is_left: bool = False  # its epoch has ended; the next one may continue from its rows
 
     @property
     def yields(self) -> bool:
@@ -93,8 +92,8 @@ class LaneTable:
     ) -> Lane:
         """Give the session a lane, the wanted one if it is free.
 
-        Raises LaneLimitError when none is, or another route has a better claim to it: `now_ns`, of any monotonic clock,
-        says who asked lately. Without it, and for what is only kept, there are no claims.
+        Raises LaneLimitError when none is free, or another route has a better claim to it. `now_ns`, of any monotonic
+        clock, dates the requests behind these claims. Without it, and for kept sessions, there are no claims.
         """
         lane = self._by_session.get((route_id, session_id))
         if lane is not None:

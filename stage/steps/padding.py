@@ -1,4 +1,4 @@
-"""What the cost curves are for in a step: scratch rows where more are cheaper."""
+"""Uses the cost curves for padding: adds scratch rows where a step with more rows is cheaper."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Padding:
     def pad(self, engine: Engine, members: list[QueuedFrame], n_rows: int) -> int:
         """Add scratch rows behind a step's own where the curves say that more rows are cheaper; returns how many.
 
-        `n_rows` are those of all members; `engine.wants` holds what they want.
+        `n_rows` counts the rows of all members; `engine.wants` holds their wants.
         """
         if not self.enabled or self.curves.decode.padded_rows(n_rows, engine.max_rows) == n_rows:
             return 0
@@ -40,8 +40,8 @@ class Padding:
             return 0
         target = self.curves.padded_rows(shape, engine.max_rows)
         n_wanted = int(np.count_nonzero(engine.wants[:n_rows]))
-        # The head is tiled as well, and all scratch rows want it in a step of decode rows alone. Prompt rows want none:
-        # beside them what fills a tile of the layers might begin one of the head, and cost more than it saves.
+        # The head is tiled as well, and in a step of decode rows alone all scratch rows want it. Next to prompt rows
+        # they do not: rows that fill a tile of the layers might begin one of the head, and cost more than they save.
         n_heads = self.curves.decode.padded_rows(n_wanted, n_wanted + target - n_rows) - n_wanted
         if target == n_rows or n_wanted + n_heads > self.wanted_max:
             return 0

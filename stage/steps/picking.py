@@ -1,12 +1,12 @@
-"""Which rows of a frame are sampled, and what drafts are worth: the last stage's check of guesses. Decode thread only.
+"""The last stage's sampling of a frame's rows, and its verification of draft tokens. Decode thread only.
 
-A row that was guessed is right if its token is what was sampled for its position. Nothing else is: what the row before
-it gives is sampled first, with the session's own filters, penalties, grammar and draw, and only if that is the guessed
-token does the row itself count. So a stream says what it would say without drafts, greedy or drawn, and no sampler ever
-goes back. (Speculative decoding in its plainest form: Leviathan et al., 2023, with draws that depend on seed and
-position alone in place of rejection sampling.)
+A draft row is right if its token equals the one sampled for its position. The row before it is sampled first, with the
+session's own filters, penalties, grammar and draw. Only if that gives the draft token does the draft row itself count.
+So a stream's answer is the same as without drafts, greedy or drawn, and no sampler ever goes back. (Speculative
+decoding in its plainest form: Leviathan et al., 2023, with draws that depend on seed and position alone in place of
+rejection sampling.)
 
-A wrong guess leaves rows in the lane. The next frame starts below them, and the lane forgets them then.
+A wrong draft leaves rows in the lane. The next frame starts below them, and the lane drops them then.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def is_guessed_wrong(frame: QueuedFrame, sampler: SessionSampler | None) -> bool
 
 
 def pick(item: Placed, engine: Engine, sampler: SessionSampler, *, wants_logits: bool) -> Iterator[pb.Sampled]:
-    """Sample what a computed frame brings: behind its last row, or behind each that was guessed right.
+    """Sample a computed frame's tokens: behind its last row, or behind each accepted draft row.
 
-    Raises what `SessionSampler.sample` does; what came before that is good.
+    Raises the errors of `SessionSampler.sample`; tokens sampled before an error are good.
     """
     frame = item.frame
     n_rows = frame.n_rows

@@ -1,7 +1,7 @@
 """How many of the waiting frames the next step takes. Pure: a view of the queue in, a choice out.
 
-The native step is the collection window: a policy is asked when the engine is free and something waits. It holds no
-timer. The default drains: decode rows first, then as much prefill as fits beside them.
+The native step is the collection window: a policy is asked when the engine is free and frames wait. It has no timer.
+The default drains: decode rows first, then as much prefill as fits into the step.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Policy(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DrainPolicy:
-    """Take what is queued, up to `max_rows`; while decoders wait too, prefill gets at most `prefill_rows`.
+    """Take queued rows, up to `max_rows`; while decoders wait too, prefill gets at most `prefill_rows`.
 
     A prefill frame is never split, so one that alone exceeds `prefill_rows` still runs (one per step): decoders wait
-    for at most one chunk. A prefill head that stood in line before every waiting decode row has its place in the step
-    before them, so a prompt advances however many decoders there are. A frame wider than `max_rows` goes alone; the
-    executor refuses it.
+    for at most one chunk. A prefill head that was in line before every waiting decode row is served before them in the
+    step, so a prompt advances with any number of decoders. A frame wider than `max_rows` goes alone; the executor
+    refuses it.
     """
 
     max_rows: int  # rows of one native step
-    prefill_rows: int  # prefill rows beside running decoders
+    prefill_rows: int  # prefill rows in a step with running decoders
     wanted_rows: int = ROWS_PER_ENVELOPE_MAX  # rows of one step that want logits, as all of decode frames do
 
     def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int) -> Choice:
@@ -97,11 +97,12 @@ class SinglePolicy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupPolicy:
-    """Keep together what the coordinator sent together: the oldest envelope runs, prompt rows riding, one a step.
+    """Keep frames together that the coordinator sent together: the oldest envelope runs, with riding prompt rows, one a
+    step.
 
-    Merging two groups that meet in a queue would make them one for good, after which one stage works while the others
-    wait; the coordinator sized them so that this does not pay. Only where the curve says that more rows cost nothing
-    does the step take a few more frames, and then only if that empties the queue: the room would be padding otherwise.
+    Merging two groups that meet in a queue would join them for good. Then one stage works while the others wait, and
+    the coordinator sized the groups so that this does not pay. The step takes a few more frames only if the curve says
+    that their rows are free, and if that empties the queue. That room would be padding otherwise.
     """
 
     max_rows: int  # rows of one native step
@@ -133,7 +134,7 @@ class GroupPolicy:
 
 
 def _of_envelope(frames: Sequence[QueuedFrame], envelope: int, taken: int, max_rows: int) -> tuple[int, int]:
-    """Return (frames, rows): how many leading frames came in this envelope and fit a step beside `taken` rows.
+    """Return (frames, rows): how many leading frames came in this envelope and fit a step that has `taken` rows.
 
     A frame wider than a step is taken alone: the executor refuses it, and it does not block the others.
     """

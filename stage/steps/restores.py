@@ -47,7 +47,7 @@ class Restores:
         return going
 
     def drop_route(self, route_id: int) -> None:
-        """Forget what a route's sessions wait with."""
+        """Drop the waiting restores of a route's sessions."""
         self._waiting = {key: frames for key, frames in self._waiting.items() if key[0] != route_id}
 
     def _opened(self, key: tuple[int, int], argument: int) -> list[QueuedFrame] | None:

@@ -5,9 +5,9 @@ under one lock: the loop pushes frames and wakes the thread if it sleeps, the th
 last one is done, without a round trip through the loop. So frames that arrive during a native step form the next batch,
 and the event loop never waits for a decode.
 
-The thread sleeps on a pipe (`_Bell`): whoever writes to it holds neither the lock nor, while the system call wakes the
-sleeper, the GIL. A thread that is woken by one who still holds what it needs goes back to sleep for each of them; on a
-core that both share, as stages of one machine have it, that is three switches to and fro before it gets to work.
+The thread sleeps on a pipe (`_Bell`). Its writers do not hold the lock, and release the GIL while the system call wakes
+the sleeper. A thread woken while the waker holds the lock and the GIL goes back to sleep for each of them. On a shared
+core, as stages of one machine have it, that is three switches back and forth before it starts to work.
 
 Other threads see the engine and the queue by `Runner.snapshot` alone. It is one value, made under the lock before and
 after each step, after each call, and whenever frames are queued or dropped.
@@ -38,10 +38,10 @@ OUTBOX_STEPS_MAX = 4  # steps computed but not yet sent; enough to hide the send
 
 
 class Runner:
-    """Owns the decode thread. `deliver` is called on the event loop with each step's result, in order.
+    """Owns the decode thread.
 
-    `account` is called with the same results, each after its `deliver` and what that has set going: what the next stage
-    need not wait for.
+    `deliver` is called on the event loop with each step's result, in order. `account` is called with the same results,
+    each after its `deliver` and the work that this starts. It is for work that the next stage need not wait for.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Runner:
             self._bell.close()
 
     def _refuse_calls(self) -> None:
-        """Answer whoever still waits for `call`; nobody may wait for a thread that has ended."""
+        """Answer every waiting `call`; nobody may wait for a thread that has ended."""
         with self._bell.lock:
             self._stopping = True
             calls, self._calls = self._calls, []
@@ -161,14 +161,14 @@ class Runner:
         return True
 
     def _publish(self, running: Step | None) -> None:
-        """Say what the engine and the queue hold now. In the decode thread, under the lock."""
+        """Publish the state of the engine and the queue. In the decode thread, under the lock."""
         usage, batcher = self._executor.usage, self._batcher
         self.snapshot = Snapshot(
             self._executor.lanes.n_lanes, usage.n_used, usage.n_kept, len(batcher), batcher.queued_rows, running
         )
 
     def _publish_queue(self) -> None:
-        """Say what the queue holds now, and of the engine what was said last. In any thread, under the lock."""
+        """Publish the queue's state, with the engine's last published one. In any thread, under the lock."""
         last, batcher = self.snapshot, self._batcher
         self.snapshot = Snapshot(
             last.lanes_total, last.lanes_used, last.lanes_kept, len(batcher), batcher.queued_rows, last.running
@@ -201,14 +201,14 @@ class Runner:
 
 
 class _Bell:
-    """What one thread sleeps on and others wake it by.
+    """Lets one thread sleep and others wake it.
 
-    `with bell:` changes under the lock what the sleeper waits for, and rings once the lock is free again.
+    `with bell:` changes the sleeper's condition under the lock, and rings once the lock is free again.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._asleep = False  # under the lock; whoever sets it back owes the sleeper one byte
+        self._asleep = False  # under the lock; a thread that resets it owes the sleeper one byte
         self._reads, self._writes = os.pipe()
 
     def __enter__(self) -> None:

@@ -1,7 +1,7 @@
-"""The sessions of a stage: their lanes, samplers and marks, and what controls do to them. Decode thread only.
+"""The sessions of a stage: their lanes, samplers and marks, and the effect of controls. Decode thread only.
 
-Sessions are named by QueuedFrame.session_key: (route_id, session_id). When an epoch ends, what its sessions hold is
-*left* for the next one: where only a link broke the coordinator goes on from there. Left lanes yield like kept ones.
+Sessions are named by QueuedFrame.session_key: (route_id, session_id). When an epoch ends, its sessions' lanes are
+*left* for the next one. If only a link broke, the coordinator continues from them. Left lanes yield like kept ones.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Sessions:
             return None  # its opening says so
 
     def control(self, frame: QueuedFrame) -> None:
-        """Do what a control says. Raises RelaylineError, and nothing has changed, where it cannot be."""
+        """Apply a control. Raises RelaylineError, without any change, where it cannot be applied."""
         lanes = self._lanes
         if frame.flags & Flag.OPEN:
             self._open(frame)
@@ -79,7 +79,7 @@ class Sessions:
         return self.states.begin(key)
 
     def _store(self, frame: QueuedFrame) -> None:
-        """Store what a lane holds; where that cannot be, whoever wants it is refused and reads it anew."""
+        """Store a lane's state. Where that fails, later restores are refused and their tokens read again."""
         if not frame.position:
             self.states.forget(frame.argument)
             return
@@ -152,27 +152,27 @@ class Sessions:
     # --- ends of epochs -----------------------------------------------------------------------------------------------
 
     def leave_route(self, route_id: int) -> int:
-        """Leave what a route's sessions hold for its next epoch; returns how many hold something.
+        """Leave the lanes of a route's sessions for its next epoch; returns how many are not empty.
 
-        A kept lane, an ended session and one with a fault leave nothing, since no session would go on from there.
+        A kept lane, an ended session and one with a fault leave nothing, since no session would continue from there.
         """
         for lane in self._lanes.of_route(route_id):
             key = (route_id, lane.session_id)
             if lane.is_kept or not lane.next_position or key in self.cancelled or key in self.broken:
                 self.close(key)
             else:
-                self._engine.drop_from(lane.index, lane.next_position)  # what a step that failed may have left
+                self._engine.drop_from(lane.index, lane.next_position)  # possible remains of a failed step
                 self._forget_marks(key)
                 lane.is_left = True
         self._end(route_id)
         return len(self._lanes.of_route(route_id))
 
     def held(self, route_id: int) -> dict[int, int]:
-        """Return what a route's sessions hold: {session id: positions}."""
+        """Return the rows held by a route's sessions: {session id: positions}."""
         return {lane.session_id: lane.next_position for lane in self._lanes.of_route(route_id)}
 
     def forget_left(self, route_id: int) -> None:
-        """Nobody has come back for what a route left."""
+        """No epoch has claimed the lanes that a route left."""
         for lane in self._lanes.of_route(route_id):
             if lane.is_left:
                 self.close((route_id, lane.session_id))

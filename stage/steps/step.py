@@ -92,7 +92,7 @@ class StepExecutor:
         for item in placed:
             item.lane.next_position = item.frame.position + item.frame.n_rows
             if item.frame.flags & Flag.CHECKPOINT:
-                with contextlib.suppress(RelaylineError):  # what would need it is refused then, and read anew
+                with contextlib.suppress(RelaylineError):  # frames that would need it are refused then, and read again
                     self.engine.checkpoint(item.lane.index)
         decoded_ns = time.monotonic_ns()
         if self.engine.is_last:
@@ -129,7 +129,7 @@ class StepExecutor:
         return not result.error
 
     def learn(self, result: StepResult) -> None:
-        """Say in the result what was predicted of its step, and refine the curves from it.
+        """Add the prediction for its step to the result, and refine the curves from it.
 
         Not part of `execute`, since nothing that leaves the stage waits for it; any thread may do it, one at a time.
         """
@@ -151,19 +151,19 @@ class StepExecutor:
             self.routes[route_id] = wiring
 
     def begin_route(self, route_id: int, wiring: RouteWiring) -> dict[int, int]:
-        """Begin an epoch of a route; returns what was left for it, see `leave_route`: {session id: positions held}."""
+        """Begin an epoch of a route; returns the lanes left for it, see `leave_route`: {session id: positions held}."""
         self.routes[route_id] = wiring
         return self.sessions.held(route_id)
 
     def leave_route(self, route_id: int) -> int:
-        """End an epoch: nothing of it runs any more, but what its sessions hold stays. Returns how many hold any."""
+        """End an epoch: nothing of it runs any more, but its sessions' lanes stay. Returns how many are not empty."""
         self.routes.pop(route_id, None)
         n_left = self.sessions.leave_route(route_id)
         self.usage = self.lanes.usage
         return n_left
 
     def forget_left(self, route_id: int) -> None:
-        """Nobody has come back for what a route left."""
+        """No epoch has claimed the lanes that a route left."""
         self.sessions.forget_left(route_id)
         self.usage = self.lanes.usage
 
@@ -191,9 +191,9 @@ class StepExecutor:
         return True
 
     def _is_pointless(self, outputs: dict[int, RouteOutput], frame: QueuedFrame) -> bool:
-        """Answer a frame whose rows were guessed wrong as far as this stage knows; returns whether it was.
+        """Answer a frame whose draft rows this stage already knows to be wrong; returns whether it was one.
 
-        Guesses that follow a fault are dropped without a word: their lane may be long enough, and yet not what it was.
+        Drafts behind a fault are dropped silently: their lane may be long enough, and yet have other content.
         """
         if frame.flags & Flag.DRAFTED and frame.session_key in self.sessions.broken:
             return True
@@ -248,9 +248,9 @@ class StepExecutor:
         self._wants[row : row + count] = array("b", wanted_rows(frame))
 
     def _fill_all(self, outputs: dict[int, RouteOutput], placed: list[Placed]) -> list[QueuedFrame]:
-        """Fill the input rows, one call for frames that stand together in one message. Returns frames that cannot be.
+        """Fill the input rows, with one call for neighbouring frames of one message.
 
-        Their faults are reported; the caller places the others anew.
+        Returns frames that cannot be filled. Their faults are reported; the caller places the others again.
         """
         unreadable: list[QueuedFrame] = []
         at = 0
@@ -260,7 +260,7 @@ class StepExecutor:
             try:
                 self._fill(items)
             except RelaylineError:
-                for item in items:  # one of them; each is told for itself
+                for item in items:  # one of them; each is reported separately
                     try:
                         self._fill([item])
                     except RelaylineError as error:

@@ -1,4 +1,4 @@
-"""What goes into a step's executor and what comes out of it, apart from the frames themselves."""
+"""The input and output of a step's executor, apart from the frames themselves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 
 class Engine(Protocol):
-    """What a step needs of the native engine; see stage.engine.native.NativeEngine for the meaning of each member."""
+    """The part of the native engine that a step uses; see stage.engine.native.NativeEngine for the meaning of each
+    member.
+    """
 
     n_embd: int
     n_vocab: int
@@ -42,7 +44,7 @@ class Engine(Protocol):
 
 
 class Saver(Protocol):
-    """What the tier needs of the native engine; see stage.engine.saved_lanes.SavedLanes."""
+    """The part of the native engine that the tier uses; see stage.engine.saved_lanes.SavedLanes."""
 
     @property
     def token_ns(self) -> float: ...  # noqa: D102
@@ -58,7 +60,7 @@ class Embeddings(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class RouteOutput:
-    """What one step sends on for one route. `buffer` is None when nothing travels downstream."""
+    """One step's output for one route. `buffer` is None when nothing travels downstream."""
 
     route_id: int
     epoch: int
@@ -82,12 +84,12 @@ class StepResult:
     members: list[QueuedFrame]  # frames of the native decode; what does not fit its lane, or was guessed wrong, is none
     n_rows: int = 0  # of the members
     closed: list[QueuedFrame] = dataclasses.field(default_factory=list)  # closes that were applied
-    padded_rows: int = 0  # scratch rows beside n_rows
+    padded_rows: int = 0  # scratch rows on top of n_rows
     micro_batches: tuple[int, ...] = ()  # rows of the parts in which llama.cpp ran the decode; empty: all at once
     number: int = 0  # counts native decodes of this process from 1; 0 when there was none
     started_ns: int = 0  # when the native decode began
     decode_ns: int = 0
-    predicted_ns: int = 0  # what the cost curves said before they learned of it; 0: nothing was known
+    predicted_ns: int = 0  # the cost curves' prediction before they learned from it; 0: unknown
     encode_ns: int = 0  # sampling or encoding
     error: str = ""  # label of the error with which the native decode failed
     context: bytes = trace_context.NONE  # 25 bytes, of the batch's span; zeros when none is recorded
@@ -119,10 +121,10 @@ class StepResult:
 
 
 class Snapshot(NamedTuple):
-    """What a stage holds at one moment, as a value that any thread may keep.
+    """A stage's state at one moment, as a value that any thread may keep.
 
-    Lanes are as the decode thread left them after its latest step or change of a route: while a step runs, others see
-    what was before it. The queue is as of now.
+    Lanes are as the decode thread left them after its latest step or change of a route; during a step, others see the
+    state before it. The queue is current.
     """
 
     lanes_total: int
@@ -130,7 +132,7 @@ class Snapshot(NamedTuple):
     lanes_kept: int = 0  # by sessions that are only kept, or whose epoch has ended
     queued_frames: int = 0  # waiting for a step, controls included
     queued_rows: int = 0
-    running: Step | None = None  # what the engine computes; nobody changes a step that was taken
+    running: Step | None = None  # the engine's present work; nobody changes a step that was taken
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,10 +1,9 @@
 """Notices a native step that never ends.
 
-A device or driver that hangs, or weights on a disk that went away, leave the process alive: it answers health checks
-and keepalives, nothing is lost that recovery could notice, and every stream of the pipeline waits for ever. Only the
-stage knows what a step should take. So it ends itself, and whoever started it starts it again.
-
-Time is counted in looks, not read from a clock: a process that was stopped for a while and goes on has not been stuck.
+A device or driver that hangs, or weights on a disk that went away, leave the process alive. It answers health checks
+and keepalives, recovery notices nothing, and every stream of the pipeline waits forever. Only the stage knows how long
+a step should take. So it ends itself, and its supervisor restarts it. Time is counted in polls, not read from a clock:
+a process that was stopped for a while and continues has not been stuck.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from relayline.wire.common.errors import NativeError
 
 LOOK_EVERY_S = 5.0
 STUCK_AFTER_S = 120.0  # no step of known cost is given up sooner: machines that swap are slow, not stuck
-STUCK_AFTER_PREDICTED = 20.0  # times what it should take
+STUCK_AFTER_PREDICTED = 20.0  # times the predicted time of the step
 STUCK_AFTER_UNKNOWN_S = 1_800.0  # of a step of which nothing is known, as before the first one without calibration
 
 
